@@ -1,0 +1,245 @@
+"""Type annotation -> decoder, Python value -> bytes.
+
+Owns the one rule for how a function's annotation chooses the decoder of a record's value, and the one rule for
+how a value or key that a function returned becomes bytes. It must never do I/O, know about topics or records, or
+decide what happens to a record that does not decode: it raises, the worker's policy decides.
+
+Alone (or as `| None`), `bytes` and `str` mean the raw value; every other annotation means JSON, read by msgspec.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from eos.errors import ConfigurationError
+
+Decode = Callable[[bytes | None], Any]
+
+_JSON = msgspec.json.Encoder()
+# A key decides the partition and what compaction keeps: equal dicts and sets must be equal bytes.
+_JSON_KEY = msgspec.json.Encoder(order="deterministic")
+
+
+class DecodeError(ValueError):
+    """The value of a record is not what the function's annotation says: a poison record."""
+
+
+# ---------------------------------------------------------------------------------------------- annotation
+
+
+def parameter_annotation(function: Callable[..., object], default: object, frame: types.FrameType | None) -> object:
+    """What the only required parameter of `function` is annotated with, resolved; `default` without annotation.
+
+    `frame` is where the decorator was applied: under `from __future__ import annotations` a type that is local
+    to a function can be found only there. Raises ConfigurationError for a function that cannot be called with
+    one positional argument, and for an annotation that cannot be resolved.
+    """
+    name = function_name(function)
+    code_owner = underlying(function)
+    try:
+        signature = inspect.signature(function)
+        signature.bind(None)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{name} must be callable with exactly one positional argument: {error}") from error
+    except NameError as error:  # Python >= 3.14 evaluates annotations here
+        raise ConfigurationError(f"an annotation of {name} cannot be resolved: {error}") from error
+
+    annotation = next(iter(signature.parameters.values())).annotation
+    if annotation is inspect.Parameter.empty:
+        return default
+
+    def holder() -> None: ...
+
+    # Only the parameter: a return annotation may well name something imported under TYPE_CHECKING.
+    holder.__annotations__ = {"value": annotation}
+    try:
+        hints = typing.get_type_hints(
+            holder,
+            globalns=getattr(code_owner, "__globals__", {}),
+            localns=_defining_locals(code_owner, frame),
+            include_extras=True,
+        )
+    except (NameError, SyntaxError, AttributeError, TypeError) as error:
+        raise ConfigurationError(
+            f"the annotation {annotation!r} of {name} cannot be resolved ({error}): "
+            "define or import that type at module level, and not only under TYPE_CHECKING"
+        ) from error
+    return hints["value"]
+
+
+def underlying(function: Callable[..., object]) -> Callable[..., object]:
+    """The plain function below partials, `functools.wraps` and `__call__`: where globals and code are."""
+    while isinstance(function, functools.partial) or hasattr(function, "__wrapped__"):
+        function = function.func if isinstance(function, functools.partial) else function.__wrapped__
+    if inspect.isroutine(function) or isinstance(function, type):
+        return getattr(function, "__func__", function)
+    return getattr(type(function), "__call__", function)  # noqa: B004 (wanted: the method, not callability)
+
+
+def function_name(function: Callable[..., object]) -> str:
+    """How messages name a user's function."""
+    return str(getattr(underlying(function), "__qualname__", repr(function))).rpartition("<locals>.")[2]
+
+
+def _defining_locals(code_owner: Callable[..., object], frame: types.FrameType | None) -> dict[str, Any]:
+    # Only if this frame really defined the function: a decorator applied elsewhere, to an imported function,
+    # must not resolve that function's names among foreign ones.
+    code = getattr(code_owner, "__code__", None)
+    if frame is None or code is None or code not in frame.f_code.co_consts:
+        return {}
+    return dict(frame.f_locals)
+
+
+def annotation_name(annotation: object) -> str:
+    """How messages name a type: `Flight`, `Flight | None`, `list[int]`."""
+    if isinstance(annotation, type) and not typing.get_args(annotation):
+        return annotation.__name__
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return " | ".join("None" if a is types.NoneType else annotation_name(a) for a in typing.get_args(annotation))
+    return str(annotation).replace("typing.", "")
+
+
+def without_none(annotation: object) -> tuple[object, bool]:
+    """(the annotation without `| None`, whether it had it)."""
+    if typing.get_origin(annotation) is typing.Annotated:  # Annotated[T | None, ...] keeps its constraints
+        return annotation, without_none(typing.get_args(annotation)[0])[1]
+    if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
+        return annotation, annotation is types.NoneType
+    rest = tuple(a for a in typing.get_args(annotation) if a is not types.NoneType)
+    nullable = len(rest) < len(typing.get_args(annotation))
+    return functools.reduce(lambda a, b: typing.Union[a, b], rest), nullable  # noqa: UP007
+
+
+# ------------------------------------------------------------------------------------------------ decoding
+
+
+def decoder(annotation: object) -> Decode:
+    """The decoder of a record's value (bytes, or None for a tombstone) for this annotation.
+
+    Raises ConfigurationError for what cannot be decoded. The decoder raises DecodeError for a value that is not
+    of that type, and for a tombstone unless the annotation is `T | None`.
+    """
+    inner, nullable = without_none(annotation)
+    if inner is bytes:
+        return _bytes_or_none if nullable else _bytes
+    if inner is str:
+        return _str_or_none if nullable else _str
+    if {bytes, str} & set(typing.get_args(inner)) and typing.get_origin(inner) in (typing.Union, types.UnionType):
+        raise ConfigurationError(
+            f"the annotation {annotation_name(annotation)} is ambiguous: bytes and str mean the raw value when they "
+            "stand alone, the other types mean JSON; annotate Record or bytes and decode in the function"
+        )
+    return _json_decoder(annotation, nullable)
+
+
+def _json_decoder(annotation: object, nullable: bool) -> Decode:
+    name = annotation_name(annotation)
+    try:
+        decode = msgspec.json.Decoder(annotation).decode
+        foreign = _foreign_type(msgspec.inspect.type_info(annotation), set())
+    except (TypeError, NameError, AttributeError, SyntaxError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"no decoder for the annotation {name}: {error}") from error
+    if foreign is not None:
+        # msgspec takes any class and then refuses every value of it: say so now, not at the first record.
+        raise ConfigurationError(
+            f"no decoder for the annotation {name}: msgspec cannot read {annotation_name(foreign)} from JSON; use "
+            "Record, bytes, str, dict, a msgspec.Struct, a dataclass or another type that msgspec knows"
+        )
+
+    def from_json(value: bytes | None) -> Any:
+        if value is None:
+            if nullable:
+                return None
+            raise _tombstone(name)
+        try:
+            return decode(value)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise DecodeError(f"expected {name} as JSON: {error}") from error
+
+    return from_json
+
+
+def _foreign_type(node: object, seen: set[int]) -> object | None:
+    """The first class below this msgspec type description that msgspec knows only by `isinstance`."""
+    if isinstance(node, msgspec.inspect.CustomType):
+        return node.cls
+    if id(node) in seen:  # types may be recursive
+        return None
+    seen.add(id(node))
+    children: tuple[object, ...] = ()
+    if isinstance(node, tuple):
+        children = node
+    elif isinstance(node, msgspec.inspect.Field):
+        children = (node.type,)  # its default is the user's object
+    elif isinstance(node, msgspec.inspect.Type):
+        children = tuple(getattr(node, name) for name in node.__struct_fields__)
+    return next((found for child in children if (found := _foreign_type(child, seen)) is not None), None)
+
+
+def _tombstone(name: str) -> DecodeError:
+    return DecodeError(
+        f"expected {name}, got a tombstone (a null value): annotate {name} | None to receive tombstones as None"
+    )
+
+
+def _bytes_or_none(value: bytes | None) -> bytes | None:
+    return value
+
+
+def _bytes(value: bytes | None) -> bytes:
+    if value is None:
+        raise _tombstone("bytes")
+    return value
+
+
+def _str_or_none(value: bytes | None) -> str | None:
+    return None if value is None else _str(value)
+
+
+def _str(value: bytes | None) -> str:
+    if value is None:
+        raise _tombstone("str")
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise DecodeError(f"expected str as UTF-8: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------------ encoding
+
+
+def encode(value: object) -> bytes | None:
+    """A record's value: bytes, bytearray and memoryview as they are, str as UTF-8, None stays None (a tombstone),
+    anything else JSON. As msgspec writes it: NaN and infinities become null, bytes inside JSON become base64.
+
+    Raises TypeError for a type that JSON cannot hold, ValueError for a str that UTF-8 cannot.
+    """
+    return _encode(value, _JSON)
+
+
+def encode_key(key: object) -> bytes | None:
+    """A record's key, by the rule of `encode`; dicts and sets in it are sorted: equal keys give equal bytes."""
+    return _encode(key, _JSON_KEY)
+
+
+def _encode(value: object, json: msgspec.json.Encoder) -> bytes | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    try:
+        return json.encode(value)
+    except TypeError as error:
+        raise TypeError(
+            f"a {type(value).__name__} cannot be sent ({error}): send bytes, str, or what JSON can hold "
+            "(a dict, a dataclass, a msgspec.Struct, a number, ...)"
+        ) from error

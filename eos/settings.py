@@ -1,0 +1,382 @@
+"""Settings: where they come from, which are refused, and what each client is given.
+
+Owns the names, the defaults and the refusals. Kafka's dotted names pass verbatim to confluent-kafka; names
+that begin with `eos.` are ours. A setting that contradicts exactly-once is refused with its reason (exit 78),
+never silently overwritten. This module must never talk to Kafka.
+
+Sources, weakest first: defaults < eos.toml < environment (KAFKA_BOOTSTRAP_SERVERS, EOS_…) < flags (-X name=value).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import socket
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eos import _kafka_names as names
+from eos.errors import ConfigurationError
+
+MINIMUM_RETRY_BACKOFF_MS = 50  # below it a call that was retried cannot be told from a healthy one by its time
+STATISTICS_INTERVAL_MS = 200
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting of ours: its default, how its text is read, and what it does (for `eos run --help` and docs)."""
+
+    default: Any
+    read: Callable[[Any], Any]
+    meaning: str
+
+
+def _one_of(*choices: str) -> Callable[[Any], str]:
+    def read(value: Any) -> str:
+        if str(value) not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return str(value)
+
+    return read
+
+
+def _at_least(minimum: int) -> Callable[[Any], int]:
+    def read(value: Any) -> int:
+        number = int(value)
+        if number < minimum:
+            raise ValueError(f"must be at least {minimum}")
+        return number
+
+    return read
+
+
+OPTIONS: dict[str, Option] = {
+    "eos.instance": Option(
+        "", str, "suffix of the transactional.id; must be stable across restarts (default: host name)"
+    ),
+    "eos.input.topics": Option("", str, "source topics of a TransactSession, separated by commas"),
+    "eos.transaction.interval.ms": Option(100, _at_least(1), "how long one transaction gathers and handles records"),
+    "eos.transaction.max.records": Option(50_000, _at_least(1), "most input records of one transaction"),
+    "eos.batch.max.records": Option(5_000, _at_least(1), "most records handed to a batch function at once"),
+    "eos.replace.producer": Option(
+        "auto", _one_of("auto", "always", "never"), "when a producer is replaced (never is for experiments)"
+    ),
+    "eos.startup.timeout.ms": Option(25_000, _at_least(1_000), "how long to try to reach the cluster at the start"),
+    "eos.shutdown.timeout.ms": Option(
+        30_000, _at_least(0), "how long a stop may take before the transaction is aborted"
+    ),
+    "eos.call.timeout.ms": Option(
+        5_000, _at_least(100), "one attempt of a transactional call; a call 5 s past it counts as hung"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A setting of Kafka's that has only some values under which exactly-once holds."""
+
+    allowed: frozenset[str]
+    reason: str
+
+
+def _only(*values: str) -> frozenset[str]:
+    return frozenset(values)
+
+
+REFUSALS: dict[str, Refusal] = {
+    "isolation.level": Refusal(
+        _only("read_committed"),
+        "a reader of uncommitted records would copy aborted ones into committed output",
+    ),
+    "enable.auto.commit": Refusal(
+        _only("false"), "offsets are committed inside the transaction; a second committer loses records"
+    ),
+    "enable.auto.offset.store": Refusal(_only("false"), "offsets are committed inside the transaction"),
+    "enable.idempotence": Refusal(_only("true"), "a transaction needs the idempotent producer"),
+    "acks": Refusal(_only("all", "-1"), "a record that only the leader has is lost with the leader"),
+    "auto.offset.reset": Refusal(
+        _only("earliest", "latest"),
+        "it says where a partition without a committed offset begins, nothing else",
+    ),
+    "enable.partition.eof": Refusal(_only("true", "false"), "it is set where it is needed"),
+    "delivery.report.only.error": Refusal(_only("true"), "the session counts records itself"),
+    "group.protocol": Refusal(_only("classic", "consumer"), "these are the group protocols there are"),
+    "partition.assignment.strategy": Refusal(
+        _only("cooperative-sticky", "range", "roundrobin"), "these are the strategies that are tested"
+    ),
+    "enable.gapless.guarantee": Refusal(_only("false"), "it ends the producer where an abort suffices"),
+}
+
+NOT_FOR_USERS: dict[str, str] = {
+    "max.in.flight": "the idempotent producer keeps order only as librdkafka sets it",
+    "max.in.flight.requests.per.connection": "the idempotent producer keeps order only as librdkafka sets it",
+    "retries": "a retry under the same sequence number is what makes the producer idempotent",
+    "message.send.max.retries": "a retry under the same sequence number is what makes the producer idempotent",
+    "on_delivery": "the session latches delivery errors itself",
+    "dr_cb": "the session latches delivery errors itself",
+    "dr_msg_cb": "the session latches delivery errors itself",
+    "on_commit": "the consumer never commits; the transaction does",
+    "offset_commit_cb": "the consumer never commits; the transaction does",
+}
+
+ALIASES = {
+    "request.required.acks": "acks",
+    "auto.commit.enable": "enable.auto.commit",
+    "metadata.broker.list": "bootstrap.servers",
+    "sasl.mechanisms": "sasl.mechanism",
+    "queue.buffering.max.ms": "linger.ms",
+    "delivery.timeout.ms": "message.timeout.ms",
+    "compression.codec": "compression.type",
+}
+# Python names of confluent-kafka that are not in librdkafka's own list.
+CALLBACKS = frozenset({"stats_cb", "error_cb", "throttle_cb", "oauth_cb", "logger"})
+
+CONSUMER_DEFAULTS: dict[str, Any] = {
+    # A full prefetch queue stops fetching for this long; librdkafka's 1000 costs 3.7x on a backlog.
+    "fetch.queue.backoff.ms": 5,
+}
+PRODUCER_DEFAULTS: dict[str, Any] = {
+    "transaction.timeout.ms": 10_000,
+    # Java's partitioner, so that a key lands where other clients of the topic put it.
+    "partitioner": "murmur2_random",
+}
+COMMON_DEFAULTS: dict[str, Any] = {
+    "bootstrap.servers": "127.0.0.1:9092",
+    # librdkafka's 10 s makes one lost connection look like a hung call.
+    "reconnect.backoff.max.ms": 1_000,
+}
+
+
+class Settings:
+    """A checked set of settings, immutable; `values` has Kafka's and our dotted names.
+
+    Raises ConfigurationError for an unknown name, an unreadable value, or one that would break exactly-once.
+    """
+
+    def __init__(self, values: Mapping[str, Any] | None = None, **more: Any) -> None:
+        given = {ALIASES.get(name, name): value for name, value in {**(values or {}), **more}.items()}
+        for name, value in given.items():
+            _check(name, value)
+        self.values: dict[str, Any] = given
+        self._options = {name: self._option(name) for name in OPTIONS}
+        _check_timeouts(self)
+
+    def _option(self, name: str) -> Any:
+        option = OPTIONS[name]
+        if name not in self.values:
+            return option.default
+        try:
+            return option.read(self.values[name])
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"{name}={self.values[name]} {_reason(error)}") from error
+
+    def __getitem__(self, name: str) -> Any:
+        """An option of ours (typed), or a Kafka setting as given or by our default; KeyError where there is none."""
+        if name in self._options:
+            return self._options[name]
+        for source in (self.values, PRODUCER_DEFAULTS, CONSUMER_DEFAULTS, COMMON_DEFAULTS):
+            if name in source:
+                return source[name]
+        raise KeyError(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def with_values(self, **more: Any) -> Settings:
+        """A copy with more settings; dots are written as they are: with_values(**{"group.id": "g"})."""
+        return Settings({**self.values, **more})
+
+    @property
+    def instance(self) -> str:
+        return self._options["eos.instance"] or socket.gethostname()
+
+    @property
+    def bootstrap_servers(self) -> str:
+        return str(self["bootstrap.servers"])
+
+    @property
+    def transaction_timeout_ms(self) -> int:
+        return int(self["transaction.timeout.ms"])
+
+    @property
+    def classic_group(self) -> bool:
+        return str(self.get("group.protocol", "classic")) == "classic"
+
+    def _client(self, defaults: Mapping[str, Any], not_for: frozenset[str]) -> dict[str, Any]:
+        values = {**COMMON_DEFAULTS, **defaults}
+        values |= {k: v for k, v in self.values.items() if not k.startswith("eos.") and k not in not_for}
+        return values
+
+    def consumer(self) -> dict[str, Any]:
+        """Configuration of the confluent-kafka consumer of one session."""
+        values = self._client(CONSUMER_DEFAULTS, names.PRODUCER_ONLY)
+        values |= {
+            "isolation.level": "read_committed",
+            "enable.auto.commit": False,
+            "enable.auto.offset.store": False,
+            # Where a partition begins is resolved by the session; all else out of range is an error, never a reset.
+            "auto.offset.reset": "error",
+        }
+        if self.classic_group:
+            values.setdefault("partition.assignment.strategy", "cooperative-sticky")
+            values.setdefault("session.timeout.ms", 10_000)
+            # A restart within the session timeout gets its partitions back without a rebalance, and a newer
+            # instance is told apart from an own timeout. In the consumer protocol (KIP-848) the older member
+            # wins instead and a restart is locked out for 45 s: there members stay dynamic.
+            values.setdefault("group.instance.id", self.instance)
+        return values
+
+    def producer(self, transactional_id: str) -> dict[str, Any]:
+        """Configuration of a transactional confluent-kafka producer."""
+        values = self._client(PRODUCER_DEFAULTS, names.CONSUMER_ONLY)
+        values.setdefault("message.timeout.ms", self.transaction_timeout_ms)
+        return values | {"transactional.id": transactional_id, "enable.idempotence": True, "acks": "all"}
+
+    def connection(self) -> dict[str, Any]:
+        """Only what an admin client needs to connect: addresses, TLS, SASL."""
+        keep = (
+            "bootstrap.servers",
+            "client.id",
+            "security.protocol",
+            "ssl.",
+            "sasl.",
+            "socket.",
+            "broker.address.",
+        )
+        return COMMON_DEFAULTS | {k: v for k, v in self.values.items() if k.startswith(keep)}
+
+
+def load(
+    flags: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> Settings:
+    """Settings of a command: eos.toml in the working directory (if there), then the environment, then flags."""
+    environment = os.environ if environment is None else environment
+    values: dict[str, Any] = {}
+    path = file or Path("eos.toml")
+    if file is not None or path.exists():
+        values |= _from_toml(path)
+    values |= _from_environment(environment)
+    return Settings(values | dict(flags or {}))
+
+
+def parse_flag(text: str) -> tuple[str, str]:
+    """`name=value` of -X; raises ConfigurationError when there is no equals sign."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise ConfigurationError(f"-X {text}: expected name=value, for example -X linger.ms=20")
+    return name.strip(), value.strip()
+
+
+def _from_toml(path: Path) -> dict[str, Any]:
+    try:
+        tables = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}") from error
+    return _flatten(tables, "")
+
+
+def _flatten(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """TOML reads an unquoted a.b = 1 as a table; both spellings mean the dotted name."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        flat |= _flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """KAFKA_BOOTSTRAP_SERVERS, and EOS_TRANSACTION_INTERVAL_MS for eos.transaction.interval.ms."""
+    values: dict[str, Any] = {}
+    if servers := environment.get("KAFKA_BOOTSTRAP_SERVERS"):
+        values["bootstrap.servers"] = servers
+    for name in OPTIONS:
+        if (value := environment.get(name.upper().replace(".", "_"))) is not None:
+            values[name] = value
+    return values
+
+
+def _check(name: str, value: Any) -> None:
+    if name.startswith("eos."):
+        if name not in OPTIONS:
+            raise ConfigurationError(f"{name} is not a setting{_suggest(name, OPTIONS)}")
+        return
+    if name in NOT_FOR_USERS:
+        raise ConfigurationError(f"{name} cannot be set: {NOT_FOR_USERS[name]}")
+    known = names.CONSUMER_ONLY | names.PRODUCER_ONLY | names.COMMON | CALLBACKS
+    if name not in known:
+        raise ConfigurationError(f"{name} is not a setting of Kafka's clients{_suggest(name, known)}")
+    refusal = REFUSALS.get(name)
+    if refusal and not _all_allowed(value, refusal.allowed):
+        allowed = " or ".join(sorted(refusal.allowed))
+        raise ConfigurationError(f"{name}={value} would break exactly-once (allowed: {allowed}): {refusal.reason}")
+
+
+def _all_allowed(value: Any, allowed: frozenset[str]) -> bool:
+    return {part.strip() for part in str(value).lower().split(",")} <= allowed
+
+
+def _check_timeouts(settings: Settings) -> None:
+    """Settings that are wrong only together."""
+
+    def number(name: str) -> int:
+        return _number(name, settings.values[name])
+
+    timeout_ms = _number("transaction.timeout.ms", settings["transaction.timeout.ms"])
+    if timeout_ms < 1_000:
+        raise ConfigurationError(f"transaction.timeout.ms={timeout_ms} is below 1000, the least Kafka's client takes")
+    if "message.timeout.ms" in settings.values and not 0 < number("message.timeout.ms") <= timeout_ms:
+        raise ConfigurationError(
+            f"message.timeout.ms={number('message.timeout.ms')} must be between 1 and transaction.timeout.ms="
+            f"{timeout_ms}: a record must not be sent after the broker ended its transaction"
+        )
+    if settings["eos.replace.producer"] == "auto":
+        _check_evidence(settings, number)
+    if settings["eos.transaction.interval.ms"] > timeout_ms // 2:
+        raise ConfigurationError(
+            f"eos.transaction.interval.ms={settings['eos.transaction.interval.ms']} must be at most half of "
+            f"transaction.timeout.ms={timeout_ms}"
+        )
+    if not settings.classic_group and "group.instance.id" in settings.values:
+        raise ConfigurationError(
+            "group.instance.id cannot be used with group.protocol=consumer: after a kill the broker locks the restarted "
+            "member out for its whole session timeout"
+        )
+
+
+def _check_evidence(settings: Settings, number: Callable[[str], int]) -> None:
+    """The signs of a possible retry that eos.replace.producer=auto goes by."""
+    if "retry.backoff.ms" in settings.values and number("retry.backoff.ms") < MINIMUM_RETRY_BACKOFF_MS:
+        raise ConfigurationError(
+            f"retry.backoff.ms={number('retry.backoff.ms')} is below {MINIMUM_RETRY_BACKOFF_MS}: a retried commit could "
+            "not be told from a fast one; raise it or set eos.replace.producer=always"
+        )
+    if "statistics.interval.ms" in settings.values and not 0 < number("statistics.interval.ms") <= 1_000:
+        raise ConfigurationError(
+            f"statistics.interval.ms={number('statistics.interval.ms')} must be between 1 and 1000: the statistics show "
+            "whether a request may have been sent twice; or set eos.replace.producer=always"
+        )
+
+
+def _number(name: str, value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{name}={value} is not a number") from error
+
+
+def _suggest(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    return text if text.startswith("must") else "is not a number"

@@ -1,0 +1,67 @@
+"""Deadlines on client calls that can hang: a call runs on a helper thread and is abandoned when it does not return.
+
+`send_offsets_to_transaction` was seen to hang for ever under connection cuts, its own timeout notwithstanding. Nothing
+can interrupt it, so the thread and its producer are given up together: the caller must replace the producer and must
+not use the abandoned one again.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class CallHung(Exception):
+    """The call did not return in time; its thread still runs and whatever it may yet do is unknown."""
+
+
+class _Job:
+    __slots__ = ("args", "call", "done", "error", "result")
+
+    def __init__(self, call: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.call, self.args = call, args
+        self.done = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+
+class Watchdog:
+    """Runs calls one after the other on one daemon thread; after a hang it refuses further calls."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self.hung = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job.result = job.call(*job.args)
+            except BaseException as error:  # noqa: BLE001 - it is raised again on the calling thread
+                job.error = error
+            job.done.set()
+
+    def call(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
+        """The function's result or exception; CallHung after `timeout_s`. An interrupt (a signal) passes through."""
+        if self.hung:
+            raise CallHung("an earlier call on this producer still hangs")
+        job = _Job(function, args)
+        self._jobs.put(job)
+        try:
+            finished = job.done.wait(timeout_s)
+        except BaseException:
+            # A signal ended the wait: the call is still running, so this producer is done for.
+            self.hung = True
+            raise
+        if not finished:
+            self.hung = True
+            raise CallHung(f"{getattr(function, '__name__', 'call')} did not return within {timeout_s:.1f} s")
+        if job.error is not None:
+            raise job.error
+        return job.result
+
+    def close(self) -> None:
+        self._jobs.put(None)
