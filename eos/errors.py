@@ -21,7 +21,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Literal
 
-from confluent_kafka import KafkaError
+from confluent_kafka import KafkaError, KafkaException
 
 
 class EosError(Exception):
@@ -194,3 +194,35 @@ def classify(call: Call, error: KafkaError) -> Action:
     if error.retriable() and not error.fatal():
         return Action.RETRY
     return Action.REBUILD
+
+
+class CallFailed(Exception):
+    """A client call failed in a way that `action` says how to handle. Internal: it never leaves a session."""
+
+    def __init__(self, call: Call, action: Action, cause: BaseException | KafkaError) -> None:
+        super().__init__(f"{call}: {describe_error(cause)}")
+        self.call, self.action, self.error = call, action, cause
+
+
+def describe_error(error: BaseException | KafkaError) -> str:
+    """One line: the code's name and librdkafka's sentence, or the exception."""
+    if isinstance(error, KafkaException) and error.args and isinstance(error.args[0], KafkaError):
+        error = error.args[0]
+    if isinstance(error, KafkaError):
+        return f"{error.name()} ({error.str()})"
+    return f"{type(error).__name__}: {error}"
+
+
+def stop_error(failure: CallFailed) -> EosError:
+    """The public error of a failure whose action is to stop; its cause is the original."""
+    kinds: dict[Action, type[EosError]] = {
+        Action.UNAVAILABLE: Unavailable,
+        Action.UNAUTHORISED: NotAuthorised,
+        Action.MISCONFIGURED: ConfigurationError,
+        Action.FENCED: Fenced,
+        Action.INPUT_GONE: InputGone,
+        Action.BUG: IllegalState,
+    }
+    stopped = kinds.get(failure.action, Temporary)(str(failure))
+    stopped.__cause__ = failure
+    return stopped

@@ -63,11 +63,15 @@ class RetryEvidence:
 
     def statistics(self, now: Statistics) -> None:
         """A new statistics event; compared with the one before it."""
+        if now.eos.producer_epoch < 0:
+            return  # taken during the init, when connections still come and go
         before, self._last = self._last, now.brokers
         coordinator = now.brokers.get(COORDINATOR)
         if coordinator is not None and coordinator.req.get("EndTxn", 0) > self.ended:
             self._found(f"{coordinator.req['EndTxn']} EndTxn requests for {self.ended} transactions")
         if before is None:
+            if coordinator is not None and coordinator.disconnects:
+                self._found("the connection to the transaction coordinator was lost")
             return
         for name, old in before.items():
             if name == COORDINATOR:

@@ -230,11 +230,11 @@ def encode_key(key: object) -> bytes | None:
 
 
 def _encode(value: object, json: msgspec.json.Encoder) -> bytes | None:
-    if value is None:
-        return None
+    if value is None or type(value) is bytes:
+        return value
     if isinstance(value, str):
         return value.encode()
-    if isinstance(value, bytes | bytearray | memoryview):
+    if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
     try:
         return json.encode(value)

@@ -79,14 +79,20 @@ class ClusterAdmin:
     def transaction_version(self) -> int:
         """The finalized transaction.version: 2 from 4.0 on (KIP-890), 0 where the feature is unknown."""
         with _translated("DescribeFeatures"):
-            features = self._client.describe_features()["finalized_features"]
-        return int(features.get("transaction.version", (0, 0))[1])
+            features = self._client.describe_features()
+        return int(features.get("transaction.version", {}).get("finalized", (0, 0))[1])
 
     def members(self, group: str) -> list[dict[str, Any]]:
         """Members of a classic group, as DescribeGroups shows them."""
         with _translated("DescribeGroups"):
             described: dict[str, Any] = self._client.describe_groups([group])[group]
         return list(described["members"])
+
+    def committed_metadata(self, group: str) -> list[str]:
+        """What the committers of a group's offsets wrote beside them."""
+        with _translated("OffsetFetch"):
+            offsets = self._client.list_group_offsets(group)[group]
+        return [str(committed.metadata) for committed in offsets.values() if committed.metadata]
 
     def remove_member(self, group: str, group_instance_id: str) -> None:
         """A static member leaves for good (its close() alone leaves it in the group until the session timeout)."""

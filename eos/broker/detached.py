@@ -1,0 +1,248 @@
+"""The local Kafka of `eos broker`: nodes that outlive the command that started them.
+
+Owns the state file in the data directory (version, ports, pids) and the proof that a pid in it is still one of our
+nodes. It must never signal a process it has not just proved to be one, and never change data to another version's
+or another number of nodes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from eos.broker.jars import DEFAULT_VERSION, kafka_jars, parse_version
+from eos.broker.java import find_java
+from eos.broker.local import choose_ports, heap_for, persistent_cluster_id
+from eos.broker.node import STOP_TIMEOUT_S, Node, format_all, is_free, require_free, wait_until_ready
+from eos.broker.properties import HOST, NodePorts
+from eos.errors import ConfigurationError, Unavailable
+
+DEFAULT_PORT = 9092
+_STATE_FILE = "broker.json"
+
+
+class NodeState(msgspec.Struct):
+    client_port: int
+    controller_port: int
+    pid: int | None = None
+
+
+class State(msgspec.Struct):
+    """What is known of the data in a directory; `pid` is a claim, `Detached.is_up` the proof."""
+
+    version: str
+    nodes: list[NodeState]
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    index: int
+    pid: int | None
+    port: int
+    up: bool
+    log_path: Path
+
+
+def default_directory() -> Path:
+    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(base) / "eos" / "broker"
+
+
+class Detached:
+    """The local Kafka whose data is in `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory.expanduser().absolute()
+        self._state_path = self.directory / _STATE_FILE
+
+    def state(self) -> State | None:
+        try:
+            return msgspec.json.decode(self._state_path.read_bytes(), type=State)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigurationError(f"{self._state_path} cannot be read: {error}") from error
+
+    def bootstrap_servers(self) -> str:
+        state = self.state()
+        return ",".join(f"{HOST}:{node.client_port}" for node in state.nodes) if state else ""
+
+    def status(self) -> list[NodeStatus]:
+        state = self.state()
+        return [
+            NodeStatus(i, node.pid, node.client_port, self.is_up(i, node.pid), self._node_directory(i) / "server.log")
+            for i, node in enumerate(state.nodes if state else [])
+        ]
+
+    def is_up(self, index: int, pid: int | None) -> bool:
+        """Whether `pid` is the JVM of this directory's node `index`: its command line ends with our properties file."""
+        if pid is None:
+            return False
+        return f"kafka.Kafka {self._node_directory(index) / 'server.properties'}" in command_line(pid)
+
+    def start(
+        self,
+        nodes: int | None = None,
+        version: str | None = None,
+        port: int | None = None,
+        console: Console | None = None,
+    ) -> list[int]:
+        """Starts the nodes that are down and returns them; an empty list means all were running.
+
+        None takes what the data has, for new data 1 node of 4.3.1 at 9092. Raises ConfigurationError for another
+        number of nodes, an older version, or other wishes for a cluster that is running; Unavailable if it cannot
+        be started.
+        """
+        if nodes not in (None, 1, 3):
+            raise ConfigurationError(f"a local Kafka has 1 or 3 nodes, not {nodes}")
+        with self._locked():
+            before = self.state()
+            up = {node.index for node in self.status() if node.up}
+            state = self._wanted(before, bool(up), nodes, version, port)
+            down = [i for i in range(len(state.nodes)) if i not in up]
+            if down:
+                self._start_nodes(state, down, console or Console(stderr=True))
+            return down
+
+    def _wanted(
+        self, before: State | None, running: bool, nodes: int | None, version: str | None, port: int | None
+    ) -> State:
+        if before is None:
+            version = version or DEFAULT_VERSION
+            parse_version(version)
+            return State(version, _layout(nodes or 1, DEFAULT_PORT if port is None else port))
+        count, first_port = len(before.nodes), before.nodes[0].client_port
+        if nodes not in (None, count):
+            raise ConfigurationError(
+                f"the data in {self.directory} is of {count} node{'s' if count > 1 else ''}, not {nodes}: "
+                "choose another --data directory"
+            )
+        if version is not None and parse_version(version) < parse_version(before.version):
+            raise ConfigurationError(
+                f"the data in {self.directory} was written by Kafka {before.version}, which {version} cannot read: "
+                "choose another --data directory"
+            )
+        if running:
+            if version not in (None, before.version) or port not in (None, first_port):
+                raise ConfigurationError(
+                    f"Kafka {before.version} is running at port {first_port} on the data in {self.directory}: "
+                    "`eos broker stop` it first"
+                )
+            return before
+        return State(version or before.version, _layout(count, first_port if port is None else port, before.nodes))
+
+    def _start_nodes(self, state: State, down: list[int], console: Console) -> None:
+        require_free(state.nodes[i].client_port for i in down)
+        java, jars = find_java(), kafka_jars(state.version, console)
+        ports = [NodePorts(node.client_port, node.controller_port) for node in state.nodes]
+        nodes = [Node(i, self._node_directory(i), state.version, java, jars) for i in down]
+        try:
+            with console.status(f"starting Kafka {state.version} …"):
+                for node in nodes:
+                    node.configure(ports, {})
+                format_all(nodes, persistent_cluster_id(self.directory))
+                # From here on the data belongs to this version and this number of nodes.
+                for node in nodes:
+                    node.launch(heap_for(len(ports)), die_with_parent=False)
+                    assert node.process is not None
+                    state.nodes[node.index].pid = node.process.pid
+                    self._write(state)
+                wait_until_ready(nodes, set(range(len(ports))))
+        except BaseException:
+            # Half a cluster that nobody asked for must not stay behind, whoever interrupted us.
+            for node in nodes:
+                node.end_now()
+            raise
+
+    def stop(self, console: Console | None = None) -> list[int]:
+        """SIGTERM to all nodes at once, SIGKILL after 30 s; returns the nodes that were running."""
+        if self.state() is None:
+            return []
+        with self._locked():
+            running = {node.index: node.pid for node in self.status() if node.up and node.pid is not None}
+            if not running:
+                return []
+            with (console or Console(stderr=True)).status("stopping Kafka …"):
+                self._signal(running, signal.SIGCONT)
+                self._signal(running, signal.SIGTERM)
+                if not self._wait_down(running, STOP_TIMEOUT_S):
+                    self._signal(running, signal.SIGKILL)
+                    if not self._wait_down(running, STOP_TIMEOUT_S):
+                        raise Unavailable(f"Kafka in {self.directory} does not end, not even by SIGKILL")
+            state = self.state()
+            assert state is not None
+            for node in state.nodes:
+                node.pid = None
+            self._write(state)
+            return sorted(running)
+
+    def _signal(self, running: dict[int, int], number: signal.Signals) -> None:
+        for index, pid in running.items():
+            if self.is_up(index, pid):
+                try:
+                    os.kill(pid, number)
+                except ProcessLookupError:
+                    continue  # it ended between the look and the signal
+
+    def _wait_down(self, running: dict[int, int], timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while any(self.is_up(index, pid) for index, pid in running.items()):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def _node_directory(self, index: int) -> Path:
+        return self.directory / f"node-{index}"
+
+    def _write(self, state: State) -> None:
+        part = self._state_path.with_suffix(".part")
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+        part.replace(self._state_path)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Two commands on the same data take turns; the second then sees what the first did."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            handle = (self.directory / "lock").open("w")
+        except OSError as error:
+            raise ConfigurationError(f"{self.directory} cannot be written: {error.strerror}") from error
+        with handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+
+
+def _layout(count: int, first_port: int, before: list[NodeState] | None = None) -> list[NodeState]:
+    """Ports of a cluster that is down: controller ports stay as they were unless somebody else has one now."""
+    fresh = choose_ports(count, first_port)
+    return [
+        NodeState(
+            ports.client,
+            before[i].controller_port if before and is_free(before[i].controller_port) else ports.controller,
+        )
+        for i, ports in enumerate(fresh)
+    ]
+
+
+def command_line(pid: int) -> str:
+    """The command line of a process, "" if there is none; a zombie has none."""
+    if sys.platform == "linux":
+        try:
+            raw = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+        except OSError:
+            raw = b""
+    else:
+        raw = subprocess.run(["ps", "-ww", "-o", "command=", "-p", str(pid)], capture_output=True, check=False).stdout
+    return raw.decode(errors="surrogateescape")

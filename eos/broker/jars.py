@@ -1,0 +1,188 @@
+"""Resolves the jars of one Kafka version and remembers where they are.
+
+Owns the Maven coordinates per version, the file lock that keeps two resolving processes apart, and the record of a
+finished resolve (so that the usual start costs one small file). It must never start Java and never touch a broker's
+data. It uses jgo's resolver, not jgo's environments: those classify jars with a JDK that jgo downloads for it, and a
+half-linked environment counts as a valid one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from eos.errors import ConfigurationError, Unavailable
+
+if TYPE_CHECKING:
+    from jgo.maven import Artifact
+
+DEFAULT_VERSION = "4.3.1"
+KNOWN_VERSIONS = ("3.9.2", "4.0.2", "4.1.2", "4.2.1", "4.3.1")
+OLDEST_VERSION = (3, 9, 0)
+
+# Kafka's published modules bring slf4j-api without a binding; without one every broker error is invisible.
+# 4.x logs through log4j 2; 3.9 is written against log4j 1, whose maintained form is reload4j.
+_BINDING_4 = "org.apache.logging.log4j:log4j-slf4j-impl:2.25.3"
+_BINDING_3 = "org.slf4j:slf4j-reload4j:1.7.36"
+
+
+class _Jar(msgspec.Struct, frozen=True):
+    path: str
+    size_bytes: int
+
+
+class _Record(msgspec.Struct, frozen=True):
+    coordinates: list[str]
+    jars: list[_Jar]
+
+
+def parse_version(version: str) -> tuple[int, ...]:
+    """`"4.3.1"` as `(4, 3, 1)`. Raises ConfigurationError for what is no Kafka version or is older than 3.9."""
+    parts = version.split(".")
+    if len(parts) != 3 or not all(part.isdecimal() and part.isascii() for part in parts):
+        raise ConfigurationError(f"{version!r} is not a Kafka version like {DEFAULT_VERSION}")
+    numbers = tuple(int(part) for part in parts)
+    if numbers < OLDEST_VERSION:
+        raise ConfigurationError(f"Kafka {version} is older than 3.9, the oldest that is supported here")
+    return numbers
+
+
+def coordinates(version: str) -> list[str]:
+    """The Maven coordinates of a runnable broker of this version, its logging binding included."""
+    # kafka-clients is named although kafka_2.13 depends on it: log4j's dependency management would otherwise
+    # choose an older one, and no broker starts with that.
+    broker = [f"org.apache.kafka:kafka_2.13:{version}", f"org.apache.kafka:kafka-clients:{version}"]
+    if parse_version(version)[0] < 4:
+        return [*broker, _BINDING_3]
+    return [*broker, f"org.apache.kafka:kafka-tools:{version}", _BINDING_4]
+
+
+def kafka_jars(version: str = DEFAULT_VERSION, console: Console | None = None) -> list[Path]:
+    """The jars of this Kafka version, fetched on first use (70 MB) with a progress bar on `console` (stderr).
+
+    Raises Unavailable when they are not here and cannot be fetched, ConfigurationError for no such version.
+    """
+    wanted = coordinates(version)
+    record = _record_path(version)
+    known = _read_record(record, wanted)
+    if known is not None:
+        return known
+    record.parent.mkdir(parents=True, exist_ok=True)
+    # One lock for all versions: they share most of the repository's files, and the resolver writes in place.
+    with _locked(record.parent / "lock"):
+        known = _read_record(record, wanted)
+        if known is not None:
+            return known
+        jars = _resolve(version, wanted, console or Console(stderr=True))
+        _write_record(record, wanted, jars)
+    return jars
+
+
+def cache_directory() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "eos" / "kafka-jars"
+
+
+def _record_path(version: str) -> Path:
+    return cache_directory() / f"{version}.json"
+
+
+def _read_record(record: Path, wanted: list[str]) -> list[Path] | None:
+    """The jars of the record, or None unless every one of them is still there in full length."""
+    try:
+        known = msgspec.json.decode(record.read_bytes(), type=_Record)
+        if known.coordinates != wanted or not known.jars:
+            return None
+        for jar in known.jars:
+            if os.stat(jar.path).st_size != jar.size_bytes:
+                return None
+    except (OSError, msgspec.DecodeError):
+        return None
+    return [Path(jar.path) for jar in known.jars]
+
+
+def _write_record(record: Path, wanted: list[str], jars: list[Path]) -> None:
+    content = _Record(wanted, [_Jar(str(jar), jar.stat().st_size) for jar in jars])
+    part = record.with_suffix(".part")
+    part.write_bytes(msgspec.json.encode(content))
+    part.replace(record)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _resolve(version: str, wanted: list[str], console: Console) -> list[Path]:
+    try:
+        import requests
+        from jgo.maven import MavenContext, PythonResolver
+        from jgo.parse import Coordinate
+    except ImportError:
+        raise Unavailable(
+            "the jars of Kafka are fetched by jgo, which is not installed: pip install 'eos-kafka[embedded]'"
+        ) from None
+    with _progress(version, console) as (progress, overall):
+        context = MavenContext(resolver=PythonResolver(progress_callback=_file_bar(progress)), timeout=60)
+        try:
+            roots = [context.create_dependency(Coordinate.parse(text)) for text in wanted]
+            inputs, transitive = context.resolver.resolve(roots)
+            artifacts = [dependency.artifact for dependency in [*inputs, *transitive]]
+            progress.update(overall, total=len(artifacts))
+            jars = []
+            for artifact in artifacts:
+                jars.append(_whole_jar(artifact))
+                progress.advance(overall)
+        except (requests.RequestException, OSError) as error:
+            raise Unavailable(
+                f"the jars of Kafka {version} are not on this machine and cannot be fetched without a network "
+                f"({type(error).__name__})"
+            ) from error
+        except (RuntimeError, ValueError) as error:
+            raise Unavailable(
+                f"the jars of Kafka {version} cannot be resolved; versions known to work: "
+                f"{', '.join(KNOWN_VERSIONS)} ({str(error).splitlines()[0][:160]})"
+            ) from error
+    return jars
+
+
+def _whole_jar(artifact: Artifact) -> Path:
+    """This artifact's file, fetched again if an earlier fetch was cut off in the middle."""
+    jar = artifact.resolve()
+    if not zipfile.is_zipfile(jar):
+        # A jar's directory is at its end, so a cut-off file is no zip. The resolver only asks whether it exists.
+        jar.unlink()
+        jar = artifact.resolve()
+        if not zipfile.is_zipfile(jar):
+            raise ValueError(f"{jar.name} is not a jar")
+    return jar
+
+
+@contextmanager
+def _progress(version: str, console: Console) -> Iterator[tuple[Progress, TaskID]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield progress, progress.add_task(f"fetching the jars of Kafka {version}", total=None)
+
+
+def _file_bar(progress: Progress) -> Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]:
+    @contextmanager
+    def bar(filename: str, total_bytes: int) -> Iterator[Callable[[int], Any]]:
+        task = progress.add_task(f"  {filename}", total=total_bytes)
+        try:
+            yield lambda count_bytes: progress.advance(task, count_bytes)
+        finally:
+            progress.remove_task(task)
+
+    return bar

@@ -1,0 +1,234 @@
+"""LocalKafka: one or three real Kafka nodes that live as long as a `with` block.
+
+Owns the cluster's directory, its ports and its processes; ends all of them, whatever ended the block. It must never
+retry what a test did to a node: killed stays killed until `start`.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import AdminClient
+
+from eos.broker import node as broker_node
+from eos.broker.jars import DEFAULT_VERSION, kafka_jars, parse_version
+from eos.broker.java import find_java
+from eos.broker.node import Node, format_all, free_ports, stop_all, wait_until_ready
+from eos.broker.properties import HOST, NodePorts
+from eos.errors import ConfigurationError, IllegalState, Unavailable
+
+
+class LocalKafka:
+    """Real Apache Kafka (KRaft, combined roles) on 127.0.0.1, as a context manager.
+
+    `nodes` 1 or 3; `data` a directory to keep (None: a temporary one, removed unless the block failed or `keep` was
+    set); `port` the first node's client port, the others follow (None: free ones); `config` broker properties that
+    win over ours; `proxied_port` see `proxied_servers`. Node i has node.id i, counted from 0. The JVMs die with this
+    process even if it is SIGKILLed. With EOS_KEEP_LOGS=DIR the nodes' logs are copied there at the end.
+    Raises Unavailable: no Java, no jars, a port taken, a node that does not start.
+    """
+
+    def __init__(
+        self,
+        nodes: int = 1,
+        version: str = DEFAULT_VERSION,
+        data: str | os.PathLike[str] | None = None,
+        port: int | None = None,
+        config: Mapping[str, object] | None = None,
+        proxied_port: int | None = None,
+    ) -> None:
+        if nodes not in (1, 3):
+            raise ConfigurationError(f"a local Kafka has 1 or 3 nodes, not {nodes}")
+        if proxied_port is not None and nodes != 1:
+            raise ConfigurationError("proxied_port needs a single node: one proxy stands for one broker")
+        parse_version(version)
+        self.version, self.config = version, dict(config or {})
+        self.keep = False
+        self._count, self._port, self._proxied_port = nodes, port, proxied_port
+        self._data = None if data is None else Path(data).absolute()
+        self._directory: Path | None = None
+        self._nodes: list[Node] = []
+
+    def __enter__(self) -> LocalKafka:
+        java, jars = find_java(), kafka_jars(self.version)
+        ports = choose_ports(self._count, self._port, self._proxied_port)
+        broker_node.require_free(port for node in ports for port in node.all())
+        self._directory = self._data or Path(tempfile.mkdtemp(prefix="eos-kafka-"))
+        self._nodes = [Node(i, self._directory / f"node-{i}", self.version, java, jars) for i in range(self._count)]
+        try:
+            for node in self._nodes:
+                node.configure(ports, self.config)
+            format_all(self._nodes, persistent_cluster_id(self._directory))
+            for node in self._nodes:
+                node.launch(heap_for(self._count), die_with_parent=True)
+            wait_until_ready(self._nodes, set(range(self._count)))
+        except BaseException:
+            # The directory stays: the error names a log in it.
+            self._end(keep=True)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # An interrupt or an exit is no failure of the block; its logs are worth nothing.
+        failed = kind is not None and issubclass(kind, Exception)
+        self._end(keep=failed or self.keep)
+        if (failed or self.keep) and self._data is None:
+            print(f"eos: the logs of the local Kafka are in {self.directory}", file=sys.stderr)
+
+    def _end(self, keep: bool) -> None:
+        if self._data is not None:
+            stop_all(self._nodes)
+        for node in self._nodes:
+            node.end_now()
+        copies = os.environ.get("EOS_KEEP_LOGS")
+        if copies:
+            self._copy_logs(Path(copies))
+        if self._data is None and not keep:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _copy_logs(self, to: Path) -> None:
+        for node in self._nodes:
+            target = to / self.directory.name / node.directory.name
+            target.mkdir(parents=True, exist_ok=True)
+            for source in (node.log_path, node.stdout_path, node.properties_path):
+                if source.exists():
+                    shutil.copy(source, target)
+
+    @property
+    def directory(self) -> Path:
+        if self._directory is None:
+            raise IllegalState("the local Kafka was not started")
+        return self._directory
+
+    @property
+    def bootstrap_servers(self) -> str:
+        """`127.0.0.1:port`, one per node; clients that bootstrap here reach the brokers directly."""
+        return ",".join(f"{HOST}:{self._node(i).ports.client}" for i in range(self._count))
+
+    @property
+    def proxied_servers(self) -> str:
+        """`127.0.0.1:proxied_port`: where a test's own proxy listens, and the only address such a client is told.
+
+        The proxy forwards each connection to `proxied_upstream`.
+        """
+        if self._proxied_port is None:
+            raise IllegalState("the local Kafka has no proxied_port")
+        return f"{HOST}:{self._proxied_port}"
+
+    @property
+    def proxied_upstream(self) -> tuple[str, int]:
+        """(host, port) of the listener behind the test's proxy."""
+        port = self._node(0).ports.proxied
+        if port is None:
+            raise IllegalState("the local Kafka has no proxied_port")
+        return HOST, port
+
+    def pid(self, i: int) -> int:
+        process = self._node(i).process
+        assert process is not None
+        return process.pid
+
+    def log_path(self, i: int) -> Path:
+        return self._node(i).log_path
+
+    def running(self, i: int) -> bool:
+        """Whether the JVM is there; a paused one is."""
+        return self._node(i).running()
+
+    def kill(self, i: int) -> None:
+        """SIGKILL, and reaped: when this returns its sockets are closed and its ports are free."""
+        self._node(i).end_now()
+
+    def stop(self, i: int, timeout_s: float = broker_node.STOP_TIMEOUT_S) -> None:
+        """SIGTERM and wait; SIGKILL after `timeout_s`."""
+        stop_all([self._node(i)], timeout_s)
+
+    def start(self, i: int, timeout_s: float = broker_node.START_TIMEOUT_S) -> None:
+        """Starts a stopped or killed node on its data and ports; returns when it answers and sees all running nodes.
+
+        Its replicas may still be catching up: `wait_in_sync`. Raises IllegalState if it runs, Unavailable if it
+        does not come up.
+        """
+        node = self._node(i)
+        if node.running():
+            raise IllegalState(f"Kafka node {i} is running")
+        node.launch(heap_for(self._count), die_with_parent=True)
+        alive = {other.index for other in self._nodes if other.running() and not other.paused}
+        wait_until_ready([node], alive, timeout_s)
+
+    def pause(self, i: int) -> None:
+        """SIGSTOP: its connections stay open and nothing answers on them."""
+        self._node(i).pause()
+
+    def resume(self, i: int) -> None:
+        """SIGCONT."""
+        self._node(i).resume()
+
+    def wait_in_sync(self, timeout_s: float = broker_node.START_TIMEOUT_S) -> int:
+        """Until every partition has all its replicas in sync and a leader; returns the number of partitions seen."""
+        client = AdminClient({"bootstrap.servers": self.bootstrap_servers, "log_level": 0})
+        deadline = time.monotonic() + timeout_s
+        while True:
+            behind: list[str] = []
+            try:
+                topics = client.list_topics(timeout=5).topics
+                partitions = [(t, p) for t in topics.values() for p in t.partitions.values()]
+                behind = [
+                    f"{topic.topic}-{partition.id}"
+                    for topic, partition in partitions
+                    if partition.leader < 0 or set(partition.isrs) != set(partition.replicas)
+                ]
+                if not behind:
+                    return len(partitions)
+            except KafkaException as error:
+                behind = [str(error)]
+            if time.monotonic() > deadline:
+                raise Unavailable(f"after {timeout_s:.0f} s not in sync: {', '.join(behind[:5])}")
+            time.sleep(0.1)
+
+    def _node(self, i: int) -> Node:
+        if not self._nodes:
+            raise IllegalState("the local Kafka was not started")
+        return self._nodes[i]
+
+
+def heap_for(nodes: int) -> str:
+    return "1g" if nodes == 1 else "512m"
+
+
+def choose_ports(nodes: int, first_client_port: int | None, proxied_port: int | None = None) -> list[NodePorts]:
+    """Client ports from `first_client_port` on (None: free ones); the other ports are free ones."""
+    count = 3 * nodes
+    wanted = [] if first_client_port is None else [first_client_port + i for i in range(nodes)]
+    free = free_ports(count, taken=[*wanted, *([] if proxied_port is None else [proxied_port])])
+    clients = wanted or free[:nodes]
+    return [
+        NodePorts(clients[i], free[nodes + i], free[2 * nodes + i] if proxied_port is not None else None, proxied_port)
+        for i in range(nodes)
+    ]
+
+
+def persistent_cluster_id(directory: Path) -> str:
+    """The cluster id of the data in `directory`, made at its first use."""
+    file = directory / "cluster.id"
+    if not file.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        cluster_id = "-"
+        while cluster_id.startswith("-"):  # it would be read as an option on StorageTool's command line
+            cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+        part = file.with_suffix(".part")
+        part.write_text(cluster_id)
+        part.replace(file)
+    return file.read_text().strip()

@@ -1,0 +1,287 @@
+"""One Kafka node: a directory, a format, a JVM, and the question whether it answers yet.
+
+Owns the files of a node's directory, the command line of its JVM and how that JVM's life is tied to ours. It must
+never know about other nodes' processes, and never decide to restart one.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import AdminClient
+
+from eos.broker.properties import HOST, NodePorts, logging_options, render, server_properties
+from eos.errors import ConfigurationError, Unavailable
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 30.0
+_FORMAT_TIMEOUT_S = 90.0
+_POLL_S = 0.05
+
+# Below the range that Linux (32768-) and macOS (49152-) take for outgoing connections: a node that is down for a
+# while would otherwise find its port taken by some client's socket, even by a client trying to reconnect to it.
+_PORT_RANGE = (15000, 32000)
+
+
+class Node:
+    """Node `index` of a cluster, in `directory`: server.properties, logging, server.log, stdout.log and data/."""
+
+    def __init__(self, index: int, directory: Path, version: str, java: Path, jars: Sequence[Path]) -> None:
+        self.index, self.directory, self.version = index, directory, version
+        self.java, self.jars = java, jars
+        self.log_path = directory / "server.log"
+        self.stdout_path = directory / "stdout.log"
+        self.properties_path = directory / "server.properties"
+        self._formatted = directory / "formatted"
+        self.process: subprocess.Popen[bytes] | None = None
+        self._watcher: subprocess.Popen[bytes] | None = None
+        self.ports = NodePorts(0, 0)
+        self.paused = False
+
+    def configure(self, ports: Sequence[NodePorts], overrides: Mapping[str, object]) -> None:
+        self.ports = ports[self.index]
+        if "," in str(self.directory):
+            raise ConfigurationError(f"Kafka cannot keep data in {self.directory}: its name has a comma")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        properties = server_properties(self.index, ports, self.directory / "data", self.version, overrides)
+        self.properties_path.write_text(render(properties))
+        files, _ = logging_options(self.version, self.directory)
+        for name, content in files.items():
+            (self.directory / name).write_text(content)
+
+    def begin_format(self, cluster_id: str) -> subprocess.Popen[bytes] | None:
+        """Starts Kafka's own StorageTool unless the storage is formatted; `end_format` waits for it."""
+        if self._formatted.exists():
+            return None
+        # C1 only: the tool lives for a second and a half and never earns what C2 costs.
+        command = self._java_command(["-Xmx128m", "-XX:TieredStopAtLevel=1"], "kafka.tools.StorageTool")
+        command += ["format", "--ignore-formatted", "-t", cluster_id, "-c", str(self.properties_path)]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    def end_format(self, tool: subprocess.Popen[bytes] | None) -> None:
+        if tool is None:
+            return
+        try:
+            output, _ = tool.communicate(timeout=_FORMAT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            tool.kill()
+            output, _ = tool.communicate()
+        if tool.returncode != 0:
+            raise Unavailable(
+                f"the storage of Kafka node {self.index} in {self.directory} could not be formatted: "
+                f"{_last_statement(output.decode(errors='replace').splitlines())}"
+            )
+        # Our own mark, not Kafka's meta.properties: that one is there before the tool is done.
+        self._formatted.touch()
+
+    def launch(self, heap: str, die_with_parent: bool) -> None:
+        """Starts the JVM in a session of its own, so that a Ctrl-C in the terminal is ours to handle, not Kafka's."""
+        require_free(self.ports.all())
+        self.paused = False
+        options = [f"-Xmx{heap}", "-Xms256m", "-XX:+UseSerialGC", "-XX:+ExitOnOutOfMemoryError"]
+        command = [*self._java_command(options, "kafka.Kafka"), str(self.properties_path)]
+        with self.stdout_path.open("ab") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=self.directory,
+                start_new_session=True,
+            )
+        if die_with_parent:
+            self._watcher = _watch(self.process.pid)
+
+    def _java_command(self, options: list[str], main_class: str) -> list[str]:
+        _, logging = logging_options(self.version, self.directory)
+        class_path = os.pathsep.join(map(str, self.jars))
+        return [str(self.java), *options, *logging, "-Djava.awt.headless=true", "-cp", class_path, main_class]
+
+    def running(self) -> bool:
+        if self.process is None:
+            return False
+        if self.process.poll() is None:
+            return True
+        self._end_watcher()
+        return False
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None, f"Kafka node {self.index} was never started"
+        self.process.send_signal(number)
+
+    def pause(self) -> None:
+        """SIGSTOP; returns when it took effect."""
+        if self.paused:
+            return
+        self.signal(signal.SIGSTOP)
+        assert self.process is not None
+        # A signal sent is not yet a process stopped: until then it would still answer.
+        _, status = os.waitpid(self.process.pid, os.WUNTRACED)
+        if not os.WIFSTOPPED(status):
+            self.process.returncode = os.waitstatus_to_exitcode(status)
+            raise Unavailable(f"Kafka node {self.index} ended instead of pausing: {self.last_words()}")
+        self.paused = True
+
+    def resume(self) -> None:
+        self.signal(signal.SIGCONT)
+        self.paused = False
+
+    def reap(self, timeout_s: float) -> bool:
+        """Waits for the JVM to end; False if it did not within `timeout_s`."""
+        if self.process is not None:
+            try:
+                self.process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                return False
+        self._end_watcher()
+        return True
+
+    def _end_watcher(self) -> None:
+        if self._watcher is not None:
+            # Killed before its pipe closes: the pid it watches may belong to somebody else by now.
+            self._watcher.kill()
+            self._watcher.wait()
+            if self._watcher.stdin is not None:
+                self._watcher.stdin.close()
+            self._watcher = None
+
+    def end_now(self) -> None:
+        """SIGKILL and reap, whatever state it is in."""
+        if self.running():
+            self.signal(signal.SIGKILL)
+        self.reap(STOP_TIMEOUT_S)
+
+    def last_words(self) -> str:
+        """The last ERROR of its log, else the last thing the JVM printed."""
+        errors = [line for line in _lines(self.log_path) if " ERROR " in line or " FATAL " in line]
+        return _last_statement(errors or _lines(self.stdout_path))
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines() if path.exists() else []
+
+
+def _last_statement(lines: list[str]) -> str:
+    """The last line that is no stack frame, cut to the length of a sentence."""
+    said = [line.strip() for line in lines if line.strip() and not re.match(r"\s+(at |\.\.\. )", line)]
+    return said[-1][:400] if said else "it wrote nothing"
+
+
+def _watch(pid: int) -> subprocess.Popen[bytes]:
+    """A shell that kills `pid` when this process is gone, however it went: its pipe then reports end of file.
+
+    Not PR_SET_PDEATHSIG: that one fires when the *thread* that started the JVM ends, so a broker restarted from a
+    helper thread of a test would die with the thread; it needs a preexec function; and it is Linux only.
+    """
+    return subprocess.Popen(
+        ["/bin/sh", "-c", 'read -r _; kill -9 "$0"', str(pid)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As the JVM does: connections of a node that was just killed, in TIME_WAIT, are no obstacle.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def require_free(ports: Iterable[int]) -> None:
+    for port in ports:
+        if not is_free(port):
+            raise Unavailable(f"port {port} on {HOST} is taken by another process")
+
+
+def free_ports(count: int, taken: Iterable[int] = ()) -> list[int]:
+    """`count` distinct ports nobody listens on, below the range of outgoing connections."""
+    avoid, chosen = set(taken), list[int]()
+    for _ in range(10_000):
+        if len(chosen) == count:
+            return chosen
+        port = random.randrange(*_PORT_RANGE)
+        if port not in avoid and is_free(port):
+            avoid.add(port)
+            chosen.append(port)
+    raise Unavailable(f"no {count} free ports on {HOST}")
+
+
+def format_all(nodes: Sequence[Node], cluster_id: str) -> None:
+    tools = [node.begin_format(cluster_id) for node in nodes]
+    try:
+        for node, tool in zip(nodes, tools, strict=True):
+            node.end_format(tool)
+    finally:
+        for tool in tools:
+            if tool is not None and tool.poll() is None:
+                tool.kill()
+                tool.wait()
+
+
+def wait_until_ready(nodes: Iterable[Node], expected: set[int], timeout_s: float = START_TIMEOUT_S) -> None:
+    """Until each of `nodes` itself answers and names all of `expected` as brokers.
+
+    Raises Unavailable at once when a JVM has ended, else at the deadline.
+    """
+    deadline = time.monotonic() + timeout_s
+    waiting = list(nodes)
+    while waiting:
+        for node in list(waiting):
+            if not node.running():
+                raise Unavailable(
+                    f"Kafka {node.version} node {node.index} stopped while starting: {node.last_words()} "
+                    f"(log: {node.log_path})"
+                )
+            if _answers(node.ports.client, expected):
+                waiting.remove(node)
+        if waiting and time.monotonic() > deadline:
+            late = waiting[0]
+            raise Unavailable(
+                f"Kafka {late.version} node {late.index} does not answer after {timeout_s:.0f} s: "
+                f"{late.last_words()} (log: {late.log_path})"
+            )
+        time.sleep(_POLL_S)
+
+
+def _answers(port: int, expected: set[int]) -> bool:
+    try:
+        socket.create_connection((HOST, port), timeout=1).close()
+    except OSError:
+        return False
+    # A new client for each question: one that knows the other nodes already would ask any of them.
+    client = AdminClient({"bootstrap.servers": f"{HOST}:{port}", "log_level": 0})
+    try:
+        brokers = client.list_topics(timeout=2).brokers
+    except KafkaException:
+        return False
+    return expected <= {broker.id for broker in brokers.values()}
+
+
+def stop_all(nodes: Sequence[Node], timeout_s: float = STOP_TIMEOUT_S) -> None:
+    """SIGTERM to all of them at once, SIGKILL at the deadline.
+
+    At once, because the last nodes of a cluster have no quorum left to leave in good order.
+    """
+    deadline = time.monotonic() + timeout_s
+    for node in nodes:
+        if node.running():
+            node.resume()
+            node.signal(signal.SIGTERM)
+    for node in nodes:
+        if not node.reap(max(0.0, deadline - time.monotonic())):
+            node.end_now()

@@ -1,0 +1,78 @@
+"""`eos broker start | status | stop`: a real Kafka on this machine, for people.
+
+Owns the options and what is printed. It must never decide anything: eos.broker.detached does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from eos.broker.detached import Detached, default_directory
+
+NOT_RUNNING = 69
+
+app = typer.Typer(no_args_is_help=True, help="A real Kafka on this machine: start it, look at it, stop it.")
+
+DataOption = Annotated[
+    Path | None, typer.Option("--data", metavar="DIR", help="Data directory [default: ~/.local/share/eos/broker]")
+]
+
+
+@app.command()
+def start(
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", metavar="1|3", help="Number of nodes [default: 1, or what the data has]")
+    ] = None,
+    version: Annotated[
+        str | None, typer.Option("--version", help="Kafka version [default: 4.3.1, or what the data has]")
+    ] = None,
+    data: DataOption = None,
+    port: Annotated[
+        int | None,
+        typer.Option("--port", min=1, max=65533, help="First client port [default: 9092, or what the data has]"),
+    ] = None,
+) -> None:
+    """Start Kafka in the background and keep its data; does nothing if it is running."""
+    kafka = Detached(data or default_directory())
+    started = kafka.start(nodes, version, port)
+    state = kafka.state()
+    assert state is not None
+    typer.echo(
+        f"Kafka {state.version} {'is running' if started else 'is already running'}: {kafka.bootstrap_servers()}"
+        f"  (data: {kafka.directory})"
+    )
+
+
+@app.command()
+def status(data: DataOption = None) -> None:
+    """Show the nodes; exit 0 if all of them run, 69 if not."""
+    kafka = Detached(data or default_directory())
+    nodes, state = kafka.status(), kafka.state()
+    if not nodes or state is None:
+        typer.echo(f"Kafka is not running: no data in {kafka.directory}")
+        raise typer.Exit(NOT_RUNNING)
+    table = Table("node", "pid", "port", "state", "version")
+    for node in nodes:
+        colour, word = ("green", "up") if node.up else ("red", "down")
+        pid = str(node.pid) if node.up else "-"
+        table.add_row(str(node.index), pid, str(node.port), f"[{colour}]{word}[/]", state.version)
+    Console().print(table)
+    # Not in the table: paths are long, and cut off they are of no use to copy.
+    typer.echo(f"data: {kafka.directory}")
+    for node in nodes:
+        typer.echo(f"log:  {node.log_path}")
+    if not all(node.up for node in nodes):
+        raise typer.Exit(NOT_RUNNING)
+
+
+@app.command()
+def stop(data: DataOption = None) -> None:
+    """Stop Kafka and keep its data."""
+    kafka = Detached(data or default_directory())
+    stopped = kafka.stop()
+    typer.echo("Kafka is stopped" if stopped else "Kafka is not running")

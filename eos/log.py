@@ -1,0 +1,61 @@
+"""One line per event: human on stderr by default, JSON for machines; every line about a transaction says whose.
+
+Owns the format only. Events are `log.info("event", extra=fields(name=value))`; libraries' users see ordinary
+`logging` records of the logger "eos".
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+logger = logging.getLogger("eos")
+# librdkafka's own lines; they repeat what our events say with the action taken, so they show only on --log-level debug.
+client_logger = logging.getLogger("eos.librdkafka")
+
+
+def event(level: int, message: str, **fields: Any) -> None:
+    """Logs one event; fields become `name=value` or JSON members."""
+    logger.log(level, message, extra={"fields": fields})
+
+
+def info(message: str, **fields: Any) -> None:
+    event(logging.INFO, message, **fields)
+
+
+def warning(message: str, **fields: Any) -> None:
+    event(logging.WARNING, message, **fields)
+
+
+def debug(message: str, **fields: Any) -> None:
+    event(logging.DEBUG, message, **fields)
+
+
+class HumanFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        fields: Mapping[str, Any] = getattr(record, "fields", {})
+        tail = "".join(f" {name}={value}" for name, value in fields.items())
+        return f"{clock}.{int(record.msecs):03d} {record.levelname.lower():7} {record.getMessage()}{tail}"
+
+
+class JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        fields: Mapping[str, Any] = getattr(record, "fields", {})
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+        line = {"time": stamp, "level": record.levelname.lower(), "event": record.getMessage(), **fields}
+        return json.dumps(line, default=str)
+
+
+def configure(log_format: str = "human", level: str = "info", stream: Any = None) -> None:
+    """For the command line; a library user configures `logging` as usual."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else HumanFormatter())
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+    logger.setLevel(level.upper())
+    client_logger.setLevel(logging.DEBUG if level.lower() == "debug" else logging.CRITICAL)

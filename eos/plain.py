@@ -1,0 +1,168 @@
+"""Transactions without an input (K18): `with eos.transaction(settings) as txn: txn.send(...)`.
+
+The same producer and the same rules as a session's, without a consumer. There is no offset to read back, so a commit
+whose answer never came stays unknown and is raised as CommitOutcomeUnknown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from confluent_kafka import KafkaError, Message
+
+from eos.errors import (
+    Action,
+    CallFailed,
+    CommitOutcomeUnknown,
+    ConfigurationError,
+    EosError,
+    Fenced,
+    IllegalState,
+    PoisonRecord,
+    Temporary,
+    describe_error,
+    stop_error,
+)
+from eos.producer import TransactionalProducer
+from eos.serde import encode, encode_key
+from eos.settings import Settings
+from eos.states import State
+
+
+class Delivery:
+    """What became of one send; complete when the transaction's block has ended.
+
+    `offset` is -1 and `error` a sentence when it was refused. Visible to read_committed readers only after the commit.
+    """
+
+    __slots__ = ("error", "offset", "partition", "topic")
+
+    def __init__(self, topic: str) -> None:
+        self.topic = topic
+        self.partition = -1
+        self.offset = -1
+        self.error: str | None = None
+
+    def _report(self, error: KafkaError | None, message: Message) -> None:
+        if error is not None:
+            self.error = describe_error(error)
+        else:
+            self.partition = -1 if message.partition() is None else int(str(message.partition()))
+            self.offset = -1 if message.offset() is None else int(str(message.offset()))
+
+    def __repr__(self) -> str:
+        state = self.error or f"[{self.partition}] offset {self.offset}"
+        return f"<Delivery {self.topic} {state}>"
+
+
+class PlainTransaction:
+    """One transaction without an input; ends with its block."""
+
+    def __init__(self, producer: TransactionalProducer) -> None:
+        self._producer = producer
+        self._failure: CallFailed | None = None
+        self.deliveries: list[Delivery] = []
+
+    def send(
+        self,
+        topic: str,
+        value: object,
+        *,
+        key: object = None,
+        partition: int | None = None,
+        timestamp_ms: int = 0,
+        headers: Sequence[tuple[str, bytes | None]] = (),
+    ) -> Delivery:
+        """Queues one record; values and keys are encoded as an App's are (bytes, str as UTF-8, None, else JSON).
+
+        Raises the transaction's failure as soon as it is known; the block's end aborts then.
+        """
+        if self._producer.state is not State.IN_TRANSACTION:
+            raise IllegalState(f"send is not possible in state {self._producer.state.value}")
+        delivery = Delivery(topic)
+        where = -1 if partition is None else partition
+        try:
+            self._producer.send(
+                topic, encode(value), encode_key(key), where, timestamp_ms, list(headers), delivery._report
+            )
+        except CallFailed as failure:
+            self._failure = failure
+            delivery.error = str(failure)
+            raise _public(failure, topic) from failure
+        self.deliveries.append(delivery)
+        return delivery
+
+
+class Transactions:
+    """A started transactional producer: `with transactions.begin() as txn:` as often as needed."""
+
+    def __init__(self, settings: Settings | Mapping[str, Any]) -> None:
+        self.settings = settings if isinstance(settings, Settings) else Settings(settings)
+        if not self.settings.get("transactional.id"):
+            raise ConfigurationError("transactional.id must be set for a transaction")
+        self._producer = TransactionalProducer(self.settings, self.settings["transactional.id"], reports=True)
+
+    def __enter__(self) -> Transactions:
+        self._producer.start(time.monotonic() + self.settings["eos.startup.timeout.ms"] / 1000)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._producer.close()
+
+    @contextlib.contextmanager
+    def begin(self) -> Iterator[PlainTransaction]:
+        """One transaction: the block's end commits, an exception out of it aborts and goes on up.
+
+        Raises Fenced, CommitOutcomeUnknown, NotAuthorised, ..., or Temporary when it was aborted for another reason:
+        then nothing of it is visible, and it may be tried again.
+        """
+        producer = self._producer
+        if reason := producer.must_replace():
+            producer.replace(reason)
+        producer.begin()
+        txn = PlainTransaction(producer)
+        try:
+            yield txn
+        except BaseException:
+            self._give_up()
+            raise
+        try:
+            producer.flush()
+            producer.commit()
+        except CallFailed as failure:
+            unknown = failure.call == "commit" and failure.action in (Action.REBUILD, Action.SETTLE)
+            self._give_up()
+            if unknown and failure.action is Action.REBUILD:
+                raise CommitOutcomeUnknown(f"the commit's outcome is unknown: {failure}") from failure
+            raise _public(failure, "") from failure
+
+    def _give_up(self) -> None:
+        if self._producer.may_abort:
+            try:
+                self._producer.abort()
+            except CallFailed as failure:
+                # Fenced: there is nothing of ours left to abort. Else the next begin replaces the producer.
+                raise _public(failure, "") from failure
+
+
+def _public(failure: CallFailed, topic: str) -> EosError:
+    if failure.action in (Action.SETTLE, Action.FENCED):
+        return Fenced(f"{failure}: a newer instance took over, or this transaction outlived transaction.timeout.ms")
+    if failure.action is Action.POISON:
+        return PoisonRecord(f"the record was refused: {failure}", topic, -1, -1)
+    if failure.action in (Action.ABORT, Action.REBUILD, Action.RETRY):
+        return Temporary(f"the transaction was aborted: {failure}")
+    return stop_error(failure)
+
+
+@contextlib.contextmanager
+def transaction(settings: Settings | Mapping[str, Any]) -> Iterator[PlainTransaction]:
+    """One transaction without an input, from start to end; `transactional.id` must be set.
+
+    For many transactions keep the producer: `with Transactions(settings) as p: with p.begin() as txn: ...`.
+    """
+    with Transactions(settings) as transactions, transactions.begin() as txn:
+        yield txn

@@ -1,0 +1,645 @@
+"""Judges a consume-transform-produce run: did every input record take effect exactly once?
+
+Owns the rules and the words in which a violation is told. It must never talk to Kafka (eos/testing/history.py reads
+the topics) and never believe an empty history: a rule that examined nothing does not hold. What is judged is what a
+read_committed reader finds once the run is at rest; while markers are still being written one output topic may show a
+transaction before another does, and `atomic` would call that torn.
+
+Known limits, because the arrays cannot show them: inputs that compaction or retention removed after they were handled
+look like strangers' sources, and outputs removed that way look like losses. Check topics that keep their records.
+
+How it stays fast: an input record becomes a slot number (its offset counted from the first one of its partition, all
+partitions laid end to end), and each expected copy of it becomes a cell. Then every rule is counting cells; only
+`order` sorts, by a small integer. Where offsets are sparse a binary search takes the place of the table of slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from rich.table import Table
+
+TopicPartition = tuple[str, int]
+Int64s = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+Bools = NDArray[np.bool_]
+
+EXAMPLES = 5  # told per verdict; the count of violations is always complete
+_TABLE_SLOTS_PER_RECORD = 8  # a table of slots may be this much larger than its records; beyond it, binary search
+_SMALL_TABLE_SLOTS = 1 << 20
+
+
+class Ends(NamedTuple):
+    """Last stable offsets and log end offsets, each by (topic, partition)."""
+
+    stable: Mapping[TopicPartition, int]
+    log_end: Mapping[TopicPartition, int]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Records:
+    """Where n records are: one array element per record, in any order unless a rule says otherwise.
+
+    `topic` (n,) int32 counts into `topics`; `partition` (n,) int32; `offset` (n,) int64. Anything numpy can turn
+    into these without loss is accepted. Raises ValueError for unequal lengths or a place that cannot exist.
+    """
+
+    topics: tuple[str, ...]
+    topic: Int32s
+    partition: Int32s
+    offset: Int64s
+
+    _lowest_offset: ClassVar[int] = 0
+    _columns: ClassVar[dict[str, type[np.int32 | np.int64]]] = {
+        "topic": np.int32,
+        "partition": np.int32,
+        "offset": np.int64,
+    }
+
+    def __post_init__(self) -> None:
+        for name, dtype in self._columns.items():
+            if (values := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _column(name, values, dtype))
+        lengths = {name: len(getattr(self, name)) for name in self._columns if getattr(self, name) is not None}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"columns of unequal length: {lengths}")
+        if len(self) == 0:
+            return
+        if self.topic.min() < 0 or self.topic.max() >= len(self.topics):
+            raise ValueError(f"topic indexes must be within 0..{len(self.topics) - 1}, the topics are {self.topics}")
+        if self.partition.min() < 0 or self.offset.min() < self._lowest_offset:
+            raise ValueError(f"partitions must not be below 0, offsets not below {self._lowest_offset}")
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+    def name(self, i: int) -> str:
+        return _place(self.topics, self.topic[i], self.partition[i], self.offset[i])
+
+    def take(self, order: Int64s) -> Self:
+        """The same records in another order."""
+        columns = {name: getattr(self, name) for name in self._columns}
+        return replace(self, **{name: column[order] for name, column in columns.items() if column is not None})
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Inputs(Records):
+    """The input records that a read_committed reader finds; each may be given only once.
+
+    `transaction` (n,) int64, optional: a number for the transaction that handled the record last, -1 where unknown.
+    """
+
+    transaction: Int64s | None = None
+
+    _columns = Records._columns | {"transaction": np.int64}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Outputs(Records):
+    """Visible output records and the input each one came from.
+
+    `source_topic` (n,) int32 counts into the *inputs'* topics; `source_partition` (n,) int32; `source_offset` (n,)
+    int64; `copy` (n,) int32, 0..fan_out-1. Sources may hold any number: nonsense is a stranger, not an error.
+    """
+
+    source_topic: Int32s
+    source_partition: Int32s
+    source_offset: Int64s
+    copy: Int32s
+
+    _columns = Records._columns | {
+        "source_topic": np.int32,
+        "source_partition": np.int32,
+        "source_offset": np.int64,
+        "copy": np.int32,
+    }
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CommitSeries(Records):
+    """Committed offsets of a group as somebody saw them, in the order of seeing; -1 stands for "none committed"."""
+
+    _lowest_offset = -1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one rule found; `examples` are one line each, for at most `EXAMPLES` of the `violations`."""
+
+    rule: str
+    holds: bool
+    examined: int
+    violations: int
+    sentence: str
+    examples: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """The verdicts of one check, in the order of the rules."""
+
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Every rule holds, and there was at least one."""
+        return bool(self.verdicts) and all(v.holds for v in self.verdicts)
+
+    @property
+    def violated(self) -> tuple[str, ...]:
+        """The names of the rules that do not hold."""
+        return tuple(v.rule for v in self.verdicts if not v.holds)
+
+    def __getitem__(self, rule: str) -> Verdict:
+        for verdict in self.verdicts:
+            if verdict.rule == rule:
+                return verdict
+        raise KeyError(f"{rule} was not checked; checked: {', '.join(v.rule for v in self.verdicts)}")
+
+    def __str__(self) -> str:
+        return "\n".join(f"{'ok ' if v.holds else 'RED'} {v.rule}: {v.sentence}" for v in self.verdicts)
+
+    def table(self) -> Table:
+        """For people: print it with rich."""
+        table = Table("rule", "", "examined", "violations", "what was found")
+        for column in (2, 3):
+            table.columns[column].justify = "right"
+        for v in self.verdicts:
+            mark = "[green]holds[/]" if v.holds else "[bold red]violated[/]"
+            # Text in square brackets is markup to rich, and every place we name has some.
+            sentence = v.sentence.replace("[", r"\[")
+            table.add_row(v.rule, mark, f"{v.examined:,}", f"{v.violations:,}", sentence)
+        return table
+
+    def raise_if_violated(self) -> None:
+        """AssertionError with the first violated rule's sentence; the other violated rules are only named."""
+        if self.ok:
+            return
+        first, *others = [f"{v.rule}: {v.sentence}" for v in self.verdicts if not v.holds] or ["nothing was checked"]
+        also = f" (also violated: {', '.join(self.violated[1:])})" if others else ""
+        raise AssertionError(first + also)
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """Inputs and outputs brought together once, for all rules.
+
+    `inputs` are sorted by topic, partition, offset. Input row r owns the cells starts[r]..starts[r+1]-1, one per
+    expected copy. `row` and `cell` (one per output) are -1 for a stranger. `times` (one per cell) counts how often
+    the copy is visible.
+    """
+
+    inputs: Inputs
+    outputs: Outputs
+    fan_out: Int64s
+    starts: Int64s
+    row: Int64s
+    cell: Int64s
+    times: Int64s
+
+    def visible_copies(self) -> Int64s:
+        """Per input, how many different copies of it are visible."""
+        return self._per_input(self.times > 0)
+
+    def _per_input(self, of_cells: Bools) -> Int64s:
+        sums = np.zeros(len(of_cells) + 1, np.int64)
+        np.cumsum(of_cells, out=sums[1:])
+        return sums[self.starts[1:]] - sums[self.starts[:-1]]
+
+    def copy_name(self, cell: int) -> str:
+        row = int(np.searchsorted(self.starts, cell, side="right")) - 1
+        return f"copy {cell - int(self.starts[row])} of {self.inputs.name(row)}"
+
+    def places(self, cell: int) -> str:
+        found = np.flatnonzero(self.cell == cell)
+        return " and ".join(self.outputs.name(int(i)) for i in found[:3]) + (" and more" if len(found) > 3 else "")
+
+    def place_of_input(self, row: int) -> str:
+        """Where the first visible output of an input is."""
+        return self.outputs.name(int(np.flatnonzero(self.row == row)[0]))
+
+    def output_name(self, i: int) -> str:
+        return f"{self.outputs.name(i)} (copy {self.outputs.copy[i]} of {self.source_name(i)})"
+
+    def source_name(self, i: int) -> str:
+        o = self.outputs
+        return _place(self.inputs.topics, o.source_topic[i], o.source_partition[i], o.source_offset[i])
+
+
+def join(inputs: Inputs, outputs: Outputs, fan_out: int | ArrayLike = 1) -> Joined:
+    """Find the input of every output.
+
+    `fan_out` is the number of outputs each input must have: one for all, or (n,) integers, one per given input (0:
+    the function sends nothing for it). Raises ValueError for an input that is given twice or a negative fan-out.
+    """
+    index = _Index(inputs)
+    per_input = np.broadcast_to(np.asarray(fan_out), (len(inputs),)).astype(np.int64)
+    if len(per_input) and per_input.min() < 0:
+        raise ValueError("fan_out must not be negative")
+    if index.order is not None:
+        inputs, per_input = inputs.take(index.order), per_input[index.order]
+    starts = np.zeros(len(inputs) + 1, np.int64)
+    np.cumsum(per_input, out=starts[1:])
+    row = index.rows(outputs.source_topic, outputs.source_partition, outputs.source_offset)
+    if len(inputs):
+        expected = (row >= 0) & (outputs.copy >= 0) & (outputs.copy < per_input[row])
+        cell = np.where(expected, starts[row] + outputs.copy, -1)
+    else:
+        cell = np.full(len(outputs), -1, np.int64)
+    # Strangers are counted in a cell of their own in front, which is cut off: no second pass to filter them.
+    times = np.bincount(cell + 1, minlength=int(starts[-1]) + 1)[1:]
+    return Joined(inputs, outputs, per_input, starts, row, cell, times)
+
+
+def no_duplicates(joined: Joined) -> Verdict:
+    """No (source, copy) is visible twice; strangers included."""
+    repeated = np.flatnonzero(joined.times > 1)
+    extra = int((joined.times[repeated] - 1).sum())
+    examples = [
+        f"{joined.copy_name(c)} is visible {joined.times[c]} times: at {joined.places(c)}" for c in repeated[:EXAMPLES]
+    ]
+    for first, second in _repeated_strangers(joined):
+        extra += 1
+        names = f"{joined.outputs.name(first)} and {joined.outputs.name(second)}"
+        examples.append(f"copy {joined.outputs.copy[first]} of {joined.source_name(first)} is visible at {names}")
+    return _verdict("no_duplicates", len(joined.outputs), "outputs", extra, examples, "none is visible twice")
+
+
+def _repeated_strangers(joined: Joined) -> list[tuple[int, int]]:
+    """Pairs of outputs that claim the same source and copy, where no input row could count them."""
+    o = joined.outputs
+    strangers = np.flatnonzero(joined.cell < 0)
+    claims = np.stack([o.copy[strangers], o.source_offset[strangers], o.source_partition[strangers]])
+    claims = np.vstack([claims, o.source_topic[strangers]])
+    order = np.lexsort(claims)
+    same = np.flatnonzero((claims[:, order[1:]] == claims[:, order[:-1]]).all(axis=0))
+    return [(int(strangers[order[i]]), int(strangers[order[i + 1]])) for i in same]
+
+
+def no_losses(joined: Joined, committed: Mapping[TopicPartition, int] | None = None, complete: bool = False) -> Verdict:
+    """Every input below its committed offset (with `complete`: every input) has all its copies."""
+    due = np.ones(len(joined.inputs), np.bool_) if complete else _below(joined.inputs, committed or {})
+    due_cells = np.repeat(due, joined.fan_out)
+    missing = np.flatnonzero(due_cells & (joined.times == 0))
+    examples = [f"{joined.copy_name(c)} is not visible" for c in missing[:EXAMPLES]]
+    examined = int(np.count_nonzero(due_cells))
+    return _verdict("no_losses", examined, "expected outputs", len(missing), examples, "all are visible")
+
+
+def no_strangers(joined: Joined) -> Verdict:
+    """Every output came from an input that exists, and is one of the copies it must have."""
+    strangers = np.flatnonzero(joined.cell < 0)
+    examples = []
+    for i in strangers[:EXAMPLES]:
+        source, row = joined.source_name(i), joined.row[i]
+        what = f"{joined.outputs.name(i)} says it is copy {joined.outputs.copy[i]} of {source}"
+        if row < 0:
+            examples.append(f"{what}, which is not an input")
+        else:
+            examples.append(f"{what}, which must have {joined.fan_out[row]}, numbered from 0")
+    return _verdict("no_strangers", len(joined.outputs), "outputs", len(strangers), examples, "each has its input")
+
+
+def order(joined: Joined) -> Verdict:
+    """In each output partition the outputs of one source partition stand in source offset order, then copy order.
+
+    A copy's second appearance is no_duplicates' business and is left out here: a replay is not a reordering.
+    """
+    o = joined.outputs
+    lanes, count = _lanes(o)
+    source_lanes, source_count = _lanes(joined.inputs)
+    known = np.flatnonzero(joined.cell >= 0) if (joined.cell < 0).any() else slice(None)
+    pair = lanes[known].astype(np.int64) * source_count + source_lanes[joined.row[known]]
+    by_pair = _stable_argsort(pair, count * source_count)
+    pair, offset, cell = pair[by_pair], o.offset[known][by_pair], joined.cell[known][by_pair]
+    position = np.arange(len(o))[known][by_pair]
+    if _descents(offset, pair).size:
+        again = np.lexsort((offset, pair))
+        pair, cell, position = pair[again], cell[again], position[again]
+    if (joined.times > 1).any():
+        first = _first_appearances(pair, cell)
+        pair, cell, position = pair[first], cell[first], position[first]
+    wrong = _descents(cell, pair)
+    examples = [
+        f"{joined.output_name(position[i])} stands behind {joined.output_name(position[i - 1])}"
+        for i in wrong[:EXAMPLES]
+    ]
+    return _verdict("order", len(o), "outputs", len(wrong), examples, "all are in the order of their sources")
+
+
+def atomic(joined: Joined) -> Verdict:
+    """Across all output topics each input has all of its copies or none; examined are inputs with more than one."""
+    visible = joined.visible_copies()
+    torn = np.flatnonzero((visible > 0) & (visible < joined.fan_out))
+    examples = []
+    for row in torn[:EXAMPLES]:
+        times = joined.times[joined.starts[row] : joined.starts[row + 1]]
+        gone = ", ".join(str(copy) for copy in np.flatnonzero(times == 0))
+        examples.append(
+            f"{joined.inputs.name(row)} is torn: copy {gone} is missing, while {joined.place_of_input(row)} is visible"
+        )
+    examined = int(np.count_nonzero(joined.fan_out > 1))
+    return _verdict(
+        "atomic", examined, "inputs with several outputs", len(torn), examples, "each is visible whole or not at all"
+    )
+
+
+def atomic_transactions(joined: Joined) -> Verdict:
+    """Of each transaction in `Inputs.transaction` all outputs are visible or none."""
+    transaction = joined.inputs.transaction
+    if transaction is None:
+        raise ValueError("the inputs do not say which transaction handled them")
+    numbered = np.flatnonzero(transaction >= 0)
+    numbers, group = np.unique(transaction[numbered], return_inverse=True)
+    expected = np.bincount(group, weights=joined.fan_out[numbered]).astype(np.int64)
+    visible = np.bincount(group, weights=joined.visible_copies()[numbered]).astype(np.int64)
+    torn = np.flatnonzero((visible > 0) & (visible < expected))
+    examples = []
+    for t in torn[:EXAMPLES]:
+        cells = np.repeat(transaction == numbers[t], joined.fan_out)
+        lost = joined.copy_name(int(np.flatnonzero(cells & (joined.times == 0))[0]))
+        examples.append(
+            f"transaction {numbers[t]} is torn: {visible[t]} of its {expected[t]} outputs are visible, {lost} is not"
+        )
+    examined = int(np.count_nonzero(expected))
+    return _verdict(
+        "atomic_transactions", examined, "transactions", len(torn), examples, "each is visible whole or not at all"
+    )
+
+
+def offsets_match_outputs(
+    joined: Joined, committed: Mapping[TopicPartition, int], log_end: Mapping[TopicPartition, int] | None = None
+) -> Verdict:
+    """All inputs below the committed offset have a visible output, none at or above it has.
+
+    A partition without a committed offset counts as committed at its beginning. With `log_end` also: no committed
+    offset lies behind the end of its input partition, where it would skip records that are still to come.
+    """
+    below, visible = _below(joined.inputs, committed), joined.visible_copies() > 0
+    expected = joined.fan_out > 0
+    ahead = np.flatnonzero(below & ~visible & expected)
+    behind = np.flatnonzero(~below & visible)
+    examples = []
+    for row in behind[:EXAMPLES]:
+        examples.append(
+            f"{joined.inputs.name(row)} has the visible output {joined.place_of_input(row)}, but its partition is "
+            f"{_committed_at(joined.inputs, row, committed)}: a restart would handle it again"
+        )
+    for row in ahead[:EXAMPLES]:
+        examples.append(
+            f"{joined.inputs.name(row)} has no visible output, but its partition is "
+            f"{_committed_at(joined.inputs, row, committed)}: nobody will handle it any more"
+        )
+    beyond = {at: end for at, end in (log_end or {}).items() if committed.get(at, -1) > end}
+    for (topic, partition), end in list(beyond.items())[:EXAMPLES]:
+        examples.append(f"{topic}[{partition}] is committed at {committed[topic, partition]}, behind its end at {end}")
+    examined, violations = int(np.count_nonzero(expected)), len(ahead) + len(behind) + len(beyond)
+    return _verdict(
+        "offsets_match_outputs", examined, "inputs", violations, examples, "outputs end where the offsets do"
+    )
+
+
+def no_aborted_seen(seen: Outputs, outputs: Outputs) -> Verdict:
+    """What a read_committed reader was given during the run is still there afterwards, and came once and in order.
+
+    `seen` is in the order of delivery; `outputs` is the final read of the same topics. A record that was seen and is
+    gone was aborted (or truncated) after a reader acted on it; one that now has another source was replaced.
+    """
+    if seen.topics != outputs.topics:
+        raise ValueError(f"the concurrent reader read {seen.topics}, the final one {outputs.topics}")
+    index = _Index(outputs)
+    final = index.rows(seen.topic, seen.partition, seen.offset)
+    if index.order is not None and len(outputs):
+        final = np.where(final >= 0, index.order[final], -1)
+    gone = np.flatnonzero(final < 0)
+    examples = [f"{seen.name(i)} was delivered and is not there any more: it was aborted" for i in gone[:EXAMPLES]]
+    kept = np.flatnonzero(final >= 0)
+    changed = np.zeros(len(kept), np.bool_)
+    for column in ("source_topic", "source_partition", "source_offset", "copy"):
+        changed |= getattr(seen, column)[kept] != getattr(outputs, column)[final[kept]]
+    replaced = kept[changed]
+    examples += [f"{seen.name(i)} was delivered with another source than it has now" for i in replaced[:EXAMPLES]]
+    lanes, count = _lanes(seen)
+    by_lane = _stable_argsort(lanes, count)
+    back = _descents(seen.offset[by_lane], lanes[by_lane], or_equal=True)
+    examples += [
+        f"{seen.name(by_lane[i])} was delivered behind {seen.name(by_lane[i - 1])} of the same partition"
+        for i in back[:EXAMPLES]
+    ]
+    violations = len(gone) + len(replaced) + len(back)
+    return _verdict(
+        "no_aborted_seen", len(seen), "delivered records", violations, examples, "all are still there, once, in order"
+    )
+
+
+def stable_end(ends: Ends) -> Verdict:
+    """At rest every partition is readable to its end; a hanging transaction keeps the last stable offset below it."""
+    places = sorted({*ends.stable, *ends.log_end})
+    examples = []
+    for topic, partition in places:
+        stable, end = ends.stable.get((topic, partition)), ends.log_end.get((topic, partition))
+        if stable is None or end is None:
+            examples.append(f"{topic}[{partition}] has only one of its two ends: stable {stable}, log end {end}")
+        elif stable != end:
+            examples.append(
+                f"{topic}[{partition}] is readable up to {stable} only, its log ends at {end}: an open transaction"
+            )
+    return _verdict(
+        "stable_end", len(places), "partitions", len(examples), examples, "each is readable to the end of its log"
+    )
+
+
+def no_rewind(commits: CommitSeries) -> Verdict:
+    """A partition's committed offset never goes back. Examined are the steps between two observations of one."""
+    lanes, count = _lanes(commits)
+    by_lane = _stable_argsort(lanes, count)
+    lanes, offset = lanes[by_lane], commits.offset[by_lane]
+    back = _descents(offset, lanes)
+    examples = []
+    for i in back[:EXAMPLES]:
+        at = by_lane[i]
+        topic, partition = commits.topics[commits.topic[at]], commits.partition[at]
+        examples.append(f"{topic}[{partition}] went back from {offset[i - 1]} to {offset[i]} (observation {at})")
+    steps = int(np.count_nonzero(lanes[1:] == lanes[:-1]))
+    return _verdict("no_rewind", steps, "steps of committed offsets", len(back), examples, "none goes back")
+
+
+def check(
+    inputs: Inputs,
+    outputs: Outputs,
+    *,
+    fan_out: int | ArrayLike = 1,
+    committed: Mapping[TopicPartition, int] | None = None,
+    complete: bool = False,
+    ends: Ends | None = None,
+    seen: Outputs | None = None,
+    commits: CommitSeries | None = None,
+) -> Report:
+    """Run every rule for which there is something to examine.
+
+    `committed`: the group's stable committed offsets by (topic, partition), partitions without one left out.
+    `complete`: the run was to handle every input. Without `committed` and `complete` losses cannot be told from work
+    that is still to be done, so `no_losses` is left out. `ends`: of inputs, outputs, or both. `seen`: what a
+    concurrent reader was given. `commits`: observed committed offsets.
+    Raises ValueError for arrays that do not describe a history at all (an input read twice).
+    """
+    joined = join(inputs, outputs, fan_out)
+    verdicts = [no_duplicates(joined)]
+    if complete or committed is not None:
+        verdicts.append(no_losses(joined, committed, complete))
+    verdicts += [no_strangers(joined), order(joined)]
+    if (joined.fan_out > 1).any():
+        verdicts.append(atomic(joined))
+    if inputs.transaction is not None:
+        verdicts.append(atomic_transactions(joined))
+    if committed is not None:
+        verdicts.append(offsets_match_outputs(joined, committed, ends.log_end if ends else None))
+    if seen is not None:
+        verdicts.append(no_aborted_seen(seen, outputs))
+    if ends is not None:
+        verdicts.append(stable_end(ends))
+    if commits is not None:
+        verdicts.append(no_rewind(commits))
+    return Report(tuple(verdicts))
+
+
+class _Index:
+    """Finds records by (topic, partition, offset). Raises ValueError if one of them is there twice.
+
+    `order` sorts the records by place, or is None where they are sorted already; `rows` answers in sorted order.
+    """
+
+    def __init__(self, records: Records) -> None:
+        lanes, self._lane_count = _lanes(records)
+        self._partitions = self._lane_count // max(len(records.topics), 1)
+        self.order = None
+        offset = records.offset
+        if len(records) and (_ascends(lanes, offset) is False):
+            self.order = _stable_argsort(lanes, self._lane_count)
+            if _descents(offset[self.order], lanes[self.order]).size:
+                self.order = np.lexsort((offset, lanes))
+            lanes, offset = lanes[self.order], offset[self.order]
+        twice = np.flatnonzero((lanes[1:] == lanes[:-1]) & (offset[1:] == offset[:-1]))
+        if twice.size:
+            i = twice[0] if self.order is None else self.order[twice[0]]
+            raise ValueError(f"{records.name(int(i))} was read twice")
+        edges = np.searchsorted(lanes, np.arange(self._lane_count + 1))
+        filled = edges[1:] > edges[:-1]
+        self._first = np.zeros(self._lane_count, np.int64)
+        self._last = np.full(self._lane_count, -1, np.int64)  # below any first: an empty lane holds nothing
+        self._first[filled], self._last[filled] = offset[edges[:-1][filled]], offset[edges[1:][filled] - 1]
+        spans = self._last - self._first + 1
+        if float(spans.sum(dtype=np.float64)) > 2.0**62:
+            raise ValueError("offsets reach too far to be numbered")
+        self._shift = np.cumsum(spans) - spans - self._first
+        slots = offset + self._shift[lanes]
+        total = int(spans.sum())
+        self._sorted: Int64s | None = None
+        if total <= max(_TABLE_SLOTS_PER_RECORD * len(records), _SMALL_TABLE_SLOTS):
+            # 32 bits where they suffice: lookups wait for memory, and this halves it.
+            dtype = np.int32 if len(records) < 1 << 31 else np.int64
+            self._table = np.full(total, -1, dtype)
+            self._table[slots] = np.arange(len(slots), dtype=dtype)
+        else:
+            self._sorted = slots
+
+    def rows(self, topic: Int32s, partition: Int32s, offset: Int64s) -> Int64s:
+        """Row of each record in sorted order, -1 where there is none."""
+        if not self._lane_count or not self._last.max(initial=-1) >= 0:
+            return np.full(len(offset), -1, np.int64)
+        # Compared before it is multiplied: a nonsense partition must not land in another topic's lane.
+        known = (topic >= 0) & (topic < self._lane_count // self._partitions)
+        known &= (partition >= 0) & (partition < self._partitions)
+        lane = topic * np.int32(self._partitions) + partition
+        if not known.all():
+            lane[~known] = 0
+        known &= (offset >= self._first[lane]) & (offset <= self._last[lane])
+        slot = offset + self._shift[lane]
+        if not known.all():
+            slot[~known] = 0
+        if self._sorted is None:
+            return np.where(known, self._table[slot], np.int64(-1))
+        row = np.minimum(np.searchsorted(self._sorted, slot), len(self._sorted) - 1)
+        return np.where(known & (self._sorted[row] == slot), row, -1)
+
+
+def _column(name: str, values: ArrayLike, dtype: type[np.int32 | np.int64]) -> NDArray[Any]:
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must have one dimension, not {array.ndim}")
+    if array.size and array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must hold integers, not {array.dtype}")
+    converted = np.ascontiguousarray(array, dtype)
+    if array.dtype.itemsize > converted.dtype.itemsize and not np.array_equal(array, converted):
+        raise ValueError(f"{name} holds numbers that do not fit {converted.dtype}")
+    return converted
+
+
+def _place(topics: tuple[str, ...], topic: int, partition: int, offset: int) -> str:
+    name = topics[topic] if 0 <= topic < len(topics) else f"topic #{topic}"
+    return f"{name}[{partition}]@{offset}"
+
+
+def _lanes(records: Records) -> tuple[Int32s, int]:
+    """Each record's partition as one number, counted over all topics, and how many such numbers there are."""
+    partitions = int(records.partition.max(initial=-1)) + 1
+    if len(records.topics) * partitions > 1 << 24:
+        raise ValueError(f"{len(records.topics)} topics of {partitions} partitions are more than any cluster has")
+    return records.topic * np.int32(partitions) + records.partition, len(records.topics) * partitions
+
+
+def _stable_argsort(values: NDArray[np.int32 | np.int64], limit: int) -> Int64s:
+    """Argsort of numbers in 0..limit-1 that keeps equal ones in order; 16-bit numbers get numpy's radix sort."""
+    return np.argsort(values.astype(np.uint16) if limit <= 1 << 16 else values, kind="stable")
+
+
+def _ascends(lanes: Int32s, offset: Int64s) -> bool:
+    same = lanes[1:] == lanes[:-1]
+    return bool(((lanes[1:] > lanes[:-1]) | (same & (offset[1:] >= offset[:-1]))).all())
+
+
+def _descents(values: Int64s, group: NDArray[np.int32 | np.int64], or_equal: bool = False) -> Int64s:
+    """Positions i whose value is below the one before it in the same group (contiguous in both arrays)."""
+    wrong = values[1:] <= values[:-1] if or_equal else values[1:] < values[:-1]
+    return np.flatnonzero(wrong & (group[1:] == group[:-1])) + 1
+
+
+def _first_appearances(pair: Int64s, cell: Int64s) -> Int64s:
+    """Positions of the first record of each (pair, cell), in their order."""
+    by_cell = np.lexsort((cell, pair))  # stable: equal ones stay in the order of the partition
+    repeated = (pair[by_cell[1:]] == pair[by_cell[:-1]]) & (cell[by_cell[1:]] == cell[by_cell[:-1]])
+    keep = np.ones(len(cell), np.bool_)
+    keep[by_cell[1:][repeated]] = False
+    return np.flatnonzero(keep)
+
+
+def _below(inputs: Inputs, committed: Mapping[TopicPartition, int]) -> Bools:
+    """Per input, whether it lies below the committed offset of its partition."""
+    lanes, count = _lanes(inputs)
+    partitions = count // max(len(inputs.topics), 1)
+    floor = np.zeros(count, np.int64)
+    for (topic, partition), offset in committed.items():
+        if topic in inputs.topics and 0 <= partition < partitions:
+            floor[inputs.topics.index(topic) * partitions + partition] = offset
+    return inputs.offset < floor[lanes]
+
+
+def _committed_at(inputs: Inputs, row: int, committed: Mapping[TopicPartition, int]) -> str:
+    offset = committed.get((inputs.topics[inputs.topic[row]], int(inputs.partition[row])))
+    return "not committed at all" if offset is None else f"committed at {offset}"
+
+
+def _verdict(rule: str, examined: int, what: str, violations: int, examples: list[str], good: str) -> Verdict:
+    """The one place that decides what holds: nothing examined never does."""
+    if violations:
+        count = "1 violation" if violations == 1 else f"{violations:,} violations"
+        sentence = f"{count} in {examined:,} {what}: {examples[0]}"
+    elif examined:
+        sentence = f"{examined:,} {what}: {good}"
+    else:
+        sentence = f"examined nothing: there were no {what}"
+    return Verdict(rule, examined > 0 and not violations, examined, violations, sentence, tuple(examples[:EXAMPLES]))

@@ -1,0 +1,448 @@
+"""Reads what really is in Kafka into the checker's arrays: topics, committed offsets, ends, and a reader's view.
+
+Owns the reading and its completeness: a read either reaches the end of every partition or raises, it never returns
+less in silence. It must never judge (eos/testing/checker.py does), never commit an offset, never join a group and
+never create a topic: looking at a history must not change it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, cast
+
+import numpy as np
+from confluent_kafka import (
+    OFFSET_BEGINNING,
+    Consumer,
+    IsolationLevel,
+    KafkaError,
+    KafkaException,
+    Message,
+    TopicCollection,
+    TopicPartition,
+)
+from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
+from numpy.typing import NDArray
+
+from eos._kafka_names import CONSUMER_ONLY
+from eos.errors import (
+    Action,
+    ConfigurationError,
+    EosError,
+    InputGone,
+    NotAuthorised,
+    Unavailable,
+    classify,
+)
+from eos.testing.checker import Ends, Inputs, Outputs
+from eos.testing.lineage import unstamp_many
+
+Isolation = Literal["read_committed", "read_uncommitted"]
+Place = tuple[str, int]
+T = TypeVar("T")
+
+BATCH_RECORDS = 10_000
+POLL_S = 0.1
+NO_PROGRESS_S = 30.0
+
+_RAISED: dict[Action, type[EosError]] = {
+    Action.UNAUTHORISED: NotAuthorised,
+    Action.INPUT_GONE: InputGone,
+    Action.MISCONFIGURED: ConfigurationError,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Log:
+    """Records as they were read: per partition in offset order, partitions interleaved.
+
+    `topic` (n,) int32 counts into `topics`, `partition` (n,) int32, `offset` (n,) int64, `timestamp` (n,) int64 in ms
+    since 1970 (-1: none); `keys` and `values` are lists of n; `headers` is one, or None if no header was asked for.
+    """
+
+    topics: tuple[str, ...]
+    topic: NDArray[np.int32]
+    partition: NDArray[np.int32]
+    offset: NDArray[np.int64]
+    timestamp: NDArray[np.int64]
+    keys: list[bytes | None]
+    values: list[bytes | None]
+    headers: list[bytes | None] | None = None
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+    def inputs(self) -> Inputs:
+        """As the checker's inputs."""
+        return Inputs(topics=self.topics, topic=self.topic, partition=self.partition, offset=self.offset)
+
+    def outputs(self) -> Outputs:
+        """As the checker's outputs, by their stamps: in the header that was asked for, else in front of the values.
+
+        Raises ValueError naming the first record without a stamp.
+        """
+        stamped = self.values if self.headers is None else self.headers
+        try:
+            source = unstamp_many(stamped)
+        except ValueError as error:
+            where = next(i for i, value in enumerate(stamped) if value is None or len(value) < 20)
+            place = f"{self.topics[self.topic[where]]}[{self.partition[where]}]@{self.offset[where]}"
+            raise ValueError(f"{place} carries no stamp of its source: {error}") from error
+        return Outputs(
+            topics=self.topics,
+            topic=self.topic,
+            partition=self.partition,
+            offset=self.offset,
+            source_topic=source.topic,
+            source_partition=source.partition,
+            source_offset=source.offset,
+            copy=source.copy,
+        )
+
+
+def read_topic(
+    bootstrap: str,
+    topics: str | Sequence[str],
+    isolation: Isolation = "read_committed",
+    config: Mapping[str, Any] | None = None,
+    *,
+    header: str | None = None,
+    no_progress_s: float = NO_PROGRESS_S,
+) -> Log:
+    """Every record of the topics from the beginning to the end, as the ends are when the call starts.
+
+    The end is the last stable offset for read_committed, the high watermark for read_uncommitted. `header`: also keep
+    the last value of that header. `config`: more settings of the consumer (TLS, SASL); what makes the read complete
+    cannot be overridden. Raises `Unavailable` when nothing moves for `no_progress_s`, with what is still unread.
+    """
+    names = (topics,) if isinstance(topics, str) else tuple(topics)
+    ends = end_offsets(bootstrap, names, config)
+    targets = dict(ends.stable if isolation == "read_committed" else ends.log_end)
+    reading = _Reading(names, header, targets)
+    consumer = Consumer(_reader_config(bootstrap, isolation, config))
+    try:
+        _assign_from_beginning(consumer, targets)
+        deadline = time.monotonic() + no_progress_s
+        while waiting := reading.unfinished():
+            messages = consumer.consume(BATCH_RECORDS, POLL_S)
+            if reading.add(messages):
+                deadline = time.monotonic() + no_progress_s
+                for place in reading.newly_finished(waiting):
+                    consumer.pause([TopicPartition(*place)])
+            elif time.monotonic() > deadline:
+                raise Unavailable(f"reading {isolation}: no progress for {no_progress_s:g} s; {reading.missing()}")
+    finally:
+        consumer.close()
+    return reading.log()
+
+
+def committed_offsets(
+    bootstrap: str,
+    group: str,
+    topics: str | Sequence[str],
+    config: Mapping[str, Any] | None = None,
+    *,
+    timeout_s: float = NO_PROGRESS_S,
+) -> dict[Place, int]:
+    """The group's stable committed offsets; partitions without one are left out.
+
+    Stable (KIP-447): while a transaction with offsets of this group is open the broker answers UNSTABLE_OFFSET_COMMIT
+    and the call waits, so an offset that is later aborted is never returned. Does not join the group. Raises
+    `Unavailable` if that lasts longer than `timeout_s`.
+    """
+    names = (topics,) if isinstance(topics, str) else tuple(topics)
+    places = _partitions(_admin(bootstrap, config), names, timeout_s)
+    settings = _reader_config(bootstrap, "read_committed", config) | {"group.id": group}
+    consumer = Consumer(settings)
+
+    def ask() -> list[TopicPartition]:
+        answer = consumer.committed([TopicPartition(*place) for place in places], timeout=min(timeout_s, 5.0))
+        for one in answer:
+            if one.error is not None:
+                raise KafkaException(one.error)
+        return answer
+
+    try:
+        found = _until(f"committed offsets of group {group}", timeout_s, ask)
+    finally:
+        consumer.close()
+    return {(one.topic, one.partition): one.offset for one in found if one.offset >= 0}
+
+
+def end_offsets(
+    bootstrap: str,
+    topics: str | Sequence[str],
+    config: Mapping[str, Any] | None = None,
+    *,
+    timeout_s: float = NO_PROGRESS_S,
+) -> Ends:
+    """(last stable offsets, log end offsets) of every partition; the log end is the high watermark."""
+    names = (topics,) if isinstance(topics, str) else tuple(topics)
+    admin = _admin(bootstrap, config)
+    places = _partitions(admin, names, timeout_s)
+
+    def ask(level: IsolationLevel) -> dict[Place, int]:
+        wanted = {TopicPartition(*place): OffsetSpec.latest() for place in places}  # type: ignore[no-untyped-call]
+        answer = admin.list_offsets(wanted, isolation_level=level, request_timeout=min(timeout_s, 5.0))
+        return {(at.topic, at.partition): future.result().offset for at, future in answer.items()}
+
+    # The stable ends first: ends only grow, so the later answer can never lie below the earlier one.
+    stable = _until("last stable offsets", timeout_s, lambda: ask(IsolationLevel.READ_COMMITTED))
+    return Ends(stable, _until("log end offsets", timeout_s, lambda: ask(IsolationLevel.READ_UNCOMMITTED)))
+
+
+class ConcurrentReader:
+    """A thread that reads topics from the beginning while the run goes on, and keeps what it was given, in order.
+
+    One user: `with ConcurrentReader(...) as reader: ...; reader.wait_for_ends(ends); reader.seen()`. Partitions are
+    those the topics have at the start. An error that a retry cannot mend ends the thread and is raised by the next
+    call; the broker truncating below the reader's position is one (`InputGone`).
+    """
+
+    def __init__(
+        self,
+        bootstrap: str,
+        topics: str | Sequence[str],
+        config: Mapping[str, Any] | None = None,
+        *,
+        isolation: Isolation = "read_committed",
+        header: str | None = None,
+    ) -> None:
+        self.topics = (topics,) if isinstance(topics, str) else tuple(topics)
+        self._connect = (bootstrap, config)
+        self._settings = _reader_config(bootstrap, isolation, config)
+        self._reading = _Reading(self.topics, header, None)
+        self._changed = threading.Condition()  # guards _reading and _error
+        self._stopping = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="concurrent-reader", daemon=True)
+
+    def start(self) -> Self:
+        places = _partitions(_admin(*self._connect), self.topics, NO_PROGRESS_S)
+        self._places = places
+        self._thread.start()
+        return self
+
+    def stop(self) -> Log:
+        """End the thread; what it was given until now. Stopping twice is allowed."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        return self.log()
+
+    def log(self) -> Log:
+        """What was delivered so far, in the order of delivery."""
+        with self._changed:
+            self._raise_error()
+            return self._reading.log()
+
+    def seen(self) -> Outputs:
+        """`log()` with its lineage, as the checker's `seen`."""
+        return self.log().outputs()
+
+    @property
+    def records(self) -> int:
+        """How many records were delivered so far."""
+        with self._changed:
+            return len(self._reading)
+
+    @property
+    def positions(self) -> dict[Place, int]:
+        """Per partition the offset that comes next; markers and aborted records are passed at the end of a log."""
+        with self._changed:
+            return dict(self._reading.positions)
+
+    def wait_for_records(self, count: int, timeout_s: float = NO_PROGRESS_S) -> None:
+        """Until that many records were delivered; `Unavailable` after `timeout_s`."""
+        self._wait(lambda: len(self._reading) >= count, f"{count} records", timeout_s)
+
+    def wait_for_ends(self, ends: Mapping[Place, int], timeout_s: float = NO_PROGRESS_S) -> None:
+        """Until every partition was read up to `ends` (last stable offsets); `Unavailable` after `timeout_s`."""
+        at = self._reading.positions
+        self._wait(lambda: all(at.get(p, 0) >= end for p, end in ends.items()), f"the ends {dict(ends)}", timeout_s)
+
+    def _wait(self, done: Callable[[], bool], what: str, timeout_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or done(), timeout_s)
+            self._raise_error()
+            if not done():
+                found = f"{len(self._reading)} records, positions {self._reading.positions}"
+                raise Unavailable(f"the concurrent reader waited {timeout_s:g} s for {what} and has {found}")
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        consumer = Consumer(self._settings)
+        try:
+            _assign_from_beginning(consumer, self._places)
+            while not self._stopping.is_set():
+                # A small timeout, because consume() hands nothing over before it is full or the time is up.
+                messages = consumer.consume(BATCH_RECORDS, POLL_S)
+                with self._changed:
+                    if self._reading.add(messages):
+                        self._changed.notify_all()
+        except BaseException as error:  # noqa: BLE001 - it belongs to whoever calls next, not to this thread
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+        finally:
+            consumer.close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+
+class _Reading:
+    """Gathers messages into columns and knows how far each partition was read."""
+
+    def __init__(self, topics: tuple[str, ...], header: str | None, targets: Mapping[Place, int] | None) -> None:
+        self.topics = topics
+        self.positions: dict[Place, int] = {}
+        self._index = {topic: i for i, topic in enumerate(topics)}
+        self._header = header
+        self._targets = targets
+        self._topic: list[int] = []
+        self._partition: list[int] = []
+        self._offset: list[int] = []
+        self._timestamp: list[int] = []
+        self._keys: list[bytes | None] = []
+        self._values: list[bytes | None] = []
+        self._headers: list[bytes | None] = []
+        self._last_error: KafkaError | None = None
+
+    def __len__(self) -> int:
+        return len(self._offset)
+
+    def add(self, messages: Sequence[Message]) -> bool:
+        """Take in what the consumer returned; whether anything moved. Raises for an error no retry can mend."""
+        moved = False
+        for message in messages:
+            error = message.error()
+            if error is not None and error.code() != KafkaError._PARTITION_EOF:
+                self._fail_unless_passing(error)
+                continue
+            place = (str(message.topic()), int(message.partition() or 0))
+            offset = int(message.offset() or 0)
+            if error is not None:
+                # The end as the consumer saw it: everything before it was delivered, or is not for readers.
+                moved |= self.positions.get(place, -1) < offset
+                self.positions[place] = max(offset, self.positions.get(place, 0))
+                continue
+            moved = True
+            if self._targets is not None and offset >= self._targets[place]:
+                # Written after the read began: not part of it, but proof that all before it was read.
+                self.positions[place] = max(self._targets[place], self.positions.get(place, 0))
+                continue
+            self.positions[place] = offset + 1
+            self._append(message, place, offset)
+        return moved
+
+    def _append(self, message: Message, place: Place, offset: int) -> None:
+        self._topic.append(self._index[place[0]])
+        self._partition.append(place[1])
+        self._offset.append(offset)
+        kind, timestamp = message.timestamp()
+        self._timestamp.append(timestamp if kind else -1)
+        self._keys.append(message.key())
+        self._values.append(message.value())
+        if self._header is not None:
+            given = cast("list[tuple[str, bytes | None]]", message.headers() or [])
+            found = [value for name, value in given if name == self._header]
+            self._headers.append(found[-1] if found else None)
+
+    def _fail_unless_passing(self, error: KafkaError) -> None:
+        action = classify("consume", error)
+        if action is not Action.RETRY:
+            raise _RAISED.get(action, Unavailable)(f"the reader cannot go on: {error.str()}")
+        self._last_error = error
+
+    def unfinished(self) -> set[Place]:
+        """Partitions not yet read up to their target; one that ends at 0 has nothing to be read."""
+        targets = self._targets or {}
+        return {place for place, end in targets.items() if self.positions.get(place, 0) < end}
+
+    def newly_finished(self, waiting: set[Place]) -> set[Place]:
+        return waiting - self.unfinished()
+
+    def missing(self) -> str:
+        targets = self._targets or {}
+        left = ", ".join(
+            f"{t}[{p}] at {self.positions.get((t, p), 0)} of {targets[t, p]}" for t, p in self.unfinished()
+        )
+        why = f"; last error: {self._last_error.str()}" if self._last_error else ""
+        return f"unread: {left}{why}"
+
+    def log(self) -> Log:
+        return Log(
+            topics=self.topics,
+            topic=np.array(self._topic, np.int32),
+            partition=np.array(self._partition, np.int32),
+            offset=np.array(self._offset, np.int64),
+            timestamp=np.array(self._timestamp, np.int64),
+            keys=list(self._keys),
+            values=list(self._values),
+            headers=list(self._headers) if self._header is not None else None,
+        )
+
+
+def _reader_config(bootstrap: str, isolation: Isolation, config: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {
+        # librdkafka's 1000 ms stops fetching for that long whenever its queue is full: 3.7x slower on a backlog.
+        "fetch.queue.backoff.ms": 5,
+        "reconnect.backoff.max.ms": 1_000,
+        # Required by librdkafka even for assign(); it is never joined and nothing is ever committed under it.
+        "group.id": "eos-history-reader",
+        **(config or {}),
+        "bootstrap.servers": bootstrap,
+        "isolation.level": isolation,
+        "enable.partition.eof": True,
+        "enable.auto.commit": False,
+        "allow.auto.create.topics": False,
+        # A jump over records that retention removed meanwhile would look like a loss or hide one.
+        "auto.offset.reset": "error",
+    }
+
+
+def _admin(bootstrap: str, config: Mapping[str, Any] | None) -> AdminClient:
+    given = {name: value for name, value in (config or {}).items() if name not in CONSUMER_ONLY}
+    return AdminClient({"reconnect.backoff.max.ms": 1_000, **given, "bootstrap.servers": bootstrap})
+
+
+def _partitions(admin: AdminClient, topics: tuple[str, ...], timeout_s: float) -> list[Place]:
+    """All partitions of the topics. By DescribeTopics, because a plain metadata request may create a topic."""
+
+    def ask() -> list[Place]:
+        answer = admin.describe_topics(TopicCollection(list(topics)), request_timeout=min(timeout_s, 5.0))
+        return [(topic, p.id) for topic, future in answer.items() for p in future.result().partitions]
+
+    return _until(f"partitions of {', '.join(topics)}", timeout_s, ask)
+
+
+def _assign_from_beginning(consumer: Consumer, places: Sequence[Place] | Mapping[Place, int]) -> None:
+    consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING) for topic, partition in places])
+
+
+def _until(what: str, timeout_s: float, ask: Callable[[], T]) -> T:
+    """Ask until there is an answer: brokers are killed while histories are read. Raises what classify() says."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return ask()
+        except KafkaException as error:
+            cause = error.args[0]
+            action = classify("consume", cause)
+            if action is not Action.RETRY or time.monotonic() > deadline:
+                raise _RAISED.get(action, Unavailable)(f"{what}: {cause.str()}") from error
+        time.sleep(POLL_S)
