@@ -7,7 +7,8 @@ same transactional.id has a new epoch, so the copy is refused (INVALID_PRODUCER_
 needed, from two kinds of signs that were measured for every kind of cut:
 
 - time: a call that needed a retry cannot be faster than the retry backoff; librdkafka retries AddPartitionsToTxn and
-  TxnOffsetCommit after a fixed 500 ms, EndTxn and AddOffsetsToTxn after retry.backoff.ms (from 80 %, its jitter);
+  TxnOffsetCommit after a fixed 500 ms, EndTxn and AddOffsetsToTxn after retry.backoff.ms (from 80 %, its jitter; at
+  most retry.backoff.max.ms);
 - librdkafka's statistics of the coordinator's connection: disconnects, and more EndTxn requests than transactions.
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import msgspec
 
 COORDINATOR = "TxnCoordinator"  # librdkafka's logical broker for the transaction coordinator
-REGISTRATION_BACKOFF_MS = 500  # rd_kafka_txn_register_partitions: fixed in librdkafka
+FIXED_BACKOFF_MS = 500  # of AddPartitionsToTxn and TxnOffsetCommit, in rdkafka_txnmgr.c
 MARGIN = 0.8
 
 
@@ -44,11 +45,17 @@ decode_statistics = msgspec.json.Decoder(Statistics).decode
 
 
 class RetryEvidence:
-    """Gathers signs over the life of one producer; `reason` is the first one found, or None."""
+    """Gathers signs over the life of one producer; `reason` is the first one found, or None.
+
+    `retry_backoff_ms` is the backoff that librdkafka really uses (Settings.retry_backoff_ms).
+    """
 
     def __init__(self, retry_backoff_ms: int = 100) -> None:
-        self.fastest_retry_ms = MARGIN * retry_backoff_ms
-        self.fastest_registration_ms = MARGIN * REGISTRATION_BACKOFF_MS
+        # send_offsets sends a TxnOffsetCommit too: with a long retry.backoff.ms that one is retried sooner.
+        self.fastest_retry_ms = {
+            "send_offsets": MARGIN * min(retry_backoff_ms, FIXED_BACKOFF_MS),
+            "commit": MARGIN * retry_backoff_ms,
+        }
         self.reason: str | None = None
         self.ended = 0  # EndTxn calls made by the application
         self._last: dict[str, _Broker] | None = None
@@ -58,7 +65,7 @@ class RetryEvidence:
 
     def call_took(self, call: str, took_ms: float) -> None:
         """`send_offsets` or `commit` returned without an error after so long."""
-        if took_ms >= self.fastest_retry_ms:
+        if took_ms >= self.fastest_retry_ms[call]:
             self._found(f"{call} took {took_ms:.0f} ms: it may have been sent twice")
 
     def statistics(self, now: Statistics) -> None:

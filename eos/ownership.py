@@ -87,6 +87,7 @@ def settle(
     deadline = clock() + patience_s
     first: tuple[Owner, float] | None = None
     while True:
+        asked = clock()  # an answer may be slow to arrive; it is at least this young
         answer = describe()
         owner = judge(situation, answer)
         if owner in (Owner.NEWER, Owner.MINE, Owner.NOBODY):
@@ -97,6 +98,6 @@ def settle(
                 return Owner.NEWER, answer
         elif first is None or first[0] is not owner:
             first = (owner, clock())
-        elif clock() - first[1] >= AGREEMENT_INTERVAL_S:
+        elif asked - first[1] >= AGREEMENT_INTERVAL_S:
             return owner, answer
         pause(0.25)

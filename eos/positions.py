@@ -32,6 +32,7 @@ class Positions(Generic[R]):
     def __init__(self) -> None:
         self._records: list[R] = []
         self._cursor = 0
+        self._lost: set[TopicPartition] = set()  # of what the open transaction took
         self._ends: dict[
             TopicPartition, int
         ] = {}  # end of partition seen behind all fetched records (markers included)
@@ -85,6 +86,7 @@ class Positions(Generic[R]):
 
     def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
         """The transaction that took the records before the cursor, with these offsets, is committed."""
+        assert not self._lost, "a transaction with records of a lost partition cannot commit"
         self.committed |= offsets
         if self._cursor == len(self._records):
             self._records = []
@@ -93,7 +95,11 @@ class Positions(Generic[R]):
         self._cursor = 0
 
     def rewind(self) -> None:
-        """The transaction is known to be aborted: all it took is handed out again, in the same order."""
+        """The transaction is known to be aborted: what it took is handed out again, in the same order."""
+        if self._lost:
+            taken, waiting = self._records[: self._cursor], self._records[self._cursor :]
+            self._records = [r for r in taken if (r.topic, r.partition) not in self._lost] + waiting
+            self._lost = set()
         self._cursor = 0
 
     def assigned(self, starts: Mapping[TopicPartition, int]) -> None:
@@ -101,16 +107,20 @@ class Positions(Generic[R]):
         self.forget(starts)
         self.committed |= starts
 
-    def forget(self, partitions: Collection[TopicPartition]) -> None:
-        """Partitions that are not ours any more. Legal only while nothing is taken of them (no transaction is open)."""
+    def forget(self, partitions: Collection[TopicPartition]) -> bool:
+        """Partitions that are not ours any more. True: the open transaction took records of them, so it must abort.
+
+        Those are dropped at the rewind; a partition that is assigned again before it begins at its committed offset.
+        """
         gone = set(partitions)
-        if any((r.topic, r.partition) in gone for r in self._records[: self._cursor]):
-            raise ValueError("records of these partitions belong to the open transaction: end it first")
-        kept = [r for r in self._records[self._cursor :] if (r.topic, r.partition) not in gone]
-        self._records[self._cursor :] = kept
+        taken, waiting = self._records[: self._cursor], self._records[self._cursor :]
+        self._records[self._cursor :] = [r for r in waiting if (r.topic, r.partition) not in gone]
+        touched = gone & {(r.topic, r.partition) for r in taken}
+        self._lost |= touched
         for partition in gone:
             self._ends.pop(partition, None)
             self.committed.pop(partition, None)
+        return bool(touched)
 
     def resolve(self, stable: Mapping[TopicPartition, int | None]) -> int:
         """The transaction's outcome was unknown; `stable` are the group's stable committed offsets now.
@@ -123,8 +133,8 @@ class Positions(Generic[R]):
         for partition, offset in stable.items():
             if offset is not None:
                 self.committed[partition] = max(offset, self.committed.get(partition, 0))
+        self.rewind()
         before = len(self._records)
         floor = self.committed
         self._records = [r for r in self._records if r.offset >= floor.get((r.topic, r.partition), 0)]
-        self._cursor = 0
         return before - len(self._records)

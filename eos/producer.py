@@ -32,7 +32,7 @@ class _Client:
 
     def __init__(self, settings: Settings, transactional_id: str, reports: bool) -> None:
         self.watchdog = Watchdog(f"eos-{transactional_id}")
-        self.evidence = RetryEvidence(int(settings.get("retry.backoff.ms", 100)))
+        self.evidence = RetryEvidence(settings.retry_backoff_ms)
         self.identity: Identity | None = None
         self.delivery_error: tuple[KafkaError, str] | None = None
         self.delivery_errors = 0

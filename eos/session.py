@@ -1,12 +1,12 @@
 """TransactSession: producer, consumer and group under one type; the only place that decides commit or abort.
 
 The order of calls and every rule of a consume-transform-produce loop live here. Modelled on franz-go's
-GroupTransactSession, with one difference that removes a class of races: the consumer is polled only while no
-transaction is open, so partitions are never revoked under one. Rebalance callbacks record facts and resolve where new
-partitions begin; they never touch the producer.
+GroupTransactSession. Rebalance callbacks only record facts: what was assigned waits in `_unresolved` until no
+transaction is open, what was revoked is forgotten, and if the open transaction took records of it, that transaction
+aborts at its end (nothing of it can become visible, so giving the partition back first is safe).
 
-A transaction in order: gather (poll; callbacks run here) -> begin -> hand out records, send -> flush -> latched
-delivery errors -> member still in the group -> send_offsets -> commit. What a failure of each step leads to is
+A transaction in order: gather -> begin -> hand out records, send, poll for more -> flush -> latched delivery errors ->
+member still in the group -> send_offsets -> commit. What a failure of each step leads to is
 eos/errors.py's answer; how it is carried out is `_recover`, `_abort`, `_rebuild` and `_settle` below.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,8 @@ from eos.settings import Settings
 _Partition = tuple[str, int]
 
 IDLE_POLL_S = 0.1
+_RESOLVE_PAUSE_S = 0.2
+_CHUNK = 5_000  # records of one poll inside a transaction
 MOST_REBUILDS = 5  # without a commit in between; then a supervisor's back-off is the better place to wait
 OLD_TRANSACTIONS = 2  # transaction.version below it: a replaced producer needs another transactional.id
 
@@ -183,6 +185,8 @@ class TransactSession:
         self._taken = False
         self._began_at = 0.0
         self._owned: set[_Partition] = set()
+        self._unresolved: set[_Partition] = set()  # assigned by the group, not begun yet
+        self._next_resolve = 0.0
         self._new_starts: dict[_Partition, int] = {}  # `latest`: where partitions began, committed at once
         self._latched: BaseException | None = None  # out of a rebalance callback
         self._failure: CallFailed | None = None  # of a send in the open transaction
@@ -217,6 +221,11 @@ class TransactSession:
     def assignment(self) -> frozenset[_Partition]:
         """Partitions owned as of the last poll."""
         return frozenset(self._owned)
+
+    @property
+    def taken(self) -> int:
+        """Records that the open transaction took."""
+        return self._positions.taken
 
     def start(self) -> None:
         """Connects, fences predecessors and subscribes. Raises Unavailable within eos.startup.timeout.ms."""
@@ -346,7 +355,11 @@ class TransactSession:
             raise IllegalState("this transaction has ended")
 
     def _take(self, most: int) -> list[Record]:
-        batch = self._positions.take(min(most, self._limit - self._positions.taken))
+        positions = self._positions
+        most = min(most, self._limit - positions.taken)
+        if not len(positions) and positions.taken > 0 and most > 0:
+            self._poll(min(_CHUNK, self._most - positions.taken), 0.0)  # a backlog: go on in the same transaction
+        batch = positions.take(most) if self._failure is None else []
         self._taken = self._taken or bool(batch)
         return batch
 
@@ -358,20 +371,24 @@ class TransactSession:
             except CallFailed as failure:
                 self._failure = failure
 
-    # ---- gathering: the only place where the consumer is polled ---------------------------------------------------
+    # ---- polling ----------------------------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        """Polls until the interval since the last transaction's begin is over; serves the rebalance callbacks."""
+        """Polls until the interval since the last transaction's begin is over; no transaction is open."""
         self.producer.poll(0)
         self._wait_out_pause()
+        if self._unresolved:
+            self._assign_resolved()
         due = self._began_at + self._interval_s
         if not len(self._positions) and time.monotonic() >= due:
             self._poll(1, IDLE_POLL_S)  # idle: the first record starts a transaction at once
             if not len(self._positions):
                 return
-        rewound = self._aborts_in_a_row > 0
         # At least one, even when there is no room: the callbacks must be served.
-        self._poll(max(1, self._most - len(self._positions)), 0.0 if rewound else max(0.0, due - time.monotonic()))
+        room = max(1, self._most - len(self._positions))
+        early_s = 0.0 if self._aborts_in_a_row else max(0.0, due - time.monotonic())
+        # On a backlog only a chunk: the producer has nothing to send until the transaction has begun.
+        self._poll(room if early_s else min(room, _CHUNK), early_s)
 
     def _wait_out_pause(self) -> None:
         """After an abort: gives the group and the cluster a moment, polling so that callbacks come through."""
@@ -429,7 +446,7 @@ class TransactSession:
             f"{high}; reset the group's offset on purpose to go on ({error.str()})"
         )
 
-    # ---- the end of a transaction -----------------------------------------------------------------------------------
+    # ---- the end of a transaction -----------------------------------------------------------------------------
 
     def end(self) -> bool:
         """Commits the open transaction. False: it was aborted and its records will be handed out again."""
@@ -503,7 +520,7 @@ class TransactSession:
             separators=(",", ":"),
         )
 
-    # ---- recovery -----------------------------------------------------------------------------------------------------
+    # ---- recovery ---------------------------------------------------------------------------------------------
 
     def abort(self, reason: str) -> None:
         """Aborts the open transaction; its records are handed out again. The producer is replaced before the next."""
@@ -637,51 +654,70 @@ class TransactSession:
             f"This one stops and has written nothing since. [{reason}]"
         )
 
-    # ---- the group: callbacks record facts -----------------------------------------------------------------------------
+    # ---- the group: callbacks record facts --------------------------------------------------------------------
 
     def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         try:
-            starts = self._resolve_starts(partitions)
-            cooperative = self._cooperative()
-            (consumer.incremental_assign if cooperative else consumer.assign)(list(starts.values()))
-            self._owned |= set(starts)
-            self._positions.assigned({p: max(tp.offset, 0) for p, tp in starts.items()})
-            log.info("partitions assigned", partitions=_names(partitions), group=self.group)
+            # An empty assignment: the partitions begin in `_assign_resolved`, once it is known where.
+            (consumer.incremental_assign if self._cooperative else consumer.assign)([])
+            self._unresolved |= {(p.topic, p.partition) for p in partitions}
+            self._next_resolve = 0.0
         except BaseException as error:  # noqa: BLE001 - must not pass through C frames; raised after the poll
             self._latched = self._latched or error
 
-    def _on_revoke(self, _: Consumer, partitions: list[TopicPartition]) -> None:
-        self._gave_up(partitions, "partitions revoked")
+    def _on_revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        self._gave_up(consumer, partitions, "revoked")
 
-    def _on_lost(self, _: Consumer, partitions: list[TopicPartition]) -> None:
-        self._gave_up(partitions, "partitions lost")
+    def _on_lost(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        self._gave_up(consumer, partitions, "lost")
 
-    def _gave_up(self, partitions: list[TopicPartition], how: str) -> None:
-        # No transaction is open during a poll, so nothing has to be ended here: what was taken of these partitions is
-        # committed, what was not is the next owner's.
+    def _gave_up(self, consumer: Consumer, partitions: list[TopicPartition], how: str) -> None:
         try:
             gone = {(p.topic, p.partition) for p in partitions}
+            if self._cooperative:
+                consumer.incremental_unassign([TopicPartition(*p) for p in gone & self._owned])
+            else:
+                consumer.unassign()
             self._owned -= gone
-            self._positions.forget(gone)
-            for partition in gone:
-                self._new_starts.pop(partition, None)
-            log.info(how, partitions=_names(partitions), group=self.group)
+            self._unresolved -= gone
+            self._new_starts = {p: offset for p, offset in self._new_starts.items() if p not in gone}
+            if self._positions.forget(gone) and self._open is not None and self._failure is None:
+                self._failure = self._abortable(f"partitions of this transaction were {how}")
+            log.info(f"partitions {how}", partitions=_names(gone), group=self.group)
         except BaseException as error:  # noqa: BLE001 - see _on_assign
             self._latched = self._latched or error
 
+    @property
     def _cooperative(self) -> bool:
         if not self.settings.classic_group:
             return True
         return "cooperative" in str(self.settings.consumer()["partition.assignment.strategy"])
 
-    def _resolve_starts(self, partitions: list[TopicPartition]) -> dict[_Partition, TopicPartition]:
+    def _assign_resolved(self) -> None:
+        """Begins the new partitions, if their stable committed offsets can be had: not while a predecessor's open
+        transaction pends on them. Partitions that we have already go on meanwhile."""
+        if time.monotonic() < self._next_resolve:
+            return
+        wanted = self._unresolved
+        starts = self._resolve_starts(sorted(wanted))
+        if starts is None or self._unresolved != wanted:
+            self._next_resolve = time.monotonic() + _RESOLVE_PAUSE_S
+            return
+        positions = list(starts.values())
+        (self.consumer.incremental_assign if self._cooperative else self.consumer.assign)(positions)
+        self._unresolved = set()
+        self._owned |= set(starts)
+        self._positions.assigned({p: max(tp.offset, 0) for p, tp in starts.items()})
+        log.info("partitions assigned", partitions=_names(starts), group=self.group)
+
+    def _resolve_starts(self, partitions: Sequence[_Partition]) -> dict[_Partition, TopicPartition] | None:
         """Where each new partition begins: its stable committed offset, else by auto.offset.reset (loop rule 16)."""
-        starts = self._stable_committed([(p.topic, p.partition) for p in partitions])
+        starts = self._try_committed(partitions, 0.3)
+        if starts is None:
+            return None
         missing = [p for p, tp in starts.items() if tp.offset < 0]
-        if not missing:
-            return starts
         latest = str(self.settings.get("auto.offset.reset", "earliest")) == "latest"
-        known = self._topics_with_commits({topic for topic, _ in missing}) if latest else set()
+        known = self._topics_with_commits({topic for topic, _ in missing}) if latest and missing else set()
         for topic, partition in missing:
             # A partition that came later than the group's first commit is new: its first records count too.
             if not latest or topic in known:
@@ -703,26 +739,32 @@ class TransactSession:
 
     def _stable_committed(self, partitions: Sequence[_Partition]) -> dict[_Partition, TopicPartition]:
         """The group's committed offsets once no transaction pends on them (KIP-447); waits for them."""
-        if not partitions:
-            return {}
-        wanted = [TopicPartition(topic, partition) for topic, partition in partitions]
         told = time.monotonic()
-        while True:
-            try:
-                found = self.consumer.committed(wanted, timeout=5.0)
-                failed = next((tp.error for tp in found if tp.error is not None), None)
-                if failed is None:
-                    return {(tp.topic, tp.partition): tp for tp in found}
-                error: KafkaError = failed
-            except KafkaException as raised:
-                error = raised.args[0]
-            action = classify("committed", error)
-            if action is not Action.RETRY:
-                raise stop_error(CallFailed("committed", action, error))
+        while (found := self._try_committed(partitions, 5.0)) is None:
             if time.monotonic() - told > 10.0:
                 told = time.monotonic()
-                log.warning("waiting for stable committed offsets", error=describe_error(error), group=self.group)
+                log.warning("waiting for stable committed offsets", group=self.group)
             time.sleep(0.05)
+        return found
+
+    def _try_committed(
+        self, partitions: Sequence[_Partition], timeout_s: float
+    ) -> dict[_Partition, TopicPartition] | None:
+        """Stable committed offsets, or None if they cannot be had yet."""
+        if not partitions:
+            return {}
+        try:
+            found = self.consumer.committed([TopicPartition(*p) for p in partitions], timeout=timeout_s)
+            error = next((tp.error for tp in found if tp.error is not None), None)
+            if error is None:
+                return {(tp.topic, tp.partition): tp for tp in found}
+        except KafkaException as raised:
+            error = raised.args[0]
+        action = classify("committed", error)
+        if action is not Action.RETRY:
+            raise stop_error(CallFailed("committed", action, error))
+        log.debug("committed offsets cannot be had yet", error=describe_error(error), group=self.group)
+        return None
 
     def _watermarks(self, topic: str, partition: int) -> tuple[int, int]:
         """Low watermark and last stable offset of a partition (a read_committed consumer's end)."""
@@ -736,7 +778,7 @@ class TransactSession:
                     raise stop_error(CallFailed("consume", action, error)) from error
                 time.sleep(0.1)
 
-    # ---- until the end ---------------------------------------------------------------------------------------------------
+    # ---- until the end ----------------------------------------------------------------------------------------
 
     def _stable_ends(self) -> dict[_Partition, int]:
         """Last stable offsets of all input partitions now; those without a readable offset are left out."""
@@ -779,8 +821,8 @@ class TransactSession:
 _STARTED_AT = int(time.time() * 1000)
 
 
-def _names(partitions: Sequence[TopicPartition]) -> str:
-    return ",".join(f"{p.topic}[{p.partition}]" for p in partitions)
+def _names(partitions: Iterable[_Partition]) -> str:
+    return ",".join(f"{topic}[{partition}]" for topic, partition in sorted(partitions))
 
 
 def _clock(seconds: float) -> str:

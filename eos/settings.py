@@ -22,6 +22,7 @@ from eos import _kafka_names as names
 from eos.errors import ConfigurationError
 
 MINIMUM_RETRY_BACKOFF_MS = 50  # below it a call that was retried cannot be told from a healthy one by its time
+RETRY_BACKOFF_DEFAULTS = {"retry.backoff.ms": 100, "retry.backoff.max.ms": 1000}  # librdkafka's
 STATISTICS_INTERVAL_MS = 200
 
 
@@ -160,6 +161,8 @@ class Settings:
         given = {ALIASES.get(name, name): value for name, value in {**(values or {}), **more}.items()}
         for name, value in given.items():
             _check(name, value)
+            if name in REFUSALS and isinstance(value, str):
+                given[name] = value.strip().lower()  # as librdkafka reads them; compared as they are from here on
         self.values: dict[str, Any] = given
         self._options = {name: self._option(name) for name in OPTIONS}
         _check_timeouts(self)
@@ -203,6 +206,11 @@ class Settings:
     @property
     def transaction_timeout_ms(self) -> int:
         return int(self["transaction.timeout.ms"])
+
+    @property
+    def retry_backoff_ms(self) -> int:
+        """The shortest backoff before a first retry: librdkafka caps retry.backoff.ms by retry.backoff.max.ms."""
+        return min(_number(name, self.get(name, default)) for name, default in RETRY_BACKOFF_DEFAULTS.items())
 
     @property
     def classic_group(self) -> bool:
@@ -284,11 +292,14 @@ def _from_toml(path: Path) -> dict[str, Any]:
 
 
 def _flatten(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """TOML reads an unquoted a.b = 1 as a table; both spellings mean the dotted name."""
+    """TOML reads an unquoted a.b = 1 as a table; both spellings mean the dotted name. A list is Kafka's comma list."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         name = f"{prefix}{key}"
-        flat |= _flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{name}.")
+        else:
+            flat[name] = ",".join(map(str, value)) if isinstance(value, list) else value
     return flat
 
 
@@ -353,11 +364,12 @@ def _check_timeouts(settings: Settings) -> None:
 
 def _check_evidence(settings: Settings, number: Callable[[str], int]) -> None:
     """The signs of a possible retry that eos.replace.producer=auto goes by."""
-    if "retry.backoff.ms" in settings.values and number("retry.backoff.ms") < MINIMUM_RETRY_BACKOFF_MS:
-        raise ConfigurationError(
-            f"retry.backoff.ms={number('retry.backoff.ms')} is below {MINIMUM_RETRY_BACKOFF_MS}: a retried commit could "
-            "not be told from a fast one; raise it or set eos.replace.producer=always"
-        )
+    for name in RETRY_BACKOFF_DEFAULTS:
+        if name in settings.values and number(name) < MINIMUM_RETRY_BACKOFF_MS:
+            raise ConfigurationError(
+                f"{name}={number(name)} is below {MINIMUM_RETRY_BACKOFF_MS}: a retried commit could not be told from a "
+                "fast one; raise it or set eos.replace.producer=always"
+            )
     if "statistics.interval.ms" in settings.values and not 0 < number("statistics.interval.ms") <= 1_000:
         raise ConfigurationError(
             f"statistics.interval.ms={number('statistics.interval.ms')} must be between 1 and 1000: the statistics show "

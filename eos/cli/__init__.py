@@ -5,8 +5,10 @@ No traceback for anything but an internal error (70) and the user's own exceptio
 
 from __future__ import annotations
 
+import importlib
 import sys
 import traceback
+from typing import Any
 
 import typer
 
@@ -28,7 +30,7 @@ app.command("demo", help="Kill workers on real data and prove that nothing was l
 
 USAGE, INTERNAL = 64, 70
 # typer brings click inside itself or uses the installed one, by version: either way this is its base error.
-_ClickException = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+_ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
 def main() -> None:
@@ -44,13 +46,13 @@ def invoke(arguments: list[str]) -> int:
     except typer.Exit as ended:
         return ended.exit_code
     except _ClickException as error:
-        error.show()  # type: ignore[attr-defined]
+        error.show()
         return USAGE
     except typer.Abort:
         print("eos: interrupted", file=sys.stderr)
         return USAGE
     except EosError as error:
-        if isinstance(error, PoisonRecord) and error.__cause__ is not None:
+        if isinstance(error, (PoisonRecord, run.ImportFailed)) and error.__cause__ is not None:
             _show_users_traceback(error.__cause__)
         log.debug("ended by", error=repr(error))
         print(f"eos: {error}", file=sys.stderr)
@@ -62,13 +64,15 @@ def invoke(arguments: list[str]) -> int:
 
 
 def _show_users_traceback(error: BaseException) -> None:
-    """The user's own frames only: ours above them tell nothing."""
+    """The user's own frames only: ours above them, and those of `import`, tell nothing."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [f for f in frames if not f.filename.startswith(str(_PACKAGE))]
+    theirs = [f for f in frames if not f.filename.startswith(_NOT_THEIRS)]
     if theirs:
         print("Traceback (most recent call last):", file=sys.stderr)
         print("".join(traceback.format_list(theirs)), end="", file=sys.stderr)
+    if theirs or isinstance(error, SyntaxError):  # a SyntaxError brings its place itself
         print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
 
 
 _PACKAGE = __file__.rsplit("cli", 1)[0]
+_NOT_THEIRS = (_PACKAGE, importlib.__file__, "<frozen importlib")

@@ -13,7 +13,7 @@ import typer
 from eos import log, settings
 from eos.app import App
 from eos.cli.live import LiveLine
-from eos.errors import UsageError
+from eos.errors import EosError, UsageError
 from eos.worker import StopSignals, Worker
 
 
@@ -58,6 +58,10 @@ def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
         raise UsageError(f"{option} {value}: must be one of {', '.join(choices)}")
 
 
+class ImportFailed(UsageError):
+    """The user's module raised while it was imported; what it raised is the `__cause__`."""
+
+
 def load_app(target: str) -> App:
     """The App named by `module:attribute` or `path.py:attribute` (attribute defaults to `app`)."""
     name, _, attribute = target.partition(":")
@@ -69,12 +73,18 @@ def load_app(target: str) -> App:
             raise UsageError(f"{name} does not exist")
         sys.path.insert(0, str(path.parent.resolve()))
         name = path.stem
+    if not name or name.startswith("."):
+        raise UsageError(f"{target} names no module: expected e.g. flights:app, or path/to/flights.py:app")
     try:
         module = importlib.import_module(name)
+    except EosError:
+        raise  # its sentence says it all: a wrong App
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise UsageError(f"there is no module {name} (looked in {os.getcwd()} and the Python path)") from error
         raise UsageError(f"{name} needs the module {error.name}, which is not installed") from error
+    except Exception as error:
+        raise ImportFailed(f"{name} could not be imported: {type(error).__name__}: {error}") from error
     found = getattr(module, attribute, None)
     if not isinstance(found, App):
         what = "is missing" if found is None else f"is a {type(found).__name__}, not an App"

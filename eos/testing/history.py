@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from operator import not_
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, cast
 
 import numpy as np
 from confluent_kafka import (
-    OFFSET_BEGINNING,
     Consumer,
     IsolationLevel,
     KafkaError,
@@ -125,7 +126,9 @@ def read_topic(
     reading = _Reading(names, header, targets)
     consumer = Consumer(_reader_config(bootstrap, isolation, config))
     try:
-        _assign_from_beginning(consumer, targets)
+        # A partition that ends at 0 is not even asked for its beginning.
+        unread = sorted(reading.unfinished())
+        consumer.assign(_beginnings(_admin(bootstrap, config), unread) if unread else [])
         deadline = time.monotonic() + no_progress_s
         while waiting := reading.unfinished():
             messages = consumer.consume(BATCH_RECORDS, POLL_S)
@@ -185,14 +188,10 @@ def end_offsets(
     admin = _admin(bootstrap, config)
     places = _partitions(admin, names, timeout_s)
 
-    def ask(level: IsolationLevel) -> dict[Place, int]:
-        wanted = {TopicPartition(*place): OffsetSpec.latest() for place in places}  # type: ignore[no-untyped-call]
-        answer = admin.list_offsets(wanted, isolation_level=level, request_timeout=min(timeout_s, 5.0))
-        return {(at.topic, at.partition): future.result().offset for at, future in answer.items()}
-
     # The stable ends first: ends only grow, so the later answer can never lie below the earlier one.
-    stable = _until("last stable offsets", timeout_s, lambda: ask(IsolationLevel.READ_COMMITTED))
-    return Ends(stable, _until("log end offsets", timeout_s, lambda: ask(IsolationLevel.READ_UNCOMMITTED)))
+    stable = _offsets(admin, places, OffsetSpec.latest(), IsolationLevel.READ_COMMITTED, timeout_s)  # type: ignore[no-untyped-call]
+    log_end = _offsets(admin, places, OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED, timeout_s)  # type: ignore[no-untyped-call]
+    return Ends(stable, log_end)
 
 
 class ConcurrentReader:
@@ -222,8 +221,9 @@ class ConcurrentReader:
         self._thread = threading.Thread(target=self._run, name="concurrent-reader", daemon=True)
 
     def start(self) -> Self:
-        places = _partitions(_admin(*self._connect), self.topics, NO_PROGRESS_S)
-        self._places = places
+        """Begin to read; the partitions and their beginnings are known when this returns."""
+        admin = _admin(*self._connect)
+        self._beginnings = _beginnings(admin, _partitions(admin, self.topics, NO_PROGRESS_S))
         self._thread.start()
         return self
 
@@ -280,7 +280,7 @@ class ConcurrentReader:
     def _run(self) -> None:
         consumer = Consumer(self._settings)
         try:
-            _assign_from_beginning(consumer, self._places)
+            consumer.assign(self._beginnings)
             while not self._stopping.is_set():
                 # A small timeout, because consume() hands nothing over before it is full or the time is up.
                 messages = consumer.consume(BATCH_RECORDS, POLL_S)
@@ -310,11 +310,10 @@ class _Reading:
     def __init__(self, topics: tuple[str, ...], header: str | None, targets: Mapping[Place, int] | None) -> None:
         self.topics = topics
         self.positions: dict[Place, int] = {}
-        self._index = {topic: i for i, topic in enumerate(topics)}
         self._header = header
         self._targets = targets
-        self._topic: list[int] = []
-        self._partition: list[int] = []
+        self._lanes: dict[Place, int] = {}  # a number per partition, in the order they were first seen
+        self._lane: list[int] = []
         self._offset: list[int] = []
         self._timestamp: list[int] = []
         self._keys: list[bytes | None] = []
@@ -327,40 +326,49 @@ class _Reading:
 
     def add(self, messages: Sequence[Message]) -> bool:
         """Take in what the consumer returned; whether anything moved. Raises for an error no retry can mend."""
-        moved = False
-        for message in messages:
-            error = message.error()
-            if error is not None and error.code() != KafkaError._PARTITION_EOF:
-                self._fail_unless_passing(error)
-                continue
-            place = (str(message.topic()), int(message.partition() or 0))
-            offset = int(message.offset() or 0)
-            if error is not None:
-                # The end as the consumer saw it: everything before it was delivered, or is not for readers.
-                moved |= self.positions.get(place, -1) < offset
-                self.positions[place] = max(offset, self.positions.get(place, 0))
-                continue
-            moved = True
-            if self._targets is not None and offset >= self._targets[place]:
-                # Written after the read began: not part of it, but proof that all before it was read.
-                self.positions[place] = max(self._targets[place], self.positions.get(place, 0))
-                continue
-            self.positions[place] = offset + 1
-            self._append(message, place, offset)
+        records = [message for message in messages if message.error() is None]
+        moved = bool(records)
+        if records:
+            self._add_records(records)
+        if len(records) < len(messages):
+            # After the records: the end of a partition is told behind its last record, never before it.
+            for message in messages:
+                if (error := message.error()) is not None:
+                    moved |= self._add_event(message, error)
         return moved
 
-    def _append(self, message: Message, place: Place, offset: int) -> None:
-        self._topic.append(self._index[place[0]])
-        self._partition.append(place[1])
-        self._offset.append(offset)
-        kind, timestamp = message.timestamp()
-        self._timestamp.append(timestamp if kind else -1)
-        self._keys.append(message.key())
-        self._values.append(message.value())
+    def _add_records(self, records: list[Message]) -> None:
+        """Column by column, because a method call per record and column is what reading costs."""
+        # The client's types allow None, which only an event without a partition returns.
+        places = cast("list[Place]", [(m.topic(), m.partition()) for m in records])
+        offsets = cast("list[int]", [m.offset() for m in records])
+        if self._targets is not None:
+            inside = [offset < self._targets[place] for place, offset in zip(places, offsets, strict=True)]
+            if not all(inside):
+                # Written after the read began: not part of it, but proof that all before it was read.
+                self.positions |= {place: self._targets[place] for place in compress(places, map(not_, inside))}
+                records, places = list(compress(records, inside)), list(compress(places, inside))
+                offsets = list(compress(offsets, inside))
+        for place, offset in dict(zip(places, offsets, strict=True)).items():  # the last of each partition remains
+            self.positions[place] = max(offset + 1, self.positions.get(place, 0))
+            self._lanes.setdefault(place, len(self._lanes))
+        self._lane.extend(map(self._lanes.__getitem__, places))
+        self._offset.extend(offsets)
+        self._timestamp.extend([at if kind else -1 for kind, at in (m.timestamp() for m in records)])
+        self._keys.extend([m.key() for m in records])
+        self._values.extend([m.value() for m in records])
         if self._header is not None:
-            given = cast("list[tuple[str, bytes | None]]", message.headers() or [])
-            found = [value for name, value in given if name == self._header]
-            self._headers.append(found[-1] if found else None)
+            self._headers.extend([_last_header(m, self._header) for m in records])
+
+    def _add_event(self, message: Message, error: KafkaError) -> bool:
+        if error.code() != KafkaError._PARTITION_EOF:
+            self._fail_unless_passing(error)
+            return False
+        # The end as the consumer saw it: everything before it was delivered, or is not for readers.
+        place, end = cast("tuple[Place, int]", ((message.topic(), message.partition()), message.offset()))
+        before = self.positions.get(place, -1)
+        self.positions[place] = max(end, before)
+        return before < end
 
     def _fail_unless_passing(self, error: KafkaError) -> None:
         action = classify("consume", error)
@@ -385,10 +393,12 @@ class _Reading:
         return f"unread: {left}{why}"
 
     def log(self) -> Log:
+        lane = np.array(self._lane, np.int64)
+        index = {topic: i for i, topic in enumerate(self.topics)}
         return Log(
             topics=self.topics,
-            topic=np.array(self._topic, np.int32),
-            partition=np.array(self._partition, np.int32),
+            topic=np.array([index[topic] for topic, _ in self._lanes], np.int32)[lane],
+            partition=np.array([partition for _, partition in self._lanes], np.int32)[lane],
             offset=np.array(self._offset, np.int64),
             timestamp=np.array(self._timestamp, np.int64),
             keys=list(self._keys),
@@ -397,10 +407,18 @@ class _Reading:
         )
 
 
+def _last_header(message: Message, name: str) -> bytes | None:
+    """The last one of that name, as Kafka's own `lastHeader`."""
+    given = cast("list[tuple[str, bytes | None]]", message.headers() or [])
+    return next((value for found, value in reversed(given) if found == name), None)
+
+
 def _reader_config(bootstrap: str, isolation: Isolation, config: Mapping[str, Any] | None) -> dict[str, Any]:
     return {
         # librdkafka's 1000 ms stops fetching for that long whenever its queue is full: 3.7x slower on a backlog.
         "fetch.queue.backoff.ms": 5,
+        # A partition at its end holds the answer of its whole broker back for this long (librdkafka's 500 ms).
+        "fetch.wait.max.ms": 20,
         "reconnect.backoff.max.ms": 1_000,
         # Required by librdkafka even for assign(); it is never joined and nothing is ever committed under it.
         "group.id": "eos-history-reader",
@@ -430,8 +448,22 @@ def _partitions(admin: AdminClient, topics: tuple[str, ...], timeout_s: float) -
     return _until(f"partitions of {', '.join(topics)}", timeout_s, ask)
 
 
-def _assign_from_beginning(consumer: Consumer, places: Sequence[Place] | Mapping[Place, int]) -> None:
-    consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING) for topic, partition in places])
+def _offsets(
+    admin: AdminClient, places: Sequence[Place], spec: Any, level: IsolationLevel, timeout_s: float
+) -> dict[Place, int]:
+    def ask() -> dict[Place, int]:
+        wanted = {TopicPartition(*place): spec for place in places}
+        answer = admin.list_offsets(wanted, isolation_level=level, request_timeout=min(timeout_s, 5.0))
+        return {(at.topic, at.partition): future.result().offset for at, future in answer.items()}
+
+    return _until("offsets of the partitions", timeout_s, ask)
+
+
+def _beginnings(admin: AdminClient, places: Sequence[Place]) -> list[TopicPartition]:
+    """Where each partition begins, as numbers: the consumer's own OFFSET_BEGINNING costs a wait of 500 ms."""
+    spec = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
+    found = _offsets(admin, places, spec, IsolationLevel.READ_UNCOMMITTED, NO_PROGRESS_S)
+    return [TopicPartition(topic, partition, offset) for (topic, partition), offset in found.items()]
 
 
 def _until(what: str, timeout_s: float, ask: Callable[[], T]) -> T:

@@ -1,0 +1,52 @@
+"""The worker under the same load: `python -m benchmarks.eos_loop BOOTSTRAP SOURCE TARGET COUNT GROUP record|batch`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+from eos import App, Out, Record, Settings
+from eos.worker import Worker
+
+
+def main(bootstrap: str, source: str, target: str, count: int, group: str, kind: str) -> None:
+    app = App(group)
+    if kind == "batch":
+
+        @app.process_batch(source, to=target)
+        def upper_all(records: list[Record]) -> Iterator[Out]:
+            return (record.out(record.value.upper()) for record in records if record.value is not None)
+
+    else:
+
+        @app.process(source, to=target)
+        def upper(record: Record) -> bytes | None:
+            return record.value.upper() if record.value is not None else None
+
+    worker = Worker(app, Settings({"bootstrap.servers": bootstrap}))
+    session = worker.session
+    # From the first begin to the last commit: the same span that the straight loop measures.
+    marks: dict[str, float] = {}
+
+    def note(step: str) -> None:
+        if step == "begin":
+            marks.setdefault(step, time.monotonic())
+        marks["last"] = time.monotonic()
+
+    def stop_when_done() -> None:
+        session.stop_requested = session.counters.records_in + session.taken >= count
+
+    session.on_event = note
+    worker.on_tick = stop_when_done
+    worker.run()
+    counters = session.counters
+    replaced = sum(counters.replacements.values())
+    print(
+        f"{counters.records_in} {marks['last'] - marks['begin']:.4f} {counters.transactions} {replaced} {counters.aborts}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5], sys.argv[6])

@@ -1,0 +1,68 @@
+"""The yardstick: a straight, tuned confluent-kafka exactly-once loop, as short as it can be.
+
+It has no recovery, no rebalance handling and no error policy: what a careful person writes by hand for speed.
+Run as a process by worker_speed.py: `python -m benchmarks.straight_loop BOOTSTRAP SOURCE TARGET COUNT GROUP`.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+
+from confluent_kafka import Consumer, Producer, TopicPartition
+
+
+def main(bootstrap: str, source: str, target: str, count: int, group: str) -> None:
+    consumer = Consumer(
+        {
+            "bootstrap.servers": bootstrap,
+            "group.id": group,
+            "isolation.level": "read_committed",
+            "enable.auto.commit": False,
+            "auto.offset.reset": "earliest",
+            "fetch.queue.backoff.ms": 5,
+        }
+    )
+    producer = Producer(
+        {
+            "bootstrap.servers": bootstrap,
+            "transactional.id": group,
+            "partitioner": "murmur2_random",
+            "delivery.report.only.error": True,
+        }
+    )
+    producer.init_transactions()
+    consumer.subscribe([source])
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 50)
+    produce, done, offsets = producer.produce, 0, {}
+    began = first = 0.0
+    while done < count:
+        messages = consumer.consume(10_000, 0.05)
+        if messages and not began:
+            first = first or time.monotonic()
+            began = time.monotonic()
+            producer.begin_transaction()
+        for message in messages:
+            while True:
+                try:
+                    produce(target, message.value().upper(), message.key())
+                    break
+                except BufferError:
+                    producer.poll(0.05)
+            offsets[message.partition()] = message.offset() + 1
+        done += len(messages)
+        producer.poll(0)
+        if began and (time.monotonic() - began >= 0.1 or done >= count):
+            producer.flush()
+            positions = [TopicPartition(source, p, o) for p, o in offsets.items()]
+            producer.send_offsets_to_transaction(positions, consumer.consumer_group_metadata())
+            producer.commit_transaction()
+            began, offsets = 0.0, {}
+    print(f"{done} {time.monotonic() - first:.4f}", flush=True)
+    consumer.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5])

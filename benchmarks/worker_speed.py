@@ -1,0 +1,145 @@
+"""`make bench`: the worker against a straight, tuned confluent-kafka exactly-once loop, interleaved in one run.
+
+Prints records/s per round, medians and ratios, how often a healthy producer was replaced, and the slope of the resident
+size over a long run. Ratios can be trusted, absolute rates are this machine's. Nothing here asserts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import uuid
+
+import numpy as np
+import psutil
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient, NewTopic
+from rich.console import Console
+from rich.table import Table
+
+from eos.broker import LocalKafka
+
+PARTITIONS = 8
+LOOPS = {
+    "straight loop": ["benchmarks.straight_loop"],
+    "eos, Record handler": ["benchmarks.eos_loop", "record"],
+    "eos, process_batch": ["benchmarks.eos_loop", "batch"],
+}
+
+
+def load(bootstrap: str, topic: str, count: int, size: int) -> None:
+    """`count` records of `size` bytes (12-byte keys) into a new topic."""
+    create(bootstrap, topic)
+    producer = Producer({"bootstrap.servers": bootstrap, "linger.ms": 20, "queue.buffering.max.messages": 500_000})
+    payload = b"x" * (size - 10)
+    for number in range(count):
+        while True:
+            try:
+                producer.produce(topic, b"%010d" % number + payload, b"key-%08d" % (number % 10_000))
+                break
+            except BufferError:
+                producer.poll(0.1)
+    producer.flush()
+
+
+def create(bootstrap: str, topic: str) -> None:
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    admin.create_topics([NewTopic(topic, PARTITIONS, 1)])[topic].result()
+
+
+def run(bootstrap: str, loop: str, source: str, count: int) -> list[float]:
+    """One process, one new group, one new target topic; [records, seconds, ...] as the loop prints them."""
+    module, *kind = LOOPS[loop]
+    group = f"bench-{uuid.uuid4().hex[:8]}"
+    create(bootstrap, f"{group}-out")
+    command = [sys.executable, "-m", module, bootstrap, source, f"{group}-out", str(count), group, *kind]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=600)
+    return [float(part) for part in done.stdout.split()]
+
+
+def compare(console: Console, bootstrap: str, name: str, count: int, size: int, rounds: int) -> None:
+    source = f"in-{size}-{uuid.uuid4().hex[:6]}"
+    console.print(f"[bold]{name}[/]: loading {count:,} records of {size} B")
+    load(bootstrap, source, count, size)
+    rates: dict[str, list[float]] = {loop: [] for loop in LOOPS}
+    transactions = replaced = 0
+    for turn in range(rounds):
+        for loop in LOOPS:
+            records, seconds, *more = run(bootstrap, loop, source, count)
+            rates[loop].append(records / seconds)
+            if more:
+                transactions, replaced = transactions + int(more[0]), replaced + int(more[1])
+        console.print(f"  round {turn + 1}: " + ", ".join(f"{loop} {r[-1]:,.0f}/s" for loop, r in rates.items()))
+    base = statistics.median(rates["straight loop"])
+    table = Table("loop", "median records/s", "ratio to straight", "all rounds", title=f"{name}, {size} B")
+    for loop, all_rates in rates.items():
+        median = statistics.median(all_rates)
+        table.add_row(loop, f"{median:,.0f}", f"{median / base:.2f}", " ".join(f"{r / 1000:.0f}k" for r in all_rates))
+    console.print(table)
+    console.print(f"replaced producers on this healthy broker: {replaced} in {transactions} transactions\n")
+
+
+def memory(console: Console, bootstrap: str, millions: int) -> None:
+    """Slope of the resident size over the last 80 % of a long run; the same input is read ten times over."""
+    source = f"in-memory-{uuid.uuid4().hex[:6]}"
+    load(bootstrap, source, millions * 1_000_000, 100)
+    group = f"bench-{uuid.uuid4().hex[:8]}"
+    create(bootstrap, f"{group}-out")
+    count = millions * 1_000_000
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.eos_loop",
+        bootstrap,
+        source,
+        f"{group}-out",
+        str(count),
+        group,
+        "record",
+    ]
+    began = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    watched, samples = psutil.Process(process.pid), []
+    while process.poll() is None:
+        try:
+            samples.append((time.monotonic() - began, watched.memory_info().rss))
+        except psutil.NoSuchProcess:
+            break
+        time.sleep(0.2)
+    assert process.stdout is not None
+    records, seconds, *_ = (float(part) for part in process.stdout.read().split())
+    times, sizes = np.array([t for t, _ in samples]), np.array([s for _, s in samples])
+    late = times > times[-1] * 0.2
+    per_second = np.polyfit(times[late], sizes[late], 1)[0]
+    slope = per_second * seconds / (records / 1e6) / 1e6
+    console.print(
+        f"memory: {records:,.0f} records in {seconds:.0f} s, resident {sizes[late].min() / 1e6:.0f} to "
+        f"{sizes[late].max() / 1e6:.0f} MB, slope over the last 80 %: {slope:+.2f} MB per million records"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--memory-millions", type=int, default=10)
+    parser.add_argument("--scale", type=float, default=1.0, help="part of the records, to try the script out")
+    options = parser.parse_args()
+    console = Console(width=110)
+    console.print(
+        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {psutil.cpu_count()} cores, Python "
+        f"{platform.python_version()}, command: python -m benchmarks.worker_speed {' '.join(sys.argv[1:])}"
+    )
+    with LocalKafka(nodes=1) as kafka:
+        bootstrap = kafka.bootstrap_servers
+        compare(console, bootstrap, "1M x 100 B", int(1_000_000 * options.scale), 100, options.rounds)
+        compare(console, bootstrap, "300k x 1 KB", int(300_000 * options.scale), 1_000, options.rounds)
+        if options.memory_millions:
+            memory(console, bootstrap, options.memory_millions)
+
+
+if __name__ == "__main__":
+    main()

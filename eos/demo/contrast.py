@@ -1,0 +1,109 @@
+"""The same fault, without transactions: a plain at-least-once loop is killed and doubles records.
+
+Owns the loop (it runs as a process of its own: `python -m eos.demo.contrast SERVERS`) and its fault. It uses nothing
+of eos' engine: it is the loop that people write by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+
+from eos.demo import topics
+from eos.demo.faults import MOST_ATTEMPTS, NotProven
+from eos.demo.process import Child
+from eos.testing.history import committed_offsets, end_offsets, read_topic
+
+PARTITIONS = (0, 1)  # a quarter of the flights is enough to show it
+_COMMIT_EVERY_RECORDS = 500
+
+
+def at_least_once(servers: str) -> None:
+    """Consume, transform, produce, flush, and only then commit: nothing is lost."""
+    consumer = Consumer(
+        {
+            "bootstrap.servers": servers,
+            "group.id": topics.CONTRAST_GROUP,
+            "enable.auto.commit": False,
+            "auto.offset.reset": "earliest",
+            "enable.partition.eof": True,
+        }
+    )
+    producer = Producer({"bootstrap.servers": servers, "enable.idempotence": True})
+    consumer.assign([TopicPartition(topics.FLIGHTS, partition) for partition in PARTITIONS])
+    at_end: set[int | None] = set()
+    while len(at_end) < len(PARTITIONS):
+        for message in consumer.consume(_COMMIT_EVERY_RECORDS, 0.5):
+            error = message.error()
+            if error is None:
+                flight = json.loads(message.value() or b"")
+                delay = {name: flight[name] for name in ("carrier", "dest")} | {"minutes": flight["dep_delay"] or 0}
+                producer.produce(topics.CONTRAST, json.dumps(delay), message.key())
+            elif error.code() == KafkaError._PARTITION_EOF:
+                at_end.add(message.partition())
+            else:
+                raise KafkaException(error)
+        producer.flush()
+        consumer.commit(asynchronous=False)
+    consumer.close()
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """What the at-least-once loop left behind."""
+
+    flights: int
+    records: int
+    doubled: int
+    kills: int
+
+
+def run(servers: str, directory: Path, progress: Callable[[int], None]) -> Contrast:
+    """Kill the loop until it will repeat records, let it finish, and count. Raises NotProven if no kill has that effect."""
+    with Child("at-least-once", ["eos.demo.contrast", servers], directory) as loop:
+        kills = 0
+        while True:
+            loop.start()
+            _wait_for_output(servers, loop, progress)
+            loop.kill()
+            kills += 1
+            if _written(servers) > _committed(servers):
+                break
+            if kills == MOST_ATTEMPTS:
+                raise NotProven(f"{kills} times SIGKILL did not make the at-least-once loop repeat a record")
+        loop.start()
+        while (code := loop.exit_code()) is None:
+            progress(_committed(servers))
+            time.sleep(0.1)
+        if code != 0:
+            raise NotProven(f"the at-least-once loop failed with exit code {code}: {loop.log_path}")
+    flights = sum(end for (_, p), end in end_offsets(servers, topics.FLIGHTS).stable.items() if p in PARTITIONS)
+    keys = read_topic(servers, topics.CONTRAST).keys
+    return Contrast(flights, len(keys), len(keys) - len(set(keys)), kills)
+
+
+def _wait_for_output(servers: str, loop: Child, progress: Callable[[int], None]) -> None:
+    """Until this life of the loop has written and committed something."""
+    before, deadline = _committed(servers), time.monotonic() + 30
+    while (now := _committed(servers)) <= before:
+        progress(now)
+        if loop.exit_code() is not None or time.monotonic() > deadline:
+            raise NotProven(f"the at-least-once loop came to its end before a kill hit it: {loop.log_path}")
+
+
+def _written(servers: str) -> int:
+    return sum(end_offsets(servers, topics.CONTRAST).log_end.values())
+
+
+def _committed(servers: str) -> int:
+    return sum(committed_offsets(servers, topics.CONTRAST_GROUP, topics.FLIGHTS).values())
+
+
+if __name__ == "__main__":
+    at_least_once(sys.argv[1])

