@@ -12,6 +12,9 @@ import time
 
 from confluent_kafka import Consumer, Producer, TopicPartition
 
+# 100 ms transactions need chunks well below 100 ms of work; larger ones only make larger transactions.
+CHUNK = 2_000
+
 
 def main(bootstrap: str, source: str, target: str, count: int, group: str) -> None:
     consumer = Consumer(
@@ -38,8 +41,9 @@ def main(bootstrap: str, source: str, target: str, count: int, group: str) -> No
     gc.set_threshold(100_000, 50, 50)
     produce, done, offsets = producer.produce, 0, {}
     began = first = 0.0
+    transactions = 0
     while done < count:
-        messages = consumer.consume(10_000, 0.05)
+        messages = consumer.consume(CHUNK, 0.05)
         if messages and not began:
             first = first or time.monotonic()
             began = time.monotonic()
@@ -60,7 +64,8 @@ def main(bootstrap: str, source: str, target: str, count: int, group: str) -> No
             producer.send_offsets_to_transaction(positions, consumer.consumer_group_metadata())
             producer.commit_transaction()
             began, offsets = 0.0, {}
-    print(f"{done} {time.monotonic() - first:.4f}", flush=True)
+            transactions += 1
+    print(f"{done} {time.monotonic() - first:.4f} {transactions}", flush=True)
     consumer.close()
 
 

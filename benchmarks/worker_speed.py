@@ -66,19 +66,29 @@ def compare(console: Console, bootstrap: str, name: str, count: int, size: int, 
     console.print(f"[bold]{name}[/]: loading {count:,} records of {size} B")
     load(bootstrap, source, count, size)
     rates: dict[str, list[float]] = {loop: [] for loop in LOOPS}
+    sizes: dict[str, list[float]] = {loop: [] for loop in LOOPS}
     transactions = replaced = 0
     for turn in range(rounds):
         for loop in LOOPS:
-            records, seconds, *more = run(bootstrap, loop, source, count)
+            records, seconds, ended, *more = run(bootstrap, loop, source, count)
             rates[loop].append(records / seconds)
+            sizes[loop].append(1000 * seconds / ended)
             if more:
-                transactions, replaced = transactions + int(more[0]), replaced + int(more[1])
+                transactions, replaced = transactions + int(ended), replaced + int(more[0])
         console.print(f"  round {turn + 1}: " + ", ".join(f"{loop} {r[-1]:,.0f}/s" for loop, r in rates.items()))
     base = statistics.median(rates["straight loop"])
-    table = Table("loop", "median records/s", "ratio to straight", "all rounds", title=f"{name}, {size} B")
+    table = Table(
+        "loop", "median records/s", "ratio to straight", "ms/transaction", "all rounds", title=f"{name}, {size} B"
+    )
     for loop, all_rates in rates.items():
         median = statistics.median(all_rates)
-        table.add_row(loop, f"{median:,.0f}", f"{median / base:.2f}", " ".join(f"{r / 1000:.0f}k" for r in all_rates))
+        table.add_row(
+            loop,
+            f"{median:,.0f}",
+            f"{median / base:.2f}",
+            f"{statistics.median(sizes[loop]):.0f}",
+            " ".join(f"{r / 1000:.0f}k" for r in all_rates),
+        )
     console.print(table)
     console.print(f"replaced producers on this healthy broker: {replaced} in {transactions} transactions\n")
 

@@ -26,7 +26,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Described:
-    """One answer of DescribeTransactions; `start_ms` is the present transaction's start (-1: none), Unix milliseconds."""
+    """One answer of DescribeTransactions; `start_ms`: the present transaction's start, Unix milliseconds (-1: none)."""
 
     state: str
     producer_id: int

@@ -63,7 +63,11 @@ class Positions(Generic[R]):
         """The last `count` taken records were not handled after all."""
         if not 0 <= count <= self._cursor:
             raise ValueError(f"cannot give back {count} of {self._cursor} taken records")
+        end = self._cursor
         self._cursor -= count
+        if self._lost:  # those of a lost partition are another's now; behind the cursor they would be handed out again
+            back = self._records[self._cursor : end]
+            self._records[self._cursor : end] = [r for r in back if (r.topic, r.partition) not in self._lost]
 
     def offsets(self) -> dict[TopicPartition, int]:
         """Next offset per partition of what was taken, which the transaction must commit with its outputs."""
@@ -125,8 +129,8 @@ class Positions(Generic[R]):
     def resolve(self, stable: Mapping[TopicPartition, int | None]) -> int:
         """The transaction's outcome was unknown; `stable` are the group's stable committed offsets now.
 
-        Drops what turned out to be committed, hands the rest out again; returns how many records were dropped. An offset
-        below one that this member saw committed is no reason to go back: those outputs are visible (a late
+        Drops what turned out to be committed, hands the rest out again; returns how many records were dropped. An
+        offset below one that this member saw committed is no reason to go back: those outputs are visible (a late
         TxnOffsetCommit can move the group back on old brokers; the next commit repairs it). None (no committed
         offset): the transaction did not commit, so the partition begins again where the transaction did.
         """

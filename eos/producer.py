@@ -76,9 +76,10 @@ class _Client:
 class TransactionalProducer:
     """Drives one transactional.id: start, then begin/send/flush/send_offsets/commit or abort, replace, close.
 
-    With `reports` every record's delivery is reported (to `send`'s callback). With `alternate`, a replacement goes on under a second transactional.id (and a start fences both). Needed for
-    brokers before 4.0: there a late TxnOffsetCommit of the fenced epoch deletes the new epoch's pending offsets
-    (measured on 3.9.2, 6 of 6), but not those of another producer id.
+    With `reports` every record's delivery is reported (to `send`'s callback). With `alternate`, a replacement goes on
+    under a second transactional.id (and a start fences both). Needed for brokers before 4.0: there a late
+    TxnOffsetCommit of the fenced epoch deletes the new epoch's pending offsets (measured on 3.9.2, 6 of 6), but not
+    those of another producer id.
     """
 
     def __init__(
@@ -191,7 +192,8 @@ class TransactionalProducer:
         self._spent = None
         if old is not None:
             _retire(old)
-        log.debug("producer replaced", reason=reason, **self.who())
+        level = logging.DEBUG if self._mode == "always" else logging.INFO
+        log.event(level, "producer replaced", reason=reason, **self.who())
 
     def close(self) -> None:
         """Ends the client without touching the cluster; an open transaction is left to its timeout or a successor."""
@@ -310,13 +312,16 @@ class TransactionalProducer:
         self._timed("commit", self.client.producer.commit_transaction)
         self._machine.fire(Event.ENDED)
 
-    def abort(self) -> None:
-        """Aborts; afterwards this producer is spent: a purged record's sequence number may be reused wrongly (H2b)."""
+    def abort(self, deadline: float | None = None) -> None:
+        """Aborts; afterwards this producer is spent: a purged record's sequence number may be reused wrongly (H2b).
+
+        An unreachable cluster is waited for until `deadline` (time.monotonic()), for ever without one.
+        """
         self._machine.fire(Event.ABORT)
         client = self.client
         client.evidence.ended += 1
         self._spent = "abort"
-        self._call(client, "abort", client.producer.abort_transaction, deadline=None)
+        self._call(client, "abort", client.producer.abort_transaction, deadline=deadline)
         self._machine.fire(Event.ENDED)
 
     # ---- what is known of the transaction ------------------------------------------------------------------------

@@ -47,6 +47,7 @@ from eos.settings import Settings
 _Partition = tuple[str, int]
 
 IDLE_POLL_S = 0.1
+_CLOSE_ABORT_S = 5.0
 _RESOLVE_PAUSE_S = 0.2
 _CHUNK = 5_000  # records of one poll inside a transaction
 MOST_REBUILDS = 5  # without a commit in between; then a supervisor's back-off is the better place to wait
@@ -258,7 +259,7 @@ class TransactSession:
         self._open = None
         if self._producer is not None and self._producer.may_abort:
             try:
-                self._producer.abort()
+                self._producer.abort(time.monotonic() + _CLOSE_ABORT_S)
             except CallFailed as failure:
                 # The broker aborts it at its timeout, or our successor's init does.
                 log.warning("abort at close failed", error=str(failure), **self.producer.who())

@@ -141,6 +141,9 @@ CONSUMER_DEFAULTS: dict[str, Any] = {
 }
 PRODUCER_DEFAULTS: dict[str, Any] = {
     "transaction.timeout.ms": 10_000,
+    # A call that took longer than this may have been retried, and then the producer is replaced; librdkafka's 100 is
+    # within what a busy machine takes for a healthy commit.
+    "retry.backoff.ms": 250,
     # Java's partitioner, so that a key lands where other clients of the topic put it.
     "partitioner": "murmur2_random",
 }
@@ -357,8 +360,8 @@ def _check_timeouts(settings: Settings) -> None:
         )
     if not settings.classic_group and "group.instance.id" in settings.values:
         raise ConfigurationError(
-            "group.instance.id cannot be used with group.protocol=consumer: after a kill the broker locks the restarted "
-            "member out for its whole session timeout"
+            "group.instance.id cannot be used with group.protocol=consumer: after a kill the broker locks "
+            "the restarted member out for its whole session timeout"
         )
 
 
@@ -372,8 +375,8 @@ def _check_evidence(settings: Settings, number: Callable[[str], int]) -> None:
             )
     if "statistics.interval.ms" in settings.values and not 0 < number("statistics.interval.ms") <= 1_000:
         raise ConfigurationError(
-            f"statistics.interval.ms={number('statistics.interval.ms')} must be between 1 and 1000: the statistics show "
-            "whether a request may have been sent twice; or set eos.replace.producer=always"
+            f"statistics.interval.ms={number('statistics.interval.ms')} must be between 1 and 1000: the statistics "
+            "show whether a request may have been sent twice; or set eos.replace.producer=always"
         )
 
 

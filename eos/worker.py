@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from eos import log
-from eos.app import App, Record, Route, Send
+from eos.app import App, Record, Route
 from eos.errors import EosError, PoisonRecord, Temporary
 from eos.session import Transaction, TransactSession
 from eos.settings import Settings

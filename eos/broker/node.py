@@ -46,6 +46,7 @@ class Node:
         self._watcher: subprocess.Popen[bytes] | None = None
         self.ports = NodePorts(0, 0)
         self.paused = False
+        self._log_start = 0
 
     def configure(self, ports: Sequence[NodePorts], overrides: Mapping[str, object]) -> None:
         self.ports = ports[self.index]
@@ -87,6 +88,7 @@ class Node:
         """Starts the JVM in a session of its own, so that a Ctrl-C in the terminal is ours to handle, not Kafka's."""
         require_free(self.ports.all())
         self.paused = False
+        self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         options = [f"-Xmx{heap}", "-Xms256m", "-XX:+UseSerialGC", "-XX:+ExitOnOutOfMemoryError"]
         command = [*self._java_command(options, "kafka.Kafka"), str(self.properties_path)]
         with self.stdout_path.open("ab") as output:
@@ -161,13 +163,22 @@ class Node:
         self.reap(STOP_TIMEOUT_S)
 
     def last_words(self) -> str:
-        """The last ERROR of its log, else the last thing the JVM printed."""
-        errors = [line for line in _lines(self.log_path) if " ERROR " in line or " FATAL " in line]
-        return _last_statement(errors or _lines(self.stdout_path))
+        """Why it ended: the first ERROR of its log since the launch, else the last thing the JVM printed.
+
+        The first, because a failed start goes on to report what failed while it shut down.
+        """
+        lines = _lines(self.log_path, self._log_start)
+        for number, line in enumerate(lines):
+            if " ERROR " in line or " FATAL " in line:
+                # The exception's own message is on the line after.
+                after = lines[number + 1] if number + 1 < len(lines) else ""
+                cause = f": {after.strip()}" if re.match(r"[\w.]+(Exception|Error)\b", after) else ""
+                return f"{line.strip()}{cause}"[:600]
+        return _last_statement(_lines(self.stdout_path))
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text(errors="replace").splitlines() if path.exists() else []
+def _lines(path: Path, start: int = 0) -> list[str]:
+    return path.read_bytes()[start:].decode(errors="replace").splitlines() if path.exists() else []
 
 
 def _last_statement(lines: list[str]) -> str:

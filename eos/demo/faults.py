@@ -108,7 +108,9 @@ class Witness:
         except kafka_errors.KafkaError as error:
             raise NotProven(f"DescribeProducers failed: {error}") from error
         return sum(
-            any(p.producer_id == transaction.producer_id and p.current_txn_start_offset >= 0 for p in s.active_producers)
+            any(
+                p.producer_id == transaction.producer_id and p.current_txn_start_offset >= 0 for p in s.active_producers
+            )
             for s in states
         )
 

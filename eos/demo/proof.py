@@ -112,7 +112,9 @@ def minutes(expected: Expectation, outputs: Log) -> Row:
             delay = json.loads(value or b"{}")
             seen[delay["carrier"]] += delay["minutes"]
     carriers = sorted({*expected.minutes, *seen})
-    wrong = [f"{c}: {expected.minutes[c]:,} expected, {seen[c]:,} seen" for c in carriers if expected.minutes[c] != seen[c]]
+    wrong = [
+        f"{c}: {expected.minutes[c]:,} expected, {seen[c]:,} seen" for c in carriers if expected.minutes[c] != seen[c]
+    ]
     return Row(
         f"minutes of delay, all {len(carriers)} airlines equal",
         f"{expected.minutes.total():,}",
