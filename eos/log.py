@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from typing import Any
 
 logger = logging.getLogger("eos")
+logger.addHandler(logging.NullHandler())
 # librdkafka's own lines; they repeat what our events say with the action taken, so they show only on --log-level debug.
 client_logger = logging.getLogger("eos.librdkafka")
+client_logger.setLevel(logging.CRITICAL)
 
 
 def event(level: int, message: str, **fields: Any) -> None:
@@ -40,7 +42,8 @@ class HumanFormatter(logging.Formatter):
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         fields: Mapping[str, Any] = getattr(record, "fields", {})
         tail = "".join(f" {name}={value}" for name, value in fields.items())
-        return f"{clock}.{int(record.msecs):03d} {record.levelname.lower():7} {record.getMessage()}{tail}"
+        line = f"{clock}.{int(record.msecs):03d} {record.levelname.lower():7} {record.getMessage()}{tail}"
+        return " ".join(line.splitlines())  # librdkafka's sentences can end in a newline
 
 
 class JsonFormatter(logging.Formatter):

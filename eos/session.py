@@ -252,6 +252,7 @@ class TransactSession:
         except BaseException:
             self.close()
             raise
+        self.producer.identity(0.5)  # comes with the first statistics; the log should name it from the start
         log.info("session started", group=self.group, topics=",".join(self.topics), **self.producer.who())
 
     def close(self, leave_group: bool = False) -> None:

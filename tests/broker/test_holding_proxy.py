@@ -1,0 +1,379 @@
+"""What a bare confluent-kafka producer loses on a bad network, shown on real Kafka through the holding proxy.
+
+These are facts of the client that the session's replacement rule has to defend from. When one of them fails the
+client or the broker has changed: read it again before touching the rule. Nothing here imports a session.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from enum import Enum
+
+import pytest
+
+from eos.broker import LocalKafka
+from tests.support.proxy import ApiKey, Fault, HoldingProxy
+from tests.support.raw import Background, RawProducer, raw_producer
+from tests.support.reading import (
+    create_topic,
+    settled_values,
+    stable_offset,
+    transaction_of,
+    visible_values,
+    wait_until,
+)
+
+INVALID_PRODUCER_EPOCH = 47
+
+
+def enum_name(value: object) -> str | None:
+    return value.name if isinstance(value, Enum) else None
+
+
+@pytest.fixture
+def proxy(kafka: LocalKafka) -> Iterator[HoldingProxy]:
+    port = int(kafka.proxied_servers.rpartition(":")[2])
+    with HoldingProxy(port, kafka.proxied_upstream) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def topic(kafka: LocalKafka, names: Callable[[str], str]) -> str:
+    return create_topic(kafka.bootstrap_servers, names("out"), partitions=2)
+
+
+@pytest.fixture
+def raw(kafka: LocalKafka, proxy: HoldingProxy, names: Callable[[str], str]) -> Iterator[RawProducer]:
+    with raw_producer(kafka.proxied_servers, names("tx")) as raw:
+        yield raw
+
+
+def commit_one(raw: RawProducer, topic: str, value: str) -> None:
+    raw.begin()
+    raw.send(topic, value)
+    raw.commit()
+
+
+# The proxy itself.
+
+
+def test_a_held_end_txn_keeps_the_commit_waiting_until_it_is_released(
+    kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
+) -> None:
+    hold = proxy.on(ApiKey.EndTxn, Fault.HOLD_REQUEST, transactional_id=raw.transactional_id)
+    raw.begin()
+    raw.send(topic, "one")
+    commit = Background(raw.commit)
+    assert hold.wait().fields["committed"] is True
+    assert commit.running
+    assert transaction_of(kafka.bootstrap_servers, raw.transactional_id).state == "Ongoing"
+    assert visible_values(kafka.bootstrap_servers, topic) == {0: [], 1: []}
+    hold.release()
+    commit.result()
+    assert hold.answer().error == 0
+    assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
+
+
+def test_a_held_answer_keeps_the_commit_waiting_though_the_broker_has_committed(
+    kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
+) -> None:
+    hold = proxy.on(ApiKey.EndTxn, Fault.HOLD_RESPONSE, transactional_id=raw.transactional_id)
+    raw.begin()
+    raw.send(topic, "one")
+    commit = Background(raw.commit)
+    hold.wait()
+    assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
+    assert commit.running
+    hold.release()
+    commit.result()
+    assert len(proxy.seen(ApiKey.EndTxn, raw.transactional_id)) == 1
+
+
+def test_requests_behind_a_held_one_wait_for_it_and_arrive_in_order(
+    kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
+) -> None:
+    hold = proxy.on(ApiKey.Produce, Fault.HOLD_REQUEST, nth=2, transactional_id=raw.transactional_id)
+    raw.begin()
+    raw.send(topic, "0")
+    raw.offer(topic, "1")
+    hold.wait()
+    raw.offer(topic, "2")
+    wait_until("the pipelined Produce", lambda: len(proxy.seen(ApiKey.Produce, raw.transactional_id)) == 3)
+    assert len({request.connection for request in proxy.seen(ApiKey.Produce, raw.transactional_id)}) == 1
+    hold.release()
+    raw.commit()
+    assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"0", b"1", b"2"]
+
+
+def test_a_held_request_arrives_although_its_client_was_cut_off(
+    kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
+) -> None:
+    hold = proxy.on(ApiKey.EndTxn, Fault.HOLD_REQUEST, transactional_id=raw.transactional_id)
+    raw.begin()
+    raw.send(topic, "one")
+    commit = Background(raw.commit)
+    hold.wait()
+    assert proxy.cut_all() >= 1
+    commit.result()  # the retry on a new connection did it
+    # While the markers are being written the coordinator answers 51 CONCURRENT_TRANSACTIONS to anything.
+    assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
+    hold.release()
+    assert hold.answer().error == 0
+    assert len(proxy.seen(ApiKey.EndTxn, raw.transactional_id)) == 2
+
+
+@pytest.mark.parametrize("fault", [Fault.CUT_BEFORE, Fault.CUT_AFTER], ids=enum_name)
+def test_a_commit_survives_a_cut_around_end_txn(
+    kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str, fault: Fault
+) -> None:
+    cut = proxy.on(ApiKey.EndTxn, fault, transactional_id=raw.transactional_id)
+    commit_one(raw, topic, "one")
+    cut.wait()
+    first, retry = proxy.seen(ApiKey.EndTxn, raw.transactional_id)
+    assert first.connection != retry.connection
+    assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
+
+
+def test_a_swallowed_request_is_sent_again_only_after_the_socket_timeout(
+    kafka: LocalKafka, proxy: HoldingProxy, topic: str, names: Callable[[str], str]
+) -> None:
+    with raw_producer(kafka.proxied_servers, names("tx"), socket_timeout_ms=1000) as raw:
+        hole = proxy.on(ApiKey.EndTxn, Fault.BLACKHOLE, transactional_id=raw.transactional_id)
+        commit_one(raw, topic, "one")
+        first, retry = proxy.seen(ApiKey.EndTxn, raw.transactional_id)
+    assert hole.hit
+    assert retry.seen_at - first.seen_at > 0.9
+    assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
+
+
+def test_while_refusing_the_proxy_accepts_no_connection_and_keeps_the_open_ones(
+    kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
+) -> None:
+    commit_one(raw, topic, "one")
+    proxy.refuse = True
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", proxy.listen_port), timeout=5)
+    commit_one(raw, topic, "two")
+    proxy.refuse = False
+    socket.create_connection(("127.0.0.1", proxy.listen_port), timeout=5).close()
+    assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"one", b"two"]
+
+
+def test_a_rule_that_never_fired_fails_the_test(proxy: HoldingProxy) -> None:
+    rule = proxy.on(ApiKey.EndTxn, Fault.CUT_BEFORE, nth=3, transactional_id="nobody")
+    with pytest.raises(AssertionError, match=r"CUT_BEFORE of EndTxn no. 3 .*nobody never fired within"):
+        rule.wait(0.05)
+    with pytest.raises(AssertionError, match=r"never fired: \[CUT_BEFORE of EndTxn"):
+        proxy.check()
+    rule.optional = True
+    proxy.check()
+
+
+# What a bare producer loses.
+
+
+def test_a_late_end_txn_copy_commits_half_of_the_next_transaction_of_a_raw_client(
+    kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
+) -> None:
+    late = proxy.on(ApiKey.EndTxn, Fault.LATE_COPY, transactional_id=raw.transactional_id)
+    commit_one(raw, topic, "one")  # returned without an error: the retry did it
+    raw.begin()
+    raw.send(topic, "two, first half", partition=0)
+    assert late.deliver_late().error == 0
+    raw.send(topic, "two, second half", partition=1)
+    raw.abort()
+    values = settled_values(kafka.bootstrap_servers, topic)
+    assert values == {0: [b"one", b"two, first half"], 1: []}, "the aborted transaction is torn"
+
+
+def test_a_late_end_txn_abort_silently_loses_the_first_half_of_a_committed_transaction(
+    kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
+) -> None:
+    late = proxy.on(ApiKey.EndTxn, Fault.LATE_COPY, transactional_id=raw.transactional_id)
+    raw.begin()
+    raw.send(topic, "one")
+    raw.abort()
+    raw.begin()
+    raw.send(topic, "two, first half", partition=0)
+    assert late.deliver_late().error == 0
+    raw.send(topic, "two, second half", partition=1)
+    raw.commit()
+    assert settled_values(kafka.bootstrap_servers, topic) == {0: [], 1: [b"two, second half"]}
+
+
+def test_a_late_end_txn_copy_is_refused_once_a_new_producer_took_the_transactional_id_over(
+    kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
+) -> None:
+    late = proxy.on(ApiKey.EndTxn, Fault.LATE_COPY, transactional_id=raw.transactional_id)
+    commit_one(raw, topic, "one")
+    with raw_producer(kafka.proxied_servers, raw.transactional_id) as successor:
+        successor.begin()
+        successor.send(topic, "two, first half", partition=0)
+        assert late.deliver_late().error == INVALID_PRODUCER_EPOCH
+        successor.send(topic, "two, second half", partition=1)
+        successor.abort()
+        commit_one(successor, topic, "three")
+    assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one", b"three"], 1: []}
+
+
+@pytest.fixture
+def patient(kafka: LocalKafka, proxy: HoldingProxy, names: Callable[[str], str]) -> Iterator[RawProducer]:
+    """A producer that waits 2 s (less 20 %) before it sends a record again: time to abort first."""
+    with raw_producer(kafka.proxied_servers, names("tx"), retry_backoff_ms=2000, retry_backoff_max_ms=2000) as raw:
+        yield raw
+
+
+def lose_an_acknowledgement_and_abort(proxy: HoldingProxy, raw: RawProducer, topic: str, value: str) -> None:
+    """The broker appends the record, its answer is lost, and the abort comes before the retry."""
+    cut = proxy.on(ApiKey.Produce, Fault.CUT_AFTER, transactional_id=raw.transactional_id)
+    raw.begin()
+    raw.offer(topic, value)
+    cut.wait()
+    assert cut.answer().error == 0
+
+    def waits_for_its_retry() -> bool:
+        return bool(raw.settle()["topics"][topic]["partitions"]["0"]["msgs_inflight"] == 0)
+
+    # Aborted earlier, while it is in flight for the client, the record would be sent again first.
+    wait_until("the client to notice the cut", waits_for_its_retry)
+    raw.abort()
+    assert [error.name() for error in raw.delivery_errors] == ["_PURGE_QUEUE"]
+    assert len(proxy.seen(ApiKey.Produce, raw.transactional_id, since=cut.request.seen_at)) == 1
+    raw.delivery_errors.clear()
+
+
+def test_a_record_after_an_abort_with_a_lost_acknowledgement_is_silently_lost(
+    kafka: LocalKafka, proxy: HoldingProxy, patient: RawProducer, topic: str
+) -> None:
+    commit_one(patient, topic, "one")
+    lose_an_acknowledgement_and_abort(proxy, patient, topic, "two")
+    # "three" gets the sequence number of "two": the broker takes it for a duplicate and says ok.
+    commit_one(patient, topic, "three")
+    values = settled_values(kafka.bootstrap_servers, topic)
+    assert values == {0: [b"one"], 1: []}, "three was reported committed"
+
+
+def test_a_new_producer_after_the_abort_loses_nothing(
+    kafka: LocalKafka, proxy: HoldingProxy, patient: RawProducer, topic: str
+) -> None:
+    commit_one(patient, topic, "one")
+    lose_an_acknowledgement_and_abort(proxy, patient, topic, "two")
+    with raw_producer(kafka.proxied_servers, patient.transactional_id) as successor:
+        commit_one(successor, topic, "three")
+    assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one", b"three"], 1: []}
+
+
+def test_a_late_txn_offset_commit_moves_the_groups_offset_back(
+    kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str, names: Callable[[str], str]
+) -> None:
+    group = names("group")
+    late = proxy.on(ApiKey.TxnOffsetCommit, Fault.LATE_COPY, transactional_id=raw.transactional_id)
+    raw.begin()
+    raw.send_offset(group, topic, 5)
+    raw.commit()
+    assert late.hit
+    assert stable_offset(kafka.bootstrap_servers, group, topic) == 5
+    raw.begin()
+    raw.send_offset(group, topic, 10)
+    assert late.deliver_late().error == 0
+    raw.commit()
+    assert stable_offset(kafka.bootstrap_servers, group, topic) == 5, "10 was reported committed"
+
+
+def test_a_late_txn_offset_commit_is_refused_once_a_new_producer_took_over(
+    kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str, names: Callable[[str], str]
+) -> None:
+    group = names("group")
+    late = proxy.on(ApiKey.TxnOffsetCommit, Fault.LATE_COPY, transactional_id=raw.transactional_id)
+    raw.begin()
+    raw.send_offset(group, topic, 5)
+    raw.commit()
+    with raw_producer(kafka.proxied_servers, raw.transactional_id) as successor:
+        successor.begin()
+        successor.send_offset(group, topic, 10)
+        assert late.deliver_late().error == INVALID_PRODUCER_EPOCH
+        successor.commit()
+    assert stable_offset(kafka.bootstrap_servers, group, topic) == 10
+
+
+@pytest.mark.parametrize("api", [ApiKey.AddPartitionsToTxn, ApiKey.AddOffsetsToTxn], ids=enum_name)
+def test_a_late_request_to_join_a_transaction_starts_a_ghost_when_none_is_open(
+    kafka: LocalKafka,
+    proxy: HoldingProxy,
+    raw: RawProducer,
+    topic: str,
+    names: Callable[[str], str],
+    api: ApiKey,
+) -> None:
+    servers = kafka.bootstrap_servers
+    late = proxy.on(api, Fault.LATE_COPY, transactional_id=raw.transactional_id)
+    raw.begin()
+    raw.send(topic, "one")
+    raw.send_offset(names("group"), topic, 5)
+    raw.commit()
+    assert late.hit
+    wait_until(
+        "the end of the transaction",
+        lambda: transaction_of(servers, raw.transactional_id).state == "CompleteCommit",
+    )
+    assert late.deliver_late().error == 0
+    ghost = transaction_of(servers, raw.transactional_id)
+    assert (ghost.state, len(ghost.partitions)) == ("Ongoing", 1)
+    commit_one(raw, topic, "two")  # the next real transaction absorbs it
+    assert settled_values(servers, topic)[0] == [b"one", b"two"]
+
+
+# How a client notices that it retried.
+
+
+@pytest.mark.parametrize(
+    ("api", "call", "at_least_s"),
+    [
+        # librdkafka waits retry.backoff.ms (100) less 20 % jitter, or a constant 500 ms for TxnOffsetCommit.
+        (ApiKey.EndTxn, "commit_transaction", 0.080),
+        (ApiKey.AddOffsetsToTxn, "send_offsets_to_transaction", 0.080),
+        (ApiKey.TxnOffsetCommit, "send_offsets_to_transaction", 0.500),
+    ],
+    ids=enum_name,
+)
+def test_a_call_that_retried_is_never_faster_than_the_backoff(
+    proxy: HoldingProxy,
+    raw: RawProducer,
+    topic: str,
+    names: Callable[[str], str],
+    api: ApiKey,
+    call: str,
+    at_least_s: float,
+) -> None:
+    def consume_and_produce() -> float:
+        raw.begin()
+        raw.send(topic, "one")
+        raw.send_offset(names("group"), topic, 5)
+        raw.commit()
+        return raw.durations_s[call][-1]
+
+    consume_and_produce()  # the first one also finds the coordinators
+    assert consume_and_produce() < at_least_s, "a healthy call should be faster, or the sign is worth nothing"
+    late = proxy.on(api, Fault.LATE_COPY, transactional_id=raw.transactional_id)
+    assert consume_and_produce() >= at_least_s
+    assert late.hit
+
+
+@pytest.mark.parametrize("api", [ApiKey.EndTxn, ApiKey.AddOffsetsToTxn, ApiKey.AddPartitionsToTxn], ids=enum_name)
+def test_the_statistics_count_a_disconnect_of_the_coordinator_after_a_retry(
+    proxy: HoldingProxy, raw: RawProducer, topic: str, names: Callable[[str], str], api: ApiKey
+) -> None:
+    def consume_and_produce() -> dict[str, object]:
+        raw.begin()
+        raw.send(topic, "one")
+        raw.send_offset(names("group"), topic, 5)
+        raw.commit()
+        return raw.coordinator()
+
+    before, quiet = consume_and_produce(), consume_and_produce()
+    assert (quiet["connects"], quiet["disconnects"]) == (before["connects"], before["disconnects"])
+    proxy.on(api, Fault.LATE_COPY, transactional_id=raw.transactional_id)
+    after = consume_and_produce()
+    assert after["disconnects"] == int(str(quiet["disconnects"])) + 1
+    assert after["connects"] == int(str(quiet["connects"])) + 1

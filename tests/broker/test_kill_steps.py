@@ -1,0 +1,157 @@
+"""A real worker is SIGKILLed at every step of a transaction; its successor finishes the work exactly once.
+
+Before each kill the step is proven from outside (DescribeTransactions, and what the transaction has registered), so
+that a test whose fault missed its state fails. A request that was under way when the worker died may still arrive:
+before the successor starts, inside the successor's first transaction, or never.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from eos.broker import LocalKafka
+from tests.support.proxy import ApiKey, Fault, HoldingProxy, Rule
+
+if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+    from tests.support.pipeline import Pipeline, Pipelines, WorkerProcess
+pytest_plugins = ["tests.support.pipeline"]
+
+RECORDS = 2_000
+SESSION = {"session.timeout.ms": "3000"}  # as long as the transaction's, so that both pass together
+COMMITTED = ("PrepareCommit", "CompleteCommit")
+ONGOING = ("Ongoing",)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where the worker is stopped, and what the coordinator must then say of its transaction."""
+
+    name: str
+    states: tuple[str, ...]  # () no transaction may be open
+    event: str = ""  # the worker holds there by itself
+    api: ApiKey | None = None  # or the proxy holds this request
+    fault: Fault = Fault.HOLD_REQUEST
+    nth: int = 3
+    offsets_registered: bool | None = None  # whether the transaction already has the group's offsets; None: any
+
+    def __str__(self) -> str:
+        return self.name
+
+
+STEPS = [
+    Step("after-begin", (), event="begun"),
+    Step("after-produce", ONGOING, event="flush", offsets_registered=False),
+    Step("in-flush", ONGOING, api=ApiKey.Produce, nth=9, offsets_registered=False),
+    Step("after-send-offsets", ONGOING, event="offsets sent", offsets_registered=True),
+    Step("commit-before-it-arrives", ONGOING, api=ApiKey.EndTxn, offsets_registered=True),
+    Step("commit-before-its-answer", COMMITTED, api=ApiKey.EndTxn, fault=Fault.HOLD_RESPONSE),
+    Step("after-commit", COMMITTED, event="committed"),
+]
+SOME_STEPS = [STEPS[1], STEPS[4], STEPS[5]]
+SUCCESSORS = ["before-the-timeouts", "after-the-timeouts"]
+REPETITIONS = [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, 21))]
+
+
+@contextlib.contextmanager
+def held_at(step: Step, pipeline: Pipeline, settings: dict[str, str]) -> Iterator[tuple[WorkerProcess, Rule | None]]:
+    """A worker that stands at the step; proven by the coordinator, not by the worker."""
+    if step.api is None:
+        worker = pipeline.worker(settings=settings, holds=[(step.event, step.nth)])
+        worker.wait_at(step.event, step.nth)
+        prove(step, pipeline)
+        yield worker, None
+        return
+    kafka = pipeline.kafka
+    port = int(kafka.proxied_servers.rpartition(":")[2])
+    with HoldingProxy(port, kafka.proxied_upstream) as proxy:
+        ids = pipeline.transactional_ids()
+        rule = proxy.on(step.api, step.fault, nth=step.nth, match=lambda request: request.transactional_id in ids)
+        worker = pipeline.worker(servers=kafka.proxied_servers, settings=settings)
+        rule.wait(30)
+        if rule.fault is Fault.HOLD_RESPONSE:
+            assert rule.answer().error == 0
+        prove(step, pipeline)
+        yield worker, rule
+
+
+def prove(step: Step, pipeline: Pipeline) -> None:
+    if not step.states:
+        assert all(found.state != "Ongoing" for found in pipeline.describe())
+        return
+    pipeline.wait_state(*step.states, timeout_s=2.5)
+    if step.offsets_registered is None:
+        return
+    partitions = pipeline.open_partitions()
+    registered = any(topic == "__consumer_offsets" for topic, _ in partitions)
+    assert registered is step.offsets_registered, f"{step} has registered {partitions}"
+    assert any(topic in pipeline.destinations for topic, _ in partitions), partitions
+
+
+def arrive(rule: Rule) -> None:
+    """What the dead worker had sent reaches the broker now; the answer may be any, the outcome may not."""
+    rule.release()
+    print(f"the late {rule} was answered with {rule.answer().errors}")
+
+
+def kill_and_finish(
+    step: Step, after_timeouts: bool, pipeline: Pipeline, chance: random.Random, settings: dict[str, str]
+) -> None:
+    with held_at(step, pipeline, settings) as (worker, rule):
+        time.sleep(chance.uniform(0, 0.05))  # not to wait for anything: so that the kill falls anywhere in the step
+        worker.kill()
+        late = rule if rule is not None and rule.fault is Fault.HOLD_REQUEST else None
+        arrival = chance.choice(["never", "before the successor", "inside the successor's transaction"])
+        print(f"{step}: the held request arrives {arrival}")
+        if after_timeouts:
+            pipeline.wait_not_open()
+            pipeline.wait_members(0)
+            pipeline.verify(complete=False)
+        if late is not None and arrival == "before the successor":
+            arrive(late)
+        time.sleep(chance.uniform(0, 0.05))
+        if late is not None and arrival == "inside the successor's transaction":
+            successor = pipeline.worker(settings=settings, until_end=True, holds=[("flushed", 1)])
+            successor.wait_at("flushed", 1)
+            pipeline.wait_state("Ongoing", timeout_s=2.5)
+            arrive(late)
+            successor.go_on()
+            assert successor.wait() == 0, successor.last_words
+        else:
+            pipeline.finish(settings=settings)
+    pipeline.verify()
+
+
+@pytest.mark.parametrize("repetition", REPETITIONS)
+@pytest.mark.parametrize("successor", SUCCESSORS)
+@pytest.mark.parametrize("step", STEPS, ids=str)
+def test_a_worker_killed_at_any_step_loses_and_doubles_nothing(
+    step: Step, successor: str, repetition: int, kafka: LocalKafka, pipelines: Pipelines, chance: random.Random
+) -> None:
+    pipeline = pipelines.on(kafka, RECORDS)
+    kill_and_finish(step, successor == "after-the-timeouts", pipeline, chance, SESSION)
+
+
+@pytest.mark.parametrize("repetition", REPETITIONS)
+@pytest.mark.parametrize("step", SOME_STEPS, ids=str)
+def test_a_worker_killed_in_a_group_of_the_consumer_protocol_loses_and_doubles_nothing(
+    step: Step, repetition: int, kafka: LocalKafka, pipelines: Pipelines, chance: random.Random
+) -> None:
+    pipeline = pipelines.on(kafka, RECORDS)
+    pipeline.set_group_session_timeout(2_000)
+    kill_and_finish(step, chance.random() < 0.5, pipeline, chance, {"group.protocol": "consumer"})
+
+
+@pytest.mark.parametrize("repetition", REPETITIONS)
+@pytest.mark.parametrize("step", SOME_STEPS, ids=str)
+def test_a_worker_killed_on_a_broker_before_kip_890_loses_and_doubles_nothing(
+    step: Step, repetition: int, kafka392: LocalKafka, pipelines: Pipelines, chance: random.Random
+) -> None:
+    pipeline = pipelines.on(kafka392, RECORDS)
+    kill_and_finish(step, chance.random() < 0.5, pipeline, chance, SESSION)

@@ -1,0 +1,305 @@
+"""The local Kafka is a real one: transactions work, data is kept, a node can be lost, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from confluent_kafka import Consumer, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from eos.broker import LocalKafka
+from eos.broker.node import free_ports, is_free
+from eos.errors import IllegalState, Unavailable
+from tests.support.proxy import HoldingProxy
+
+DEADLINE_S = 30.0
+
+
+def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.05)
+
+
+def create_topic(servers: str, topic: str, replicas: int = 1) -> None:
+    admin = AdminClient({"bootstrap.servers": servers, "log_level": 0})
+    admin.create_topics([NewTopic(topic, 1, replicas)])[topic].result(DEADLINE_S)
+
+
+def commit(servers: str, topic: str, transactional_id: str, *values: str) -> None:
+    producer = Producer({"bootstrap.servers": servers, "transactional.id": transactional_id, "log_level": 0})
+    producer.init_transactions(DEADLINE_S)
+    producer.begin_transaction()
+    for value in values:
+        producer.produce(topic, value)
+    producer.commit_transaction(DEADLINE_S)
+
+
+def read(servers: str, topic: str, count: int) -> list[str]:
+    """The first `count` committed values of partition 0, and whatever follows them within half a second."""
+    consumer = Consumer({"bootstrap.servers": servers, "group.id": "unused", "log_level": 0})
+    consumer.assign([TopicPartition(topic, 0, 0)])
+    messages: list[Message] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while len(messages) < count and time.monotonic() < deadline:
+        messages += consumer.consume(100, 0.2)
+    messages += consumer.consume(100, 0.5)
+    consumer.close()
+    assert not [m.error() for m in messages if m.error()]
+    return [(m.value() or b"").decode() for m in messages]
+
+
+# One node
+
+
+def test_a_transaction_is_read_after_its_commit_and_not_after_an_abort(
+    kafka: LocalKafka, names: Callable[[str], str]
+) -> None:
+    topic = names("out")
+    create_topic(kafka.bootstrap_servers, topic)
+    producer = Producer({"bootstrap.servers": kafka.bootstrap_servers, "transactional.id": names("tx"), "log_level": 0})
+    producer.init_transactions(DEADLINE_S)
+    producer.begin_transaction()
+    producer.produce(topic, "aborted")
+    producer.flush(DEADLINE_S)
+    producer.abort_transaction(DEADLINE_S)
+    commit(kafka.bootstrap_servers, topic, names("tx"), "one", "two")
+    assert read(kafka.bootstrap_servers, topic, 2) == ["one", "two"]
+
+
+def test_a_topic_that_nobody_created_is_an_error(kafka: LocalKafka, names: Callable[[str], str]) -> None:
+    errors: list[object] = []
+    producer = Producer({"bootstrap.servers": kafka.bootstrap_servers, "log_level": 0, "message.timeout.ms": 3000})
+    producer.produce(names("misspelt"), "x", on_delivery=lambda error, _: errors.append(error))
+    producer.flush(DEADLINE_S)
+    assert len(errors) == 1
+    assert errors[0] is not None
+
+
+def test_the_old_version_serves_transactions_too(kafka392: LocalKafka, names: Callable[[str], str]) -> None:
+    create_topic(kafka392.bootstrap_servers, names("out"))
+    commit(kafka392.bootstrap_servers, names("out"), names("tx"), "one")
+    assert read(kafka392.bootstrap_servers, names("out"), 1) == ["one"]
+    assert "Kafka version: 3.9.2" in kafka392.log_path(0).read_text()
+
+
+def test_a_client_of_the_proxied_address_is_told_no_other(kafka: LocalKafka) -> None:
+    port = int(kafka.proxied_servers.rpartition(":")[2])
+    with HoldingProxy(port, kafka.proxied_upstream):
+        admin = AdminClient({"bootstrap.servers": kafka.proxied_servers, "log_level": 0})
+        (broker,) = admin.list_topics(timeout=DEADLINE_S).brokers.values()
+    assert f"{broker.host}:{broker.port}" == kafka.proxied_servers != kafka.bootstrap_servers
+    direct = AdminClient({"bootstrap.servers": kafka.bootstrap_servers, "log_level": 0})
+    (broker,) = direct.list_topics(timeout=DEADLINE_S).brokers.values()
+    assert f"{broker.host}:{broker.port}" == kafka.bootstrap_servers
+
+
+def test_a_committed_record_survives_a_stop_and_a_kill(names: Callable[[str], str]) -> None:
+    with LocalKafka() as kafka:
+        servers = kafka.bootstrap_servers
+        create_topic(servers, names("out"))
+        commit(servers, names("out"), names("tx"), "before the stop")
+        kafka.stop(0)
+        assert not kafka.running(0)
+        kafka.start(0)
+        assert kafka.bootstrap_servers == servers
+        commit(servers, names("out"), names("tx"), "before the kill")
+        # Killed before its marker is written, a single 4.x node may never write it: see LocalKafka.kill.
+        assert read(servers, names("out"), 2) == ["before the stop", "before the kill"]
+        first = kafka.pid(0)
+        kafka.kill(0)
+        assert not psutil.pid_exists(first)
+        kafka.start(0)
+        assert kafka.pid(0) != first
+        assert read(servers, names("out"), 2) == ["before the stop", "before the kill"]
+        with pytest.raises(IllegalState, match="node 0 is running"):
+            kafka.start(0)
+    assert not kafka.directory.exists()
+
+
+def test_a_paused_node_does_not_answer_until_it_is_resumed(names: Callable[[str], str]) -> None:
+    with LocalKafka() as kafka:
+        admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers, "log_level": 0})
+        assert admin.list_topics(timeout=DEADLINE_S).brokers
+        kafka.pause(0)
+        assert psutil.Process(kafka.pid(0)).status() == psutil.STATUS_STOPPED
+        with pytest.raises(KafkaException):
+            admin.list_topics(timeout=1)
+        kafka.resume(0)
+        assert admin.list_topics(timeout=DEADLINE_S).brokers
+
+
+def test_a_taken_port_is_one_sentence_that_names_it_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with (
+            pytest.raises(Unavailable, match=f"^port {port} on 127.0.0.1 is taken by another process$"),
+            LocalKafka(port=port, data=tmp_path / "data"),
+        ):
+            pass
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        # Refused before there is a log, by the tool that formats the storage …
+        ({"num.network.threads": -1}, "could not be formatted.*num.network.threads"),
+        # … and by the broker, which says why in its log.
+        ({"metric.reporters": "no.such.Reporter"}, "stopped while starting.*no.such.Reporter.*server.log"),
+    ],
+)
+def test_a_node_that_does_not_start_is_one_sentence_that_says_why(
+    config: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(Unavailable, match=words) as raised, LocalKafka(data=tmp_path, config=config):
+        pass
+    assert str(tmp_path) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_failed_block_keeps_the_logs_says_where_and_copies_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EOS_KEEP_LOGS", str(tmp_path / "copies"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    kafka = LocalKafka()
+    with pytest.raises(RuntimeError, match="the test's own"), kafka:
+        raise RuntimeError("the test's own")
+    assert not alive(kafka.pid(0))
+    assert kafka.log_path(0).exists()
+    assert f"the logs of the local Kafka are in {kafka.directory}" in capfd.readouterr().err
+    copies = list((tmp_path / "copies").rglob("server.log"))
+    assert len(copies) == 1
+    assert "Kafka Server started" in copies[0].read_text()
+
+
+PARENT = """
+import sys
+from eos.broker import LocalKafka
+with LocalKafka() as kafka:
+    print(kafka.pid(0), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_broker_dies_with_its_parent_even_if_that_is_killed() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert psutil.pid_exists(pid)
+    parent.kill()
+    parent.communicate()
+    wait_for(lambda: not alive(pid), f"the end of broker {pid}")
+
+
+def alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+# Three nodes
+
+
+def test_three_nodes_serve_on_when_the_leader_is_killed_and_it_comes_back(
+    cluster: LocalKafka, names: Callable[[str], str]
+) -> None:
+    servers, topic = cluster.bootstrap_servers, names("out")
+    create_topic(servers, topic, replicas=3)
+    commit(servers, topic, names("tx"), "before")
+    admin = AdminClient({"bootstrap.servers": servers, "log_level": 0})
+    leader = admin.list_topics(topic, timeout=DEADLINE_S).topics[topic].partitions[0].leader
+    killed_at = time.monotonic()
+    cluster.kill(leader)
+    commit(servers, topic, names("tx"), "without the leader")
+    assert time.monotonic() - killed_at < 20
+    assert read(servers, topic, 2) == ["before", "without the leader"]
+    cluster.start(leader)
+    assert cluster.wait_in_sync() >= 1
+    replicas = admin.list_topics(topic, timeout=DEADLINE_S).topics[topic].partitions[0].isrs
+    assert sorted(replicas) == [0, 1, 2]
+
+
+# eos broker start | status | stop
+
+
+class Command:
+    """`eos broker` as a user runs it, on one data directory."""
+
+    def __init__(self, data: Path) -> None:
+        self.data = data
+
+    def __call__(self, *arguments: str) -> tuple[int, str]:
+        run = subprocess.run(
+            [sys.executable, "-m", "eos", "broker", *arguments, "--data", str(self.data)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        return run.returncode, run.stdout + run.stderr
+
+    def pids(self) -> list[int]:
+        return [int(pid) for pid in re.findall(r"│ \d +│ (\d+) ", self("status")[1])]
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Command]:
+    command = Command(tmp_path / "a directory")
+    yield command
+    command("stop")
+
+
+def test_broker_start_status_and_stop_end_to_end(broker: Command, names: Callable[[str], str]) -> None:
+    port = str(free_ports(1)[0])
+    assert broker("status")[0] == 69
+    assert broker("stop") == (0, "Kafka is not running\n")
+    code, said = broker("start", "--port", port)
+    assert (code, f"Kafka 4.3.1 is running: 127.0.0.1:{port}" in said) == (0, True), said
+    code, said = broker("start")
+    assert (code, "already running" in said) == (0, True), said
+    code, said = broker("status")
+    assert (code, port in said, "up" in said, str(broker.data) in said) == (0, True, True, True), said
+    create_topic(f"127.0.0.1:{port}", names("out"))
+    commit(f"127.0.0.1:{port}", names("out"), names("tx"), "kept")
+    (pid,) = broker.pids()
+    assert broker("stop") == (0, "Kafka is stopped\n")
+    assert not alive(pid)
+    assert broker("status")[0] == 69
+    assert broker("start")[0] == 0
+    assert read(f"127.0.0.1:{port}", names("out"), 1) == ["kept"]
+
+
+def test_broker_start_starts_again_what_was_killed_and_refuses_what_the_data_is_not(broker: Command) -> None:
+    port = free_ports(1)[0]
+    assert broker("start", "--port", str(port))[0] == 0
+    code, said = broker("start", "--nodes", "3")
+    assert (code, "is of 1 node, not 3" in said) == (78, True), said
+    code, said = broker("start", "--version", "4.2.1")
+    assert (code, "written by Kafka 4.3.1" in said) == (78, True), said
+    code, said = broker("start", "--port", str(port + 1))
+    assert (code, "is running" in said) == (78, True), said
+    (pid,) = broker.pids()
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: broker("status")[0] == 69, "the killed broker is seen to be down")
+    assert broker("start")[0] == 0
+    assert broker.pids() not in ([], [pid])
+    assert broker("stop")[0] == 0
+    with socket.create_server(("127.0.0.1", port)):
+        code, said = broker("start")
+    assert (code, said) == (69, f"eos: port {port} on 127.0.0.1 is taken by another process\n")
+    assert is_free(port)

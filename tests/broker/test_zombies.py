@@ -1,0 +1,468 @@
+"""Workers that stood still: past their own transaction timeout, or replaced meanwhile by a newer instance.
+
+The first kind goes on by itself, the second kind stops with exit code 79, says who took over and has harmed nobody.
+The second half makes every row of the ownership table happen with bare producers and asks eos.ownership about it:
+what a fenced producer finds with the coordinator decides which of the two kinds it is.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+from confluent_kafka import KafkaException
+
+from eos.admin.cluster import ClusterAdmin
+from eos.broker import LocalKafka
+from eos.ownership import Described, Identity, Owner, Situation, judge, settle
+from eos.settings import Settings
+from tests.support.proxy import ApiKey, Fault, HoldingProxy
+from tests.support.raw import Background, RawProducer, raw_producer
+from tests.support.reading import create_topic, wait_until
+
+if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+    from tests.support.pipeline import Pipeline, Pipelines, WorkerProcess
+pytest_plugins = ["tests.support.pipeline"]
+
+RECORDS = 2_000
+FENCED = 79
+TIMEOUT_MS = 3_000
+LONG_MS = 30_000
+CONSUMER = {"group.protocol": "consumer"}
+VERSIONS = ["kafka", "kafka392"]
+
+
+@pytest.fixture(params=VERSIONS)
+def broker(request: pytest.FixtureRequest) -> LocalKafka:
+    """Each test with both: the transaction.version decides what an epoch tells."""
+    found: LocalKafka = request.getfixturevalue(request.param)
+    return found
+
+
+def paused_in_transaction(pipeline: Pipeline, step: str, settings: dict[str, str]) -> tuple[WorkerProcess, Described]:
+    """A worker that stands still at this step of its third transaction, and what the coordinator says of it."""
+    worker = pipeline.worker(settings={"session.timeout.ms": "10000"} | settings, holds=[(step, 3)])
+    worker.wait_at(step, 3)
+    before = pipeline.wait_state("Ongoing", timeout_s=2.5)
+    worker.pause()
+    return worker, before
+
+
+# Real workers.
+
+
+@pytest.mark.parametrize("step", ["flush", "flushed", "offsets sent"])
+def test_a_worker_paused_past_its_transaction_timeout_goes_on_by_itself(
+    step: str, broker: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(broker, RECORDS)
+    settings = {"transaction.timeout.ms": str(TIMEOUT_MS), "session.timeout.ms": "10000"}
+    worker = pipeline.worker(settings=settings, until_end=True, holds=[(step, 3)])
+    worker.wait_at(step, 3)
+    before = pipeline.wait_state("Ongoing", timeout_s=2.5)
+    worker.pause()
+    wait_until(
+        "the broker ends the transaction",
+        lambda: any(
+            found.state == "CompleteAbort"
+            and (found.producer_id, found.epoch) == (before.producer_id, before.epoch + 1)
+            for found in pipeline.describe()
+        ),
+    )
+    worker.resume()
+    worker.go_on()
+    assert worker.wait() == 0, worker.last_words
+    assert Owner.OWN_TIMEOUT.value in worker.log
+    pipeline.verify()
+
+
+def assert_fenced(worker: WorkerProcess, before: Described) -> None:
+    """It stopped by itself with 79, and its sentence names both epochs."""
+    assert worker.wait(30) == FENCED, worker.last_words
+    sentence = worker.last_words
+    assert f"ours: producer id {before.producer_id} epoch {before.epoch}" in sentence, sentence
+    theirs = re.search(r"now producer id (\d+) epoch (\d+) in state (\w+)", sentence)
+    assert theirs is not None, sentence
+    assert (int(theirs[1]), int(theirs[2])) > (before.producer_id, before.epoch), sentence
+    assert "Traceback" not in worker.log
+
+
+def assert_unaffected(successor: WorkerProcess) -> None:
+    assert successor.wait() == 0, successor.last_words
+    assert "aborts=0" in successor.log
+    assert "fenced" not in successor.log
+    assert "rebuilt" not in successor.log
+
+
+def wait_until_past(before: Described, timeout_ms: int) -> None:
+    wait_until("the transaction is past its timeout", lambda: time.time() * 1000 > before.start_ms + timeout_ms + 100)
+
+
+@pytest.mark.parametrize("settings", [{}, CONSUMER], ids=["classic", "consumer"])
+@pytest.mark.parametrize("timeout_ms", [LONG_MS, TIMEOUT_MS], ids=["before-its-timeout", "past-its-timeout"])
+def test_a_zombie_resumed_while_its_successor_is_in_a_transaction_is_fenced(
+    timeout_ms: int, settings: dict[str, str], kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    fence_by_a_busy_successor(pipelines.on(kafka, RECORDS), timeout_ms, settings)
+
+
+def test_a_zombie_on_a_broker_before_kip_890_is_fenced_by_a_busy_successor(
+    kafka392: LocalKafka, pipelines: Pipelines
+) -> None:
+    fence_by_a_busy_successor(pipelines.on(kafka392, RECORDS), TIMEOUT_MS, {})
+
+
+def fence_by_a_busy_successor(pipeline: Pipeline, timeout_ms: int, settings: dict[str, str]) -> None:
+    if settings == CONSUMER:
+        pipeline.set_group_session_timeout(2_000)
+    zombie, before = paused_in_transaction(pipeline, "flush", settings | {"transaction.timeout.ms": str(timeout_ms)})
+    # The successor's own timeout is long, so that the hold below does not outlast it.
+    successor = pipeline.worker(
+        settings=settings | {"transaction.timeout.ms": str(LONG_MS)}, until_end=True, holds=[("flushed", 1)]
+    )
+    successor.wait_at("flushed", 1)
+    if timeout_ms == TIMEOUT_MS:
+        wait_until_past(before, timeout_ms)
+    pipeline.wait_state("Ongoing")
+    zombie.resume()
+    zombie.go_on()
+    assert_fenced(zombie, before)
+    pipeline.wait_state("Ongoing", timeout_s=1)
+    successor.go_on()
+    assert_unaffected(successor)
+    pipeline.verify()
+
+
+@pytest.mark.parametrize("settings", [{}, CONSUMER], ids=["classic", "consumer"])
+@pytest.mark.parametrize("timeout_ms", [LONG_MS, TIMEOUT_MS], ids=["before-its-timeout", "past-its-timeout"])
+def test_a_zombie_resumed_when_its_successor_has_nothing_left_to_do_is_fenced(
+    timeout_ms: int, settings: dict[str, str], kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    fence_by_an_idle_successor(pipelines.on(kafka, RECORDS), timeout_ms, settings)
+
+
+def test_a_zombie_on_a_broker_before_kip_890_is_fenced_by_an_idle_successor(
+    kafka392: LocalKafka, pipelines: Pipelines
+) -> None:
+    fence_by_an_idle_successor(pipelines.on(kafka392, RECORDS), TIMEOUT_MS, {})
+
+
+def fence_by_an_idle_successor(pipeline: Pipeline, timeout_ms: int, settings: dict[str, str]) -> None:
+    if settings == CONSUMER:
+        pipeline.set_group_session_timeout(2_000)
+    zombie, before = paused_in_transaction(pipeline, "flushed", settings | {"transaction.timeout.ms": str(timeout_ms)})
+    successor = pipeline.worker(settings=settings)
+    pipeline.wait_handled(pipeline.loaded)
+    if timeout_ms == TIMEOUT_MS:
+        wait_until_past(before, timeout_ms)
+    pipeline.wait_not_open()
+    zombie.resume()
+    zombie.go_on()
+    assert_fenced(zombie, before)
+    pipeline.load_transaction(300)
+    pipeline.wait_handled(pipeline.loaded)
+    successor.terminate()
+    assert_unaffected(successor)
+    pipeline.verify()
+
+
+def test_an_idle_zombie_is_fenced_by_an_idle_successor_without_any_input(
+    kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, RECORDS)
+    zombie = pipeline.worker()
+    pipeline.wait_handled(pipeline.loaded)
+    pipeline.wait_not_open()
+    (before,) = pipeline.describe()
+    zombie.pause()
+    successor = pipeline.worker()
+    successor.wait_line("IDLE")
+    zombie.resume()
+    assert_fenced(zombie, before)
+    pipeline.load_transaction(300)
+    pipeline.wait_handled(pipeline.loaded)
+    successor.terminate()
+    assert_unaffected(successor)
+    pipeline.verify()
+
+
+def test_an_idle_zombie_of_the_consumer_protocol_is_fenced_at_its_next_record(
+    kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, RECORDS)
+    pipeline.set_group_session_timeout(2_000)
+    zombie = pipeline.worker(settings=CONSUMER)
+    pipeline.wait_handled(pipeline.loaded)
+    pipeline.wait_not_open()
+    (before,) = pipeline.describe()
+    successor = pipeline.worker(settings=CONSUMER)
+    pipeline.wait_members(2)
+    successor.wait_log("partitions assigned")
+    pipeline.load_transaction(300)
+    assert_fenced(zombie, before)
+    pipeline.wait_handled(pipeline.loaded)
+    successor.terminate()
+    assert_unaffected(successor)
+    pipeline.verify()
+
+
+def test_a_zombie_whose_successor_was_killed_is_fenced_all_the_same(kafka: LocalKafka, pipelines: Pipelines) -> None:
+    pipeline = pipelines.on(kafka, RECORDS)
+    zombie, before = paused_in_transaction(pipeline, "flushed", {"transaction.timeout.ms": str(TIMEOUT_MS)})
+    successor = pipeline.worker(holds=[("flushed", 2)])
+    successor.wait_at("flushed", 2)
+    successor.kill()
+    pipeline.wait_not_open()
+    wait_until_past(before, TIMEOUT_MS)
+    zombie.resume()
+    zombie.go_on()
+    assert_fenced(zombie, before)
+    pipeline.finish()
+    pipeline.verify()
+
+
+# The rows of the ownership table, with bare producers.
+
+Start = Callable[..., RawProducer]
+SHORT_MS = 1_000
+
+
+@pytest.fixture
+def producer(broker: LocalKafka, names: Callable[[str], str]) -> Iterator[Start]:
+    """Starts a producer with this test's one transactional.id."""
+    with ExitStack() as stack:
+
+        def start(timeout_ms: int = LONG_MS, servers: str | None = None) -> RawProducer:
+            settings = {"transaction_timeout_ms": timeout_ms, "message_timeout_ms": timeout_ms}
+            made = raw_producer(servers or broker.bootstrap_servers, names("tx"), **settings)
+            return stack.enter_context(made)
+
+        yield start
+
+
+@pytest.fixture
+def topic(broker: LocalKafka, names: Callable[[str], str]) -> str:
+    return create_topic(broker.bootstrap_servers, names("out"), 2)
+
+
+@pytest.fixture
+def ask(broker: LocalKafka, names: Callable[[str], str]) -> Iterator[Callable[[], Described | None]]:
+    with ClusterAdmin(Settings({"bootstrap.servers": broker.bootstrap_servers})) as admin:
+        yield lambda: admin.describe(names("tx"))
+
+
+Ask = Callable[[], Described | None]
+
+
+def identity(raw: RawProducer) -> Identity:
+    eos = raw.settle(2)["eos"]
+    return Identity(eos["producer_id"], eos["producer_epoch"])
+
+
+def situation(mine: Identity, acknowledged: bool = True, late: bool = False) -> Situation:
+    return Situation(mine, acknowledged, age_ms=1_500 if late else 10, timeout_ms=SHORT_MS)
+
+
+def wait_for(ask: Ask, mine: Identity, bumps: int, state: str) -> Described:
+    """Until the coordinator says: our epoch plus `bumps`, in this state. The row, then, really happened."""
+
+    def row() -> Described | None:
+        found = ask()
+        assert found is not None
+        there = (found.producer_id, found.epoch, found.state) == (mine.producer_id, mine.epoch + bumps, state)
+        return found if there else None
+
+    return wait_until(f"epoch +{bumps} {state}", row)
+
+
+def test_an_id_that_ended_its_own_transactions_is_still_its_own(producer: Start, topic: str, ask: Ask) -> None:
+    raw = producer()
+    raw.begin()
+    raw.send(topic, "one")
+    raw.commit()
+    mine = identity(raw)
+    assert judge(situation(mine), wait_for(ask, mine, 0, "CompleteCommit")) is Owner.MINE
+    raw.begin()
+    raw.send(topic, "two")
+    raw.abort()
+    assert judge(situation(mine), wait_for(ask, mine, 0, "CompleteAbort")) is Owner.MINE
+    raw.begin()
+    raw.commit()
+    assert judge(situation(mine), wait_for(ask, mine, 0, "CompleteAbort")) is Owner.MINE, "nothing sent: no trace"
+
+
+def test_the_first_transaction_that_timed_out_is_an_own_timeout(producer: Start, topic: str, ask: Ask) -> None:
+    raw = producer(SHORT_MS)
+    raw.begin()
+    raw.send(topic, "one")
+    mine = identity(raw)
+    wait_for(ask, mine, 1, "CompleteAbort")
+    assert settle(situation(mine, late=True), ask)[0] is Owner.OWN_TIMEOUT
+    assert judge(situation(mine, late=False), ask()) is Owner.NEWER, "too young for its own timeout"
+    with pytest.raises(KafkaException):
+        raw.commit()
+
+
+def test_an_own_timeout_is_told_while_the_broker_is_still_ending_the_transaction(
+    producer: Start, topic: str, ask: Ask
+) -> None:
+    raw = producer(SHORT_MS)
+    raw.begin()
+    raw.send(topic, "one")
+    raw.commit()
+    mine = identity(raw)
+    raw.begin()
+    raw.send(topic, "two")
+    wait_until("the epoch is bumped", lambda: getattr(ask(), "epoch", None) == mine.epoch + 1)
+    owner, answer = settle(situation(mine, late=True), ask)
+    assert owner is Owner.OWN_TIMEOUT
+    assert answer is not None
+    assert answer.state == "CompleteAbort"
+
+
+def test_a_second_one_initialised_while_ours_was_open_is_newer(producer: Start, topic: str, ask: Ask) -> None:
+    raw = producer()
+    raw.begin()
+    raw.send(topic, "one")
+    mine = identity(raw)
+    second = producer()
+    answer = wait_for(ask, mine, 2, "Empty")
+    assert judge(situation(mine), answer) is Owner.NEWER
+    assert judge(situation(mine, late=True), answer) is Owner.NEWER
+    second.begin()
+    second.send(topic, "two")
+    assert judge(situation(mine, late=True), wait_for(ask, mine, 2, "Ongoing")) is Owner.NEWER
+
+
+def test_a_second_one_still_inside_its_init_is_not_taken_for_an_own_timeout(
+    producer: Start, topic: str, ask: Ask
+) -> None:
+    raw = producer()
+    raw.begin()
+    raw.send(topic, "one")
+    mine = identity(raw)
+    init = Background(lambda: (producer(), None)[1])
+    wait_until("the second one's init arrives", lambda: getattr(ask(), "epoch", None) != mine.epoch)
+    # As late as can be: only the second answer, 1.5 s later, tells that it was not our own timeout.
+    assert settle(situation(mine, late=True), ask)[0] is Owner.NEWER
+    init.result()
+
+
+def test_a_second_one_that_died_inside_its_init_looks_like_an_own_timeout_only_when_ours_was_late(
+    kafka: LocalKafka, names: Callable[[str], str]
+) -> None:
+    servers, name = kafka.bootstrap_servers, names("tx")
+    topic = create_topic(servers, names("out"))
+    port = int(kafka.proxied_servers.rpartition(":")[2])
+    with (
+        ClusterAdmin(Settings({"bootstrap.servers": servers})) as admin,
+        raw_producer(servers, name) as raw,
+        HoldingProxy(port, kafka.proxied_upstream) as proxy,
+    ):
+        raw.begin()
+        raw.send(topic, "one")
+        mine = identity(raw)
+        # Its first InitProducerId fences ours and is told to come again; the one that would come again never does.
+        died = proxy.on(ApiKey.InitProducerId, Fault.BLACKHOLE, nth=2, transactional_id=name)
+        with pytest.raises(KafkaException):
+            RawInit(kafka.proxied_servers, name)
+        died.wait()
+        answer = wait_for(lambda: admin.describe(name), mine, 1, "CompleteAbort")
+        assert judge(situation(mine), answer) is Owner.NEWER
+        # It has done no work, so going on is right: it will be fenced by our init if it comes back.
+        assert settle(situation(mine, late=True), lambda: admin.describe(name))[0] is Owner.OWN_TIMEOUT
+
+
+class RawInit(RawProducer):
+    """A producer whose init is given up after two seconds."""
+
+    def call(self, name: str, *arguments: object) -> None:
+        super().call(name, *((2,) if name == "init_transactions" else arguments))
+
+
+def test_a_second_one_initialised_while_ours_was_idle_is_newer(producer: Start, topic: str, ask: Ask) -> None:
+    raw = producer()
+    raw.begin()
+    raw.send(topic, "one")
+    raw.commit()
+    mine = identity(raw)
+    second = producer(SHORT_MS)
+    assert judge(situation(mine, False), wait_for(ask, mine, 1, "Empty")) is Owner.NEWER
+    second.begin()
+    second.send(topic, "two")
+    second.commit()
+    assert judge(situation(mine, False), wait_for(ask, mine, 1, "CompleteCommit")) is Owner.NEWER
+    second.begin()
+    second.send(topic, "three")
+    second.abort()
+    answer = wait_for(ask, mine, 1, "CompleteAbort")
+    # Not to be told from our own ghost by the coordinator alone: the session asks the group.
+    assert judge(situation(mine, False), answer) is Owner.GHOST
+    assert judge(situation(mine), answer) is Owner.NEWER, "our transaction is younger than its timeout"
+    second.begin()
+    second.send(topic, "four")
+    timed_out = wait_for(ask, mine, 2, "CompleteAbort")
+    assert judge(situation(mine, late=True), timed_out) is Owner.NEWER
+
+
+def test_a_second_one_at_work_under_the_next_epoch_is_newer_once_patience_ends(
+    producer: Start, topic: str, ask: Ask
+) -> None:
+    raw = producer()
+    raw.begin()
+    raw.send(topic, "one")
+    raw.commit()
+    mine = identity(raw)
+    second = producer()
+    second.begin()
+    second.send(topic, "two")
+    answer = wait_for(ask, mine, 1, "Ongoing")
+    assert judge(situation(mine, False), answer) is Owner.ASK_AGAIN
+    assert settle(situation(mine, False), ask, patience_s=1.0)[0] is Owner.NEWER
+
+
+def test_a_second_one_initialised_after_ours_timed_out_is_newer(producer: Start, topic: str, ask: Ask) -> None:
+    raw = producer(SHORT_MS)
+    raw.begin()
+    raw.send(topic, "one")
+    mine = identity(raw)
+    wait_for(ask, mine, 1, "CompleteAbort")
+    second = producer(SHORT_MS)
+    late = situation(mine, late=True)
+    assert judge(late, wait_for(ask, mine, 2, "Empty")) is Owner.NEWER
+    second.begin()
+    second.send(topic, "two")
+    assert judge(late, wait_for(ask, mine, 2, "Ongoing")) is Owner.NEWER
+    second.abort()
+    assert judge(late, wait_for(ask, mine, 2, "CompleteAbort")) is Owner.NEWER
+    second.begin()
+    second.send(topic, "three")
+    assert judge(late, wait_for(ask, mine, 3, "CompleteAbort")) is Owner.NEWER
+
+
+def test_a_ghost_of_an_idle_producer_that_timed_out_is_a_ghost(kafka: LocalKafka, names: Callable[[str], str]) -> None:
+    servers, name = kafka.bootstrap_servers, names("tx")
+    topic = create_topic(servers, names("out"))
+    port = int(kafka.proxied_servers.rpartition(":")[2])
+    with (
+        ClusterAdmin(Settings({"bootstrap.servers": servers})) as admin,
+        HoldingProxy(port, kafka.proxied_upstream) as proxy,
+        raw_producer(kafka.proxied_servers, name, transaction_timeout_ms=SHORT_MS, message_timeout_ms=SHORT_MS) as raw,
+    ):
+        late = proxy.on(ApiKey.AddPartitionsToTxn, Fault.LATE_COPY, transactional_id=name)
+        raw.begin()
+        raw.send(topic, "one")
+        raw.commit()
+        mine = identity(raw)
+        assert late.deliver_late().error == 0, "the late copy opens a transaction that nobody knows of"
+        wait_for(lambda: admin.describe(name), mine, 1, "CompleteAbort")
+        assert settle(situation(mine, acknowledged=False), lambda: admin.describe(name))[0] is Owner.GHOST
+
+
+def test_an_id_that_the_cluster_does_not_know_is_nobodys(ask: Ask) -> None:
+    assert ask() is None
+    assert settle(situation(Identity(1, 0)), ask)[0] is Owner.NOBODY

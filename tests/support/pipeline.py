@@ -1,0 +1,567 @@
+"""One consume-transform-produce run of real worker processes on real Kafka, and the judgement of what it left.
+
+Two source topics x 3 partitions with markers and aborted records in them, two destination topics x 3 partitions, every
+input copied to both. What must come out is known from the loader's delivery reports, never from reading. `verify`
+runs every rule of eos.testing.checker. It must never import a session: workers are processes, as a user's are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import queue
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import psutil
+import pytest
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka.admin import (
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    NewTopic,
+    OffsetSpec,
+    ResourceType,
+)
+
+from eos.admin.cluster import ClusterAdmin
+from eos.broker import LocalKafka
+from eos.ownership import Described
+from eos.settings import Settings
+from eos.testing.checker import CommitSeries, Inputs, Report, check
+from eos.testing.history import ConcurrentReader, committed_offsets, end_offsets, read_topic
+from tests.support.reading import transaction_of, wait_until
+from tests.support.stepping_worker import ATTEMPT, Orders
+
+REPOSITORY = Path(__file__).parents[2]
+PARTITIONS = 3
+TAIL_BYTES = 6_000
+TRANSACTION_TIMEOUT_MS = 3_000
+SESSION_TIMEOUT_MS = 6_000
+START_S = 30.0
+END_S = 60.0
+RULES = {
+    "no_duplicates",
+    "no_losses",
+    "no_strangers",
+    "order",
+    "atomic",
+    "atomic_transactions",
+    "offsets_match_outputs",
+    "no_aborted_seen",
+    "stable_end",
+    "no_rewind",
+}
+Place = tuple[str, int]
+
+
+class WorkerProcess:
+    """One real worker; its stderr goes to a file. Ends with its pipeline, whatever ended the test."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], directory: Path) -> None:
+        self.name = name
+        self.log_path = directory / f"{name}.log"
+        self._lines: queue.Queue[str] = queue.Queue()
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **environment},
+                cwd=REPOSITORY,
+                text=True,
+            )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line.strip())
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    @property
+    def last_words(self) -> str:
+        """What it said at its end: the lines that the command line, not the log, wrote."""
+        return "\n".join(line for line in self.log.splitlines() if line.startswith("eos: "))
+
+    def wait_line(self, wanted: str, timeout_s: float = START_S) -> None:
+        """Until it prints this line; anything else it prints before is dropped."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                if self._lines.get(timeout=0.05) == wanted:
+                    return
+            except queue.Empty:
+                assert self.running, f"{self.name} ended with {self.process.returncode} before it said {wanted!r}"
+                assert time.monotonic() < deadline, f"{self.name} did not say {wanted!r} within {timeout_s} s"
+
+    def wait_at(self, step: str, nth: int, timeout_s: float = START_S) -> None:
+        """Until it holds at the n-th occurrence of this step."""
+        self.wait_line(f"AT {step} {nth}", timeout_s)
+
+    def go_on(self) -> None:
+        """Lets it go on from the step at which it holds."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def wait_log(self, text: str, timeout_s: float = START_S, count: int = 1) -> None:
+        def said() -> bool:
+            there = self.log.count(text) >= count
+            assert there or self.running, f"{self.name} ended with {self.process.returncode} without {text!r}"
+            return there
+
+        wait_until(f"{self.name} logs {text!r}", said, timeout_s)
+
+    def kill(self) -> None:
+        """SIGKILL, and gone when this returns. It must have been alive: a kill of the dead tests nothing."""
+        assert self.running, f"{self.name} had ended with {self.process.returncode} before it was killed"
+        self.process.kill()
+        assert self.process.wait(10) == -signal.SIGKILL
+
+    def pause(self) -> None:
+        """SIGSTOP; returns when all its threads stand still."""
+        self.process.send_signal(signal.SIGSTOP)
+        wait_until(f"{self.name} stands still", lambda: psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def terminate(self) -> None:
+        """SIGTERM, once."""
+        self.process.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout_s: float = END_S) -> int:
+        """Its exit code."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} did not end within {timeout_s} s") from None
+
+    def end(self) -> None:
+        if self.running:
+            self.process.kill()
+            self.process.wait(10)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except BrokenPipeError:
+                    continue
+
+
+class CommitWatcher:
+    """A thread that looks at the group's stable committed offsets all the time, for the rule `no_rewind`."""
+
+    def __init__(self, servers: str, group: str, places: Sequence[Place]) -> None:
+        self._group, self._places = group, list(places)
+        self._settings = {
+            "bootstrap.servers": servers,
+            "group.id": group,
+            "isolation.level": "read_committed",
+            "reconnect.backoff.max.ms": 500,
+            "log_level": 0,
+        }
+        self._seen: list[tuple[str, int, int]] = []
+        self._stopping = threading.Event()
+        self._looks = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        consumer = Consumer(self._settings)
+        last: dict[Place, int] = {}
+        try:
+            while not self._stopping.wait(0.05):
+                try:
+                    found = consumer.committed([TopicPartition(*p) for p in self._places], timeout=2.0)
+                except KafkaException:
+                    continue  # a transaction is open on them, or a broker is away: look again
+                if any(at.error is not None for at in found):
+                    continue
+                self._looks += 1
+                for at in found:
+                    if last.get((at.topic, at.partition)) != at.offset:
+                        last[at.topic, at.partition] = at.offset
+                        self._seen.append((at.topic, at.partition, max(at.offset, -1)))
+        finally:
+            consumer.close()
+
+    def look_again(self) -> None:
+        looks = self._looks
+        wait_until("another look at the committed offsets", lambda: self._looks >= looks + 2, 20)
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join(10)
+
+    def series(self, topics: tuple[str, ...]) -> CommitSeries:
+        seen = list(self._seen)
+        return CommitSeries(
+            topics=topics,
+            topic=np.array([topics.index(topic) for topic, _, _ in seen], np.int32),
+            partition=np.array([partition for _, partition, _ in seen], np.int32),
+            offset=np.array([offset for _, _, offset in seen], np.int64),
+        )
+
+
+class Pipeline:
+    """Topics, input, workers and the judgement of one run; every name starts with `prefix`."""
+
+    def __init__(self, kafka: LocalKafka, prefix: str, directory: Path, replicas: int = 1) -> None:
+        self.kafka, self.app, self.directory = kafka, prefix, directory
+        self.servers = kafka.bootstrap_servers
+        self.sources = [f"{prefix}-in-a", f"{prefix}-in-b"]
+        self.destinations = [f"{prefix}-out-a", f"{prefix}-out-b"]
+        self.workers: list[WorkerProcess] = []
+        self._attempts: list[Path] = []
+        self._loaded: list[tuple[int, int, int]] = []
+        self._loader: Producer | None = None
+        self._cluster: ClusterAdmin | None = None
+        self.admin = AdminClient({"bootstrap.servers": self.servers, "log_level": 0})
+        self._create([NewTopic(topic, PARTITIONS, replicas) for topic in [*self.sources, *self.destinations]])
+        self._commits = CommitWatcher(self.servers, self.app, [(t, p) for t in self.sources for p in range(PARTITIONS)])
+        self._reader = ConcurrentReader(self.servers, self.destinations, {"log_level": 0})
+        self._reader.start()
+
+    def _create(self, topics: list[NewTopic]) -> None:
+        for future in self.admin.create_topics(topics).values():
+            future.result(30)
+        names = {topic.topic for topic in topics}
+
+        def have_leaders() -> bool:
+            known = self.admin.list_topics(timeout=10).topics
+            return all(
+                name in known
+                and len(known[name].partitions) == PARTITIONS
+                and all(p.leader >= 0 for p in known[name].partitions.values())
+                for name in names
+            )
+
+        wait_until("leaders of the topics", have_leaders)
+
+    # ---- input --------------------------------------------------------------------------------------------------
+
+    @property
+    def loaded(self) -> int:
+        return len(self._loaded)
+
+    def load(self, records: int, transactions: int = 6, aborted_tail: bool = False) -> None:
+        """Committed transactions with aborted ones between them, so that offsets have gaps and markers in them."""
+        assert records >= transactions
+        sizes = [len(part) for part in np.array_split(range(records), transactions)]
+        for number, size in enumerate(sizes):
+            self.load_transaction(size)
+            if number % 3 == 1:
+                self.load_transaction(20, commit=False)
+        if aborted_tail:
+            self.load_transaction(20, commit=False)
+
+    def load_transaction(self, records: int, commit: bool = True, places: Sequence[Place] | None = None) -> None:
+        """One transaction of `records` input records, round robin over `places` (all source partitions)."""
+        producer = self._input_producer()
+        placed: list[tuple[int, int, int]] = []
+        failed: list[KafkaError] = []
+        where = places or [(topic, partition) for partition in range(PARTITIONS) for topic in self.sources]
+
+        def delivered(error: KafkaError | None, message: Message) -> None:
+            if error is not None:
+                failed.append(error)
+            else:
+                placed.append((self.sources.index(message.topic()), message.partition(), message.offset()))
+
+        producer.begin_transaction()
+        for number in range(records):
+            topic, partition = where[number % len(where)]
+            key = f"key {number % 50}".encode()
+            producer.produce(topic, b"input", key, partition=partition, on_delivery=delivered)
+        assert producer.flush(30) == 0
+        assert not failed, f"loading failed: {failed[0]}"
+        assert len(placed) == records
+        if commit:
+            producer.commit_transaction(30)
+            self._loaded += placed
+        else:
+            producer.abort_transaction(30)
+
+    def _input_producer(self) -> Producer:
+        if self._loader is None:
+            self._loader = Producer(
+                {"bootstrap.servers": self.servers, "transactional.id": f"{self.app}-loader", "linger.ms": 1}
+            )
+            self._loader.init_transactions(30)
+        return self._loader
+
+    def inputs(self) -> Inputs:
+        """What the loader knows it committed, each with the number of the transaction that handled it last."""
+        last = {(t, p, offset): transaction for _, transaction, t, p, offset in sorted(self._all_attempts())}
+        table = np.array(self._loaded, np.int64).reshape(-1, 3)
+        return Inputs(
+            topics=tuple(self.sources),
+            topic=table[:, 0].astype(np.int32),
+            partition=table[:, 1].astype(np.int32),
+            offset=table[:, 2],
+            transaction=np.array([last.get(place, -1) for place in self._loaded], np.int64),
+        )
+
+    def _all_attempts(self) -> list[tuple[int, int, int, int, int]]:
+        found: list[tuple[int, int, int, int, int]] = []
+        for path in self._attempts:
+            written = path.read_bytes() if path.exists() else b""
+            whole = len(written) // ATTEMPT.size * ATTEMPT.size
+            found += ATTEMPT.iter_unpack(written[:whole])
+        return found
+
+    # ---- workers ------------------------------------------------------------------------------------------------
+
+    def worker(
+        self,
+        instance: str = "one",
+        *,
+        servers: str | None = None,
+        settings: Mapping[str, object] | None = None,
+        until_end: bool = False,
+        **orders: object,
+    ) -> WorkerProcess:
+        """Starts a real worker on this pipeline's App; `orders` are fields of stepping_worker.Orders."""
+        number = len(self.workers) + 1
+        name = f"worker-{number}-{instance}"
+        attempts = self.directory / f"{name}.attempts"
+        self._attempts.append(attempts)
+        values: dict[str, object] = {
+            "bootstrap.servers": servers or self.servers,
+            "transaction.timeout.ms": TRANSACTION_TIMEOUT_MS,
+            "eos.transaction.interval.ms": 50,
+            "eos.transaction.max.records": 200,
+        } | dict(settings or {})
+        if values.get("group.protocol", "classic") == "classic":
+            values = {"session.timeout.ms": SESSION_TIMEOUT_MS, "heartbeat.interval.ms": 500} | values
+        order = Orders(
+            app=self.app,
+            instance=instance,
+            sources=self.sources,
+            destinations=self.destinations,
+            settings={name: str(value) for name, value in values.items()},
+            attempts=str(attempts),
+            first_transaction=number * 1_000_000,
+            until_end=until_end,
+            **orders,  # type: ignore[arg-type]
+        )
+        environment = {"EOS_STEPPING": json.dumps(dataclasses.asdict(order))}
+        return self._start(name, ["tests.support.stepping_worker"], environment)
+
+    def eos(self, *arguments: str, name: str = "eos") -> WorkerProcess:
+        """Starts the `eos` program itself."""
+        return self._start(f"{name}-{len(self.workers) + 1}", ["eos", *arguments], {})
+
+    def _start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> WorkerProcess:
+        process = WorkerProcess(name, command, environment, self.directory)
+        self.workers.append(process)
+        return process
+
+    def finish(self, instance: str = "one", **options: object) -> None:
+        """A worker that runs until the end and must end well."""
+        code = self.worker(instance, until_end=True, **options).wait()  # type: ignore[arg-type]
+        assert code == 0, f"the last worker ended with {code}: {self.workers[-1].last_words}"
+
+    # ---- what is in Kafka ----------------------------------------------------------------------------------------
+
+    def transactional_ids(self, instance: str = "one") -> list[str]:
+        """The ids a worker may be using: on brokers before 4.0 a replaced producer goes on under the other one."""
+        return [f"{self.app}-{instance}", f"{self.app}-{instance}-alternate"]
+
+    def describe(self, instance: str = "one") -> list[Described]:
+        """The coordinator's view of the worker's ids, asked from outside."""
+        return list(self._described(instance).values())
+
+    def _described(self, instance: str) -> dict[str, Described]:
+        if self._cluster is None:
+            self._cluster = ClusterAdmin(Settings({"bootstrap.servers": self.servers}))
+        answers = {name: self._cluster.describe(name) for name in self.transactional_ids(instance)}
+        found = {name: answer for name, answer in answers.items() if answer is not None}
+        assert found, f"the coordinator knows none of {list(answers)}"
+        return found
+
+    def open_partitions(self, instance: str = "one") -> list[Place]:
+        """What the worker's open transaction has registered, the group's offsets included."""
+        names = [name for name, found in self._described(instance).items() if found.state == "Ongoing"]
+        return [place for name in names for place in transaction_of(self.servers, name).partitions]
+
+    def wait_state(self, *states: str, instance: str = "one", timeout_s: float = 15.0) -> Described:
+        """Until one of the worker's ids is in one of these states."""
+
+        def reached() -> Described | None:
+            return next((found for found in self.describe(instance) if found.state in states), None)
+
+        return wait_until(f"instance {instance} in state {' or '.join(states)}", reached, timeout_s)
+
+    def wait_not_open(self, instance: str = "one", timeout_s: float = 15.0) -> None:
+        """Until no transaction of the worker is open: ended, or being ended."""
+        ended = {"Empty", "PrepareCommit", "CompleteCommit", "CompleteAbort"}
+        wait_until(
+            f"no open transaction of instance {instance}",
+            lambda: all(found.state in ended for found in self.describe(instance)),
+            timeout_s,
+        )
+
+    def members(self) -> int:
+        """How many members the group has, by either protocol."""
+        described = self.admin.describe_consumer_groups([self.app])[self.app].result(10)
+        return len(described.members)
+
+    def wait_members(self, count: int, timeout_s: float = 30.0) -> None:
+        wait_until(f"{count} members in the group", lambda: self.members() == count, timeout_s)
+
+    def committed(self) -> dict[Place, int]:
+        return committed_offsets(self.servers, self.app, self.sources)
+
+    def wait_handled(self, records: int, timeout_s: float = END_S) -> None:
+        """Until at least so many input records have visible outputs (by what the concurrent reader was given)."""
+        self._reader.wait_for_records(records * len(self.destinations), timeout_s)
+
+    @property
+    def delivered(self) -> int:
+        """Output records that a read_committed reader was given so far."""
+        return self._reader.records
+
+    def settle(self, timeout_s: float = 15.0) -> None:
+        """Until no transaction is open on the topics: EndTxn is answered before its markers are written."""
+
+        def settled() -> bool:
+            ends = end_offsets(self.servers, [*self.sources, *self.destinations])
+            return ends.stable == ends.log_end
+
+        wait_until("the end of every transaction", settled, timeout_s)
+
+    def delete_before(self, place: Place, offset: int) -> None:
+        self.admin.delete_records([TopicPartition(*place, offset)])[TopicPartition(*place, offset)].result(30)
+
+    def earliest(self, place: Place) -> int:
+        wanted = {TopicPartition(*place): OffsetSpec.earliest()}
+        return int(self.admin.list_offsets(wanted)[TopicPartition(*place)].result(10).offset)
+
+    def set_group_session_timeout(self, timeout_ms: int) -> None:
+        """For the consumer protocol, where the broker decides how long a silent member stays (KIP-848)."""
+        entries = [
+            ConfigEntry("consumer.heartbeat.interval.ms", "500", incremental_operation=AlterConfigOpType.SET),
+            ConfigEntry("consumer.session.timeout.ms", str(timeout_ms), incremental_operation=AlterConfigOpType.SET),
+        ]
+        resource = ConfigResource(ResourceType.GROUP, self.app, incremental_configs=entries)
+        for future in self.admin.incremental_alter_configs([resource]).values():
+            future.result(10)
+
+    # ---- judgement -------------------------------------------------------------------------------------------------
+
+    def verify(self, complete: bool = True) -> Report:
+        """Every rule of the checker on what is in Kafka now, AssertionError for the first that does not hold.
+
+        `complete`: every loaded record must have been handled; else what is committed and visible must agree.
+        """
+        self.settle()
+        outputs = read_topic(self.servers, self.destinations).outputs()
+        ends = end_offsets(self.servers, [*self.sources, *self.destinations])
+        self._reader.wait_for_ends({p: e for p, e in ends.stable.items() if p[0] in self.destinations and e > 0})
+        self._commits.look_again()
+        report = check(
+            self.inputs(),
+            outputs,
+            fan_out=len(self.destinations),
+            committed=self.committed(),
+            complete=complete,
+            ends=ends,
+            seen=self._reader.seen(),
+            commits=self._commits.series(tuple(self.sources)),
+        )
+        assert {v.rule for v in report.verdicts} == RULES
+        report.raise_if_violated()
+        if complete:
+            assert len(outputs) == len(self.destinations) * self.loaded
+        return report
+
+    # ---- life --------------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        for worker in self.workers:
+            worker.end()
+        if self._cluster is not None:
+            self._cluster.close()
+        self._commits.stop()
+        self._reader.__exit__(None, None, None)
+
+    def tell(self) -> None:
+        """Where the logs are; pytest shows it only for a test that failed."""
+        nodes = 3 if len(self.servers.split(",")) == 3 else 1
+        for node in range(nodes):
+            print(f"broker {node}: {self.kafka.log_path(node)}")
+        for worker in self.workers:
+            print(f"--- {worker.name} (exit code {worker.process.returncode}): {worker.log_path}")
+            print(worker.log[-TAIL_BYTES:])
+
+
+class Pipelines:
+    """Makes pipelines for one test and ends them all."""
+
+    def __init__(self, names: Callable[[str], str], directory: Path) -> None:
+        self._names, self._directory = names, directory
+        self._made: list[Pipeline] = []
+
+    def on(self, kafka: LocalKafka, records: int = 0, replicas: int = 1) -> Pipeline:
+        """A pipeline with so many records to handle."""
+        number = len(self._made)
+        directory = self._directory / f"pipeline-{number}"
+        directory.mkdir()
+        pipeline = Pipeline(kafka, self._names(f"p{number}"), directory, replicas)
+        self._made.append(pipeline)
+        if records:
+            pipeline.load(records)
+        return pipeline
+
+    def __enter__(self) -> Pipelines:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pipeline in self._made:
+            pipeline.end()
+            pipeline.tell()
+
+
+@pytest.fixture
+def pipelines(names: Callable[[str], str], tmp_path: Path) -> Iterator[Pipelines]:
+    """Pipelines of this test; their workers' and brokers' logs are shown when it fails."""
+    with Pipelines(names, tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def chance(request: pytest.FixtureRequest) -> random.Random:
+    """Randomness whose seed is shown when the test fails; EOS_TEST_SEED repeats it."""
+    given = os.environ.get("EOS_TEST_SEED")
+    seed = int(given) if given else zlib.crc32(os.urandom(8))
+    print(f"EOS_TEST_SEED={seed} for {request.node.name}")
+    return random.Random(seed)

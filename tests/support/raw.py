@@ -1,0 +1,140 @@
+"""A bare confluent-kafka transactional producer, with what fault tests look at: delivery errors and statistics.
+
+It has none of the product's rules on purpose: it shows what happens without them. It must never import `eos`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
+
+STATISTICS_MS = 200
+
+
+class RawProducer:
+    """A `Producer` after `init_transactions`; thin names around it, nothing retried, nothing hidden.
+
+    `statistics` holds every (time, JSON) that arrived: they come with `poll`, `flush` and `settle`.
+    `durations_s` holds how long each transactional call took, by its name.
+    """
+
+    def __init__(self, servers: str, transactional_id: str, **settings: Any) -> None:
+        self.transactional_id = transactional_id
+        self.statistics: list[tuple[float, dict[str, Any]]] = []
+        self.delivery_errors: list[KafkaError] = []
+        self.durations_s: dict[str, list[float]] = {}
+        defaults = {
+            "bootstrap.servers": servers,
+            "transactional.id": transactional_id,
+            "transaction.timeout.ms": 30_000,
+            "message.timeout.ms": 20_000,
+            "linger.ms": 0,
+            "statistics.interval.ms": STATISTICS_MS,
+            "stats_cb": lambda text: self.statistics.append((time.monotonic(), json.loads(text))),
+            # Lines about the cuts we make ourselves would bury a failure.
+            "log_level": 0,
+        }
+        named = {name.replace("_", "."): value for name, value in settings.items()}
+        self.producer = Producer(defaults | named)
+        self.call("init_transactions", 30)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        start = time.monotonic()
+        try:
+            getattr(self.producer, name)(*arguments)
+        finally:
+            self.durations_s.setdefault(name, []).append(time.monotonic() - start)
+
+    def begin(self) -> None:
+        self.call("begin_transaction")
+
+    def commit(self, timeout: float = 30) -> None:
+        self.call("commit_transaction", timeout)
+
+    def abort(self, timeout: float = 30) -> None:
+        self.call("abort_transaction", timeout)
+
+    def offer(self, topic: str, value: str, partition: int = 0) -> None:
+        """Produce without waiting; a failed delivery is appended to `delivery_errors`."""
+        self.producer.produce(topic, value.encode(), partition=partition, on_delivery=self._delivered)
+
+    def send(self, topic: str, value: str, partition: int = 0) -> None:
+        """Produce and wait until the broker acknowledged it."""
+        self.offer(topic, value, partition)
+        left = self.producer.flush(30)
+        assert left == 0, f"{left} records not delivered in 30 s"
+        assert not self.delivery_errors, f"delivery failed: {self.delivery_errors}"
+
+    def send_offset(self, group: str, topic: str, offset: int, partition: int = 0) -> None:
+        """Offsets of a group without members: the broker does not check who commits them."""
+        consumer = Consumer({"bootstrap.servers": "127.0.0.1:1", "group.id": group, "log_level": 0})
+        try:
+            metadata = consumer.consumer_group_metadata()
+        finally:
+            consumer.close()
+        self.call("send_offsets_to_transaction", [TopicPartition(topic, partition, offset)], metadata, 30)
+
+    def settle(self, count: int = 1) -> dict[str, Any]:
+        """Poll until `count` more statistics arrived; the last of them."""
+        wanted, deadline = len(self.statistics) + count, time.monotonic() + 10
+        while len(self.statistics) < wanted:
+            assert time.monotonic() < deadline, "no statistics within 10 s"
+            self.producer.poll(0.05)
+        return self.statistics[-1][1]
+
+    def coordinator(self) -> dict[str, Any]:
+        """The `TxnCoordinator` entry of fresh statistics: counts since the handle was made."""
+        brokers = self.settle(2)["brokers"]
+        (entry,) = [entry for name, entry in brokers.items() if "TxnCoordinator" in name]
+        return dict(entry)
+
+    def _delivered(self, error: KafkaError | None, _message: object) -> None:
+        if error is not None:
+            self.delivery_errors.append(error)
+
+
+@contextmanager
+def raw_producer(servers: str, transactional_id: str, **settings: Any) -> Iterator[RawProducer]:
+    """A RawProducer that is closed at the end.
+
+    Close aborts what is open and then waits for every record, for as long as it takes: a failing test in
+    the middle of a network cut would hang there, hence the purge.
+    """
+    raw = RawProducer(servers, transactional_id, **settings)
+    try:
+        yield raw
+    finally:
+        raw.producer.purge()
+        raw.producer.close()
+
+
+class Background:
+    """One blocking call on a thread of its own, for calls that wait for what the test holds."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised again by `result`
+            self._error = error
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def result(self, timeout: float = 30) -> None:
+        """Wait for the call to end and raise what it raised."""
+        self._thread.join(timeout)
+        assert not self._thread.is_alive(), f"the call did not return within {timeout} s"
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,140 @@
+"""What is really in Kafka: committed values, stable group offsets, the coordinator's view of a transaction.
+
+Fault tests judge by these and never by what a client reported. Reads go to the broker's own listener, so that a
+fault injected on the proxied one cannot touch them. Nothing here writes, except `create_topic`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
+from kafka import KafkaAdminClient
+
+T = TypeVar("T")
+
+
+def wait_until(what: str, probe: Callable[[], T | None], timeout: float = 15.0) -> T:
+    """The first truthy answer of `probe`; AssertionError naming `what` when the deadline passes before."""
+    deadline = time.monotonic() + timeout
+    while True:
+        if answer := probe():
+            return answer
+        assert time.monotonic() < deadline, f"{what}: not within {timeout} s (last answer: {answer!r})"
+        time.sleep(0.02)
+
+
+def create_topic(servers: str, topic: str, partitions: int = 1) -> str:
+    """Create the topic and wait until its partitions have leaders; returns its name."""
+    admin = AdminClient({"bootstrap.servers": servers})
+    admin.create_topics([NewTopic(topic, partitions, 1)])[topic].result(30)
+
+    def has_leaders() -> bool:
+        found = admin.list_topics(topic, timeout=10).topics[topic].partitions
+        return len(found) == partitions and all(part.leader >= 0 for part in found.values())
+
+    wait_until(f"leaders of {topic}", has_leaders)
+    return topic
+
+
+def partitions_of(servers: str, topic: str) -> list[TopicPartition]:
+    admin = AdminClient({"bootstrap.servers": servers})
+    found = sorted(admin.list_topics(topic, timeout=10).topics[topic].partitions)
+    assert found, f"{topic} has no partitions"
+    return [TopicPartition(topic, partition) for partition in found]
+
+
+def ends_of(servers: str, partitions: list[TopicPartition], isolation: IsolationLevel) -> list[int]:
+    """The last stable offsets (READ_COMMITTED) or high watermarks (READ_UNCOMMITTED), in the given order."""
+    admin = AdminClient({"bootstrap.servers": servers})
+    latest = {TopicPartition(p.topic, p.partition): OffsetSpec.latest() for p in partitions}
+    answers = admin.list_offsets(latest, isolation_level=isolation, request_timeout=10)
+    return [answers[TopicPartition(p.topic, p.partition)].result(10).offset for p in partitions]
+
+
+def settled_values(servers: str, topic: str) -> dict[int, list[bytes]]:
+    """The committed values of each partition in offset order, once no transaction is open on the topic.
+
+    EndTxn is answered before its markers are written; a reader that does not wait for the last stable offset to
+    reach the high watermark takes a commit under way for a lost one.
+    """
+    partitions = partitions_of(servers, topic)
+
+    def settled() -> bool:
+        stable = ends_of(servers, partitions, IsolationLevel.READ_COMMITTED)
+        return stable == ends_of(servers, partitions, IsolationLevel.READ_UNCOMMITTED)
+
+    wait_until(f"the end of every transaction on {topic}", settled)
+    return visible_values(servers, topic)
+
+
+def visible_values(servers: str, topic: str) -> dict[int, list[bytes]]:
+    """What a read_committed consumer sees now, up to each last stable offset; [] for an empty partition."""
+    partitions = partitions_of(servers, topic)
+    settings = {
+        "bootstrap.servers": servers,
+        "group.id": "reading-without-a-group",
+        "isolation.level": "read_committed",
+        "enable.auto.commit": False,
+        "enable.partition.eof": True,
+        "auto.offset.reset": "earliest",
+    }
+    values: dict[int, list[bytes]] = {p.partition: [] for p in partitions}
+    open_partitions = set(values)
+    deadline = time.monotonic() + 30
+    consumer = Consumer(settings)
+    try:
+        consumer.assign([TopicPartition(p.topic, p.partition, 0) for p in partitions])
+        while open_partitions:
+            assert time.monotonic() < deadline, f"{topic} {open_partitions} had no end within 30 s"
+            message = consumer.poll(0.5)
+            if message is None:
+                continue
+            error = message.error()
+            if error is None:
+                values[message.partition()].append(message.value())
+            elif error.code() == KafkaError._PARTITION_EOF:
+                open_partitions.discard(message.partition())
+            else:
+                raise KafkaException(error)
+    finally:
+        consumer.close()
+    return values
+
+
+def stable_offset(servers: str, group: str, topic: str, partition: int = 0) -> int:
+    """The group's committed offset; read_committed makes the request wait out a pending one (KIP-447)."""
+    consumer = Consumer({"bootstrap.servers": servers, "group.id": group, "isolation.level": "read_committed"})
+    try:
+        (found,) = consumer.committed([TopicPartition(topic, partition)], timeout=15)
+    finally:
+        consumer.close()
+    return int(found.offset)
+
+
+@dataclasses.dataclass(frozen=True)
+class TransactionState:
+    """DescribeTransactions: `state` in Kafka's words (Empty, Ongoing, PrepareCommit, CompleteCommit, ...)."""
+
+    state: str
+    producer_id: int
+    producer_epoch: int
+    partitions: list[tuple[str, int]]
+
+
+def transaction_of(servers: str, transactional_id: str) -> TransactionState:
+    admin = KafkaAdminClient(bootstrap_servers=servers)
+    try:
+        found = admin.describe_transactions([transactional_id])[transactional_id]
+    finally:
+        admin.close()
+    return TransactionState(
+        str(getattr(found.state, "value", found.state)),
+        found.producer_id,
+        found.producer_epoch,
+        sorted((p.topic, p.partition) for p in found.topic_partitions),
+    )

@@ -1,0 +1,674 @@
+"""What an App means, without Kafka: which outputs a record has, and which definitions are refused."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import copy
+import dataclasses
+import functools
+import itertools
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import eos.app
+import eos.serde
+from eos.app import KEEP, App, Out, Record, Route, Send
+from eos.errors import ConfigurationError, IllegalState
+from eos.serde import DecodeError
+
+
+class Flight(msgspec.Struct):
+    carrier: str
+    number: int
+    dep_delay: float | None = None
+
+
+class Late(msgspec.Struct):
+    carrier: str
+    minutes: float
+
+
+@dataclasses.dataclass
+class Plane:
+    tail: str
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+RECORD = Record("in", 3, 42, 1700, b"key", b'{"carrier":"UA","number":7,"dep_delay":20.0}', [("h", b"1")])
+
+
+def route(function: Callable[[Any], Any], to: str | Sequence[str] = "out") -> Route:
+    app = App("app")
+    app.process("in", to=to)(function)
+    return app.routes["in"]
+
+
+def batch_route(function: Callable[[list[Record]], Any], to: str | Sequence[str] = "out") -> Route:
+    app = App("app")
+    app.process_batch("in", to=to)(function)
+    return app.routes["in"]
+
+
+def outputs(result: object, record: Record = RECORD, to: str | Sequence[str] = "out") -> list[Send]:
+    """What a function of one record that returns `result` sends."""
+    return list(route(lambda _: result, to).outputs(record))
+
+
+def outputs_batch(result: object, to: str | Sequence[str] = "out") -> list[Send]:
+    return batch_route(lambda _: result, to).outputs_batch([RECORD])
+
+
+def sent(value: bytes | None, **changes: object) -> Send:
+    """A Send with what a bare value keeps of RECORD, but for the changes."""
+    send = {"topic": "out", "value": value, "key": b"key", "partition": -1, "timestamp": 1700, "headers": None}
+    return tuple({**send, **changes}.values())  # type: ignore[return-value]
+
+
+header_lists = st.lists(st.tuples(st.text(), st.none() | st.binary()), min_size=1)
+
+
+# --------------------------------------------------------------------------------------------- Record and Out
+
+
+def test_a_record_without_headers_has_an_empty_sequence() -> None:
+    assert list(Record("t", 0, 0, -1, None, None).headers) == []
+
+
+def test_a_record_is_positional_and_cannot_be_changed() -> None:
+    assert (RECORD.topic, RECORD.partition, RECORD.offset, RECORD.timestamp) == ("in", 3, 42, 1700)
+    assert (RECORD.key, RECORD.headers) == (b"key", [("h", b"1")])
+    with pytest.raises(AttributeError):
+        RECORD.value = b""  # type: ignore[misc]
+
+
+def test_record_and_out_are_invisible_to_the_cyclic_collector() -> None:
+    assert Record.__struct_config__.gc is False
+    assert Out.__struct_config__.gc is False
+
+
+@pytest.mark.parametrize("closed", [Record, Out])
+def test_record_and_out_are_closed_types(closed: type) -> None:
+    with pytest.raises(TypeError, match="cannot be subclassed"):
+        type(closed)("Sub", (closed,), {})
+
+
+def test_record_out_takes_key_and_timestamp_of_the_record_and_not_its_headers() -> None:
+    assert RECORD.out(b"v") == Out(b"v", key=b"key", timestamp=1700)
+    assert RECORD.out(b"v", key=KEEP).key == b"key"
+
+
+def test_record_out_takes_what_it_is_given_instead() -> None:
+    out = RECORD.out(b"v", key=None, topic="t", headers=[("a", None)], partition=2)
+    assert out == Out(b"v", None, "t", [("a", None)], 2, 1700)
+
+
+def test_record_out_of_an_unknown_timestamp_is_the_time_of_producing() -> None:
+    assert Record("t", 0, 0, -1, b"k", b"v").out(b"v").timestamp == 0
+
+
+def test_keep_is_one_object_through_copies_and_pickles() -> None:
+    assert copy.deepcopy(KEEP) is KEEP
+    assert pickle.loads(pickle.dumps(KEEP)) is KEEP
+    assert Out(b"").key is KEEP
+    assert "KEEP" in repr(Out(b""))
+
+
+# --------------------------------------------------------------------------------------- what a function gets
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "expected"),
+    [
+        (bytes, b"\xff", b"\xff"),
+        (str, "é".encode(), "é"),
+        (dict, b'{"a":1}', {"a": 1}),
+        (Flight, b'{"carrier":"UA","number":1}', Flight("UA", 1)),
+        (Plane, b'{"tail":"N1"}', Plane("N1")),
+        (list[int], b"[1]", [1]),
+        (Flight | None, None, None),
+        (bytes | None, None, None),
+        ("Flight", b'{"carrier":"UA","number":1}', Flight("UA", 1)),
+    ],
+)
+def test_the_annotation_chooses_the_decoder(annotation: object, value: bytes | None, expected: object) -> None:
+    seen = []
+
+    def f(argument): seen.append(argument)  # type: ignore[no-untyped-def]  # fmt: skip
+
+    f.__annotations__["argument"] = annotation
+    assert route(f).outputs(Record("in", 0, 0, 0, None, value)) == ()
+    assert seen == [expected]
+
+
+def test_record_optional_record_and_no_annotation_give_the_record_itself_even_a_tombstone() -> None:
+    def annotated(record: Record) -> None: seen.append(record)  # fmt: skip
+
+    def optional(record: Record | None) -> None: seen.append(record)  # fmt: skip
+
+    def bare(record): seen.append(record)  # type: ignore[no-untyped-def]  # fmt: skip
+
+    for f in (annotated, optional, bare):
+        seen: list[Record | None] = []
+        for record in (RECORD, Record("in", 0, 0, 0, b"k", None)):
+            route(f).outputs(record)
+            assert seen.pop() is record
+
+
+def test_a_value_that_does_not_decode_raises_before_the_function_is_called() -> None:
+    def f(flight: Flight) -> None:
+        raise AssertionError
+
+    for value in (b"", b"{}", None):
+        with pytest.raises(DecodeError):
+            route(f).outputs(Record("in", 0, 0, 0, b"k", value))
+
+
+def test_types_local_to_the_function_that_defines_the_app_are_found() -> None:
+    class Local(msgspec.Struct):
+        a: int
+
+    app = App("app")
+
+    @app.process("in", to="out")
+    def f(value: Local) -> bytes:
+        return str(value.a).encode()
+
+    assert app.routes["in"].outputs(Record("in", 0, 0, 0, None, b'{"a":5}')) == (("out", b"5", None, -1, 0, None),)
+
+
+def test_an_annotation_that_cannot_be_resolved_or_decoded_is_refused_at_decoration() -> None:
+    def unresolved(value: Nowhere) -> None: ...  # type: ignore[name-defined]  # noqa: F821
+    def undecodable(value: asyncio.Queue[int]) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="'Nowhere' of unresolved"):
+        route(unresolved)
+    with pytest.raises(ConfigurationError, match="no decoder"):
+        route(undecodable)
+
+
+def test_a_list_of_records_belongs_to_process_batch() -> None:
+    def f(records: list[Record]) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="decorate with process_batch"):
+        route(f)
+
+
+# ------------------------------------------------------------------------------------ what a function returns
+
+
+def test_none_sends_nothing() -> None:
+    assert outputs(None) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "encoded"),
+    [
+        (b"v", b"v"), (b"", b""), (bytearray(b"v"), b"v"), ("é", "é".encode()),
+        (Late("UA", 1.5), b'{"carrier":"UA","minutes":1.5}'), ({"a": 1}, b'{"a":1}'), ({}, b"{}"),
+        (Plane("N1"), b'{"tail":"N1"}'), (5, b"5"), (Point(1, 2), b"[1,2]"), (False, b"false"),
+    ],
+)  # fmt: skip
+def test_a_bare_value_is_encoded_and_keeps_key_and_timestamp_but_not_headers(value: object, encoded: bytes) -> None:
+    assert outputs(value) == [sent(encoded)]
+    assert outputs(Out(value)) == [sent(encoded)]
+    assert outputs([value]) == [sent(encoded)]
+
+
+def test_the_example_of_the_contract_sends_late_flights_only() -> None:
+    def late(flight: Flight) -> Late | None:
+        if (flight.dep_delay or 0) > 15:
+            return Late(flight.carrier, flight.dep_delay or 0)
+        return None
+
+    assert route(late).outputs(RECORD) == (sent(b'{"carrier":"UA","minutes":20.0}'),)
+    assert route(late).outputs(Record("in", 0, 0, 0, None, b'{"carrier":"UA","number":1}')) == ()
+
+
+def test_a_null_key_is_kept_and_an_unknown_timestamp_is_the_time_of_producing() -> None:
+    record = Record("in", 0, 0, -1, None, b"v")
+
+    def typed(value: bytes) -> bytes:
+        return value
+
+    for result in (b"v", "v", Out(b"v"), [b"v"]):
+        assert outputs(result, record) == [sent(b"v", key=None, timestamp=0)]
+    assert list(route(typed).outputs(record)) == [sent(b"v", key=None, timestamp=0)]
+
+
+def test_out_none_is_a_tombstone() -> None:
+    assert outputs(Out(None)) == [sent(None)]
+    assert outputs([Out(None), None]) == [sent(None)]
+    assert outputs(Out(None, key=b"k")) == [sent(None, key=b"k")]
+
+
+@pytest.mark.parametrize(
+    ("key", "encoded"),
+    [(KEEP, b"key"), (None, None), (b"k", b"k"), ("é", "é".encode()), (5, b"5"), ({"b": 1, "a": 2}, b'{"a":2,"b":1}')],
+)
+def test_the_key_of_an_out_is_kept_null_or_encoded(key: object, encoded: bytes | None) -> None:
+    assert outputs(Out(b"v", key=key)) == [sent(b"v", key=encoded)]
+
+
+@pytest.mark.parametrize(("timestamp", "expected"), [(KEEP, 1700), (0, 0), (5, 5), (2**63 - 1, 2**63 - 1)])
+def test_the_timestamp_of_an_out_is_kept_or_its_own(timestamp: Any, expected: int) -> None:
+    assert outputs(Out(b"v", timestamp=timestamp)) == [sent(b"v", timestamp=expected)]
+
+
+@pytest.mark.parametrize(("partition", "expected"), [(None, -1), (0, 0), (7, 7)])
+def test_the_partition_of_an_out_is_its_own_or_the_partitioners(partition: int | None, expected: int) -> None:
+    assert outputs(Out(b"v", partition=partition)) == [sent(b"v", partition=expected)]
+
+
+@pytest.mark.parametrize(
+    ("out", "error", "sentence"),
+    [
+        (Out(b"", timestamp=1.5), TypeError, "timestamp .* 1.5, which is not an int"),  # type: ignore[arg-type]
+        (Out(b"", timestamp=-1), ValueError, "timestamp .* -1, which is not in"),
+        (Out(b"", timestamp=2**63), ValueError, "timestamp"),
+        (Out(b"", timestamp=None), TypeError, "timestamp"),  # type: ignore[arg-type]
+        (Out(b"", partition="1"), TypeError, "partition '1', which is not an int"),  # type: ignore[arg-type]
+        (Out(b"", partition=-1), ValueError, "partition -1, which is not in"),
+        (Out(b"", partition=2**31), ValueError, "partition"),
+        (Out(b"", headers=[("a",)]), TypeError, "header"),  # type: ignore[list-item]
+        (Out(b"", headers=[(b"a", b"")]), TypeError, "header"),  # type: ignore[list-item]
+        (Out(b"", headers={"a": 5}), TypeError, "header 'a' a int, not bytes, str or None"),  # type: ignore[dict-item]
+        (Out(b"", headers=[("\ud800", b"")]), ValueError, "surrogates"),
+        (Out(b"", key="\ud800"), ValueError, "surrogates"),
+        (Out(object()), TypeError, "a object cannot be sent"),
+        (Out(b"", key=object()), TypeError, "a object cannot be sent"),
+        (Out(Out(b"")), TypeError, "gave a Out as a value"),
+    ],
+)  # fmt: skip
+def test_an_out_that_cannot_be_sent_raises_while_its_record_is_known(
+    out: Out, error: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(error, match=sentence):
+        outputs(out)
+    with pytest.raises(error, match=sentence):
+        outputs_batch([out if out.key is not KEEP else msgspec.structs.replace(out, key=None)])
+
+
+def test_returning_the_record_itself_is_an_error_that_names_the_right_way() -> None:
+    for result in (RECORD, [RECORD], Out(RECORD)):
+        with pytest.raises(TypeError, match=r"use record.out\(record.value\)"):
+            outputs(result)
+
+
+@given(header_lists)
+def test_headers_of_an_out_are_sent_in_order_duplicates_included(headers: list[tuple[str, bytes | None]]) -> None:
+    assert outputs(Out(b"v", headers=headers)) == [sent(b"v", headers=headers)]
+    assert outputs(Out(b"v", headers=tuple(headers))) == [sent(b"v", headers=headers)]
+    assert outputs(Out(b"v", headers=dict(headers))) == [sent(b"v", headers=list(dict(headers).items()))]
+    assert outputs_batch([RECORD.out(b"v", headers=headers)]) == [sent(b"v", headers=headers)]
+
+
+def test_header_values_may_be_str_and_no_headers_are_none() -> None:
+    assert outputs(Out(b"v", headers=[("a", "é")])) == [sent(b"v", headers=[("a", "é".encode())])]
+    assert outputs(Out(b"v", headers=[])) == outputs(Out(b"v", headers={})) == [sent(b"v")]
+
+
+def test_lists_tuples_generators_and_other_iterators_are_several_outputs() -> None:
+    items = [b"a", None, Out("b", key=None), {"c": 1}]
+    expected = [sent(b"a"), sent(b"b", key=None), sent(b'{"c":1}')]
+    assert len(expected) == 3
+    for several in (items, tuple(items), (i for i in items), iter(items), itertools.chain(items)):
+        assert outputs(several) == expected
+    assert outputs([]) == outputs(()) == outputs([None]) == []
+
+
+def test_only_the_outermost_list_is_several_outputs() -> None:
+    assert outputs([[1, 2], (3,), Out([4])]) == [sent(b"[1,2]"), sent(b"[3]"), sent(b"[4]")]
+
+
+def test_a_generator_is_used_up_before_anything_is_returned() -> None:
+    steps = []
+
+    def f(record: Record) -> Iterator[bytes]:
+        steps.append("first")
+        yield b"a"
+        steps.append("second")
+        yield b"b"
+        steps.append("end")
+
+    assert list(route(f).outputs(RECORD)) == [sent(b"a"), sent(b"b")]
+    assert steps == ["first", "second", "end"]
+
+
+def test_a_generator_that_fails_half_way_has_sent_nothing() -> None:
+    def f(record: Record) -> Iterator[bytes]:
+        yield b"a"
+        raise LookupError("half way")
+
+    with pytest.raises(LookupError, match="half way"):
+        route(f).outputs(RECORD)
+
+
+def test_an_error_of_the_function_comes_out_as_it_is() -> None:
+    def f(record: Record) -> bytes:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        route(f).outputs(RECORD)
+
+
+@given(st.lists(st.none() | st.binary() | st.text()), st.none() | st.binary(), st.integers(-1, 2**62))
+def test_every_way_to_return_the_same_values_sends_the_same(
+    values: list[bytes | str | None], key: bytes | None, timestamp: int
+) -> None:
+    record = Record("in", 0, 0, timestamp, key, b"")
+    expected = [send for value in values for send in outputs(value, record)]
+    assert len(expected) == sum(value is not None for value in values)
+    assert outputs(values, record) == expected
+    assert outputs([None if v is None else Out(v) for v in values], record) == expected
+    assert outputs([None if v is None else record.out(v) for v in values], record) == expected
+    assert outputs_batch([None if v is None else record.out(v) for v in values]) == expected
+
+
+# ----------------------------------------------------------------------------------------------- destinations
+
+
+def test_the_first_of_to_is_the_default_and_the_others_are_named_by_the_out() -> None:
+    to = ["first", "second"]
+    assert outputs(b"v", to=to) == [sent(b"v", topic="first")]
+    assert outputs(Out(b"v", topic="second"), to=to) == [sent(b"v", topic="second")]
+    assert outputs_batch([RECORD.out(b"v"), RECORD.out(b"v", topic="second")], to=to) == [
+        sent(b"v", topic="first"),
+        sent(b"v", topic="second"),
+    ]
+
+
+def test_a_topic_that_to_does_not_name_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"'other', which its to= does not name \(it names 'out'\)"):
+        outputs(Out(b"v", topic="other"))
+    with pytest.raises(ConfigurationError, match="'other'"):
+        outputs_batch([RECORD.out(b"v", topic="other")])
+    with pytest.raises(ConfigurationError, match="names nothing"):
+        outputs(Out(b"v", topic="other"), to=())
+
+
+@pytest.mark.parametrize("result", [b"v", "v", Out(b"v"), Out(None), [b"v"], {"a": 1}])
+def test_a_function_without_destination_may_return_only_none(result: object) -> None:
+    with pytest.raises(ConfigurationError, match="no destination"):
+        outputs(result, to=())
+
+
+def test_a_batch_function_without_destination_may_return_only_none() -> None:
+    with pytest.raises(ConfigurationError, match="no destination"):
+        outputs_batch([RECORD.out(b"v")], to=())
+    assert outputs_batch(None, to=()) == outputs_batch([], to=()) == []
+
+
+def test_a_function_without_destination_still_runs_generators_to_their_end() -> None:
+    seen = []
+
+    def f(value: bytes) -> Iterator[None]:
+        yield None
+        seen.append(value)
+
+    assert list(route(f, to=()).outputs(Record("in", 0, 0, 0, None, b"v"))) == []
+    assert seen == [b"v"]
+
+
+# ---------------------------------------------------------------------------------------------------- batches
+
+
+def test_a_batch_function_gets_the_list_of_records_and_sends_what_it_yields() -> None:
+    def f(records: list[Record]) -> Iterator[Out | None]:
+        for record in records:
+            yield None if record.offset == 1 else record.out(record.value)
+
+    records = [Record("in", 0, offset, 10 + offset, b"%d" % offset, b"v") for offset in range(3)]
+    assert batch_route(f).outputs_batch(records) == [
+        ("out", b"v", b"0", -1, 10, None),
+        ("out", b"v", b"2", -1, 12, None),
+    ]
+
+
+def test_in_a_batch_an_out_needs_a_key_and_a_kept_timestamp_means_now() -> None:
+    assert outputs_batch([Out("v", key=None)]) == [sent(b"v", key=None, timestamp=0)]
+    assert outputs_batch([Out(b"v", key="k", timestamp=5, partition=1)]) == [
+        sent(b"v", key=b"k", timestamp=5, partition=1)
+    ]
+    assert outputs_batch([Out(None, key=b"k")]) == [sent(None, key=b"k", timestamp=0)]
+    with pytest.raises(TypeError, match=r"without a key.*use record.out\(value\) or Out\(value, key=...\)"):
+        outputs_batch([Out(b"v")])
+
+
+@pytest.mark.parametrize("value", [b"v", "v", 5, {"a": 1}, [RECORD.out(b"v")], RECORD])
+def test_in_a_batch_a_bare_value_is_an_error_that_names_the_right_way(value: object) -> None:
+    with pytest.raises(TypeError, match=r"bare .*use record.out\(value\) or Out\(value, key=...\)"):
+        outputs_batch([RECORD.out(b"v"), value])
+
+
+@pytest.mark.parametrize("result", [b"", "", {}, Out(b"v", key=b"k"), 5, RECORD])
+def test_a_batch_function_must_return_an_iterable_of_out(result: object) -> None:
+    with pytest.raises(TypeError, match="a batch function returns an iterable of Out"):
+        outputs_batch(result)
+
+
+def test_a_batch_that_fails_half_way_has_sent_nothing() -> None:
+    def f(records: list[Record]) -> Iterator[Out]:
+        yield records[0].out(b"v")
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        batch_route(f).outputs_batch([RECORD])
+
+
+def test_a_batch_route_can_run_record_by_record() -> None:
+    def f(records: list[Record]) -> list[Out]:
+        return [record.out(len(records)) for record in records]
+
+    assert batch_route(f).batch is True
+    assert list(batch_route(f).outputs(RECORD)) == [sent(b"1")]
+
+
+def test_a_route_of_single_records_refuses_a_batch_because_it_could_not_name_the_culprit() -> None:
+    single = route(lambda record: record.value)
+    assert single.batch is False
+    with pytest.raises(IllegalState, match="one record at a time"):
+        single.outputs_batch([RECORD])
+
+
+def test_batch_functions_may_be_annotated_with_what_a_list_of_records_is() -> None:
+    def a(records: list[Record]) -> None: ...
+    def b(records: Sequence[Record]) -> None: ...
+    def c(records: Iterable[Record]) -> None: ...
+    def d(records): ...  # type: ignore[no-untyped-def]
+    def e(records: list) -> None: ...  # type: ignore[type-arg]
+
+    for f in (a, b, c, d, e):
+        assert batch_route(f).outputs_batch([]) == []
+
+
+def test_other_annotations_of_a_batch_function_are_refused() -> None:
+    def a(records: Record) -> None: ...
+    def b(records: list[Flight]) -> None: ...
+    def c(records: dict[str, Record]) -> None: ...
+
+    for f in (a, b, c):
+        with pytest.raises(ConfigurationError, match=r"a batch function gets a list\[Record\]"):
+            batch_route(f)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------ definitions
+
+
+def test_decorators_return_the_function_unchanged() -> None:
+    app = App("app")
+
+    def single(record: Record) -> bytes | None:
+        return record.value
+
+    def batch(records: list[Record]) -> list[Out]:
+        return []
+
+    assert app.process("a", to="out")(single) is single
+    assert app.process_batch("b", to="out")(batch) is batch
+
+
+def test_an_app_lists_its_routes_topics_and_destinations() -> None:
+    app = App("late-flights_1.x")
+
+    @app.process(["a", "b", "a"], to=["x", "y"])
+    def single(record: Record) -> None: ...
+
+    @app.process_batch("c", to="y")
+    def batch(records: list[Record]) -> None: ...
+
+    @app.process("d")
+    def sink(record: Record) -> None: ...
+
+    assert app.id == "late-flights_1.x"
+    assert app.topics == list(app.routes) == ["a", "b", "c", "d"]
+    assert app.destinations == {"x", "y"}
+    assert app.routes["a"] is app.routes["b"]
+    assert (app.routes["a"].sources, app.routes["a"].destinations) == (("a", "b"), ("x", "y"))
+    assert [app.routes[t].batch for t in app.topics] == [False, False, True, False]
+    assert (app.routes["a"].function, app.routes["a"].on_error) == (single, "stop")
+    assert (
+        repr(app)
+        == "App('late-flights_1.x', [<Route single: a, b -> x, y>, <Route batch: c -> y>, <Route sink: d -> nothing>])"
+    )
+
+
+@pytest.mark.parametrize("id", ["", " ", "a b", "a/b", "é", "a\n", ".", "..", "a" * 250, None, 5])
+def test_an_illegal_id_is_refused(id: Any) -> None:
+    with pytest.raises(ConfigurationError, match="the id of an App must be"):
+        App(id)
+
+
+@given(st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,248}", fullmatch=True))
+def test_every_legal_id_is_accepted(id: str) -> None:
+    assert App(id).id == id
+
+
+@pytest.mark.parametrize("topic", ["", "a b", "a,b", ".", "a" * 250, None, 5, b"a", ["a", ""], [None]])
+def test_illegal_topics_are_refused(topic: Any) -> None:
+    app = App("app")
+    for decorator in (app.process, app.process_batch):
+        with pytest.raises(ConfigurationError, match="a source topic must be"):
+            decorator(topic, to="out")
+        with pytest.raises(ConfigurationError, match="a destination topic must be"):
+            decorator("in", to=topic)
+
+
+def test_a_function_needs_a_source_topic_and_the_decorator_its_brackets() -> None:
+    app = App("app")
+    with pytest.raises(ConfigurationError, match="at least one source topic"):
+        app.process([])
+    with pytest.raises(ConfigurationError, match=r'@app.process\("topic"'):
+        app.process(lambda record: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", ["skip", "dlq", "retry", "", None])
+def test_the_only_policy_is_stop_and_others_say_so(policy: Any) -> None:
+    app = App("app")
+    for decorator in (app.process, app.process_batch):
+        with pytest.raises(ConfigurationError, match="the only policy in this version is 'stop'"):
+            decorator("in", to="out", on_error=policy)
+
+
+def test_two_functions_on_one_topic_are_refused_and_leave_the_app_as_it_was() -> None:
+    app = App("app")
+
+    @app.process("a", to="out")
+    def first(record: Record) -> None: ...
+
+    def second(record: Record) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="'a' has two functions, first and second"):
+        app.process(["b", "a"], to="out")(second)
+    assert app.topics == ["a"]
+    assert app.routes["a"].function is first
+
+
+def test_a_topic_that_is_source_and_destination_is_refused_within_and_across_functions() -> None:
+    def f(record: Record) -> None: ...
+
+    for steps in ([("a", "a")], [("a", "b"), ("b", "c")], [("b", "c"), ("a", ["x", "b"])], [("a", "b"), ("b", "a")]):
+        app = App("app")
+        for source, to in steps[:-1]:
+            app.process(source, to=to)(f)
+        before = dict(app.routes)
+        with pytest.raises(ConfigurationError, match=r"is both a source and a destination"):
+            app.process(steps[-1][0], to=steps[-1][1])(f)
+        assert app.routes == before
+
+
+def test_coroutine_functions_are_refused() -> None:
+    async def coroutine(record: Record) -> None: ...
+
+    async def generator(record: Record):  # type: ignore[no-untyped-def]
+        yield b""
+
+    class Service:
+        async def __call__(self, record: Record) -> None: ...
+
+    functions: list[Callable[[Any], Any]] = [coroutine, generator, Service(), functools.partial(coroutine)]
+    for f in functions:
+        with pytest.raises(ConfigurationError, match="coroutine function: use def"):
+            route(f)
+        with pytest.raises(ConfigurationError, match="coroutine function: use def"):
+            batch_route(f)
+
+
+@pytest.mark.parametrize("function", [5, None, "f", lambda: None, lambda a, b: None])
+def test_what_cannot_be_called_with_one_argument_is_refused(function: Any) -> None:
+    with pytest.raises(ConfigurationError):
+        route(function)
+
+
+def test_check_refuses_an_app_without_functions_only() -> None:
+    app = App("app")
+    with pytest.raises(ConfigurationError, match="'app' has no function"):
+        app.check()
+    app.process("in")(lambda record: None)
+    app.check()
+
+
+# A module-level App, as users write it: pickle finds its function by name.
+pickled = App("pickled")
+
+
+@pickled.process(["a", "b"], to="out")
+def of_flight(flight: Flight) -> str:
+    return flight.carrier
+
+
+@pickled.process_batch("c", to="out")
+def of_batch(records: list[Record]) -> list[Out]:
+    return [record.out(b"v") for record in records]
+
+
+def test_an_app_survives_pickling_as_spark_ships_it_to_its_executors() -> None:
+    copied = copy.deepcopy(pickled)  # by __reduce__, as pickle; this test module itself is not importable by name
+    assert copied.topics == ["a", "b", "c"]
+    assert copied.routes["a"] is copied.routes["b"]
+    assert copied.routes["a"].outputs(RECORD) == (sent(b"UA"),)
+    assert copied.routes["c"].outputs_batch([RECORD]) == [sent(b"v")]
+
+
+def test_app_and_serde_import_no_kafka_client_and_no_other_part_of_eos_than_errors() -> None:
+    imported: set[str] = set()
+    for module in (eos.app, eos.serde):
+        for node in ast.walk(ast.parse(Path(module.__file__ or "").read_text())):
+            if isinstance(node, ast.ImportFrom):
+                imported.add(node.module or "")
+            elif isinstance(node, ast.Import):
+                imported.update(alias.name for alias in node.names)
+    foreign = {name for name in imported if name.partition(".")[0] not in sys.stdlib_module_names}
+    assert foreign == {"msgspec", "eos.errors", "eos.serde"}

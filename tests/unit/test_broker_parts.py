@@ -1,0 +1,279 @@
+"""The parts of the local broker that need no Kafka: what is rendered, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from eos.broker import jars, java
+from eos.broker.detached import Detached, NodeState, State, command_line
+from eos.broker.jars import coordinates, kafka_jars
+from eos.broker.local import LocalKafka, choose_ports, persistent_cluster_id
+from eos.broker.node import free_ports, is_free, require_free
+from eos.broker.properties import NodePorts, logging_options, render, server_properties
+from eos.errors import ConfigurationError, Unavailable
+
+ONE = [NodePorts(9092, 19092)]
+THREE = [NodePorts(9092 + i, 19092 + i) for i in range(3)]
+LOG_DIR = Path("/data")
+
+
+@pytest.fixture
+def listening() -> Iterator[int]:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+# server.properties
+
+
+def test_one_node_is_its_own_quorum_and_keeps_one_copy_of_everything() -> None:
+    properties = server_properties(0, ONE, LOG_DIR, "4.3.1", {})
+    assert properties["process.roles"] == "broker,controller"
+    assert properties["controller.quorum.voters"] == "0@127.0.0.1:19092"
+    assert properties["listeners"] == "PLAINTEXT://127.0.0.1:9092,CONTROLLER://127.0.0.1:19092"
+    assert properties["advertised.listeners"] == "PLAINTEXT://127.0.0.1:9092"
+    for name in ("offsets.topic", "transaction.state.log", "share.coordinator.state.topic"):
+        assert properties[f"{name}.replication.factor"] == "1"
+    assert properties["transaction.state.log.min.isr"] == "1"
+
+
+def test_three_nodes_name_the_same_voters_and_want_two_of_three_copies_in_sync() -> None:
+    rendered = [server_properties(i, THREE, LOG_DIR, "4.3.1", {}) for i in range(3)]
+    assert {p["controller.quorum.voters"] for p in rendered} == {
+        "0@127.0.0.1:19092,1@127.0.0.1:19093,2@127.0.0.1:19094"
+    }
+    assert [p["node.id"] for p in rendered] == ["0", "1", "2"]
+    assert {(p["default.replication.factor"], p["min.insync.replicas"]) for p in rendered} == {("3", "2")}
+    assert {p["transaction.state.log.min.isr"] for p in rendered} == {"2"}
+
+
+@pytest.mark.parametrize("ports", [ONE, THREE])
+def test_the_heartbeat_is_at_most_half_of_the_session(ports: list[NodePorts]) -> None:
+    properties = server_properties(0, ports, LOG_DIR, "4.3.1", {})
+    assert 2 * int(properties["broker.heartbeat.interval.ms"]) <= int(properties["broker.session.timeout.ms"]) <= 6000
+
+
+def test_the_proxied_listener_advertises_the_proxy_and_the_direct_one_itself() -> None:
+    ports = [NodePorts(9092, 19092, proxied=29092, advertised_proxied=39092)]
+    properties = server_properties(0, ports, LOG_DIR, "4.3.1", {})
+    assert "PROXIED://127.0.0.1:29092" in properties["listeners"].split(",")
+    assert properties["advertised.listeners"] == "PLAINTEXT://127.0.0.1:9092,PROXIED://127.0.0.1:39092"
+    assert "PROXIED:PLAINTEXT" in properties["listener.security.protocol.map"].split(",")
+
+
+def test_a_given_property_wins_over_ours() -> None:
+    properties = server_properties(0, ONE, LOG_DIR, "4.3.1", {"offsets.topic.num.partitions": 3, "x": "y"})
+    assert (properties["offsets.topic.num.partitions"], properties["x"]) == ("3", "y")
+
+
+def test_a_properties_file_survives_backslashes_line_breaks_and_other_alphabets() -> None:
+    assert render({"log.dirs": "/ü\\a\n𝄞"}) == "log.dirs=/\\u00fc\\\\a\\u000a\\ud834\\udd1e\n"
+
+
+def test_each_major_version_gets_the_logging_it_was_written_for() -> None:
+    for version, name, option in [
+        ("3.9.2", "log4j.properties", "-Dlog4j.configuration=file:///data/log4j.properties"),
+        ("4.3.1", "log4j2.properties", "-Dlog4j2.configurationFile=file:///data/log4j2.properties"),
+    ]:
+        files, options = logging_options(version, LOG_DIR)
+        assert list(files) == [name]
+        assert options == [option, "-Deos.log=/data/server.log"]
+
+
+# Jars
+
+
+def test_every_version_names_its_clients_and_one_logging_binding() -> None:
+    for version in jars.KNOWN_VERSIONS:
+        found = coordinates(version)
+        assert f"org.apache.kafka:kafka-clients:{version}" in found
+        bindings = [text for text in found if "slf4j" in text]
+        assert len(bindings) == 1
+        assert ("reload4j" in bindings[0]) == version.startswith("3.")
+
+
+@pytest.mark.parametrize("version", ["", "4", "4.3", "4.3.x", "latest", "2.8.1"])
+def test_what_is_no_supported_version_is_a_configuration_error(version: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"Kafka version|older than"):
+        coordinates(version)
+
+
+@pytest.fixture
+def no_jars(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine that has resolved nothing yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("M2_REPO", str(tmp_path / "m2"))
+    return tmp_path
+
+
+def test_without_jgo_the_sentence_says_what_to_install(no_jars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jgo.maven", None)
+    with pytest.raises(Unavailable, match=r"jgo, which is not installed: pip install 'eos-kafka\[embedded\]'"):
+        kafka_jars("4.3.1")
+
+
+def test_without_a_network_the_sentence_says_so_and_nothing_is_recorded(
+    no_jars: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_ports(1)[0]}")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(Unavailable, match=r"jars of Kafka 4\.3\.1 .* cannot be fetched without a network"):
+        kafka_jars("4.3.1")
+    assert not list(jars.cache_directory().glob("*.json"))
+
+
+def test_a_record_counts_only_while_each_of_its_jars_is_there_in_full_length(tmp_path: Path) -> None:
+    jar, record = tmp_path / "a.jar", tmp_path / "4.3.1.json"
+    jar.write_bytes(b"whole")
+    jars._write_record(record, ["a"], [jar])
+    assert jars._read_record(record, ["a"]) == [jar]
+    assert jars._read_record(record, ["b"]) is None
+    jar.write_bytes(b"cut")
+    assert jars._read_record(record, ["a"]) is None
+    jar.unlink()
+    assert jars._read_record(record, ["a"]) is None
+
+
+def test_a_jar_that_was_cut_off_is_fetched_again(tmp_path: Path) -> None:
+    import zipfile
+
+    class Artifact:
+        fetched = 0
+        path = tmp_path / "a.jar"
+
+        def resolve(self) -> Path:
+            if not self.path.exists():
+                Artifact.fetched += 1
+                with zipfile.ZipFile(self.path, "w") as archive:
+                    archive.writestr("A.class", b"")
+            return self.path
+
+    Artifact.path.write_bytes(b"PK\x03\x04 and then the line went dead")
+    assert zipfile.is_zipfile(jars._whole_jar(Artifact()))  # type: ignore[arg-type]
+    assert Artifact.fetched == 1
+
+
+# Java
+
+
+def fake_java(home: Path, version: str) -> Path:
+    program = home / "bin" / "java"
+    program.parent.mkdir(parents=True)
+    program.write_text(f"#!/bin/sh\necho 'openjdk version \"{version}\"' >&2\n")
+    program.chmod(0o755)
+    return program
+
+
+def test_java_home_comes_first_then_the_path_then_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, on_path, packaged = (fake_java(tmp_path / name, "21.0.1") for name in ("home", "path", "package"))
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PATH", str(on_path.parent))
+    monkeypatch.setattr(java, "_packaged_java", lambda: packaged)
+    assert java.find_java() == home
+    monkeypatch.delenv("JAVA_HOME")
+    assert java.find_java() == on_path
+    monkeypatch.setenv("PATH", "")
+    assert java.find_java() == packaged
+
+
+def test_a_java_that_is_too_old_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_java(tmp_path / "old", "11.0.2")
+    packaged = fake_java(tmp_path / "new", "25.0.2")
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "old"))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(java, "_packaged_java", lambda: packaged)
+    assert java.find_java() == packaged
+
+
+def test_without_java_the_sentence_says_what_was_found_and_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_java(tmp_path, "1.8.0")
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(java, "_packaged_java", lambda: None)
+    with pytest.raises(Unavailable, match=r"Java 17 or later.*JAVA_HOME is Java 8\).*pip install") as raised:
+        java.find_java()
+    assert "\n" not in str(raised.value)
+
+
+# Ports, processes and the data directory
+
+
+def test_a_taken_port_is_named_in_the_sentence(listening: int) -> None:
+    assert not is_free(listening)
+    with pytest.raises(Unavailable, match=f"port {listening} on 127.0.0.1 is taken"):
+        require_free([listening])
+
+
+def test_chosen_ports_are_distinct_and_below_the_range_of_outgoing_connections() -> None:
+    ports = [port for node in choose_ports(3, None) for port in node.all()]
+    assert len(set(ports)) == len(ports) == 6
+    assert max(ports) < 32768
+
+
+def test_client_ports_follow_the_one_that_was_asked_for() -> None:
+    assert [node.client for node in choose_ports(3, 9092)] == [9092, 9093, 9094]
+
+
+@pytest.mark.parametrize("nodes", [0, 2, 4])
+def test_only_one_or_three_nodes_are_accepted(nodes: int, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=f"1 or 3 nodes, not {nodes}"):
+        LocalKafka(nodes=nodes)
+    with pytest.raises(ConfigurationError, match=f"1 or 3 nodes, not {nodes}"):
+        Detached(tmp_path).start(nodes=nodes)
+
+
+def test_a_cluster_id_is_made_once_and_is_no_option_of_a_command_line(tmp_path: Path) -> None:
+    ids = {persistent_cluster_id(tmp_path / str(i)) for i in range(200)}
+    assert len(ids) == 200
+    assert not [each for each in ids if each.startswith("-") or len(each) != 22]
+    assert persistent_cluster_id(tmp_path / "0") in ids
+
+
+def data_of(directory: Path, version: str, nodes: int, pid: int | None = None) -> Detached:
+    state = State(version, [NodeState(port, port + 100, pid) for port in free_ports(nodes)])
+    (directory / "broker.json").write_bytes(msgspec.json.encode(state))
+    return Detached(directory)
+
+
+def test_data_of_another_version_or_number_of_nodes_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    kafka = data_of(tmp_path, "4.3.1", nodes=3)
+    with pytest.raises(ConfigurationError, match="is of 3 nodes, not 1"):
+        kafka.start(nodes=1)
+    with pytest.raises(ConfigurationError, match=r"written by Kafka 4\.3\.1, which 4\.2\.1 cannot"):
+        kafka.start(version="4.2.1")
+    assert not (tmp_path / "node-0").exists()
+
+
+def test_a_pid_that_now_belongs_to_another_program_is_neither_up_nor_signalled(tmp_path: Path) -> None:
+    # The program even names our file, as an editor would.
+    program = "import sys; sys.stdin.read()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "node-0" / "server.properties")], stdin=subprocess.PIPE
+    )
+    try:
+        kafka = data_of(tmp_path, "4.3.1", nodes=1, pid=other.pid)
+        assert [node.up for node in kafka.status()] == [False]
+        assert kafka.stop() == []
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.communicate()
+
+
+def test_the_command_line_of_a_process_is_read_and_that_of_none_is_empty() -> None:
+    assert "python" in command_line(os.getpid()) or "pytest" in command_line(os.getpid())
+    assert command_line(2**22 + 1) == ""

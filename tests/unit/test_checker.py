@@ -1,0 +1,581 @@
+"""The checker passes every correct history, and each way of breaking one turns its rule red and names the place.
+
+A correct history is generated per seed: two input and two output topics, offset gaps, fan-out 2 (copy 0 goes to the
+first output topic, copy 1 to the second), transactions that mix partitions. Mutations then break one thing at a time.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from eos.testing.checker import (
+    CommitSeries,
+    Ends,
+    Inputs,
+    Outputs,
+    Report,
+    Verdict,
+    atomic,
+    atomic_transactions,
+    check,
+    join,
+    no_aborted_seen,
+    no_duplicates,
+    no_losses,
+    no_rewind,
+    no_strangers,
+    offsets_match_outputs,
+    order,
+    stable_end,
+)
+
+IN, OUT = ("flights", "weather"), ("late", "audit")
+PARTITIONS = 3
+COLUMNS = ("topic", "partition", "offset", "source_topic", "source_partition", "source_offset", "copy")
+
+
+@dataclass
+class History:
+    """Everything `check` takes, as plain arrays that a test may break before it asks."""
+
+    inputs: Inputs
+    outputs: Outputs
+    committed: dict[tuple[str, int], int]
+    ends: Ends
+    seen: Outputs
+    commits: CommitSeries
+    fan_out: Any = 2
+
+    def check(self, **other: Any) -> Report:
+        scope = {"committed": self.committed, "ends": self.ends, "seen": self.seen, "commits": self.commits}
+        return check(self.inputs, self.outputs, fan_out=self.fan_out, **(scope | {"complete": True} | other))
+
+    def alone(self, **scope: Any) -> Report:
+        """Only the rules that compare inputs and outputs: no offsets, ends, readers."""
+        return check(self.inputs, self.outputs, fan_out=self.fan_out, **scope)
+
+
+def without(outputs: Outputs, gone: Any) -> Outputs:
+    keep = np.ones(len(outputs), bool)
+    keep[gone] = False
+    return outputs.take(np.flatnonzero(keep))
+
+
+def changed(outputs: Outputs, **columns: Any) -> Outputs:
+    return replace(outputs, **columns)
+
+
+def appended(outputs: Outputs, **record: int) -> Outputs:
+    return replace(outputs, **{c: np.append(getattr(outputs, c), record[c]) for c in COLUMNS})
+
+
+def gaps(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Offsets with holes, as control markers, aborted records and compaction leave them."""
+    return np.cumsum(rng.choice([1, 1, 1, 2, 5], count)) - 1 + rng.integers(0, 4)
+
+
+def history(seed: int = 1, per_partition: int = 40, sparse: int = 1, shuffle: bool = False) -> History:
+    rng = np.random.default_rng(seed)
+    lanes = [(t, p) for t in range(2) for p in range(PARTITIONS)]
+    offsets = [gaps(rng, int(rng.integers(2, per_partition))) * sparse for _ in lanes]
+    # The order of handling: partitions interleaved at random, each in offset order.
+    turns = rng.permutation(np.repeat(np.arange(len(lanes)), [len(o) for o in offsets]))
+    queues = [list(o) for o in offsets]
+    handled = np.array([(*lanes[lane], queues[lane].pop(0)) for lane in turns])
+    inputs = Inputs(
+        topics=IN,
+        topic=handled[:, 0],
+        partition=handled[:, 1],
+        offset=handled[:, 2],
+        transaction=np.arange(len(handled)) // 7,
+    )
+    next_offset = {(t, p): int(rng.integers(0, 9)) for t in range(2) for p in range(PARTITIONS)}
+    rows = []
+    for topic, partition, offset in handled:
+        to = (int(partition) + int(topic)) % PARTITIONS
+        for copy in range(2):
+            next_offset[copy, to] += int(rng.choice([1, 1, 2]))
+            rows.append((copy, to, next_offset[copy, to] - 1, topic, partition, offset, copy))
+    table = np.array(rows)
+    outputs = Outputs(topics=OUT, **{name: table[:, i] for i, name in enumerate(COLUMNS)})
+    committed = {(IN[t], p): int(o[-1]) + 1 for (t, p), o in zip(lanes, offsets, strict=True)}
+    end = {at: offset + 1 for at, offset in committed.items()}
+    end |= {(OUT[t], p): offset + 1 for (t, p), offset in next_offset.items()}
+    commits = CommitSeries(topics=IN, topic=handled[:, 0], partition=handled[:, 1], offset=handled[:, 2] + 1)
+    seen = outputs.take(np.arange(len(outputs) * 2 // 3))
+    if shuffle:
+        inputs = inputs.take(rng.permutation(len(inputs)))
+        outputs = outputs.take(rng.permutation(len(outputs)))
+    return History(inputs, outputs, committed, Ends(dict(end), dict(end)), seen, commits)
+
+
+def output_at(h: History, topic: int, partition: int, nth: int = 0) -> int:
+    """Row of the nth output of an output partition."""
+    return int(np.flatnonzero((h.outputs.topic == topic) & (h.outputs.partition == partition))[nth])
+
+
+def source(o: Outputs, i: int) -> str:
+    return f"{IN[o.source_topic[i]]}[{o.source_partition[i]}]@{o.source_offset[i]}"
+
+
+def of_same_source(o: Outputs, i: int) -> np.ndarray:
+    same = (o.source_topic == o.source_topic[i]) & (o.source_partition == o.source_partition[i])
+    return np.flatnonzero(same & (o.source_offset == o.source_offset[i]))
+
+
+def assert_only(report: Report, rules: str, *said: str) -> None:
+    """Exactly these rules are red, and the first one's explanation names the place."""
+    assert report.violated == tuple(rules.split()), str(report)
+    with pytest.raises(AssertionError) as raised:
+        report.raise_if_violated()
+    for words in said:
+        assert words in str(raised.value)
+        assert words in report[rules.split()[0]].sentence
+
+
+@given(st.integers(0, 2**32), st.sampled_from([2, 5, 60]), st.sampled_from([1, 1_000_003, 10**12]), st.booleans())
+def test_a_correct_history_passes_every_rule_however_its_records_are_ordered(seed, size, sparse, shuffle):
+    h = history(seed, max(size, 3), sparse, shuffle)
+    report = h.check()
+    assert report.ok, str(report)
+    report.raise_if_violated()
+    assert all(v.examined > 0 and v.violations == 0 and not v.examples for v in report.verdicts)
+    assert [v.rule for v in report.verdicts] == [
+        "no_duplicates",
+        "no_losses",
+        "no_strangers",
+        "order",
+        "atomic",
+        "atomic_transactions",
+        "offsets_match_outputs",
+        "no_aborted_seen",
+        "stable_end",
+        "no_rewind",
+    ]
+    assert report["no_duplicates"].examined == len(h.outputs)
+    assert report["no_losses"].examined == 2 * len(h.inputs)
+
+
+@given(st.integers(0, 2**32), st.sampled_from([1, 10**12]))
+def test_a_run_that_stopped_half_way_passes_up_to_its_committed_offsets(seed, sparse):
+    h = history(seed, sparse=sparse)
+    stop = np.random.default_rng(seed).integers(1, len(h.inputs))
+    later = h.inputs.take(np.arange(stop, len(h.inputs)))
+    h.outputs = h.outputs.take(np.arange(2 * stop))
+    for t, topic in enumerate(IN):
+        for p in range(PARTITIONS):
+            waiting = later.offset[(later.topic == t) & (later.partition == p)]
+            if waiting.size:
+                h.committed[topic, p] = int(waiting[0])
+    h.inputs = replace(h.inputs, transaction=np.where(np.arange(len(h.inputs)) < stop, h.inputs.transaction, -1))
+    report = h.check(complete=False, seen=None)
+    assert report.ok, str(report)
+    assert report["no_losses"].examined == 2 * stop
+    assert not h.check(complete=True, seen=None)["no_losses"].holds
+
+
+# --- one mutation per rule: it alone turns red
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("sparse", [1, 10**9])
+def test_a_doubled_output_is_a_duplicate_and_both_places_are_named(shuffle, sparse):
+    h = history(2, sparse=sparse, shuffle=shuffle)
+    i = output_at(h, 0, 1)
+    h.outputs = appended(h.outputs, **{c: getattr(h.outputs, c)[i] for c in COLUMNS} | {"offset": 10**6})
+    first = f"copy 0 of {source(h.outputs, i)}", f"late[1]@{h.outputs.offset[i]}", "late[1]@1000000"
+    assert_only(h.check(), "no_duplicates", *first, "2 times")
+
+
+def test_a_replayed_transaction_is_duplicates_and_not_a_wrong_order():
+    h = history(3)
+    lane = np.flatnonzero((h.outputs.topic == 1) & (h.outputs.partition == 2))
+    again = replace(h.outputs.take(lane), offset=h.outputs.offset[lane] + 10**6)
+    h.outputs = replace(h.outputs, **{c: np.concatenate([getattr(h.outputs, c), getattr(again, c)]) for c in COLUMNS})
+    report = h.check()
+    assert_only(report, "no_duplicates", "audit[2]@")
+    assert report["no_duplicates"].violations == len(lane)
+
+
+@pytest.mark.parametrize("sparse", [1, 10**9])
+def test_an_input_without_any_output_is_a_loss(sparse):
+    h = history(4, sparse=sparse)
+    i = output_at(h, 0, 2, 1)
+    lost = source(h.outputs, i)
+    h.outputs = without(h.outputs, of_same_source(h.outputs, i))
+    h.inputs = replace(h.inputs, transaction=None)
+    assert_only(h.alone(complete=True), "no_losses", f"copy 0 of {lost} is not visible")
+    assert h.alone(complete=True)["no_losses"].violations == 2
+    assert_only(h.check(seen=None), "no_losses offsets_match_outputs", lost)
+    assert lost in h.check(seen=None)["offsets_match_outputs"].sentence
+
+
+def test_a_loss_above_the_committed_offset_is_work_still_to_be_done():
+    h = history(4)
+    i = len(h.outputs) - 1
+    place = IN[h.outputs.source_topic[i]], int(h.outputs.source_partition[i])
+    h.committed[place] = int(h.outputs.source_offset[i])
+    h.outputs = without(h.outputs, of_same_source(h.outputs, i))
+    h.inputs = replace(h.inputs, transaction=None)
+    assert h.check(complete=False).ok
+    assert not h.check(complete=True)["no_losses"].holds
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        ("source_offset", 10**15, "flights[0]@1000000000000000, which is not an input"),
+        ("source_offset", -1, "flights[0]@-1, which is not an input"),
+        ("source_offset", -(2**63), "which is not an input"),
+        ("source_partition", PARTITIONS, "flights[3]@"),
+        ("source_partition", -1, "flights[-1]@"),
+        ("source_partition", 2**31 - 1, "flights[2147483647]@"),
+        ("source_topic", 2, "topic #2[0]@"),
+        ("source_topic", -(2**31), "topic #-2147483648[0]@"),
+        ("copy", 2, "which must have 2, numbered from 0"),
+        ("copy", -1, "copy -1 of flights[0]@"),
+    ],
+)
+@pytest.mark.parametrize("sparse", [1, 10**9])
+def test_an_output_whose_source_is_no_input_is_a_stranger(column, value, said, sparse):
+    h = history(5, sparse=sparse)
+    stranger = {"topic": 0, "partition": 1, "offset": 777_777, "source_topic": 0, "source_partition": 0}
+    stranger |= {"source_offset": int(h.inputs.offset[(h.inputs.topic == 0) & (h.inputs.partition == 0)][0]), "copy": 0}
+    h.outputs = appended(h.outputs, **stranger | {column: value})
+    assert_only(h.check(), "no_strangers", "late[1]@777777", said)
+
+
+@pytest.mark.parametrize("sparse", [1, 10**9])
+def test_a_source_in_a_gap_between_inputs_is_a_stranger(sparse):
+    h = history(6, sparse=sparse)
+    mine = h.inputs.offset[(h.inputs.topic == 1) & (h.inputs.partition == 0)]
+    hole = next(int(o) for o in range(mine[0], mine[-1]) if o not in mine)
+    h.outputs = appended(h.outputs, **dict(zip(COLUMNS, (0, 0, 10**6, 1, 0, hole, 0), strict=True)))
+    assert_only(h.check(), "no_strangers", f"weather[0]@{hole}", "late[0]@1000000")
+
+
+def test_a_stranger_that_is_there_twice_is_also_a_duplicate():
+    h = history(6)
+    for offset in (10**6, 10**6 + 1):
+        h.outputs = appended(h.outputs, **dict(zip(COLUMNS, (0, 0, offset, 1, 0, 10**7, 0), strict=True)))
+    assert_only(h.check(), "no_duplicates no_strangers", "weather[0]@10000000", "late[0]@1000000 and late[0]@1000001")
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_two_outputs_of_one_source_partition_that_changed_places_are_out_of_order(shuffle):
+    h = history(7, shuffle=shuffle)
+    o = h.outputs
+    lane = (o.topic == 0) & (o.partition == 0) & (o.source_topic == 0)
+    i, j = np.flatnonzero(lane)[np.argsort(o.offset[lane])][1:3]
+    offset = o.offset.copy()
+    offset[[i, j]] = offset[[j, i]]
+    h.outputs = changed(o, offset=offset)
+    report = h.check(seen=None)
+    assert_only(report, "order", source(o, i), source(o, j), f"late[0]@{o.offset[j]}", f"late[0]@{o.offset[i]}")
+    assert report["order"].violations == 1
+
+
+def test_outputs_of_different_source_partitions_may_stand_in_any_order():
+    h = history(7)
+    o = h.outputs
+    by_source = np.lexsort((np.arange(len(o)), o.source_partition, o.source_topic))
+    offset = np.empty_like(o.offset)
+    offset[by_source] = np.arange(len(o))  # one source partition after the other, each in its order
+    h.outputs = changed(o, offset=offset)
+    assert h.check(seen=None).ok
+
+
+def test_copies_of_one_input_in_one_partition_must_stand_in_copy_order():
+    places = {"topic": [0, 0], "partition": [0, 0]}
+    inputs = Inputs(topics=("in",), topic=[0], partition=[0], offset=[5])
+    outputs = Outputs(
+        topics=("out",), **places, offset=[1, 2], source_topic=[0, 0], source_partition=[0, 0],
+        source_offset=[5, 5], copy=[1, 0],
+    )  # fmt: skip
+    assert_only(check(inputs, outputs, fan_out=2), "order", "out[0]@2 (copy 0 of in[0]@5)", "out[0]@1 (copy 1")
+
+
+def test_an_input_with_one_of_its_two_copies_is_torn():
+    h = history(8)
+    i = output_at(h, 1, 1, 3)
+    torn, other = source(h.outputs, i), (set(of_same_source(h.outputs, i)) - {i}).pop()
+    still = h.outputs.name(other)
+    h.outputs = without(h.outputs, i)
+    whole = replace(h.inputs, transaction=None)
+    h.inputs, numbered = whole, h.inputs
+    assert_only(h.alone(), "atomic", f"{torn} is torn: copy 1 is missing", f"{still} is visible")
+    h.inputs = numbered
+    assert_only(h.check(seen=None), "no_losses atomic atomic_transactions", torn)
+
+
+def test_a_transaction_of_which_half_the_inputs_took_effect_is_torn():
+    h = history(9)
+    half = np.flatnonzero(h.inputs.transaction == 3)[:4]  # whole inputs vanish, so none of them is torn by itself
+    gone = np.concatenate([2 * half, 2 * half + 1])
+    topic, partition, offset = min(
+        zip(h.inputs.topic[half], h.inputs.partition[half], h.inputs.offset[half], strict=True)
+    )
+    h.outputs = without(h.outputs, gone)
+    first = f"copy 0 of {IN[topic]}[{partition}]@{offset} is not"
+    assert_only(h.alone(), "atomic_transactions", "transaction 3 is torn: 6 of its 14 outputs are visible", first)
+
+
+def test_a_transaction_that_vanished_whole_is_not_torn_but_lost():
+    h = history(9)
+    rows = np.flatnonzero(h.inputs.transaction == 3)
+    h.outputs = without(h.outputs, np.concatenate([2 * rows, 2 * rows + 1]))
+    assert h.alone().ok
+    assert_only(h.alone(complete=True), "no_losses")
+
+
+def test_an_unknown_transaction_is_judged_by_nobody():
+    h = history(9)
+    h.inputs = replace(h.inputs, transaction=np.full(len(h.inputs), -1))
+    verdict = atomic_transactions(join(h.inputs, h.outputs, 2))
+    assert (verdict.holds, verdict.examined) == (False, 0)
+
+
+def test_a_committed_offset_that_stayed_behind_its_outputs_would_repeat_them():
+    h = history(10)
+    mine = h.inputs.offset[(h.inputs.topic == 0) & (h.inputs.partition == 2)]
+    h.committed["flights", 2] = int(mine[-1])
+    repeated = f"flights[2]@{mine[-1]}"
+    assert_only(h.check(), "offsets_match_outputs", repeated, f"committed at {mine[-1]}", "handle it again")
+    del h.committed["flights", 2]
+    assert_only(h.check(), "offsets_match_outputs", f"flights[2]@{mine[0]}", "not committed at all")
+
+
+def test_a_committed_offset_behind_the_end_of_its_partition_would_skip_records():
+    h = history(10)
+    h.committed["weather", 1] = h.ends.log_end["weather", 1] + 1
+    assert_only(h.check(), "offsets_match_outputs", f"weather[1] is committed at {h.committed['weather', 1]}")
+
+
+def test_a_committed_offset_that_ran_ahead_of_its_outputs_is_found_by_both_rules():
+    h = history(11)
+    i = len(h.outputs) - 1  # the last handled input, so nothing but its own transaction is touched
+    ahead = source(h.outputs, i)
+    h.outputs = without(h.outputs, of_same_source(h.outputs, i))
+    h.inputs = replace(h.inputs, transaction=None)
+    report = h.check(complete=False)
+    assert_only(report, "no_losses offsets_match_outputs", ahead)
+    assert ahead in report["offsets_match_outputs"].sentence
+    assert "nobody will handle it any more" in report["offsets_match_outputs"].sentence
+
+
+def test_a_committed_offset_may_lie_anywhere_in_a_gap():
+    h = history(10)
+    for place, offset in h.committed.items():
+        h.committed[place] = offset + 1
+    assert h.check().ok
+
+
+def test_a_record_that_a_reader_saw_and_that_is_gone_was_aborted():
+    h = history(12)
+    h.seen = appended(h.seen, **dict(zip(COLUMNS, (1, 0, 10**6, 0, 0, 0, 1), strict=True)))
+    assert_only(h.check(), "no_aborted_seen", "audit[0]@1000000", "aborted")
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_record_that_now_has_another_source_was_replaced(shuffle):
+    h = history(12, shuffle=shuffle)
+    changed_source = h.seen.source_offset.copy()
+    changed_source[4] += 1
+    h.seen = changed(h.seen, source_offset=changed_source)
+    assert_only(h.check(), "no_aborted_seen", h.seen.name(4), "another source")
+
+
+def test_a_record_that_a_reader_was_given_twice_or_late_is_told():
+    h = history(12)
+    h.seen = appended(h.seen, **{c: getattr(h.seen, c)[3] for c in COLUMNS})
+    assert_only(h.check(), "no_aborted_seen", f"{h.seen.name(3)} was delivered behind", "of the same partition")
+    h = history(12)
+    last = len(h.seen) - 1  # twice in a row: the offset does not go back, it stays
+    h.seen = appended(h.seen, **{c: getattr(h.seen, c)[last] for c in COLUMNS})
+    assert_only(h.check(), "no_aborted_seen", f"{h.seen.name(last)} was delivered behind {h.seen.name(last)}")
+    h = history(12)
+    a, b = np.flatnonzero((h.seen.topic == 0) & (h.seen.partition == 1))[:2]
+    turned = np.arange(len(h.seen))
+    turned[[a, b]] = [b, a]
+    early, late = h.seen.name(a), h.seen.name(b)
+    h.seen = h.seen.take(turned)
+    assert_only(h.check(), "no_aborted_seen", f"{early} was delivered behind {late}")
+
+
+def test_a_last_stable_offset_below_the_end_is_a_hanging_transaction():
+    h = history(13)
+    h.ends.stable["late", 2] -= 1
+    end = h.ends.log_end["late", 2]
+    assert_only(h.check(), "stable_end", f"late[2] is readable up to {end - 1} only", f"ends at {end}")
+
+
+def test_a_partition_with_one_end_unknown_is_not_taken_for_stable():
+    h = history(13)
+    del h.ends.stable["late", 2]
+    assert_only(h.check(), "stable_end", "late[2] has only one of its two ends")
+
+
+def test_a_committed_offset_that_went_back_is_told_with_both_values():
+    h = history(14)
+    mine = np.flatnonzero((h.commits.topic == 1) & (h.commits.partition == 0))
+    offset = h.commits.offset.copy()
+    offset[mine[-1]] = offset[mine[-2]] - 1
+    h.commits = replace(h.commits, offset=offset)
+    said = f"weather[0] went back from {offset[mine[-2]]} to {offset[mine[-1]]}"
+    assert_only(h.check(), "no_rewind", said)
+
+
+def test_a_committed_offset_that_vanished_went_back():
+    commits = CommitSeries(topics=IN, topic=[0, 0], partition=[1, 1], offset=[5, -1])
+    assert "flights[1] went back from 5 to -1" in no_rewind(commits).sentence
+
+
+# --- nothing examined, nothing proved
+
+
+def empty_inputs() -> Inputs:
+    return Inputs(topics=IN, topic=[], partition=[], offset=[], transaction=[])
+
+
+def empty_outputs() -> Outputs:
+    return Outputs(topics=OUT, **{name: [] for name in COLUMNS})
+
+
+def every_rule_on_nothing() -> list[Verdict]:
+    joined = join(empty_inputs(), empty_outputs(), 2)
+    return [
+        no_duplicates(joined),
+        no_losses(joined, {}),
+        no_losses(joined, complete=True),
+        no_strangers(joined),
+        order(joined),
+        atomic(joined),
+        atomic_transactions(joined),
+        offsets_match_outputs(joined, {("flights", 0): 3}, {("flights", 0): 3}),
+        no_aborted_seen(empty_outputs(), empty_outputs()),
+        stable_end(Ends({}, {})),
+        no_rewind(CommitSeries(topics=IN, topic=[], partition=[], offset=[])),
+    ]
+
+
+@pytest.mark.parametrize("verdict", every_rule_on_nothing(), ids=lambda v: v.rule)
+def test_a_rule_that_examined_nothing_does_not_hold(verdict):
+    assert (verdict.holds, verdict.examined, verdict.violations) == (False, 0, 0)
+    assert verdict.sentence.startswith("examined nothing: there were no")
+
+
+def test_a_check_of_nothing_is_red_and_says_that_nothing_was_examined():
+    report = check(empty_inputs(), empty_outputs(), complete=True)
+    assert not report.ok
+    with pytest.raises(AssertionError, match="examined nothing"):
+        report.raise_if_violated()
+
+
+def test_inputs_without_outputs_are_losses_and_outputs_without_inputs_strangers():
+    h = history(15)
+    none_out = check(h.inputs, empty_outputs(), fan_out=2, complete=True)
+    assert none_out["no_losses"].violations == 2 * len(h.inputs)
+    assert not none_out["no_duplicates"].holds
+    none_in = check(empty_inputs(), h.outputs, fan_out=2, complete=True)
+    assert none_in["no_strangers"].violations == len(h.outputs)
+    assert none_in["no_duplicates"].holds
+
+
+def test_a_run_that_committed_nothing_proved_nothing_about_losses():
+    h = history(15)
+    assert "examined nothing" in no_losses(join(h.inputs, h.outputs, 2), {}).sentence
+
+
+def test_a_reader_that_saw_nothing_proved_nothing():
+    assert_only(history(15).check(seen=empty_outputs()), "no_aborted_seen", "examined nothing")
+
+
+def test_one_observation_per_partition_proves_nothing_about_rewinds():
+    commits = CommitSeries(topics=IN, topic=[0, 0, 1], partition=[0, 1, 0], offset=[5, 3, 1])
+    assert_only(history(15).check(commits=commits), "no_rewind", "examined nothing")
+
+
+def test_a_report_without_verdicts_is_not_ok():
+    with pytest.raises(AssertionError, match="nothing was checked"):
+        Report(()).raise_if_violated()
+
+
+# --- the rest of the contract
+
+
+def test_each_input_may_have_a_fan_out_of_its_own():
+    h = history(16)
+    single = np.arange(len(h.inputs)) % 2 == 0
+    gone = of_kind = 2 * np.flatnonzero(single) + 1
+    h.outputs, h.fan_out = without(h.outputs, gone), np.where(single, 1, 2)
+    assert h.check(seen=None).ok
+    assert h.check(seen=None)["atomic"].examined == len(h.inputs) - len(of_kind)
+    h.fan_out = np.where(single, 0, 2)
+    report = h.check(seen=None)
+    assert not report["no_strangers"].holds
+    assert "which must have 0" in report["no_strangers"].sentence
+
+
+def test_one_input_and_one_output_are_a_history():
+    inputs = Inputs(topics=("in",), topic=[0], partition=[0], offset=[0])
+    one = {name: [0] for name in COLUMNS}
+    assert check(inputs, Outputs(topics=("out",), **one), committed={("in", 0): 1}).ok
+
+
+def test_without_offsets_and_completeness_losses_are_not_judged():
+    assert "no_losses" not in [v.rule for v in history(17).alone().verdicts]
+    with pytest.raises(KeyError, match="was not checked"):
+        history(17).alone()["no_losses"]
+
+
+def test_an_input_that_was_read_twice_is_no_history():
+    with pytest.raises(ValueError, match=r"in\[2\]@7 was read twice"):
+        join(Inputs(topics=("in",), topic=[0, 0, 0], partition=[2, 1, 2], offset=[7, 7, 7]), empty_outputs())
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ({"topic": [0, 2]}, "topic indexes"),
+        ({"topic": [0, -1]}, "topic indexes"),
+        ({"partition": [0, -1]}, "must not be below 0"),
+        ({"offset": [0, -1]}, "must not be below 0"),
+        ({"offset": [0]}, "unequal length"),
+        ({"offset": [0.5, 1.0]}, "must hold integers"),
+        ({"offset": [[0, 1]]}, "one dimension"),
+        ({"partition": [0, 2**40]}, "do not fit"),
+    ],
+)
+def test_arrays_that_cannot_be_a_history_are_refused(broken, said):
+    good = {"topic": [0, 1], "partition": [0, 0], "offset": [0, 1]}
+    with pytest.raises(ValueError, match=said):
+        Inputs(topics=IN, **good | broken)
+
+
+def test_a_reader_of_other_topics_is_refused():
+    h = history(17)
+    with pytest.raises(ValueError, match="concurrent reader"):
+        no_aborted_seen(replace(h.seen, topics=("other", "topics")), h.outputs)
+
+
+def test_the_examples_are_few_and_the_count_is_complete():
+    h = history(18)
+    report = check(h.inputs, empty_outputs(), fan_out=2, complete=True)
+    assert len(report["no_losses"].examples) == 5
+    assert report["no_losses"].violations == 2 * len(h.inputs)
+
+
+def test_the_table_shows_rule_count_and_place():
+    h = history(19)
+    h.ends.stable["late", 2] -= 1
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(h.check().table())
+    text = console.export_text()
+    assert "stable_end" in text
+    assert "late[2] is readable up to" in text
+    assert str(h.check()).count("\n") + 1 == len(h.check().verdicts)

@@ -1,0 +1,247 @@
+"""The command line without Kafka: sentences and exit codes for what a person gets wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import eos
+
+ROOT = Path(eos.__file__).resolve().parents[1]
+APP = """
+from eos import App
+
+app = App("an-app")
+number = 7
+
+@app.process("a", to="b")
+def copy(value: bytes) -> bytes:
+    return value
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A user's directory with a good App in good.py."""
+    (tmp_path / "good.py").write_text(APP)
+    return tmp_path
+
+
+def program(here: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("EOS_", "KAFKA_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "eos", *arguments],
+        cwd=here,
+        env=inherited | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def refused(code: int, here: Path, *arguments: str, **environment: str) -> str:
+    """What stderr says; nothing of it a traceback, nothing on stdout."""
+    ended = program(here, *arguments, **environment)
+    assert ended.returncode == code, ended.stderr
+    assert ended.stdout == ""
+    assert "Traceback" not in ended.stderr
+    assert "internal error" not in ended.stderr
+    return ended.stderr
+
+
+# ---- usage: 64 ---------------------------------------------------------------------------------------------
+
+
+def test_help_shows_every_command_and_exits_with_0(here: Path) -> None:
+    ended = program(here, "--help")
+    assert ended.returncode == 0, ended.stderr
+    for command in ("run", "broker", "demo"):
+        assert f" {command} " in ended.stdout
+    assert "Exactly-once" in ended.stdout
+    assert ended.stderr == ""
+
+
+def test_help_of_run_shows_its_options(here: Path) -> None:
+    ended = program(here, "run", "--help")
+    assert ended.returncode == 0, ended.stderr
+    for option in (
+        "MODULE:APP",
+        "--instance",
+        "--bootstrap-servers",
+        "--until-end",
+        "-X",
+        "--log-format",
+        "--log-level",
+    ):
+        assert option in ended.stdout, option
+
+
+def test_without_a_command_the_help_is_shown_and_the_exit_code_says_usage(here: Path) -> None:
+    ended = program(here)
+    assert ended.returncode == 64
+    assert "Usage:" in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_an_unknown_command_is_named(here: Path) -> None:
+    assert "No such command 'nope'" in refused(64, here, "nope")
+
+
+def test_a_missing_argument_is_named(here: Path) -> None:
+    assert "Missing argument 'MODULE:APP'" in refused(64, here, "run")
+
+
+def test_an_unknown_option_is_named(here: Path) -> None:
+    assert "No such option: --nope" in refused(64, here, "run", "good:app", "--nope")
+
+
+def test_an_option_without_its_value_is_named(here: Path) -> None:
+    assert "--instance" in refused(64, here, "run", "good:app", "--instance")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "choices"),
+    [("--log-format", "xml", "human, json"), ("--log-level", "loud", "debug, info, warning, error")],
+)
+def test_a_choice_that_does_not_exist_is_answered_with_those_that_do(
+    here: Path, option: str, value: str, choices: str
+) -> None:
+    assert refused(64, here, "run", "good:app", option, value) == f"eos: {option} {value}: must be one of {choices}\n"
+
+
+@pytest.mark.parametrize("name", ["group.id", "transactional.id"])
+def test_the_names_that_the_app_gives_cannot_be_set(here: Path, name: str) -> None:
+    sentence = refused(64, here, "run", "good:app", "-X", f"{name}=mine")
+    assert sentence == f"eos: {name} cannot be set for `eos run`: it is the App's id (and its instance)\n"
+
+
+# ---- settings: 78 ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [
+        ("linger.ms", "expected name=value"),
+        ("linger.msec=3", "did you mean linger.ms?"),
+        ("acks=1", "a record that only the leader has is lost with the leader"),
+        ("isolation.level=read_uncommitted", "would copy aborted ones"),
+        ("eos.transaction.interval.ms=soon", "is not a number"),
+        ("message.timeout.ms=60000", "after the broker ended its transaction"),
+    ],
+)
+def test_a_setting_that_is_wrong_is_a_configuration_error_with_its_reason(here: Path, flag: str, reason: str) -> None:
+    sentence = refused(78, here, "run", "good:app", "-X", flag)
+    assert reason in sentence
+    assert sentence.count("\n") == 1
+
+
+def test_a_value_that_only_librdkafka_can_judge_is_a_configuration_error_too(here: Path) -> None:
+    stderr = refused(78, here, "run", "good:app", "--instance", "i", "-X", "fetch.min.bytes=many")
+    assert "eos: the consumer's settings were refused: " in stderr
+    assert "fetch.min.bytes" in stderr
+
+
+def test_a_wrong_setting_in_eos_toml_is_a_configuration_error(here: Path) -> None:
+    (here / "eos.toml").write_text("linger.ms 20")
+    assert refused(78, here, "run", "good:app").startswith("eos: eos.toml cannot be read: ")
+
+
+def test_a_wrong_setting_in_the_environment_is_a_configuration_error(here: Path) -> None:
+    sentence = refused(78, here, "run", "good:app", EOS_REPLACE_PRODUCER="sometimes")
+    assert sentence == "eos: eos.replace.producer=sometimes must be one of auto, always, never\n"
+
+
+# ---- the App -----------------------------------------------------------------------------------------------
+
+
+def test_a_module_that_does_not_exist_is_named_with_where_it_was_looked_for(here: Path) -> None:
+    sentence = refused(64, here, "run", "nosuch:app")
+    assert sentence == f"eos: there is no module nosuch (looked in {here} and the Python path)\n"
+
+
+def test_a_submodule_that_does_not_exist_is_named_in_full(here: Path) -> None:
+    (here / "package").mkdir()
+    assert "there is no module package.nosuch " in refused(64, here, "run", "package.nosuch:app")
+
+
+def test_a_file_that_does_not_exist_is_named(here: Path) -> None:
+    assert refused(64, here, "run", "apps/none.py:app") == "eos: apps/none.py does not exist\n"
+
+
+@pytest.mark.parametrize("target", [":app", ".good:app", ""])
+def test_a_target_without_a_module_is_answered_with_an_example(here: Path, target: str) -> None:
+    assert "names no module: expected e.g. flights:app" in refused(64, here, "run", target)
+
+
+def test_an_attribute_that_is_not_an_app_is_named_with_what_it_is(here: Path) -> None:
+    assert refused(64, here, "run", "good:number") == "eos: number in good is a int, not an App\n"
+    assert refused(64, here, "run", "good:copy") == "eos: copy in good is a function, not an App\n"
+
+
+def test_an_attribute_that_is_missing_is_named(here: Path) -> None:
+    assert refused(64, here, "run", "good:nope") == "eos: nope in good is missing\n"
+
+
+def test_a_module_that_the_users_module_needs_is_named(here: Path) -> None:
+    (here / "needs.py").write_text("import not_installed_anywhere\n")
+    sentence = refused(64, here, "run", "needs")
+    assert sentence == "eos: needs needs the module not_installed_anywhere, which is not installed\n"
+
+
+def test_an_app_that_is_wrong_is_a_configuration_error_in_one_sentence(here: Path) -> None:
+    (here / "wrong.py").write_text('from eos import App\napp = App("no spaces!")\n')
+    assert refused(78, here, "run", "wrong").startswith("eos: the id of an App must be ")
+
+
+def test_an_app_without_a_function_is_a_configuration_error(here: Path) -> None:
+    (here / "empty.py").write_text('from eos import App\napp = App("empty")\n')
+    assert "the App 'empty' has no function" in refused(78, here, "run", "empty", "--instance", "i")
+
+
+def users_failure(here: Path, *arguments: str) -> str:
+    """What is shown for an exception of the user's: 64, theirs, and not one of our frames."""
+    ended = program(here, *arguments)
+    assert ended.returncode == 64, ended.stderr
+    assert "internal error" not in ended.stderr
+    assert str(ROOT) not in ended.stderr
+    assert "importlib" not in ended.stderr
+    return ended.stderr
+
+
+def test_a_module_that_raises_while_it_is_imported_shows_the_users_own_frames(here: Path) -> None:
+    (here / "helper.py").write_text('def fail():\n    raise ValueError("boom")\n')
+    (here / "bad.py").write_text("import helper\nhelper.fail()\n")
+    assert users_failure(here, "run", "bad:app") == (
+        "Traceback (most recent call last):\n"
+        f'  File "{here}/bad.py", line 2, in <module>\n    helper.fail()\n'
+        f'  File "{here}/helper.py", line 2, in fail\n    raise ValueError("boom")\n'
+        "ValueError: boom\n"
+        "eos: bad could not be imported: ValueError: boom\n"
+    )
+
+
+def test_a_module_with_a_syntax_error_shows_where_it_is(here: Path) -> None:
+    (here / "syntax.py").write_text("\ndef f(:\n")
+    stderr = users_failure(here, "run", "syntax.py:app")
+    assert f'File "{here}/syntax.py", line 2' in stderr
+    assert "eos: syntax could not be imported: SyntaxError: " in stderr
+
+
+def test_a_name_that_cannot_be_imported_from_another_module_is_the_users_too(here: Path) -> None:
+    (here / "importing.py").write_text("from good import nope\n")
+    assert "eos: importing could not be imported: ImportError: " in users_failure(here, "run", "importing")
+
+
+# ---- the cluster: 69 ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["good", "good:app", "good.py", "good.py:app", "./good.py"])
+def test_a_good_app_gets_as_far_as_the_cluster_which_is_unreachable(here: Path, target: str) -> None:
+    arguments = ("--bootstrap-servers", "127.0.0.1:1", "--instance", "i", "-X", "eos.startup.timeout.ms=1000")
+    stderr = refused(69, here, "run", target, *arguments)
+    assert stderr.startswith("eos: 127.0.0.1:1 cannot be reached: ")

@@ -1,0 +1,229 @@
+"""What the caller of a failed call must do: every measured row, and the error tree's exit codes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple, get_args
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+
+from eos import errors
+from eos.errors import TABLE, Action, Call, CallFailed, EosError, PoisonRecord, classify, describe_error, stop_error
+
+K = KafkaError
+CALLS: tuple[Call, ...] = get_args(Call)
+EXACT_CODES = {
+    name: value
+    for name, value in vars(KafkaError).items()
+    if isinstance(value, int) and name.lstrip("_").isupper() and not name.startswith("__") and value != 0
+}
+
+
+class Row(NamedTuple):
+    case: str
+    call: Call
+    code: int
+    flags: str  # fatal, retriable, txn_requires_abort, as the table of facts writes them
+    action: Action
+
+
+# facts/client-behaviour.md, "Errors, call by call", in its order.
+MEASURED = [
+    Row("zombie sends offsets", "send_offsets", K._FENCED, "1/0/0", Action.SETTLE),
+    Row("zombie commits", "commit", K._FENCED, "1/0/0", Action.SETTLE),
+    Row("zombie aborts", "abort", K._FENCED, "1/0/0", Action.SETTLE),
+    Row("zombie begins", "begin", K._FENCED, "1/0/0", Action.SETTLE),
+    Row("zombie flushes", "flush", K._FENCED, "1/0/0", Action.SETTLE),
+    Row("zombie produces after it was fenced", "produce", K._FATAL, "0/0/0", Action.SETTLE),
+    Row("own timeout: delivery", "delivery", K.INVALID_PRODUCER_EPOCH, "0/0/0", Action.SETTLE),
+    Row("own timeout: offsets", "send_offsets", K._FENCED, "1/0/0", Action.SETTLE),
+    Row("member closed or session timed out: offsets", "send_offsets", K.UNKNOWN_MEMBER_ID, "0/0/1", Action.ABORT),
+    Row("member closed or session timed out: commit", "commit", K.UNKNOWN_MEMBER_ID, "0/0/1", Action.ABORT),
+    Row("stale generation, classic: offsets", "send_offsets", K.ILLEGAL_GENERATION, "0/0/1", Action.ABORT),
+    Row("stale epoch, consumer protocol: commit", "commit", K.ILLEGAL_GENERATION, "0/0/1", Action.ABORT),
+    Row("broker down at commit: the same call again", "commit", K._TIMED_OUT, "0/1/0", Action.RETRY),
+    Row("abort left for a commit that hangs", "abort", K._CONFLICT, "0/1/0", Action.REBUILD),
+    Row("begin left for a commit that hangs", "begin", K._CONFLICT, "0/1/0", Action.REBUILD),
+    Row("produce while a commit hangs", "produce", K._STATE, "0/0/0", Action.BUG),
+    Row("broker down at init: init again", "init", K._TIMED_OUT, "0/1/0", Action.RETRY),
+    Row(
+        "transaction.timeout.ms above the broker's maximum",
+        "init",
+        K.INVALID_TRANSACTION_TIMEOUT,
+        "1/0/0",
+        Action.MISCONFIGURED,
+    ),
+    Row("begin before init", "begin", K._STATE, "0/0/0", Action.BUG),
+    Row("commit without begin", "commit", K._STATE, "0/0/0", Action.BUG),
+    Row("no transactional.id", "init", K._NOT_CONFIGURED, "0/0/0", Action.BUG),
+    Row("record too large, by the broker: delivery", "delivery", K.MSG_SIZE_TOO_LARGE, "0/0/0", Action.POISON),
+    Row("record too large, by the broker: commit", "commit", K.MSG_SIZE_TOO_LARGE, "0/0/1", Action.ABORT),
+    Row("the commit after that one", "commit", K.OUT_OF_ORDER_SEQUENCE_NUMBER, "0/0/1", Action.ABORT),
+    Row("record too large, by the client", "produce", K.MSG_SIZE_TOO_LARGE, "0/0/0", Action.POISON),
+    Row("unknown topic: delivery", "delivery", K.UNKNOWN_TOPIC_OR_PART, "0/0/0", Action.UNAVAILABLE),
+    Row("unknown topic: commit", "commit", K._INCONSISTENT, "0/0/1", Action.ABORT),
+    Row("unknown partition, metadata known", "produce", K._UNKNOWN_PARTITION, "0/0/0", Action.POISON),
+    Row("callback raised inside commit, then begin", "begin", K._CONFLICT, "0/1/0", Action.REBUILD),
+    Row("delivery timeout: delivery", "delivery", K._MSG_TIMED_OUT, "0/0/0", Action.ABORT),
+    Row("delivery timeout: commit", "commit", K._TIMED_OUT, "0/0/1", Action.ABORT),
+    # H2b and H3: what an abort leaves behind, and what a late copy of a fenced epoch gets.
+    Row("a record purged by an abort", "delivery", K._PURGE_QUEUE, "0/0/0", Action.ABORT),
+    Row("late EndTxn in the next transaction", "commit", K.INVALID_TXN_STATE, "1/0/0", Action.REBUILD),
+    # facts/ownership.md, static membership.
+    Row("two live static members: the older's offsets", "send_offsets", K.FENCED_INSTANCE_ID, "0/0/1", Action.FENCED),
+    Row("two live static members: the older's poll", "consume", K._FATAL, "1/0/0", Action.FENCED),
+    # facts/loop-rules.md 16 and 13.
+    Row("the committed offset is out of range", "consume", K._AUTO_OFFSET_RESET, "0/0/0", Action.INPUT_GONE),
+    Row("spurious epoch mismatch (KAFKA-19779)", "send_offsets", K.STALE_MEMBER_EPOCH, "0/0/1", Action.ABORT),
+    # Nobody's fault, or the administrator's.
+    Row("the transactional.id expired", "begin", K.INVALID_PRODUCER_ID_MAPPING, "1/0/0", Action.REBUILD),
+    Row("no ACL on the group", "send_offsets", K.GROUP_AUTHORIZATION_FAILED, "0/0/1", Action.UNAUTHORISED),
+    Row("no ACL on the topic", "delivery", K.TOPIC_AUTHORIZATION_FAILED, "0/0/0", Action.UNAUTHORISED),
+    Row("no ACL on the id", "init", K.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, "1/0/0", Action.UNAUTHORISED),
+    Row("wrong password", "consume", K._AUTHENTICATION, "0/0/0", Action.UNAUTHORISED),
+    Row("broker lost while consuming", "consume", K._TRANSPORT, "0/0/0", Action.RETRY),
+    Row("offsets still pending", "committed", K.UNSTABLE_OFFSET_COMMIT, "0/0/0", Action.RETRY),
+]
+
+
+def kafka_error(code: int, flags: str = "0/0/0", reason: str = "why") -> KafkaError:
+    fatal, retriable, abort = (flag == "1" for flag in flags.split("/"))
+    return KafkaError(code, reason, fatal=fatal, retriable=retriable, txn_requires_abort=abort)
+
+
+def test_confluent_kafka_lets_a_test_make_an_error_with_its_flags() -> None:
+    for flags in itertools.product((False, True), repeat=3):
+        error = KafkaError(K._FENCED, "why", fatal=flags[0], retriable=flags[1], txn_requires_abort=flags[2])
+        assert (error.fatal(), error.retriable(), error.txn_requires_abort()) == flags
+        assert (error.code(), error.str()) == (K._FENCED, "why")
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row.case}: {row.action.name}")
+def test_a_measured_error_leads_to(row: Row) -> None:
+    assert classify(row.call, kafka_error(row.code, row.flags)) is row.action
+
+
+def test_a_timeout_means_call_again_or_abort_by_its_flags_alone() -> None:
+    assert classify("commit", kafka_error(K._TIMED_OUT, "0/1/0")) is Action.RETRY
+    assert classify("commit", kafka_error(K._TIMED_OUT, "0/0/1")) is Action.ABORT
+    assert classify("commit", kafka_error(K._TIMED_OUT, "0/1/1")) is Action.ABORT
+
+
+def test_a_delivery_error_is_never_classified_by_flags() -> None:
+    assert len(EXACT_CODES) > 100, EXACT_CODES
+    for code in EXACT_CODES.values():
+        actions = {
+            classify("delivery", kafka_error(code, f"{f}/{r}/{a}"))
+            for f, r, a in itertools.product((0, 1), (0, 1), (0, 1))
+        }
+        assert len(actions) == 1, code
+        assert Action.RETRY not in actions, f"{code}: a record that failed is not offered again by anybody"
+
+
+@pytest.mark.parametrize("call", ["init", "begin", "produce", "flush", "send_offsets", "commit", "abort"])
+def test_an_error_that_the_table_does_not_know_is_decided_by_its_flags(call: Call) -> None:
+    unknown = K.BROKER_NOT_AVAILABLE
+    assert not {(call, unknown), ("*", unknown)} & TABLE.keys()
+    assert classify(call, kafka_error(unknown, "0/0/1")) is Action.ABORT
+    assert classify(call, kafka_error(unknown, "0/1/0")) is Action.RETRY
+    assert classify(call, kafka_error(unknown, "1/1/0")) is Action.REBUILD, "fatal: calling again cannot help"
+    assert classify(call, kafka_error(unknown, "1/0/0")) is Action.REBUILD
+    assert classify(call, kafka_error(unknown, "0/0/0")) is Action.REBUILD, "without flags an error counts as fatal"
+
+
+def test_no_fatal_error_is_ever_retried_on_the_producer() -> None:
+    for call, code in itertools.product(set(CALLS) - {"consume", "committed"}, EXACT_CODES.values()):
+        assert classify(call, kafka_error(code, "1/0/0")) is not Action.RETRY, (call, code)
+        assert classify(call, kafka_error(code, "1/1/0")) is not Action.RETRY, (call, code)
+
+
+def test_every_row_of_the_table_names_a_call_and_a_code_that_exist() -> None:
+    codes = set(EXACT_CODES.values())
+    assert {call for call, _ in TABLE} <= {*CALLS, "*"}
+    assert {code for _, code in TABLE} <= codes
+
+
+# ---- the tree ----------------------------------------------------------------------------------------------
+
+EXIT_CODES = {
+    "EosError": 70,
+    "UsageError": 64,
+    "PoisonRecord": 65,
+    "InputGone": 66,
+    "Unavailable": 69,
+    "IllegalState": 70,
+    "Temporary": 75,
+    "CommitOutcomeUnknown": 75,
+    "NotAuthorised": 77,
+    "ConfigurationError": 78,
+    "Fenced": 79,
+}
+
+
+def test_the_exit_codes_are_those_of_the_public_contract() -> None:
+    tree = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, EosError)}
+    assert {name: kind.exit_code for name, kind in tree.items()} == EXIT_CODES
+
+
+def test_the_tree_in_the_docstring_names_every_error_with_its_exit_code() -> None:
+    lines = {
+        line.split()[1]: line for line in (errors.__doc__ or "").splitlines() if "──" in line and "EosE" not in line
+    }
+    assert set(EXIT_CODES) - {"EosError", "CommitOutcomeUnknown"} <= set(lines)
+    for name, line in lines.items():
+        assert str(EXIT_CODES.get(name, "")) in line
+
+
+def test_an_unknown_commit_outcome_is_temporary_and_a_failed_call_is_internal() -> None:
+    assert issubclass(errors.CommitOutcomeUnknown, errors.Temporary)
+    assert not issubclass(CallFailed, EosError)
+
+
+def test_a_poison_record_says_where_it_is() -> None:
+    poison = PoisonRecord("cannot be read", "flights", 3, 42)
+    assert (str(poison), poison.topic, poison.partition, poison.offset) == ("cannot be read", "flights", 3, 42)
+
+
+# ---- sentences ---------------------------------------------------------------------------------------------
+
+
+def test_an_error_is_described_by_its_name_and_librdkafkas_sentence() -> None:
+    error = kafka_error(K._FENCED, "1/0/0", "Producer fenced by newer instance")
+    assert describe_error(error) == "_FENCED (Producer fenced by newer instance)"
+    assert describe_error(KafkaException(error)) == describe_error(error)
+
+
+def test_an_exception_is_described_by_its_class_and_text() -> None:
+    assert describe_error(ValueError("no")) == "ValueError: no"
+    assert describe_error(KafkaException("text only")) == "KafkaException: text only"
+    assert describe_error(KafkaException()) == "KafkaException: "
+
+
+STOPS: list[tuple[Action, type[EosError]]] = [
+    (Action.UNAVAILABLE, errors.Unavailable),
+    (Action.UNAUTHORISED, errors.NotAuthorised),
+    (Action.MISCONFIGURED, errors.ConfigurationError),
+    (Action.FENCED, errors.Fenced),
+    (Action.INPUT_GONE, errors.InputGone),
+    (Action.BUG, errors.IllegalState),
+]
+
+
+@pytest.mark.parametrize(
+    ("action", "kind"),
+    [*STOPS, *((action, errors.Temporary) for action in Action if action not in dict(STOPS))],
+    ids=lambda value: getattr(value, "name", getattr(value, "__name__", "")),
+)
+def test_a_failure_that_stops_becomes_the_public_error_of_its_kind(action: Action, kind: type[EosError]) -> None:
+    failure = CallFailed("commit", action, KafkaException(kafka_error(K.GROUP_AUTHORIZATION_FAILED, reason="no ACL")))
+    stopped = stop_error(failure)
+    assert type(stopped) is kind
+    assert str(stopped) == "commit: GROUP_AUTHORIZATION_FAILED (no ACL)"
+    assert stopped.__cause__ is failure
+
+
+def test_a_failed_call_keeps_what_the_session_needs() -> None:
+    cause = KafkaException(kafka_error(K._TIMED_OUT))
+    failure = CallFailed("commit", Action.RETRY, cause)
+    assert (failure.call, failure.action, failure.error) == ("commit", Action.RETRY, cause)

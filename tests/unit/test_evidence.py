@@ -1,0 +1,327 @@
+"""The signs that a request of a transaction may have been sent twice, and the healthy cases that show none."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import time
+from typing import Any
+
+import pytest
+from confluent_kafka import Producer
+
+from eos.evidence import COORDINATOR, RetryEvidence, Statistics, decode_statistics
+
+# One statistics event in librdkafka's layout (STATISTICS.md), shortened where a value has no name of its own.
+WINDOW = {"min": 303, "max": 1205, "avg": 512, "sum": 9216, "stddev": 210, "p50": 479, "p99": 1207, "cnt": 18}
+REALISTIC: dict[str, Any] = {
+    "name": "rdkafka#producer-3",
+    "client_id": "rdkafka",
+    "type": "producer",
+    "ts": 5016483227792,
+    "time": 1795243992,
+    "age": 2200114,
+    "replyq": 0,
+    "msg_cnt": 0,
+    "msg_size": 0,
+    "msg_max": 100000,
+    "brokers": {
+        "127.0.0.1:9092/bootstrap": {
+            "name": "127.0.0.1:9092/bootstrap",
+            "nodeid": -1,
+            "nodename": "127.0.0.1:9092",
+            "source": "configured",
+            "state": "DOWN",
+            "tx": 2,
+            "txretries": 0,
+            "connects": 1,
+            "disconnects": 1,
+            "int_latency": WINDOW,
+            "req": {"ApiVersion": 1, "Metadata": 1},
+            "toppars": {},
+        },
+        "127.0.0.1:9092/1": {
+            "name": "127.0.0.1:9092/1",
+            "nodeid": 1,
+            "nodename": "127.0.0.1:9092",
+            "source": "learned",
+            "state": "UP",
+            "stateage": 2101770,
+            "outbuf_cnt": 0,
+            "tx": 23,
+            "txbytes": 4011,
+            "txerrs": 0,
+            "txretries": 0,
+            "req_timeouts": 0,
+            "rx": 23,
+            "connects": 1,
+            "disconnects": 0,
+            "rtt": WINDOW,
+            "throttle": WINDOW,
+            "req": {"Produce": 9, "Metadata": 2, "TxnOffsetCommit": 9, "FindCoordinator": 2, "ApiVersion": 1},
+            "toppars": {"out-0": {"topic": "out", "partition": 0}},
+        },
+        "TxnCoordinator": {
+            "name": "TxnCoordinator",
+            "nodeid": 1,
+            "nodename": "127.0.0.1:9092",
+            "source": "logical",
+            "state": "UP",
+            "tx": 29,
+            "txretries": 0,
+            "connects": 1,
+            "disconnects": 0,
+            "req": {
+                "Produce": 0,
+                "InitProducerId": 1,
+                "AddPartitionsToTxn": 9,
+                "AddOffsetsToTxn": 9,
+                "EndTxn": 9,
+                "ApiVersion": 1,
+            },
+            "toppars": {},
+        },
+    },
+    "topics": {"out": {"topic": "out", "partitions": {"0": {"partition": 0, "txmsgs": 9, "msgs": 9}}}},
+    "eos": {
+        "idemp_state": "Assigned",
+        "idemp_stateage": 2098,
+        "txn_state": "Ready",
+        "txn_stateage": 4,
+        "txn_may_enq": False,
+        "producer_id": 4007,
+        "producer_epoch": 3,
+        "epoch_cnt": 0,
+    },
+    "tx": 54,
+    "rx": 54,
+}
+
+
+def statistics(end_txn: int = 0, epoch: int = 0, **coordinator: Any) -> Statistics:
+    """A snapshot; keywords change the transaction coordinator's entry, None removes it."""
+    made = copy.deepcopy(REALISTIC)
+    made["eos"]["producer_epoch"] = epoch
+    made["brokers"][COORDINATOR]["req"]["EndTxn"] = end_txn
+    made["brokers"][COORDINATOR] |= coordinator
+    return decode_statistics(json.dumps(made).encode())
+
+
+def without(name: str) -> Statistics:
+    made = copy.deepcopy(REALISTIC)
+    del made["brokers"][name]
+    made["brokers"].get(COORDINATOR, {}).get("req", {}).pop("EndTxn", None)
+    return decode_statistics(json.dumps(made))
+
+
+def healthy() -> RetryEvidence:
+    """After a first, unremarkable snapshot."""
+    evidence = RetryEvidence()
+    evidence.statistics(statistics())
+    assert evidence.reason is None
+    return evidence
+
+
+# ---- decoding ----------------------------------------------------------------------------------------------
+
+
+def test_statistics_give_the_producers_epoch_and_the_coordinators_counters() -> None:
+    decoded = decode_statistics(json.dumps(REALISTIC))
+    assert (decoded.eos.producer_id, decoded.eos.producer_epoch) == (4007, 3)
+    coordinator = decoded.brokers[COORDINATOR]
+    assert (coordinator.nodeid, coordinator.connects, coordinator.disconnects, coordinator.txretries) == (1, 1, 0, 0)
+    assert coordinator.req["EndTxn"] == 9
+    assert decoded.brokers["127.0.0.1:9092/bootstrap"].nodeid == -1
+
+
+def test_librdkafka_itself_sends_statistics_that_can_be_decoded() -> None:
+    texts: list[str] = []
+    quiet = logging.getLogger("test.quiet")
+    quiet.disabled = True
+    producer = Producer(
+        {
+            "bootstrap.servers": "127.0.0.1:1",
+            "transactional.id": "t",
+            "statistics.interval.ms": 20,
+            "stats_cb": texts.append,
+            "logger": quiet,
+        }
+    )
+    deadline = time.monotonic() + 20
+    while not texts and time.monotonic() < deadline:
+        producer.poll(0.05)
+    decoded = decode_statistics(texts[0])
+    assert (decoded.eos.producer_id, decoded.eos.producer_epoch) == (-1, -1), "before the init"
+    assert COORDINATOR in decoded.brokers
+    assert "127.0.0.1:1/bootstrap" in decoded.brokers
+
+
+# ---- healthy -----------------------------------------------------------------------------------------------
+
+
+def test_five_hundred_healthy_transactions_give_no_reason() -> None:
+    evidence = RetryEvidence()
+    for number in range(1, 501):
+        evidence.call_took("send_offsets", 37)  # the slowest healthy call that was seen
+        evidence.ended += 1
+        evidence.statistics(statistics(end_txn=number - 1))  # EndTxn is on its way
+        evidence.call_took("commit", 37)
+        evidence.statistics(statistics(end_txn=number))
+    assert evidence.reason is None
+
+
+def test_more_requests_of_other_kinds_are_no_sign() -> None:
+    """AddPartitionsToTxn alone is sent again on CONCURRENT_TRANSACTIONS: healthy in 8 % of transactions."""
+    evidence = healthy()
+    evidence.statistics(statistics(req={"EndTxn": 0, "AddPartitionsToTxn": 20, "AddOffsetsToTxn": 10}))
+    assert evidence.reason is None
+
+
+def test_an_empty_transaction_that_sent_no_end_is_no_sign() -> None:
+    evidence = healthy()
+    evidence.ended += 1
+    evidence.statistics(statistics(end_txn=0))
+    assert evidence.reason is None
+
+
+def test_the_bootstrap_connection_may_come_and_go() -> None:
+    evidence = healthy()
+    made = copy.deepcopy(REALISTIC)
+    made["brokers"]["127.0.0.1:9092/bootstrap"] |= {"disconnects": 5, "connects": 5}
+    made["brokers"][COORDINATOR]["req"] = {}
+    evidence.statistics(decode_statistics(json.dumps(made)))
+    assert evidence.reason is None
+
+
+def test_what_happens_during_the_init_is_no_sign() -> None:
+    evidence = RetryEvidence()
+    evidence.statistics(statistics(epoch=-1))
+    evidence.statistics(statistics(epoch=-1, connects=9, disconnects=8, txretries=7, end_txn=6))
+    assert evidence.reason is None
+    evidence.statistics(statistics(epoch=0))
+    assert evidence.reason is None, "not compared with a snapshot of the init either"
+
+
+# ---- cuts (facts/client-behaviour.md, H3) ------------------------------------------------------------------
+
+
+def test_a_cut_after_add_partitions_is_seen_by_the_connection_though_every_call_was_fast() -> None:
+    evidence = healthy()
+    evidence.statistics(statistics(connects=2, disconnects=1, txretries=0))
+    evidence.call_took("send_offsets", 1.3)
+    evidence.ended += 1
+    evidence.call_took("commit", 0.3)
+    assert evidence.reason is not None
+    assert "connection to the transaction coordinator was lost" in evidence.reason
+
+
+@pytest.mark.parametrize("took_ms", [84, 110, 143])
+def test_a_cut_after_add_offsets_is_seen_by_time(took_ms: float) -> None:
+    evidence = healthy()
+    evidence.call_took("send_offsets", took_ms)
+    assert evidence.reason == f"send_offsets took {took_ms} ms: it may have been sent twice"
+
+
+@pytest.mark.parametrize("took_ms", [505, 508, 524])
+def test_a_cut_after_txn_offset_commit_is_seen_by_time_alone(took_ms: float) -> None:
+    """The statistics never show it: the broker's handle is rebuilt and its counters start again."""
+    evidence = healthy()
+    made = copy.deepcopy(REALISTIC)
+    made["brokers"]["127.0.0.1:9092/1"] |= {"connects": 1, "disconnects": 0, "req": {}}
+    made["brokers"][COORDINATOR]["req"] = {}
+    evidence.statistics(decode_statistics(json.dumps(made)))
+    assert evidence.reason is None
+    evidence.call_took("send_offsets", took_ms)
+    assert evidence.reason is not None
+
+
+@pytest.mark.parametrize("took_ms", [83, 107, 132])
+def test_a_cut_after_end_txn_is_seen_by_time(took_ms: float) -> None:
+    evidence = healthy()
+    evidence.call_took("commit", took_ms)
+    assert evidence.reason == f"commit took {took_ms} ms: it may have been sent twice"
+
+
+def test_more_end_txn_requests_than_transactions_are_a_sign_even_in_the_first_snapshot() -> None:
+    evidence = RetryEvidence()
+    evidence.ended = 1
+    evidence.statistics(statistics(end_txn=2))
+    assert evidence.reason == "2 EndTxn requests for 1 transactions"
+
+
+def test_a_lost_connection_is_a_sign_even_in_the_first_snapshot() -> None:
+    evidence = RetryEvidence()
+    evidence.statistics(statistics(disconnects=1))
+    assert evidence.reason == "the connection to the transaction coordinator was lost"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"disconnects": 1}, {"connects": 2}, {"connects": 0}, {"txretries": 1}],
+    ids=["disconnected", "connected again", "counters started again", "retried"],
+)
+def test_each_change_of_the_coordinators_connection_is_a_sign(changed: dict[str, int]) -> None:
+    evidence = healthy()
+    evidence.statistics(statistics(**changed))
+    assert evidence.reason is not None
+    assert "coordinator" in evidence.reason
+
+
+def test_a_vanished_coordinator_entry_is_a_sign() -> None:
+    evidence = healthy()
+    evidence.statistics(without(COORDINATOR))
+    assert evidence.reason == "the transaction coordinator's entry vanished from the statistics"
+
+
+def test_a_lost_connection_to_an_ordinary_broker_is_a_sign() -> None:
+    """TxnOffsetCommit goes to the group's coordinator, over an ordinary broker's connection."""
+    evidence = healthy()
+    made = copy.deepcopy(REALISTIC)
+    made["brokers"]["127.0.0.1:9092/1"]["disconnects"] = 1
+    made["brokers"][COORDINATOR]["req"] = {}
+    evidence.statistics(decode_statistics(json.dumps(made)))
+    assert evidence.reason == "the connection to 127.0.0.1:9092/1 was lost"
+
+
+def test_a_loss_is_seen_against_the_snapshot_before_not_only_the_first() -> None:
+    evidence = healthy()
+    for _ in range(5):
+        evidence.statistics(statistics())
+    assert evidence.reason is None
+    evidence.statistics(statistics(disconnects=1))
+    assert evidence.reason is not None
+
+
+def test_the_first_reason_stays() -> None:
+    evidence = healthy()
+    evidence.call_took("commit", 90)
+    evidence.statistics(statistics(disconnects=1))
+    assert evidence.reason == "commit took 90 ms: it may have been sent twice"
+
+
+# ---- the backoff -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["send_offsets", "commit"])
+@pytest.mark.parametrize("backoff_ms", [50, 100, 250, 500])
+def test_the_fastest_retry_is_eighty_percent_of_the_backoff(call: str, backoff_ms: int) -> None:
+    evidence = RetryEvidence(backoff_ms)
+    evidence.call_took(call, 0.8 * backoff_ms - 0.5)
+    assert evidence.reason is None
+    evidence.call_took(call, 0.8 * backoff_ms)
+    assert evidence.reason is not None
+
+
+def test_a_healthy_call_is_fast_enough_for_the_smallest_backoff_allowed() -> None:
+    evidence = RetryEvidence(50)
+    evidence.call_took("commit", 37)
+    assert evidence.reason is None
+
+
+def test_a_long_backoff_does_not_hide_a_txn_offset_commit_that_is_retried_after_its_fixed_500_ms() -> None:
+    evidence = RetryEvidence(1_000)
+    evidence.call_took("commit", 508)
+    assert evidence.reason is None, "EndTxn itself waits for retry.backoff.ms"
+    evidence.call_took("send_offsets", 505)
+    assert evidence.reason is not None

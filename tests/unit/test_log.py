@@ -1,0 +1,115 @@
+"""One line per event, for people and for machines."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import json
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from eos import log
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    loggers = (log.logger, log.client_logger)
+    before = [(one, one.handlers[:], one.propagate, one.level) for one in loggers]
+    yield
+    for one, handlers, propagate, level in before:
+        one.handlers[:], one.propagate = handlers, propagate
+        one.setLevel(level)
+
+
+def written(log_format: str, level: str = "info") -> io.StringIO:
+    stream = io.StringIO()
+    log.configure(log_format, level, stream)
+    return stream
+
+
+def test_a_human_line_has_time_level_event_and_fields() -> None:
+    stream = written("human")
+    log.info("committed", transactional_id="app-1", epoch=3)
+    pattern = r"\d\d:\d\d:\d\d\.\d{3} info    committed transactional_id=app-1 epoch=3\n"
+    assert re.fullmatch(pattern, stream.getvalue())
+
+
+def test_a_json_line_has_the_same_as_members_and_its_time_in_utc() -> None:
+    stream = written("json")
+    log.warning("fenced", transactional_id="app-1", producer_id=4007, epoch=3, state="Fenced")
+    (line,) = stream.getvalue().splitlines()
+    members = json.loads(line)
+    stamp = datetime.datetime.fromisoformat(members.pop("time"))
+    assert abs(datetime.datetime.now(datetime.UTC) - stamp) < datetime.timedelta(minutes=1)
+    assert members == {
+        "level": "warning",
+        "event": "fenced",
+        "transactional_id": "app-1",
+        "producer_id": 4007,
+        "epoch": 3,
+        "state": "Fenced",
+    }
+
+
+def test_a_json_event_is_one_line_whatever_its_fields_hold() -> None:
+    stream = written("json")
+    log.info("stopped", reason="two\nlines \u2028 and \x00", at=Path("/data"), error=ValueError("no"), nothing=None)
+    (line,) = stream.getvalue().split("\n")[:-1]
+    members = json.loads(line)
+    assert (members["reason"], members["at"], members["error"]) == ("two\nlines \u2028 and \x00", "/data", "no")
+    assert members["nothing"] is None
+
+
+@pytest.mark.parametrize("log_format", ["human", "json"])
+def test_every_event_is_exactly_one_line(log_format: str) -> None:
+    stream = written(log_format, "debug")
+    for number in range(20):
+        log.event(logging.INFO, "event", number=number, error="outside allowed range\n")
+    log.debug("the last")
+    assert len(stream.getvalue().splitlines()) == 21
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"),
+    [("debug", ["d", "i", "w"]), ("info", ["i", "w"]), ("warning", ["w"]), ("error", [])],
+)
+def test_the_level_decides_what_is_shown(level: str, shown: list[str]) -> None:
+    stream = written("json", level)
+    log.debug("d")
+    log.info("i")
+    log.warning("w")
+    assert [json.loads(line)["event"] for line in stream.getvalue().splitlines()] == shown
+
+
+def test_a_percent_sign_in_an_event_is_text() -> None:
+    stream = written("human")
+    log.info("100 %s done")
+    assert "100 %s done" in stream.getvalue()
+
+
+def test_librdkafkas_own_lines_show_only_on_debug() -> None:
+    stream = written("human", "info")
+    log.client_logger.error("%3|FAIL|rdkafka")
+    assert stream.getvalue() == ""
+    stream = written("human", "debug")
+    log.client_logger.error("FAIL rdkafka")
+    assert "error   FAIL rdkafka" in stream.getvalue()
+
+
+def test_configuring_twice_writes_each_line_once() -> None:
+    written("human")
+    stream = written("human")
+    log.info("once")
+    assert len(stream.getvalue().splitlines()) == 1
+
+
+def test_without_configuration_events_are_ordinary_records_of_the_logger_eos(caplog: pytest.LogCaptureFixture) -> None:
+    log.logger.propagate = True
+    with caplog.at_level(logging.INFO, logger="eos"):
+        log.info("committed", epoch=3)
+    (record,) = [r for r in caplog.records if r.name == "eos"]
+    assert (record.getMessage(), vars(record)["fields"]) == ("committed", {"epoch": 3})

@@ -1,0 +1,217 @@
+"""Who owns a transactional.id: every measured row (facts/ownership.md), and the asking."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+from eos.ownership import AGREEMENT_INTERVAL_S, Described, Identity, Owner, Situation, judge, settle
+
+TIMEOUT_MS = 10_000
+E = 7
+PRODUCER = 4007
+# What we know at the first fenced call: a transaction with something acknowledged, older or younger than its timeout;
+# and no transaction, or one of which nothing was acknowledged.
+LATE = Situation(Identity(PRODUCER, E), acknowledged=True, age_ms=10_500, timeout_ms=TIMEOUT_MS)
+YOUNG = Situation(Identity(PRODUCER, E), acknowledged=True, age_ms=400, timeout_ms=TIMEOUT_MS)
+IDLE = Situation(Identity(PRODUCER, E), acknowledged=False, age_ms=60_000, timeout_ms=TIMEOUT_MS)
+
+
+class Row(NamedTuple):
+    what: str
+    mine: Situation
+    bumps: int  # epochs above ours
+    state: str
+    owner: Owner
+
+
+ROWS = [
+    Row("idle after a commit", IDLE, 0, "CompleteCommit", Owner.MINE),
+    Row("idle after a commit, markers not written yet", IDLE, 0, "PrepareCommit", Owner.MINE),
+    Row("idle after an abort", IDLE, 0, "CompleteAbort", Owner.MINE),
+    Row("idle after an abort, markers not written yet", IDLE, 0, "PrepareAbort", Owner.ASK_AGAIN),
+    Row("begin and commit with nothing sent", IDLE, 0, "Empty", Owner.MINE),
+    Row("my transaction is still open", YOUNG, 0, "Ongoing", Owner.MINE),
+    Row("own timeout", LATE, 1, "CompleteAbort", Owner.OWN_TIMEOUT),
+    Row("own timeout, just before", LATE, 1, "PrepareAbort", Owner.ASK_AGAIN),
+    Row("own timeout on 3.9.2, briefly", LATE, 1, "Ongoing", Owner.ASK_AGAIN),
+    Row("a second one initialised while mine was open, at first", YOUNG, 1, "PrepareAbort", Owner.ASK_AGAIN),
+    Row("a second one initialised while mine was open, then", YOUNG, 1, "CompleteAbort", Owner.NEWER),
+    Row("a second one initialised while mine was open", YOUNG, 2, "Empty", Owner.NEWER),
+    Row("a second one initialised while mine was open, and works", YOUNG, 2, "Ongoing", Owner.NEWER),
+    Row("the same, of a late transaction", LATE, 2, "Empty", Owner.NEWER),
+    Row("the second died inside its init", YOUNG, 1, "CompleteAbort", Owner.NEWER),
+    Row("a second one initialised while mine was idle", IDLE, 1, "Empty", Owner.NEWER),
+    Row("a second one initialised while mine was idle, works", IDLE, 1, "Ongoing", Owner.ASK_AGAIN),
+    Row("a second one initialised while mine was idle, committed", IDLE, 1, "CompleteCommit", Owner.NEWER),
+    Row("a second one initialised while mine was idle, commits", IDLE, 1, "PrepareCommit", Owner.NEWER),
+    Row("the same, seen with a late transaction of mine", LATE, 1, "Empty", Owner.NEWER),
+    Row(
+        "a second one aborted something while mine was idle: the group is asked", IDLE, 1, "CompleteAbort", Owner.GHOST
+    ),
+    Row("a second one timed out while mine was idle", IDLE, 2, "CompleteAbort", Owner.NEWER),
+    Row("mine timed out, then a second one initialised", LATE, 2, "Empty", Owner.NEWER),
+    Row("mine timed out, then a second one works", LATE, 2, "Ongoing", Owner.NEWER),
+    Row("mine timed out, then a second one aborted", LATE, 2, "CompleteAbort", Owner.NEWER),
+    Row("mine timed out, then a second one timed out", LATE, 3, "CompleteAbort", Owner.NEWER),
+    Row("own ghost timed out while I was idle", IDLE, 1, "CompleteAbort", Owner.GHOST),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.what}: E+{row.bumps} {row.state} {row.owner.name}")
+def test_a_measured_answer_means(row: Row) -> None:
+    assert judge(row.mine, Described(row.state, PRODUCER, E + row.bumps)) is row.owner
+
+
+STATES = [  # Kafka's TransactionState
+    "Empty",
+    "Ongoing",
+    "PrepareCommit",
+    "PrepareAbort",
+    "CompleteCommit",
+    "CompleteAbort",
+    "Dead",
+    "PrepareEpochFence",
+]
+
+
+@pytest.mark.parametrize("age_ms", [0, TIMEOUT_MS - 1, TIMEOUT_MS, 10 * TIMEOUT_MS])
+@pytest.mark.parametrize("acknowledged", [True, False])
+def test_it_was_my_own_timeout_only_if_every_condition_holds(acknowledged: bool, age_ms: float) -> None:
+    situation = Situation(Identity(PRODUCER, E), acknowledged, age_ms, TIMEOUT_MS)
+    examined = 0
+    for producer, epoch, state in itertools.product((PRODUCER, 9), range(E - 1, E + 5), STATES):
+        all_hold = acknowledged and age_ms >= TIMEOUT_MS
+        all_hold = all_hold and (producer, epoch, state) == (PRODUCER, E + 1, "CompleteAbort")
+        answer = judge(situation, Described(state, producer, epoch))
+        assert (answer is Owner.OWN_TIMEOUT) == all_hold
+        examined += 1
+    assert examined == 96
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("situation", [LATE, YOUNG, IDLE], ids=["late", "young", "idle"])
+def test_another_producer_id_is_a_newer_instance_whatever_its_epoch(situation: Situation, state: str) -> None:
+    for epoch in (0, E, E + 1, E + 2):
+        assert judge(situation, Described(state, PRODUCER + 1, epoch)) is Owner.NEWER
+
+
+def test_an_expired_transactional_id_belongs_to_nobody() -> None:
+    assert judge(LATE, None) is Owner.NOBODY
+
+
+# ---- asking ------------------------------------------------------------------------------------------------
+
+
+class Coordinator:
+    """Answers by a fake clock: `script` maps a moment (seconds) to the answer from then on."""
+
+    def __init__(self, script: dict[float, Described | None], answer_takes_s: Callable[[int], float] = lambda n: 0.01):
+        self.now = 100.0
+        self._began = self.now
+        self._script = script
+        self._takes = answer_takes_s
+        self.asked_at: list[float] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def pause(self, seconds: float) -> None:
+        self.now += seconds
+
+    def describe(self) -> Described | None:
+        since = self.now - self._began
+        self.asked_at.append(since)
+        answer = [answer for moment, answer in sorted(self._script.items()) if moment <= since][-1]
+        self.now += self._takes(len(self.asked_at))  # on its way back
+        return answer
+
+    def settle(self, situation: Situation, patience_s: float = 10.0) -> tuple[Owner, Described | None]:
+        return settle(situation, self.describe, patience_s, self.pause, self.clock)
+
+
+TIMED_OUT = Described("CompleteAbort", PRODUCER, E + 1)
+BUSY = Described("PrepareAbort", PRODUCER, E + 1)
+SUCCESSOR = Described("Empty", PRODUCER, E + 2)
+
+
+@pytest.mark.parametrize(("situation", "owner"), [(LATE, Owner.OWN_TIMEOUT), (IDLE, Owner.GHOST)])
+def test_two_answers_a_second_and_a_half_apart_must_agree(situation: Situation, owner: Owner) -> None:
+    coordinator = Coordinator({0: TIMED_OUT})
+    assert coordinator.settle(situation) == (owner, TIMED_OUT)
+    assert coordinator.asked_at[-1] - coordinator.asked_at[0] >= AGREEMENT_INTERVAL_S == 1.5
+    assert coordinator.asked_at[-1] < 2.5, "and no longer than needed"
+
+
+@pytest.mark.parametrize("moment", [0.3, 0.6, 1.05, 1.4])
+def test_a_successor_inside_its_init_is_not_taken_for_an_own_timeout(moment: float) -> None:
+    """It passes through the own timeout's state for 0.6 to 1.05 s."""
+    coordinator = Coordinator({0: TIMED_OUT, moment: SUCCESSOR})
+    assert coordinator.settle(LATE) == (Owner.NEWER, SUCCESSOR)
+
+
+def test_a_slow_second_answer_is_not_a_late_one() -> None:
+    """It was given when it was asked for, not when it arrived: a successor may have come since."""
+    coordinator = Coordinator({0: TIMED_OUT, 1.0: SUCCESSOR}, answer_takes_s=lambda n: 3.0 if n == 2 else 0.01)
+    assert coordinator.settle(LATE) == (Owner.NEWER, SUCCESSOR)
+
+
+@pytest.mark.parametrize(
+    ("answer", "owner"),
+    [
+        (SUCCESSOR, Owner.NEWER),
+        (Described("Ongoing", PRODUCER + 1, 0), Owner.NEWER),
+        (Described("CompleteCommit", PRODUCER, E), Owner.MINE),
+        (None, Owner.NOBODY),
+    ],
+    ids=["a newer epoch", "a newer producer id", "still ours", "expired"],
+)
+def test_an_answer_that_leaves_no_doubt_is_taken_at_once(answer: Described | None, owner: Owner) -> None:
+    coordinator = Coordinator({0: answer})
+    assert coordinator.settle(LATE) == (owner, answer)
+    assert coordinator.asked_at == [0.0]
+
+
+def test_a_young_transaction_that_was_fenced_has_a_newer_owner_at_once() -> None:
+    coordinator = Coordinator({0: TIMED_OUT})
+    assert coordinator.settle(YOUNG) == (Owner.NEWER, TIMED_OUT)
+    assert len(coordinator.asked_at) == 1
+
+
+def test_a_busy_coordinator_is_asked_again_and_then_two_answers_must_agree() -> None:
+    coordinator = Coordinator({0: BUSY, 2.0: TIMED_OUT})
+    assert coordinator.settle(LATE) == (Owner.OWN_TIMEOUT, TIMED_OUT)
+    assert coordinator.asked_at[-1] >= 2.0 + AGREEMENT_INTERVAL_S, "counted from the first answer that was not busy"
+
+
+def test_a_busy_answer_in_between_begins_the_agreement_again() -> None:
+    coordinator = Coordinator({0: TIMED_OUT, 1.0: BUSY, 1.3: TIMED_OUT})
+    assert coordinator.settle(LATE) == (Owner.OWN_TIMEOUT, TIMED_OUT)
+    assert coordinator.asked_at[-1] >= 1.3 + AGREEMENT_INTERVAL_S
+
+
+def test_a_coordinator_that_flips_for_ever_is_somebody_elses() -> None:
+    flips = {moment: BUSY if int(moment) % 2 else TIMED_OUT for moment in range(40)}
+    coordinator = Coordinator({float(moment): answer for moment, answer in flips.items()})
+    owner, answer = coordinator.settle(LATE)
+    assert (owner, answer) == (Owner.NEWER, BUSY)
+    assert 10.0 <= coordinator.asked_at[-1] < 12.0
+
+
+@pytest.mark.parametrize("patience_s", [1.0, 10.0])
+def test_a_coordinator_busy_beyond_patience_is_somebody_elses(patience_s: float) -> None:
+    coordinator = Coordinator({0: Described("Ongoing", PRODUCER, E + 1)})
+    owner, answer = coordinator.settle(IDLE, patience_s)
+    assert (owner, answer) == (Owner.NEWER, Described("Ongoing", PRODUCER, E + 1))
+    assert patience_s <= coordinator.asked_at[-1] < patience_s + 0.5
+
+
+def test_a_coordinator_that_cannot_be_asked_is_the_callers_to_wait_for() -> None:
+    def unreachable() -> Described | None:
+        raise ConnectionError("down")
+
+    with pytest.raises(ConnectionError, match="down"):
+        settle(LATE, unreachable, pause=lambda _: None)

@@ -1,0 +1,384 @@
+"""What was fetched, handed out and committed: nothing skipped, nothing twice, order kept."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from eos.positions import Positions, TopicPartition
+
+
+class R(NamedTuple):
+    topic: str
+    partition: int
+    offset: int
+
+
+A, B = ("a", 0), ("b", 1)
+
+
+def records(partition: TopicPartition, *offsets: int) -> list[R]:
+    return [R(*partition, offset) for offset in offsets]
+
+
+def positions(*fetched: R, **starts: int) -> Positions[R]:
+    made: Positions[R] = Positions()
+    made.assigned({A: starts.get("a", 0), B: starts.get("b", 0)})
+    made.fetched(fetched)
+    return made
+
+
+# ---- examples ----------------------------------------------------------------------------------------------
+
+
+def test_records_are_handed_out_in_the_order_they_were_fetched() -> None:
+    known = positions(*records(A, 0, 1), *records(B, 7), *records(A, 2))
+    assert known.take(3) == [R("a", 0, 0), R("a", 0, 1), R("b", 1, 7)]
+    assert known.take(3) == [R("a", 0, 2)]
+    assert known.take(3) == []
+
+
+def test_only_what_was_taken_is_committed_and_the_rest_waits() -> None:
+    known = positions(*records(A, 0, 1, 2))
+    known.take(2)
+    assert (len(known), known.taken, known.offsets()) == (1, 2, {A: 2})
+    known.commit(known.offsets())
+    assert (len(known), known.taken, known.offsets(), known.committed[A]) == (1, 0, {}, 2)
+    assert known.take(5) == records(A, 2)
+
+
+def test_the_next_offset_is_one_after_the_last_record_not_their_number() -> None:
+    known = positions(*records(A, 3, 9), *records(B, 100))
+    known.take(3)
+    assert known.offsets() == {A: 10, B: 101}
+
+
+def test_a_rewind_hands_the_same_records_out_again_in_the_same_order() -> None:
+    known = positions(*records(A, 0, 1), *records(B, 0), *records(A, 2))
+    first = known.take(3)
+    known.rewind()
+    again = known.take(4)
+    assert again[:3] == first
+    assert all(one is other for one, other in zip(again, first, strict=False)), "the same objects: nothing is re-read"
+    assert again[3:] == records(A, 2)
+
+
+def test_records_given_back_are_not_in_the_offsets_and_come_first_next_time() -> None:
+    known = positions(*records(A, 0, 1, 2))
+    known.take(3)
+    known.give_back(2)
+    assert known.offsets() == {A: 1}
+    known.commit(known.offsets())
+    assert known.take(3) == records(A, 1, 2)
+
+
+def test_a_partition_all_of_whose_taken_records_were_given_back_is_not_in_the_offsets() -> None:
+    known = positions(*records(A, 0), *records(B, 0))
+    known.take(2)
+    known.give_back(1)
+    assert known.offsets() == {A: 1}
+
+
+@pytest.mark.parametrize("count", [-1, 3])
+def test_more_than_was_taken_cannot_be_given_back(count: int) -> None:
+    known = positions(*records(A, 0, 1, 2))
+    known.take(2)
+    with pytest.raises(ValueError, match="taken records"):
+        known.give_back(count)
+    assert known.taken == 2
+
+
+def test_an_end_behind_all_records_is_committed_once_the_last_one_is_taken() -> None:
+    known = positions(*records(A, 0, 1))
+    known.reached_end(A, 5)  # an aborted tail and a marker lie between
+    known.take(1)
+    assert known.offsets() == {A: 1}
+    known.take(1)
+    assert known.offsets() == {A: 5}
+
+
+def test_an_end_without_any_record_is_committed_too_and_only_once() -> None:
+    known = positions(a=3)
+    known.reached_end(A, 5)
+    assert known.offsets() == {A: 5}
+    known.commit(known.offsets())
+    assert known.offsets() == {}
+
+
+def test_an_end_that_is_already_committed_asks_for_nothing() -> None:
+    known = positions(a=5)
+    known.reached_end(A, 5)
+    assert known.offsets() == {}
+
+
+def test_an_old_end_does_not_pull_back_the_offset_of_later_records() -> None:
+    known = positions(*records(A, 0))
+    known.reached_end(A, 2)
+    known.fetched(records(A, 2, 3))
+    known.take(2)
+    assert known.offsets() == {A: 3}
+    known.take(1)
+    assert known.offsets() == {A: 4}
+
+
+def test_a_lost_partition_is_forgotten_and_the_others_stay() -> None:
+    known = positions(*records(A, 0), *records(B, 0), *records(A, 1))
+    known.reached_end(A, 9)
+    assert not known.forget([A]), "the open transaction has nothing of it"
+    assert known.take(9) == records(B, 0)
+    assert known.offsets() == {B: 1}
+    assert A not in known.committed
+
+
+def test_a_lost_partition_with_taken_records_asks_for_an_abort_and_its_records_are_gone_after_it() -> None:
+    known = positions(*records(A, 0, 1), *records(B, 0, 1))
+    known.take(3)
+    assert known.forget([A])
+    assert known.committed == {B: 0}
+    known.rewind()
+    assert known.take(9) == records(B, 0, 1)
+
+
+def test_a_transaction_with_records_of_a_lost_partition_cannot_commit() -> None:
+    known = positions(*records(A, 0), *records(B, 0))
+    known.take(2)
+    known.forget([A])
+    with pytest.raises(AssertionError, match="lost partition"):
+        known.commit(known.offsets())
+
+
+def test_records_of_a_lost_partition_that_are_given_back_are_not_handed_out_again() -> None:
+    known = positions(*records(A, 0, 1), *records(B, 0))
+    known.take(3)
+    known.forget([A])
+    known.give_back(2)
+    known.rewind()
+    assert known.take(9) == records(B, 0)
+
+
+def test_a_partition_that_was_lost_and_came_back_has_each_record_once_after_the_abort() -> None:
+    known = positions(*records(A, 0, 1))
+    known.take(2)
+    known.forget([A])
+    known.assigned({A: 0})
+    known.fetched(records(A, 0, 1, 2))
+    known.rewind()
+    assert known.take(9) == records(A, 0, 1, 2)
+
+
+def test_an_unknown_outcome_leaves_nothing_of_a_lost_partition() -> None:
+    known = positions(*records(A, 0), *records(B, 0, 1))
+    known.take(3)
+    known.forget([A])
+    assert known.resolve({A: None, B: 1}) == 1
+    assert known.take(9) == records(B, 1)
+
+
+def test_a_partition_that_comes_back_begins_at_its_new_start_without_old_records() -> None:
+    known = positions(*records(A, 0, 1))
+    known.reached_end(A, 2)
+    known.assigned({A: 2})
+    assert (len(known), known.committed[A], known.offsets()) == (0, 2, {})
+
+
+def test_an_unknown_outcome_that_was_a_commit_drops_what_was_committed() -> None:
+    known = positions(*records(A, 0, 1, 2))
+    known.take(2)
+    assert known.resolve({A: 2}) == 2
+    assert (known.taken, known.take(9)) == (0, records(A, 2))
+
+
+def test_an_unknown_outcome_that_was_an_abort_hands_everything_out_again() -> None:
+    known = positions(*records(A, 4, 5), a=4)
+    known.take(2)
+    assert known.resolve({A: 4}) == 0
+    assert known.take(9) == records(A, 4, 5)
+
+
+def test_without_a_committed_offset_an_unknown_outcome_goes_back_to_the_transactions_start() -> None:
+    known = positions(*records(A, 4, 5), a=4)
+    known.take(1)
+    assert known.resolve({A: None}) == 0
+    assert (known.take(9), known.committed[A]) == (records(A, 4, 5), 4)
+
+
+def test_an_offset_that_a_late_commit_moved_back_does_not_bring_committed_records_back() -> None:
+    known = positions(*records(A, 0, 1, 2, 3))
+    known.take(2)
+    known.commit(known.offsets())
+    known.take(2)
+    assert known.resolve({A: 1}) == 0
+    assert (known.take(9), known.committed[A]) == (records(A, 2, 3), 2)
+
+
+def test_each_partition_of_an_unknown_outcome_is_resolved_by_its_own_offset() -> None:
+    known = positions(*records(A, 0, 1), *records(B, 0, 1))
+    known.take(4)
+    assert known.resolve({A: 2, B: 0}) == 2
+    assert known.take(9) == records(B, 0, 1)
+
+
+# ---- the model ---------------------------------------------------------------------------------------------
+
+PARTITIONS = [("a", 0), ("a", 1), ("b", 0)]
+partitions = st.sampled_from(PARTITIONS)
+
+
+class PositionsAgainstModel(RuleBasedStateMachine):
+    """The model knows only lists per partition; the order between partitions is the code's own business."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code: Positions[R] = Positions()
+        self.owned: set[TopicPartition] = set()
+        self.waiting: dict[TopicPartition, list[int]] = defaultdict(list)
+        self.taken: list[R] = []
+        self.lost: set[TopicPartition] = set()  # of what is taken
+        self.ends: dict[TopicPartition, int] = {}
+        self.group: dict[TopicPartition, int] = {}  # what the group has committed; survives a reassignment
+        self.started: dict[TopicPartition, int] = {}
+        self.fetch_at: dict[TopicPartition, int] = {}
+
+    @initialize(starts=st.lists(st.integers(0, 5), min_size=3, max_size=3))
+    def all_are_assigned(self, starts: list[int]) -> None:
+        for partition, start in zip(PARTITIONS, starts, strict=True):
+            self._assign(partition, start)
+
+    def _assign(self, partition: TopicPartition, start: int) -> None:
+        self.code.assigned({partition: start})
+        self.owned.add(partition)
+        self.waiting[partition] = []
+        self.ends.pop(partition, None)
+        self.started[partition] = self.fetch_at[partition] = start
+
+    def _floor(self, partition: TopicPartition) -> int:
+        return max(self.group.get(partition, 0), self.started[partition])
+
+    def _expected_offsets(self) -> dict[TopicPartition, int]:
+        expected = {}
+        for partition in self.owned:
+            mine = [r.offset for r in self.taken if (r.topic, r.partition) == partition]
+            reached = mine[-1] + 1 if mine else self._floor(partition)
+            if not self.waiting[partition]:
+                reached = max(reached, self.ends.get(partition, 0))
+            if mine or reached > self._floor(partition):
+                expected[partition] = reached
+        return expected
+
+    @rule(data=st.lists(st.tuples(partitions, st.integers(0, 3)), max_size=12))
+    def fetch(self, data: list[tuple[TopicPartition, int]]) -> None:
+        """A batch of partitions mixed at random, with gaps where markers and aborted records lie."""
+        batch = []
+        for partition, gap in data:
+            if partition in self.owned:
+                offset = self.fetch_at[partition] + gap
+                self.fetch_at[partition] = offset + 1
+                self.waiting[partition].append(offset)
+                batch.append(R(*partition, offset))
+        self.code.fetched(batch)
+
+    @rule(partition=partitions, gap=st.integers(0, 3))
+    def reach_the_end(self, partition: TopicPartition, gap: int) -> None:
+        if partition in self.owned:
+            self.fetch_at[partition] += gap
+            self.ends[partition] = self.fetch_at[partition]
+            self.code.reached_end(partition, self.fetch_at[partition])
+
+    @precondition(lambda self: not self.lost)  # the session hands nothing out after that
+    @rule(most=st.integers(0, 9))
+    def take(self, most: int) -> None:
+        available = sum(map(len, self.waiting.values()))
+        got = self.code.take(most)
+        assert len(got) == min(most, available)
+        for record in got:
+            partition = (record.topic, record.partition)
+            assert partition in self.owned
+            assert record.offset >= self.group.get(partition, 0), "handed out again after its commit"
+            assert record.offset == self.waiting[partition].pop(0), "out of order, or one was skipped"
+        self.taken += got
+
+    def _put_back(self, count: int) -> None:
+        for _ in range(count):
+            record = self.taken.pop()
+            if (record.topic, record.partition) not in self.lost:
+                self.waiting[record.topic, record.partition].insert(0, record.offset)
+
+    @rule(data=st.data())
+    def give_back(self, data: Any) -> None:
+        count = data.draw(st.integers(0, len(self.taken)))
+        self.code.give_back(count)
+        self._put_back(count)
+
+    @rule()
+    def rewind(self) -> None:
+        self.code.rewind()
+        self._put_back(len(self.taken))
+        self.lost = set()
+
+    @precondition(lambda self: not self.lost)
+    @rule()
+    def commit(self) -> None:
+        offsets = self.code.offsets()
+        self.code.commit(offsets)
+        self.group |= offsets
+        self.taken = []
+
+    @rule(partition=partitions)
+    def forget(self, partition: TopicPartition) -> None:
+        touched = any((r.topic, r.partition) == partition for r in self.taken)
+        assert self.code.forget([partition]) == touched
+        if touched:
+            self.lost.add(partition)
+        self.owned.discard(partition)
+        self.waiting[partition] = []
+        self.ends.pop(partition, None)
+
+    @precondition(lambda self: len(self.owned) < len(PARTITIONS))
+    @rule(data=st.data())
+    def get_assigned(self, data: Any) -> None:
+        partition = data.draw(st.sampled_from([p for p in PARTITIONS if p not in self.owned]))
+        self._assign(partition, self.group.get(partition, self.started[partition]))
+
+    @rule(data=st.data())
+    def resolve(self, data: Any) -> None:
+        """Any stable offset that the group can hold: of before, of this transaction, moved back, or none."""
+        stable = {}
+        for partition in {(r.topic, r.partition) for r in self.taken}:
+            offsets = st.integers(0, self.fetch_at[partition])
+            stable[partition] = data.draw(offsets if partition in self.group else st.none() | offsets)
+        for partition, offset in stable.items():
+            if offset is not None:
+                self.group[partition] = max(offset, self.group.get(partition, 0), self.started[partition])
+        self._put_back(len(self.taken))
+        self.lost = set()
+        before = sum(map(len, self.waiting.values()))
+        for partition in self.owned:
+            self.waiting[partition] = [o for o in self.waiting[partition] if o >= self._floor(partition)]
+        assert self.code.resolve(stable) == before - sum(map(len, self.waiting.values()))
+
+    @invariant()
+    def counts_agree(self) -> None:
+        assert len(self.code) == sum(map(len, self.waiting.values()))
+        assert self.code.taken == len(self.taken)
+
+    @invariant()
+    def offsets_are_next_after_taken(self) -> None:
+        offsets = {p: offset for p, offset in self.code.offsets().items() if p not in self.lost}
+        expected = self._expected_offsets()
+        assert offsets == {p: offset for p, offset in expected.items() if p not in self.lost}
+        for partition, offset in offsets.items():
+            waiting = self.waiting[partition]
+            assert not waiting or offset <= waiting[0], "this commit would skip a record"
+
+    @invariant()
+    def committed_is_never_below_what_the_group_has(self) -> None:
+        assert {p: self.code.committed[p] for p in self.owned} == {p: self._floor(p) for p in self.owned}
+
+
+TestPositionsAgainstModel = PositionsAgainstModel.TestCase
+TestPositionsAgainstModel.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

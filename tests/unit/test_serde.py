@@ -1,0 +1,394 @@
+"""The rule from annotation to decoder, and from value to bytes: no Kafka, no records."""
+
+import contextlib
+import dataclasses
+import datetime
+import enum
+import functools
+import json
+import sys
+import typing
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eos import serde
+from eos.errors import ConfigurationError
+from eos.serde import DecodeError, decoder, encode, encode_key
+
+
+class Flight(msgspec.Struct):
+    carrier: str
+    number: int
+    dep_delay: float | None = None
+
+
+@dataclasses.dataclass
+class Plane:
+    tail: str
+    seats: int
+    built: datetime.date | None = None
+
+
+class Row(TypedDict):
+    a: int
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+class Node(msgspec.Struct):
+    name: str
+    children: "list[Node]" = []
+
+
+class Foreign:
+    pass
+
+
+class HoldsForeign(msgspec.Struct):
+    inner: "dict[str, list[Foreign | None]]"
+
+
+class Colour(enum.StrEnum):
+    RED = "red"
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+
+
+# ------------------------------------------------------------------------------------------------ decoding
+
+
+@given(st.binary())
+def test_bytes_are_given_as_they_are(value: bytes) -> None:
+    assert decoder(bytes)(value) is value
+
+
+@given(st.text())
+def test_str_comes_back_as_it_was_encoded(text: str) -> None:
+    assert decoder(str)(encode(text)) == text
+
+
+@pytest.mark.parametrize("bad", [b"\xff", b"\xc3(", b"\xed\xa0\x80"])
+def test_str_is_strict_utf_8(bad: bytes) -> None:
+    with pytest.raises(DecodeError, match="expected str as UTF-8"):
+        decoder(str)(bad)
+
+
+@given(st.dictionaries(st.text(), json_values))
+def test_a_dict_comes_back_as_it_was_encoded(value: dict[str, Any]) -> None:
+    encoded = encode(value)
+    assert decoder(dict)(encoded) == value == json.loads(encoded or b"")
+
+
+@given(
+    st.builds(
+        Flight,
+        st.text(),
+        st.integers(-(2**63), 2**63 - 1),
+        st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    )
+)
+def test_a_struct_comes_back_as_it_was_encoded(flight: Flight) -> None:
+    assert decoder(Flight)(encode(flight)) == flight
+
+
+@given(st.builds(Plane, st.text(), st.integers(0, 900), st.none() | st.dates()))
+def test_a_dataclass_comes_back_as_it_was_encoded(plane: Plane) -> None:
+    assert decoder(Plane)(encode(plane)) == plane
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value"),
+    [
+        (list[int], [1, 2]),
+        (list[Flight], [Flight("UA", 1)]),
+        (dict[str, Plane], {"a": Plane("N1", 2)}),
+        (int, 5),
+        (float, 0.5),
+        (bool, True),
+        (Row, {"a": 1}),
+        (Point, Point(1, 2)),
+        (Node, Node("a", [Node("b")])),
+        (Colour | int, 3),
+        (Literal["a", "b"], "a"),
+        (Any, {"a": [None]}),
+        (datetime.datetime, datetime.datetime(2026, 11, 1, tzinfo=datetime.UTC)),
+        (list[bytes], [b"\xff"]),
+        (Annotated[int, msgspec.Meta(gt=1)], 2),
+    ],
+)
+def test_other_types_that_msgspec_knows_are_json(annotation: object, value: object) -> None:
+    encoded = msgspec.json.encode(value)
+    assert decoder(annotation)(encoded) == value
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "sentence"),
+    [
+        (
+            Flight,
+            b'{"carrier":"UA","number":"x"}',
+            r"expected Flight as JSON: Expected `int`, got `str` - at `\$.number`",
+        ),
+        (Flight, b'{"carrier":"UA"}', "expected Flight as JSON: Object missing required field `number`"),
+        (Plane, b"[]", "expected Plane as JSON: Expected `object`, got `array`"),
+        (Flight | None, b"[]", r"expected Flight \| None as JSON"),
+        (dict, b"", "expected dict as JSON: Input data was truncated"),
+        (dict, b"[]", "expected dict as JSON"),
+        (dict, b'{"a":"\xff"}', "expected dict as JSON"),
+        (dict, b"{} {}", "expected dict as JSON"),
+        (list[int], b"[null]", r"expected list\[int\] as JSON"),
+        (Annotated[int, msgspec.Meta(gt=1)], b"1", "Expected `int` >= 2"),
+        (Flight, b"null", "expected Flight as JSON"),
+    ],
+)
+def test_a_value_of_another_shape_says_what_was_expected_and_what_msgspec_found(
+    annotation: object, value: bytes, sentence: str
+) -> None:
+    with pytest.raises(DecodeError, match=sentence) as caught:
+        decoder(annotation)(value)
+    assert isinstance(caught.value, ValueError)
+    assert caught.value.__cause__ is not None
+
+
+def test_json_that_is_nested_too_deep_is_a_decode_error_like_any_other() -> None:
+    with pytest.raises(DecodeError, match="expected Any as JSON"):
+        decoder(Any)(b"[" * 200_000)
+
+
+@given(st.binary())
+def test_no_input_makes_a_decoder_raise_anything_but_decode_error(value: bytes) -> None:
+    for annotation in (bytes, str, dict, Flight, Plane, list[int], Flight | None, Any):
+        with contextlib.suppress(DecodeError):
+            decoder(annotation)(value)
+
+
+@pytest.mark.parametrize("annotation", [bytes, str, dict, Flight, Plane, list[int], Any, int])
+def test_a_tombstone_is_a_decode_error_without_none_in_the_annotation(annotation: object) -> None:
+    with pytest.raises(DecodeError, match=r"got a tombstone .*annotate .* \| None to receive"):
+        decoder(annotation)(None)
+
+
+@pytest.mark.parametrize(
+    "annotation",
+    [
+        bytes | None, str | None, dict | None, Flight | None, typing.Optional[Plane], None | list[int],  # noqa: UP045
+        int | Row | None, Annotated[Flight | None, "doc"],
+    ],
+)  # fmt: skip
+def test_a_tombstone_is_none_where_the_annotation_says_so(annotation: object) -> None:
+    assert decoder(annotation)(None) is None
+
+
+def test_optional_raw_types_stay_raw() -> None:
+    assert decoder(bytes | None)(b'"a"') == b'"a"'
+    assert decoder(str | None)(b'"a"') == '"a"'
+    with pytest.raises(DecodeError):
+        decoder(str | None)(b"\xff")
+
+
+def test_a_json_null_is_none_where_the_annotation_says_so() -> None:
+    assert decoder(Flight | None)(b"null") is None
+
+
+@pytest.mark.parametrize(
+    "annotation",
+    [
+        Foreign,
+        object,
+        complex,
+        list[Foreign],
+        dict[str, Foreign] | None,
+        HoldsForeign,
+        typing.Callable,
+        set[int] | list[int],
+        5,
+    ],
+)
+def test_a_type_that_msgspec_cannot_read_is_refused_before_the_first_record(annotation: object) -> None:
+    with pytest.raises(ConfigurationError, match="no decoder for the annotation"):
+        decoder(annotation)
+
+
+def test_the_refusal_names_the_type_inside() -> None:
+    with pytest.raises(ConfigurationError, match="HoldsForeign: msgspec cannot read Foreign from JSON"):
+        decoder(HoldsForeign)
+
+
+@pytest.mark.parametrize("annotation", [bytes | int, str | Flight, str | int | None])
+def test_a_raw_type_beside_json_types_is_refused_as_ambiguous(annotation: object) -> None:
+    with pytest.raises(ConfigurationError, match="ambiguous"):
+        decoder(annotation)
+
+
+def test_a_struct_with_a_field_that_does_not_resolve_is_refused() -> None:
+    class Broken(msgspec.Struct):
+        field: "Nowhere"  # type: ignore[name-defined]  # noqa: F821
+
+    with pytest.raises(ConfigurationError, match=r"annotation Broken: .*Nowhere"):
+        decoder(Broken)
+
+
+# ----------------------------------------------------------------------------------------- annotation of a function
+
+
+def annotation_of(function: Any) -> object:
+    return serde.parameter_annotation(function, "default", sys._getframe(1))
+
+
+def test_a_missing_annotation_is_the_default() -> None:
+    assert annotation_of(lambda record: record) == "default"
+
+
+def test_string_annotations_resolve_in_the_module_of_the_function() -> None:
+    def f(flight: "Flight | None") -> "Nowhere": ...  # type: ignore[name-defined]  # noqa: F821
+
+    assert annotation_of(f) == Flight | None
+
+
+def test_string_annotations_resolve_types_local_to_the_defining_function() -> None:
+    class Local(msgspec.Struct):
+        a: int
+
+    class Flight(msgspec.Struct):  # hides the one of the module, as it does for Python
+        b: int
+
+    def f(local: "Local") -> None: ...
+
+    def g(flights: "list[Flight]") -> None: ...
+
+    assert annotation_of(f) is Local
+    assert annotation_of(g) == list[Flight]
+
+
+def test_a_function_from_elsewhere_never_resolves_among_local_names() -> None:
+    class Flight:
+        pass
+
+    assert annotation_of(takes_flight) is globals()["Flight"] is not Flight
+
+
+def takes_flight(flight: "Flight") -> None: ...
+
+
+@pytest.mark.parametrize("text", ["Nowhere", "list[Nowhere]", "Flight |", "msgspec.Nowhere", "1 + None"])
+def test_an_annotation_that_cannot_be_resolved_is_named(text: str) -> None:
+    def f(value): ...  # type: ignore[no-untyped-def]
+
+    f.__annotations__["value"] = text
+    with pytest.raises(ConfigurationError) as caught:
+        annotation_of(f)
+    assert repr(text) in str(caught.value)
+    assert " of f " in str(caught.value)
+
+
+def test_constraints_in_annotated_are_kept() -> None:
+    def f(value: "Annotated[int, msgspec.Meta(gt=1)]") -> None: ...
+
+    with pytest.raises(DecodeError):
+        decoder(annotation_of(f))(b"1")
+
+
+def test_partials_wrapped_functions_methods_and_callable_objects_are_looked_through() -> None:
+    def two(setting: int, flight: "Flight") -> None: ...
+
+    def one(flight: "Flight") -> None: ...
+
+    class Service:
+        def method(self, flight: "Flight") -> None: ...
+
+        def __call__(self, flight: "Flight") -> None: ...
+
+    @functools.wraps(one)
+    def wrapped(*args: object) -> None: ...
+
+    for function in (functools.partial(two, 1), wrapped, Service().method, Service()):
+        assert annotation_of(function) is Flight, function
+    assert serde.function_name(functools.partial(one)) == "one"
+
+
+@pytest.mark.parametrize("function", [lambda: None, lambda a, b: None, lambda *, a: None])
+def test_a_function_that_does_not_take_one_argument_is_refused(function: Any) -> None:
+    with pytest.raises(ConfigurationError, match="exactly one positional argument"):
+        annotation_of(function)
+
+
+def test_further_parameters_with_defaults_are_allowed() -> None:
+    def f(value: bytes, limit: int = 3, *, flag: bool = False) -> None: ...
+
+    assert annotation_of(f) is bytes
+
+
+# ------------------------------------------------------------------------------------------------ encoding
+
+
+@given(st.binary())
+def test_bytes_of_every_kind_are_sent_as_they_are(value: bytes) -> None:
+    assert encode(value) is value
+    for kind in (bytearray, memoryview):
+        encoded = encode(kind(value))
+        assert type(encoded) is bytes
+        assert encoded == value
+
+
+def test_none_stays_none() -> None:
+    assert encode(None) is None
+    assert encode_key(None) is None
+
+
+@given(st.text())
+def test_str_is_sent_as_utf_8_without_quotes(text: str) -> None:
+    assert encode(text) == text.encode("utf-8")
+    assert encode(Colour.RED) == b"red"
+
+
+@pytest.mark.parametrize(
+    ("value", "encoded"),
+    [
+        ({"a": 1, "é": None}, '{"a":1,"é":null}'.encode()),
+        (Flight("UA", 1), b'{"carrier":"UA","number":1,"dep_delay":null}'),
+        (Plane("N1", 2, datetime.date(2026, 11, 1)), b'{"tail":"N1","seats":2,"built":"2026-11-01"}'),
+        (datetime.datetime(2026, 11, 1, tzinfo=datetime.UTC), b'"2026-11-01T00:00:00Z"'),
+        ([1, "a"], b'[1,"a"]'),
+        (Point(1, 2), b"[1,2]"),
+        (5, b"5"),
+        (True, b"true"),
+        (float("nan"), b"null"),
+    ],
+)
+def test_everything_else_is_json(value: object, encoded: bytes) -> None:
+    assert encode(value) == encoded
+    assert encode_key(value) == encoded
+
+
+@pytest.mark.parametrize("value", [Foreign(), object(), {"a": Foreign()}, 1j, iter([])])
+def test_what_json_cannot_hold_raises_a_type_error_with_a_sentence(value: object) -> None:
+    with pytest.raises(TypeError, match=rf"a {type(value).__name__} cannot be sent .*: send bytes, str, or"):
+        encode(value)
+
+
+def test_a_lone_surrogate_raises_a_value_error() -> None:
+    for value in ("\ud800", {"a": "\ud800"}):
+        with pytest.raises(ValueError, match="surrogates"):
+            encode(value)
+
+
+@given(st.dictionaries(st.text(), st.integers(0, 9)))
+def test_equal_keys_are_equal_bytes(key: dict[str, int]) -> None:
+    assert encode_key(key) == encode_key(dict(reversed(key.items())))
+    assert json.loads(encode_key(key) or b"") == key

@@ -1,0 +1,458 @@
+"""Settings: where they come from, which are refused and why, and what each client is given."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, Producer
+
+from eos.errors import ConfigurationError
+from eos.settings import NOT_FOR_USERS, OPTIONS, REFUSALS, Settings, load, parse_flag
+
+
+def refused(values: dict[str, Any]) -> str:
+    """The sentence a user reads; the exit code is 78."""
+    with pytest.raises(ConfigurationError) as raised:
+        Settings(values)
+    assert raised.value.exit_code == 78
+    return str(raised.value)
+
+
+# ---- refusals ----------------------------------------------------------------------------------------------
+
+CONTRADICTIONS = [
+    ("isolation.level", "read_uncommitted", "aborted"),
+    ("enable.auto.commit", "true", "inside the transaction"),
+    ("enable.auto.offset.store", True, "inside the transaction"),
+    ("enable.idempotence", False, "idempotent producer"),
+    ("acks", 1, "lost with the leader"),
+    ("acks", "0", "lost with the leader"),
+    ("auto.offset.reset", "none", "without a committed offset begins"),
+    ("enable.partition.eof", "perhaps", "where it is needed"),
+    ("delivery.report.only.error", "false", "counts records itself"),
+    ("group.protocol", "share", "group protocols"),
+    ("partition.assignment.strategy", "cooperative-sticky,mine", "tested"),
+    ("enable.gapless.guarantee", "true", "where an abort suffices"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "reason"), CONTRADICTIONS)
+def test_a_setting_that_contradicts_exactly_once_is_refused_with_its_reason(name: str, value: Any, reason: str) -> None:
+    sentence = refused({name: value})
+    assert sentence.startswith(f"{name}={value} would break exactly-once (allowed: ")
+    assert reason in sentence
+
+
+def test_every_refusal_is_tried_above() -> None:
+    assert {name for name, _, _ in CONTRADICTIONS} == set(REFUSALS)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSALS))
+def test_the_allowed_values_of_a_refusal_are_accepted_in_any_case(name: str) -> None:
+    for value in REFUSALS[name].allowed:
+        assert Settings({name: value.upper()})[name] == value
+
+
+def test_real_booleans_and_numbers_are_read_like_their_text() -> None:
+    Settings({"enable.auto.commit": False, "enable.idempotence": True, "acks": -1})
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("max.in.flight", "keeps order"),
+        ("max.in.flight.requests.per.connection", "keeps order"),
+        ("retries", "same sequence number"),
+        ("message.send.max.retries", "same sequence number"),
+        ("on_delivery", "delivery errors"),
+        ("dr_cb", "delivery errors"),
+        ("dr_msg_cb", "delivery errors"),
+        ("on_commit", "never commits"),
+        ("offset_commit_cb", "never commits"),
+    ],
+)
+def test_a_setting_that_is_not_the_users_is_refused_whatever_its_value(name: str, reason: str) -> None:
+    assert name in NOT_FOR_USERS
+    assert refused({name: 1}).startswith(f"{name} cannot be set: ")
+    assert reason in refused({name: None})
+
+
+def test_every_name_that_is_not_for_users_is_tried_above() -> None:
+    assert len(NOT_FOR_USERS) == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("linger.msec", "linger.msec is not a setting of Kafka's clients; did you mean linger.ms?"),
+        ("bootstrap.server", "bootstrap.server is not a setting of Kafka's clients; did you mean bootstrap.servers?"),
+        ("zzz", "zzz is not a setting of Kafka's clients"),
+        ("eos.instanse", "eos.instanse is not a setting; did you mean eos.instance?"),
+        (
+            "eos.transaction.intervall.ms",
+            "eos.transaction.intervall.ms is not a setting; did you mean eos.transaction.interval.ms?",
+        ),
+        ("eos.zzz", "eos.zzz is not a setting"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_what_was_probably_meant(name: str, sentence: str) -> None:
+    assert refused({name: 1}) == sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("eos.transaction.interval.ms", "soon", "is not a number"),
+        ("eos.transaction.interval.ms", 0, "must be at least 1"),
+        ("eos.transaction.max.records", "0", "must be at least 1"),
+        ("eos.batch.max.records", -1, "must be at least 1"),
+        ("eos.replace.producer", "sometimes", "must be one of auto, always, never"),
+        ("eos.startup.timeout.ms", 999, "must be at least 1000"),
+        ("eos.shutdown.timeout.ms", -1, "must be at least 0"),
+        ("eos.call.timeout.ms", 99, "must be at least 100"),
+        ("eos.call.timeout.ms", None, "is not a number"),
+    ],
+)
+def test_an_option_that_cannot_be_read_is_refused(name: str, value: Any, reason: str) -> None:
+    assert refused({name: value}) == f"{name}={value} {reason}"
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"transaction.timeout.ms": "ten"}, "transaction.timeout.ms=ten is not a number"),
+        ({"transaction.timeout.ms": 999}, "below 1000"),
+        ({"message.timeout.ms": 10_001}, "a record must not be sent after the broker ended its transaction"),
+        ({"message.timeout.ms": 0}, "must be between 1 and transaction.timeout.ms=10000"),
+        ({"message.timeout.ms": "x"}, "message.timeout.ms=x is not a number"),
+        ({"delivery.timeout.ms": 10_001}, "message.timeout.ms=10001 must be between"),
+        ({"transaction.timeout.ms": 5_000, "message.timeout.ms": 5_001}, "must be between 1"),
+        ({"eos.transaction.interval.ms": 5_001}, "at most half of transaction.timeout.ms=10000"),
+        ({"retry.backoff.ms": 49}, "retry.backoff.ms=49 is below 50"),
+        ({"retry.backoff.max.ms": 49}, "retry.backoff.max.ms=49 is below 50"),
+        ({"statistics.interval.ms": 0}, "must be between 1 and 1000"),
+        ({"statistics.interval.ms": 1_001}, "must be between 1 and 1000"),
+        ({"group.protocol": "consumer", "group.instance.id": "a"}, "locks the restarted member out"),
+    ],
+    ids=str,
+)
+def test_settings_that_are_wrong_only_together_are_refused(values: dict[str, Any], reason: str) -> None:
+    assert reason in refused(values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"message.timeout.ms": 10_000},
+        {"transaction.timeout.ms": 1_000},
+        {"eos.transaction.interval.ms": 5_000},
+        {"retry.backoff.ms": 50},
+        {"retry.backoff.ms": 10, "eos.replace.producer": "always"},
+        {"statistics.interval.ms": 0, "eos.replace.producer": "always"},
+        {"statistics.interval.ms": 1_000},
+        {"group.instance.id": "a"},
+    ],
+    ids=str,
+)
+def test_settings_at_the_edge_of_what_is_allowed_are_accepted(values: dict[str, Any]) -> None:
+    Settings(values)
+
+
+# ---- sources -----------------------------------------------------------------------------------------------
+
+
+def toml(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "eos.toml"
+    file.write_text(text)
+    return file
+
+
+def test_the_file_is_weaker_than_the_environment_and_that_than_flags(tmp_path: Path) -> None:
+    file = toml(tmp_path, '"bootstrap.servers" = "file:1"\n"eos.instance" = "file"\n"eos.call.timeout.ms" = 1000\n')
+    environment = {"KAFKA_BOOTSTRAP_SERVERS": "env:1", "EOS_INSTANCE": "env"}
+    by_file = load({}, {}, file)
+    by_environment = load({}, environment, file)
+    by_flags = load({"eos.instance": "flag"}, environment, file)
+    assert (by_file.bootstrap_servers, by_file.instance) == ("file:1", "file")
+    assert (by_environment.bootstrap_servers, by_environment.instance) == ("env:1", "env")
+    assert (by_flags.bootstrap_servers, by_flags.instance) == ("env:1", "flag")
+    assert {s["eos.call.timeout.ms"] for s in (by_file, by_environment, by_flags)} == {1000}
+
+
+def test_dotted_names_in_toml_may_be_quoted_or_tables(tmp_path: Path) -> None:
+    file = toml(
+        tmp_path,
+        """
+        linger.ms = 20
+        "compression.type" = "lz4"
+        [eos.transaction]
+        interval.ms = 250
+        [fetch]
+        min.bytes = 10
+        "wait.max.ms" = 30
+        """,
+    )
+    settings = load({}, {}, file)
+    assert settings.values == {
+        "linger.ms": 20,
+        "compression.type": "lz4",
+        "eos.transaction.interval.ms": 250,
+        "fetch.min.bytes": 10,
+        "fetch.wait.max.ms": 30,
+    }
+
+
+def test_a_list_in_toml_is_kafkas_list_with_commas(tmp_path: Path) -> None:
+    settings = load({}, {}, toml(tmp_path, 'bootstrap.servers = ["a:1", "b:2"]\neos.input.topics = ["x", "y"]\n'))
+    assert (settings.bootstrap_servers, settings["eos.input.topics"]) == ("a:1,b:2", "x,y")
+
+
+def test_a_file_that_is_not_toml_is_a_configuration_error_with_its_name_and_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"eos\.toml cannot be read: .*line 1"):
+        load({}, {}, toml(tmp_path, "linger.ms 20"))
+
+
+def test_a_file_that_was_named_must_exist_and_the_usual_one_need_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load({}, {}).values == {}
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        load({}, {}, tmp_path / "other.toml")
+    toml(tmp_path, "linger.ms = 7")
+    assert load({}, {})["linger.ms"] == 7
+
+
+def test_a_refusal_holds_for_every_source(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"isolation\.level"):
+        load({}, {}, toml(tmp_path, 'isolation.level = "read_uncommitted"'))
+    with pytest.raises(ConfigurationError, match=r"isolation\.level"):
+        load({"isolation.level": "read_uncommitted"}, {})
+    with pytest.raises(ConfigurationError, match="must be one of"):
+        load({}, {"EOS_REPLACE_PRODUCER": "sometimes"})
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_every_option_of_ours_has_a_default_and_a_name_in_the_environment(name: str) -> None:
+    assert Settings()[name] == OPTIONS[name].default
+    text = {"eos.replace.producer": "never"}.get(name, "3000")
+    settings = load({}, {name.upper().replace(".", "_"): text})
+    assert settings[name] == OPTIONS[name].read(text) != OPTIONS[name].default
+
+
+def test_other_variables_of_the_environment_are_not_ours() -> None:
+    assert load({}, {"KAFKA_HEAP_OPTS": "-Xmx1G", "KAFKA_BOOTSTRAP_SERVERS": "", "PATH": "/bin"}).values == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [("linger.ms=20", "linger.ms", "20"), (" a = b=c ", "a", "b=c"), ("sasl.password=", "sasl.password", "")],
+)
+def test_a_flag_is_split_at_its_first_equals_sign(text: str, name: str, value: str) -> None:
+    assert parse_flag(text) == (name, value)
+
+
+@pytest.mark.parametrize("text", ["linger.ms", "=20", " =20", ""])
+def test_a_flag_without_name_or_equals_sign_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"expected name=value, for example -X linger\.ms=20"):
+        parse_flag(text)
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("request.required.acks", "acks"),
+        ("auto.commit.enable", "enable.auto.commit"),
+        ("delivery.timeout.ms", "message.timeout.ms"),
+        ("queue.buffering.max.ms", "linger.ms"),
+        ("metadata.broker.list", "bootstrap.servers"),
+    ],
+)
+def test_librdkafkas_second_names_are_the_first_ones(alias: str, name: str) -> None:
+    value = {"acks": "all", "enable.auto.commit": "false"}.get(name, "5")
+    assert Settings({alias: value}).values == {name: value}
+
+
+def test_a_second_name_is_no_way_around_a_refusal() -> None:
+    assert refused({"request.required.acks": 1}).startswith("acks=1 would break exactly-once")
+    assert refused({"auto.commit.enable": "true"}).startswith("enable.auto.commit=true would break")
+
+
+# ---- reading -----------------------------------------------------------------------------------------------
+
+
+def test_the_instance_is_the_host_name_unless_it_was_given() -> None:
+    assert Settings().instance == socket.gethostname()
+    assert Settings({"eos.instance": "a"}).instance == "a"
+
+
+def test_a_value_is_found_by_name_then_by_default_then_not_at_all() -> None:
+    settings = Settings({"linger.ms": 3})
+    assert (settings["linger.ms"], settings["transaction.timeout.ms"]) == (3, 10_000)
+    assert settings.get("client.id", "none") == "none"
+    with pytest.raises(KeyError):
+        settings["client.id"]
+
+
+def test_a_copy_with_more_values_is_checked_and_leaves_the_first_as_it_was() -> None:
+    first = Settings({"linger.ms": 3})
+    second = first.with_values(**{"group.id": "g", "linger.ms": 4})
+    assert (first.values, second.values) == ({"linger.ms": 3}, {"linger.ms": 4, "group.id": "g"})
+    with pytest.raises(ConfigurationError):
+        first.with_values(acks=1)
+
+
+@pytest.mark.parametrize(
+    ("values", "backoff_ms"),
+    [
+        ({}, 250),
+        ({"retry.backoff.ms": "100"}, 100),
+        ({"retry.backoff.ms": 5_000}, 1_000),
+        ({"retry.backoff.ms": 5_000, "retry.backoff.max.ms": 4_000}, 4_000),
+        ({"retry.backoff.max.ms": 60}, 60),
+    ],
+    ids=str,
+)
+def test_the_backoff_of_a_retry_is_capped_as_librdkafka_caps_it(values: dict[str, Any], backoff_ms: int) -> None:
+    assert Settings(values).retry_backoff_ms == backoff_ms
+
+
+# ---- what each client is given -----------------------------------------------------------------------------
+
+
+def test_the_consumer_reads_committed_records_only_and_never_commits_or_resets_by_itself() -> None:
+    given = Settings({"isolation.level": "read_committed", "auto.offset.reset": "latest"}).consumer()
+    assert given["isolation.level"] == "read_committed"
+    assert given["enable.auto.commit"] is False
+    assert given["enable.auto.offset.store"] is False
+    assert given["auto.offset.reset"] == "error", "where a partition begins is the session's to say"
+
+
+def test_a_classic_member_is_static_and_cooperative_with_a_session_of_ten_seconds() -> None:
+    given = Settings({"eos.instance": "i-1"}).consumer()
+    assert given["group.instance.id"] == "i-1"
+    assert given["session.timeout.ms"] == 10_000
+    assert given["partition.assignment.strategy"] == "cooperative-sticky"
+
+
+@pytest.mark.parametrize("protocol", ["consumer", "CONSUMER"])
+def test_a_member_of_the_consumer_protocol_is_dynamic_and_leaves_the_rest_to_the_broker(protocol: str) -> None:
+    settings = Settings({"group.protocol": protocol, "eos.instance": "i-1"})
+    given = settings.consumer()
+    assert not settings.classic_group
+    assert not {"group.instance.id", "session.timeout.ms", "partition.assignment.strategy"} & given.keys()
+    assert given["group.protocol"] == "consumer"
+
+
+def test_a_classic_group_is_classic_however_it_is_written() -> None:
+    assert all(Settings({"group.protocol": text}).classic_group for text in ("classic", "Classic", " classic "))
+    assert Settings().classic_group
+
+
+def test_a_users_own_choice_wins_over_a_default() -> None:
+    mine = {
+        "group.instance.id": "mine",
+        "session.timeout.ms": 6_000,
+        "partition.assignment.strategy": "range",
+        "fetch.queue.backoff.ms": 9,
+        "reconnect.backoff.max.ms": 500,
+    }
+    assert mine.items() <= Settings(mine).consumer().items()
+    theirs = {"partitioner": "random", "transaction.timeout.ms": 20_000, "message.timeout.ms": 15_000}
+    assert theirs.items() <= Settings(theirs).producer("t").items()
+
+
+def test_the_producer_is_transactional_and_idempotent_with_javas_partitioner() -> None:
+    given = Settings({"transactional.id": "other"}).producer("app-1")
+    assert given["transactional.id"] == "app-1"
+    assert (given["enable.idempotence"], given["acks"]) == (True, "all")
+    assert given["partitioner"] == "murmur2_random"
+    assert (given["transaction.timeout.ms"], given["retry.backoff.ms"]) == (10_000, 250)
+
+
+@pytest.mark.parametrize("timeout_ms", [1_000, 10_000, 60_000])
+def test_a_record_is_never_sent_longer_than_its_transaction_may_last(timeout_ms: int) -> None:
+    given = Settings({"transaction.timeout.ms": timeout_ms}).producer("t")
+    assert 0 < given["message.timeout.ms"] <= given["transaction.timeout.ms"] == timeout_ms
+
+
+def test_each_client_gets_what_is_meant_for_it_and_neither_gets_ours() -> None:
+    settings = Settings({"linger.ms": 3, "fetch.min.bytes": 5, "client.id": "c", "eos.instance": "i"})
+    consumer, producer = settings.consumer(), settings.producer("t")
+    assert "linger.ms" not in consumer
+    assert "fetch.min.bytes" not in producer
+    assert consumer["client.id"] == producer["client.id"] == "c"
+    assert not [name for name in (*consumer, *producer) if name.startswith("eos.")]
+
+
+def test_both_clients_have_an_address_and_come_back_within_a_second() -> None:
+    for given in (Settings().consumer(), Settings().producer("t")):
+        assert given["bootstrap.servers"] == "127.0.0.1:9092"
+        assert given["reconnect.backoff.max.ms"] == 1_000
+
+
+def test_an_admin_client_gets_addresses_and_credentials_only() -> None:
+    settings = Settings(
+        {
+            "bootstrap.servers": "b:9093",
+            "security.protocol": "SASL_SSL",
+            "sasl.mechanisms": "PLAIN",
+            "sasl.username": "u",
+            "sasl.password": "p",
+            "ssl.ca.location": "/ca",
+            "linger.ms": 3,
+            "fetch.min.bytes": 5,
+            "group.id": "g",
+        }
+    )
+    expected = {
+        "bootstrap.servers",
+        "security.protocol",
+        "sasl.mechanism",
+        "sasl.username",
+        "sasl.password",
+        "ssl.ca.location",
+    }
+    assert settings.connection().keys() - {"reconnect.backoff.max.ms"} == expected
+
+
+# ---- librdkafka has the last word --------------------------------------------------------------------------
+
+ACCEPTED: list[dict[str, Any]] = [
+    {},
+    {"group.protocol": "classic"},
+    {"group.protocol": "Consumer"},
+    {"group.protocol": "consumer", "group.remote.assignor": "uniform"},
+    {"partition.assignment.strategy": "range,roundrobin"},
+    {"auto.offset.reset": "latest", "enable.partition.eof": True, "delivery.report.only.error": True},
+    {"isolation.level": "read_committed", "enable.auto.commit": "false", "enable.auto.offset.store": "false"},
+    {"enable.idempotence": "true", "acks": -1, "enable.gapless.guarantee": "false"},
+    {"request.required.acks": "all", "auto.commit.enable": "false", "compression.codec": "lz4"},
+    {"transaction.timeout.ms": 1_000, "eos.transaction.interval.ms": 500},
+    {"transaction.timeout.ms": 900_000, "delivery.timeout.ms": 900_000},
+    {"retry.backoff.ms": 50, "retry.backoff.max.ms": 50, "statistics.interval.ms": 1_000},
+    {"queue.buffering.max.ms": 3, "batch.size": 100_000, "fetch.min.bytes": 5, "max.poll.interval.ms": 60_000},
+    {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanisms": "PLAIN", "sasl.username": "u", "sasl.password": "p"},
+    {"stats_cb": print, "error_cb": print, "client.id": "c", "debug": "eos"},
+]
+
+
+@pytest.mark.parametrize("values", ACCEPTED, ids=str)
+def test_librdkafka_accepts_what_the_clients_are_given(values: dict[str, Any]) -> None:
+    quiet = logging.getLogger("test.quiet")
+    quiet.disabled = True
+    settings = Settings({"bootstrap.servers": "127.0.0.1:1", "group.id": "g", **values})
+    consumer = Consumer(settings.consumer() | {"logger": quiet})
+    consumer.close()
+    assert Producer(settings.producer("t") | {"logger": quiet}) is not None
+
+
+@pytest.mark.parametrize(
+    "text", ["linger.ms=20", "compression.type=zstd", "enable.partition.eof=true", "transaction.timeout.ms=20000"]
+)
+def test_librdkafka_accepts_values_as_the_text_of_a_flag(text: str) -> None:
+    test_librdkafka_accepts_what_the_clients_are_given(dict([parse_flag(text)]))
