@@ -1,7 +1,7 @@
 """One line per event: human on stderr by default, JSON for machines; every line about a transaction says whose.
 
-Owns the format only. Events are `log.info("event", extra=fields(name=value))`; libraries' users see ordinary
-`logging` records of the logger "eos".
+Owns the format only. Events are `log.info("event", name=value)`; users of the library see them as ordinary `logging`
+records of the logger "eos".
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ client_logger.setLevel(logging.CRITICAL)
 
 
 def event(level: int, message: str, **fields: Any) -> None:
-    """Logs one event; fields become `name=value` or JSON members."""
-    logger.log(level, message, extra={"fields": fields})
+    """Logs one event; fields become `name=value` behind the message, or members of a JSON line."""
+    if logger.isEnabledFor(level):
+        tail = "".join(f" {name}={value}" for name, value in fields.items())
+        logger.log(level, "%s%s", message, tail, extra={"event": message, "fields": fields})
 
 
 def info(message: str, **fields: Any) -> None:
@@ -40,17 +42,16 @@ def debug(message: str, **fields: Any) -> None:
 class HumanFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        fields: Mapping[str, Any] = getattr(record, "fields", {})
-        tail = "".join(f" {name}={value}" for name, value in fields.items())
-        line = f"{clock}.{int(record.msecs):03d} {record.levelname.lower():7} {record.getMessage()}{tail}"
+        line = f"{clock}.{int(record.msecs):03d} {record.levelname.lower():7} {record.getMessage()}"
         return " ".join(line.splitlines())  # librdkafka's sentences can end in a newline
 
 
 class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields: Mapping[str, Any] = getattr(record, "fields", {})
+        message = getattr(record, "event", record.getMessage())
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
-        line = {"time": stamp, "level": record.levelname.lower(), "event": record.getMessage(), **fields}
+        line = {"time": stamp, "level": record.levelname.lower(), "event": message, **fields}
         return json.dumps(line, default=str)
 
 

@@ -23,6 +23,7 @@ from eos.settings import STATISTICS_INTERVAL_MS, Settings
 from eos.states import OPEN, Event, Machine, State
 from eos.watchdog import CallHung, Watchdog
 
+ALWAYS = "always"  # the setting, and the reason it gives
 HANG_MARGIN_S = 5.0
 _WAIT_LOG_INTERVAL_S = 10.0
 
@@ -164,8 +165,8 @@ class TransactionalProducer:
 
     def must_replace(self) -> str | None:
         """Why this producer may not begin another transaction, or None (the replacement rule, facts H1-H3)."""
-        if self._mode == "always":
-            return "always"
+        if self._mode == ALWAYS:
+            return ALWAYS
         if self._mode == "never":
             return None
         return self._spent or self.client.evidence.reason
@@ -192,7 +193,7 @@ class TransactionalProducer:
         self._spent = None
         if old is not None:
             _retire(old)
-        level = logging.DEBUG if self._mode == "always" else logging.INFO
+        level = logging.DEBUG if self._mode == ALWAYS else logging.INFO
         log.event(level, "producer replaced", reason=reason, **self.who())
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ from eos.errors import (
 )
 from eos.ownership import Described, Owner, Situation
 from eos.positions import Positions
-from eos.producer import TransactionalProducer
+from eos.producer import ALWAYS, TransactionalProducer
 from eos.settings import Settings
 
 _Partition = tuple[str, int]
@@ -330,7 +330,14 @@ class TransactSession:
                 self.end()
             elif self.until_end and self._group_is_done():
                 raise StopIteration
+            self._replace_while_idle()
             self.on_idle()
+
+    def _replace_while_idle(self) -> None:
+        """A late AddPartitionsToTxn would start a ghost transaction that fences an idle worker: not at a new epoch."""
+        reason = self.producer.must_replace()
+        if reason is not None and reason != ALWAYS:
+            self.producer.replace(reason)
 
     def _step(self, name: str) -> None:
         if self.on_event is not None:

@@ -1,4 +1,4 @@
-"""`eos broker start | status | stop`: a real Kafka on this machine, for people.
+"""`eos broker start | status | stop | topics`: a real Kafka on this machine, for people.
 
 Owns the options and what is printed. It must never decide anything: eos.broker.detached does.
 """
@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 from rich.console import Console
 from rich.table import Table
 
 from eos.broker.detached import Detached, default_directory
+from eos.errors import ConfigurationError, Unavailable, describe_error
 
 NOT_RUNNING = 69
 
@@ -76,3 +79,26 @@ def stop(data: DataOption = None) -> None:
     kafka = Detached(data or default_directory())
     stopped = kafka.stop()
     typer.echo("Kafka is stopped" if stopped else "Kafka is not running")
+
+
+@app.command()
+def topics(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...")],
+    partitions: Annotated[int, typer.Option(min=1, help="Partitions of each new topic")] = 8,
+    data: DataOption = None,
+) -> None:
+    """Create topics, on every node; those that exist already stay as they are."""
+    kafka = Detached(data or default_directory())
+    nodes = kafka.status()
+    if not nodes or not any(node.up for node in nodes):
+        raise Unavailable("Kafka is not running: start it with `eos broker start`")
+    admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers()})
+    created = admin.create_topics([NewTopic(name, partitions, len(nodes)) for name in names])
+    for name, future in created.items():
+        try:
+            future.result()
+            typer.echo(f"{name}: created with {partitions} partitions")
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                raise ConfigurationError(f"topic {name} cannot be created: {describe_error(error)}") from error
+            typer.echo(f"{name}: exists")

@@ -1,6 +1,35 @@
-"""`eos demo`."""
+"""`eos demo`: runs the story of eos.demo; owns the options, and that a SIGTERM cleans up as a Ctrl-C does."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from eos.errors import Unavailable
 
 
-def demo() -> int:
+def demo(
+    bootstrap_servers: Annotated[
+        str | None,
+        typer.Option(help="Use this Kafka (HOST:PORT) instead of starting one; the demo's topics are deleted again."),
+    ] = None,
+    flights: Annotated[int, typer.Option(hidden=True, min=10_000, max=336_776)] = 336_776,
+) -> int:
     """Kill workers on real data and prove that nothing was lost or doubled."""
-    raise NotImplementedError
+    try:
+        # Here and not above: the other commands must start without numpy and the rest of the extra `demo`.
+        from eos.demo.show import Show
+        from eos.demo.story import tell
+    except ModuleNotFoundError as error:
+        raise Unavailable(f"the demo needs {error.name}: pip install 'eos-kafka[demo,embedded]'") from error
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    tell(Show(), bootstrap_servers, flights)
+    return 0
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

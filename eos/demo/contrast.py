@@ -64,8 +64,15 @@ class Contrast:
     kills: int
 
 
-def run(servers: str, directory: Path, progress: Callable[[int], None]) -> Contrast:
-    """Kill the loop until it will repeat records, let it finish, and count. Raises NotProven if no kill has that effect."""
+def flights(servers: str) -> int:
+    """How many flights the loop is given."""
+    return sum(
+        end for (_, p), end in end_offsets(servers, topics.FLIGHTS, topics.QUIET).stable.items() if p in PARTITIONS
+    )
+
+
+def run(servers: str, directory: Path, total: int, progress: Callable[[int], None]) -> Contrast:
+    """Kill the loop until it will repeat records, let it finish, and count. Raises NotProven if no kill makes it so."""
     with Child("at-least-once", ["eos.demo.contrast", servers], directory) as loop:
         kills = 0
         while True:
@@ -83,9 +90,8 @@ def run(servers: str, directory: Path, progress: Callable[[int], None]) -> Contr
             time.sleep(0.1)
         if code != 0:
             raise NotProven(f"the at-least-once loop failed with exit code {code}: {loop.log_path}")
-    flights = sum(end for (_, p), end in end_offsets(servers, topics.FLIGHTS).stable.items() if p in PARTITIONS)
-    keys = read_topic(servers, topics.CONTRAST).keys
-    return Contrast(flights, len(keys), len(keys) - len(set(keys)), kills)
+    keys = read_topic(servers, topics.CONTRAST, config=topics.QUIET).keys
+    return Contrast(total, len(keys), len(keys) - len(set(keys)), kills)
 
 
 def _wait_for_output(servers: str, loop: Child, progress: Callable[[int], None]) -> None:
@@ -98,11 +104,11 @@ def _wait_for_output(servers: str, loop: Child, progress: Callable[[int], None])
 
 
 def _written(servers: str) -> int:
-    return sum(end_offsets(servers, topics.CONTRAST).log_end.values())
+    return sum(end_offsets(servers, topics.CONTRAST, topics.QUIET).log_end.values())
 
 
 def _committed(servers: str) -> int:
-    return sum(committed_offsets(servers, topics.CONTRAST_GROUP, topics.FLIGHTS).values())
+    return sum(committed_offsets(servers, topics.CONTRAST_GROUP, topics.FLIGHTS, topics.QUIET).values())
 
 
 if __name__ == "__main__":

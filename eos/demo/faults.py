@@ -34,7 +34,8 @@ class NotProven(EosError):
 
 @dataclass(frozen=True)
 class Hit:
-    """A fault inside a transaction: whose, since when open, its records' partitions, and how often it was tried."""
+    """A fault that left a transaction open: whose, how the coordinator sees it, in how many partitions it has records,
+    and at which attempt it was hit."""
 
     transactional_id: str
     found: Described
@@ -45,7 +46,7 @@ class Hit:
 class Witness:
     """What the cluster knows about the workers' transactions. `tick` is called while it waits."""
 
-    def __init__(self, servers: str, tick: Callable[[], None]) -> None:
+    def __init__(self, servers: str, tick: Callable[[], object]) -> None:
         self._cluster = ClusterAdmin(Settings({"bootstrap.servers": servers}))
         self._admin = KafkaAdminClient(bootstrap_servers=servers.split(","))
         self._tick = tick
@@ -76,11 +77,11 @@ class Witness:
         return Hit(transactional_id, found, partitions, attempts) if partitions else None
 
     def wait_until_ended(self, hit: Hit) -> Described:
-        """Until the coordinator ended that transaction by itself, at its timeout; what it says then."""
+        """Until the coordinator aborted that transaction by itself, at its timeout, and raised the epoch."""
         deadline = time.monotonic() + WAIT_S
         while True:
             now = self._cluster.describe(hit.transactional_id)
-            if now is not None and now.state == "CompleteAbort":
+            if now is not None and now.state == "CompleteAbort" and now.epoch != hit.found.epoch:
                 return now
             if time.monotonic() > deadline:
                 raise NotProven(f"the broker did not time out {hit.transactional_id} in {WAIT_S:.0f} s: it is {now}")
@@ -109,7 +110,8 @@ class Witness:
             raise NotProven(f"DescribeProducers failed: {error}") from error
         return sum(
             any(
-                p.producer_id == transaction.producer_id and p.current_txn_start_offset >= 0 for p in s.active_producers
+                p.producer_id == transaction.producer_id and p.current_transaction_start_offset >= 0
+                for p in s.active_producers
             )
             for s in states
         )

@@ -22,6 +22,9 @@ PARTITIONS = 8
 GROUP, CONTRAST_GROUP = "late-flights", "at-least-once"  # the first is the App's id
 _TIMEOUT_S = 30.0
 
+# librdkafka writes to stderr what it retries by itself, in the middle of the screen.
+QUIET: dict[str, str | int] = {"log_level": 0}
+
 
 @contextlib.contextmanager
 def made(servers: str, delete: bool) -> Iterator[None]:
@@ -29,7 +32,7 @@ def made(servers: str, delete: bool) -> Iterator[None]:
 
     Raises ConfigurationError if one of them exists, Unavailable if the cluster does not answer.
     """
-    admin = AdminClient({"bootstrap.servers": servers, "log_level": 0})
+    admin = AdminClient({"bootstrap.servers": servers, **QUIET})
     try:
         existing = sorted(set(admin.list_topics(timeout=_TIMEOUT_S).topics) & set(TOPICS))
     except KafkaException as error:
@@ -70,6 +73,7 @@ def load(servers: str, flights: int, progress: Callable[[int], None]) -> int:
             "partitioner": "murmur2_random",
             "delivery.report.only.error": True,
             "on_delivery": lambda error, _: failed.append(error),
+            **QUIET,
         }
     )
     count = 0
@@ -98,7 +102,7 @@ class Follower:
     def __init__(self, servers: str) -> None:
         # read_uncommitted: an open transaction's offsets are not waited for, the last committed ones are the answer.
         settings = {"bootstrap.servers": servers, "group.id": GROUP, "isolation.level": "read_uncommitted"}
-        self._consumer = Consumer(settings | {"log_level": 0})
+        self._consumer = Consumer(settings | QUIET)
         self._wanted = [TopicPartition(FLIGHTS, partition) for partition in range(PARTITIONS)]
         self._asked, self._answer = 0.0, 0
 

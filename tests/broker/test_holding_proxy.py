@@ -13,7 +13,7 @@ from enum import Enum
 import pytest
 
 from eos.broker import LocalKafka
-from tests.support.proxy import ApiKey, Fault, HoldingProxy
+from tests.support.proxy import ApiKey, Fault, HoldingProxy, Request
 from tests.support.raw import Background, RawProducer, raw_producer
 from tests.support.reading import (
     create_topic,
@@ -93,14 +93,19 @@ def test_a_held_answer_keeps_the_commit_waiting_though_the_broker_has_committed(
 def test_requests_behind_a_held_one_wait_for_it_and_arrive_in_order(
     kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
 ) -> None:
-    hold = proxy.on(ApiKey.Produce, Fault.HOLD_REQUEST, nth=2, transactional_id=raw.transactional_id)
     raw.begin()
     raw.send(topic, "0")
+    before = len(proxy.seen(ApiKey.Produce, raw.transactional_id))
+    hold = proxy.on(ApiKey.Produce, Fault.HOLD_REQUEST, transactional_id=raw.transactional_id)
     raw.offer(topic, "1")
-    hold.wait()
+    held = hold.wait()
     raw.offer(topic, "2")
-    wait_until("the pipelined Produce", lambda: len(proxy.seen(ApiKey.Produce, raw.transactional_id)) == 3)
-    assert len({request.connection for request in proxy.seen(ApiKey.Produce, raw.transactional_id)}) == 1
+
+    def behind_it() -> list[Request]:
+        return proxy.seen(ApiKey.Produce, raw.transactional_id)[before + 1 :]
+
+    wait_until("the pipelined Produce", behind_it)
+    assert {request.connection for request in behind_it()} == {held.connection}
     hold.release()
     raw.commit()
     assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"0", b"1", b"2"]

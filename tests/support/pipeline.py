@@ -31,6 +31,7 @@ from confluent_kafka.admin import (
     AlterConfigOpType,
     ConfigEntry,
     ConfigResource,
+    NewPartitions,
     NewTopic,
     OffsetSpec,
     ResourceType,
@@ -269,6 +270,28 @@ class Pipeline:
     @property
     def loaded(self) -> int:
         return len(self._loaded)
+
+    def record(self, place: Place, number: int) -> tuple[str, int, int]:
+        """(topic, partition, offset) of the n-th loaded record of a partition, counted from 0."""
+        here = [o for t, p, o in sorted(self._loaded) if (self.sources[t], p) == place]
+        return (*place, here[number])
+
+    def add_partition(self, topic: str) -> Place:
+        """One more partition of a source; the loader, too, must learn of it."""
+        place = (topic, len(self.admin.list_topics(topic, timeout=10).topics[topic].partitions))
+        self.admin.create_partitions([NewPartitions(topic, place[1] + 1)])[topic].result(10)
+
+        def has_leader() -> bool:
+            known = self.admin.list_topics(topic, timeout=10).topics[topic].partitions
+            return place[1] in known and known[place[1]].leader >= 0
+
+        wait_until(f"a leader of {place}", has_leader)
+        self._loader = None
+        return place
+
+    def skip_loaded(self) -> None:
+        """What was loaded until now is not expected to be handled (`auto.offset.reset=latest`)."""
+        self._loaded = []
 
     def load(self, records: int, transactions: int = 6, aborted_tail: bool = False) -> None:
         """Committed transactions with aborted ones between them, so that offsets have gaps and markers in them."""
@@ -534,7 +557,9 @@ class Pipelines:
         number = len(self._made)
         directory = self._directory / f"pipeline-{number}"
         directory.mkdir()
-        pipeline = Pipeline(kafka, self._names(f"p{number}"), directory, replicas)
+        # The end of the name is what is unique; the test's own words in every log line would hide the line.
+        name = "-".join(self._names(f"p{number}").split("-")[-2:])
+        pipeline = Pipeline(kafka, name, directory, replicas)
         self._made.append(pipeline)
         if records:
             pipeline.load(records)

@@ -81,7 +81,6 @@ def build_app(orders: Orders, steps: Steps) -> App:
     def copy(record: Record) -> list[Out]:
         source = index[record.topic]
         transaction = orders.first_transaction + steps.counts.get("begun", 0)
-        os.write(attempts, ATTEMPT.pack(time.monotonic_ns(), transaction, source, record.partition, record.offset))
         at = (record.topic, record.partition, record.offset)
         if orders.work_ms:
             time.sleep(orders.work_ms / 1000)
@@ -90,6 +89,8 @@ def build_app(orders: Orders, steps: Steps) -> App:
             time.sleep(orders.slow_at[3])
         if orders.raise_at and at == tuple(orders.raise_at):
             raise ValueError("this record is poison")
+        # Only now: a record whose function raised was not part of this transaction.
+        os.write(attempts, ATTEMPT.pack(time.monotonic_ns(), transaction, source, record.partition, record.offset))
         payload = bytes(orders.large_at[3]) if orders.large_at and at == tuple(orders.large_at[:3]) else b""
         return [
             Out(stamp(source, record.partition, record.offset, number) + payload, topic=topic)

@@ -1,0 +1,238 @@
+"""The order of the demo: Kafka, flights, two workers and their faults, the contrast, the proof.
+
+Owns the order and the supervision of the workers. It must never judge (proof.py does) and never leave a process behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from eos.broker import DEFAULT_VERSION, LocalKafka
+from eos.broker.jars import kafka_jars
+from eos.demo import contrast, data, proof, topics
+from eos.demo.faults import Hit, NotProven, Witness, kill_in_a_transaction, pause_in_a_transaction
+from eos.demo.process import Child
+from eos.demo.proof import Row
+from eos.demo.show import Show
+from eos.ownership import Described
+
+TRANSACTION_TIMEOUT_MS = 5_000
+# A run has about this many transactions, whatever the number of flights: small ones, so that there is work left when
+# the faults come, as there is in a topic that never ends.
+_TRANSACTIONS = 800
+_KILL_AT, _PAUSE_AT = 0.10, 0.25  # of the flights
+_WORK_S = 150.0
+_RESTART_ME = 75
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What was done to the workers; `timed_out`: the paused one's transaction when the broker had given it up."""
+
+    kill: Hit
+    pause: Hit
+    timed_out: Described
+
+
+def tell(show: Show, bootstrap_servers: str | None, flights: int) -> list[Row]:
+    """Runs the whole demo; the table's rows. Raises EosError: Unavailable, NotProven, ..."""
+    show.title(f"eos demo: {flights:,} real flights, two workers, a SIGKILL and a SIGSTOP; what does Kafka hold then?")
+    with (
+        _directory() as directory,
+        _kafka(show, bootstrap_servers) as servers,
+        topics.made(servers, delete=bootstrap_servers is not None),
+    ):
+        with show.bar("loading", flights) as progress:
+            loaded = topics.load(servers, flights, progress)
+        show.step(f"{loaded:,} flights of 2013 are in topic {topics.FLIGHTS}, {topics.PARTITIONS} partitions")
+        show.step(f"two workers run {_example().name}: eos run {_target()} --instance a (and b)")
+        show.code(_example())
+        faults = _run_workers(show, servers, directory, loaded)
+        show.step("for contrast: a plain at-least-once loop handles a quarter of the flights")
+        loop = _run_contrast(show, servers, directory)
+        show.step("the proof: read_committed output against a computation straight from the CSV file")
+        rows = _prove(show, servers, flights, faults, loop)
+        show.table(rows)
+        _say_verdict(show, rows, faults, loop)
+    return rows
+
+
+@contextlib.contextmanager
+def _directory() -> Iterator[Path]:
+    """For the logs of the workers: kept and named if anything goes wrong."""
+    directory = Path(tempfile.mkdtemp(prefix="eos-demo-"))
+    try:
+        yield directory
+    except Exception:
+        if any(directory.iterdir()):
+            print(f"eos: the logs of the workers are in {directory}", file=sys.stderr)
+            raise
+        directory.rmdir()
+        raise
+    except BaseException:  # an interrupt: nobody will read them
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    shutil.rmtree(directory)
+
+
+@contextlib.contextmanager
+def _kafka(show: Show, bootstrap_servers: str | None) -> Iterator[str]:
+    if bootstrap_servers is not None:
+        show.step(f"Kafka at {bootstrap_servers}")
+        yield bootstrap_servers
+        return
+    with contextlib.ExitStack() as stack:
+        kafka_jars(DEFAULT_VERSION, show.console)
+        with show.busy(f"starting Kafka {DEFAULT_VERSION}"):
+            kafka = stack.enter_context(LocalKafka())
+        show.step(f"Kafka {DEFAULT_VERSION} runs on this machine: {kafka.bootstrap_servers}")
+        yield kafka.bootstrap_servers
+
+
+def _example() -> Path:
+    """The App's file: beside this one in a wheel, in examples/ of a checkout."""
+    packaged = Path(__file__).with_name("flights.py")
+    return packaged if packaged.exists() else Path(__file__).parents[2] / "examples" / "flights.py"
+
+
+def _target() -> str:
+    return "eos.demo.flights:app" if _example().parent == Path(__file__).parent else f"{_example()}:app"
+
+
+def _worker(servers: str, instance: str, directory: Path, flights: int) -> Child:
+    settings = {
+        "transaction.timeout.ms": TRANSACTION_TIMEOUT_MS,
+        "eos.transaction.max.records": max(10, flights // _TRANSACTIONS),
+    }
+    arguments = ["eos", "run", _target(), "--instance", instance, "--bootstrap-servers", servers, "--until-end"]
+    for name, value in settings.items():
+        arguments += ["-X", f"{name}={value}"]
+    return Child(instance, arguments, directory)
+
+
+def _run_workers(show: Show, servers: str, directory: Path, flights: int) -> Faults:
+    """Both workers until the group has handled all flights, with a fault for each on the way."""
+    with (
+        _worker(servers, "a", directory, flights) as a,
+        _worker(servers, "b", directory, flights) as b,
+        show.bar("handling", flights) as progress,
+        contextlib.closing(topics.Follower(servers)) as follower,
+    ):
+        workers = Workers([a, b], follower, progress)
+        with contextlib.closing(Witness(servers, workers.tick)) as witness:
+            workers.start()
+            workers.wait_for(int(_KILL_AT * flights))
+            kill = _kill(show, a, witness)
+            workers.wait_for(int(_PAUSE_AT * flights))
+            pause, timed_out = _pause(show, b, witness)
+            workers.wait_for_exit()
+        took = time.monotonic() - workers.began
+        for line in _recovery(b):
+            show.event(f"from the log of worker b: {line}", "dim")
+        show.event(f"both workers are done: {flights:,} flights in {took:.1f} s")
+        return Faults(kill, pause, timed_out)
+
+
+class Workers:
+    """Supervises: tells the progress, and starts a worker again that ends with 75 (a temporary failure)."""
+
+    def __init__(self, workers: list[Child], follower: topics.Follower, progress: Callable[[int], None]) -> None:
+        self._workers, self._follower, self._progress = workers, follower, progress
+        self.began = time.monotonic()
+
+    def start(self) -> None:
+        for worker in self._workers:
+            worker.start()
+
+    def tick(self) -> bool:
+        """Call it often; whether all workers have finished. Raises NotProven for one that failed or takes too long."""
+        self._progress(self._follower.committed())
+        codes = {worker: worker.exit_code() for worker in self._workers}
+        for worker, code in codes.items():
+            if code == _RESTART_ME:
+                worker.start()
+            elif code not in (None, 0, -9):  # -9: our own kill; kill_in_a_transaction or _kill starts it again
+                raise NotProven(f"worker {worker.name} ended with exit code {code}: {worker.log_path}")
+        if time.monotonic() - self.began > _WORK_S:
+            raise NotProven(f"after {_WORK_S:.0f} s only {self._follower.committed():,} flights are handled")
+        return all(code == 0 for code in codes.values())
+
+    def wait_for(self, records: int) -> None:
+        while self._follower.committed() < records:
+            self.tick()
+            time.sleep(0.02)
+
+    def wait_for_exit(self) -> None:
+        while not self.tick():
+            time.sleep(0.05)
+
+
+def _kill(show: Show, worker: Child, witness: Witness) -> Hit:
+    hit = kill_in_a_transaction(worker, witness)
+    show.event(f"SIGKILL to worker {worker.name} inside a transaction ({_describe(hit)})", "red")
+    worker.start()
+    show.event(f"worker {worker.name} is started again: its first act is to abort what it left open")
+    return hit
+
+
+def _pause(show: Show, worker: Child, witness: Witness) -> tuple[Hit, Described]:
+    hit = pause_in_a_transaction(worker, witness)
+    began = time.monotonic()
+    show.event(f"SIGSTOP to worker {worker.name} inside a transaction ({_describe(hit)})", "red")
+    timed_out = witness.wait_until_ended(hit)
+    paused_s = time.monotonic() - began
+    show.event(f"{paused_s:.1f} s later the broker gives worker {worker.name} up and aborts its transaction", "yellow")
+    worker.resume()
+    show.event(f"SIGCONT: worker {worker.name} is back and knows nothing of that")
+    return hit, timed_out
+
+
+def _recovery(worker: Child) -> list[str]:
+    """What the worker said when it found out that it had been given up."""
+    lines = [line.split(maxsplit=2)[-1] for line in worker.log().splitlines() if " warning " in line]
+    return [line[:100] for line in lines]
+
+
+def _describe(hit: Hit) -> str:
+    tries = f", {hit.attempts} tries" if hit.attempts > 1 else ""
+    return f"{hit.transactional_id}: {hit.found.state}, records in {hit.partitions} partitions{tries}"
+
+
+def _run_contrast(show: Show, servers: str, directory: Path) -> contrast.Contrast:
+    total = contrast.flights(servers)
+    with show.bar("at least once", total) as progress:
+        loop = contrast.run(servers, directory, total, progress)
+    times = "once" if loop.kills == 1 else f"{loop.kills} times"
+    show.event(f"killed {times} and started again: {loop.flights:,} flights became {loop.records:,} records")
+    return loop
+
+
+def _prove(show: Show, servers: str, flights: int, faults: Faults, loop: contrast.Contrast) -> list[Row]:
+    with show.busy("reading everything back"):
+        expected, found = data.expectation(flights), proof.read(servers)
+        kills = int(faults.kill.found.state == "Ongoing" and faults.kill.partitions > 0)
+        pauses = int(faults.pause.found.state == "Ongoing" and faults.timed_out.state == "CompleteAbort")
+        return [*proof.exactly_once(expected, found), *proof.faults(found, kills, pauses, loop)]
+
+
+def _say_verdict(show: Show, rows: list[Row], faults: Faults, loop: contrast.Contrast) -> None:
+    wrong = [row.check for row in rows if not row.holds]
+    if wrong:
+        raise NotProven(f"not exactly once, or not shown to be: {'; '.join(wrong)}")
+    show.console.print(
+        f"[bold green]Exactly once[/], in {show.total_s:.0f} s. It took {_times(faults.kill.attempts, 'SIGKILL')} and "
+        f"{_times(faults.pause.attempts, 'SIGSTOP')} to hit an open transaction with each, and "
+        f"{_times(loop.kills, 'SIGKILL')} to double records in the loop.",
+        soft_wrap=True,
+    )
+
+
+def _times(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count > 1 else ''}"

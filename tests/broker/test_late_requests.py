@@ -1,0 +1,257 @@
+"""The replacement rule both ways: what a late request does to a session that keeps its producer, and to one that not.
+
+Each scenario is the same faults with `eos.replace.producer=never`, where the checker must catch the damage, and with
+`auto`, where it must find nothing. The late request is a real one: the proxy cut the connection after the client sent
+it, the client's own retry did the work, and the kept bytes reach the broker later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from confluent_kafka import Producer
+
+from eos import Record, Settings, Transaction, TransactSession
+from eos.broker import LocalKafka
+from eos.plain import Transactions
+from eos.testing.checker import Inputs, Report, check
+from eos.testing.history import committed_offsets, end_offsets, read_topic
+from eos.testing.lineage import stamp
+from tests.support.proxy import ApiKey, Fault, HoldingProxy
+from tests.support.reading import create_topic, transaction_of, wait_until
+
+INVALID_PRODUCER_EPOCH = 47
+COPIES = 2
+
+
+class Scenario:
+    """One input partition, one output topic with a partition per copy, one record per transaction."""
+
+    def __init__(self, kafka: LocalKafka, proxy: HoldingProxy, names: Callable[[str], str], replace: str) -> None:
+        self.kafka, self.proxy = kafka, proxy
+        self.source, self.target = names("in"), names("out")
+        create_topic(kafka.bootstrap_servers, self.source)
+        create_topic(kafka.bootstrap_servers, self.target, partitions=COPIES)
+        self.group = names("group")
+        self.transactional_id = names("tx")
+        self.replace = replace
+
+    def load(self, count: int) -> None:
+        producer = Producer({"bootstrap.servers": self.kafka.bootstrap_servers, "log_level": 0})
+        for number in range(count):
+            producer.produce(self.source, b"%d" % number, partition=0)
+        assert producer.flush(30) == 0
+
+    def session(self, proxied: bool = True, **more: object) -> TransactSession:
+        servers = self.kafka.proxied_servers if proxied else self.kafka.bootstrap_servers
+        settings = {
+            "bootstrap.servers": servers,
+            "group.id": self.group,
+            "transactional.id": self.transactional_id,
+            "transaction.timeout.ms": 3_000,
+            "eos.replace.producer": self.replace,
+            "eos.transaction.max.records": 1,
+            "eos.transaction.interval.ms": 1,
+            "linger.ms": 0,
+        }
+        return TransactSession(Settings(settings | more), [self.source], until_end=not proxied)
+
+    def finish(self) -> Report:
+        """A successor handles what is left; then everything is judged."""
+        with self.session(proxied=False) as successor:
+            for txn in successor:
+                for record in txn.records:
+                    send(txn, self.target, record, range(COPIES))
+        servers = self.kafka.bootstrap_servers
+        return check(
+            read_topic(servers, [self.source]).inputs(),
+            read_topic(servers, [self.target]).outputs(),
+            fan_out=COPIES,
+            committed=committed_offsets(servers, self.group, [self.source]),
+            complete=True,
+            ends=end_offsets(servers, [self.target]),
+        )
+
+
+def send(txn: Transaction, target: str, record: Record, copies: range) -> None:
+    for copy in copies:
+        txn.send(target, stamp(0, record.partition, record.offset, copy), partition=copy)
+
+
+def handle(session: TransactSession, target: str) -> Transaction:
+    """The next transaction with all its copies; the next turn of the loop commits it."""
+    txn = next(session)
+    (record,) = txn.records
+    send(txn, target, record, range(COPIES))
+    return txn
+
+
+@pytest.fixture
+def proxy(kafka: LocalKafka) -> Iterator[HoldingProxy]:
+    with HoldingProxy(int(kafka.proxied_servers.rpartition(":")[2]), kafka.proxied_upstream) as proxy:
+        yield proxy
+
+
+@pytest.fixture(params=["never", "auto"])
+def scenario(
+    request: pytest.FixtureRequest, kafka: LocalKafka, proxy: HoldingProxy, names: Callable[[str], str]
+) -> Scenario:
+    return Scenario(kafka, proxy, names, request.param)
+
+
+def judged(scenario: Scenario, report: Report, *, broken: set[str]) -> None:
+    """Nothing wrong under `auto`; under `never` exactly the damage that the scenario is about."""
+    if scenario.replace == "auto":
+        report.raise_if_violated()
+    else:
+        assert broken <= set(report.violated), f"the damage was not caught: {report}"
+
+
+def test_a_late_commit_in_the_next_transaction_doubles_a_record_unless_the_producer_was_replaced(
+    scenario: Scenario,
+) -> None:
+    scenario.load(2)
+    late = scenario.proxy.on(ApiKey.EndTxn, Fault.LATE_COPY, transactional_id=scenario.transactional_id)
+    with scenario.session() as session:
+        handle(session, scenario.target)
+        txn = next(session)  # commits the first one: its EndTxn was cut, the client's retry did it
+        assert late.hit
+        (record,) = txn.records
+        send(txn, scenario.target, record, range(1))
+        session.producer.flush()
+        error = late.deliver_late().error
+        send(txn, scenario.target, record, range(1, COPIES))
+        session.producer.flush()
+        # ... and here the process dies: its close aborts.
+    assert error == (INVALID_PRODUCER_EPOCH if scenario.replace == "auto" else 0)
+    judged(scenario, scenario.finish(), broken={"no_duplicates"})
+
+
+def test_a_late_abort_in_the_next_transaction_loses_its_outputs_unless_the_producer_was_replaced(
+    scenario: Scenario,
+) -> None:
+    scenario.load(1)
+    late = scenario.proxy.on(ApiKey.EndTxn, Fault.LATE_COPY, transactional_id=scenario.transactional_id)
+    with scenario.session() as session:
+        txn = handle(session, scenario.target)
+        session.producer.flush()
+        txn.abort()  # cut, retried: the records come again
+        assert late.hit
+        txn = handle(session, scenario.target)
+        session.producer.flush()
+        error = late.deliver_late().error
+        assert txn.commit(), "the commit is reported to have happened in either case"
+    assert error == (INVALID_PRODUCER_EPOCH if scenario.replace == "auto" else 0)
+    judged(scenario, scenario.finish(), broken={"no_losses"})
+
+
+def test_an_abort_after_a_lost_acknowledgement_loses_the_next_record_unless_the_producer_was_replaced(
+    scenario: Scenario,
+) -> None:
+    """Without an input, so that nothing but the sequence number of the record is in play (H2b)."""
+    settings = {
+        "bootstrap.servers": scenario.kafka.proxied_servers,
+        "transactional.id": scenario.transactional_id,
+        "eos.replace.producer": scenario.replace,
+        "linger.ms": 0,
+        # 2 s before a Produce is sent again: time to abort first.
+        "retry.backoff.ms": 2_000,
+        "retry.backoff.max.ms": 2_000,
+    }
+    with Transactions(settings) as transactions:
+        with transactions.begin() as txn:
+            txn.send(scenario.target, stamp(0, 0, 0), partition=0)
+        with pytest.raises(InterruptedError), transactions.begin() as txn:  # noqa: PT012
+            cut = scenario.proxy.on(ApiKey.Produce, Fault.CUT_AFTER, transactional_id=scenario.transactional_id)
+            aborted = txn.send(scenario.target, stamp(0, 0, 1), partition=0)
+            cut.wait()
+            assert cut.answer().error == 0
+            wait_for_disconnect(transactions)
+            raise InterruptedError
+        assert aborted.error is not None
+        with transactions.begin() as txn:
+            sent = txn.send(scenario.target, stamp(0, 0, 2), partition=0)
+    assert sent.error is None, "the record is reported to be committed in either case"
+    servers = scenario.kafka.bootstrap_servers
+    zeros = np.zeros(2, np.int32)
+    wanted = Inputs(topics=("sends",), topic=zeros, partition=zeros, offset=np.array([0, 2]))
+    judged(
+        scenario, check(wanted, read_topic(servers, [scenario.target]).outputs(), complete=True), broken={"no_losses"}
+    )
+
+
+def wait_for_disconnect(transactions: Transactions) -> None:
+    """Until the client noticed the cut: an abort before would send the in-flight record again first."""
+    producer = transactions._producer
+
+    def noticed() -> bool:
+        producer.poll(0.05)
+        return producer.client.evidence.reason is not None
+
+    wait_until("the client to notice the cut", noticed)
+
+
+def test_a_late_offset_commit_moves_the_group_back_unless_the_producer_was_replaced(scenario: Scenario) -> None:
+    late_offset_commit(scenario)
+
+
+@pytest.mark.parametrize("scenario", ["auto"], indirect=True)
+def test_on_3_9_a_refused_late_offset_commit_takes_nothing_from_a_replacement_under_another_id(
+    kafka392: LocalKafka, names: Callable[[str], str], scenario: Scenario
+) -> None:
+    with HoldingProxy(int(kafka392.proxied_servers.rpartition(":")[2]), kafka392.proxied_upstream) as proxy:
+        late_offset_commit(Scenario(kafka392, proxy, names, "auto"))
+
+
+def late_offset_commit(scenario: Scenario) -> None:
+    scenario.load(2)
+    late = scenario.proxy.on(ApiKey.TxnOffsetCommit, Fault.LATE_COPY)
+    errors = []
+    with scenario.session() as session:
+        handle(session, scenario.target)
+        handle(session, scenario.target)  # commits the first one, whose TxnOffsetCommit was cut and retried
+        assert late.hit
+        session.on_event = lambda step: (
+            errors.append(late.deliver_late().error) if step == "offsets sent" and not errors else None
+        )
+        assert session.end()
+    if scenario.replace == "never":
+        assert errors == [0], "the late TxnOffsetCommit was obeyed"
+    else:
+        assert errors
+        assert errors != [0]
+    judged(scenario, scenario.finish(), broken={"no_duplicates"})
+
+
+def test_a_late_add_partitions_starts_a_ghost_that_an_idle_session_survives(scenario: Scenario) -> None:
+    """No record is lost either way; a replaced producer does not even let the ghost come to life."""
+    scenario.load(1)
+    servers, transactional_id = scenario.kafka.bootstrap_servers, scenario.transactional_id
+    late = scenario.proxy.on(ApiKey.AddPartitionsToTxn, Fault.LATE_COPY, transactional_id=transactional_id)
+    with scenario.session() as session:
+        assert handle(session, scenario.target).commit()
+        assert late.hit
+        ghosts: list[str] = []
+
+        def idle() -> None:
+            # Statistics come within 0.2 s; then an idle session under `auto` has replaced its producer.
+            if not ghosts and (scenario.replace == "never" or session.producer.replacements):
+                late.deliver_late()
+                ghosts.append(transaction_of(servers, transactional_id).state)
+            if ghosts and transaction_of(servers, transactional_id).state in ("Empty", "CompleteAbort"):
+                session.on_idle = lambda: None
+                scenario.load(1)
+
+        session.on_idle = idle
+        assert handle(session, scenario.target) is not None
+        if scenario.replace == "auto":
+            assert session.end()
+            assert ghosts == ["Empty"], "the ghost was refused"
+            assert session.counters.rebuilds == 0
+        else:
+            assert not session.end(), "the ghost's timeout fenced this producer"
+            assert ghosts == ["Ongoing"]
+            assert session.counters.rebuilds == 1
+    scenario.finish().raise_if_violated()

@@ -1,0 +1,289 @@
+"""Where a worker begins, how it ends, and what it says: start positions, --until-end, signals and exit codes.
+
+Every test runs the real command line in a process of its own and judges by what is in Kafka afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
+
+from eos.broker import LocalKafka
+from eos.broker.node import free_ports
+from tests.support.reading import wait_until
+
+if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+    from tests.support.pipeline import Pipeline, Pipelines, WorkerProcess
+pytest_plugins = ["tests.support.pipeline"]
+
+LATEST = {"auto.offset.reset": "latest"}
+USAGE, POISON, INPUT_GONE, UNAVAILABLE, TEMPORARY, CONFIGURATION = 64, 65, 66, 69, 75, 78
+
+APP = """
+from eos import App, Out, Record
+
+app = App({app!r})
+
+
+@app.process({sources!r}, to={destinations!r})
+def copy(record: Record) -> Out:
+    return Out(record.value)
+"""
+
+
+def eos_run(
+    pipeline: Pipeline, *arguments: str, sources: list[str] | None = None, destinations: list[str] | None = None
+) -> WorkerProcess:
+    """`eos run` of an App that is written to a file, as a user would."""
+    path = Path(pipeline.directory) / "copying.py"
+    topics = {"sources": sources or pipeline.sources, "destinations": destinations or pipeline.destinations}
+    path.write_text(APP.format(app=pipeline.app, **topics))
+    given = () if "--bootstrap-servers" in arguments else ("--bootstrap-servers", pipeline.servers)
+    return pipeline.eos("run", f"{path}:app", "--instance", "one", *given, *arguments)
+
+
+def assert_ended(worker: WorkerProcess, code: int, *said: str) -> None:
+    """It ended with this code and one sentence that names all of `said`; no traceback of ours."""
+    assert worker.wait() == code, worker.last_words
+    for part in said:
+        assert part in worker.last_words, f"{part!r} is missing in: {worker.last_words}"
+    assert "internal error" not in worker.log
+
+
+# Where it begins.
+
+
+def test_a_group_without_offsets_begins_at_the_earliest_record(kafka: LocalKafka, pipelines: Pipelines) -> None:
+    pipeline = pipelines.on(kafka, 600)
+    pipeline.finish()
+    pipeline.verify()
+
+
+def test_latest_begins_at_the_end_and_commits_that_start_at_once(kafka: LocalKafka, pipelines: Pipelines) -> None:
+    pipeline = pipelines.on(kafka, 600)
+    pipeline.skip_loaded()
+    worker = pipeline.worker(settings=LATEST)
+    wait_until("all starts are committed", lambda: len(pipeline.committed()) == 6)
+    worker.kill()
+    # Without the committed start, the restarted worker would begin behind these.
+    pipeline.load(300)
+    pipeline.finish(settings=LATEST)
+    pipeline.verify()
+
+
+def test_a_partition_that_is_added_later_begins_at_its_beginning_even_with_latest(
+    kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, 600)
+    pipeline.skip_loaded()
+    worker = pipeline.worker(settings=LATEST | {"topic.metadata.refresh.interval.ms": "1000"})
+    wait_until("all starts are committed", lambda: len(pipeline.committed()) == 6)
+    added = pipeline.add_partition(pipeline.sources[0])
+    pipeline.load_transaction(90, places=[added])
+    pipeline.load(300)
+    pipeline.wait_handled(pipeline.loaded)
+    worker.terminate()
+    assert worker.wait() == 0
+    pipeline.verify()
+
+
+def test_a_committed_offset_that_is_gone_stops_the_worker_with_66(kafka: LocalKafka, pipelines: Pipelines) -> None:
+    pipeline = pipelines.on(kafka, 600)
+    pipeline.finish()
+    pipeline.verify()
+    place = (pipeline.sources[1], 2)
+    committed = pipeline.committed()
+    pipeline.load(300)
+    low = pipeline.record(place, -5)[2]
+    pipeline.delete_before(place, low)
+    worker = pipeline.worker(until_end=True)
+    assert_ended(worker, INPUT_GONE, f"{place[0]} [2]", f"offset {committed[place]}", f"holds {low} to ")
+    after = pipeline.committed()
+    assert after[place] == committed[place], "it was not reset"
+
+
+# How it ends: --until-end.
+
+
+def test_until_end_is_not_held_up_by_empty_aborted_and_ending_in_aborted_partitions(
+    kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka)
+    first, second = pipeline.sources
+    full = [(first, 0), (first, 1), (second, 0), (second, 1)]
+    pipeline.load_transaction(400, places=full)
+    pipeline.load_transaction(30, commit=False, places=[*full, (first, 2)])  # second[2] stays empty
+    workers = [pipeline.worker(instance, until_end=True) for instance in ("one", "two")]
+    assert [worker.wait() for worker in workers] == [0, 0]
+    pipeline.verify()
+
+
+def test_until_end_of_topics_without_any_record_ends_at_once(kafka: LocalKafka, pipelines: Pipelines) -> None:
+    pipeline = pipelines.on(kafka)
+    assert pipeline.worker(until_end=True).wait(30) == 0
+    assert pipeline.delivered == 0
+
+
+def test_until_end_leaves_records_that_came_after_its_start_to_the_next_run(
+    kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, 600)
+    worker = pipeline.worker(until_end=True, holds=[("flush", 1)])
+    worker.wait_at("flush", 1)
+    pipeline.load(300)
+    worker.go_on()
+    assert worker.wait() == 0
+    pipeline.verify(complete=False)
+    pipeline.finish()
+    pipeline.verify()
+
+
+# How it ends: signals.
+
+
+def test_sigterm_ends_the_batch_commits_and_exits_0(kafka: LocalKafka, pipelines: Pipelines) -> None:
+    pipeline = pipelines.on(kafka, 2_000)
+    worker = pipeline.worker(work_ms=2)
+    pipeline.wait_handled(100)
+    asked = time.monotonic()
+    worker.terminate()
+    assert worker.wait() == 0
+    assert time.monotonic() - asked < 5
+    assert "aborts=0" in worker.log
+    assert pipeline.delivered < 2 * pipeline.loaded, "it was stopped in mid-run"
+    assert pipeline.members() == 0, "a final stop takes a static member out of the group"
+    pipeline.verify(complete=False)
+    pipeline.finish()
+    pipeline.verify()
+
+
+@pytest.mark.parametrize("how", ["a-second-sigterm", "the-shutdown-timeout"])
+def test_a_stop_that_takes_too_long_gives_the_transaction_up_and_exits_75(
+    how: str, kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, 600)
+    slow = (*pipeline.record((pipeline.sources[0], 0), 80), 120.0)
+    settings = {"eos.shutdown.timeout.ms": "500"} if how == "the-shutdown-timeout" else {}
+    worker = pipeline.worker(slow_at=slow, settings=settings | {"transaction.timeout.ms": "30000"})
+    worker.wait_line("SLOW")
+    worker.terminate()
+    worker.wait_log("stopping")
+    if how == "a-second-sigterm":
+        worker.terminate()
+    assert_ended(worker, TEMPORARY, "the stop took too long")
+    pipeline.wait_not_open(timeout_s=5)  # it aborted the transaction itself, long before its timeout
+    pipeline.verify(complete=False)
+    pipeline.finish()
+    pipeline.verify()
+
+
+# How it ends: a record that cannot be handled.
+
+
+def test_a_function_that_raises_stops_the_worker_with_65_just_before_its_record(
+    kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, 900)
+    topic, partition, offset = poison = pipeline.record((pipeline.sources[0], 1), 70)
+    worker = pipeline.worker(raise_at=poison)
+    assert_ended(worker, POISON, f"{topic} [{partition}] offset {offset}", "ValueError: this record is poison")
+    assert 'raise ValueError("this record is poison")' in worker.log, "the user's own frames are shown"
+    before = pipeline.record((topic, partition), 69)[2]
+    assert before < pipeline.committed()[topic, partition] <= offset
+    pipeline.verify(complete=False)
+    again = pipeline.worker(raise_at=poison)
+    assert_ended(again, POISON, f"{topic} [{partition}] offset {offset}")
+    assert before < pipeline.committed()[topic, partition] <= offset
+    pipeline.finish()
+    pipeline.verify()
+
+
+@pytest.mark.parametrize("refused_by", ["the-client", "the-broker"])
+def test_an_output_that_is_too_large_stops_the_worker_with_65_naming_the_input(
+    refused_by: str, kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, 900)
+    if refused_by == "the-broker":
+        # Large enough for a batch of ordinary outputs, as a topic's limit is.
+        limit = ConfigEntry("max.message.bytes", "100000", incremental_operation=AlterConfigOpType.SET)
+        resource = ConfigResource(ResourceType.TOPIC, pipeline.destinations[1], incremental_configs=[limit])
+        pipeline.admin.incremental_alter_configs([resource])[resource].result(10)
+    size = 2_000_000 if refused_by == "the-client" else 200_000
+    topic, partition, offset = place = pipeline.record((pipeline.sources[0], 1), 70)
+    worker = pipeline.worker(large_at=(*place, size))
+    assert_ended(worker, POISON, f"{topic} [{partition}] offset {offset}", "MSG_SIZE_TOO_LARGE")
+    pipeline.verify(complete=False)
+    before = pipeline.record((topic, partition), 69)[2]
+    assert before < pipeline.committed()[topic, partition] <= offset
+    pipeline.finish()
+    pipeline.verify()
+
+
+# How it ends: the surroundings.
+
+
+@pytest.mark.parametrize("role", ["source", "destination"])
+def test_a_topic_that_does_not_exist_is_exit_69_with_its_name(
+    role: str, kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka)
+    missing = f"{pipeline.app}-missing"
+    if role == "source":
+        worker = eos_run(pipeline, sources=[pipeline.sources[0], missing])
+    else:
+        worker = eos_run(pipeline, destinations=[pipeline.destinations[0], missing])
+    assert_ended(worker, UNAVAILABLE, f"topic {missing} does not exist")
+    assert missing not in pipeline.admin.list_topics(timeout=10).topics
+
+
+@pytest.mark.parametrize(
+    ("arguments", "limit_s"),
+    [
+        (("-X", "eos.startup.timeout.ms=4000"), 12),
+        pytest.param((), 30, marks=pytest.mark.long),
+    ],
+    ids=["four-seconds", "by-default"],
+)
+def test_a_cluster_that_cannot_be_reached_is_exit_69_in_time(
+    arguments: tuple[str, ...], limit_s: float, kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka)
+    nobody = f"127.0.0.1:{free_ports(1)[0]}"
+    began = time.monotonic()
+    worker = eos_run(pipeline, "--bootstrap-servers", nobody, *arguments)
+    assert_ended(worker, UNAVAILABLE, nobody, "cannot be reached")
+    assert time.monotonic() - began < limit_s
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "isolation.level=read_uncommitted",
+        "enable.auto.commit=true",
+        "enable.idempotence=false",
+        "acks=1",
+        "max.in.flight=1",
+        "auto.offset.reset=none",
+        "message.timeout.ms=60000",
+        "linger.sm=5",
+    ],
+)
+def test_a_setting_that_would_break_exactly_once_is_exit_78_with_its_name(
+    setting: str, kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka)
+    assert_ended(eos_run(pipeline, "-X", setting), CONFIGURATION, setting.partition("=")[0])
+
+
+def test_a_transaction_timeout_above_the_brokers_is_exit_78(kafka: LocalKafka, pipelines: Pipelines) -> None:
+    pipeline = pipelines.on(kafka)
+    worker = eos_run(pipeline, "-X", "transaction.timeout.ms=1000000")
+    assert_ended(worker, CONFIGURATION, "INVALID_TRANSACTION_TIMEOUT")
+
+
+def test_the_group_cannot_be_set_because_it_is_the_apps_id(kafka: LocalKafka, pipelines: Pipelines) -> None:
+    assert_ended(eos_run(pipelines.on(kafka), "-X", "group.id=other"), USAGE, "group.id")
