@@ -95,6 +95,14 @@ class Witness:
             if time.monotonic() > deadline:
                 raise NotProven(f"worker {worker.name} opened no transaction in {WAIT_S:.0f} s: {worker.log_path}")
 
+    def wait_for_log(self, worker: Child, message: str) -> None:
+        """Until the worker has logged this event."""
+        deadline = time.monotonic() + WAIT_S
+        while message not in worker.log():
+            if time.monotonic() > deadline:
+                raise NotProven(f"worker {worker.name} did not log {message!r} in {WAIT_S:.0f} s: {worker.log_path}")
+            self.pause(0.1)
+
     def pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, Task, TextColumn
 from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
@@ -41,9 +41,10 @@ class Show:
         self.console.print(f"[bold]{text}[/]")
 
     def code(self, path: Path) -> None:
-        """The App that is about to run; only where somebody is there to read it."""
+        """The App that is about to run, without its imports; only where somebody is there to read it."""
         if self.console.is_terminal:
             source = path.read_text().rstrip()
+            source = source[source.index("app = ") :]
             self.console.print(Syntax(source, "python", theme="ansi_dark", background_color="default", padding=(0, 4)))
 
     def step(self, text: str) -> None:
@@ -73,9 +74,8 @@ class Show:
         columns = (
             TextColumn("             {task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
+            TextColumn("{task.completed:,} of {task.total:,}"),
             _Rate(),
-            TimeElapsedColumn(),
         )
         with Progress(*columns, console=self.console, transient=True) as progress:
             task = progress.add_task(what, total=total)

@@ -20,7 +20,7 @@ OUTPUTS = (DELAYS, LATE)
 TOPICS = (FLIGHTS, *OUTPUTS, CONTRAST)
 PARTITIONS = 8
 GROUP, CONTRAST_GROUP = "late-flights", "at-least-once"  # the first is the App's id
-_TIMEOUT_S = 30.0
+_TIMEOUT_S, _REACH_S = 30.0, 10.0
 
 # librdkafka writes to stderr what it retries by itself, in the middle of the screen.
 QUIET: dict[str, str | int] = {"log_level": 0}
@@ -34,7 +34,7 @@ def made(servers: str, delete: bool) -> Iterator[None]:
     """
     admin = AdminClient({"bootstrap.servers": servers, **QUIET})
     try:
-        existing = sorted(set(admin.list_topics(timeout=_TIMEOUT_S).topics) & set(TOPICS))
+        existing = sorted(set(admin.list_topics(timeout=_REACH_S).topics) & set(TOPICS))
     except KafkaException as error:
         raise Unavailable(f"{servers} cannot be reached: {error.args[0].str()}") from error
     if existing:

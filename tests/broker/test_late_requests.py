@@ -163,7 +163,7 @@ def test_an_abort_after_a_lost_acknowledgement_loses_the_next_record_unless_the_
     with Transactions(settings) as transactions:
         with transactions.begin() as txn:
             txn.send(scenario.target, stamp(0, 0, 0), partition=0)
-        with pytest.raises(InterruptedError), transactions.begin() as txn:  # noqa: PT012
+        with pytest.raises(InterruptedError), transactions.begin() as txn:
             cut = scenario.proxy.on(ApiKey.Produce, Fault.CUT_AFTER, transactional_id=scenario.transactional_id)
             aborted = txn.send(scenario.target, stamp(0, 0, 1), partition=0)
             cut.wait()

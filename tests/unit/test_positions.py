@@ -270,7 +270,7 @@ class PositionsAgainstModel(RuleBasedStateMachine):
                 expected[partition] = reached
         return expected
 
-    @rule(data=st.lists(st.tuples(partitions, st.integers(0, 3)), max_size=12))
+    @rule(data=st.lists(st.tuples(partitions, st.integers(0, 3)), min_size=1, max_size=12))
     def fetch(self, data: list[tuple[TopicPartition, int]]) -> None:
         """A batch of partitions mixed at random, with gaps where markers and aborted records lie."""
         batch = []
@@ -290,7 +290,7 @@ class PositionsAgainstModel(RuleBasedStateMachine):
             self.code.reached_end(partition, self.fetch_at[partition])
 
     @precondition(lambda self: not self.lost)  # the session hands nothing out after that
-    @rule(most=st.integers(0, 9))
+    @rule(most=st.integers(1, 9))
     def take(self, most: int) -> None:
         available = sum(map(len, self.waiting.values()))
         got = self.code.take(most)
@@ -308,9 +308,10 @@ class PositionsAgainstModel(RuleBasedStateMachine):
             if (record.topic, record.partition) not in self.lost:
                 self.waiting[record.topic, record.partition].insert(0, record.offset)
 
+    @precondition(lambda self: self.taken)
     @rule(data=st.data())
     def give_back(self, data: Any) -> None:
-        count = data.draw(st.integers(0, len(self.taken)))
+        count = data.draw(st.integers(1, len(self.taken)))
         self.code.give_back(count)
         self._put_back(count)
 
@@ -328,8 +329,10 @@ class PositionsAgainstModel(RuleBasedStateMachine):
         self.group |= offsets
         self.taken = []
 
-    @rule(partition=partitions)
-    def forget(self, partition: TopicPartition) -> None:
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data())
+    def forget(self, data: Any) -> None:
+        partition = data.draw(st.sampled_from(sorted(self.owned)))
         touched = any((r.topic, r.partition) == partition for r in self.taken)
         assert self.code.forget([partition]) == touched
         if touched:
@@ -381,4 +384,4 @@ class PositionsAgainstModel(RuleBasedStateMachine):
 
 
 TestPositionsAgainstModel = PositionsAgainstModel.TestCase
-TestPositionsAgainstModel.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestPositionsAgainstModel.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

@@ -1,0 +1,107 @@
+"""Brokers go away in the middle of a run: a worker waits for them, goes on, and the outcome is exact.
+
+One broker alone is stopped in order (SIGTERM); what a kill -9 of a lone broker can do to the last stable offset is
+Kafka's own rare state (client-behaviour). Of three brokers one is killed: the one that coordinates the transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from eos.broker import LocalKafka
+
+if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+    from tests.support.pipeline import Pipeline, Pipelines
+pytest_plugins = ["tests.support.pipeline"]
+
+RECORDS = 3_000
+STATE_PARTITIONS = 8
+PATIENCE_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def alone(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
+    """A single node that this module may stop and start."""
+    with LocalKafka() as kafka:
+        yield kafka
+        kafka.keep = request.session.testsfailed > 0
+
+
+def test_a_worker_waits_for_the_only_broker_to_come_back(alone: LocalKafka, pipelines: Pipelines) -> None:
+    pipeline = pipelines.on(alone, RECORDS)
+    worker = pipeline.worker(work_ms=2)
+    pipeline.wait_handled(300)
+    alone.stop(0)
+    assert worker.running
+    alone.start(0)
+    pipeline.wait_handled(pipeline.loaded, PATIENCE_S)
+    worker.terminate()
+    assert worker.wait() == 0, worker.last_words
+    pipeline.verify()
+
+
+@pytest.mark.parametrize("timeout_ms", [60_000, 3_000], ids=["within-its-timeout", "past-its-timeout"])
+def test_a_commit_to_a_broker_that_is_away_waits_for_it_and_is_exact(
+    timeout_ms: int, alone: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(alone, RECORDS)
+    settings = {"transaction.timeout.ms": str(timeout_ms)}
+    worker = pipeline.worker(until_end=True, settings=settings, holds=[("offsets sent", 3)])
+    worker.wait_at("offsets sent", 3)
+    pipeline.wait_state("Ongoing", timeout_s=2.5)
+    alone.stop(0)
+    worker.go_on()
+    alone.start(0)
+    assert worker.wait(PATIENCE_S) == 0, worker.last_words
+    pipeline.verify()
+
+
+def coordinator(pipeline: Pipeline) -> int:
+    """The node that coordinates the worker's transactional.id: the leader of its partition of the transaction log."""
+    hashed = 0
+    for character in pipeline.transactional_ids()[0]:
+        hashed = (31 * hashed + ord(character)) & 0xFFFFFFFF
+    partition = (hashed & 0x7FFFFFFF) % STATE_PARTITIONS  # Utils.abs of Java's String.hashCode
+    log = pipeline.admin.list_topics("__transaction_state", timeout=10).topics["__transaction_state"]
+    assert len(log.partitions) == STATE_PARTITIONS
+    return int(log.partitions[partition].leader)
+
+
+@pytest.mark.parametrize("step", ["flush", "flushed", "offsets sent"])
+def test_a_killed_coordinator_of_three_brokers_costs_nothing(
+    step: str, cluster: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(cluster, RECORDS, replicas=3)
+    worker = pipeline.worker(until_end=True, holds=[(step, 3)], settings={"transaction.timeout.ms": "20000"})
+    worker.wait_at(step, 3)
+    pipeline.wait_state("Ongoing", timeout_s=5)
+    victim = coordinator(pipeline)
+    cluster.kill(victim)
+    worker.go_on()
+    try:
+        assert worker.wait(PATIENCE_S) == 0, worker.last_words
+    finally:
+        cluster.start(victim)
+        cluster.wait_in_sync()
+    pipeline.verify()
+
+
+def test_every_one_of_three_brokers_may_be_killed_in_turn_while_records_flow(
+    cluster: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(cluster, 1_000, replicas=3)
+    worker = pipeline.worker(work_ms=1)
+    for node in range(3):
+        pipeline.load_transaction(1_000)
+        pipeline.wait_handled(pipeline.loaded - 900, PATIENCE_S)
+        cluster.kill(node)
+        pipeline.wait_handled(pipeline.loaded, PATIENCE_S)
+        cluster.start(node)
+        cluster.wait_in_sync()
+    assert worker.running
+    worker.terminate()
+    assert worker.wait() == 0, worker.last_words
+    pipeline.verify()

@@ -1,0 +1,122 @@
+"""What the cluster does by its own clock or while a part of it is gone: K13 (expiry) and K19 (a leader missing)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
+from kafka.admin import KafkaAdminClient
+
+import eos
+from eos import Settings, TransactSession
+from eos.admin.cluster import ClusterAdmin
+from eos.broker import LocalKafka
+from eos.producer import TransactionalProducer
+from tests.support.reading import create_topic, ends_of, settled_values, stable_offset, wait_until
+
+FORGETFUL = {
+    "transactional.id.expiration.ms": "1500",
+    "transaction.remove.expired.transaction.cleanup.interval.ms": "300",
+    "producer.id.expiration.ms": "1500",
+    "producer.id.expiration.check.interval.ms": "300",
+}
+
+
+def test_an_idle_session_whose_transactional_id_expired_goes_on_without_loss(names: Callable[[str], str]) -> None:
+    with LocalKafka(config=FORGETFUL) as kafka:
+        servers, source, target = kafka.bootstrap_servers, names("in"), names("out")
+        create_topic(servers, source)
+        create_topic(servers, target)
+        settings = Settings({"bootstrap.servers": servers, "group.id": names("g"), "transactional.id": names("tx")})
+        load(servers, names("load"), source, "before")
+        with TransactSession(settings, [source]) as session, ClusterAdmin(settings) as admin:
+
+            def copy() -> bool:
+                txn = next(session)
+                for record in txn.records:
+                    txn.send(target, record.value)
+                return txn.commit()
+
+            assert copy()
+            expired: list[bool] = []
+
+            def until_expired() -> None:
+                if not expired and admin.describe(names("tx")) is None:
+                    expired.append(True)
+                    load(servers, names("load"), source, "after")
+
+            session.on_idle = until_expired
+            while not copy():  # the first try meets INVALID_PRODUCER_ID_MAPPING; its records come again
+                pass
+            assert expired == [True]
+        assert settled_values(servers, target) == {0: [b"before", b"after"]}
+        assert stable_offset(servers, names("g"), source) >= 3
+
+
+def load(servers: str, transactional_id: str, topic: str, value: str) -> None:
+    with eos.transaction({"bootstrap.servers": servers, "transactional.id": transactional_id}) as txn:
+        txn.send(topic, value)
+
+
+SLOW_TO_GIVE_UP = {
+    # A paused node leaves the ISR soon, but stays the leader of what only it holds.
+    "replica.lag.time.max.ms": "2000",
+    "broker.session.timeout.ms": "60000",
+    "broker.heartbeat.interval.ms": "1000",
+}
+
+
+def test_a_partition_whose_leader_is_away_holds_up_no_other_and_gets_its_marker_later(
+    names: Callable[[str], str],
+) -> None:
+    with LocalKafka(nodes=3, config=SLOW_TO_GIVE_UP) as cluster:
+        servers, topic, transactional_id = cluster.bootstrap_servers, names("out"), names("tx")
+        settings = Settings(
+            {
+                "bootstrap.servers": servers,
+                "transactional.id": transactional_id,
+                "transaction.timeout.ms": 60_000,
+                "eos.call.timeout.ms": 30_000,
+            }
+        )
+        producer = TransactionalProducer(settings, transactional_id)
+        producer.start(time.monotonic() + 30)
+        away, here = (node for node in range(3) if node != coordinator_of(servers, transactional_id))
+        only_there = NewTopic(topic, 2, replica_assignment=[[here], [away]], config={"min.insync.replicas": "1"})
+        admin = AdminClient({"bootstrap.servers": servers})
+        admin.create_topics([only_there])[topic].result(30)
+        wait_until("both leaders", lambda: stable_end(servers, topic, 0) == stable_end(servers, topic, 1) == 0)
+        producer.begin()
+        for partition in (0, 1):
+            producer.send(topic, b"%d" % partition, partition=partition)
+        producer.flush()
+        cluster.pause(away)
+        try:
+            producer.commit()
+            wait_until("the other partition's marker", lambda: stable_end(servers, topic, 0) == RECORD_AND_MARKER, 30)
+        finally:
+            cluster.resume(away)
+        wait_until("this partition's marker", lambda: stable_end(servers, topic, 1) == RECORD_AND_MARKER, 60)
+        producer.close()
+        assert settled_values(servers, topic) == {0: [b"0"], 1: [b"1"]}
+
+
+RECORD_AND_MARKER = 2
+
+
+def coordinator_of(servers: str, transactional_id: str) -> int:
+    admin = KafkaAdminClient(bootstrap_servers=servers)
+    try:
+        return int(admin.describe_transactions([transactional_id])[transactional_id].coordinator_id)
+    finally:
+        admin.close()
+
+
+def stable_end(servers: str, topic: str, partition: int) -> int:
+    """The last stable offset; -1 while its leader does not answer."""
+    try:
+        return ends_of(servers, [TopicPartition(topic, partition)], IsolationLevel.READ_COMMITTED)[0]
+    except KafkaException:
+        return -1

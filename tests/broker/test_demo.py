@@ -1,0 +1,228 @@
+"""The demo proves what it says, leaves nothing behind, and would say so if a record were lost or doubled."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from confluent_kafka.admin import AdminClient
+
+from eos.broker import LocalKafka
+from eos.demo import data, proof, topics
+from eos.demo.contrast import Contrast
+from eos.demo.data import Expectation
+from eos.demo.proof import Found, Row
+from eos.testing.checker import Ends
+from eos.testing.history import Log
+from tests.support.reading import create_topic, wait_until
+
+FLIGHTS = 40_000
+
+
+def start_demo(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
+    """`eos demo` with a directory of its own for everything temporary."""
+    temporary.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [sys.executable, "-m", "eos", "demo", "--flights", str(FLIGHTS), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"TMPDIR": str(temporary), "EOS_TRANSACTION_INTERVAL_MS": "not for the demo's workers"},
+    )
+
+
+def processes_using(directory: Path) -> list[str]:
+    """Command lines of the processes whose working directory is below `directory`."""
+    found = []
+    for process in psutil.process_iter(["cwd", "cmdline"]):
+        if (process.info["cwd"] or "").startswith(str(directory)):
+            found.append(" ".join(process.info["cmdline"] or ["?"])[-200:])
+    return found
+
+
+def rows_of(printed: str) -> dict[str, list[str]]:
+    """The table: check -> expected, seen, verdict."""
+    lines = [line.strip("│").split("│") for line in printed.splitlines() if line.startswith("│")]
+    return {check.strip(): [cell.strip() for cell in cells] for check, *cells in lines}
+
+
+def test_the_demo_hits_open_transactions_and_proves_that_nothing_was_lost_or_doubled(tmp_path: Path) -> None:
+    demo = start_demo(tmp_path / "t")
+    printed, _ = demo.communicate(timeout=150)
+
+    assert demo.returncode == 0, printed
+    rows = rows_of(printed)
+    verdicts = {check: cells[-1] for check, cells in rows.items()}
+    assert len(rows) == 15, printed
+    assert set(verdicts.values()) == {"ok"}
+    assert rows["records in flight-delays"] == ["40,000", "40,000", "ok"]
+    assert re.fullmatch(r"0 of 4\d,\d{3}", rows["records lost"][1])
+    assert int(rows["aborted records a read_uncommitted reader gets"][1].replace(",", "")) > 0
+    assert "Exactly once" in printed
+    assert "\x1b" not in printed, "escape sequences on something that is no terminal"
+    assert not list((tmp_path / "t").iterdir()), "temporary files were left behind"
+    assert processes_using(tmp_path) == []
+
+
+@pytest.mark.long
+def test_on_a_cluster_of_somebody_else_it_deletes_what_it_made(kafka: LocalKafka, tmp_path: Path) -> None:
+    demo = start_demo(tmp_path / "t", "--bootstrap-servers", kafka.bootstrap_servers)
+    printed, _ = demo.communicate(timeout=150)
+
+    assert demo.returncode == 0, printed
+    admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
+    wait_until("its topics are gone", lambda: not set(topics.TOPICS) & set(admin.list_topics(timeout=10).topics))
+    groups = {group.group_id for group in admin.list_consumer_groups().result(10).valid}
+    assert not groups & {topics.GROUP, topics.CONTRAST_GROUP}
+
+
+def test_it_refuses_a_cluster_that_has_a_topic_of_its_names_and_leaves_that_alone(
+    kafka: LocalKafka, tmp_path: Path
+) -> None:
+    admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
+    create_topic(kafka.bootstrap_servers, topics.LATE)
+    try:
+        demo = start_demo(tmp_path / "t", "--bootstrap-servers", kafka.bootstrap_servers)
+        printed, _ = demo.communicate(timeout=60)
+
+        assert demo.returncode == 78, printed
+        assert "late-flights already" in printed
+        assert "Traceback" not in printed
+        assert set(topics.TOPICS) & set(admin.list_topics(timeout=10).topics) == {topics.LATE}
+    finally:
+        admin.delete_topics([topics.LATE])[topics.LATE].result(10)
+
+
+def test_a_cluster_that_does_not_answer_is_69(tmp_path: Path) -> None:
+    demo = start_demo(tmp_path / "t", "--bootstrap-servers", "127.0.0.1:1")
+    printed, _ = demo.communicate(timeout=60)
+
+    assert demo.returncode == 69, printed
+    assert "eos: 127.0.0.1:1 cannot be reached" in printed
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+def test_an_interrupt_while_the_workers_run_leaves_no_process_and_no_file(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    demo = start_demo(tmp_path / "t")
+    wait_until("both workers run", lambda: sum("--instance" in c for c in processes_using(tmp_path)) >= 2, 60)
+
+    demo.send_signal(number)
+    printed, _ = demo.communicate(timeout=30)
+
+    assert demo.returncode != 0, printed
+    assert "Traceback" not in printed
+    wait_until("nothing runs any more", lambda: processes_using(tmp_path) == [])
+    assert not list((tmp_path / "t").iterdir())
+
+
+# ---- the proof, on a made-up history: 6 flights on 2 partitions, two of them late -------------------------------
+
+
+def log(topic_names: tuple[str, ...], records: list[tuple[int, int, int, bytes, bytes]]) -> Log:
+    """(topic index, partition, offset, key, value) each."""
+    topic, partition, offset, keys, values = zip(*records, strict=True)
+    return Log(
+        topics=topic_names,
+        topic=np.array(topic, np.int32),
+        partition=np.array(partition, np.int32),
+        offset=np.array(offset, np.int64),
+        timestamp=np.zeros(len(records), np.int64),
+        keys=list(keys),
+        values=list(values),
+    )
+
+
+DELAYS = [(0, i % 2, i // 2, b"flight %d" % i, b'{"carrier":"UA","minutes":%d}' % (10 * i)) for i in range(6)]
+LATES = [(1, i % 2, i // 2, *DELAYS[i][3:]) for i in (4, 5)]
+
+
+def found(outputs: list[tuple[int, int, int, bytes, bytes]], uncommitted: int = 9) -> Found:
+    inputs = [(0, i % 2, i // 2, b"flight %d" % i, b"{}") for i in range(6)]
+    ends = {("flights", 0): 3, ("flights", 1): 3}
+    return Found(log(("flights",), inputs), log(topics.OUTPUTS, outputs), uncommitted, ends, Ends(ends, ends))
+
+
+def expected() -> Expectation:
+    keys = [b"flight %d" % i for i in range(6)]
+    expectation = Expectation(keys, {keys[4], keys[5]})
+    expectation.minutes["UA"] = 150
+    return expectation
+
+
+def wrong(rows: list[Row]) -> set[str]:
+    assert len(rows) >= 4
+    assert all(row.why for row in rows if not row.holds), "a row that does not hold says why"
+    return {row.check for row in rows if not row.holds}
+
+
+def judged(outputs: list[tuple[int, int, int, bytes, bytes]]) -> set[str]:
+    return wrong(proof.exactly_once(expected(), found(outputs)))
+
+
+def test_the_proof_holds_for_an_exact_history() -> None:
+    assert judged(DELAYS + LATES) == set()
+
+
+def test_the_proof_finds_a_lost_record() -> None:
+    assert judged(DELAYS[1:] + LATES) == {
+        "records in flight-delays", "records lost", "offsets that disagree with the output"
+    }  # fmt: skip
+
+
+def test_the_proof_finds_a_doubled_record() -> None:
+    again = (0, 1, 3, *DELAYS[5][3:])
+    assert judged([*DELAYS, again, *LATES]) == {
+        "records in flight-delays", "records doubled", "minutes of delay, all 1 airlines equal"
+    }  # fmt: skip
+
+
+def test_the_proof_finds_a_record_that_replaced_another_one() -> None:
+    """The count is right; only keys and lineage show it."""
+    stranger = (0, 0, 0, b"flight 99", DELAYS[0][4])
+    assert judged([stranger, *DELAYS[1:], *LATES]) >= {
+        "records in flight-delays",
+        "records lost",
+        "records out of nowhere",
+    }
+
+
+def test_the_proof_finds_a_transaction_that_is_visible_in_one_topic_only() -> None:
+    assert judged([*DELAYS, LATES[0]]) >= {"records lost", "flights in only one of two topics"}
+
+
+def test_the_proof_finds_a_changed_value() -> None:
+    changed = (*DELAYS[3][:4], b'{"carrier":"UA","minutes":31}')
+    assert judged([*DELAYS[:3], changed, *DELAYS[4:], *LATES]) == {"minutes of delay, all 1 airlines equal"}
+
+
+def test_the_proof_finds_swapped_records() -> None:
+    swapped = [(*DELAYS[0][:3], *DELAYS[2][3:]), (*DELAYS[2][:3], *DELAYS[0][3:])]
+    assert judged([swapped[0], DELAYS[1], swapped[1], *DELAYS[3:], *LATES]) == {"records out of order"}
+
+
+def test_without_an_effect_of_the_faults_nothing_is_proven() -> None:
+    exact, effective = found(DELAYS + LATES), Contrast(flights=6, records=7, doubled=1, kills=1)
+    assert wrong(proof.faults(exact, 1, 1, effective)) == set()
+    assert len(wrong(proof.faults(exact, 0, 1, effective))) == 1
+    assert len(wrong(proof.faults(exact, 1, 0, effective))) == 1
+    assert len(wrong(proof.faults(found(DELAYS + LATES, uncommitted=8), 1, 1, effective))) == 1
+    assert len(wrong(proof.faults(exact, 1, 1, dataclasses.replace(effective, doubled=0)))) == 1
+
+
+def test_the_expectation_is_the_published_file_read_without_importing_pandas() -> None:
+    program = (
+        "import sys; from eos.demo.data import *; e = expectation(FLIGHTS); "
+        "print(len(e.keys), len(e.late), e.minutes.total(), len(e.minutes), 'pandas' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["336776", "70774", "4152200", "16", "False"]

@@ -1,0 +1,131 @@
+"""`eos.transaction` and what a reader sees: K1, K2, K3, K5, K7, K18, K20 without an input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from confluent_kafka import Producer
+
+import eos
+from eos.broker import LocalKafka
+from eos.errors import ConfigurationError, Fenced, IllegalState, PoisonRecord, Unavailable
+from eos.plain import Transactions
+from eos.states import State
+from tests.support.reading import create_topic, settled_values, transaction_of, visible_values
+
+
+@pytest.fixture
+def settings(kafka: LocalKafka, names: Callable[[str], str]) -> dict[str, object]:
+    return {"bootstrap.servers": kafka.bootstrap_servers, "transactional.id": names("tx"), "linger.ms": 0}
+
+
+@pytest.fixture
+def topic(kafka: LocalKafka, names: Callable[[str], str]) -> str:
+    return create_topic(kafka.bootstrap_servers, names("out"), partitions=2)
+
+
+def test_every_send_reports_topic_partition_and_offset(
+    kafka: LocalKafka, settings: dict[str, object], topic: str
+) -> None:
+    with eos.transaction(settings) as txn:
+        sent = [txn.send(topic, f"{n}", partition=n % 2, headers=[("n", b"1")], timestamp_ms=1_000) for n in range(4)]
+    assert [(d.topic, d.partition, d.offset, d.error) for d in sent] == [
+        (topic, 0, 0, None),
+        (topic, 1, 0, None),
+        (topic, 0, 1, None),
+        (topic, 1, 1, None),
+    ]
+    assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"0", b"2"], 1: [b"1", b"3"]}
+
+
+def test_an_exception_in_the_block_aborts_and_comes_out_unchanged(
+    kafka: LocalKafka, settings: dict[str, object], topic: str
+) -> None:
+    with pytest.raises(ZeroDivisionError), eos.transaction(settings) as txn:
+        txn.send(topic, "never seen")
+        _ = 1 // 0
+    assert settled_values(kafka.bootstrap_servers, topic) == {0: [], 1: []}
+    assert transaction_of(kafka.bootstrap_servers, str(settings["transactional.id"])).state != "Ongoing"
+
+
+def test_nothing_of_an_open_transaction_is_visible_and_then_all_partitions_are(
+    kafka: LocalKafka, settings: dict[str, object], topic: str
+) -> None:
+    with Transactions(settings) as transactions:
+        with transactions.begin() as txn:
+            for partition in (0, 1):
+                txn.send(topic, f"{partition}", partition=partition)
+            transactions._producer.flush()
+            assert visible_values(kafka.bootstrap_servers, topic) == {0: [], 1: []}
+        assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"0"], 1: [b"1"]}
+
+
+def test_a_plain_record_behind_an_open_transaction_waits_and_keeps_its_place(
+    kafka: LocalKafka, settings: dict[str, object], topic: str
+) -> None:
+    """K20: the last stable offset holds back everything behind the first open transaction of a partition."""
+    plain = Producer({"bootstrap.servers": kafka.bootstrap_servers, "enable.idempotence": True, "log_level": 0})
+    with Transactions(settings) as transactions:
+        with transactions.begin() as txn:
+            txn.send(topic, "transactional", partition=0)
+            transactions._producer.flush()
+            plain.produce(topic, b"plain, behind it", partition=0)
+            plain.produce(topic, b"plain, elsewhere", partition=1)
+            assert plain.flush(30) == 0
+            assert visible_values(kafka.bootstrap_servers, topic) == {0: [], 1: [b"plain, elsewhere"]}
+        assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"transactional", b"plain, behind it"]
+
+
+def test_calls_in_the_wrong_order_raise_and_change_nothing(
+    kafka: LocalKafka, settings: dict[str, object], topic: str
+) -> None:
+    with Transactions(settings) as transactions:
+        with transactions.begin() as txn:
+            kept = txn.send(topic, "kept", partition=0)
+            with pytest.raises(IllegalState, match="begin is not possible in state InTransaction"):
+                transactions._producer.begin()
+        with pytest.raises(IllegalState, match="send is not possible in state Ready"):
+            txn.send(topic, "too late", partition=0)
+        assert transactions._producer.state is State.READY
+    assert kept.error is None
+    assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"kept"]
+
+
+def test_a_newer_producer_fences_the_older_which_writes_nothing_more(
+    kafka: LocalKafka, settings: dict[str, object], topic: str
+) -> None:
+    with Transactions(settings) as old:
+        with old.begin() as txn:
+            txn.send(topic, "old", partition=0)
+        with Transactions(settings) as new:
+            with pytest.raises(Fenced), old.begin() as txn:
+                txn.send(topic, "zombie", partition=0)
+            with new.begin() as txn:
+                txn.send(topic, "new", partition=0)
+    assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"old", b"new"]
+
+
+def test_a_record_that_is_too_large_aborts_all_of_its_transaction(
+    kafka: LocalKafka, settings: dict[str, object], topic: str
+) -> None:
+    with Transactions(settings) as transactions:
+        with pytest.raises(PoisonRecord, match="MSG_SIZE_TOO_LARGE"), transactions.begin() as txn:
+            txn.send(topic, "small", partition=0)
+            txn.send(topic, b"x" * 2_000_000, partition=0)
+        with transactions.begin() as txn:
+            txn.send(topic, "after", partition=0)
+    assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"after"]
+
+
+def test_a_transaction_timeout_above_the_brokers_maximum_is_a_configuration_error(settings: dict[str, object]) -> None:
+    with (
+        pytest.raises(ConfigurationError, match="INVALID_TRANSACTION_TIMEOUT"),
+        eos.transaction({**settings, "transaction.timeout.ms": 3_600_000}),
+    ):
+        pass
+
+
+def test_a_topic_that_does_not_exist_is_named(settings: dict[str, object], names: Callable[[str], str]) -> None:
+    with pytest.raises(Unavailable, match=names("nowhere")), eos.transaction(settings) as txn:
+        txn.send(names("nowhere"), "lost?")

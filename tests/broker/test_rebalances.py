@@ -1,0 +1,143 @@
+"""Members of the group come, go, die and stand still while transactions run: partitions move, nothing is lost or doubled.
+
+A worker polls its consumer only between transactions, so a rebalance waits for the open one or takes the partitions
+away from it; both kinds are made here, with every assignment strategy and group protocol.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from eos.broker import LocalKafka
+from tests.support.reading import wait_until
+
+if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+    from tests.support.pipeline import Pipeline, Pipelines, WorkerProcess
+pytest_plugins = ["tests.support.pipeline"]
+
+SESSION_MS = 3_000
+PROTOCOLS = {
+    "cooperative-sticky": {"session.timeout.ms": str(SESSION_MS)},
+    "range": {"session.timeout.ms": str(SESSION_MS), "partition.assignment.strategy": "range"},
+    "consumer": {"group.protocol": "consumer"},
+}
+INSTANCES = ("a", "b", "c")
+CHANGES = 9
+PROGRESS_RECORDS = 600
+LONG_MS, SHORT_MS = 30_000, 3_000
+REPETITIONS = [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, 21))]
+
+
+@pytest.fixture(params=PROTOCOLS)
+def protocol(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def prepared(pipelines: Pipelines, kafka: LocalKafka, records: int, protocol: str) -> Pipeline:
+    pipeline = pipelines.on(kafka, records)
+    if protocol == "consumer":
+        pipeline.set_group_session_timeout(SESSION_MS)
+    return pipeline
+
+
+@pytest.mark.parametrize("repetition", REPETITIONS)
+def test_members_that_come_and_go_while_records_flow_lose_and_double_nothing(
+    protocol: str, repetition: int, kafka: LocalKafka, pipelines: Pipelines, chance: random.Random
+) -> None:
+    pipeline = prepared(pipelines, kafka, 2_000, protocol)
+    alive: dict[str, WorkerProcess] = {"a": pipeline.worker("a", settings=PROTOCOLS[protocol])}
+    told = []
+    for _ in range(CHANGES):
+        pipeline.load_transaction(2_000)
+        progress(pipeline)
+        told.append(change_one(pipeline, alive, chance, PROTOCOLS[protocol]))
+    print(f"{protocol}: {', '.join(told)}")
+    pipeline.wait_handled(pipeline.loaded)
+    for worker in alive.values():
+        worker.terminate()
+    assert [worker.wait() for worker in alive.values()] == [0] * len(alive)
+    pipeline.verify()
+
+
+def progress(pipeline: Pipeline) -> None:
+    """Some more records are handled: the group works, whatever was done to it."""
+    before = pipeline.delivered
+    wait_until("progress", lambda: pipeline.delivered >= before + 2 * PROGRESS_RECORDS, 45)
+
+
+def change_one(
+    pipeline: Pipeline, alive: dict[str, WorkerProcess], chance: random.Random, settings: dict[str, str]
+) -> str:
+    """One member joins, is stopped or is killed; at least one is always there."""
+    missing = [name for name in INSTANCES if name not in alive]
+    if missing and (len(alive) == 1 or chance.random() < 0.5):
+        name = chance.choice(missing)
+        alive[name] = pipeline.worker(name, settings=settings)
+        alive[name].wait_log("partitions assigned")
+        return f"+{name}"
+    name = chance.choice(sorted(alive))
+    worker = alive.pop(name)
+    if chance.random() < 0.5:
+        worker.kill()
+        return f"kill {name}"
+    worker.terminate()
+    assert worker.wait() == 0, worker.last_words
+    return f"stop {name}"
+
+
+def test_a_rebalance_waits_for_the_open_transaction_of_a_slow_member(
+    protocol: str, kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = prepared(pipelines, kafka, 3_000, protocol)
+    settings = PROTOCOLS[protocol] | {"transaction.timeout.ms": str(LONG_MS)}
+    slow = pipeline.worker("slow", settings=settings, holds=[("flush", 3), ("offsets sent", 5)])
+    slow.wait_at("flush", 3)
+    joining = pipeline.worker("joining", settings=settings)
+    pipeline.wait_members(2)
+    slow.go_on()
+    slow.wait_at("offsets sent", 5)
+    slow.go_on()
+    joining.wait_log("partitions assigned")
+    slow.wait_log("partitions revoked")
+    pipeline.wait_handled(pipeline.loaded)
+    assert "transaction aborted" not in slow.log or protocol == "consumer", "the broker waited, so nothing was in vain"
+    stop_both(pipeline, slow, joining)
+
+
+def stop_both(pipeline: Pipeline, *workers: WorkerProcess) -> None:
+    for worker in workers:
+        worker.terminate()
+    assert [worker.wait() for worker in workers] == [0, 0], [worker.last_words for worker in workers]
+    pipeline.verify()
+
+
+@pytest.mark.parametrize("timeout_ms", [LONG_MS, SHORT_MS], ids=["within-its-timeout", "past-its-timeout"])
+@pytest.mark.parametrize("step", ["flushed", "offsets sent"])
+@pytest.mark.parametrize("protocol", ["cooperative-sticky", "consumer"])
+def test_a_member_that_loses_its_partitions_in_mid_transaction_goes_on_without_harm(
+    protocol: str, step: str, timeout_ms: int, kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = prepared(pipelines, kafka, 3_000, protocol)
+    settings = PROTOCOLS[protocol] | {"transaction.timeout.ms": str(timeout_ms)}
+    loser = pipeline.worker("loser", settings=settings, holds=[(step, 3)])
+    loser.wait_at(step, 3)
+    pipeline.wait_state("Ongoing", instance="loser", timeout_s=2.5)
+    taker = pipeline.worker("taker", settings=settings)
+    pipeline.wait_members(2)
+    loser.pause()
+    pipeline.wait_members(1)
+    if timeout_ms == SHORT_MS:
+        pipeline.wait_not_open("loser")
+        taker.wait_log("committed taken")
+    loser.resume()
+    loser.go_on()
+    pipeline.wait_handled(pipeline.loaded)
+    # It is a member again, and works: half of the partitions are its own.
+    loser.wait_log("partitions lost")
+    loser.wait_log("partitions assigned", count=2)
+    pipeline.load_transaction(600)
+    pipeline.wait_handled(pipeline.loaded)
+    stop_both(pipeline, loser, taker)
