@@ -1,7 +1,7 @@
 """TransactSession: producer, consumer and group under one type; the only place that decides commit or abort.
 
 The order of calls and every rule of a consume-transform-produce loop live here. Modelled on franz-go's
-GroupTransactSession. Rebalance callbacks only record facts: what was assigned waits in `_unresolved` until no
+GroupTransactSession. Rebalance callbacks (eos/membership.py) only record facts: what was assigned begins when no
 transaction is open, what was revoked is forgotten, and if the open transaction took records of it, that transaction
 aborts at its end (nothing of it can become visible, so giving the partition back first is safe).
 
@@ -15,11 +15,11 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import Consumer, TopicPartition
 
 from eos import log, ownership
 from eos.admin.cluster import ClusterAdmin
@@ -31,24 +31,20 @@ from eos.errors import (
     EosError,
     Fenced,
     IllegalState,
-    InputGone,
     PoisonRecord,
     Temporary,
     Unavailable,
-    classify,
-    describe_error,
     stop_error,
 )
+from eos.membership import Finish, Membership
 from eos.ownership import Described, Owner, Situation
 from eos.positions import Positions
+from eos.positions import TopicPartition as Partition
 from eos.producer import ALWAYS, TransactionalProducer
 from eos.settings import Settings
 
-_Partition = tuple[str, int]
-
 IDLE_POLL_S = 0.1
 _CLOSE_ABORT_S = 5.0
-_RESOLVE_PAUSE_S = 0.2
 _CHUNK = 5_000  # records of one poll inside a transaction
 MOST_REBUILDS = 5  # without a commit in between; then a supervisor's back-off is the better place to wait
 OLD_TRANSACTIONS = 2  # transaction.version below it: a replaced producer needs another transactional.id
@@ -92,7 +88,7 @@ class Transaction:
     def take(self, most: int) -> list[Record]:
         """The next records, at most `most`; an empty list when none is left, the interval is over or a send failed."""
         self._session._must_be(self)
-        if self._session._failure is not None or (self._session._taken and time.monotonic() >= self._until):
+        if not self._session._going_well or (self._session._taken and time.monotonic() >= self._until):
             return []
         return self._session._take(most)
 
@@ -185,18 +181,12 @@ class TransactSession:
         self._open: Transaction | None = None
         self._taken = False
         self._began_at = 0.0
-        self._owned: set[_Partition] = set()
-        self._unresolved: set[_Partition] = set()  # assigned by the group, not begun yet
-        self._next_resolve = 0.0
-        self._new_starts: dict[_Partition, int] = {}  # `latest`: where partitions began, committed at once
-        self._latched: BaseException | None = None  # out of a rebalance callback
         self._failure: CallFailed | None = None  # of a send in the open transaction
         self._rebuilds_in_a_row = 0
         self._aborts_in_a_row = 0
         self._pause_until = 0.0
-        self._targets: dict[_Partition, int] = {}
-        self._next_done_check = 0.0
-        self._consumer: Consumer | None = None
+        self._finish: Finish | None = None
+        self._membership: Membership | None = None
         self._producer: TransactionalProducer | None = None
 
     # ---- life -------------------------------------------------------------------------------------------------
@@ -209,9 +199,13 @@ class TransactSession:
         self.close()
 
     @property
+    def membership(self) -> Membership:
+        assert self._membership is not None, "the session is not started"
+        return self._membership
+
+    @property
     def consumer(self) -> Consumer:
-        assert self._consumer is not None, "the session is not started"
-        return self._consumer
+        return self.membership.consumer
 
     @property
     def producer(self) -> TransactionalProducer:
@@ -219,9 +213,9 @@ class TransactSession:
         return self._producer
 
     @property
-    def assignment(self) -> frozenset[_Partition]:
+    def assignment(self) -> frozenset[Partition]:
         """Partitions owned as of the last poll."""
-        return frozenset(self._owned)
+        return frozenset(self.membership.owned)
 
     @property
     def taken(self) -> int:
@@ -231,24 +225,15 @@ class TransactSession:
     def start(self) -> None:
         """Connects, fences predecessors and subscribes. Raises Unavailable within eos.startup.timeout.ms."""
         deadline = time.monotonic() + self.settings["eos.startup.timeout.ms"] / 1000
-        configuration = self.settings.consumer() | {"logger": log.client_logger}
-        if self.until_end:
-            configuration["enable.partition.eof"] = True
-        configuration.setdefault("error_cb", self._client_error)
+        self._membership = Membership(self.settings, self.topics, self._positions, with_ends=self.until_end)
         try:
-            self._consumer = Consumer(configuration)
-        except (KafkaException, TypeError, ValueError) as error:
-            raise ConfigurationError(f"the consumer's settings were refused: {describe_error(error)}") from error
-        try:
-            self._check_topics(deadline)
+            self._membership.check_topics([*self.topics, *self.destinations], deadline)
             alternate = self._needs_alternate_id()
             self._producer = TransactionalProducer(self.settings, self.transactional_id, alternate)
             self._producer.start(deadline)
             if self.until_end:
-                self._targets = self._stable_ends()
-            self.consumer.subscribe(
-                self.topics, on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost
-            )
+                self._finish = Finish(self._membership)
+            self._membership.join()
         except BaseException:
             self.close()
             raise
@@ -266,48 +251,13 @@ class TransactSession:
                 log.warning("abort at close failed", error=str(failure), **self.producer.who())
         if self._producer is not None:
             self._producer.close()
-        if self._consumer is not None:
-            try:
-                self._consumer.close()
-            except (KafkaException, RuntimeError) as error:
-                log.debug("closing the consumer raised", error=describe_error(error))
-            self._consumer = None
-        if leave_group and self.settings.classic_group:
-            self._remove_static_member()
-
-    def _remove_static_member(self) -> None:
-        instance = self.settings.consumer()["group.instance.id"]
-        try:
-            with ClusterAdmin(self.settings, timeout_ms=5_000) as admin:
-                admin.remove_member(self.group, instance)
-        except EosError as error:
-            log.warning(
-                "could not leave the group: its partitions move at the session timeout",
-                instance=instance,
-                error=str(error),
-            )
-
-    def _check_topics(self, deadline: float) -> None:
-        """Every topic named exists, or Unavailable with the name; so does an unreachable cluster."""
-        servers = self.settings.bootstrap_servers
-        try:
-            known = self.consumer.list_topics(timeout=max(1.0, deadline - time.monotonic())).topics
-        except KafkaException as error:
-            action = classify("consume", error.args[0])
-            if action is Action.UNAUTHORISED:
-                raise stop_error(CallFailed("consume", action, error)) from error
-            raise Unavailable(f"{servers} cannot be reached: {describe_error(error)}") from error
-        for topic in [*self.topics, *self.destinations]:
-            if topic not in known or known[topic].error is not None:
-                detail = f" ({known[topic].error.str()})" if topic in known and known[topic].error else ""
-                raise Unavailable(f"topic {topic} does not exist at {servers}{detail}")
+        if self._membership is not None:
+            self._membership.close(leave_group)
+            self._membership = None
 
     def _needs_alternate_id(self) -> bool:
         with ClusterAdmin(self.settings) as admin:
             return admin.transaction_version() < OLD_TRANSACTIONS
-
-    def _client_error(self, error: KafkaError) -> None:
-        log.debug("client error", error=describe_error(error))
 
     # ---- the loop ---------------------------------------------------------------------------------------------
 
@@ -325,10 +275,10 @@ class TransactSession:
             self._gather()
             if len(self._positions):
                 return self._begin()
-            if self._new_starts or self._positions.offsets():
+            if self.membership.new_starts or self._positions.offsets():
                 self._begin()
                 self.end()
-            elif self.until_end and self._group_is_done():
+            elif self._finish is not None and self._finish.reached():
                 raise StopIteration
             self._replace_while_idle()
             self.on_idle()
@@ -355,7 +305,7 @@ class TransactSession:
         self._step("begun")
         self._began_at = time.monotonic()
         self._taken = False
-        self._failure = None
+        self._failure = self.membership.lost_sentence = None
         self._open = Transaction(self, self._began_at + self._interval_s)
         return self._open
 
@@ -368,13 +318,17 @@ class TransactSession:
         most = min(most, self._limit - positions.taken)
         if not len(positions) and positions.taken > 0 and most > 0:
             self._poll(min(_CHUNK, self._most - positions.taken), 0.0)  # a backlog: go on in the same transaction
-        batch = positions.take(most) if self._failure is None else []
+        batch = positions.take(most) if self._going_well else []
         self._taken = self._taken or bool(batch)
         return batch
 
+    @property
+    def _going_well(self) -> bool:
+        return self._failure is None and self.membership.lost_sentence is None
+
     def _send(self, sends: Sequence[Send]) -> None:
         # A failure is a fact for `end`: the body need not know, its further sends lead nowhere.
-        if self._failure is None:
+        if self._going_well:
             try:
                 self.producer.send_all(sends)
             except CallFailed as failure:
@@ -386,8 +340,7 @@ class TransactSession:
         """Polls until the interval since the last transaction's begin is over; no transaction is open."""
         self.producer.poll(0)
         self._wait_out_pause()
-        if self._unresolved:
-            self._assign_resolved()
+        self.membership.begin_new_partitions()
         due = self._began_at + self._interval_s
         if not len(self._positions) and time.monotonic() >= due:
             self._poll(1, IDLE_POLL_S)  # idle: the first record starts a transaction at once
@@ -406,54 +359,10 @@ class TransactSession:
             time.sleep(min(0.05, max(0.0, self._pause_until - time.monotonic())))
 
     def _poll(self, most: int, timeout_s: float) -> None:
-        messages: list[Any] = []
-        failed: KafkaError | None = None
         try:
-            messages = self.consumer.consume(most, timeout_s)
-        except KafkaException as error:
-            failed = error.args[0]
-        if self._latched is not None:
-            latched, self._latched = self._latched, None
-            raise latched
-        if failed is not None:
-            self._consumer_failed(failed, None)
-        if any(m.error() is not None for m in messages):
-            messages = [m for m in messages if self._is_record(m)]
-        self._positions.fetched(
-            [
-                Record(m.topic(), m.partition(), m.offset(), m.timestamp()[1], m.key(), m.value(), m.headers() or ())
-                for m in messages
-            ]
-        )
-
-    def _is_record(self, message: Any) -> bool:
-        error = message.error()
-        if error is None:
-            return True
-        if error.code() == KafkaError._PARTITION_EOF:
-            self._positions.reached_end((message.topic(), message.partition()), message.offset())
-        else:
-            self._consumer_failed(error, message)
-        return False
-
-    def _consumer_failed(self, error: KafkaError, message: Any) -> None:
-        action = classify("consume", error)
-        if action is Action.INPUT_GONE and message is not None:
-            raise self._input_gone(message, error)
-        if action is Action.FENCED:
-            raise self._fenced(f"the consumer was fenced: {error.str()}", None)
-        if action is not Action.RETRY:
-            raise stop_error(CallFailed("consume", action, error))
-        log.warning("the consumer reports", error=describe_error(error), group=self.group)
-
-    def _input_gone(self, message: Any, error: KafkaError) -> InputGone:
-        topic, partition = message.topic(), message.partition()
-        at = self._positions.committed.get((topic, partition))
-        low, high = self.consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=5.0)
-        return InputGone(
-            f"the input is gone: {topic} [{partition}] is committed at offset {at}, but the topic now holds {low} to "
-            f"{high}; reset the group's offset on purpose to go on ({error.str()})"
-        )
+            self.membership.poll(most, timeout_s)
+        except CallFailed as failure:
+            self._recover(failure)
 
     # ---- the end of a transaction -----------------------------------------------------------------------------
 
@@ -461,28 +370,29 @@ class TransactSession:
         """Commits the open transaction. False: it was aborted and its records will be handed out again."""
         if self._open is None:
             raise IllegalState("no transaction is open")
-        offsets = self._new_starts | self._positions.offsets()
+        offsets = self.membership.new_starts | self._positions.offsets()
         sent, taken = self._open.sent, self._positions.taken
         try:
             if self._failure is not None:
                 raise self._failure
+            self.membership.check_not_lost()
             self._flush_and_commit(offsets)
         except CallFailed as failure:
             self._recover(failure)
             return False
         self._open = None
         self._positions.commit(offsets)
-        self._new_starts = {}
+        self.membership.new_starts = {}
         self._committed(sent, taken)
         return True
 
-    def _flush_and_commit(self, offsets: Mapping[_Partition, int]) -> None:
+    def _flush_and_commit(self, offsets: Mapping[Partition, int]) -> None:
         producer = self.producer
         self._step("flush")
         producer.flush()
         self._step("flushed")
         if offsets:
-            metadata = self._group_metadata(offsets)
+            metadata = self.membership.metadata_to_commit(offsets)
             producer.send_offsets([self._with_owner(*p, offset) for p, offset in offsets.items()], metadata)
         self._step("offsets sent")
         producer.commit()
@@ -497,20 +407,6 @@ class TransactSession:
         counters.records_out += sent
         counters.replacements = self.producer.replacements
         log.debug("committed", taken=taken, sent=sent, ms=round((time.monotonic() - self._began_at) * 1000))
-
-    def _group_metadata(self, offsets: Mapping[_Partition, int]) -> Any:
-        """Fresh group metadata of a live member that owns all these partitions, or CallFailed(ABORT)."""
-        metadata = self.consumer.consumer_group_metadata()
-        # The broker skips its check for a member without an id (generation -1), so we must not ask it then. Asked
-        # after the metadata was taken: a member that lost its id gets no new one before its callbacks ran.
-        if not self.consumer.memberid():
-            raise self._abortable("this consumer is not a member of its group any more")
-        if not self._owned.issuperset(offsets):
-            raise self._abortable("a partition of this transaction is not ours any more")
-        return metadata
-
-    def _abortable(self, sentence: str) -> CallFailed:
-        return CallFailed("send_offsets", Action.ABORT, RuntimeError(sentence))
 
     def _with_owner(self, topic: str, partition: int, offset: int) -> TopicPartition:
         """An offset that says in its metadata who committed it, so that a fenced instance can say who replaced it."""
@@ -594,12 +490,13 @@ class TransactSession:
                 f"{self.settings.transaction_timeout_ms}, raise it; if two processes share {self.transactional_id}, "
                 "give each its own --instance"
             )
-        touched = self._new_starts | self._positions.offsets()
+        touched = self.membership.new_starts | self._positions.offsets()
         self._open = None
         self.producer.replace(f"failure: {reason}")
-        stable = self._stable_committed(list(touched))
+        stable = self.membership.stable_committed(list(touched))
         dropped = self._positions.resolve({p: tp.offset if tp.offset >= 0 else None for p, tp in stable.items()})
-        self._new_starts = {p: o for p, o in self._new_starts.items() if stable[p].offset < 0}
+        starts = self.membership.new_starts
+        self.membership.new_starts = {p: offset for p, offset in starts.items() if stable[p].offset < 0}
         self._aborts_in_a_row += 1
         log.warning(
             "rebuilt from the committed offsets",
@@ -618,7 +515,7 @@ class TransactSession:
         situation = Situation(identity, producer.acknowledged, age_ms, self.settings.transaction_timeout_ms)
         owner, answer = self._ask_owner(situation)
         log.warning("fenced", owner=owner.value, age_ms=round(age_ms), answer=answer, **producer.who())
-        if owner is Owner.GHOST and not self._still_member():
+        if owner is Owner.GHOST and not self.membership.still_counted():
             owner = Owner.NEWER
         if owner is Owner.NEWER:
             raise self._fenced(str(failure), answer) from failure
@@ -633,14 +530,6 @@ class TransactSession:
             except Unavailable as error:
                 log.warning("waiting for the cluster", call="DescribeTransactions", error=str(error))
                 time.sleep(0.5)
-
-    def _still_member(self) -> bool:
-        """The group still counts this very consumer as its member; a newer static member would have taken its id."""
-        member = self.consumer.memberid()
-        if not self.settings.classic_group:
-            return bool(member)
-        with ClusterAdmin(self.settings) as admin:
-            return any(m.get("member_id") == member for m in admin.members(self.group))
 
     def _fenced(self, reason: str, answer: Described | None) -> Fenced:
         """Exit 79's sentence: producer id, epoch, since when, and who, as far as the cluster tells."""
@@ -663,175 +552,13 @@ class TransactSession:
             f"This one stops and has written nothing since. [{reason}]"
         )
 
-    # ---- the group: callbacks record facts --------------------------------------------------------------------
-
-    def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
-        try:
-            # An empty assignment: the partitions begin in `_assign_resolved`, once it is known where.
-            (consumer.incremental_assign if self._cooperative else consumer.assign)([])
-            self._unresolved |= {(p.topic, p.partition) for p in partitions}
-            self._next_resolve = 0.0
-        except BaseException as error:  # noqa: BLE001 - must not pass through C frames; raised after the poll
-            self._latched = self._latched or error
-
-    def _on_revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
-        self._gave_up(consumer, partitions, "revoked")
-
-    def _on_lost(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
-        self._gave_up(consumer, partitions, "lost")
-
-    def _gave_up(self, consumer: Consumer, partitions: list[TopicPartition], how: str) -> None:
-        try:
-            gone = {(p.topic, p.partition) for p in partitions}
-            if self._cooperative:
-                consumer.incremental_unassign([TopicPartition(*p) for p in gone & self._owned])
-            else:
-                consumer.unassign()
-            self._owned -= gone
-            self._unresolved -= gone
-            self._new_starts = {p: offset for p, offset in self._new_starts.items() if p not in gone}
-            if self._positions.forget(gone) and self._open is not None and self._failure is None:
-                self._failure = self._abortable(f"partitions of this transaction were {how}")
-            log.info(f"partitions {how}", partitions=_names(gone), group=self.group)
-        except BaseException as error:  # noqa: BLE001 - see _on_assign
-            self._latched = self._latched or error
-
-    @property
-    def _cooperative(self) -> bool:
-        if not self.settings.classic_group:
-            return True
-        return "cooperative" in str(self.settings.consumer()["partition.assignment.strategy"])
-
-    def _assign_resolved(self) -> None:
-        """Begins the new partitions, if their stable committed offsets can be had: not while a predecessor's open
-        transaction pends on them. Partitions that we have already go on meanwhile."""
-        if time.monotonic() < self._next_resolve:
-            return
-        wanted = self._unresolved
-        starts = self._resolve_starts(sorted(wanted))
-        if starts is None or self._unresolved != wanted:
-            self._next_resolve = time.monotonic() + _RESOLVE_PAUSE_S
-            return
-        positions = list(starts.values())
-        (self.consumer.incremental_assign if self._cooperative else self.consumer.assign)(positions)
-        self._unresolved = set()
-        self._owned |= set(starts)
-        self._positions.assigned({p: max(tp.offset, 0) for p, tp in starts.items()})
-        log.info("partitions assigned", partitions=_names(starts), group=self.group)
-
-    def _resolve_starts(self, partitions: Sequence[_Partition]) -> dict[_Partition, TopicPartition] | None:
-        """Where each new partition begins: its stable committed offset, else by auto.offset.reset (loop rule 16)."""
-        starts = self._try_committed(partitions, 0.3)
-        if starts is None:
-            return None
-        missing = [p for p, tp in starts.items() if tp.offset < 0]
-        latest = str(self.settings.get("auto.offset.reset", "earliest")) == "latest"
-        known = self._topics_with_commits({topic for topic, _ in missing}) if latest and missing else set()
-        for topic, partition in missing:
-            # A partition that came later than the group's first commit is new: its first records count too.
-            if not latest or topic in known:
-                starts[topic, partition] = TopicPartition(topic, partition, OFFSET_BEGINNING)
-            else:
-                _, end = self._watermarks(topic, partition)
-                starts[topic, partition] = TopicPartition(topic, partition, end)
-                self._new_starts[topic, partition] = end
-        return starts
-
-    def _topics_with_commits(self, topics: set[str]) -> set[str]:
-        with_commits = set()
-        for topic in topics:
-            metadata = self.consumer.list_topics(topic, timeout=10.0).topics[topic]
-            committed = self._stable_committed([(topic, partition) for partition in metadata.partitions])
-            if any(tp.offset >= 0 for tp in committed.values()):
-                with_commits.add(topic)
-        return with_commits
-
-    def _stable_committed(self, partitions: Sequence[_Partition]) -> dict[_Partition, TopicPartition]:
-        """The group's committed offsets once no transaction pends on them (KIP-447); waits for them."""
-        told = time.monotonic()
-        while (found := self._try_committed(partitions, 5.0)) is None:
-            if time.monotonic() - told > 10.0:
-                told = time.monotonic()
-                log.warning("waiting for stable committed offsets", group=self.group)
-            time.sleep(0.05)
-        return found
-
-    def _try_committed(
-        self, partitions: Sequence[_Partition], timeout_s: float
-    ) -> dict[_Partition, TopicPartition] | None:
-        """Stable committed offsets, or None if they cannot be had yet."""
-        if not partitions:
-            return {}
-        try:
-            found = self.consumer.committed([TopicPartition(*p) for p in partitions], timeout=timeout_s)
-            error = next((tp.error for tp in found if tp.error is not None), None)
-            if error is None:
-                return {(tp.topic, tp.partition): tp for tp in found}
-        except KafkaException as raised:
-            error = raised.args[0]
-        action = classify("committed", error)
-        if action is not Action.RETRY:
-            raise stop_error(CallFailed("committed", action, error))
-        log.debug("committed offsets cannot be had yet", error=describe_error(error), group=self.group)
-        return None
-
-    def _watermarks(self, topic: str, partition: int) -> tuple[int, int]:
-        """Low watermark and last stable offset of a partition (a read_committed consumer's end)."""
-        while True:
-            try:
-                low, high = self.consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=5.0)
-                return low, high
-            except KafkaException as error:
-                action = classify("consume", error.args[0])
-                if action is not Action.RETRY:
-                    raise stop_error(CallFailed("consume", action, error)) from error
-                time.sleep(0.1)
-
-    # ---- until the end ----------------------------------------------------------------------------------------
-
-    def _stable_ends(self) -> dict[_Partition, int]:
-        """Last stable offsets of all input partitions now; those without a readable offset are left out."""
-        ends = {}
-        for topic in self.topics:
-            for partition in self.consumer.list_topics(topic, timeout=10.0).topics[topic].partitions:
-                low, end = self._watermarks(topic, partition)
-                if end > low:
-                    ends[topic, partition] = end
-        return ends
-
     def lag(self) -> int | None:
-        """Offsets between what is committed and the last stable offsets of the owned partitions, as last fetched.
-
-        Control markers take offsets too, so a caught-up group can show a few (loop rule 14). None: not known yet.
-        """
-        total = 0
-        for partition in self._owned:
-            try:
-                _, end = self.consumer.get_watermark_offsets(TopicPartition(*partition), cached=True)
-            except KafkaException:
-                return None
-            if end < 0:
-                return None
-            total += max(0, end - max(self._positions.committed.get(partition, 0), 0))
-        return total if self._owned else None
-
-    def _group_is_done(self) -> bool:
-        """Every partition of the group, whoever owns it, is committed up to where it ended at the start."""
-        now = time.monotonic()
-        if now < self._next_done_check:
-            return False
-        self._next_done_check = now + 0.25
-        committed = self._stable_committed(list(self._targets))
-        self._targets = {p: end for p, end in self._targets.items() if committed[p].offset < end}
-        return not self._targets
+        """Records (and markers) between what is committed and the last stable offsets; None: not known yet."""
+        return self.membership.lag()
 
 
 # Of this process; milliseconds since the epoch.
 _STARTED_AT = int(time.time() * 1000)
-
-
-def _names(partitions: Iterable[_Partition]) -> str:
-    return ",".join(f"{topic}[{partition}]" for topic, partition in sorted(partitions))
 
 
 def _clock(seconds: float) -> str:

@@ -16,7 +16,7 @@ import pytest
 from confluent_kafka.admin import AdminClient
 
 from eos.broker import LocalKafka
-from eos.demo import data, proof, topics
+from eos.demo import proof, topics
 from eos.demo.contrast import Contrast
 from eos.demo.data import Expectation
 from eos.demo.proof import Found, Row

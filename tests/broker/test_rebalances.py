@@ -1,4 +1,4 @@
-"""Members of the group come, go, die and stand still while transactions run: partitions move, nothing is lost or doubled.
+"""Members of the group come, go, die and stand still while transactions run: nothing is lost or doubled.
 
 A worker polls its consumer only between transactions, so a rebalance waits for the open one or takes the partitions
 away from it; both kinds are made here, with every assignment strategy and group protocol.

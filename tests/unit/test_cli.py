@@ -240,7 +240,7 @@ def test_a_name_that_cannot_be_imported_from_another_module_is_the_users_too(her
 # ---- the cluster: 69 ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", ["good", "good:app", "good.py", "good.py:app", "./good.py"])
+@pytest.mark.parametrize("target", ["good", "good:app", "./good.py:app"])
 def test_a_good_app_gets_as_far_as_the_cluster_which_is_unreachable(here: Path, target: str) -> None:
     arguments = ("--bootstrap-servers", "127.0.0.1:1", "--instance", "i", "-X", "eos.startup.timeout.ms=1000")
     stderr = refused(69, here, "run", target, *arguments)

@@ -384,4 +384,4 @@ class PositionsAgainstModel(RuleBasedStateMachine):
 
 
 TestPositionsAgainstModel = PositionsAgainstModel.TestCase
-TestPositionsAgainstModel.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestPositionsAgainstModel.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
