@@ -351,7 +351,11 @@ class Finish:
         if time.monotonic() < self._next_look:
             return False
         self._next_look = time.monotonic() + _DONE_PAUSE_S
-        committed = self._membership.stable_committed(list(self._targets))
+        # Asked, not waited for: another member's open transaction may keep its offsets unstable up to its timeout, and
+        # meanwhile this one must go on polling, or it could not take that member's partitions over.
+        committed = self._membership._try_committed(list(self._targets), _RESOLVE_TIMEOUT_S)
+        if committed is None:
+            return False
         self._targets = {p: end for p, end in self._targets.items() if committed[p].offset < end}
         return not self._targets
 

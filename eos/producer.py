@@ -309,7 +309,7 @@ class TransactionalProducer:
     def commit(self) -> None:
         """Commits; a broker that does not answer is waited for (the same call again: abort would be a conflict)."""
         self._machine.fire(Event.COMMIT)
-        self.client.evidence.ended += 1
+        self._expect_end_txn()
         self._timed("commit", self.client.producer.commit_transaction)
         self._machine.fire(Event.ENDED)
 
@@ -320,10 +320,15 @@ class TransactionalProducer:
         """
         self._machine.fire(Event.ABORT)
         client = self.client
-        client.evidence.ended += 1
+        self._expect_end_txn()
         self._spent = "abort"
         self._call(client, "abort", client.producer.abort_transaction, deadline=deadline)
         self._machine.fire(Event.ENDED)
+
+    def _expect_end_txn(self) -> None:
+        # librdkafka sends none for a transaction that nothing was added to.
+        if self._produced or self._offsets_sent:
+            self.client.evidence.ended += 1
 
     # ---- what is known of the transaction ------------------------------------------------------------------------
 

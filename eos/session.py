@@ -431,7 +431,7 @@ class TransactSession:
         """Aborts the open transaction; its records are handed out again. The producer is replaced before the next."""
         if self._open is None:
             raise IllegalState("no transaction is open")
-        self._recover(CallFailed("abort", Action.ABORT, RuntimeError(reason)))
+        self._recover(self._failure or CallFailed("abort", Action.ABORT, RuntimeError(reason)))
 
     def _recover(self, failure: CallFailed) -> None:
         """Carries out what a failed call asks for; returns when the loop can go on, raises when it must stop."""

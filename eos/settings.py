@@ -330,13 +330,17 @@ def _check(name: str, value: Any) -> None:
     if name not in known:
         raise ConfigurationError(f"{name} is not a setting of Kafka's clients{_suggest(name, known)}")
     refusal = REFUSALS.get(name)
-    if refusal and not _all_allowed(value, refusal.allowed):
+    if refusal and not _values(name, value) <= refusal.allowed:
         allowed = " or ".join(sorted(refusal.allowed))
         raise ConfigurationError(f"{name}={value} would break exactly-once (allowed: {allowed}): {refusal.reason}")
 
 
-def _all_allowed(value: Any, allowed: frozenset[str]) -> bool:
-    return {part.strip() for part in str(value).lower().split(",")} <= allowed
+def _values(name: str, value: Any) -> frozenset[str]:
+    """The value, or the values of the one name among the refusals that takes a list."""
+    text = str(value).strip().lower()
+    if name != "partition.assignment.strategy":
+        return frozenset([text])
+    return frozenset(part.strip() for part in text.split(","))
 
 
 def _check_timeouts(settings: Settings) -> None:

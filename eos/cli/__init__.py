@@ -28,7 +28,7 @@ app.add_typer(broker.app, name="broker", help="A real Kafka in a local JVM.")
 app.command("run", help="Run an App: consume, transform, produce, exactly once.")(run.run)
 app.command("demo", help="Kill workers on real data and prove that nothing was lost or doubled.")(demo.demo)
 
-USAGE, INTERNAL = 64, 70
+USAGE, INTERNAL, TEMPORARY = 64, 70, 75
 # typer brings click inside itself or uses the installed one, by version: either way this is its base error.
 _ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
@@ -48,9 +48,10 @@ def invoke(arguments: list[str]) -> int:
     except _ClickException as error:
         error.show()
         return USAGE
-    except typer.Abort:
+    except (KeyboardInterrupt, typer.Abort):
+        # Outside a worker, which ends on a signal with 0: whatever was under way was not done.
         print("eos: interrupted", file=sys.stderr)
-        return USAGE
+        return TEMPORARY
     except EosError as error:
         if isinstance(error, (PoisonRecord, run.ImportFailed)) and error.__cause__ is not None:
             _show_users_traceback(error.__cause__)
