@@ -42,10 +42,8 @@ def main(bootstrap: str, source: str, target: str, count: int, group: str, kind:
     worker.run()
     counters = session.counters
     replaced = sum(counters.replacements.values())
-    print(
-        f"{counters.records_in} {marks['last'] - marks['begin']:.4f} {counters.transactions} {replaced} {counters.aborts}",
-        flush=True,
-    )
+    seconds = marks["last"] - marks["begin"]
+    print(f"{counters.records_in} {seconds:.4f} {counters.transactions} {replaced} {counters.aborts}", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+_SILENT = logging.CRITICAL + 1  # librdkafka calls it critical when a producer is fenced; we say what follows from it
+
 logger = logging.getLogger("eos")
 logger.addHandler(logging.NullHandler())
 # librdkafka's own lines; they repeat what our events say with the action taken, so they show only on --log-level debug.
 client_logger = logging.getLogger("eos.librdkafka")
-client_logger.setLevel(logging.CRITICAL)
+client_logger.setLevel(_SILENT)
 
 
 def event(level: int, message: str, **fields: Any) -> None:
@@ -62,4 +64,4 @@ def configure(log_format: str = "human", level: str = "info", stream: Any = None
     logger.handlers[:] = [handler]
     logger.propagate = False
     logger.setLevel(level.upper())
-    client_logger.setLevel(logging.DEBUG if level.lower() == "debug" else logging.CRITICAL)
+    client_logger.setLevel(logging.DEBUG if level.lower() == "debug" else _SILENT)

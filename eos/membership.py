@@ -34,6 +34,7 @@ from eos.settings import Settings
 _RESOLVE_TIMEOUT_S, _RESOLVE_PAUSE_S = 0.3, 0.2
 _DONE_PAUSE_S = 0.25
 _WAIT_LOG_INTERVAL_S = 10.0
+_TAKEOVER_LOG_INTERVAL_S = 2.0
 
 
 class Membership:
@@ -53,6 +54,7 @@ class Membership:
         """Why the open transaction cannot commit: the group took partitions away that it took records of."""
         self._unresolved: set[Partition] = set()  # assigned by the group, not begun yet
         self._next_resolve = 0.0
+        self._told_waiting = 0.0
         self._latched: BaseException | None = None  # out of a callback
         configuration = settings.consumer() | {"logger": log.client_logger}
         configuration.setdefault("error_cb", self._client_error)
@@ -170,6 +172,7 @@ class Membership:
             (consumer.incremental_assign if self._incremental else consumer.assign)([])
             self._unresolved |= {(p.topic, p.partition) for p in partitions}
             self._next_resolve = 0.0
+            self._told_waiting = time.monotonic()
         except BaseException as error:  # noqa: BLE001 - must not pass through C frames; raised after the poll
             self._latched = self._latched or error
 
@@ -205,12 +208,20 @@ class Membership:
         starts = self._resolve_starts(sorted(self._unresolved))
         if starts is None:
             self._next_resolve = time.monotonic() + _RESOLVE_PAUSE_S
+            self._tell_waiting()
             return
         (self.consumer.incremental_assign if self._incremental else self.consumer.assign)(list(starts.values()))
         self._unresolved = set()
         self.owned |= set(starts)
         self._positions.assigned({p: max(tp.offset, 0) for p, tp in starts.items()})
         log.info("partitions assigned", partitions=_names(starts), group=self.group)
+
+    def _tell_waiting(self) -> None:
+        now = time.monotonic()
+        if now - self._told_waiting >= _TAKEOVER_LOG_INTERVAL_S:
+            self._told_waiting = now
+            waiting = _names(self._unresolved)
+            log.info("waiting for another member's open transaction", partitions=waiting, group=self.group)
 
     def _resolve_starts(self, partitions: Sequence[Partition]) -> dict[Partition, TopicPartition] | None:
         """Where each new partition begins: its stable committed offset, else by auto.offset.reset (loop rule 16)."""

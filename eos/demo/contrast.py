@@ -1,7 +1,7 @@
 """The same fault, without transactions: a plain at-least-once loop is killed and doubles records.
 
-Owns the loop (it runs as a process of its own: `python -m eos.demo.contrast SERVERS`) and its fault. It uses nothing
-of eos' engine: it is the loop that people write by hand.
+Owns the loop (a process of its own: `python -m eos.demo.contrast SERVERS RECORDS_PER_COMMIT`) and its fault. It must
+never use eos' engine: it is the loop that people write by hand.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from eos.demo.process import Child
 from eos.testing.history import committed_offsets, end_offsets, read_topic
 
 PARTITIONS = (0, 1)  # a quarter of the flights is enough to show it
-_COMMIT_EVERY_RECORDS = 500
+_COMMITS = 150  # of the whole loop, whatever the number of flights: so that a kill comes between two of them
 
 
-def at_least_once(servers: str) -> None:
+def at_least_once(servers: str, commit_every: int) -> None:
     """Consume, transform, produce, flush, and only then commit: nothing is lost."""
     consumer = Consumer(
         {
@@ -39,7 +39,7 @@ def at_least_once(servers: str) -> None:
     consumer.assign([TopicPartition(topics.FLIGHTS, partition) for partition in PARTITIONS])
     at_end: set[int | None] = set()
     while len(at_end) < len(PARTITIONS):
-        for message in consumer.consume(_COMMIT_EVERY_RECORDS, 0.5):
+        for message in consumer.consume(commit_every, 0.5):
             error = message.error()
             if error is None:
                 flight = json.loads(message.value() or b"")
@@ -73,7 +73,7 @@ def flights(servers: str) -> int:
 
 def run(servers: str, directory: Path, total: int, progress: Callable[[int], None]) -> Contrast:
     """Kill the loop until it will repeat records, let it finish, and count. Raises NotProven if no kill makes it so."""
-    with Child("at-least-once", ["eos.demo.contrast", servers], directory) as loop:
+    with Child("at-least-once", ["eos.demo.contrast", servers, str(max(1, total // _COMMITS))], directory) as loop:
         kills = 0
         while True:
             loop.start()
@@ -112,4 +112,4 @@ def _committed(servers: str) -> int:
 
 
 if __name__ == "__main__":
-    at_least_once(sys.argv[1])
+    at_least_once(sys.argv[1], int(sys.argv[2]))

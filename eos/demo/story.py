@@ -53,7 +53,7 @@ def tell(show: Show, bootstrap_servers: str | None, flights: int) -> list[Row]:
         with show.bar("loading", flights) as progress:
             loaded = topics.load(servers, flights, progress)
         show.step(f"{loaded:,} flights of 2013 are in topic {topics.FLIGHTS}, {topics.PARTITIONS} partitions")
-        show.step(f"two workers, a and b, each: eos run {_shown_target()} --instance a")
+        show.step(f"two workers: eos run {_shown_target()} --instance a (or b)")
         show.code(_example())
         faults = _run_workers(show, servers, directory, loaded)
         show.step("for contrast: a plain at-least-once loop handles a quarter of the flights")
@@ -180,7 +180,7 @@ class Workers:
 
 def _kill(show: Show, worker: Child, witness: Witness) -> Hit:
     hit = kill_in_a_transaction(worker, witness)
-    show.event(f"SIGKILL to worker {worker.name} inside a transaction ({_describe(hit)})", "red")
+    show.event(f"SIGKILL to worker {worker.name} in a transaction ({_describe(hit)})", "red")
     worker.start()
     show.event(f"worker {worker.name} is started again: its first act is to abort what it left open")
     return hit
@@ -189,7 +189,7 @@ def _kill(show: Show, worker: Child, witness: Witness) -> Hit:
 def _pause(show: Show, worker: Child, witness: Witness) -> tuple[Hit, Described]:
     hit = pause_in_a_transaction(worker, witness)
     began = time.monotonic()
-    show.event(f"SIGSTOP to worker {worker.name} inside a transaction ({_describe(hit)})", "red")
+    show.event(f"SIGSTOP to worker {worker.name} in a transaction ({_describe(hit)})", "red")
     timed_out = witness.wait_until_ended(hit)
     paused_s = time.monotonic() - began
     show.event(f"{paused_s:.1f} s later the broker gives worker {worker.name} up and aborts its transaction", "yellow")

@@ -415,6 +415,7 @@ def _last_header(message: Message, name: str) -> bytes | None:
 
 def _reader_config(bootstrap: str, isolation: Isolation, config: Mapping[str, Any] | None) -> dict[str, Any]:
     return {
+        "log_level": 0,  # its lines would stand between the user's; what they tell comes as an error
         # librdkafka's 1000 ms stops fetching for that long whenever its queue is full: 3.7x slower on a backlog.
         "fetch.queue.backoff.ms": 5,
         # A partition at its end holds the answer of its whole broker back for this long (librdkafka's 500 ms).
@@ -435,7 +436,7 @@ def _reader_config(bootstrap: str, isolation: Isolation, config: Mapping[str, An
 
 def _admin(bootstrap: str, config: Mapping[str, Any] | None) -> AdminClient:
     given = {name: value for name, value in (config or {}).items() if name not in CONSUMER_ONLY}
-    return AdminClient({"reconnect.backoff.max.ms": 1_000, **given, "bootstrap.servers": bootstrap})
+    return AdminClient({"log_level": 0, "reconnect.backoff.max.ms": 1_000, **given, "bootstrap.servers": bootstrap})
 
 
 def _partitions(admin: AdminClient, topics: tuple[str, ...], timeout_s: float) -> list[Place]:
