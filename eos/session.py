@@ -65,29 +65,44 @@ class Counters:
 class Transaction:
     """One open transaction and its input records. Valid until the loop's next turn."""
 
-    __slots__ = ("_session", "_until", "sent")
+    __slots__ = ("_ahead", "_records", "_session", "_until", "sent")
 
     def __init__(self, session: TransactSession, until: float) -> None:
         self._session = session
         self._until = until  # time.monotonic() after which no more records are handed out
+        self._records: Iterator[Record] | None = None
+        self._ahead = 0  # taken by `records`, but not handed out yet
         self.sent = 0
 
     @property
     def records(self) -> Iterator[Record]:
         """Hands the records out one by one, until `eos.transaction.interval.ms` is over or none is left.
 
-        A record that was handed out counts as handled when the body ends: send what it leads to before that.
+        A record that was handed out counts as handled when the body ends: send what it leads to before that. Records
+        that were not handed out (a `break`) come again in the next transaction.
         """
+        if self._records is None:
+            self._records = self._hand_out()
+        return self._records
+
+    def _hand_out(self) -> Iterator[Record]:
         while batch := self.take(64):
-            for index, record in enumerate(batch):
+            self._ahead = len(batch)
+            for record in batch:
+                self._ahead -= 1
                 yield record
                 if time.monotonic() >= self._until:
-                    self.give_back(len(batch) - index - 1)
+                    self._give_back_ahead()
                     return
+
+    def _give_back_ahead(self) -> None:
+        self._session._positions.give_back(self._ahead)
+        self._ahead = 0
 
     def take(self, most: int) -> list[Record]:
         """The next records, at most `most`; an empty list when none is left, the interval is over or a send failed."""
         self._session._must_be(self)
+        self._give_back_ahead()
         if not self._session._going_well or (self._session._taken and time.monotonic() >= self._until):
             return []
         return self._session._take(most)
@@ -95,6 +110,7 @@ class Transaction:
     def give_back(self, count: int) -> None:
         """The last `count` records taken were not handled: the next transaction hands them out again."""
         self._session._must_be(self)
+        self._give_back_ahead()
         self._session._positions.give_back(count)
 
     def send(
@@ -196,7 +212,8 @@ class TransactSession:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self.close()
+        # A block that ended well is a final stop; after an exception a restart is expected soon.
+        self.close(leave_group=kind is None)
 
     @property
     def membership(self) -> Membership:
@@ -370,12 +387,14 @@ class TransactSession:
         """Commits the open transaction. False: it was aborted and its records will be handed out again."""
         if self._open is None:
             raise IllegalState("no transaction is open")
+        self._open._give_back_ahead()
         offsets = self.membership.new_starts | self._positions.offsets()
         sent, taken = self._open.sent, self._positions.taken
         try:
+            # First: what failed for a lost partition is not ours to look into.
+            self.membership.check_not_lost()
             if self._failure is not None:
                 raise self._failure
-            self.membership.check_not_lost()
             self._flush_and_commit(offsets)
         except CallFailed as failure:
             self._recover(failure)
@@ -393,7 +412,8 @@ class TransactSession:
         self._step("flushed")
         if offsets:
             metadata = self.membership.metadata_to_commit(offsets)
-            producer.send_offsets([self._with_owner(*p, offset) for p, offset in offsets.items()], metadata)
+            owner = self._owner()
+            producer.send_offsets([TopicPartition(*p, offset, owner) for p, offset in offsets.items()], metadata)
         self._step("offsets sent")
         producer.commit()
         self._step("committed")
@@ -408,12 +428,8 @@ class TransactSession:
         counters.replacements = self.producer.replacements
         log.debug("committed", taken=taken, sent=sent, ms=round((time.monotonic() - self._began_at) * 1000))
 
-    def _with_owner(self, topic: str, partition: int, offset: int) -> TopicPartition:
-        """An offset that says in its metadata who committed it, so that a fenced instance can say who replaced it."""
-        return TopicPartition(topic, partition, offset, self._owner_metadata)
-
-    @property
-    def _owner_metadata(self) -> str:
+    def _owner(self) -> str:
+        """Committed beside each offset, so that a fenced instance can say who replaced it."""
         identity = self.producer.client.identity
         return json.dumps(
             {
@@ -467,6 +483,8 @@ class TransactSession:
         """A record is refused for good. Alone in its transaction it is found; else smaller transactions find it."""
         taken = self._positions.taken
         self._abort(failure)
+        if taken == 0:
+            raise PoisonRecord(f"an output without an input was refused: {failure}", "", -1, -1) from failure
         if taken > 1:
             self._limit = max(1, taken // 2)
             self._pause_until = 0.0
@@ -515,8 +533,6 @@ class TransactSession:
         situation = Situation(identity, producer.acknowledged, age_ms, self.settings.transaction_timeout_ms)
         owner, answer = self._ask_owner(situation)
         log.warning("fenced", owner=owner.value, age_ms=round(age_ms), answer=answer, **producer.who())
-        if owner is Owner.GHOST and not self.membership.still_counted():
-            owner = Owner.NEWER
         if owner is Owner.NEWER:
             raise self._fenced(str(failure), answer) from failure
         self._rebuild(owner.value)
@@ -526,7 +542,10 @@ class TransactSession:
         while True:
             try:
                 with ClusterAdmin(self.settings) as admin:
-                    return ownership.settle(situation, lambda: admin.describe(self.producer.transactional_id))
+                    owner, answer = ownership.settle(situation, lambda: admin.describe(self.producer.transactional_id))
+                if owner is Owner.GHOST and not self.membership.still_counted():
+                    owner = Owner.NEWER
+                return owner, answer
             except Unavailable as error:
                 log.warning("waiting for the cluster", call="DescribeTransactions", error=str(error))
                 time.sleep(0.5)

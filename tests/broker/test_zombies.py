@@ -30,7 +30,7 @@ pytest_plugins = ["tests.support.pipeline"]
 
 RECORDS = 2_000
 FENCED = 79
-TIMEOUT_MS = 3_000
+TIMEOUT_MS = 2_000
 LONG_MS = 30_000
 CONSUMER = {"group.protocol": "consumer"}
 VERSIONS = ["kafka", "kafka392"]
@@ -58,9 +58,18 @@ def paused_in_transaction(pipeline: Pipeline, step: str, settings: dict[str, str
 
 @pytest.mark.parametrize("step", ["flush", "flushed", "offsets sent"])
 def test_a_worker_paused_past_its_transaction_timeout_goes_on_by_itself(
-    step: str, broker: LocalKafka, pipelines: Pipelines
+    step: str, kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
-    pipeline = pipelines.on(broker, RECORDS)
+    go_on_after_own_timeout(pipelines.on(kafka, RECORDS), step)
+
+
+def test_a_worker_paused_past_its_transaction_timeout_on_a_broker_before_kip_890_goes_on_by_itself(
+    kafka392: LocalKafka, pipelines: Pipelines
+) -> None:
+    go_on_after_own_timeout(pipelines.on(kafka392, RECORDS), "flushed")
+
+
+def go_on_after_own_timeout(pipeline: Pipeline, step: str) -> None:
     settings = {"transaction.timeout.ms": str(TIMEOUT_MS), "session.timeout.ms": "10000"}
     worker = pipeline.worker(settings=settings, until_end=True, holds=[(step, 3)])
     worker.wait_at(step, 3)

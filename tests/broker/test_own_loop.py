@@ -1,0 +1,127 @@
+"""`TransactSession` in the hands of people who own their loop: what ends a transaction, and what comes again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import eos
+from eos import Transaction, TransactSession
+from eos.broker import LocalKafka
+from eos.errors import IllegalState
+from tests.support.reading import create_topic, settled_values, stable_offset
+
+COUNT = 10
+
+
+class Loop:
+    def __init__(self, kafka: LocalKafka, names: Callable[[str], str]) -> None:
+        self.servers, self.source, self.target = kafka.bootstrap_servers, names("in"), names("out")
+        self.group, self.transactional_id, self._load = names("group"), names("tx"), names("load")
+        create_topic(self.servers, self.source)
+        create_topic(self.servers, self.target)
+        with eos.transaction({"bootstrap.servers": self.servers, "transactional.id": self._load}) as txn:
+            for number in range(COUNT):
+                txn.send(self.source, str(number))
+
+    def session(self) -> TransactSession:
+        settings = {
+            "bootstrap.servers": self.servers,
+            "group.id": self.group,
+            "transactional.id": self.transactional_id,
+            "eos.transaction.interval.ms": 500,  # all records in one transaction, unless the body says otherwise
+        }
+        return TransactSession(settings, [self.source], until_end=True)
+
+    def finish(self) -> None:
+        with self.session() as session:
+            for txn in session:
+                for record in txn.records:
+                    txn.send(self.target, record.value)
+
+    def copied(self) -> list[bytes | None]:
+        return settled_values(self.servers, self.target)[0]
+
+
+@pytest.fixture
+def loop(kafka: LocalKafka, names: Callable[[str], str]) -> Loop:
+    return Loop(kafka, names)
+
+
+ALL = [b"%d" % number for number in range(COUNT)]
+
+
+def test_the_end_of_the_body_commits(loop: Loop) -> None:
+    loop.finish()
+    assert loop.copied() == ALL
+    assert stable_offset(loop.servers, loop.group, loop.source) == COUNT + 1  # with the marker behind them
+
+
+def test_records_that_a_break_left_unseen_come_again(loop: Loop) -> None:
+    with loop.session() as session:
+        for txn in session:
+            for record in txn.records:
+                txn.send(loop.target, record.value)
+                if record.offset % 3 == 2:
+                    break
+    assert loop.copied() == ALL
+
+
+def test_an_iterator_that_is_kept_does_not_count_what_it_did_not_hand_out(loop: Loop) -> None:
+    with loop.session() as session:
+        for txn in session:
+            kept = txn.records
+            txn.send(loop.target, next(kept).value)
+    assert loop.copied() == ALL
+
+
+def test_records_may_be_collected_before_they_are_handled(loop: Loop) -> None:
+    with loop.session() as session:
+        for txn in session:
+            for record in list(txn.records):
+                txn.send(loop.target, record.value)
+    assert loop.copied() == ALL
+
+
+def test_an_exception_out_of_the_body_aborts(loop: Loop) -> None:
+    with pytest.raises(ZeroDivisionError), loop.session() as session:
+        for txn in session:
+            for record in txn.records:
+                txn.send(loop.target, record.value)
+                _ = 1 // (record.offset - 5)
+    assert loop.copied() == []
+    assert stable_offset(loop.servers, loop.group, loop.source) < 0
+    loop.finish()
+    assert loop.copied() == ALL
+
+
+def test_leaving_the_loop_aborts_unless_the_transaction_was_committed(loop: Loop) -> None:
+    def one(session: TransactSession) -> Transaction:
+        txn = next(session)
+        txn.send(loop.target, next(txn.records).value)
+        return txn
+
+    with loop.session() as session:
+        assert one(session).commit()
+        one(session)
+    assert loop.copied() == ALL[:1]
+    loop.finish()
+    assert loop.copied() == ALL
+
+
+def test_an_aborted_transaction_hands_the_same_records_out_again(loop: Loop) -> None:
+    with loop.session() as session:
+        first = next(session)
+        seen = list(first.records)
+        first.send(loop.target, b"never seen")
+        first.abort()
+        with pytest.raises(IllegalState, match="this transaction has ended"):
+            first.send(loop.target, b"too late")
+        second = next(session)
+        assert list(second.records) == seen
+        for record in seen:
+            second.send(loop.target, record.value)
+        assert second.commit()
+        assert session.producer.replacements == {"abort": 1}
+    assert loop.copied() == ALL
