@@ -55,6 +55,7 @@ class Membership:
         self._unresolved: set[Partition] = set()  # assigned by the group, not begun yet
         self._next_resolve = 0.0
         self._told_waiting = 0.0
+        self._member_id: str | None = None
         self._latched: BaseException | None = None  # out of a callback
         configuration = settings.consumer() | {"logger": log.client_logger}
         configuration.setdefault("error_cb", self._client_error)
@@ -121,6 +122,8 @@ class Membership:
             messages = self.consumer.consume(most, timeout_s)
         except KafkaException as error:
             failed = error.args[0]
+        # librdkafka forgets it when the session ends; it is what tells us from a newer static member.
+        self._member_id = self.consumer.memberid() or self._member_id
         if self._latched is not None:
             latched, self._latched = self._latched, None
             raise latched
@@ -225,7 +228,7 @@ class Membership:
 
     def _resolve_starts(self, partitions: Sequence[Partition]) -> dict[Partition, TopicPartition] | None:
         """Where each new partition begins: its stable committed offset, else by auto.offset.reset (loop rule 16)."""
-        starts = self._try_committed(partitions, _RESOLVE_TIMEOUT_S)
+        starts = self.try_committed(partitions)
         if starts is None:
             return None
         missing = [p for p, tp in starts.items() if tp.offset < 0]
@@ -257,15 +260,15 @@ class Membership:
     def stable_committed(self, partitions: Sequence[Partition]) -> dict[Partition, TopicPartition]:
         """The group's committed offsets once no transaction pends on them (KIP-447); waits for them."""
         told = time.monotonic()
-        while (found := self._try_committed(partitions, 5.0)) is None:
+        while (found := self.try_committed(partitions, 5.0)) is None:
             if time.monotonic() - told > _WAIT_LOG_INTERVAL_S:
                 told = time.monotonic()
                 log.warning("waiting for stable committed offsets", group=self.group)
             time.sleep(0.05)
         return found
 
-    def _try_committed(
-        self, partitions: Sequence[Partition], timeout_s: float
+    def try_committed(
+        self, partitions: Sequence[Partition], timeout_s: float = _RESOLVE_TIMEOUT_S
     ) -> dict[Partition, TopicPartition] | None:
         """Stable committed offsets, or None if they cannot be had yet."""
         if not partitions:
@@ -302,13 +305,14 @@ class Membership:
         if self.lost_sentence is not None:
             raise self._cannot_commit(self.lost_sentence)
 
-    def still_counted(self) -> bool:
-        """The group still counts this very consumer as its member; a newer static member would have taken its id."""
-        member = self.consumer.memberid()
-        if not self._settings.classic_group:
-            return bool(member)
+    def nobody_took_our_place(self) -> bool:
+        """No other member of the group holds our group.instance.id; without one: we still have our member id."""
+        if self._instance_id is None:
+            return bool(self.consumer.memberid())
         with ClusterAdmin(self._settings) as admin:
-            return any(m.get("member_id") == member for m in admin.members(self.group))
+            members = admin.members(self.group)
+        ours = [m for m in members if m.get("group_instance_id") == self._instance_id]
+        return all(m.get("member_id") == self._member_id for m in ours)
 
     # ---- ends and lag -----------------------------------------------------------------------------------------
 
@@ -354,17 +358,16 @@ class Finish:
     """Whether the whole group, other members included, is committed up to where the input ended at the start."""
 
     def __init__(self, membership: Membership) -> None:
-        self._membership = membership
         self._targets = membership.stable_ends()
         self._next_look = 0.0
 
-    def reached(self) -> bool:
+    def reached(self, membership: Membership) -> bool:
         if time.monotonic() < self._next_look:
             return False
         self._next_look = time.monotonic() + _DONE_PAUSE_S
         # Asked, not waited for: another member's open transaction may keep its offsets unstable up to its timeout, and
         # meanwhile this one must go on polling, or it could not take that member's partitions over.
-        committed = self._membership._try_committed(list(self._targets), _RESOLVE_TIMEOUT_S)
+        committed = membership.try_committed(list(self._targets))
         if committed is None:
             return False
         self._targets = {p: end for p, end in self._targets.items() if committed[p].offset < end}

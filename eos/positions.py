@@ -126,6 +126,11 @@ class Positions(Generic[R]):
             self.committed.pop(partition, None)
         return bool(touched)
 
+    def clear(self) -> None:
+        """Nothing is ours any more: the consumer is given up, and with it all it fetched."""
+        self._records, self._cursor = [], 0
+        self._lost, self._ends, self.committed = set(), {}, {}
+
     def resolve(self, stable: Mapping[TopicPartition, int | None]) -> int:
         """The transaction's outcome was unknown; `stable` are the group's stable committed offsets now.
 

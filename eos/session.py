@@ -242,7 +242,7 @@ class TransactSession:
     def start(self) -> None:
         """Connects, fences predecessors and subscribes. Raises Unavailable within eos.startup.timeout.ms."""
         deadline = time.monotonic() + self.settings["eos.startup.timeout.ms"] / 1000
-        self._membership = Membership(self.settings, self.topics, self._positions, with_ends=self.until_end)
+        self._membership = self._new_membership()
         try:
             self._membership.check_topics([*self.topics, *self.destinations], deadline)
             alternate = self._needs_alternate_id()
@@ -272,6 +272,9 @@ class TransactSession:
             self._membership.close(leave_group)
             self._membership = None
 
+    def _new_membership(self) -> Membership:
+        return Membership(self.settings, self.topics, self._positions, with_ends=self.until_end)
+
     def _needs_alternate_id(self) -> bool:
         with ClusterAdmin(self.settings) as admin:
             return admin.transaction_version() < OLD_TRANSACTIONS
@@ -295,7 +298,7 @@ class TransactSession:
             if self.membership.new_starts or self._positions.offsets():
                 self._begin()
                 self.end()
-            elif self._finish is not None and self._finish.reached():
+            elif self._finish is not None and self._finish.reached(self.membership):
                 raise StopIteration
             self._replace_while_idle()
             self.on_idle()
@@ -460,7 +463,7 @@ class TransactSession:
         elif failure.action is Action.POISON:
             self._abort_poisoned(failure)
         elif failure.action is Action.FENCED:
-            raise self._fenced(str(failure), None) from failure
+            self._settle_place(failure)
         else:
             raise stop_error(failure) from failure
 
@@ -498,16 +501,7 @@ class TransactSession:
 
     def _rebuild(self, reason: str) -> None:
         """Outcome unknown or producer dead: a new producer, then the group's stable committed offsets decide."""
-        self._rebuilds_in_a_row += 1
-        self.counters.rebuilds += 1
-        if self._rebuilds_in_a_row > MOST_REBUILDS:
-            self._open = None
-            raise Temporary(
-                f"{self._rebuilds_in_a_row} rebuilds without one commit, the last because of: {reason}. If handling "
-                f"{self._positions.taken} records takes longer than transaction.timeout.ms="
-                f"{self.settings.transaction_timeout_ms}, raise it; if two processes share {self.transactional_id}, "
-                "give each its own --instance"
-            )
+        self._count_rebuild(reason)
         touched = self.membership.new_starts | self._positions.offsets()
         self._open = None
         self.producer.replace(f"failure: {reason}")
@@ -523,32 +517,65 @@ class TransactSession:
             **self.producer.who(),
         )
 
+    def _rejoin(self, reason: str) -> None:
+        """The consumer is dead and nobody took its place: a new one, whose partitions begin at what is committed."""
+        self._count_rebuild(reason)
+        self._open = None
+        self.membership.close(leave=False)
+        self._positions.clear()
+        self._membership = self._new_membership()
+        self.producer.replace(f"failure: {reason}")  # ends what was open
+        self._membership.join()
+        log.warning("joined the group again", reason=reason, group=self.group, **self.producer.who())
+
+    def _count_rebuild(self, reason: str) -> None:
+        """The breaker: rebuilds without a commit in between do not go on for ever."""
+        self._rebuilds_in_a_row += 1
+        self.counters.rebuilds += 1
+        if self._rebuilds_in_a_row > MOST_REBUILDS:
+            self._open = None
+            raise Temporary(
+                f"{self._rebuilds_in_a_row} rebuilds without one commit, the last because of: {reason}. If handling "
+                f"{self._positions.taken} records takes longer than transaction.timeout.ms="
+                f"{self.settings.transaction_timeout_ms}, raise it; if two processes share {self.transactional_id}, "
+                "give each its own --instance"
+            )
+
     def _settle(self, failure: CallFailed) -> None:
         """Fenced: by our own timeout (rebuild and go on) or by a newer instance (stop, touch nothing)."""
+        owner, answer = self._ask_owner(failure)
+        if owner is Owner.NEWER:
+            raise self._fenced(str(failure), answer) from failure
+        self._rebuild(owner.value)
+
+    def _settle_place(self, failure: CallFailed) -> None:
+        """The group refuses our static member. A newer instance initialised our transactional.id before it joined; else
+        librdkafka fenced itself: its session ended unnoticed and it went on under its instance id alone."""
+        owner, answer = self._ask_owner(failure)
+        if owner is Owner.NEWER or not self.membership.nobody_took_our_place():
+            raise self._fenced(str(failure), answer) from failure
+        self._rejoin(str(failure))
+
+    def _ask_owner(self, failure: CallFailed) -> tuple[Owner, Described | None]:
+        """Who owns the transactional.id now. Waits for an unreachable cluster: without it nothing can be decided."""
         producer = self.producer
         age_ms = (time.monotonic() - producer.began_at) * 1000
         identity = producer.identity()
         if identity is None:
             raise self._fenced(f"{failure}; this producer's own epoch is not known", None) from failure
         situation = Situation(identity, producer.acknowledged, age_ms, self.settings.transaction_timeout_ms)
-        owner, answer = self._ask_owner(situation)
-        log.warning("fenced", owner=owner.value, age_ms=round(age_ms), answer=answer, **producer.who())
-        if owner is Owner.NEWER:
-            raise self._fenced(str(failure), answer) from failure
-        self._rebuild(owner.value)
-
-    def _ask_owner(self, situation: Situation) -> tuple[Owner, Described | None]:
-        """Waits for an unreachable cluster: nothing can be decided, and nothing lost, without it."""
         while True:
             try:
                 with ClusterAdmin(self.settings) as admin:
-                    owner, answer = ownership.settle(situation, lambda: admin.describe(self.producer.transactional_id))
-                if owner is Owner.GHOST and not self.membership.still_counted():
+                    owner, answer = ownership.settle(situation, lambda: admin.describe(producer.transactional_id))
+                if owner is Owner.GHOST and not self.membership.nobody_took_our_place():
                     owner = Owner.NEWER
-                return owner, answer
+                break
             except Unavailable as error:
                 log.warning("waiting for the cluster", call="DescribeTransactions", error=str(error))
                 time.sleep(0.5)
+        log.warning("fenced", owner=owner.value, age_ms=round(age_ms), answer=answer, **producer.who())
+        return owner, answer
 
     def _fenced(self, reason: str, answer: Described | None) -> Fenced:
         """Exit 79's sentence: producer id, epoch, since when, and who, as far as the cluster tells."""

@@ -64,10 +64,6 @@ def test_a_commit_to_a_broker_that_is_away_waits_for_it_and_is_exact(
     pipeline.verify()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="librdkafka issue 3437: a static member fences itself, and the session calls it a newer instance",
-)
 def test_a_group_session_that_ended_while_no_broker_was_there_is_not_taken_for_a_newer_instance(
     alone: LocalKafka, pipelines: Pipelines
 ) -> None:
