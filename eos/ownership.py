@@ -3,7 +3,7 @@
 `_FENCED` means either that the broker timed our own transaction out or that a newer instance initialised the same
 transactional.id; a producer cannot tell. Initialising again to find out would fence the successor, so the coordinator
 is asked first (DescribeTransactions, KIP-664). Everything here only reads. The rule was measured row by row on 4.3.1
-and 3.9.2; tests/broker/test_ownership.py makes every row happen again.
+and 3.9.2; tests/broker/test_zombies.py makes every row happen again.
 """
 
 from __future__ import annotations

@@ -551,13 +551,16 @@ class TransactSession:
     def _settle_place(self, failure: CallFailed) -> None:
         """The group refuses our static member. A newer instance initialised our transactional.id before it joined; else
         librdkafka fenced itself: its session ended unnoticed and it went on under its instance id alone."""
-        owner, answer = self._ask_owner(failure)
-        if owner is Owner.NEWER or not self.membership.nobody_took_our_place():
+        owner, answer = self._ask_owner(failure, place_too=True)
+        if owner is Owner.NEWER:
             raise self._fenced(str(failure), answer) from failure
         self._rejoin(str(failure))
 
-    def _ask_owner(self, failure: CallFailed) -> tuple[Owner, Described | None]:
-        """Who owns the transactional.id now. Waits for an unreachable cluster: without it nothing can be decided."""
+    def _ask_owner(self, failure: CallFailed, place_too: bool = False) -> tuple[Owner, Described | None]:
+        """Who owns the transactional.id now and, with `place_too`, our place in the group.
+
+        Waits for an unreachable cluster: without it nothing can be decided.
+        """
         producer = self.producer
         age_ms = (time.monotonic() - producer.began_at) * 1000
         identity = producer.identity()
@@ -568,7 +571,7 @@ class TransactSession:
             try:
                 with ClusterAdmin(self.settings) as admin:
                     owner, answer = ownership.settle(situation, lambda: admin.describe(producer.transactional_id))
-                if owner is Owner.GHOST and not self.membership.nobody_took_our_place():
+                if (place_too or owner is Owner.GHOST) and not self.membership.nobody_took_our_place():
                     owner = Owner.NEWER
                 break
             except Unavailable as error:
@@ -580,7 +583,7 @@ class TransactSession:
     def _fenced(self, reason: str, answer: Described | None) -> Fenced:
         """Exit 79's sentence: producer id, epoch, since when, and who, as far as the cluster tells."""
         self._open = None
-        mine = self.producer.client.identity
+        mine = self.producer.identity()
         who = ""
         try:
             with ClusterAdmin(self.settings) as admin:
