@@ -45,7 +45,8 @@ from eos.settings import Settings
 
 IDLE_POLL_S = 0.1
 _CLOSE_ABORT_S = 5.0
-_CHUNK = 5_000  # records of one poll inside a transaction
+_CHUNK = 2_000  # records of one poll on a backlog: while it runs the producer is given nothing to send
+_BACKLOG_PAUSE_S = 0.005  # how long an open transaction waits for the next record before it ends early
 MOST_REBUILDS = 5  # without a commit in between; then a supervisor's back-off is the better place to wait
 OLD_TRANSACTIONS = 2  # transaction.version below it: a replaced producer needs another transactional.id
 
@@ -337,7 +338,7 @@ class TransactSession:
         positions = self._positions
         most = min(most, self._limit - positions.taken)
         if not len(positions) and positions.taken > 0 and most > 0:
-            self._poll(min(_CHUNK, self._most - positions.taken), 0.0)  # a backlog: go on in the same transaction
+            self._poll_on(min(_CHUNK, self._most - positions.taken))
         batch = positions.take(most) if self._going_well else []
         self._taken = self._taken or bool(batch)
         return batch
@@ -369,8 +370,14 @@ class TransactSession:
         # At least one, even when there is no room: the callbacks must be served.
         room = max(1, self._most - len(self._positions))
         early_s = 0.0 if self._aborts_in_a_row else max(0.0, due - time.monotonic())
-        # On a backlog only a chunk: the producer has nothing to send until the transaction has begun.
-        self._poll(room if early_s else min(room, _CHUNK), early_s)
+        # A chunk is a backlog, also before the interval is over: the producer has nothing to send until we begin.
+        self._poll(min(room, _CHUNK), early_s)
+
+    def _poll_on(self, most: int) -> None:
+        """More for the open transaction, if there is a backlog: its queue may run dry for a moment."""
+        self._poll(1, _BACKLOG_PAUSE_S)
+        if len(self._positions):
+            self._poll(most, 0.0)
 
     def _wait_out_pause(self) -> None:
         """After an abort: gives the group and the cluster a moment, polling so that callbacks come through."""

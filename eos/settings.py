@@ -60,7 +60,7 @@ OPTIONS: dict[str, Option] = {
     ),
     "eos.input.topics": Option("", str, "source topics of a TransactSession, separated by commas"),
     "eos.transaction.interval.ms": Option(100, _at_least(1), "how long one transaction gathers and handles records"),
-    "eos.transaction.max.records": Option(50_000, _at_least(1), "most input records of one transaction"),
+    "eos.transaction.max.records": Option(200_000, _at_least(1), "most input records of one transaction"),
     "eos.batch.max.records": Option(5_000, _at_least(1), "most records handed to a batch function at once"),
     "eos.replace.producer": Option(
         "auto", _one_of("auto", "always", "never"), "when a producer is replaced (never is for experiments)"

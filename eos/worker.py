@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import operator
 import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from eos import log
-from eos.app import App, Record, Route
+from eos.app import App, Record, Route, Send
 from eos.errors import EosError, PoisonRecord, Temporary
 from eos.session import Transaction, TransactSession
 from eos.settings import Settings
@@ -127,25 +128,23 @@ class Worker:
         """Sends the outputs of `records`; `left` of the taken records, these first, are not handled yet."""
         if route.batch:
             try:
-                sends = route.outputs_batch(records)
+                outputs_of_all = route.outputs_batch(records)
             except Exception as error:  # noqa: BLE001 - the user's code may raise anything; it stops the worker
                 txn.give_back(left)
                 return _poison_batch(route, records, error)
-            txn.send_all(sends)
+            txn.send_all(outputs_of_all)
             return None
-        sends = []
-        extend, outputs = sends.extend, route.outputs
-        handled = 0
+        sends: list[Send] = []
+        outputs, coming = route.outputs, iter(records)
         poison: PoisonRecord | None = None
         try:
-            for record in records:
-                extend(outputs(record))
-                handled += 1
+            for record in coming:
+                sends += outputs(record)
         except Exception as error:  # noqa: BLE001 - see above
-            poison = _poison(route, records[handled], error)
+            poison = _poison(route, record, error)
         txn.send_all(sends)
         if poison is not None:
-            txn.give_back(left - handled)
+            txn.give_back(left - len(records) + operator.length_hint(coming) + 1)
         return poison
 
     def _stop_at(self, txn: Transaction, poison: PoisonRecord) -> None:
