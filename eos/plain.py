@@ -133,9 +133,8 @@ class Transactions:
             producer.flush()
             producer.commit()
         except CallFailed as failure:
-            unknown = failure.call == "commit" and failure.action in (Action.REBUILD, Action.SETTLE)
             self._give_up()
-            if unknown and failure.action is Action.REBUILD:
+            if failure.call == "commit" and failure.action is Action.REBUILD:
                 raise CommitOutcomeUnknown(f"the commit's outcome is unknown: {failure}") from failure
             raise _public(failure, "") from failure
 

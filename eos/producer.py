@@ -171,7 +171,9 @@ class TransactionalProducer:
             return ALWAYS
         if self._mode == "never":
             return None
-        return self._spent or self.client.evidence.reason
+        if self._spent is None and self.client.evidence.reason is not None:
+            return f"retry: {self.client.evidence.reason}"
+        return self._spent
 
     def replace(self, reason: str) -> None:
         """A new client under the same transactional.id and a new epoch, so that the old one's remains are refused.
@@ -188,9 +190,7 @@ class TransactionalProducer:
         if len(self._ids) > 1:
             _retire(self._initialised(self._ids[0], None))
             self._ids.reverse()
-            self._client = self._initialised(self._ids[0], None)
-        else:
-            self._client = self._initialised(self._ids[0], None)
+        self._client = self._initialised(self._ids[0], None)
         self._machine.fire(Event.INITIALISED)
         self._spent = None
         if old is not None:
@@ -261,6 +261,9 @@ class TransactionalProducer:
                     self._send_when_there_is_room(
                         produce, (topic, value, key, partition, None, None, timestamp_ms, headers)
                     )
+        except CallFailed:
+            self._produced -= 1  # the one that did not get in
+            raise
         except KafkaException as error:
             self._produced -= 1
             raise self._failed("produce", error) from error
@@ -311,8 +314,9 @@ class TransactionalProducer:
 
     def send_offsets(self, offsets: list[TopicPartition], group_metadata: Any) -> None:
         self._machine.fire(Event.SEND_OFFSETS)
+        send = self.client.producer.send_offsets_to_transaction
         deadline = self._began_at + self._settings.transaction_timeout_ms / 1000
-        self._timed("send_offsets", self.client.producer.send_offsets_to_transaction, offsets, group_metadata, deadline)
+        self._timed("send_offsets", send, offsets, group_metadata, deadline=deadline)
         self._offsets_sent = True
 
     def commit(self) -> None:
@@ -359,11 +363,10 @@ class TransactionalProducer:
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
-    def _timed(self, name: Call, function: Callable[..., Any], *args: Any) -> None:
+    def _timed(self, name: Call, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> None:
         """A call whose duration tells whether it was retried inside."""
-        *call_args, deadline = args if name == "send_offsets" else (*args, None)
         began = time.monotonic()
-        self._call(self.client, name, function, *call_args, deadline=deadline)
+        self._call(self.client, name, function, *args, deadline=deadline)
         self.client.evidence.call_took(name, (time.monotonic() - began) * 1000)
 
     def _call(

@@ -104,7 +104,7 @@ class Transaction:
         """The next records, at most `most`; an empty list when none is left, the interval is over or a send failed."""
         self._session._must_be(self)
         self._give_back_ahead()
-        if not self._session._going_well or (self._session._taken and time.monotonic() >= self._until):
+        if not self._session._going_well or (self._session.taken and time.monotonic() >= self._until):
             return []
         return self._session._take(most)
 
@@ -196,7 +196,6 @@ class TransactSession:
         self._limit = self._most  # shrinks while a record that the broker refuses is being found
         self._positions: Positions[Record] = Positions()
         self._open: Transaction | None = None
-        self._taken = False
         self._began_at = 0.0
         self._failure: CallFailed | None = None  # of a send in the open transaction
         self._rebuilds_in_a_row = 0
@@ -325,7 +324,6 @@ class TransactSession:
             return self._begin()
         self._step("begun")
         self._began_at = time.monotonic()
-        self._taken = False
         self._failure = self.membership.lost_sentence = None
         self._open = Transaction(self, self._began_at + self._interval_s)
         return self._open
@@ -339,9 +337,7 @@ class TransactSession:
         most = min(most, self._limit - positions.taken)
         if not len(positions) and positions.taken > 0 and most > 0:
             self._poll_on(min(_CHUNK, self._most - positions.taken))
-        batch = positions.take(most) if self._going_well else []
-        self._taken = self._taken or bool(batch)
-        return batch
+        return positions.take(most) if self._going_well else []
 
     @property
     def _going_well(self) -> bool:

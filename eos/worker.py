@@ -50,10 +50,8 @@ class Worker:
         )
         self._slice = 1
         self._batch_most: int = self.settings["eos.batch.max.records"]
-        self._single_route: Route | None = None
-        routes = {id(route): route for route in app.routes.values()}
-        if len(routes) == 1:
-            self._single_route = next(iter(routes.values()))
+        routes = set(app.routes.values())
+        self._single_route: Route | None = routes.pop() if len(routes) == 1 else None
         self.on_tick: Callable[[], None] = lambda: None
 
     def run(self) -> None:
