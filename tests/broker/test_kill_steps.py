@@ -117,8 +117,8 @@ def kill_and_finish(
             arrive(late)
         time.sleep(chance.uniform(0, 0.05))
         if late is not None and arrival == "inside the successor's transaction":
-            successor = pipeline.worker(settings=settings, until_end=True, holds=[("flushed", 1)])
-            successor.wait_at("flushed", 1)
+            successor = pipeline.worker(settings=settings, until_end=True, holds=[("offsets sent", 1)])
+            successor.wait_at("offsets sent", 1)
             pipeline.wait_state("Ongoing", timeout_s=2.5)
             arrive(late)
             successor.go_on()

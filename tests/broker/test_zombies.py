@@ -132,9 +132,9 @@ def fence_by_a_busy_successor(pipeline: Pipeline, timeout_ms: int, settings: dic
     zombie, before = paused_in_transaction(pipeline, "flush", settings | {"transaction.timeout.ms": str(timeout_ms)})
     # The successor's own timeout is long, so that the hold below does not outlast it.
     successor = pipeline.worker(
-        settings=settings | {"transaction.timeout.ms": str(LONG_MS)}, until_end=True, holds=[("flushed", 1)]
+        settings=settings | {"transaction.timeout.ms": str(LONG_MS)}, until_end=True, holds=[("offsets sent", 1)]
     )
-    successor.wait_at("flushed", 1)
+    successor.wait_at("offsets sent", 1)
     if timeout_ms == TIMEOUT_MS:
         wait_until_past(before, timeout_ms)
     pipeline.wait_state("Ongoing")
