@@ -7,22 +7,59 @@ STAMP := $(VENV)/.installed
 # A suite's whole time is printed at its end; make stops at the first suite that fails.
 PYTEST := $(BIN)/python -m pytest -q --durations=8
 
-.PHONY: demo test test-unit test-broker test-long lint bench clean
+.PHONY: demo demo-spark test test-unit test-broker test-shim test-containers test-spark test-matrix test-long chaos-shim matrix lint bench bench-spark clean engine image up down ps worker shim sweep bench-shim
 
 demo: $(STAMP)
 	$(BIN)/eos demo
 
-test: lint test-unit test-broker
+# Needs a JDK (Spark): flights -> worker -> Kafka -> Spark aggregation -> Kafka, its driver killed in mid-batch.
+demo-spark: $(STAMP)
+	$(BIN)/eos demo --spark
+
+test: lint test-unit test-broker test-shim test-containers test-spark
 
 test-unit: $(STAMP)
-	$(PYTEST) tests/unit
+	$(PYTEST) tests/unit --ignore tests/unit/shim
 
 # Most of these tests wait for a broker's clock: two files at a time, each process with brokers of its own.
 test-broker: $(STAMP)
 	$(PYTEST) tests/broker -m "not long" -n 2 --dist loadfile
 
-test-long: $(STAMP)
-	$(PYTEST) tests/unit tests/broker --timeout 3600
+# Clusters that are broken on purpose: containers where an engine answers and has the image, else local JVMs; the first
+# line says which. Two clusters at a time.
+test-containers: $(STAMP)
+	@$(BIN)/python -m eos.testing.clusters
+	$(PYTEST) tests/containers --ignore tests/containers/matrix -n 2
+
+# Real workers in one or three stages while workers and brokers are killed, paused and cut off; judged by the checker.
+# A few cells here (not yet in `make test`), the pairwise cover by `make matrix` (it goes on where it stopped; table in
+# build/matrix/table.md).
+test-matrix: $(STAMP)
+	$(PYTEST) tests/containers/matrix -m "not long"
+
+matrix: $(STAMP)
+	$(BIN)/python -m tests.containers.matrix
+
+# The shim with clients nobody here wrote; two files at a time, each with clusters of its own.
+test-shim: $(STAMP)
+	$(PYTEST) tests/unit/shim tests/shim -m "not long" -n 2 --dist loadfile
+
+# 20,000 transactions of eight clients with 2,000 faults on both sides of the shim, kills of the shim among them; about
+# ten minutes. Kafka is read at the end: 0 lost, 0 doubled, 0 torn, or it fails.
+chaos-shim: $(STAMP)
+	$(BIN)/python -m tests.shim.chaos
+
+# Our own worker through every fault at every step of a transaction; prints a table. A few cases are in test-shim.
+sweep: $(STAMP)
+	$(BIN)/python -m tests.shim.sweep
+
+# The repetitions: every step killed 20 times and more, each with a random delay.
+test-long: test test-matrix
+	$(PYTEST) tests/broker tests/shim -m long -n 2 --timeout 3600
+
+# Apps and queries on Spark, the sink killed at its steps. Needs a JDK.
+test-spark: $(STAMP)
+	$(PYTEST) tests/spark -m "not long" --timeout 600
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -31,6 +68,41 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.worker_speed
+
+bench-spark: $(STAMP)
+	$(BIN)/python -m benchmarks.spark_sink
+
+# Transactions through the shim against direct ones; a quiet machine, please.
+bench-shim: $(STAMP)
+	$(BIN)/python -m benchmarks.shim_speed
+
+# Three brokers in containers (docs/containers.md). The engine is installed and started if none answers, which takes
+# root. KAFKA_IMAGE=apache/kafka:4.3.1 takes that image where a registry can be reached.
+VERSIONS ?= 4.3.1
+
+engine:
+	@compose/engine.sh start
+
+image: $(STAMP) engine
+	PYTHON=$(CURDIR)/$(BIN)/python compose/build.sh $(VERSIONS)
+
+up: $(if $(KAFKA_IMAGE),engine,image)
+	compose/cluster.sh up
+
+# The data stays; `compose/cluster.sh down -v` removes it too.
+down:
+	compose/cluster.sh down
+
+ps:
+	compose/cluster.sh ps
+
+# Runs EOS_APP (default hello:app) from EOS_APP_FOLDER (default compose/app) against the three.
+worker:
+	compose/cluster.sh worker
+
+# One shim in front of the three brokers of `make up`, with its health at 127.0.0.1:18080.
+shim:
+	compose/cluster.sh shim
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

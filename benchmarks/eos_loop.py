@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 
 from eos import App, Out, Record, Settings
 from eos.worker import Worker
@@ -13,10 +12,11 @@ from eos.worker import Worker
 def main(bootstrap: str, source: str, target: str, count: int, group: str, kind: str) -> None:
     app = App(group)
     if kind == "batch":
-
+        # As the straight loop: the key is kept, the timestamp is the time of producing. `record.out(value)` would keep
+        # the timestamp too, and costs a call more.
         @app.process_batch(source, to=target)
-        def upper_all(records: list[Record]) -> Iterator[Out]:
-            return (record.out(record.value.upper()) for record in records if record.value is not None)
+        def upper_all(records: list[Record]) -> list[Out]:
+            return [Out(record.value.upper(), record.key) for record in records if record.value is not None]
 
     else:
 
@@ -38,7 +38,7 @@ def main(bootstrap: str, source: str, target: str, count: int, group: str, kind:
         session.stop_requested = session.counters.records_in + session.taken >= count
 
     session.on_event = note
-    worker.on_tick = stop_when_done
+    worker.on_tick = session.on_idle = stop_when_done
     worker.run()
     counters = session.counters
     replaced = sum(counters.replacements.values())

@@ -1,12 +1,62 @@
 """Exactly-once consume-transform-produce over real Kafka.
 
-`App`, `Record`, `Out`: what a user writes; `eos run` runs it. `TransactSession`: for those who own their loop.
+`App`, `Record`, `Out`: what a user writes; `eos run` runs it. `stop`, `retry`, `dlq`, `skip`: what becomes of a record
+that fails. `TransactSession`: for those who own their loop.
 `transaction`: a transactional producer without an input.
+
+Names are imported at their first use: a module that needs none of them (the pytest plugin, the shim, an App on a Spark
+executor) does not load the Kafka clients.
 """
 
-from eos.app import KEEP, App, Out, Record
-from eos.plain import transaction
-from eos.session import Transaction, TransactSession
-from eos.settings import Settings
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["KEEP", "App", "Out", "Record", "Settings", "TransactSession", "Transaction", "transaction"]
+if TYPE_CHECKING:
+    from eos.app import KEEP, App, Out, Record
+    from eos.plain import transaction
+    from eos.policies import dlq, retry, skip, stop
+    from eos.session import Transaction, TransactSession
+    from eos.settings import Settings
+
+_HOMES = {
+    "KEEP": "eos.app",
+    "App": "eos.app",
+    "Out": "eos.app",
+    "Record": "eos.app",
+    "Settings": "eos.settings",
+    "TransactSession": "eos.session",
+    "Transaction": "eos.session",
+    "dlq": "eos.policies",
+    "retry": "eos.policies",
+    "skip": "eos.policies",
+    "stop": "eos.policies",
+    "transaction": "eos.plain",
+}
+
+__all__ = [
+    "KEEP",
+    "App",
+    "Out",
+    "Record",
+    "Settings",
+    "TransactSession",
+    "Transaction",
+    "dlq",
+    "retry",
+    "skip",
+    "stop",
+    "transaction",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'eos' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,7 +1,8 @@
 """What can go wrong, named by what the caller must do.
 
-Owns the error tree and the one table that turns a foreign error (confluent-kafka's) into an action. It must
-never talk to Kafka, and no other module may look at an error code to decide what to do.
+Owns the error tree and the rule that turns a foreign error (confluent-kafka's) into an action, by the one table in
+eos/error_table.py. It must never talk to Kafka, and no other module may look at an error code to decide what to do.
+Importing it loads no Kafka client: a Spark executor that runs an App has none.
 
     EosError                    exit code
     ├── UsageError              64   the command line was wrong
@@ -19,9 +20,10 @@ never talk to Kafka, and no other module may look at an error code to decide wha
 from __future__ import annotations
 
 from enum import Enum
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from confluent_kafka import KafkaError, KafkaException
+if TYPE_CHECKING:
+    from confluent_kafka import KafkaError
 
 
 class EosError(Exception):
@@ -103,71 +105,8 @@ class Action(Enum):
 # The consumer's and the producer's calls, as the table names them. "delivery" is the error of a delivery report:
 # it always comes with all three flags unset, so flags are never looked at there.
 Call = Literal[
-    "init", "begin", "produce", "delivery", "flush", "send_offsets", "commit", "abort", "consume", "committed"
+    "init", "begin", "produce", "delivery", "flush", "send_offsets", "commit", "abort", "consume", "committed", "seek"
 ]
-
-_K = KafkaError
-_ANY: Literal["*"] = "*"
-
-# (call, code) -> action; a row for the call wins over a row for any call. Each row is measured or from librdkafka's
-# transaction manager; what has no row is decided by its flags in `classify`.
-TABLE: dict[tuple[Call | Literal["*"], int], Action] = {
-    # A newer init, or the broker timed our transaction out: both look the same (KIP-360, KIP-447).
-    (_ANY, _K._FENCED): Action.SETTLE,
-    (_ANY, _K._FATAL): Action.SETTLE,
-    (_ANY, _K.INVALID_PRODUCER_EPOCH): Action.SETTLE,
-    (_ANY, _K.PRODUCER_FENCED): Action.SETTLE,
-    # The transactional.id expired (transactional.id.expiration.ms), or the coordinator lost it: nobody's fault.
-    (_ANY, _K.INVALID_PRODUCER_ID_MAPPING): Action.REBUILD,
-    (_ANY, _K.UNKNOWN_PRODUCER_ID): Action.REBUILD,
-    # The group moved on without us.
-    ("send_offsets", _K.UNKNOWN_MEMBER_ID): Action.ABORT,
-    ("send_offsets", _K.ILLEGAL_GENERATION): Action.ABORT,
-    ("send_offsets", _K.REBALANCE_IN_PROGRESS): Action.ABORT,
-    ("send_offsets", _K.STALE_MEMBER_EPOCH): Action.ABORT,
-    ("commit", _K.UNKNOWN_MEMBER_ID): Action.ABORT,
-    ("commit", _K.ILLEGAL_GENERATION): Action.ABORT,
-    # Static membership: another consumer joined with our group.instance.id, after us.
-    ("send_offsets", _K.FENCED_INSTANCE_ID): Action.FENCED,
-    ("commit", _K.FENCED_INSTANCE_ID): Action.FENCED,
-    ("consume", _K.FENCED_INSTANCE_ID): Action.FENCED,
-    ("consume", _K._FATAL): Action.FENCED,
-    # A call that was left for another one; the session never does so, a replaced producer clears it.
-    (_ANY, _K._CONFLICT): Action.REBUILD,
-    (_ANY, _K._STATE): Action.BUG,
-    (_ANY, _K._NOT_CONFIGURED): Action.BUG,
-    ("init", _K.INVALID_TRANSACTION_TIMEOUT): Action.MISCONFIGURED,
-    (_ANY, _K._INVALID_ARG): Action.MISCONFIGURED,
-    # One record is refused, by the client before it left or by the broker.
-    ("produce", _K.MSG_SIZE_TOO_LARGE): Action.POISON,
-    ("produce", _K._UNKNOWN_PARTITION): Action.POISON,
-    ("produce", _K._INVALID_ARG): Action.POISON,
-    ("delivery", _K.MSG_SIZE_TOO_LARGE): Action.POISON,
-    ("delivery", _K.INVALID_MSG): Action.POISON,
-    ("delivery", _K.INVALID_TIMESTAMP): Action.POISON,
-    ("delivery", _K.INVALID_RECORD): Action.POISON,
-    ("delivery", _K._UNKNOWN_PARTITION): Action.POISON,
-    ("produce", _K._UNKNOWN_TOPIC): Action.UNAVAILABLE,
-    ("produce", _K.UNKNOWN_TOPIC_OR_PART): Action.UNAVAILABLE,
-    ("delivery", _K.UNKNOWN_TOPIC_OR_PART): Action.UNAVAILABLE,
-    ("delivery", _K._UNKNOWN_TOPIC): Action.UNAVAILABLE,
-    ("consume", _K.UNKNOWN_TOPIC_OR_PART): Action.UNAVAILABLE,
-    ("consume", _K._UNKNOWN_TOPIC): Action.UNAVAILABLE,
-    ("consume", _K._AUTO_OFFSET_RESET): Action.INPUT_GONE,
-    ("consume", _K.OFFSET_OUT_OF_RANGE): Action.INPUT_GONE,
-    ("consume", _K.INVALID_SESSION_TIMEOUT): Action.MISCONFIGURED,
-    ("consume", _K.INCONSISTENT_GROUP_PROTOCOL): Action.MISCONFIGURED,
-    ("consume", _K.INVALID_GROUP_ID): Action.MISCONFIGURED,
-    ("consume", _K.UNSUPPORTED_ASSIGNOR): Action.MISCONFIGURED,
-    (_ANY, _K.UNSUPPORTED_VERSION): Action.MISCONFIGURED,
-    (_ANY, _K._UNSUPPORTED_FEATURE): Action.MISCONFIGURED,
-    (_ANY, _K.TOPIC_AUTHORIZATION_FAILED): Action.UNAUTHORISED,
-    (_ANY, _K.GROUP_AUTHORIZATION_FAILED): Action.UNAUTHORISED,
-    (_ANY, _K.CLUSTER_AUTHORIZATION_FAILED): Action.UNAUTHORISED,
-    (_ANY, _K.TRANSACTIONAL_ID_AUTHORIZATION_FAILED): Action.UNAUTHORISED,
-    (_ANY, _K.SASL_AUTHENTICATION_FAILED): Action.UNAUTHORISED,
-    (_ANY, _K._AUTHENTICATION): Action.UNAUTHORISED,
-}
 
 # Without flags these calls change nothing by failing, so trying again is safe.
 _DEFAULTS: dict[Call, Action] = {
@@ -183,8 +122,10 @@ def classify(call: Call, error: KafkaError) -> Action:
     Order: the table; what the call defaults to; librdkafka's flags; and an error without any flag ends this
     producer, whose successor starts from what is committed.
     """
+    from eos.error_table import ANY, TABLE
+
     code = error.code()
-    row = TABLE.get((call, code)) or TABLE.get((_ANY, code))
+    row = TABLE.get((call, code)) or TABLE.get((ANY, code))
     if row is not None:
         return row
     if call in _DEFAULTS:
@@ -197,15 +138,25 @@ def classify(call: Call, error: KafkaError) -> Action:
 
 
 class CallFailed(Exception):
-    """A client call failed in a way that `action` says how to handle. Internal: it never leaves a session."""
+    """A client call failed in a way that `action` says how to handle. Internal: it never leaves a session. `sentence`
+    is what a user reads before the call and its error, where that alone says too little."""
 
-    def __init__(self, call: Call, action: Action, cause: BaseException | KafkaError) -> None:
-        super().__init__(f"{call}: {describe_error(cause)}")
+    def __init__(self, call: Call, action: Action, cause: BaseException | KafkaError, sentence: str = "") -> None:
+        told = f"{call}: {describe_error(cause)}"
+        super().__init__(f"{sentence} ({told})" if sentence else told)
         self.call, self.action, self.error = call, action, cause
+        self.record: Any = None  # the input record whose output it is about, where that is known
+
+
+def missing_right(resource: str, operation: str) -> tuple[str, str]:
+    """What is missing, and what to change."""
+    return f"{resource}: not authorised to {operation} it", f"add an ACL that allows {operation} on {resource}"
 
 
 def describe_error(error: BaseException | KafkaError) -> str:
     """One line: the code's name and librdkafka's sentence, or the exception."""
+    from confluent_kafka import KafkaError, KafkaException
+
     if isinstance(error, KafkaException) and error.args and isinstance(error.args[0], KafkaError):
         error = error.args[0]
     if isinstance(error, KafkaError):

@@ -65,3 +65,10 @@ def configure(log_format: str = "human", level: str = "info", stream: Any = None
     logger.propagate = False
     logger.setLevel(level.upper())
     client_logger.setLevel(logging.DEBUG if level.lower() == "debug" else _SILENT)
+
+
+def redirect(stream: Any) -> None:
+    """The command line's lines go there from now on."""
+    for handler in logger.handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(stream)

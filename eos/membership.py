@@ -7,17 +7,24 @@ records of it. This module never touches the producer and never decides what bec
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
 
 from eos import log
 from eos.admin.cluster import ClusterAdmin
+from eos.admin.overdue import OverdueWatch
+from eos.admin.pending import why_unstable
+from eos.admin.topic_ids import TopicIds
 from eos.app import Record
+from eos.error_table import denied
 from eos.errors import (
     Action,
+    Call,
     CallFailed,
     ConfigurationError,
     EosError,
@@ -27,38 +34,84 @@ from eos.errors import (
     describe_error,
     stop_error,
 )
+from eos.lineage import Ledger
+from eos.observe import Pulse, add
 from eos.positions import Positions
 from eos.positions import TopicPartition as Partition
+from eos.raising import raising
 from eos.settings import Settings
 
 _RESOLVE_TIMEOUT_S, _RESOLVE_PAUSE_S = 0.3, 0.2
 _DONE_PAUSE_S = 0.25
+_ASK_S = 5.0
 _WAIT_LOG_INTERVAL_S = 10.0
 _TAKEOVER_LOG_INTERVAL_S = 2.0
+_STATISTICS_INTERVAL_MS = 1_000  # how old a lag may be
+
+
+class _PartitionStatistics(msgspec.Struct):
+    """What librdkafka's statistics say of a partition; -1001 where it knows nothing yet."""
+
+    ls_offset: int = -1001  # the last stable offset; get_watermark_offsets(cached=True) answers the high watermark
+    next_offset: int = -1001  # fetched next: behind markers and aborted records
+    fetchq_cnt: int = 0  # records that were fetched and not handed to us yet
+
+
+class _TopicStatistics(msgspec.Struct):
+    partitions: dict[str, _PartitionStatistics] = {}
+
+
+class _Statistics(msgspec.Struct):
+    topics: dict[str, _TopicStatistics] = {}
+
+
+_decode_statistics = msgspec.json.Decoder(_Statistics).decode
 
 
 class Membership:
-    """One consumer in one group; what it fetches goes into `positions`."""
+    """One consumer in one group; what it fetches goes into `positions`, where counting begins into `ledger`."""
 
     def __init__(
-        self, settings: Settings, topics: Sequence[str], positions: Positions[Record], with_ends: bool
+        self,
+        settings: Settings,
+        topics: Sequence[str],
+        positions: Positions[Record],
+        ledger: Ledger | None,
+        with_ends: bool,
+        pulse: Pulse | None = None,
     ) -> None:
         self._settings = settings
         self._topics = list(topics)
         self._positions = positions
+        self._ledger = ledger
         self.group: str = settings["group.id"]
         self.owned: set[Partition] = set()
         self.new_starts: dict[Partition, int] = {}
         """Where partitions without a committed offset began under `latest`: to be committed at once."""
         self.lost_sentence: str | None = None
         """Why the open transaction cannot commit: the group took partitions away that it took records of."""
+        self._known_starts: dict[Partition, int] = {}
         self._unresolved: set[Partition] = set()  # assigned by the group, not begun yet
         self._next_resolve = 0.0
         self._told_waiting = 0.0
+        self._waiting_since = 0.0
         self._member_id: str | None = None
         self._latched: BaseException | None = None  # out of a callback
+        own = str(settings.get("transactional.id", ""))
+        of_an_app = own.startswith(f"{self.group}-")  # else nothing tells whose another transactional.id is
+        self._overdue = OverdueWatch(settings, f"{self.group}-", own) if of_an_app else None
+        self._rebalanced = False
+        self._topic_ids = TopicIds(settings, self._topics, self._topic_made_anew)
+        self._pulse = pulse or Pulse()
+        self.rebalances: dict[str, int] = {}
+        """How often partitions were "assigned", "revoked" and "lost"."""
+        self._statistics: _Statistics | None = None  # not looked at yet
+        self._lags: dict[Partition, int] = {}
+        self._user_stats = settings.get("stats_cb")
         configuration = settings.consumer() | {"logger": log.client_logger}
         configuration.setdefault("error_cb", self._client_error)
+        configuration.setdefault("statistics.interval.ms", _STATISTICS_INTERVAL_MS)
+        configuration["stats_cb"] = self._note_statistics
         if with_ends:
             configuration["enable.partition.eof"] = True
         strategy = str(configuration.get("partition.assignment.strategy", ""))
@@ -73,26 +126,23 @@ class Membership:
 
     def check_topics(self, topics: Iterable[str], deadline: float) -> None:
         """Every topic named exists, or Unavailable with the name; so does an unreachable cluster."""
-        servers = self._settings.bootstrap_servers
-        try:
-            known = self.consumer.list_topics(timeout=max(1.0, deadline - time.monotonic())).topics
-        except KafkaException as error:
-            action = classify("consume", error.args[0])
-            if action is Action.UNAUTHORISED:
-                raise stop_error(CallFailed("consume", action, error)) from error
-            raise Unavailable(f"{servers} cannot be reached: {describe_error(error)}") from error
-        for topic in topics:
-            if topic not in known or known[topic].error is not None:
-                detail = f" ({known[topic].error.str()})" if topic in known and known[topic].error else ""
-                raise Unavailable(f"topic {topic} does not exist at {servers}{detail}")
+        check_topics(self.consumer, self._settings.bootstrap_servers, topics, deadline)
+
+    def begin_at(self, starts: Mapping[Partition, int]) -> None:
+        """Where a consumer before this one began under `latest`, not committed yet: so does this one."""
+        self._known_starts = dict(starts)
 
     def join(self) -> None:
+        self._topic_ids.start()
         self.consumer.subscribe(
             self._topics, on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost
         )
 
     def close(self, leave: bool) -> None:
         """Closes the consumer. A static member stays in the group for its restart, unless it leaves for good."""
+        self._topic_ids.stop()
+        if self._overdue is not None:
+            self._overdue.stop()
         try:
             self.consumer.close()
         except (KafkaException, RuntimeError) as error:
@@ -105,8 +155,25 @@ class Membership:
         except EosError as error:
             log.warning("could not leave the group: its partitions move at the session timeout", error=str(error))
 
+    def abandon(self) -> None:
+        """Closes the consumer on another thread: closing may wait for a coordinator that it cannot reach. What its
+        callbacks say meanwhile concerns nobody any more."""
+        self._positions = Positions()
+        threading.Thread(target=self.close, args=(False,), name="eos-retire", daemon=True).start()
+
+    def _topic_made_anew(self, gone: InputGone) -> None:
+        self._latched = self._latched or gone  # raised by the next poll
+
     def _client_error(self, error: KafkaError) -> None:
         log.debug("client error", error=describe_error(error))
+
+    def _note_statistics(self, text: str) -> None:
+        try:
+            self._statistics = _decode_statistics(text)
+            if self._user_stats is not None:
+                self._user_stats(text)
+        except Exception as error:  # noqa: BLE001 - must not pass through C frames; raised after the poll
+            self._latched = self._latched or error
 
     # ---- polling ----------------------------------------------------------------------------------------------
 
@@ -116,37 +183,39 @@ class Membership:
         Raises what a callback met, InputGone, CallFailed(FENCED) when a newer static member took this one's place,
         and EosErrors for what the group or the cluster refuses for good.
         """
+        self._pulse.beat("polling")
         messages: list[Any] = []
         failed: KafkaError | None = None
         try:
-            messages = self.consumer.consume(most, timeout_s)
+            messages = raising(self.consumer.consume, most, timeout_s)
         except KafkaException as error:
             failed = error.args[0]
-        # librdkafka forgets it when the session ends; it is what tells us from a newer static member.
-        self._member_id = self.consumer.memberid() or self._member_id
         if self._latched is not None:
             latched, self._latched = self._latched, None
             raise latched
         if failed is not None:
             self._failed(failed, None)
-        if [m for m in messages if m.error() is not None]:  # twice as fast as any() of a generator
-            messages = [m for m in messages if self._is_record(m)]
-        self._positions.fetched(
-            [
-                Record(m.topic(), m.partition(), m.offset(), m.timestamp()[1], m.key(), m.value(), m.headers() or ())
-                for m in messages
-            ]
-        )
+        records = [
+            Record(m.topic(), m.partition(), m.offset(), m.timestamp()[1], m.key(), m.value(), m.headers() or ())
+            for m in messages
+            if m.error() is None
+        ]
+        self._positions.fetched(records)
+        if self._statistics is not None:
+            # Now and not when it is asked for: what is committed later belongs to later ends.
+            self._lags, self._statistics = self._lags_by(self._statistics), None
+        if len(records) < len(messages):
+            for message in messages:
+                self._note_error(message)
 
-    def _is_record(self, message: Any) -> bool:
+    def _note_error(self, message: Any) -> None:
         error = message.error()
         if error is None:
-            return True
+            return
         if error.code() == KafkaError._PARTITION_EOF:
             self._positions.reached_end((message.topic(), message.partition()), message.offset())
         else:
             self._failed(error, message)
-        return False
 
     def _failed(self, error: KafkaError, message: Any) -> None:
         action = classify("consume", error)
@@ -155,8 +224,12 @@ class Membership:
         if action is Action.FENCED:
             raise CallFailed("consume", action, KafkaException(error))
         if action is not Action.RETRY:
-            raise stop_error(CallFailed("consume", action, error))
+            raise self._stop("consume", error, message.topic() if message is not None else "")
         log.warning("the consumer reports", error=describe_error(error), group=self.group)
+
+    def _stop(self, call: Call, error: KafkaError, topic: str = "") -> EosError:
+        right = denied(error, group=self.group, topic=topic or ", ".join(self._topics))
+        return stop_error(CallFailed(call, classify(call, error), error, right))
 
     def _input_gone(self, message: Any, error: KafkaError) -> InputGone:
         topic, partition = message.topic(), message.partition()
@@ -174,8 +247,10 @@ class Membership:
             # An empty assignment: the partitions begin in `begin_new_partitions`, once it is known where.
             (consumer.incremental_assign if self._incremental else consumer.assign)([])
             self._unresolved |= {(p.topic, p.partition) for p in partitions}
+            add(self.rebalances, "assigned")
             self._next_resolve = 0.0
-            self._told_waiting = time.monotonic()
+            self._rebalanced = self._rebalanced or bool(partitions)
+            self._told_waiting = self._waiting_since = time.monotonic()
         except BaseException as error:  # noqa: BLE001 - must not pass through C frames; raised after the poll
             self._latched = self._latched or error
 
@@ -188,6 +263,7 @@ class Membership:
     def _gave_up(self, consumer: Consumer, partitions: list[TopicPartition], how: str) -> None:
         try:
             gone = {(p.topic, p.partition) for p in partitions}
+            add(self.rebalances, how)
             if self._incremental:
                 consumer.incremental_unassign([TopicPartition(*p) for p in gone & self.owned])
             else:
@@ -201,30 +277,63 @@ class Membership:
         except BaseException as error:  # noqa: BLE001 - see _on_assign
             self._latched = self._latched or error
 
+    def go_back(self, targets: Mapping[Partition, int]) -> None:
+        """Fetches these partitions again from these offsets; nothing fetched before comes out of `poll` any more
+        (librdkafka marks it outdated before seek() returns). CallFailed: the consumer cannot, and must be given up."""
+        for (topic, partition), offset in targets.items():
+            try:
+                self.consumer.seek(TopicPartition(topic, partition, offset))
+            except KafkaException as error:
+                raise CallFailed("seek", Action.REBUILD, error) from error
+
     # ---- where partitions begin -------------------------------------------------------------------------------
+
+    @property
+    def new_partitions(self) -> bool:
+        """The group assigned partitions that did not begin yet, and it is time to ask where."""
+        return bool(self._unresolved) and time.monotonic() >= self._next_resolve
 
     def begin_new_partitions(self) -> None:
         """Begins what the group assigned, if its stable committed offsets can be had: not while a predecessor's open
         transaction pends on them. Partitions that we have already go on meanwhile. Not inside a transaction."""
-        if not self._unresolved or time.monotonic() < self._next_resolve:
+        if not self.new_partitions:
             return
+        if self._rebalanced and self._overdue is not None:
+            self._overdue.look()  # these partitions may be a dead member's
+        self._rebalanced = False
         starts = self._resolve_starts(sorted(self._unresolved))
         if starts is None:
             self._next_resolve = time.monotonic() + _RESOLVE_PAUSE_S
             self._tell_waiting()
             return
         (self.consumer.incremental_assign if self._incremental else self.consumer.assign)(list(starts.values()))
+        self._noted_member_id()
         self._unresolved = set()
         self.owned |= set(starts)
         self._positions.assigned({p: max(tp.offset, 0) for p, tp in starts.items()})
+        if self._ledger is not None:
+            self._ledger.begin_all(starts)
         log.info("partitions assigned", partitions=_names(starts), group=self.group)
 
     def _tell_waiting(self) -> None:
         now = time.monotonic()
-        if now - self._told_waiting >= _TAKEOVER_LOG_INTERVAL_S:
-            self._told_waiting = now
-            waiting = _names(self._unresolved)
-            log.info("waiting for another member's open transaction", partitions=waiting, group=self.group)
+        if now - self._told_waiting < _TAKEOVER_LOG_INTERVAL_S:
+            return
+        self._told_waiting = now
+        waiting = _names(self._unresolved)
+        log.info("waiting for another member's open transaction", partitions=waiting, group=self.group)
+        if now - self._waiting_since >= _WAIT_LOG_INTERVAL_S:
+            self._waiting_since = now
+            self._warn_of_waiting()
+
+    def _warn_of_waiting(self) -> None:
+        cause = why_unstable(self._settings, self.group)
+        log.warning(
+            "waiting for stable committed offsets",
+            group=self.group,
+            because=cause.because,
+            command=f"`{cause.command}`",
+        )
 
     def _resolve_starts(self, partitions: Sequence[Partition]) -> dict[Partition, TopicPartition] | None:
         """Where each new partition begins: its stable committed offset, else by auto.offset.reset (loop rule 16)."""
@@ -239,7 +348,8 @@ class Membership:
             if not latest or topic in known:
                 starts[topic, partition] = TopicPartition(topic, partition, OFFSET_BEGINNING)
             else:
-                _, end = self._watermarks((topic, partition))
+                start = self._known_starts.get((topic, partition))
+                end = self._watermarks((topic, partition))[1] if start is None else start
                 starts[topic, partition] = TopicPartition(topic, partition, end)
                 self.new_starts[topic, partition] = end
         return starts
@@ -258,14 +368,35 @@ class Membership:
     # ---- the group's offsets ----------------------------------------------------------------------------------
 
     def stable_committed(self, partitions: Sequence[Partition]) -> dict[Partition, TopicPartition]:
-        """The group's committed offsets once no transaction pends on them (KIP-447); waits for them."""
+        """The group's committed offsets once no transaction pends on them (KIP-447); waits for them.
+
+        CallFailed(REBUILD): another client gets them, this one's consumer does not. Seen with librdkafka 2.16 after the
+        only broker came back: in 1 of 6 restarts it never asked for its group coordinator again.
+        """
         told = time.monotonic()
-        while (found := self.try_committed(partitions, 5.0)) is None:
+        while (found := self.try_committed(partitions, _ASK_S)) is None:
+            if self._another_client_gets(partitions):
+                raise CallFailed("committed", Action.REBUILD, TimeoutError("the consumer cannot reach its coordinator"))
             if time.monotonic() - told > _WAIT_LOG_INTERVAL_S:
                 told = time.monotonic()
-                log.warning("waiting for stable committed offsets", group=self.group)
+                self._warn_of_waiting()
             time.sleep(0.05)
         return found
+
+    def _another_client_gets(self, partitions: Sequence[Partition]) -> bool:
+        """Whether these offsets are stable and to be had, asked by a client of its own that joins nothing."""
+        configuration = self._settings.consumer() | {"log_level": 0}
+        for name in ("group.instance.id", "group.protocol", "session.timeout.ms", "heartbeat.interval.ms"):
+            configuration.pop(name, None)
+        asking = Consumer(configuration)
+        try:
+            found = asking.committed([TopicPartition(*p) for p in partitions], timeout=_ASK_S)
+            return all(tp.error is None for tp in found)
+        except KafkaException as error:
+            log.debug("another client cannot have them either", error=describe_error(error), group=self.group)
+            return False
+        finally:
+            asking.close()
 
     def try_committed(
         self, partitions: Sequence[Partition], timeout_s: float = _RESOLVE_TIMEOUT_S
@@ -273,6 +404,7 @@ class Membership:
         """Stable committed offsets, or None if they cannot be had yet."""
         if not partitions:
             return {}
+        self._pulse.beat("calling", "committed")
         try:
             found = self.consumer.committed([TopicPartition(*p) for p in partitions], timeout=timeout_s)
             error = next((tp.error for tp in found if tp.error is not None), None)
@@ -282,7 +414,7 @@ class Membership:
             error = raised.args[0]
         action = classify("committed", error)
         if action is not Action.RETRY:
-            raise stop_error(CallFailed("committed", action, error))
+            raise self._stop("committed", error)
         log.debug("committed offsets cannot be had yet", error=describe_error(error), group=self.group)
         return None
 
@@ -291,11 +423,18 @@ class Membership:
         metadata = self.consumer.consumer_group_metadata()
         # The broker skips its check for a member without an id (generation -1), so we must not ask it then. Asked
         # after the metadata was taken: a member that lost its id gets no new one before its callbacks ran.
-        if not self.consumer.memberid():
+        if not self._noted_member_id():
             raise self._cannot_commit("this consumer is not a member of its group any more")
         if not self.owned.issuperset(offsets):
             raise self._cannot_commit("a partition of this transaction is not ours any more")
         return metadata
+
+    def _noted_member_id(self) -> str | None:
+        """Our member id, or None outside the group. librdkafka forgets it when the session ends, so it is kept: it is
+        what tells us from a newer static member. Asked for once a transaction: each call waits for a thread."""
+        current: str | None = self.consumer.memberid()
+        self._member_id = current or self._member_id
+        return current
 
     def _cannot_commit(self, sentence: str) -> CallFailed:
         return CallFailed("send_offsets", Action.ABORT, RuntimeError(sentence))
@@ -328,30 +467,53 @@ class Membership:
     def _watermarks(self, partition: Partition) -> tuple[int, int]:
         """Low watermark and last stable offset of a partition (a read_committed consumer's end)."""
         while True:
+            self._pulse.beat("calling", "list_offsets")
             try:
                 low, high = self.consumer.get_watermark_offsets(TopicPartition(*partition), timeout=5.0)
                 return low, high
             except KafkaException as error:
                 action = classify("consume", error.args[0])
                 if action is not Action.RETRY:
-                    raise stop_error(CallFailed("consume", action, error)) from error
+                    raise self._stop("consume", error.args[0], partition[0]) from error
                 time.sleep(0.1)
 
-    def lag(self) -> int | None:
-        """Offsets between what is committed and the last stable offsets of the owned partitions, as last fetched.
+    @property
+    def in_group(self) -> bool:
+        """The group coordinator knows us; librdkafka forgets the member id when the session ends."""
+        return bool(self.consumer.memberid())
 
-        Control markers take offsets too, so a caught-up group can show a few (loop rule 14). None: not known yet.
+    @property
+    def unresolved(self) -> int:
+        """Partitions that the group assigned and that cannot begin yet."""
+        return len(self._unresolved)
+
+    def lag(self) -> int | None:
+        """Sum of `lags`; None: not known yet."""
+        lags = self.lags()
+        known = [lag for lag in lags.values() if lag is not None]
+        return sum(known) if lags and len(known) == len(lags) else None
+
+    def lags(self) -> dict[Partition, int | None]:
+        """Offsets between what is committed and the last stable offset of each owned partition, as of the consumer's
+        last statistics; None: not known yet.
+
+        Control markers take offsets too: with nothing left to fetch and nothing in hand, the lag is 0, whatever lies
+        between (loop rule 14).
         """
-        total = 0
-        for partition in self.owned:
-            try:
-                _, end = self.consumer.get_watermark_offsets(TopicPartition(*partition), cached=True)
-            except KafkaException:
-                return None
-            if end < 0:
-                return None
-            total += max(0, end - max(self._positions.committed.get(partition, 0), 0))
-        return total if self.owned else None
+        return {partition: self._lags.get(partition) for partition in self.owned}
+
+    def _lags_by(self, statistics: _Statistics) -> dict[Partition, int]:
+        positions, lags = self._positions, {}
+        nothing_in_hand = not len(positions) and not positions.taken
+        for name, topic in statistics.topics.items():
+            for number, seen in topic.partitions.items():
+                if seen.ls_offset < 0:
+                    continue
+                partition = (name, int(number))
+                fetched = seen.next_offset >= seen.ls_offset and not seen.fetchq_cnt
+                behind = max(0, seen.ls_offset - max(positions.committed.get(partition, 0), 0))
+                lags[partition] = 0 if fetched and nothing_in_hand else behind
+        return lags
 
 
 class Finish:
@@ -376,3 +538,19 @@ class Finish:
 
 def _names(partitions: Iterable[Partition]) -> str:
     return ",".join(f"{topic}[{partition}]" for topic, partition in sorted(partitions))
+
+
+def check_topics(client: Any, servers: str, topics: Iterable[str], deadline: float) -> None:
+    """Every topic named exists, or Unavailable with the name; so does an unreachable cluster. `client`: any of
+    confluent-kafka's that has `list_topics`."""
+    try:
+        known = client.list_topics(timeout=max(1.0, deadline - time.monotonic())).topics
+    except KafkaException as error:
+        action = classify("consume", error.args[0])
+        if action is Action.UNAUTHORISED:
+            raise stop_error(CallFailed("consume", action, error)) from error
+        raise Unavailable(f"{servers} cannot be reached: {describe_error(error)}") from error
+    for topic in topics:
+        if topic not in known or known[topic].error is not None:
+            detail = f" ({known[topic].error.str()})" if topic in known and known[topic].error else ""
+            raise Unavailable(f"topic {topic} does not exist at {servers}{detail}")

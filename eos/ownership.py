@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+ABORTING = ("PrepareEpochFence", "PrepareAbort")
 AGREEMENT_INTERVAL_S = 1.5  # a successor that is still inside its init passes through our own timeout's state
 
 
@@ -59,11 +60,11 @@ def judge(situation: Situation, answer: Described | None) -> Owner:
         return Owner.NOBODY
     mine = situation.mine
     if (answer.producer_id, answer.epoch) == (mine.producer_id, mine.epoch):
-        return Owner.ASK_AGAIN if answer.state in ("PrepareEpochFence", "PrepareAbort") else Owner.MINE
+        return Owner.ASK_AGAIN if answer.state in ABORTING else Owner.MINE
     if (answer.producer_id, answer.epoch) != (mine.producer_id, mine.epoch + 1):
         return Owner.NEWER
     # Our own timeout bumps the epoch by exactly one and ends in CompleteAbort; 3.9.2 passes through Ongoing.
-    if answer.state in ("PrepareAbort", "PrepareEpochFence", "Ongoing"):
+    if answer.state in ABORTING or answer.state == "Ongoing":
         return Owner.ASK_AGAIN
     if answer.state != "CompleteAbort":
         return Owner.NEWER
@@ -81,20 +82,24 @@ def settle(
 ) -> tuple[Owner, Described | None]:
     """Asks until two answers at least 1.5 s apart agree; returns the owner and the last answer.
 
-    A busy coordinator is asked again for `patience_s`; a transactional.id that stays busy that long is being used by
-    somebody else: NEWER. `describe` may raise: an unreachable coordinator is the caller's to wait for.
+    While the coordinator aborts a transaction it is asked again for as long as that takes: the markers wait for the
+    leaders of their partitions, on a cluster in trouble for minutes, and until then nobody can begin another one.
+    After that a transactional.id that stays busy for `patience_s` is being used by somebody else: NEWER. `describe`
+    may raise: an unreachable coordinator is the caller's to wait for.
     """
-    deadline = clock() + patience_s
+    deadline: float | None = None
     first: tuple[Owner, float] | None = None
     while True:
         asked = clock()  # an answer may be slow to arrive; it is at least this young
         answer = describe()
         owner = judge(situation, answer)
+        if deadline is None and (answer is None or answer.state not in ABORTING):
+            deadline = asked + patience_s
         if owner in (Owner.NEWER, Owner.MINE, Owner.NOBODY):
             return owner, answer
         if owner is Owner.ASK_AGAIN:
             first = None
-            if clock() >= deadline:
+            if deadline is not None and clock() >= deadline:
                 return Owner.NEWER, answer
         elif first is None or first[0] is not owner:
             first = (owner, clock())

@@ -13,6 +13,7 @@ from typing import Any
 
 from confluent_kafka import KafkaError, Message
 
+from eos import log
 from eos.errors import (
     Action,
     CallFailed,
@@ -143,8 +144,12 @@ class Transactions:
             try:
                 self._producer.abort()
             except CallFailed as failure:
-                # Fenced: there is nothing of ours left to abort. Else the next begin replaces the producer.
-                raise _public(failure, "") from failure
+                if failure.action not in (Action.ABORT, Action.REBUILD, Action.RETRY):
+                    raise _public(failure, "") from failure  # fenced: there is nothing of ours left to abort
+                # Nobody will commit it: the next begin's new producer aborts it, or the broker at its timeout. It must
+                # not hide why the block ended. (An abort right behind the first send is refused: the coordinator may
+                # not have heard of the transaction yet.)
+                log.warning("the abort failed", error=str(failure), **self._producer.who())
 
 
 def _public(failure: CallFailed, topic: str) -> EosError:

@@ -1,15 +1,18 @@
-"""Which input records were fetched, handed out and committed: the session's memory, no I/O.
+"""Which input records wait, were handed out and were committed: the session's memory, no I/O.
 
-Records stay here until their transaction committed, so a rewind after an abort hands the same objects out again;
-the consumer is never sought back, which would race with its prefetch. What this module guarantees: per partition
-records are handed out in offset order, none is skipped, none is handed out again after its commit; the offsets of a
-transaction are exactly those after its handed-out records. If you change it, read Session._end and _rebuild.
+Handed-out records are not kept: keeping a transaction's worth of them (tens of thousands) cost a fifth of the speed
+and up to `eos.transaction.max.records` records of memory. What is kept is where the open transaction began in each
+partition, and a rewind says where the consumer must go back to. What this module guarantees: per partition records
+are handed out in offset order, none is skipped, none is handed out again after its commit; the offsets of a
+transaction are exactly those after its handed-out records. If you change it, read TransactSession.end and _rebuild,
+and Membership.go_back.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 TopicPartition = tuple[str, int]
@@ -28,28 +31,58 @@ R = TypeVar("R", bound=Positioned)
 _partition_of: Callable[[Any], TopicPartition] = operator.attrgetter("topic", "partition")
 
 
+@dataclass
+class _Leaving:
+    """A transaction whose commit is on its way, while the next one takes records behind it."""
+
+    begins: dict[TopicPartition, int]
+    nexts: dict[TopicPartition, int]
+    lost: set[TopicPartition]
+    taken: int
+    committed_before: dict[TopicPartition, int | None]  # of the partitions that it commits
+
+
 class Positions(Generic[R]):
-    """A queue of fetched records with a cursor: before it what the open transaction took, behind it what waits."""
+    """Fetched records that wait, what the open transaction took of those before them, and what the transaction before
+    took if its commit is still on its way."""
 
     def __init__(self) -> None:
-        self._records: list[R] = []
-        self._cursor = 0
+        self._waiting: list[R] = []
+        self._last: list[R] = []  # the last batch taken; a part of it may still be given back
+        self._taken_before = 0  # records taken before the last batch
+        self._begins: dict[TopicPartition, int] = {}  # first offset that the transaction took, without the last batch
+        self._nexts: dict[TopicPartition, int] = {}  # one after the last offset it took, without the last batch
         self._lost: set[TopicPartition] = set()  # of what the open transaction took
-        self._ends: dict[
-            TopicPartition, int
-        ] = {}  # end of partition seen behind all fetched records (markers included)
+        self._leaving: _Leaving | None = None
+        # End of the partition as seen behind all fetched records (control markers included).
+        self._ends: dict[TopicPartition, int] = {}
         self.committed: dict[TopicPartition, int] = {}  # next offset, as far as this member committed or resolved it
 
     def __len__(self) -> int:
         """Records that wait to be handed out."""
-        return len(self._records) - self._cursor
+        return len(self._waiting)
 
     @property
     def taken(self) -> int:
-        return self._cursor
+        """Records that the open transaction took."""
+        return self._taken_before + len(self._last)
 
-    def fetched(self, records: Iterable[R]) -> None:
-        self._records.extend(records)
+    @property
+    def last_taken(self) -> R | None:
+        """The record handed out last, if the open transaction took any."""
+        return self._last[-1] if self._last else None
+
+    @property
+    def first_timestamp_ms(self) -> int:
+        """Timestamp of the record that is handed out next; -1 without one."""
+        return getattr(self._waiting[0], "timestamp", -1) if self._waiting else -1
+
+    def fetched(self, records: list[R]) -> None:
+        """More records, behind all that wait. The list is the positions' from now on."""
+        if self._waiting:
+            self._waiting += records
+        else:
+            self._waiting = records
 
     def reached_end(self, partition: TopicPartition, offset: int) -> None:
         """The consumer stands at the end of a partition: nothing readable lies between its last record and `offset`."""
@@ -57,56 +90,105 @@ class Positions(Generic[R]):
 
     def take(self, most: int) -> list[R]:
         """The next records, at most `most`; they belong to the open transaction from now on."""
-        batch = self._records[self._cursor : self._cursor + most]
-        self._cursor += len(batch)
-        return batch
+        waiting = self._waiting
+        if not waiting or most <= 0:
+            return []
+        self._count_last()
+        if most >= len(waiting):
+            self._last, self._waiting = waiting, []
+        else:
+            self._last = waiting[:most]
+            del waiting[:most]
+        return self._last.copy()  # the caller's list is a user's to change
+
+    def _count_last(self) -> None:
+        """The last batch is handled for good: what matters of it from now on is where it began and ended."""
+        begins, nexts = _span(self._last)
+        self._taken_before += len(self._last)
+        self._begins = begins | self._begins
+        self._nexts |= nexts
+        self._last = []
 
     def give_back(self, count: int) -> None:
-        """The last `count` taken records were not handled after all."""
-        if not 0 <= count <= self._cursor:
-            raise ValueError(f"cannot give back {count} of {self._cursor} taken records")
-        end = self._cursor
-        self._cursor -= count
-        if self._lost:  # those of a lost partition are another's now; behind the cursor they would be handed out again
-            back = self._records[self._cursor : end]
-            self._records[self._cursor : end] = [r for r in back if (r.topic, r.partition) not in self._lost]
+        """The last `count` records of the last batch were not handled after all; they are handed out next."""
+        if not 0 <= count <= len(self._last):
+            raise ValueError(f"cannot give back {count} of the {len(self._last)} records taken last")
+        if count == 0:
+            return
+        kept, back = self._last[:-count], self._last[-count:]
+        self._last = kept
+        # Those of a lost partition are another member's now.
+        self._waiting[:0] = [r for r in back if (r.topic, r.partition) not in self._lost]
 
     def offsets(self) -> dict[TopicPartition, int]:
         """Next offset per partition of what was taken, which the transaction must commit with its outputs."""
-        taken = self._records if self._cursor == len(self._records) else self._records[: self._cursor]
-        # A later record of a partition overwrites an earlier one, so the last remains; all of it runs in C.
-        last = dict(zip(map(_partition_of, taken), taken, strict=True))
-        offsets = {partition: r.offset + 1 for partition, r in last.items()}
+        offsets = self._nexts | _span(self._last)[1]
         return offsets | self._finished_ends(offsets)
 
     def _finished_ends(self, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
         """Ends of partitions all of whose records are taken: the markers and aborted records before them are passed."""
         if not self._ends:
             return {}
-        waiting = {(r.topic, r.partition) for r in self._records[self._cursor :]}
+        waiting = set(map(_partition_of, self._waiting))
         return {
             partition: end
             for partition, end in self._ends.items()
             if partition not in waiting and end > max(offsets.get(partition, 0), self.committed.get(partition, 0))
         }
 
-    def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """The transaction that took the records before the cursor, with these offsets, is committed."""
-        assert not self._lost, "a transaction with records of a lost partition cannot commit"
-        self.committed |= offsets
-        if self._cursor == len(self._records):
-            self._records = []
-        else:
-            del self._records[: self._cursor]
-        self._cursor = 0
+    def leave(self, offsets: Mapping[TopicPartition, int]) -> None:
+        """The open transaction's commit, with these offsets, is on its way; what is taken from now on is the next's.
 
-    def rewind(self) -> None:
-        """The transaction is known to be aborted: what it took is handed out again, in the same order."""
-        if self._lost:
-            taken, waiting = self._records[: self._cursor], self._records[self._cursor :]
-            self._records = [r for r in taken if (r.topic, r.partition) not in self._lost] + waiting
-            self._lost = set()
-        self._cursor = 0
+        Until `arrived` or `returned` says how it ended the offsets count as committed: the next transaction begins
+        behind them.
+        """
+        assert self._leaving is None, "one commit at a time: the next one's offsets wait for its outcome"
+        assert not self._lost, "a transaction with records of a lost partition cannot commit"
+        self._count_last()
+        before = {p: self.committed.get(p) for p in offsets}
+        self._leaving = _Leaving(self._begins, self._nexts, set(), self._taken_before, before)
+        self.committed |= offsets
+        self._begin_anew()
+
+    def arrived(self) -> None:
+        """The transaction that was leaving is committed."""
+        assert self._leaving is not None
+        self._leaving = None
+
+    def returned(self) -> None:
+        """The transaction that was leaving did not commit, as far as is known: it is the open one again, and what was
+        taken after it is part of it (a rewind goes back to the beginning of both; `offsets` are the older one's)."""
+        assert self._leaving is not None
+        self._count_last()
+        leaving, self._leaving = self._leaving, None
+        self._begins |= leaving.begins
+        self._nexts = leaving.nexts
+        self._lost |= leaving.lost
+        self._taken_before += leaving.taken
+        for partition, offset in leaving.committed_before.items():
+            if partition not in leaving.lost:
+                self.committed.pop(partition, None)
+                self.committed |= {} if offset is None else {partition: offset}
+
+    def _begin_anew(self) -> None:
+        self._last, self._taken_before = [], 0
+        self._begins, self._nexts, self._lost = {}, {}, set()
+
+    def rewind(self) -> dict[TopicPartition, int]:
+        """The transaction is known to be aborted. Returns where the consumer must fetch again: per partition that it
+        took records of and that is still ours, the first of their offsets. What waited of those is dropped."""
+        self._count_last()
+        targets = {p: offset for p, offset in self._begins.items() if p not in self._lost}
+        # An end that was seen lies behind records that come again: committing it now would skip them.
+        self._drop(targets)
+        self._begin_anew()
+        return targets
+
+    def _drop(self, partitions: Collection[TopicPartition]) -> None:
+        """What waits of these partitions will be fetched again, or is not ours any more."""
+        self._waiting = [r for r in self._waiting if (r.topic, r.partition) not in partitions]
+        for partition in partitions:
+            self._ends.pop(partition, None)
 
     def assigned(self, starts: Mapping[TopicPartition, int]) -> None:
         """New partitions and the offsets they begin at; whatever was known of them belongs to an earlier assignment."""
@@ -116,36 +198,51 @@ class Positions(Generic[R]):
     def forget(self, partitions: Collection[TopicPartition]) -> bool:
         """Partitions that are not ours any more. True: the open transaction took records of them, so it must abort.
 
-        Those are dropped at the rewind; a partition that is assigned again before it begins at its committed offset.
+        A rewind leaves those alone; a partition that is assigned again before it begins at its committed offset.
         """
         gone = set(partitions)
-        taken, waiting = self._records[: self._cursor], self._records[self._cursor :]
-        self._records[self._cursor :] = [r for r in waiting if (r.topic, r.partition) not in gone]
-        touched = gone & {(r.topic, r.partition) for r in taken}
+        self._drop(gone)
+        touched = gone & (self._begins.keys() | set(map(_partition_of, self._last)))
         self._lost |= touched
+        if self._leaving is not None:
+            self._leaving.lost |= gone  # how its commit ends is no news of theirs any more
         for partition in gone:
-            self._ends.pop(partition, None)
             self.committed.pop(partition, None)
         return bool(touched)
 
     def clear(self) -> None:
         """Nothing is ours any more: the consumer is given up, and with it all it fetched."""
-        self._records, self._cursor = [], 0
-        self._lost, self._ends, self.committed = set(), {}, {}
+        self._waiting, self._ends, self.committed = [], {}, {}
+        self._leaving = None
+        self._begin_anew()
 
-    def resolve(self, stable: Mapping[TopicPartition, int | None]) -> int:
-        """The transaction's outcome was unknown; `stable` are the group's stable committed offsets now.
+    def resolve(self, stable: Mapping[TopicPartition, int | None]) -> dict[TopicPartition, int]:
+        """The transaction's outcome was unknown; `stable` are the group's stable committed offsets now. Returns where
+        the consumer must fetch again, as `rewind` does: behind what turned out to be committed.
 
-        Drops what turned out to be committed, hands the rest out again; returns how many records were dropped. An
-        offset below one that this member saw committed is no reason to go back: those outputs are visible (a late
+        An offset below one that this member saw committed is no reason to go back: those outputs are visible (a late
         TxnOffsetCommit can move the group back on old brokers; the next commit repairs it). None (no committed
         offset): the transaction did not commit, so the partition begins again where the transaction did.
         """
         for partition, offset in stable.items():
-            if offset is not None:
+            if offset is not None and partition not in self._lost:
                 self.committed[partition] = max(offset, self.committed.get(partition, 0))
-        self.rewind()
-        before = len(self._records)
-        floor = self.committed
-        self._records = [r for r in self._records if r.offset >= floor.get((r.topic, r.partition), 0)]
-        return before - len(self._records)
+        return {p: max(offset, self.committed.get(p, 0)) for p, offset in self.rewind().items()}
+
+
+def _span(batch: Iterable[Positioned]) -> tuple[dict[TopicPartition, int], dict[TopicPartition, int]]:
+    """First offset, and one after the last, of each partition in a batch in order."""
+    begins: dict[TopicPartition, int] = {}
+    nexts: dict[TopicPartition, int] = {}
+    topic, partition, before = "", -1, None
+    for record in batch:
+        # The client delivers runs of one partition: what costs something happens once per run.
+        if record.partition != partition or record.topic != topic:
+            if before is not None:
+                nexts[topic, partition] = before.offset + 1
+            topic, partition = record.topic, record.partition
+            begins.setdefault((topic, partition), record.offset)
+        before = record
+    if before is not None:
+        nexts[topic, partition] = before.offset + 1
+    return begins, nexts

@@ -8,19 +8,30 @@ module never decides commit or abort, and never replaces itself inside a transac
 from __future__ import annotations
 
 import logging
-import operator
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
 
 from eos import log
-from eos.app import Send
-from eos.errors import Action, Call, CallFailed, ConfigurationError, Unavailable, classify, describe_error, stop_error
+from eos.app import Fed, Feed, Record, Send
+from eos.error_table import denied
+from eos.errors import (
+    Action,
+    Call,
+    CallFailed,
+    ConfigurationError,
+    Unavailable,
+    classify,
+    describe_error,
+    stop_error,
+)
 from eos.evidence import RetryEvidence, decode_statistics
+from eos.observe import Pulse
 from eos.ownership import Identity
+from eos.raising import raising
 from eos.settings import STATISTICS_INTERVAL_MS, Settings
 from eos.states import OPEN, Event, Machine, State
 from eos.watchdog import CallHung, Watchdog
@@ -28,6 +39,12 @@ from eos.watchdog import CallHung, Watchdog
 ALWAYS = "always"  # the setting, and the reason it gives
 HANG_MARGIN_S = 5.0
 _WAIT_LOG_INTERVAL_S = 10.0
+_REPORT_DELAY_S = 0.5  # a transaction fails a moment before the report of the record that made it fail
+
+
+def alternate_of(transactional_id: str) -> str:
+    """The second transactional.id of a session."""
+    return f"{transactional_id}-alternate"
 
 
 class _Client:
@@ -37,6 +54,7 @@ class _Client:
         self.watchdog = Watchdog(f"eos-{transactional_id}")
         self.evidence = RetryEvidence(settings.retry_backoff_ms)
         self.identity: Identity | None = None
+        self.statistics_seen = 0
         self.delivery_error: tuple[KafkaError, str] | None = None
         self.delivery_errors = 0
         self.callback_error: BaseException | None = None
@@ -62,6 +80,7 @@ class _Client:
             statistics = decode_statistics(text)
             if statistics.eos.producer_epoch >= 0:
                 self.identity = Identity(statistics.eos.producer_id, statistics.eos.producer_epoch)
+            self.statistics_seen += 1
             self.evidence.statistics(statistics)
             if self._user_stats is not None:
                 self._user_stats(text)
@@ -86,11 +105,17 @@ class TransactionalProducer:
     """
 
     def __init__(
-        self, settings: Settings, transactional_id: str, alternate: bool = False, reports: bool = False
+        self,
+        settings: Settings,
+        transactional_id: str,
+        alternate: bool = False,
+        reports: bool = False,
+        pulse: Pulse | None = None,
     ) -> None:
         self._settings = settings
         self._reports = reports
-        self._ids = [transactional_id, f"{transactional_id}-alternate"] if alternate else [transactional_id]
+        self._pulse = pulse or Pulse()
+        self._ids = [transactional_id, alternate_of(transactional_id)] if alternate else [transactional_id]
         self._machine = Machine()
         self._mode: str = settings["eos.replace.producer"]
         self._call_timeout_s: float = settings["eos.call.timeout.ms"] / 1000
@@ -162,13 +187,17 @@ class TransactionalProducer:
                     f"{transactional_id} could not be initialised at {self._settings.bootstrap_servers}: {failure} (a "
                     "transaction.state.log.replication.factor above the number of brokers also shows like this)"
                 ) from failure
-            raise stop_error(failure) from failure
+            # Of its two ids this one, which `_fail` cannot know.
+            right = denied(failure.error, transactional_id=transactional_id)
+            raise stop_error(CallFailed("init", failure.action, failure.error, right)) from failure
         return client
 
     def must_replace(self) -> str | None:
         """Why this producer may not begin another transaction, or None (the replacement rule, facts H1-H3)."""
         if self._mode == ALWAYS:
             return ALWAYS
+        if self._machine.state is State.FATAL:
+            return self._spent  # given up
         if self._mode == "never":
             return None
         if self._spent is None and self.client.evidence.reason is not None:
@@ -197,6 +226,16 @@ class TransactionalProducer:
             _retire(old)
         level = logging.DEBUG if self._mode == ALWAYS else logging.INFO
         log.event(level, "producer replaced", reason=reason, **self.who())
+
+    def give_up(self, reason: str) -> None:
+        """Nothing more of an open transaction may be sent; the replacement before the next one aborts it."""
+        if self._machine.state in OPEN:
+            self._machine.fire(Event.FAIL)
+            self._spent = f"failure: {reason}"
+
+    def abandon(self) -> None:
+        """Another thread is inside a call that does not return: neither it nor the client is touched again."""
+        self.client.watchdog.hung = True
 
     def close(self) -> None:
         """Ends the client without touching the cluster; an open transaction is left to its timeout or a successor."""
@@ -230,65 +269,70 @@ class TransactionalProducer:
     ) -> None:
         """Queues one record. A full queue is waited for; a record that did not get in raises: none is lost silently."""
         self._machine.fire(Event.SEND)
-        client = self.client
-        produce: Callable[..., None] = client.producer.produce
+        client, on_delivery = self.client, None
+        if report is not None:
 
-        def on_delivery(error: KafkaError | None, message: Message) -> None:
-            client.delivered(error, message)
-            if report is not None:
+            def on_delivery(error: KafkaError | None, message: Message) -> None:
+                client.delivered(error, message)
                 report(error, message)
 
         record = (topic, value, key, partition, on_delivery, None, timestamp_ms, headers or None)
         try:
-            produce(*record)
-        except BufferError:
-            self._send_when_there_is_room(produce, record)
-        except KafkaException as error:
-            raise self._failed("produce", error) from error
+            client.producer.produce(*record)
+        except (BufferError, KafkaException) as error:
+            self._send_when_there_is_room(record, error)
         self._produced += 1
 
-    def send_all(self, sends: Sequence[Send]) -> None:
-        """Queues (topic, value, key, partition, timestamp, headers) tuples: the hot path, one state check for all."""
+    def feed(self, feed: Feed, records: list[Record]) -> Fed:
+        """Queues what `feed` makes of the records: the hot path, one state check for all. Raises nothing of its own: a
+        send that failed is the CallFailed in `Fed.error`."""
         self._machine.fire(Event.SEND)
-        produce: Callable[..., None] = self.client.producer.produce
-        left = iter(sends)
-        try:
-            for topic, value, key, partition, timestamp_ms, headers in left:
-                try:
-                    # By position (…, callback, on_delivery, timestamp, headers): keywords cost 0.3 us a record.
-                    produce(topic, value, key, partition, None, None, timestamp_ms, headers)
-                except BufferError:
-                    self._send_when_there_is_room(
-                        produce, (topic, value, key, partition, None, None, timestamp_ms, headers)
-                    )
-        except CallFailed:
-            self._produced -= 1  # the one that did not get in
-            raise
-        except KafkaException as error:
-            self._produced -= 1
-            raise self._failed("produce", error) from error
-        finally:
-            self._produced += len(sends) - operator.length_hint(left)
+        produce: Any = self.client.producer.produce
+        fed = feed(records, produce, self._refused)
+        self._produced += fed.sent
         # Delivery reports of successes are not called back, but they wait to be polled; left to the flush, they would
         # all be served while there is nothing to send.
         self.poll(0)
+        return fed
 
-    def _send_when_there_is_room(self, produce: Callable[..., None], record: tuple[Any, ...]) -> None:
+    def _refused(self, error: Exception, send: Send) -> None:
+        """produce() raised inside a feed: the record is sent after all, or CallFailed says why not."""
+        topic, value, key, partition, timestamp_ms, headers = send
+        if not isinstance(error, (BufferError, KafkaException)):
+            raise self._fail("produce", Action.BUG, error) from error  # the App's rules let nothing else pass
+        self._send_when_there_is_room((topic, value, key, partition, None, None, timestamp_ms, headers), error)
+
+    def _send_when_there_is_room(self, record: tuple[Any, ...], error: Exception) -> None:
+        """A full queue is waited for; everything else is a CallFailed."""
         deadline = time.monotonic() + self._settings.transaction_timeout_ms / 1000
-        while True:
+        while isinstance(error, BufferError):
+            if time.monotonic() >= deadline:
+                raise self._fail("produce", Action.ABORT, error) from error
+            self._pulse.beat("calling", "produce")
             self.poll(0.05)
             try:
-                return produce(*record)
-            except BufferError as error:
-                if time.monotonic() >= deadline:
-                    raise self._fail("produce", Action.ABORT, error) from error
-            except KafkaException as error:
-                raise self._failed("produce", error) from error
+                self.client.producer.produce(*record)
+                return
+            except (BufferError, KafkaException) as again:
+                error = again
+        assert isinstance(error, KafkaException)
+        if classify("produce", error.args[0]) is Action.ABORT:
+            self._raise_delivery_error(_REPORT_DELAY_S)  # what the transaction failed of, if it was a record
+        raise self._failed("produce", error) from error
+
+    def _raise_delivery_error(self, wait_s: float = 0.0) -> None:
+        """Raises for the first record that could not be delivered, if its report is there or comes within `wait_s`."""
+        client, deadline = self.client, time.monotonic() + wait_s
+        while client.delivery_error is None and time.monotonic() < deadline:
+            self.poll(0.02)
+        if client.delivery_error is not None:
+            refusal, where = client.delivery_error
+            raise self._fail("delivery", classify("delivery", refusal), KafkaException(refusal), where)
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Serves callbacks. A fatal error that poll raises shows again, with flags, at the next transactional call."""
         try:
-            self.client.producer.poll(timeout_s)
+            raising(self.client.producer.poll, timeout_s)
         except (KafkaException, SystemError) as error:
             log.debug("poll raised", error=describe_error(error), **self.who())
 
@@ -297,7 +341,9 @@ class TransactionalProducer:
         deadline = time.monotonic() + self._settings.transaction_timeout_ms / 1000 + HANG_MARGIN_S
         client = self.client
         try:
-            while client.producer.flush(0.5):
+            self._pulse.beat("calling", "flush")
+            while raising(client.producer.flush, 0.5):
+                self._pulse.beat("calling", "flush")
                 if time.monotonic() >= deadline:
                     raise self._fail("flush", Action.ABORT, TimeoutError("records are still in the queue"))
         except KafkaException as error:
@@ -308,9 +354,7 @@ class TransactionalProducer:
         if client.callback_error is not None:
             latched, client.callback_error = client.callback_error, None
             raise latched  # the user's own callback failed: that is theirs to know
-        if client.delivery_error is not None:
-            refusal, where = client.delivery_error
-            raise self._fail("delivery", classify("delivery", refusal), KafkaException(refusal), where)
+        self._raise_delivery_error()
 
     def send_offsets(self, offsets: list[TopicPartition], group_metadata: Any) -> None:
         self._machine.fire(Event.SEND_OFFSETS)
@@ -354,12 +398,21 @@ class TransactionalProducer:
         client = self.client
         return self._produced - len(client.producer) - client.delivery_errors > 0
 
-    def identity(self, timeout_s: float = 2.0) -> Identity | None:
-        """Producer id and epoch of our init, from the statistics; None if they never came."""
+    def identity(self, timeout_s: float = 2.0, fresh: bool = False) -> Identity | None:
+        """Producer id and epoch of our init, from the statistics; None if they never came.
+
+        `fresh`: from statistics that were made after this call. An abort of records that timed out makes librdkafka
+        take the next epoch by itself (KIP-360), and what is known from before would look like a predecessor's.
+        """
+        client = self.client
         deadline = time.monotonic() + timeout_s
-        while self.client.identity is None and time.monotonic() < deadline:
+        self.poll(0)  # all that wait to be served were made before
+        before = client.statistics_seen
+        while time.monotonic() < deadline:
+            if client.identity is not None and not (fresh and client.statistics_seen == before):
+                break
             self.poll(0.05)
-        return self.client.identity
+        return client.identity
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
@@ -375,6 +428,7 @@ class TransactionalProducer:
         """One transactional call, again while it is retriable and the deadline has not passed."""
         told = time.monotonic()
         while True:
+            self._pulse.beat("calling", name)
             timeout_s = self._call_timeout_s
             if deadline is not None:
                 timeout_s = min(timeout_s, max(0.1, deadline - time.monotonic()))
@@ -413,7 +467,10 @@ class TransactionalProducer:
             self._machine.fire(Event.FAIL)
             action = Action.REBUILD
         self._spent = self._spent or f"failure: {call} raised"
-        failure = CallFailed(call, action, error)
+        topic = where.rsplit(" [", 1)[0]
+        group: str = self._settings.get("group.id", "")
+        right = denied(error, group=group, transactional_id=self.transactional_id, topic=topic)
+        failure = CallFailed(call, action, error, right)
         if where:
             failure.args = (f"{failure} at {where}",)
         return failure

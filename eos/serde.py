@@ -21,6 +21,7 @@ import msgspec
 from eos.errors import ConfigurationError
 
 Decode = Callable[[bytes | None], Any]
+Encode = Callable[[Any], bytes | None]
 
 _JSON = msgspec.json.Encoder()
 # A key decides the partition and what compaction keeps: equal dicts and sets must be equal bytes.
@@ -210,6 +211,54 @@ def _str(value: bytes | None) -> str:
         return value.decode()
     except UnicodeDecodeError as error:
         raise DecodeError(f"expected str as UTF-8: {error}") from error
+
+
+def checked_decoder(decode: Callable[[bytes], Any] | None, annotation: object) -> Decode | None:
+    """A user's own decoder: it gets bytes, what it raises is a DecodeError, and tombstones follow the annotation."""
+    if decode is None:
+        return None
+    if not callable(decode):
+        raise ConfigurationError(f"decode={decode!r} is not a function of bytes")
+    return _OwnDecoder(decode, annotation_name(annotation), without_none(annotation)[1])
+
+
+def checked_encoder(encode: Callable[[Any], bytes] | None) -> Encode | None:
+    """A user's own encoder: it gets every value but None (a tombstone), and must give bytes."""
+    if encode is None:
+        return None
+    if not callable(encode):
+        raise ConfigurationError(f"encode={encode!r} is not a function that gives bytes")
+    return _OwnEncoder(encode)
+
+
+class _OwnDecoder:
+    """A class and no closure, because Spark pickles routes."""
+
+    def __init__(self, decode: Callable[[bytes], Any], name: str, nullable: bool) -> None:
+        self._decode, self._name, self._nullable = decode, name, nullable
+
+    def __call__(self, value: bytes | None) -> Any:
+        if value is None:
+            if self._nullable:
+                return None
+            raise _tombstone(self._name)
+        try:
+            return self._decode(value)
+        except Exception as error:
+            raise DecodeError(f"{function_name(self._decode)}: {type(error).__name__}: {error}") from error
+
+
+class _OwnEncoder:
+    def __init__(self, encode: Callable[[Any], bytes]) -> None:
+        self._encode = encode
+
+    def __call__(self, value: object) -> bytes | None:
+        if value is None:
+            return None
+        encoded = self._encode(value)
+        if type(encoded) is not bytes:
+            raise TypeError(f"{function_name(self._encode)} gave a {type(encoded).__name__}, not bytes")
+        return encoded
 
 
 # ------------------------------------------------------------------------------------------------ encoding

@@ -6,8 +6,13 @@ transaction is open, what was revoked is forgotten, and if the open transaction 
 aborts at its end (nothing of it can become visible, so giving the partition back first is safe).
 
 A transaction in order: gather -> begin -> hand out records, send, poll for more -> flush -> latched delivery errors ->
-member still in the group -> send_offsets -> commit. What a failure of each step leads to is
-eos/errors.py's answer; how it is carried out is `_recover`, `_abort`, `_rebuild` and `_settle` below.
+the one before is committed -> member still in the group -> send_offsets -> commit. What a failure of each step leads to
+is eos/errors.py's answer; how it is carried out is `_recover`, `_abort`, `_rebuild` and `_settle` below.
+
+Two producers take turns (loop rule 18): while send_offsets and commit of one transaction are on their way on another
+thread, the next one is filled under the other transactional.id. It sends records only after the flush of the one
+before (order per partition) and offsets only after that one's commit returned; if that commit did not come to pass, it
+goes down with it (`_finish_leaving`). So what can be committed is always a beginning of what was read.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from confluent_kafka import Consumer, TopicPartition
 
 from eos import log, ownership
 from eos.admin.cluster import ClusterAdmin
-from eos.app import Record, Send
+from eos.app import Fed, Feed, Record
 from eos.errors import (
     Action,
     CallFailed,
@@ -36,15 +41,20 @@ from eos.errors import (
     Unavailable,
     stop_error,
 )
+from eos.lineage import Ledger
 from eos.membership import Finish, Membership
+from eos.observe import COMMIT_BOUNDS_S, END_TO_END_BOUNDS_S, Histogram, Pulse, add
 from eos.ownership import Described, Owner, Situation
 from eos.positions import Positions
 from eos.positions import TopicPartition as Partition
-from eos.producer import ALWAYS, TransactionalProducer
+from eos.producer import ALWAYS, TransactionalProducer, alternate_of
 from eos.settings import Settings
+from eos.watchdog import Job, Watchdog
 
 IDLE_POLL_S = 0.1
+_BEAT_S = 0.5
 _CLOSE_ABORT_S = 5.0
+_WAIT_LOG_INTERVAL_S = 10.0
 _CHUNK = 2_000  # records of one poll on a backlog: while it runs the producer is given nothing to send
 _BACKLOG_PAUSE_S = 0.005  # how long an open transaction waits for the next record before it ends early
 MOST_REBUILDS = 5  # without a commit in between; then a supervisor's back-off is the better place to wait
@@ -53,27 +63,55 @@ OLD_TRANSACTIONS = 2  # transaction.version below it: a replaced producer needs 
 
 @dataclass
 class Counters:
-    """What a session did so far; plain numbers, read by the worker's live line and by tests."""
+    """What a session did so far; plain numbers, written per transaction, read by eos.health and by tests."""
 
     records_in: int = 0
     records_out: int = 0
+    skipped: int = 0
+    dead_letters: int = 0
+    retries: int = 0
     transactions: int = 0
     aborts: int = 0
     rebuilds: int = 0
     replacements: dict[str, int] = field(default_factory=dict)
+    aborts_by_cause: dict[str, int] = field(default_factory=dict)
+    """`application`, `rebalance`, `refused` (a record), or the call that failed (eos.errors.Call)."""
+    rebuilds_by_cause: dict[str, int] = field(default_factory=dict)
+    """`timeout`, `group`, or the call whose outcome was unknown."""
+    rebalances: dict[str, int] = field(default_factory=dict)
+    """`assigned`, `revoked` and `lost`: how often the group gave or took partitions."""
+    commit_seconds: Histogram = field(default_factory=lambda: Histogram(COMMIT_BOUNDS_S))
+    """From sending the offsets until the commit was answered."""
+    end_to_end_seconds: Histogram = field(default_factory=lambda: Histogram(END_TO_END_BOUNDS_S))
+    """Once per transaction: the age of its first input record (by the record's timestamp) when it was committed."""
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    """A transaction whose offsets and commit are on their way on another thread, and all that its failure needs."""
+
+    producer: TransactionalProducer
+    offsets: Mapping[Partition, int]
+    new_starts: dict[Partition, int]
+    transaction: Transaction
+    taken: int
+    began_at: float
+    first_timestamp_ms: int
+    left_at: float
+    job: Job
 
 
 class Transaction:
     """One open transaction and its input records. Valid until the loop's next turn."""
 
-    __slots__ = ("_ahead", "_records", "_session", "_until", "sent")
+    __slots__ = ("_ahead", "_records", "_session", "_until", "dead_letters", "sent", "skipped")
 
     def __init__(self, session: TransactSession, until: float) -> None:
         self._session = session
         self._until = until  # time.monotonic() after which no more records are handed out
         self._records: Iterator[Record] | None = None
         self._ahead = 0  # taken by `records`, but not handed out yet
-        self.sent = 0
+        self.sent = self.skipped = self.dead_letters = 0
 
     @property
     def records(self) -> Iterator[Record]:
@@ -125,19 +163,23 @@ class Transaction:
         headers: Sequence[tuple[str, bytes | None]] = (),
     ) -> None:
         """Sends one record in this transaction; `timestamp_ms` 0 is now, `partition` None leaves it to the key."""
-        where = -1 if partition is None else partition
-        self.send_all([(topic, value, key, where, timestamp_ms, list(headers) or None)])
-
-    def send_all(self, sends: Sequence[Send]) -> None:
-        """Sends what App routes give: (topic, value, key, partition, timestamp_ms, headers) tuples."""
         self._session._must_be(self)
-        self._session._send(sends)
-        self.sent += len(sends)
+        where = -1 if partition is None else partition
+        self._session._send(topic, value, key, where, timestamp_ms, list(headers) or None)
+        self.sent += 1
+
+    def feed(self, feed: Feed, records: list[Record]) -> Fed:
+        """Sends what an App's `route.feed` makes of records that were taken; `Fed.error` is the user's own."""
+        self._session._must_be(self)
+        fed = self._session._feed(feed, records)
+        self.sent += fed.sent
+        return fed
 
     def commit(self) -> bool:
-        """Ends the transaction now; False if it had to be aborted and its records will be handed out again."""
+        """Ends the transaction now, waits for its commit; False if it had to be aborted and its records will be handed
+        out again."""
         self._session._must_be(self)
-        return self._session.end()
+        return self._session.end() and self._session._finish_leaving()
 
     def abort(self) -> None:
         """Gives the transaction up; its records will be handed out again."""
@@ -171,6 +213,7 @@ class TransactSession:
         *,
         until_end: bool = False,
         destinations: Sequence[str] = (),
+        ledger: Ledger | None = None,
     ) -> None:
         self.settings = settings if isinstance(settings, Settings) else Settings(settings)
         named = [t.strip() for t in self.settings["eos.input.topics"].split(",") if t.strip()]
@@ -184,26 +227,36 @@ class TransactSession:
         self.group: str = self.settings["group.id"]
         self.transactional_id: str = self.settings["transactional.id"]
         self.counters = Counters()
+        self.pulse = Pulse()
         self.stop_requested = False
         self.until_end = until_end
         self.on_event: Callable[[str], None] | None = None
         """Test seam: called with the name of each step before it happens; the product never sets it."""
         self.on_idle: Callable[[], None] = lambda: None
         """Called about every 100 ms while there is nothing to do."""
+        self.on_refused: Callable[[Record, CallFailed], None] = _stop_at_refused
+        """Called after the abort when an output of this record was refused for good; its records come again unless this
+        raises."""
 
         self._interval_s: float = self.settings["eos.transaction.interval.ms"] / 1000
         self._most: int = self.settings["eos.transaction.max.records"]
         self._limit = self._most  # shrinks while a record that the broker refuses is being found
         self._positions: Positions[Record] = Positions()
+        self._ledger = ledger  # what the worker counts, committed beside the offsets
         self._open: Transaction | None = None
         self._began_at = 0.0
+        self._first_timestamp_ms = -1  # of the first record that waited when the open transaction began
         self._failure: CallFailed | None = None  # of a send in the open transaction
         self._rebuilds_in_a_row = 0
         self._aborts_in_a_row = 0
         self._pause_until = 0.0
+        self._told_waiting = 0.0
         self._finish: Finish | None = None
         self._membership: Membership | None = None
-        self._producer: TransactionalProducer | None = None
+        self._producers: list[TransactionalProducer] = []  # whose turn it is comes first
+        self._committer: Watchdog | None = None
+        self._leaving: _Leaving | None = None
+        self._in_doubt: Mapping[Partition, int] | None = None  # offsets of a commit that failed
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -226,13 +279,19 @@ class TransactSession:
 
     @property
     def producer(self) -> TransactionalProducer:
-        assert self._producer is not None, "the session is not started"
-        return self._producer
+        """The one whose turn it is."""
+        assert self._producers, "the session is not started"
+        return self._producers[0]
 
     @property
     def assignment(self) -> frozenset[Partition]:
         """Partitions owned as of the last poll."""
         return frozenset(self.membership.owned)
+
+    @property
+    def committed(self) -> Mapping[Partition, int]:
+        """Next offset of each owned partition, as far as it is committed or its commit is on its way."""
+        return self._positions.committed
 
     @property
     def taken(self) -> int:
@@ -241,13 +300,12 @@ class TransactSession:
 
     def start(self) -> None:
         """Connects, fences predecessors and subscribes. Raises Unavailable within eos.startup.timeout.ms."""
+        self.pulse.adopt()
         deadline = time.monotonic() + self.settings["eos.startup.timeout.ms"] / 1000
         self._membership = self._new_membership()
         try:
             self._membership.check_topics([*self.topics, *self.destinations], deadline)
-            alternate = self._needs_alternate_id()
-            self._producer = TransactionalProducer(self.settings, self.transactional_id, alternate)
-            self._producer.start(deadline)
+            self._start_producers(deadline)
             if self.until_end:
                 self._finish = Finish(self._membership)
             self._membership.join()
@@ -257,27 +315,67 @@ class TransactSession:
         self.producer.identity(0.5)  # comes with the first statistics; the log should name it from the start
         log.info("session started", group=self.group, topics=",".join(self.topics), **self.producer.who())
 
+    def _start_producers(self, deadline: float) -> None:
+        """Fences every predecessor, in whichever way it used the two transactional.ids."""
+        with ClusterAdmin(self.settings) as admin:
+            old_brokers = admin.transaction_version() < OLD_TRANSACTIONS
+        self._committer = Watchdog(f"eos-{self.transactional_id}-commit")
+        first = TransactionalProducer(self.settings, self.transactional_id, alternate=old_brokers, pulse=self.pulse)
+        self._producers = [first]
+        first.start(deadline)
+        if old_brokers:
+            return  # there the alternate id is for replacements
+        second = TransactionalProducer(self.settings, alternate_of(self.transactional_id), pulse=self.pulse)
+        second.start(deadline)
+        if self._takes_turns:
+            self._producers.append(second)
+        else:
+            second.close()
+
+    @property
+    def _takes_turns(self) -> bool:
+        # Lineage counts outputs up to each commit, which a transaction that begins before it cannot know.
+        return self.settings["eos.producers"] == "2" and self._ledger is None
+
     def close(self, leave_group: bool = False) -> None:
-        """Aborts what is open and closes both clients. `leave_group`: a static member leaves for good."""
+        """Aborts what is open and closes all clients. `leave_group`: a static member leaves for good."""
         self._open = None
-        if self._producer is not None and self._producer.may_abort:
-            try:
-                self._producer.abort(time.monotonic() + _CLOSE_ABORT_S)
-            except CallFailed as failure:
-                # The broker aborts it at its timeout, or our successor's init does.
-                log.warning("abort at close failed", error=str(failure), **self.producer.who())
-        if self._producer is not None:
-            self._producer.close()
+        self._await_leaving_at_close()
+        for producer in self._producers:
+            if producer.may_abort:
+                try:
+                    producer.abort(time.monotonic() + _CLOSE_ABORT_S)
+                except CallFailed as failure:
+                    # The broker aborts it at its timeout, or our successor's init does.
+                    log.warning("abort at close failed", error=str(failure), **producer.who())
+            producer.close()
+        if self._committer is not None:
+            self._committer.close()
         if self._membership is not None:
             self._membership.close(leave_group)
             self._membership = None
 
-    def _new_membership(self) -> Membership:
-        return Membership(self.settings, self.topics, self._positions, with_ends=self.until_end)
+    def _await_leaving_at_close(self) -> None:
+        leaving, self._leaving = self._leaving, None
+        if leaving is None:
+            return
+        if not leaving.job.done.wait(_CLOSE_ABORT_S):
+            leaving.producer.abandon()  # its outcome is the coordinator's, and our successor's to learn
+        elif leaving.job.error is None:
+            self._committed(leaving)
+        else:
+            log.warning("commit at close failed", error=str(leaving.job.error), **leaving.producer.who())
 
-    def _needs_alternate_id(self) -> bool:
-        with ClusterAdmin(self.settings) as admin:
-            return admin.transaction_version() < OLD_TRANSACTIONS
+    def _new_membership(self) -> Membership:
+        membership = Membership(
+            self.settings, self.topics, self._positions, self._ledger, with_ends=self.until_end, pulse=self.pulse
+        )
+        membership.rebalances = self.counters.rebalances
+        return membership
+
+    def pause(self, seconds: float) -> None:
+        """No transaction begins before so many seconds are over; meanwhile the group is polled as usual."""
+        self._pause_until = max(self._pause_until, time.monotonic() + seconds)
 
     # ---- the loop ---------------------------------------------------------------------------------------------
 
@@ -291,11 +389,15 @@ class TransactSession:
             self.end()
         while True:
             if self.stop_requested:
+                self._finish_leaving()
                 raise StopIteration
             self._gather()
             if len(self._positions):
                 return self._begin()
-            if self.membership.new_starts or self._positions.offsets():
+            if self._leaving is not None:
+                if self._leaving.job.done.is_set():
+                    self._finish_leaving()
+            elif self.membership.new_starts or self._positions.offsets():
                 self._begin()
                 self.end()
             elif self._finish is not None and self._finish.reached(self.membership):
@@ -305,9 +407,12 @@ class TransactSession:
 
     def _replace_while_idle(self) -> None:
         """A late AddPartitionsToTxn would start a ghost transaction that fences an idle worker: not at a new epoch."""
-        reason = self.producer.must_replace()
-        if reason is not None and reason != ALWAYS:
-            self.producer.replace(reason)
+        if self._leaving is not None:
+            return
+        for producer in self._producers:
+            reason = producer.must_replace()
+            if reason is not None and reason != ALWAYS:
+                producer.replace(reason)
 
     def _step(self, name: str) -> None:
         if self.on_event is not None:
@@ -324,6 +429,7 @@ class TransactSession:
             return self._begin()
         self._step("begun")
         self._began_at = time.monotonic()
+        self._first_timestamp_ms = self._positions.first_timestamp_ms
         self._failure = self.membership.lost_sentence = None
         self._open = Transaction(self, self._began_at + self._interval_s)
         return self._open
@@ -337,19 +443,32 @@ class TransactSession:
         most = min(most, self._limit - positions.taken)
         if not len(positions) and positions.taken > 0 and most > 0:
             self._poll_on(min(_CHUNK, self._most - positions.taken))
+        # What follows is the application's: how long it takes is counted from here.
+        self.pulse.beat("handling")
         return positions.take(most) if self._going_well else []
 
     @property
     def _going_well(self) -> bool:
         return self._failure is None and self.membership.lost_sentence is None
 
-    def _send(self, sends: Sequence[Send]) -> None:
-        # A failure is a fact for `end`: the body need not know, its further sends lead nowhere.
+    # A send that failed is a fact for `end`: the body need not know, its further sends lead nowhere.
+
+    def _send(self, *send: Any) -> None:
         if self._going_well:
             try:
-                self.producer.send_all(sends)
+                self.producer.send(*send)
             except CallFailed as failure:
                 self._failure = failure
+
+    def _feed(self, feed: Feed, records: list[Record]) -> Fed:
+        nothing = Fed(0, len(records), None)
+        if not self._going_well:
+            return nothing
+        fed = self.producer.feed(feed, records)
+        if isinstance(fed.error, CallFailed):
+            self._failure = fed.error
+            return nothing
+        return fed
 
     # ---- polling ----------------------------------------------------------------------------------------------
 
@@ -357,7 +476,14 @@ class TransactSession:
         """Polls until the interval since the last transaction's begin is over; no transaction is open."""
         self.producer.poll(0)
         self._wait_out_pause()
-        self.membership.begin_new_partitions()
+        # A partition that left and comes back begins behind what of it is on its way.
+        if self.membership.new_partitions and not self._finish_leaving():
+            return
+        try:
+            self.membership.begin_new_partitions()
+        except CallFailed as failure:
+            self._recover(failure)
+            return
         due = self._began_at + self._interval_s
         if not len(self._positions) and time.monotonic() >= due:
             self._poll(1, IDLE_POLL_S)  # idle: the first record starts a transaction at once
@@ -371,8 +497,9 @@ class TransactSession:
 
     def _poll_on(self, most: int) -> None:
         """More for the open transaction, if there is a backlog: its queue may run dry for a moment."""
-        self._poll(1, _BACKLOG_PAUSE_S)
-        if len(self._positions):
+        self._poll(most, 0.0)
+        if not len(self._positions) and self._going_well:
+            self._poll(1, _BACKLOG_PAUSE_S)
             self._poll(most, 0.0)
 
     def _wait_out_pause(self) -> None:
@@ -390,62 +517,132 @@ class TransactSession:
     # ---- the end of a transaction -----------------------------------------------------------------------------
 
     def end(self) -> bool:
-        """Commits the open transaction. False: it was aborted and its records will be handed out again."""
+        """Sends the open transaction's commit on its way, behind the one before. False: it was aborted, alone or with
+        the one before, and what they took will be handed out again."""
         if self._open is None:
             raise IllegalState("no transaction is open")
         self._open._give_back_ahead()
         offsets = self.membership.new_starts | self._positions.offsets()
-        sent, taken = self._open.sent, self._positions.taken
         try:
             # First: what failed for a lost partition is not ours to look into.
             self.membership.check_not_lost()
             if self._failure is not None:
                 raise self._failure
-            self._flush_and_commit(offsets)
+            self._step("flush")
+            self.producer.flush()
+            self._step("flushed")
+            metadata = self.membership.metadata_to_commit(offsets) if offsets else None
         except CallFailed as failure:
             self._recover(failure)
             return False
-        self._open = None
-        self._positions.commit(offsets)
-        self.membership.new_starts = {}
-        self._committed(sent, taken)
-        return True
+        if not self._finish_leaving():
+            return False
+        self._leave(offsets, metadata)
+        return len(self._producers) > 1 or self._finish_leaving()
 
-    def _flush_and_commit(self, offsets: Mapping[Partition, int]) -> None:
-        producer = self.producer
-        self._step("flush")
-        producer.flush()
-        self._step("flushed")
+    def _leave(self, offsets: Mapping[Partition, int], metadata: Any) -> None:
+        """Hands the flushed transaction to the thread that commits it; the other producer's turn begins."""
+        assert self._open is not None
+        assert self._committer is not None
+        owner = self._owner()
+        commits = [self._commit_of(p, offset, owner) for p, offset in offsets.items()]
+        producer, taken, starts = self.producer, self._positions.taken, self.membership.new_starts
+        self._positions.leave(offsets)
+        self.membership.new_starts = {}
+        job = self._committer.start(self._send_and_commit, producer, commits, metadata)
+        self._leaving = _Leaving(
+            producer,
+            offsets,
+            starts,
+            self._open,
+            taken,
+            self._began_at,
+            self._first_timestamp_ms,
+            time.monotonic(),
+            job,
+        )
+        self._open = None
+        self._producers.reverse()
+
+    def _send_and_commit(self, producer: TransactionalProducer, offsets: list[TopicPartition], metadata: Any) -> float:
+        """On the committer's thread, which alone uses this producer meanwhile. Returns time.monotonic() of the end."""
         if offsets:
-            metadata = self.membership.metadata_to_commit(offsets)
-            owner = self._owner()
-            producer.send_offsets([TopicPartition(*p, offset, owner) for p, offset in offsets.items()], metadata)
+            producer.send_offsets(offsets, metadata)
         self._step("offsets sent")
         producer.commit()
+        ended = time.monotonic()
         self._step("committed")
+        return ended
 
-    def _committed(self, sent: int, taken: int) -> None:
+    def _finish_leaving(self) -> bool:
+        """Waits for the commit that is on its way, if any. False: it failed, and so did what was begun behind it; that
+        is carried out already. Raises what a failed commit of the open transaction would."""
+        leaving = self._leaving
+        if leaving is None:
+            return True
+        while not leaving.job.done.wait(_BEAT_S):
+            self.pulse.beat("calling", "commit")
+        self._leaving = None
+        error = leaving.job.error
+        if error is None:
+            self._committed(leaving)
+            return True
+        if self.producer is not leaving.producer:
+            self.producer.give_up("the transaction before it did not commit")
+            self._producers.reverse()
+        self._positions.returned()
+        self.membership.new_starts = leaving.new_starts | self.membership.new_starts
+        if not isinstance(error, CallFailed):
+            raise error
+        self._in_doubt = leaving.offsets
+        try:
+            self._recover(error)
+        finally:
+            self._in_doubt = None
+        return False
+
+    def _committed(self, leaving: _Leaving) -> None:
+        self._positions.arrived()
+        if self._ledger is not None:
+            self._ledger.commit()
         self._rebuilds_in_a_row = self._aborts_in_a_row = 0
         self._limit = min(self._most, self._limit * 2)
         counters = self.counters
         counters.transactions += 1
-        counters.records_in += taken
-        counters.records_out += sent
-        counters.replacements = self.producer.replacements
-        log.debug("committed", taken=taken, sent=sent, ms=round((time.monotonic() - self._began_at) * 1000))
+        counters.records_in += leaving.taken
+        counters.records_out += leaving.transaction.sent
+        counters.skipped += leaving.transaction.skipped
+        counters.dead_letters += leaving.transaction.dead_letters
+        self._count_replacements()
+        ended_at: float = leaving.job.result
+        counters.commit_seconds.observe(ended_at - leaving.left_at)
+        if leaving.taken and leaving.first_timestamp_ms > 0:
+            ended_ms = (time.time() - time.monotonic() + ended_at) * 1000
+            # Clocks differ: a record from the future is no age below zero.
+            counters.end_to_end_seconds.observe(max(0.0, (ended_ms - leaving.first_timestamp_ms) / 1000))
+        ms = round((ended_at - leaving.began_at) * 1000)
+        log.debug("committed", taken=leaving.taken, sent=leaving.transaction.sent, ms=ms)
 
-    def _owner(self) -> str:
+    def _count_replacements(self) -> None:
+        total: dict[str, int] = {}
+        for producer in self._producers:
+            for reason, count in producer.replacements.items():
+                total[reason] = total.get(reason, 0) + count
+        self.counters.replacements = total
+
+    def _owner(self) -> dict[str, object]:
         """Committed beside each offset, so that a fenced instance can say who replaced it."""
         identity = self.producer.client.identity
-        return json.dumps(
-            {
-                "instance": self.settings.instance,
-                "host": socket.gethostname(),
-                "since": _STARTED_AT,
-                "epoch": identity.epoch if identity else None,
-            },
-            separators=(",", ":"),
-        )
+        return {
+            "instance": self.settings.instance,
+            "host": socket.gethostname(),
+            "since": _STARTED_AT,
+            "epoch": identity.epoch if identity else None,
+        }
+
+    def _commit_of(self, partition: Partition, offset: int, owner: Mapping[str, object]) -> TopicPartition:
+        metadata = {**owner, **(self._ledger.metadata(partition) if self._ledger else {})}
+        return TopicPartition(*partition, offset, json.dumps(metadata, separators=(",", ":")))
 
     # ---- recovery ---------------------------------------------------------------------------------------------
 
@@ -457,10 +654,12 @@ class TransactSession:
 
     def _recover(self, failure: CallFailed) -> None:
         """Carries out what a failed call asks for; returns when the loop can go on, raises when it must stop."""
+        if not self._finish_leaving() and failure.call != "consume":
+            return  # the transaction before failed and took the open one with it; the consumer's failure remains
         if failure.action is Action.ABORT:
             self._abort(failure)
         elif failure.action is Action.REBUILD:
-            self._rebuild(str(failure))
+            self._rebuild(str(failure), _cause(failure))
         elif failure.action is Action.SETTLE:
             self._settle(failure)
         elif failure.action is Action.POISON:
@@ -471,70 +670,86 @@ class TransactSession:
             raise stop_error(failure) from failure
 
     def _abort(self, failure: CallFailed) -> None:
-        """A known abort: the records are handed out again as they are."""
+        """A known abort: the records are handed out again."""
         try:
             self.producer.abort()
         except CallFailed as worse:
             self._recover(CallFailed(worse.call, Action.REBUILD, worse) if worse.action is Action.ABORT else worse)
             return
         self._open = None
-        self._positions.rewind()
+        self._go_back(self._positions.rewind())
         self._aborts_in_a_row += 1
         self.counters.aborts += 1
+        add(self.counters.aborts_by_cause, _cause(failure))
         # The group or the cluster needs a moment; without a pause this would spin through aborts.
         self._pause_until = time.monotonic() + min(5.0, 0.05 * 2 ** min(self._aborts_in_a_row, 7))
         log.warning("transaction aborted", reason=str(failure), **self.producer.who())
 
     def _abort_poisoned(self, failure: CallFailed) -> None:
-        """A record is refused for good. Alone in its transaction it is found; else smaller transactions find it."""
-        taken = self._positions.taken
+        """A record is refused for good. It is known, or alone in its transaction; else smaller transactions find it."""
+        taken, last = self._positions.taken, self._positions.last_taken
         self._abort(failure)
-        if taken == 0:
+        if last is None:
             raise PoisonRecord(f"an output without an input was refused: {failure}", "", -1, -1) from failure
-        if taken > 1:
+        self._pause_until = 0.0
+        if failure.record is not None or taken == 1:
+            self.on_refused(failure.record or last, failure)
+        else:
             self._limit = max(1, taken // 2)
-            self._pause_until = 0.0
-            return
-        culprit = self._positions.take(1)[0]
-        self._positions.give_back(1)
-        where = f"{culprit.topic} [{culprit.partition}] offset {culprit.offset}"
-        raise PoisonRecord(
-            f"an output of {where} was refused: {failure}", culprit.topic, culprit.partition, culprit.offset
-        ) from failure
 
-    def _rebuild(self, reason: str) -> None:
+    def _rebuild(self, reason: str, cause: str) -> None:
         """Outcome unknown or producer dead: a new producer, then the group's stable committed offsets decide."""
-        self._count_rebuild(reason)
-        touched = self.membership.new_starts | self._positions.offsets()
+        self._count_rebuild(reason, cause)
+        in_doubt = self._in_doubt
+        touched = self.membership.new_starts | self._positions.offsets() if in_doubt is None else in_doubt
         self._open = None
         self.producer.replace(f"failure: {reason}")
-        stable = self.membership.stable_committed(list(touched))
-        dropped = self._positions.resolve({p: tp.offset if tp.offset >= 0 else None for p, tp in stable.items()})
+        try:
+            stable = self.membership.stable_committed(list(touched))
+        except CallFailed as failure:
+            self._rejoin(str(failure))
+            return
+        committed = bool(touched) and all(stable[p].offset >= offset for p, offset in touched.items())
+        self._go_back(self._positions.resolve({p: tp.offset if tp.offset >= 0 else None for p, tp in stable.items()}))
+        if self._ledger is not None and committed:
+            self._ledger.begin_all(stable)
         starts = self.membership.new_starts
         self.membership.new_starts = {p: offset for p, offset in starts.items() if stable[p].offset < 0}
         self._aborts_in_a_row += 1
         log.warning(
             "rebuilt from the committed offsets",
             reason=reason,
-            outcome="committed" if dropped else "aborted",
+            outcome="committed" if committed else "aborted",
             **self.producer.who(),
         )
 
+    def _go_back(self, targets: Mapping[Partition, int]) -> None:
+        """The consumer fetches again what an ended transaction took and did not commit."""
+        if self._ledger is not None:
+            self._ledger.rewind()
+        try:
+            self.membership.go_back(targets)
+        except CallFailed as failure:
+            self._rejoin(str(failure))
+
     def _rejoin(self, reason: str) -> None:
         """The consumer is dead and nobody took its place: a new one, whose partitions begin at what is committed."""
-        self._count_rebuild(reason)
+        self._count_rebuild(reason, "group")
         self._open = None
-        self.membership.close(leave=False)
+        gone = self.membership
+        gone.abandon()
         self._positions.clear()
         self._membership = self._new_membership()
+        self._membership.begin_at(gone.new_starts)
         self.producer.replace(f"failure: {reason}")  # ends what was open
         self._membership.join()
         log.warning("joined the group again", reason=reason, group=self.group, **self.producer.who())
 
-    def _count_rebuild(self, reason: str) -> None:
+    def _count_rebuild(self, reason: str, cause: str) -> None:
         """The breaker: rebuilds without a commit in between do not go on for ever."""
         self._rebuilds_in_a_row += 1
         self.counters.rebuilds += 1
+        add(self.counters.rebuilds_by_cause, cause)
         if self._rebuilds_in_a_row > MOST_REBUILDS:
             self._open = None
             raise Temporary(
@@ -549,7 +764,7 @@ class TransactSession:
         owner, answer = self._ask_owner(failure)
         if owner is Owner.NEWER:
             raise self._fenced(str(failure), answer) from failure
-        self._rebuild(owner.value)
+        self._rebuild(owner.value, "timeout")
 
     def _settle_place(self, failure: CallFailed) -> None:
         """The group refuses our static member. A newer instance initialised our transactional.id before it joined; else
@@ -566,22 +781,31 @@ class TransactSession:
         """
         producer = self.producer
         age_ms = (time.monotonic() - producer.began_at) * 1000
-        identity = producer.identity()
+        identity = producer.identity(fresh=True)
         if identity is None:
             raise self._fenced(f"{failure}; this producer's own epoch is not known", None) from failure
         situation = Situation(identity, producer.acknowledged, age_ms, self.settings.transaction_timeout_ms)
         while True:
             try:
                 with ClusterAdmin(self.settings) as admin:
-                    owner, answer = ownership.settle(situation, lambda: admin.describe(producer.transactional_id))
+                    owner, answer = ownership.settle(situation, lambda: self._describe_owner(admin))
                 if (place_too or owner is Owner.GHOST) and not self.membership.nobody_took_our_place():
                     owner = Owner.NEWER
                 break
             except Unavailable as error:
+                self.pulse.beat("calling", "DescribeTransactions")
                 log.warning("waiting for the cluster", call="DescribeTransactions", error=str(error))
                 time.sleep(0.5)
         log.warning("fenced", owner=owner.value, age_ms=round(age_ms), answer=answer, **producer.who())
         return owner, answer
+
+    def _describe_owner(self, admin: ClusterAdmin) -> Described | None:
+        answer = admin.describe(self.producer.transactional_id)
+        now = time.monotonic()
+        if answer is not None and now - self._told_waiting >= _WAIT_LOG_INTERVAL_S:
+            self._told_waiting = now
+            log.info("asking who owns the transactional.id", answer=answer, **self.producer.who())
+        return answer
 
     def _fenced(self, reason: str, answer: Described | None) -> Fenced:
         """Exit 79's sentence: producer id, epoch, since when, and who, as far as the cluster tells."""
@@ -604,9 +828,31 @@ class TransactSession:
             f"This one stops and has written nothing since. [{reason}]"
         )
 
+    @property
+    def commit_under_way_s(self) -> float:
+        """For how long a commit has been on its way; 0 without one."""
+        leaving = self._leaving
+        return time.monotonic() - leaving.left_at if leaving is not None else 0.0
+
     def lag(self) -> int | None:
         """Records (and markers) between what is committed and the last stable offsets; None: not known yet."""
         return self.membership.lag()
+
+
+def _stop_at_refused(record: Record, failure: CallFailed) -> None:
+    """Without a policy: a record that the cluster refuses ends the loop."""
+    where = f"{record.topic} [{record.partition}] offset {record.offset}"
+    sentence = f"an output of {where} was refused: {failure}"
+    raise PoisonRecord(sentence, record.topic, record.partition, record.offset) from failure
+
+
+def _cause(failure: CallFailed) -> str:
+    """Why a transaction did not commit, in a word: a label of a metric, so there are few of them."""
+    if failure.action is Action.POISON:
+        return "refused"
+    if failure.action is not Action.ABORT:
+        return failure.call
+    return {"abort": "application", "send_offsets": "rebalance"}.get(failure.call, failure.call)
 
 
 # Of this process; milliseconds since the epoch.

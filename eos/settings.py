@@ -54,6 +54,13 @@ def _at_least(minimum: int) -> Callable[[Any], int]:
     return read
 
 
+def _boolean(value: Any) -> bool:
+    text = str(value).lower()
+    if text not in ("true", "false"):
+        raise ValueError("must be true or false")
+    return text == "true"
+
+
 OPTIONS: dict[str, Option] = {
     "eos.instance": Option(
         "", str, "suffix of the transactional.id; must be stable across restarts (default: host name)"
@@ -62,12 +69,26 @@ OPTIONS: dict[str, Option] = {
     "eos.transaction.interval.ms": Option(100, _at_least(1), "how long one transaction gathers and handles records"),
     "eos.transaction.max.records": Option(200_000, _at_least(1), "most input records of one transaction"),
     "eos.batch.max.records": Option(5_000, _at_least(1), "most records handed to a batch function at once"),
+    "eos.async.max.records": Option(100, _at_least(1), "most records on which an `async def` function runs at once"),
+    "eos.lineage": Option(
+        False, _boolean, "outputs name their input in a header, committed offsets count them, for `eos verify`"
+    ),
+    "eos.producers": Option(
+        "2", _one_of("1", "2"), "2: the next transaction is filled while the one before commits; 1: one by one"
+    ),
     "eos.replace.producer": Option(
         "auto", _one_of("auto", "always", "never"), "when a producer is replaced (never is for experiments)"
+    ),
+    "eos.create.topics": Option(False, _boolean, "create topics that are missing at the start"),
+    "eos.strict": Option(
+        False, _boolean, "refuse to start on a cluster that can lose acknowledged records, instead of warning of it"
     ),
     "eos.startup.timeout.ms": Option(25_000, _at_least(1_000), "how long to try to reach the cluster at the start"),
     "eos.shutdown.timeout.ms": Option(
         30_000, _at_least(0), "how long a stop may take before the transaction is aborted"
+    ),
+    "eos.liveness.timeout.ms": Option(
+        60_000, _at_least(1_000), "how long a worker may stand still, in a function or a call, until /livez says so"
     ),
     "eos.call.timeout.ms": Option(
         5_000, _at_least(100), "one attempt of a transactional call; a call 5 s past it counts as hung"
@@ -132,6 +153,14 @@ ALIASES = {
     "delivery.timeout.ms": "message.timeout.ms",
     "compression.codec": "compression.type",
 }
+# Never shown: not in a log, not in an error, not by `eos config`.
+SECRETS = frozenset(
+    """
+    sasl.password sasl.oauthbearer.config sasl.oauthbearer.client.secret
+    sasl.oauthbearer.client.credentials.client.secret sasl.oauthbearer.assertion.private.key.passphrase
+    sasl.oauthbearer.assertion.private.key.pem ssl.key.password ssl.key.pem ssl.keystore.password ssl_key
+    """.split()  # noqa: SIM905
+)
 # Python names of confluent-kafka that are not in librdkafka's own list.
 CALLBACKS = frozenset({"stats_cb", "error_cb", "throttle_cb", "oauth_cb", "logger"})
 
@@ -251,6 +280,10 @@ class Settings:
         values.setdefault("message.timeout.ms", self.transaction_timeout_ms)
         return values | {"transactional.id": transactional_id, "enable.idempotence": True, "acks": "all"}
 
+    def admin(self) -> dict[str, Any]:
+        """Configuration of a confluent-kafka admin client."""
+        return self.connection() | {"reconnect.backoff.max.ms": self["reconnect.backoff.max.ms"]}
+
     def connection(self) -> dict[str, Any]:
         """Only what an admin client needs to connect: addresses, TLS, SASL."""
         keep = (
@@ -259,6 +292,10 @@ class Settings:
             "security.protocol",
             "ssl.",
             "sasl.",
+            "enable.ssl.",
+            "enable.sasl.",
+            "https.",
+            "oauth_cb",
             "socket.",
             "broker.address.",
         )
@@ -271,20 +308,34 @@ def load(
     file: Path | None = None,
 ) -> Settings:
     """Settings of a command: eos.toml in the working directory (if there), then the environment, then flags."""
-    environment = os.environ if environment is None else environment
     values: dict[str, Any] = {}
+    for _, given in sources(flags, environment, file):
+        values |= given
+    return Settings(values)
+
+
+def sources(
+    flags: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> list[tuple[str, dict[str, Any]]]:
+    """What each source gives, the weakest first, with its name as a user knows it; Kafka's aliases resolved."""
     path = file or Path("eos.toml")
+    found: list[tuple[str, dict[str, Any]]] = []
     if file is not None or path.exists():
-        values |= _from_toml(path)
-    values |= _from_environment(environment)
-    return Settings(values | dict(flags or {}))
+        found.append((str(path), _from_toml(path)))
+    found.append(("environment", _from_environment(os.environ if environment is None else environment)))
+    found.append(("command line", dict(flags or {})))
+    return [(origin, {ALIASES.get(name, name): value for name, value in values.items()}) for origin, values in found]
 
 
 def parse_flag(text: str) -> tuple[str, str]:
     """`name=value` of -X; raises ConfigurationError when there is no equals sign."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
-        raise ConfigurationError(f"-X {text}: expected name=value, for example -X linger.ms=20")
+        # Only the first word: the rest may be a password.
+        shown = text.split()[0] if text.split() else text
+        raise ConfigurationError(f"-X {shown}: expected name=value, for example -X linger.ms=20")
     return name.strip(), value.strip()
 
 

@@ -12,12 +12,16 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from eos.raising import raising
+
 
 class CallHung(Exception):
     """The call did not return in time; its thread still runs and whatever it may yet do is unknown."""
 
 
-class _Job:
+class Job:
+    """A call on its way; its result or exception once `done` is set."""
+
     __slots__ = ("args", "call", "done", "error", "result")
 
     def __init__(self, call: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -31,7 +35,7 @@ class Watchdog:
     """Runs calls one after the other on one daemon thread; after a hang it refuses further calls."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self.hung = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -39,17 +43,22 @@ class Watchdog:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                job.result = job.call(*job.args)
+                job.result = raising(job.call, *job.args)
             except BaseException as error:  # noqa: BLE001 - it is raised again on the calling thread
                 job.error = error
             job.done.set()
+
+    def start(self, function: Callable[..., Any], *args: Any) -> Job:
+        """Has the function called behind the jobs before it; does not wait."""
+        job = Job(function, args)
+        self._jobs.put(job)
+        return job
 
     def call(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
         """The function's result or exception; CallHung after `timeout_s`. An interrupt (a signal) passes through."""
         if self.hung:
             raise CallHung("an earlier call on this producer still hangs")
-        job = _Job(function, args)
-        self._jobs.put(job)
+        job = self.start(function, *args)
         try:
             finished = job.done.wait(timeout_s)
         except BaseException:

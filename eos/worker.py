@@ -1,25 +1,28 @@
-"""Runs an App on a session: slices of records through its functions, the error policy, signals, the live line.
+"""Runs an App on a session: slices of records, the App's hooks, a function that is too slow, signals, the live line.
 
-It never decides commit or abort (eos/session.py does) and never touches a Kafka client. What it adds to the session's
-loop: a record's outputs are sent only after its function returned; the first record that fails ends the transaction
-just before it, so all earlier ones are committed and nothing of it is visible.
+It never decides commit or abort (eos/session.py does), never touches a Kafka client, and what becomes of a record that
+fails is eos/handling.py's. What it adds to the session's loop: where the handler stops, the transaction ends just
+before that record, so all earlier ones are committed and nothing of it is visible.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import operator
 import signal
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from eos import log
-from eos.app import App, Record, Route, Send
-from eos.errors import EosError, PoisonRecord, Temporary
+from eos.app import App, Record, Route
+from eos.errors import PoisonRecord, Temporary
+from eos.handling import Halt, Handler
+from eos.hooks import Hooks
+from eos.lineage import Ledger
 from eos.session import Transaction, TransactSession
 from eos.settings import Settings
+from eos.slowness import Slowness
 
 _SLICE_TARGET_S = 0.005
 _LARGEST_SLICE = 2_000
@@ -36,7 +39,7 @@ class Worker:
     """One App on one session, in the calling thread.
 
     `run()` returns when stopped by a signal or, with `until_end`, when the group has handled everything that was
-    readable at the start. Raises EosError's subclasses.
+    readable at the start. Raises EosError's subclasses. `session.counters` says what it did so far.
     """
 
     def __init__(self, app: App, settings: Settings, *, until_end: bool = False) -> None:
@@ -45,33 +48,45 @@ class Worker:
         self.settings = settings.with_values(
             **{"group.id": app.id, "transactional.id": f"{app.id}-{settings.instance}"}
         )
+        ledger = Ledger() if self.settings["eos.lineage"] else None
+        self._concurrent_most: int = self.settings["eos.async.max.records"]
+        self._handler = Handler(app, ledger, self._concurrent_most)
         self.session = TransactSession(
-            self.settings, app.topics, until_end=until_end, destinations=sorted(app.destinations)
+            self.settings, app.topics, until_end=until_end, destinations=sorted(app.destinations), ledger=ledger
         )
+        self.session.on_refused = self._handler.refused
         self._slice = 1
         self._batch_most: int = self.settings["eos.batch.max.records"]
         routes = set(app.routes.values())
-        self._single_route: Route | None = routes.pop() if len(routes) == 1 else None
+        self._single_route: Route | None = next(iter(routes)) if len(routes) == 1 else None
+        self._slowness = Slowness(self.settings)
+        self._not_before = 0.0  # time.monotonic() at which a record that failed may be tried again
         self.on_tick: Callable[[], None] = lambda: None
 
     def run(self) -> None:
         session = self.session
         began = time.monotonic()
         finished = False
+        hooks = Hooks(self.app)
         try:
+            hooks.start()
             session.start()
             with _rare_garbage_collection():
                 for txn in session:
-                    poison = self._handle(txn)
-                    if poison is not None:
-                        self._stop_at(txn, poison)
+                    halt = self._handle(txn)
+                    if halt is not None:
+                        self._end_at(txn, halt)
                     self.on_tick()
             finished = True
         except ShutdownExpired as expired:
+            hooks.abandon()
             raise Temporary(f"the stop took too long ({expired}): the open transaction was given up") from expired
         finally:
-            # A process that is done takes its partitions out of the group; one that failed is expected back soon.
-            session.close(leave_group=finished)
+            try:
+                # A process that is done takes its partitions out of the group; one that failed is expected back soon.
+                session.close(leave_group=finished)
+            finally:
+                hooks.stop(failed=not finished)
         self._log_totals(time.monotonic() - began)
 
     def _log_totals(self, seconds: float) -> None:
@@ -80,6 +95,9 @@ class Worker:
             "stopped",
             records_in=counters.records_in,
             records_out=counters.records_out,
+            skipped=counters.skipped,
+            dead_letters=counters.dead_letters,
+            retries=counters.retries,
             transactions=counters.transactions,
             aborts=counters.aborts,
             replaced=sum(counters.replacements.values()),
@@ -88,21 +106,47 @@ class Worker:
 
     # ---- one transaction --------------------------------------------------------------------------------------
 
-    def _handle(self, txn: Transaction) -> PoisonRecord | None:
-        """Handles records until the transaction's interval is over; returns the first that failed, given back."""
+    def _handle(self, txn: Transaction) -> Halt | None:
+        """Handles records until the transaction's interval is over, or to where the handler stops."""
+        begun = time.monotonic()
+        if begun < self._not_before:
+            self._wait_on()
+            return None
+        self._handler.begin(self.session.membership.owned, self.session.committed)
+        room_s = self._handler.room_s
         while True:
             batch = txn.take(self._slice_size())
             if not batch:
                 return None
             began = time.monotonic()
-            poison = self._handle_batch(txn, batch)
-            if poison is not None:
-                return poison
-            self._adapt(time.monotonic() - began, len(batch))
+            halt = self._handle_batch(txn, batch)
+            ended = time.monotonic()
+            waited_s = self._handler.room_s - room_s
+            if self._slowness.too_slow(ended - begun - waited_s, ended - began):
+                self._slowness.strike(self._route_of(batch), batch, ended - began)
+            elif self._slowness.one_by_one:
+                self._slowness.passed(batch[-1], self.session.membership.owned)
+            if halt is not None:
+                return halt
+            self._adapt(ended - began, len(batch))
+
+    def _wait_on(self) -> None:
+        """Something ended the wait before a retry early: an abort, or a stop that must not use up a retry."""
+        if not self.session.stop_requested:
+            self.session.pause(self._not_before - time.monotonic())
+
+    def _route_of(self, batch: list[Record]) -> Route:
+        return self.app.routes[batch[0].topic]
 
     def _slice_size(self) -> int:
         route = self._single_route
-        return self._batch_most if route is not None and route.batch else self._slice
+        if self._slowness.one_by_one:
+            return 1
+        if route is None:
+            return self._slice
+        if route.batch:
+            return self._batch_most
+        return self._concurrent_most if route.concurrent else self._slice
 
     def _adapt(self, took_s: float, size: int) -> None:
         """Slices of about 5 ms, so that a slow function still ends its transaction in time."""
@@ -111,94 +155,24 @@ class Worker:
         elif took_s > 2 * _SLICE_TARGET_S:
             self._slice = max(1, self._slice // 2)
 
-    def _handle_batch(self, txn: Transaction, batch: list[Record]) -> PoisonRecord | None:
+    def _handle_batch(self, txn: Transaction, batch: list[Record]) -> Halt | None:
         if self._single_route is not None:
-            return self._run_route(txn, self._single_route, batch, len(batch))
-        left = len(batch)
-        for route, records in _by_route(self.app, batch):
-            poison = self._run_route(txn, route, records, left)
-            if poison is not None:
-                return poison
-            left -= len(records)
-        return None
+            halt = self._handler.handle_route(txn, self._single_route, batch)
+        else:
+            halt = self._handler.handle(txn, batch)
+        if halt is not None:
+            txn.give_back(len(batch) - halt.handled)
+        return halt
 
-    def _run_route(self, txn: Transaction, route: Route, records: list[Record], left: int) -> PoisonRecord | None:
-        """Sends the outputs of `records`; `left` of the taken records, these first, are not handled yet."""
-        if route.batch:
-            try:
-                outputs_of_all = route.outputs_batch(records)
-            except Exception as error:  # noqa: BLE001 - the user's code may raise anything; it stops the worker
-                txn.give_back(left)
-                return _poison_batch(route, records, error)
-            txn.send_all(outputs_of_all)
-            return None
-        sends: list[Send] = []
-        outputs, coming = route.outputs, iter(records)
-        poison: PoisonRecord | None = None
-        try:
-            for record in coming:
-                sends += outputs(record)
-        except Exception as error:  # noqa: BLE001 - see above
-            poison = _poison(route, record, error)
-        txn.send_all(sends)
-        if poison is not None:
-            txn.give_back(left - len(records) + operator.length_hint(coming) + 1)
-        return poison
-
-    def _stop_at(self, txn: Transaction, poison: PoisonRecord) -> None:
-        """Commits what came before the poison record, then stops. After an abort those records come again first."""
-        if isinstance(poison.__cause__, EosError):
-            # Not about the record: the App is wrong (a destination that was not named, ...).
-            txn.commit()
-            raise poison.__cause__
-        if txn.commit():
-            raise poison
-
-
-def _by_route(app: App, batch: list[Record]) -> Iterator[tuple[Route, list[Record]]]:
-    """Consecutive records of one route, in order."""
-    run: list[Record] = []
-    current: Route | None = None
-    for record in batch:
-        route = app.routes[record.topic]
-        if route is not current and run:
-            assert current is not None
-            yield current, run
-            run = []
-        current = route
-        run.append(record)
-    if current is not None:
-        yield current, run
-
-
-def _poison(route: Route, record: Record, error: Exception) -> PoisonRecord:
-    poison = PoisonRecord(
-        f"{route.name} failed on {record.topic} [{record.partition}] offset {record.offset}: "
-        f"{type(error).__name__}: {error}",
-        record.topic,
-        record.partition,
-        record.offset,
-    )
-    poison.__cause__ = error
-    return poison
-
-
-def _poison_batch(route: Route, records: list[Record], error: Exception) -> PoisonRecord:
-    """A batch function fails for a range: policy stop does not run it again to find which record it was."""
-    spans: dict[tuple[str, int], tuple[int, int]] = {}
-    for record in records:
-        first, _ = spans.get((record.topic, record.partition), (record.offset, 0))
-        spans[record.topic, record.partition] = (first, record.offset)
-    where = ", ".join(f"{t} [{p}] offsets {first} to {last}" for (t, p), (first, last) in spans.items())
-    head = records[0]
-    poison = PoisonRecord(
-        f"{route.name} failed on one of {len(records)} records ({where}): {type(error).__name__}: {error}",
-        head.topic,
-        head.partition,
-        head.offset,
-    )
-    poison.__cause__ = error
-    return poison
+    def _end_at(self, txn: Transaction, halt: Halt) -> None:
+        """Commits what came before the record that failed, then stops or waits. After an abort those come again."""
+        if halt.error is None:
+            self.session.counters.retries += 1
+            txn.commit()  # waited for: nothing is on its way during the pause
+            self._not_before = time.monotonic() + halt.pause_s
+            self.session.pause(halt.pause_s)
+        elif txn.commit() or not isinstance(halt.error, PoisonRecord):
+            raise halt.error
 
 
 @contextlib.contextmanager
@@ -215,10 +189,17 @@ def _rare_garbage_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
+class Stoppable(Protocol):
+    """What StopSignals stops: it looks at `stop_requested` between two batches."""
+
+    settings: Settings
+    stop_requested: bool
+
+
 class StopSignals:
     """SIGTERM and SIGINT: the first asks for a stop after the batch, the second or the deadline gives up."""
 
-    def __init__(self, session: TransactSession) -> None:
+    def __init__(self, session: Stoppable) -> None:
         self._session = session
         self._timeout_s: float = session.settings["eos.shutdown.timeout.ms"] / 1000
         self._before: dict[int, Any] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import uuid
 from collections.abc import Callable, Iterator
@@ -10,6 +11,13 @@ import pytest
 
 from eos.broker import DEFAULT_VERSION, LocalKafka
 from eos.broker.node import free_ports
+from eos.raising import raising
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
+    """A bare KafkaError (eos/raising.py) out of a test that uses the client itself would end pytest, not the test."""
+    pyfuncitem.obj = functools.partial(raising, pyfuncitem.obj)
 
 
 @pytest.fixture(scope="session")

@@ -1,48 +1,62 @@
 """Questions to the cluster that confluent-kafka cannot ask: transactions, features, members (kafka-python's admin).
 
-Owns the translation of settings to kafka-python's names. It only reads, but for `remove_member`.
+It only reads, but for `remove_member` and `write_abort_marker`; whether those may be called is for others to decide.
+How kafka-python is configured is eos/admin/security.py's.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+from kafka import IsolationLevel, TopicPartition
 from kafka import errors as kafka_errors
-from kafka.admin import KafkaAdminClient, MemberToRemove
+from kafka.admin import AbortTransactionSpec, KafkaAdminClient, MemberToRemove, OffsetSpec
+from kafka.protocol.producer import InitProducerIdRequest
 
-from eos.errors import ConfigurationError, Unavailable
+from eos.admin.security import configuration
+from eos.errors import ConfigurationError, NotAuthorised, Unavailable
 from eos.ownership import Described
 from eos.settings import Settings
 
-_TRANSLATED = {
-    "client.id": "client_id",
-    "security.protocol": "security_protocol",
-    "ssl.ca.location": "ssl_cafile",
-    "ssl.certificate.location": "ssl_certfile",
-    "ssl.key.location": "ssl_keyfile",
-    "ssl.key.password": "ssl_password",
-    "sasl.mechanism": "sasl_mechanism",
-    "sasl.username": "sasl_plain_username",
-    "sasl.password": "sasl_plain_password",
-    "sasl.kerberos.service.name": "sasl_kerberos_service_name",
-}
+T = TypeVar("T")
+Partition = tuple[str, int]
+TRANSACTION_LOG, OFFSETS_LOG = "__transaction_state", "__consumer_offsets"
+_EPOCHS, _FAR = 32_767, 16_384  # an epoch as far as can be from any that is in use
+_CHUNK = 500  # partitions or transactional.ids of one request
 
 
-def _configuration(settings: Settings, timeout_ms: int) -> dict[str, Any]:
-    values = settings.connection()
-    translated = {new: values[old] for old, new in _TRANSLATED.items() if old in values}
-    if "security_protocol" in translated:
-        translated["security_protocol"] = str(translated["security_protocol"]).upper()
-    if str(values.get("ssl.endpoint.identification.algorithm", "https")).lower() == "none":
-        translated["ssl_check_hostname"] = False
-    return translated | {
-        "bootstrap_servers": str(values["bootstrap.servers"]).split(","),
-        "request_timeout_ms": timeout_ms,
-        "bootstrap_timeout_ms": timeout_ms,
-        "reconnect_backoff_max_ms": 1_000,
-    }
+@dataclass(frozen=True)
+class Listed:
+    """A coordinator's view of one transactional.id; `start_ms` and `timeout_ms` in Unix and plain milliseconds."""
+
+    transactional_id: str
+    producer_id: int
+    epoch: int
+    state: str
+    coordinator: int
+    start_ms: int
+    timeout_ms: int
+    partitions: frozenset[Partition]
+
+
+@dataclass(frozen=True)
+class OpenProducer:
+    """A producer that has a transaction open on a partition, as the partition's leader sees it."""
+
+    partition: Partition
+    producer_id: int
+    epoch: int
+    start_offset: int
+    last_timestamp_ms: int
+    coordinator_epoch: int
+
+    @property
+    def key(self) -> tuple[Partition, int, int]:
+        """What makes it the same open transaction in two answers."""
+        return self.partition, self.producer_id, self.start_offset
 
 
 class ClusterAdmin:
@@ -50,7 +64,9 @@ class ClusterAdmin:
 
     def __init__(self, settings: Settings, timeout_ms: int = 10_000) -> None:
         try:
-            self._client = KafkaAdminClient(**_configuration(settings, timeout_ms))
+            self._client = KafkaAdminClient(**configuration(settings, timeout_ms))
+        except kafka_errors.SaslAuthenticationFailedError as error:
+            raise NotAuthorised(f"the login at {settings.bootstrap_servers} was refused: {error}") from error
         except (kafka_errors.KafkaError, OSError) as error:
             raise Unavailable(f"{settings.bootstrap_servers} cannot be reached: {error}") from error
         except (AssertionError, TypeError, ValueError) as error:
@@ -75,6 +91,155 @@ class ClusterAdmin:
         return Described(
             str(found.state.value), found.producer_id, found.producer_epoch, found.transaction_start_time_ms
         )
+
+    def transactions(self, producer_ids: Collection[int] = (), states: Collection[str] = ()) -> list[Listed]:
+        """Every transactional.id that the coordinators know (and that we may see), or those of these producer ids, in
+        these states."""
+        with _translated("ListTransactions"):
+            listings = self._client.list_transactions(
+                producer_id_filters=sorted(producer_ids), state_filters=sorted(states)
+            )
+        names = sorted({row.transactional_id for rows in listings.values() for row in rows})
+        return self.describe_all(names)
+
+    def describe_all(self, transactional_ids: Sequence[str]) -> list[Listed]:
+        """The coordinators' view of these; one that none knows is left out."""
+        return [row for chunk in _chunks(transactional_ids) for row in self._described(chunk)]
+
+    def _described(self, names: Sequence[str]) -> list[Listed]:
+        with _translated("DescribeTransactions"):
+            try:
+                found = self._client.describe_transactions(names)
+            except kafka_errors.TransactionalIdNotFoundError:
+                if len(names) == 1:
+                    return []  # expired since it was listed
+                return [row for name in names for row in self._described([name])]
+        return [
+            Listed(
+                name,
+                row.producer_id,
+                row.producer_epoch,
+                str(row.state.value),
+                row.coordinator_id,
+                row.transaction_start_time_ms,
+                row.transaction_timeout_ms,
+                frozenset((tp.topic, tp.partition) for tp in row.topic_partitions),
+            )
+            for name, row in sorted(found.items())
+        ]
+
+    def overdue(self, transaction: Listed) -> bool:
+        """Whether its coordinator, by its own clock, has it open for longer than its timeout. Kafka 3.8 and later."""
+        with _translated("ListTransactions"):
+            found = self._client.list_transactions(
+                [transaction.coordinator],
+                producer_id_filters=[transaction.producer_id],
+                state_filters=["Ongoing"],
+                duration_filter_ms=transaction.timeout_ms,
+            )
+        return any(row.transactional_id == transaction.transactional_id for rows in found.values() for row in rows)
+
+    def abort_if_ongoing(self, transaction: Listed) -> str:
+        """One InitProducerId that changes something only while the transaction is open; the answer's code by its name.
+
+        An open transaction is aborted at epoch + 1 whatever epoch the request names, and the answer is
+        CONCURRENT_TRANSACTIONS; in every other state the epoch is compared (TransactionCoordinator.
+        prepareInitProducerIdTransit), and the one named here is nobody's. Asked a second time it would be refused too.
+        """
+        request = InitProducerIdRequest(
+            transactional_id=transaction.transactional_id,
+            transaction_timeout_ms=transaction.timeout_ms,
+            producer_id=transaction.producer_id,
+            producer_epoch=(transaction.epoch + _FAR) % _EPOCHS,
+            min_version=3,
+            max_version=4,
+        )
+        with _translated("InitProducerId"):
+            answer = self._client._manager.run(self._send, request, transaction.coordinator)
+        return str(kafka_errors.for_code(answer.error_code).__name__.removesuffix("Error"))
+
+    async def _send(self, request: Any, node: int) -> Any:
+        return await self._client._manager.send(request, node_id=node)
+
+    def partitions(self, topics: Iterable[str] | None = None) -> dict[Partition, int]:
+        """Partitions and their leaders (-1: none) of these topics, or of all; Unavailable for a topic that is not."""
+        with _translated("Metadata"):
+            described = self._client.describe_topics(None if topics is None else sorted(set(topics)))
+        found: dict[Partition, int] = {}
+        for topic in described:
+            error = kafka_errors.for_code(topic["error_code"])
+            if issubclass(error, kafka_errors.AuthorizationError):
+                raise NotAuthorised(f"topic {topic['name']}: not authorised to DESCRIBE it")
+            if error is not kafka_errors.NoError and topics is not None:
+                raise Unavailable(f"topic {topic['name']}: {error.__name__.removesuffix('Error')}")
+            for partition in topic["partitions"]:
+                found[topic["name"], partition["partition_index"]] = partition["leader_id"]
+        return found
+
+    def open_producers(self, partitions: Mapping[Partition, int] | Iterable[Partition]) -> list[OpenProducer]:
+        """Producers with an open transaction on these partitions; one without a leader is left out."""
+        if not isinstance(partitions, Mapping):
+            wanted = set(partitions)
+            known = self.partitions({topic for topic, _ in wanted}) if wanted else {}
+            partitions = {p: leader for p, leader in known.items() if p in wanted}
+        by_leader: dict[int, list[Partition]] = {}
+        for partition, leader in sorted(partitions.items()):
+            by_leader.setdefault(leader, []).append(partition)
+        by_leader.pop(-1, None)
+        return [
+            row
+            for leader, owned in by_leader.items()
+            for chunk in _chunks(owned)
+            for row in self._open_producers(leader, chunk)
+        ]
+
+    def _open_producers(self, leader: int, partitions: Sequence[Partition]) -> list[OpenProducer]:
+        asked = [TopicPartition(*p) for p in partitions]
+        with _translated("DescribeProducers"):
+            answers = self._client.describe_producers(asked, broker_id=leader)
+        return [
+            OpenProducer(
+                (tp.topic, tp.partition),
+                row.producer_id,
+                row.producer_epoch,
+                row.current_transaction_start_offset,
+                row.last_timestamp,
+                row.coordinator_epoch,
+            )
+            for tp, state in answers.items()
+            for row in state.active_producers
+            if row.current_transaction_start_offset >= 0
+        ]
+
+    def held_back(self, partitions: Collection[Partition]) -> dict[Partition, int]:
+        """Offsets between the last stable offset and the high watermark of each partition."""
+        asked = {TopicPartition(*p): OffsetSpec.LATEST for p in partitions}
+        with _translated("ListOffsets"):
+            high = self._client.list_partition_offsets(asked)
+            stable = self._client.list_partition_offsets(asked, isolation_level=IsolationLevel.READ_COMMITTED)
+        return {(tp.topic, tp.partition): high[tp].offset - stable[tp].offset for tp in asked}
+
+    def all_coordinators_there(self) -> bool:
+        """Whether each partition of the transaction log has a leader, so that no transactional.id is out of sight."""
+        log_partitions = self.partitions([TRANSACTION_LOG])
+        return bool(log_partitions) and all(leader >= 0 for leader in log_partitions.values())
+
+    def write_abort_marker(self, producer: OpenProducer) -> None:
+        """WriteTxnMarkers to the partition's leader, past the coordinator. Needs CLUSTER_ACTION (or ALTER) on the
+        cluster. Only eos.admin.transactions may decide that nobody else will write one."""
+        spec = AbortTransactionSpec(
+            TopicPartition(*producer.partition),
+            producer.producer_id,
+            producer.epoch,
+            max(producer.coordinator_epoch, 0),
+        )
+        with _translated("WriteTxnMarkers"):
+            self._client.abort_transaction(spec)
+
+    def apis(self) -> frozenset[str]:
+        """Names of the requests that a broker understands, as Kafka writes them."""
+        with _translated("ApiVersions"):
+            return frozenset(api.name for api in self._client.api_versions())
 
     def transaction_version(self) -> int:
         """The finalized transaction.version: 2 from 4.0 on (KIP-890), 0 where the feature is unknown."""
@@ -104,5 +269,12 @@ class ClusterAdmin:
 def _translated(request: str) -> Iterator[None]:
     try:
         yield
+    except kafka_errors.AuthorizationError as error:
+        raise NotAuthorised(f"{request} was refused: {error}") from error
     except kafka_errors.KafkaError as error:
         raise Unavailable(f"{request} failed: {error}") from error
+
+
+def _chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    for start in range(0, len(items), _CHUNK):
+        yield items[start : start + _CHUNK]

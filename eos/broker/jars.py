@@ -1,9 +1,9 @@
-"""Resolves the jars of one Kafka version and remembers where they are.
+"""Resolves the jars of one Kafka version (or of anything else on Maven Central) and remembers where they are.
 
-Owns the Maven coordinates per version, the file lock that keeps two resolving processes apart, and the record of a
-finished resolve (so that the usual start costs one small file). It must never start Java and never touch a broker's
-data. It uses jgo's resolver, not jgo's environments: those classify jars with a JDK that jgo downloads for it, and a
-half-linked environment counts as a valid one.
+Owns the Maven coordinates per version of Kafka, the file lock that keeps two resolving processes apart, and the record
+of a finished resolve (so that the usual start costs one small file). It must never start Java and never touch a
+broker's data. It uses jgo's resolver, not jgo's environments: those classify jars with a JDK that jgo downloads for it,
+and a half-linked environment counts as a valid one.
 """
 
 from __future__ import annotations
@@ -72,7 +72,21 @@ def kafka_jars(version: str = DEFAULT_VERSION, console: Console | None = None) -
     Raises Unavailable when they are not here and cannot be fetched, ConfigurationError for no such version.
     """
     wanted = coordinates(version)
-    record = _record_path(version)
+    return maven_jars(version, wanted, f"Kafka {version}", f"Kafka {', '.join(KNOWN_VERSIONS)}", console=console)
+
+
+def maven_jars(
+    name: str,
+    wanted: list[str],
+    what: str,
+    known_to_work: str,
+    *,
+    only: frozenset[str] | None = None,
+    console: Console | None = None,
+) -> list[Path]:
+    """The jars of these Maven coordinates and all they need (of these only the artifact ids of `only`), remembered
+    under `name`. `what` and `known_to_work` are for the sentence of Unavailable, when they cannot be had."""
+    record = _record_path(name)
     known = _read_record(record, wanted)
     if known is not None:
         return known
@@ -82,7 +96,7 @@ def kafka_jars(version: str = DEFAULT_VERSION, console: Console | None = None) -
         known = _read_record(record, wanted)
         if known is not None:
             return known
-        jars = _resolve(version, wanted, console or Console(stderr=True))
+        jars = _resolve(wanted, what, known_to_work, only, console or Console(stderr=True))
         _write_record(record, wanted, jars)
     return jars
 
@@ -92,8 +106,8 @@ def cache_directory() -> Path:
     return Path(base) / "eos" / "kafka-jars"
 
 
-def _record_path(version: str) -> Path:
-    return cache_directory() / f"{version}.json"
+def _record_path(name: str) -> Path:
+    return cache_directory() / f"{name}.json"
 
 
 def _read_record(record: Path, wanted: list[str]) -> list[Path] | None:
@@ -124,21 +138,24 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _resolve(version: str, wanted: list[str], console: Console) -> list[Path]:
+def _resolve(
+    wanted: list[str], what: str, known_to_work: str, only: frozenset[str] | None, console: Console
+) -> list[Path]:
     try:
         import requests
         from jgo.maven import MavenContext, PythonResolver
         from jgo.parse import Coordinate
     except ImportError:
         raise Unavailable(
-            "the jars of Kafka are fetched by jgo, which is not installed: pip install 'eos-kafka[embedded]'"
+            f"the jars of {what} are fetched by jgo, which is not installed: pip install 'eos-kafka[embedded]'"
         ) from None
-    with _progress(version, console) as (progress, overall):
+    with _progress(what, console) as (progress, overall):
         context = MavenContext(resolver=PythonResolver(progress_callback=_file_bar(progress)), timeout=60)
         try:
             roots = [context.create_dependency(Coordinate.parse(text)) for text in wanted]
             inputs, transitive = context.resolver.resolve(roots)
             artifacts = [dependency.artifact for dependency in [*inputs, *transitive]]
+            artifacts = [one for one in artifacts if only is None or one.artifactId in only]
             progress.update(overall, total=len(artifacts))
             jars = []
             for artifact in artifacts:
@@ -146,13 +163,13 @@ def _resolve(version: str, wanted: list[str], console: Console) -> list[Path]:
                 progress.advance(overall)
         except (requests.RequestException, OSError) as error:
             raise Unavailable(
-                f"the jars of Kafka {version} are not on this machine and cannot be fetched without a network "
+                f"the jars of {what} are not on this machine and cannot be fetched without a network "
                 f"({type(error).__name__})"
             ) from error
         except (RuntimeError, ValueError) as error:
             raise Unavailable(
-                f"the jars of Kafka {version} cannot be resolved; versions known to work: "
-                f"{', '.join(KNOWN_VERSIONS)} ({str(error).splitlines()[0][:160]})"
+                f"the jars of {what} cannot be resolved; known to work: {known_to_work} "
+                f"({str(error).splitlines()[0][:160]})"
             ) from error
     return jars
 
@@ -170,10 +187,10 @@ def _whole_jar(artifact: Artifact) -> Path:
 
 
 @contextmanager
-def _progress(version: str, console: Console) -> Iterator[tuple[Progress, TaskID]]:
+def _progress(what: str, console: Console) -> Iterator[tuple[Progress, TaskID]]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield progress, progress.add_task(f"fetching the jars of Kafka {version}", total=None)
+        yield progress, progress.add_task(f"fetching the jars of {what}", total=None)
 
 
 def _file_bar(progress: Progress) -> Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]:

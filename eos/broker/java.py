@@ -23,7 +23,7 @@ _VERSION_TIMEOUT_S = 20
 def find_java() -> Path:
     """The first Java of version 17 or later. Raises Unavailable with what was found and what to install."""
     rejected = []
-    for where, java in _candidates():
+    for where, java in java_candidates():
         major = java_major(java)
         if major is not None and major >= MINIMUM_MAJOR:
             return java.absolute()
@@ -35,7 +35,7 @@ def find_java() -> Path:
     )
 
 
-def _candidates() -> Iterator[tuple[str, Path]]:
+def java_candidates() -> Iterator[tuple[str, Path]]:
     home = os.environ.get("JAVA_HOME")
     if home:
         yield "JAVA_HOME", Path(home) / "bin" / "java"

@@ -13,8 +13,9 @@ from typing import Any
 import typer
 
 from eos import log
-from eos.cli import broker, demo, run
+from eos.cli import broker, config, demo, doctor, reset, run, shim, spark, txn, verify
 from eos.errors import EosError, PoisonRecord
+from eos.hooks import HookFailed
 
 app = typer.Typer(
     name="eos",
@@ -25,7 +26,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(broker.app, name="broker", help="A real Kafka in a local JVM.")
+app.add_typer(txn.app, name="txn", help="Transactions of the cluster: list, describe, find hanging ones, abort.")
 app.command("run", help="Run an App: consume, transform, produce, exactly once.")(run.run)
+app.command("config", help="Every setting: its value, where it comes from, what it means.")(config.config)
+app.command("doctor", help="Is the cluster fit for an App? Open and hanging transactions too.")(doctor.doctor)
+app.command("reset", help="Move a group's offsets while no worker lives: replay, or step past a record.")(reset.reset)
+app.add_typer(spark.app, name="spark", help="Apps on Spark, where one machine is not enough.")
+app.command("shim", help="A Kafka-wire proxy in front of real brokers.")(shim.shim)
+app.command("verify", help="Does each committed input have exactly its outputs? Reads a live cluster.")(verify.verify)
 app.command("demo", help="Kill workers on real data and prove that nothing was lost or doubled.")(demo.demo)
 
 USAGE, INTERNAL, TEMPORARY = 64, 70, 75
@@ -53,7 +61,7 @@ def invoke(arguments: list[str]) -> int:
         print("eos: interrupted", file=sys.stderr)
         return TEMPORARY
     except EosError as error:
-        if isinstance(error, (PoisonRecord, run.ImportFailed)) and error.__cause__ is not None:
+        if isinstance(error, (PoisonRecord, HookFailed, run.ImportFailed)) and error.__cause__ is not None:
             _show_users_traceback(error.__cause__)
         log.debug("ended by", error=repr(error))
         print(f"eos: {error}", file=sys.stderr)

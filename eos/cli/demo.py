@@ -16,6 +16,9 @@ def demo(
         str | None,
         typer.Option(help="Use this Kafka (HOST:PORT) instead of starting one; the demo's topics are deleted again."),
     ] = None,
+    spark: Annotated[
+        bool, typer.Option("--spark", help="The other demo: a stateful Spark query behind a worker, its driver killed.")
+    ] = False,
     flights: Annotated[int, typer.Option(hidden=True, min=10_000, max=336_776)] = 336_776,
 ) -> int:
     """Kill workers on real data and prove that nothing was lost or doubled."""
@@ -23,6 +26,9 @@ def demo(
         # Here and not above: the other commands must start without numpy and the rest of the extra `demo`.
         from eos.demo.show import Show
         from eos.demo.story import tell
+
+        if spark:
+            from eos.demo.spark import tell
     except ModuleNotFoundError as error:
         raise Unavailable(f"the demo needs {error.name}: pip install 'eos-kafka[demo,embedded]'") from error
     for number in (signal.SIGTERM, signal.SIGHUP):

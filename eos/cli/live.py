@@ -1,62 +1,93 @@
-"""The one live line of a terminal: records/s, transactions, lag to the last stable offset, aborts.
+"""What a terminal shows live: one line for a worker, a table for a supervisor's workers.
 
-It only reads the worker's counters, at most a few times a second.
+It only reads statuses (eos/health), a few times a second, and never asks a worker's thread for anything.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
-import time
-from typing import IO, Any
+from collections.abc import Callable, Iterator
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
+
+from eos import log
+from eos.health.status import Status
 
 _INTERVAL_S = 0.5
 
 
-class LiveLine:
-    """A context manager; `stream` is where log lines go so that they scroll above the line."""
+class Rates:
+    """Records per second of each worker between two looks; a restarted worker counts from zero again."""
 
-    def __init__(self, enabled: bool) -> None:
-        self._console = Console(stderr=True)
-        self._live = Live(console=self._console, auto_refresh=False, transient=True) if enabled else None
-        self._worker: Any = None
-        self._last = (time.monotonic(), 0)
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[float, int]] = {}
+        self._rate: dict[str, float] = {}
 
-    @property
-    def stream(self) -> IO[str]:
-        return sys.stderr
+    def of(self, status: Status) -> float:
+        at, before = self._last.get(status.instance, (status.started_at, 0))
+        if status.at - at >= _INTERVAL_S:
+            gained = status.records_in - before if status.records_in >= before else status.records_in
+            self._rate[status.instance] = gained / (status.at - at)
+            self._last[status.instance] = (status.at, status.records_in)
+        return self._rate.get(status.instance, 0.0)
 
-    def __enter__(self) -> LiveLine:
-        if self._live is not None:
-            self._live.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
+@contextlib.contextmanager
+def live_view(
+    statuses: Callable[[], list[Status]], render: Callable[[list[Status], Rates], RenderableType]
+) -> Iterator[None]:
+    """Draws on stderr twice a second, on a thread of its own; log lines scroll above what is drawn."""
+    rates = Rates()
+    live = Live(
+        console=Console(stderr=True),
+        get_renderable=lambda: render(statuses(), rates),
+        refresh_per_second=1 / _INTERVAL_S,
+        transient=True,
+    )
+    with live:
+        log.redirect(sys.stderr)  # rich has put its own stream there
+        try:
+            yield
+        finally:
+            log.redirect(sys.__stderr__)
 
-    def watch(self, worker: Any) -> None:
-        self._worker = worker
-        if self._live is not None:
-            worker.session.on_idle = worker.on_tick = self._tick
 
-    def _tick(self) -> None:
-        now = time.monotonic()
-        then, before = self._last
-        if self._live is None or now - then < _INTERVAL_S:
-            return
-        counters = self._worker.session.counters
-        rate = (counters.records_in - before) / (now - then)
-        self._last = (now, counters.records_in)
-        lag = self._worker.session.lag()
-        text = Text.assemble(
-            (f" {self._worker.app.id} ", "bold reverse"),
-            f" {rate:>9,.0f} records/s   {counters.transactions:,} transactions   lag ",
-            ("?" if lag is None else f"{lag:,}", "yellow" if lag else "green"),
-            "   aborts ",
-            (f"{counters.aborts + counters.rebuilds:,}", "red" if counters.aborts + counters.rebuilds else "green"),
-        )
-        self._live.update(text, refresh=True)
+def _lag(status: Status) -> Text:
+    if not status.lags:
+        return Text("-", "dim")
+    lag = status.lag
+    return Text("?" if lag is None else f"{lag:,}", "yellow" if lag else "green")
+
+
+def _unclean(status: Status) -> Text:
+    count = sum(status.aborts.values()) + sum(status.rebuilds.values())
+    return Text(f"{count:,}", "red" if count else "green")
+
+
+def line(statuses: list[Status], rates: Rates) -> Text:
+    """One worker in one line."""
+    (status,) = statuses
+    head = f" {rates.of(status):>9,.0f} records/s   {status.transactions:,} transactions   lag "
+    shown = Text.assemble((f" {status.app} ", "bold reverse"), head, _lag(status), "   aborts ", _unclean(status))
+    if not status.ready:
+        shown.append(f"   {status.reason}", "red" if not status.live else "yellow")
+    return shown
+
+
+def table(statuses: list[Status], rates: Rates) -> Table:
+    """One row per worker."""
+    shown = Table(expand=False, header_style="bold", border_style="dim")
+    shown.add_column("worker", no_wrap=True)
+    for name in ("records/s", "transactions", "lag", "aborts", "restarts"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    shown.add_column("state")  # the only one that may be broken into lines
+    for status in statuses:
+        style = "green" if status.ready else "yellow" if status.live else "red"
+        restarts = Text(f"{status.restarts:,}", "red" if status.restarts else "green")
+        numbers = (f"{rates.of(status):,.0f}", f"{status.transactions:,}", _lag(status), _unclean(status), restarts)
+        shown.add_row(status.instance, *numbers, Text(status.reason, style))
+    return shown

@@ -1,7 +1,11 @@
-"""`eos run MODULE:APP`: loads a user's App and runs it on a worker until it is stopped."""
+"""`eos run MODULE:APP`: loads a user's App and runs it until it is stopped: on a worker here, or on several processes.
+
+Owns the options and what is put around a worker: signals, health, the live line. The supervisor loads no App.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -11,9 +15,17 @@ from typing import Annotated, Any
 import typer
 
 from eos import log, settings
+from eos.admin import preflight
 from eos.app import App
-from eos.cli.live import LiveLine
+from eos.cli.live import line, live_view, table
+from eos.cli.reload import folders_of, reloading
 from eos.errors import EosError, UsageError
+from eos.health.board import Board
+from eos.health.observer import Observer
+from eos.health.report import Reporter, pipe_of_supervisor
+from eos.health.server import HealthServer, parse_address
+from eos.health.status import Status
+from eos.supervisor import Supervisor, prefix_own_output
 from eos.worker import StopSignals, Worker
 
 
@@ -24,6 +36,19 @@ def run(
     ] = None,
     bootstrap_servers: Annotated[str | None, typer.Option(help="HOST:PORT[,HOST:PORT...]")] = None,
     until_end: Annotated[bool, typer.Option("--until-end", help="Stop when all input readable now is done.")] = False,
+    create_topics: Annotated[
+        bool, typer.Option("--create-topics", help="Create topics that are missing at the start.")
+    ] = False,
+    workers: Annotated[
+        int | None, typer.Option(help="So many processes under a supervisor, instances INSTANCE-0, INSTANCE-1, ...")
+    ] = None,
+    reload: Annotated[
+        bool, typer.Option("--reload", help="For development: start again when a .py file changes.")
+    ] = False,
+    http_port: Annotated[
+        str | None,
+        typer.Option(metavar="[HOST:]PORT", help="Serve /livez, /readyz, /metrics and a page there."),
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("-X", metavar="NAME=VALUE", help="A setting of Kafka's or eos.*; repeatable.")
     ] = None,
@@ -33,24 +58,84 @@ def run(
     """Run an App: consume, transform, produce, exactly once."""
     _check_choice("--log-format", log_format, ("human", "json"))
     _check_choice("--log-level", log_level, ("debug", "info", "warning", "error"))
+    if workers is not None and workers < 1:
+        raise UsageError(f"--workers {workers}: must be at least 1")
+    address = None if http_port is None else parse_address(http_port)
     flags: dict[str, Any] = dict(settings.parse_flag(text) for text in set_ or [])
     if bootstrap_servers is not None:
         flags["bootstrap.servers"] = bootstrap_servers
     if instance is not None:
         flags["eos.instance"] = instance
-    with LiveLine(enabled=log_format == "human" and sys.stderr.isatty()) as live:
-        log.configure(log_format, log_level, live.stream)
-        loaded = settings.load(flags)
-        for name in ("group.id", "transactional.id"):
-            if name in loaded.values:
-                raise UsageError(f"{name} cannot be set for `eos run`: it is the App's id (and its instance)")
-        app = load_app(target)
-        _warn_of_random_host_name(loaded)
-        worker = Worker(app, loaded, until_end=until_end)
-        live.watch(worker)
+    if create_topics:
+        flags["eos.create.topics"] = "true"
+    prefix_own_output()
+    pipe = pipe_of_supervisor()
+    show = log_format == "human" and sys.stderr.isatty() and pipe is None
+    log.configure(log_format, log_level, sys.stderr)
+    loaded = settings.load(flags)
+    for name in ("group.id", "transactional.id"):
+        if name in loaded.values:
+            raise UsageError(f"{name} cannot be set for `eos run`: it is the App's id (and its instance)")
+    if workers is not None or reload:
+        command = ["run", target, "--log-format", log_format, "--log-level", log_level]
+        command += ["--until-end"] if until_end else []
+        command += [word for item in flags.items() if item[0] != "eos.instance" for word in ("-X", "=".join(item))]
+        watched = folders_of(target) if reload else []
+        return _supervise(command, loaded, workers, address, show, watched)
+    app = load_app(target)
+    _warn_of_random_host_name(loaded)
+    _run_worker(Worker(app, loaded, until_end=until_end), pipe, address, show)
+    return 0
+
+
+def _run_worker(worker: Worker, pipe: int | None, address: tuple[str, int] | None, show: bool) -> None:
+    """In this process. Who does not look at it does not pay for it: without a watcher there is no observer."""
+    with contextlib.ExitStack() as around:
+        if pipe is not None or address is not None or show:
+            observer = Observer(worker)
+
+            def statuses() -> list[Status]:
+                return [observer.status()]
+
+            if address is not None:
+                around.enter_context(HealthServer(address, Board(statuses)))
+            if pipe is not None:
+                stop_s = worker.settings["eos.shutdown.timeout.ms"] / 1000
+                around.enter_context(Reporter(pipe, observer.status, stop_s))
+            if show:
+                around.enter_context(live_view(statuses, line))
+            around.enter_context(observer)
+        app, values = worker.app, worker.settings
+        preflight.require(values, preflight.need_of(values, app.topics, app.destinations))
         with StopSignals(worker.session):
             worker.run()
-    return 0
+
+
+def _supervise(
+    command: list[str],
+    loaded: settings.Settings,
+    workers: int | None,
+    address: tuple[str, int] | None,
+    show: bool,
+    watched: list[Path],
+) -> int:
+    """Workers in processes of their own, each `command` with its instance; `watched`: see --reload."""
+    names = [loaded.instance] if workers is None else [f"{loaded.instance}-{number}" for number in range(workers)]
+    with contextlib.ExitStack() as around:
+        supervisor = Supervisor(
+            names,
+            lambda name: [sys.executable, "-m", "eos", *command, "--instance", name],
+            stop_s=loaded["eos.shutdown.timeout.ms"] / 1000,
+            forward=show,
+            keep=bool(watched),
+        )
+        if address is not None:
+            around.enter_context(HealthServer(address, Board(supervisor.statuses, supervisor.incidents)))
+        if show:
+            around.enter_context(live_view(supervisor.statuses, table))
+        if watched:
+            around.enter_context(reloading(watched, supervisor.reload))
+        return supervisor.run()
 
 
 def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:

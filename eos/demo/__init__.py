@@ -8,6 +8,7 @@
     proof.py     what is in Kafka against what must be there
     show.py      what the terminal shows
     story.py     the order of all this
+    spark.py     the other demo: a worker, a stateful Spark query and its killed driver
 
 Nothing here shares code with the App that it judges (examples/flights.py).
 """

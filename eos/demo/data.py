@@ -38,7 +38,7 @@ class Expectation:
 
 def records(limit: int) -> Iterator[tuple[bytes, bytes]]:
     """(key, JSON value) of the first `limit` flights."""
-    for row in _rows(limit):
+    for row in rows(limit):
         values: dict[str, str | int | None] = {name: _text(row[name]) for name in _TEXTS}
         values |= {name: _number(row[name]) for name in _NUMBERS}
         yield _key(row), json.dumps(values, separators=(",", ":")).encode()
@@ -47,7 +47,7 @@ def records(limit: int) -> Iterator[tuple[bytes, bytes]]:
 def expectation(limit: int) -> Expectation:
     """Computed from the CSV in another pass. Raises Unavailable if two flights of the file had the same key."""
     expected = Expectation()
-    for row in _rows(limit):
+    for row in rows(limit):
         key, minutes = _key(row), _number(row["dep_delay"]) or 0
         expected.keys.append(key)
         expected.minutes[row["carrier"]] += minutes
@@ -64,7 +64,8 @@ def _key(row: Row) -> bytes:
     return f"{day} {row['carrier']}{row['flight']} {row['origin']}".encode()
 
 
-def _rows(limit: int) -> Iterator[Row]:
+def rows(limit: int) -> Iterator[Row]:
+    """The first `limit` lines of the CSV file, by their columns' names."""
     with zipfile.ZipFile(_file()) as archive, archive.open("flights.csv") as file:
         yield from itertools.islice(csv.DictReader(io.TextIOWrapper(file, "utf-8")), limit)
 

@@ -7,7 +7,7 @@ was on its way has arrived, and a broker has records of it. A miss is undone and
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kafka import TopicPartition
@@ -46,7 +46,8 @@ class Hit:
 class Witness:
     """What the cluster knows about the workers' transactions. `tick` is called while it waits."""
 
-    def __init__(self, servers: str, tick: Callable[[], object]) -> None:
+    def __init__(self, servers: str, tick: Callable[[], object], outputs: Sequence[str] = topics.OUTPUTS) -> None:
+        self._outputs = [TopicPartition(topic, p) for topic in outputs for p in range(topics.PARTITIONS)]
         self._cluster = ClusterAdmin(Settings({"bootstrap.servers": servers}))
         self._admin = KafkaAdminClient(bootstrap_servers=servers.split(","))
         self._tick = tick
@@ -58,19 +59,34 @@ class Witness:
     def ongoing(self, worker: str) -> tuple[str, Described] | None:
         """The transactional.id and transaction that this worker has open, by DescribeTransactions."""
         # On brokers before 4.0 a replaced producer goes on under the second name.
-        for transactional_id in (f"{topics.GROUP}-{worker}", f"{topics.GROUP}-{worker}-alternate"):
+        return self._first_ongoing(f"{topics.GROUP}-{worker}", f"{topics.GROUP}-{worker}-alternate")
+
+    def _first_ongoing(self, *transactional_ids: str) -> tuple[str, Described] | None:
+        for transactional_id in transactional_ids:
             found = self._cluster.describe(transactional_id)
             if found is not None and found.state == "Ongoing":
                 return transactional_id, found
         return None
 
+    def has_records_of(self, transactional_id: str) -> bool:
+        """Whether this id's transaction is open and has records in the outputs."""
+        first = self._first_ongoing(transactional_id)
+        return first is not None and self._partitions_with_records_of(first[1]) > 0
+
     def left_open(self, worker: str, attempts: int) -> Hit | None:
         """The transaction that a worker which does nothing any more has left open, with records of it in the log."""
-        first = self.ongoing(worker)
+        return self._left_open(lambda: self.ongoing(worker), attempts)
+
+    def left_open_by(self, transactional_id: str, attempts: int) -> Hit | None:
+        """As `left_open`, of one transactional.id."""
+        return self._left_open(lambda: self._first_ongoing(transactional_id), attempts)
+
+    def _left_open(self, ongoing: Callable[[], tuple[str, Described] | None], attempts: int) -> Hit | None:
+        first = ongoing()
         if first is None:
             return None
         self.pause(IN_FLIGHT_S)
-        if self.ongoing(worker) != first:
+        if ongoing() != first:
             return None
         transactional_id, found = first
         partitions = self._partitions_with_records_of(found)
@@ -111,9 +127,8 @@ class Witness:
 
     def _partitions_with_records_of(self, transaction: Described) -> int:
         """How many output partitions hold records of it, by DescribeProducers (KIP-664)."""
-        outputs = [TopicPartition(topic, p) for topic in topics.OUTPUTS for p in range(topics.PARTITIONS)]
         try:
-            states = self._admin.describe_producers(outputs).values()
+            states = self._admin.describe_producers(self._outputs).values()
         except kafka_errors.KafkaError as error:
             raise NotProven(f"DescribeProducers failed: {error}") from error
         return sum(

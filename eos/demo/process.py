@@ -15,12 +15,13 @@ from typing import Self
 
 
 class Child:
-    """`python -m ...` in `directory`, started by `start` as often as wanted; `log_path` has the output of all lives."""
+    """`python -m ...` (or a program's file) in `directory`, started by `start` as often as wanted; `log_path` has the
+    output of all lives."""
 
-    def __init__(self, name: str, arguments: list[str], directory: Path) -> None:
+    def __init__(self, name: str, arguments: list[str], directory: Path, module: bool = True) -> None:
         self.name = name
         self.log_path = directory / f"{name}.log"
-        self._command = [sys.executable, "-m", *arguments]
+        self._command = [sys.executable, *(["-m"] if module else []), *arguments]
         self._directory = directory
         self._process: subprocess.Popen[bytes] | None = None
 

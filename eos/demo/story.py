@@ -46,8 +46,8 @@ def tell(show: Show, bootstrap_servers: str | None, flights: int) -> list[Row]:
     """Runs the whole demo; the table's rows. Raises EosError: Unavailable, NotProven, ..."""
     show.title(f"eos demo: {flights:,} real flights, two workers, a SIGKILL and a SIGSTOP; what does Kafka hold then?")
     with (
-        _directory() as directory,
-        _kafka(show, bootstrap_servers) as servers,
+        directory_for_logs() as directory,
+        kafka_for(show, bootstrap_servers) as servers,
         topics.made(servers, delete=bootstrap_servers is not None),
     ):
         with show.bar("loading", flights) as progress:
@@ -66,7 +66,7 @@ def tell(show: Show, bootstrap_servers: str | None, flights: int) -> list[Row]:
 
 
 @contextlib.contextmanager
-def _directory() -> Iterator[Path]:
+def directory_for_logs() -> Iterator[Path]:
     """For the logs of the workers: kept and named if anything goes wrong."""
     directory = Path(tempfile.mkdtemp(prefix="eos-demo-"))
     try:
@@ -84,7 +84,8 @@ def _directory() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _kafka(show: Show, bootstrap_servers: str | None) -> Iterator[str]:
+def kafka_for(show: Show, bootstrap_servers: str | None) -> Iterator[str]:
+    """The servers that were named, or a Kafka of our own."""
     if bootstrap_servers is not None:
         show.step(f"Kafka at {bootstrap_servers}")
         yield bootstrap_servers

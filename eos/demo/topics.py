@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
@@ -27,21 +27,29 @@ QUIET: dict[str, str | int] = {"log_level": 0}
 
 
 @contextlib.contextmanager
-def made(servers: str, delete: bool) -> Iterator[None]:
-    """All topics, new; with `delete` they and the groups that read them are deleted at the end.
+def made(
+    servers: str,
+    delete: bool,
+    wanted: Sequence[NewTopic] | None = None,
+    groups: Sequence[str] = (),
+) -> Iterator[None]:
+    """All topics (`wanted`, by default those of `eos demo`), new; with `delete` they and the groups that read them are
+    deleted at the end.
 
     Raises ConfigurationError if one of them exists, Unavailable if the cluster does not answer.
     """
     admin = AdminClient({"bootstrap.servers": servers, **QUIET})
+    if wanted is None:
+        wanted, groups = [NewTopic(name, PARTITIONS) for name in TOPICS], (GROUP, CONTRAST_GROUP)
     try:
-        existing = sorted(set(admin.list_topics(timeout=_REACH_S).topics) & set(TOPICS))
+        existing = sorted(set(admin.list_topics(timeout=_REACH_S).topics) & {new.topic for new in wanted})
     except KafkaException as error:
         raise Unavailable(f"{servers} cannot be reached: {error.args[0].str()}") from error
     if existing:
         raise ConfigurationError(f"the demo makes its own topics, but {servers} has {', '.join(existing)} already")
     created: list[str] = []
     try:
-        for name, future in admin.create_topics([NewTopic(name, PARTITIONS) for name in TOPICS]).items():
+        for name, future in admin.create_topics(list(wanted)).items():
             try:
                 future.result(_TIMEOUT_S)
             except KafkaException as error:
@@ -50,12 +58,12 @@ def made(servers: str, delete: bool) -> Iterator[None]:
         yield
     finally:
         if delete and created:
-            _delete(admin, created)
+            _delete(admin, created, groups)
 
 
-def _delete(admin: AdminClient, created: list[str]) -> None:
+def _delete(admin: AdminClient, created: list[str], groups: Sequence[str]) -> None:
     futures = [*admin.delete_topics(created).values()]
-    futures += admin.delete_consumer_groups([GROUP, CONTRAST_GROUP]).values()
+    futures += admin.delete_consumer_groups(list(groups)).values()
     for future in futures:
         with contextlib.suppress(KafkaException, TimeoutError):  # not there, or the cluster is gone
             future.result(5.0)

@@ -138,6 +138,10 @@ class Verdict:
     examples: tuple[str, ...] = ()
 
 
+class Violated(AssertionError):
+    """What is in Kafka is not exactly once. Unlike a wait that took too long, no repetition makes that good."""
+
+
 @dataclass(frozen=True)
 class Report:
     """The verdicts of one check, in the order of the rules."""
@@ -176,12 +180,12 @@ class Report:
         return table
 
     def raise_if_violated(self) -> None:
-        """AssertionError with the first violated rule's sentence; the other violated rules are only named."""
+        """Violated with the first violated rule's sentence; the other violated rules are only named."""
         if self.ok:
             return
         first, *others = [f"{v.rule}: {v.sentence}" for v in self.verdicts if not v.holds] or ["nothing was checked"]
         also = f" (also violated: {', '.join(self.violated[1:])})" if others else ""
-        raise AssertionError(first + also)
+        raise Violated(first + also)
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,7 +270,7 @@ def no_duplicates(joined: Joined) -> Verdict:
         extra += 1
         names = f"{joined.outputs.name(first)} and {joined.outputs.name(second)}"
         examples.append(f"copy {joined.outputs.copy[first]} of {joined.source_name(first)} is visible at {names}")
-    return _verdict("no_duplicates", len(joined.outputs), "outputs", extra, examples, "none is visible twice")
+    return verdict("no_duplicates", len(joined.outputs), "outputs", extra, examples, "none is visible twice")
 
 
 def _repeated_strangers(joined: Joined) -> list[tuple[int, int]]:
@@ -287,7 +291,7 @@ def no_losses(joined: Joined, committed: Mapping[TopicPartition, int] | None = N
     missing = np.flatnonzero(due_cells & (joined.times == 0))
     examples = [f"{joined.copy_name(c)} is not visible" for c in missing[:EXAMPLES]]
     examined = int(np.count_nonzero(due_cells))
-    return _verdict("no_losses", examined, "expected outputs", len(missing), examples, "all are visible")
+    return verdict("no_losses", examined, "expected outputs", len(missing), examples, "all are visible")
 
 
 def no_strangers(joined: Joined) -> Verdict:
@@ -301,7 +305,7 @@ def no_strangers(joined: Joined) -> Verdict:
             examples.append(f"{what}, which is not an input")
         else:
             examples.append(f"{what}, which must have {joined.fan_out[row]}, numbered from 0")
-    return _verdict("no_strangers", len(joined.outputs), "outputs", len(strangers), examples, "each has its input")
+    return verdict("no_strangers", len(joined.outputs), "outputs", len(strangers), examples, "each has its input")
 
 
 def order(joined: Joined) -> Verdict:
@@ -328,7 +332,7 @@ def order(joined: Joined) -> Verdict:
         f"{joined.output_name(position[i])} stands behind {joined.output_name(position[i - 1])}"
         for i in wrong[:EXAMPLES]
     ]
-    return _verdict("order", len(o), "outputs", len(wrong), examples, "all are in the order of their sources")
+    return verdict("order", len(o), "outputs", len(wrong), examples, "all are in the order of their sources")
 
 
 def atomic(joined: Joined) -> Verdict:
@@ -343,7 +347,7 @@ def atomic(joined: Joined) -> Verdict:
             f"{joined.inputs.name(row)} is torn: copy {gone} is missing, while {joined.place_of_input(row)} is visible"
         )
     examined = int(np.count_nonzero(joined.fan_out > 1))
-    return _verdict(
+    return verdict(
         "atomic", examined, "inputs with several outputs", len(torn), examples, "each is visible whole or not at all"
     )
 
@@ -366,7 +370,7 @@ def atomic_transactions(joined: Joined) -> Verdict:
             f"transaction {numbers[t]} is torn: {visible[t]} of its {expected[t]} outputs are visible, {lost} is not"
         )
     examined = int(np.count_nonzero(expected))
-    return _verdict(
+    return verdict(
         "atomic_transactions", examined, "transactions", len(torn), examples, "each is visible whole or not at all"
     )
 
@@ -398,7 +402,7 @@ def offsets_match_outputs(
     for (topic, partition), end in list(beyond.items())[:EXAMPLES]:
         examples.append(f"{topic}[{partition}] is committed at {committed[topic, partition]}, behind its end at {end}")
     examined, violations = int(np.count_nonzero(expected)), len(ahead) + len(behind) + len(beyond)
-    return _verdict(
+    return verdict(
         "offsets_match_outputs", examined, "inputs", violations, examples, "outputs end where the offsets do"
     )
 
@@ -431,7 +435,7 @@ def no_aborted_seen(seen: Outputs, outputs: Outputs) -> Verdict:
         for i in back[:EXAMPLES]
     ]
     violations = len(gone) + len(replaced) + len(back)
-    return _verdict(
+    return verdict(
         "no_aborted_seen", len(seen), "delivered records", violations, examples, "all are still there, once, in order"
     )
 
@@ -448,7 +452,7 @@ def stable_end(ends: Ends) -> Verdict:
             examples.append(
                 f"{topic}[{partition}] is readable up to {stable} only, its log ends at {end}: an open transaction"
             )
-    return _verdict(
+    return verdict(
         "stable_end", len(places), "partitions", len(examples), examples, "each is readable to the end of its log"
     )
 
@@ -465,7 +469,7 @@ def no_rewind(commits: CommitSeries) -> Verdict:
         topic, partition = commits.topics[commits.topic[at]], commits.partition[at]
         examples.append(f"{topic}[{partition}] went back from {offset[i - 1]} to {offset[i]} (observation {at})")
     steps = int(np.count_nonzero(lanes[1:] == lanes[:-1]))
-    return _verdict("no_rewind", steps, "steps of committed offsets", len(back), examples, "none goes back")
+    return verdict("no_rewind", steps, "steps of committed offsets", len(back), examples, "none goes back")
 
 
 def check(
@@ -633,7 +637,7 @@ def _committed_at(inputs: Inputs, row: int, committed: Mapping[TopicPartition, i
     return "not committed at all" if offset is None else f"committed at {offset}"
 
 
-def _verdict(rule: str, examined: int, what: str, violations: int, examples: list[str], good: str) -> Verdict:
+def verdict(rule: str, examined: int, what: str, violations: int, examples: list[str], good: str) -> Verdict:
     """The one place that decides what holds: nothing examined never does."""
     if violations:
         count = "1 violation" if violations == 1 else f"{violations:,} violations"

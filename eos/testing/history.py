@@ -62,7 +62,8 @@ class Log:
     """Records as they were read: per partition in offset order, partitions interleaved.
 
     `topic` (n,) int32 counts into `topics`, `partition` (n,) int32, `offset` (n,) int64, `timestamp` (n,) int64 in ms
-    since 1970 (-1: none); `keys` and `values` are lists of n; `headers` is one, or None if no header was asked for.
+    since 1970 (-1: none); `keys` and `values` are lists of n (empty if contents were not kept); `headers` is one, or
+    None if no header was asked for.
     """
 
     topics: tuple[str, ...]
@@ -112,27 +113,36 @@ def read_topic(
     config: Mapping[str, Any] | None = None,
     *,
     header: str | None = None,
+    contents: bool = True,
+    upto: Mapping[Place, int] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
     no_progress_s: float = NO_PROGRESS_S,
 ) -> Log:
     """Every record of the topics from the beginning to the end, as the ends are when the call starts.
 
-    The end is the last stable offset for read_committed, the high watermark for read_uncommitted. `header`: also keep
-    the last value of that header. `config`: more settings of the consumer (TLS, SASL); what makes the read complete
-    cannot be overridden. Raises `Unavailable` when nothing moves for `no_progress_s`, with what is still unread.
+    The end is the last stable offset for read_committed, the high watermark for read_uncommitted, or `upto`, which must
+    not lie behind those; partitions without one there are not read. `header`: also keep the last value of that header.
+    `contents` False: keys and values are not kept. `progress(done, total)` is told offsets passed, of how many.
+    `config`: more settings of the consumer (TLS, SASL); what makes the read complete cannot be overridden. Raises
+    `Unavailable` when nothing moves for `no_progress_s`, with what is still unread.
     """
     names = (topics,) if isinstance(topics, str) else tuple(topics)
-    ends = end_offsets(bootstrap, names, config)
-    targets = dict(ends.stable if isolation == "read_committed" else ends.log_end)
-    reading = _Reading(names, header, targets)
+    if upto is None:
+        ends = end_offsets(bootstrap, names, config)
+        upto = ends.stable if isolation == "read_committed" else ends.log_end
+    reading = _Reading(names, header, upto, contents)
     consumer = Consumer(_reader_config(bootstrap, isolation, config))
     try:
         # A partition that ends at 0 is not even asked for its beginning.
         unread = sorted(reading.unfinished())
-        consumer.assign(_beginnings(_admin(bootstrap, config), unread) if unread else [])
+        beginnings = _beginnings(_admin(bootstrap, config), unread) if unread else []
+        reading.begin(beginnings)
+        consumer.assign([at for at in beginnings if (at.topic, at.partition) in reading.unfinished()])
         deadline = time.monotonic() + no_progress_s
         while waiting := reading.unfinished():
             messages = consumer.consume(BATCH_RECORDS, POLL_S)
             if reading.add(messages):
+                progress(*reading.progress())
                 deadline = time.monotonic() + no_progress_s
                 for place in reading.newly_finished(waiting):
                     consumer.pause([TopicPartition(*place)])
@@ -151,7 +161,20 @@ def committed_offsets(
     *,
     timeout_s: float = NO_PROGRESS_S,
 ) -> dict[Place, int]:
-    """The group's stable committed offsets; partitions without one are left out.
+    """The group's stable committed offsets; partitions without one are left out. As `committed_with_metadata`."""
+    found = committed_with_metadata(bootstrap, group, topics, config, timeout_s=timeout_s)
+    return {place: offset for place, (offset, _) in found.items()}
+
+
+def committed_with_metadata(
+    bootstrap: str,
+    group: str,
+    topics: str | Sequence[str],
+    config: Mapping[str, Any] | None = None,
+    *,
+    timeout_s: float = NO_PROGRESS_S,
+) -> dict[Place, tuple[int, str | None]]:
+    """The group's stable committed offsets and what was written beside them; partitions without one are left out.
 
     Stable (KIP-447): while a transaction with offsets of this group is open the broker answers UNSTABLE_OFFSET_COMMIT
     and the call waits, so an offset that is later aborted is never returned. Does not join the group. Raises
@@ -173,7 +196,7 @@ def committed_offsets(
         found = _until(f"committed offsets of group {group}", timeout_s, ask)
     finally:
         consumer.close()
-    return {(one.topic, one.partition): one.offset for one in found if one.offset >= 0}
+    return {(one.topic, one.partition): (one.offset, one.metadata) for one in found if one.offset >= 0}
 
 
 def end_offsets(
@@ -307,9 +330,17 @@ class ConcurrentReader:
 class _Reading:
     """Gathers messages into columns and knows how far each partition was read."""
 
-    def __init__(self, topics: tuple[str, ...], header: str | None, targets: Mapping[Place, int] | None) -> None:
+    def __init__(
+        self,
+        topics: tuple[str, ...],
+        header: str | None,
+        targets: Mapping[Place, int] | None,
+        contents: bool = True,
+    ) -> None:
         self.topics = topics
         self.positions: dict[Place, int] = {}
+        self._contents = contents
+        self._to_pass = 0
         self._header = header
         self._targets = targets
         self._lanes: dict[Place, int] = {}  # a number per partition, in the order they were first seen
@@ -355,8 +386,9 @@ class _Reading:
         self._lane.extend(map(self._lanes.__getitem__, places))
         self._offset.extend(offsets)
         self._timestamp.extend([at if kind else -1 for kind, at in (m.timestamp() for m in records)])
-        self._keys.extend([m.key() for m in records])
-        self._values.extend([m.value() for m in records])
+        if self._contents:
+            self._keys.extend([m.key() for m in records])
+            self._values.extend([m.value() for m in records])
         if self._header is not None:
             self._headers.extend([_last_header(m, self._header) for m in records])
 
@@ -375,6 +407,18 @@ class _Reading:
         if action is not Action.RETRY:
             raise _RAISED.get(action, Unavailable)(f"the reader cannot go on: {error.str()}")
         self._last_error = error
+
+    def begin(self, beginnings: Sequence[TopicPartition]) -> None:
+        """Where the partitions begin: what lies before was removed, and is not missing."""
+        self.positions |= {(at.topic, at.partition): at.offset for at in beginnings}
+        self._to_pass = self._left()
+
+    def _left(self) -> int:
+        return sum(max(0, end - self.positions.get(place, 0)) for place, end in (self._targets or {}).items())
+
+    def progress(self) -> tuple[int, int]:
+        """Offsets passed, and all there are to pass."""
+        return self._to_pass - self._left(), self._to_pass
 
     def unfinished(self) -> set[Place]:
         """Partitions not yet read up to their target; one that ends at 0 has nothing to be read."""
@@ -458,6 +502,16 @@ def _offsets(
         return {(at.topic, at.partition): future.result().offset for at, future in answer.items()}
 
     return _until("offsets of the partitions", timeout_s, ask)
+
+
+def beginnings(
+    bootstrap: str, topics: str | Sequence[str], config: Mapping[str, Any] | None = None
+) -> dict[Place, int]:
+    """The first offset that each partition still holds."""
+    names = (topics,) if isinstance(topics, str) else tuple(topics)
+    admin = _admin(bootstrap, config)
+    found = _beginnings(admin, _partitions(admin, names, NO_PROGRESS_S))
+    return {(at.topic, at.partition): at.offset for at in found}
 
 
 def _beginnings(admin: AdminClient, places: Sequence[Place]) -> list[TopicPartition]:

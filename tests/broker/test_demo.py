@@ -36,7 +36,13 @@ def start_demo(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ | {"TMPDIR": str(temporary), "EOS_TRANSACTION_INTERVAL_MS": "not for the demo's workers"},
+        preexec_fn=interruptible,
     )
+
+
+def interruptible() -> None:
+    """A shell starts what runs in the background with SIGINT ignored, and that is inherited: by a test run too."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def processes_using(directory: Path) -> list[str]:

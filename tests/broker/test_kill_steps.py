@@ -36,7 +36,7 @@ class Step:
     name: str
     states: tuple[str, ...]  # () no transaction may be open
     event: str = ""  # the worker holds there by itself
-    api: ApiKey | None = None  # or the proxy holds this request
+    api: ApiKey | None = None  # or the proxy holds this request; with an event: the first one after it
     fault: Fault = Fault.HOLD_REQUEST
     nth: int = 3
     offsets_registered: bool | None = None  # whether the transaction already has the group's offsets; None: any
@@ -48,7 +48,8 @@ class Step:
 STEPS = [
     Step("after-begin", (), event="begun"),
     Step("after-produce", ONGOING, event="flush", offsets_registered=False),
-    Step("in-flush", ONGOING, api=ApiKey.Produce, nth=9, offsets_registered=False),
+    # Counted from the third begin: how many Produce requests a transaction takes depends on the machine.
+    Step("in-flush", ONGOING, event="begun", api=ApiKey.Produce, offsets_registered=False),
     Step("after-send-offsets", ONGOING, event="offsets sent", offsets_registered=True),
     Step("commit-before-it-arrives", ONGOING, api=ApiKey.EndTxn, offsets_registered=True),
     Step("commit-before-its-answer", COMMITTED, api=ApiKey.EndTxn, fault=Fault.HOLD_RESPONSE),
@@ -72,8 +73,19 @@ def held_at(step: Step, pipeline: Pipeline, settings: dict[str, str]) -> Iterato
     port = int(kafka.proxied_servers.rpartition(":")[2])
     with HoldingProxy(port, kafka.proxied_upstream) as proxy:
         ids = pipeline.transactional_ids()
-        rule = proxy.on(step.api, step.fault, nth=step.nth, match=lambda request: request.transactional_id in ids)
-        worker = pipeline.worker(servers=kafka.proxied_servers, settings=settings)
+
+        def arm(nth: int) -> Rule:
+            return proxy.on(step.api, step.fault, nth=nth, match=lambda request: request.transactional_id in ids)
+
+        if step.event:
+            holds = [(step.event, step.nth)]
+            worker = pipeline.worker(servers=kafka.proxied_servers, settings=settings, holds=holds)
+            worker.wait_at(step.event, step.nth)
+            rule = arm(1)
+            worker.go_on()
+        else:
+            rule = arm(step.nth)
+            worker = pipeline.worker(servers=kafka.proxied_servers, settings=settings)
         rule.wait(30)
         if rule.fault is Fault.HOLD_RESPONSE:
             assert rule.answer().error == 0

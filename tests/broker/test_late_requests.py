@@ -52,6 +52,7 @@ class Scenario:
             "transactional.id": self.transactional_id,
             "transaction.timeout.ms": 3_000,
             "eos.replace.producer": self.replace,
+            "eos.producers": "1",  # the next transaction is the same producer's; with two it is the one after
             "eos.transaction.max.records": 1,
             "eos.transaction.interval.ms": 1,
             "linger.ms": 0,
@@ -118,6 +119,28 @@ def test_a_late_commit_in_the_next_transaction_doubles_a_record_unless_the_produ
         handle(session, scenario.target)
         txn = next(session)  # commits the first one: its EndTxn was cut, the client's retry did it
         assert late.hit
+        (record,) = txn.records
+        send(txn, scenario.target, record, range(1))
+        session.producer.flush()
+        error = late.deliver_late().error
+        send(txn, scenario.target, record, range(1, COPIES))
+        session.producer.flush()
+        # ... and here the process dies: its close aborts.
+    assert error == (INVALID_PRODUCER_EPOCH if scenario.replace == "auto" else 0)
+    judged(scenario, scenario.finish(), broken={"no_duplicates"})
+
+
+def test_with_two_producers_in_turn_a_late_commit_doubles_a_record_of_the_transaction_after_the_next(
+    scenario: Scenario,
+) -> None:
+    scenario.load(3)
+    late = scenario.proxy.on(ApiKey.EndTxn, Fault.LATE_COPY, transactional_id=scenario.transactional_id)
+    with scenario.session(**{"eos.producers": "2"}) as session:
+        handle(session, scenario.target)  # its EndTxn is cut, the client's retry commits
+        handle(session, scenario.target)  # the other producer's
+        txn = next(session)
+        assert late.hit
+        assert session.producer.transactional_id == scenario.transactional_id
         (record,) = txn.records
         send(txn, scenario.target, record, range(1))
         session.producer.flush()
@@ -254,4 +277,27 @@ def test_a_late_add_partitions_starts_a_ghost_that_an_idle_session_survives(scen
             assert not session.end(), "the ghost's timeout fenced this producer"
             assert ghosts == ["Ongoing"]
             assert session.counters.rebuilds == 1
+    scenario.finish().raise_if_violated()
+
+
+@pytest.mark.parametrize("scenario", ["auto"], indirect=True)
+def test_a_consumer_that_cannot_reach_its_coordinator_any_more_is_replaced(scenario: Scenario) -> None:
+    """It is the only one who cannot: another client is asked, and its answer says that waiting would be for ever."""
+    scenario.load(3)
+    with scenario.session() as session:
+        assert handle(session, scenario.target).commit()
+        txn = handle(session, scenario.target)
+        session.producer.flush()
+        wait_until(
+            "the broker to abort it at its timeout",
+            lambda: (
+                transaction_of(scenario.kafka.bootstrap_servers, scenario.transactional_id).state == "CompleteAbort"
+            ),
+        )
+        held = scenario.proxy.on(ApiKey.OffsetFetch, Fault.HOLD_REQUEST)
+        assert not txn.commit()
+        assert held.hit
+        assert session.counters.rebuilds == 2, "a rebuild that became a joining again"
+        txn = handle(session, scenario.target)
+        assert txn.commit()
     scenario.finish().raise_if_violated()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from confluent_kafka import IsolationLevel, TopicPartition
 
 import eos
 from eos import Transaction, TransactSession
 from eos.broker import LocalKafka
-from eos.errors import IllegalState
-from tests.support.reading import create_topic, settled_values, stable_offset
+from eos.errors import Action, CallFailed, IllegalState
+from eos.plain import Transactions
+from tests.support.reading import create_topic, ends_of, settled_values, stable_offset
 
 COUNT = 10
 
@@ -123,5 +128,75 @@ def test_an_aborted_transaction_hands_the_same_records_out_again(loop: Loop) -> 
         for record in seen:
             second.send(loop.target, record.value)
         assert second.commit()
-        assert session.producer.replacements == {"abort": 1}
+        assert session.counters.replacements == {"abort": 1}
+    assert loop.copied() == ALL
+
+
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
+def test_aborts_at_random_places_of_a_backlog_lose_nothing_and_keep_the_order(
+    protocol: str, kafka: LocalKafka, names: Callable[[str], str]
+) -> None:
+    """A rewind sends the consumer back while its queue holds tens of thousands of records, ends of partitions
+    included: none of those may come out any more."""
+    servers, source, target, partitions, transactions = kafka.bootstrap_servers, names("in"), names("out"), 3, 9
+    create_topic(servers, source, partitions)
+    create_topic(servers, target, partitions)
+    expected: list[list[bytes]] = [[] for _ in range(partitions)]
+    loading = {"bootstrap.servers": servers, "transactional.id": names("load")}
+    with Transactions(loading) as load:
+        for number in range(transactions):
+            with contextlib.suppress(ZeroDivisionError), load.begin() as txn:
+                for i in range(9_000):
+                    txn.send(source, b"%d" % i, partition=i % partitions)
+                _ = 1 // (number % 3 - 2)  # the last one too: partitions end in aborted records
+            if number % 3 != 2:
+                for i in range(9_000):
+                    expected[i % partitions].append(b"%d" % i)
+    chance = random.Random(f"rewind {protocol}")
+    settings: dict[str, Any] = {
+        "bootstrap.servers": servers,
+        "group.id": names("group"),
+        "transactional.id": names("tx"),
+        "group.protocol": protocol,
+        "eos.transaction.interval.ms": 4_000,
+        "eos.transaction.max.records": 20_000,
+    }
+    aborted = 0
+    with TransactSession(settings, [source], until_end=True) as session:
+        for txn in session:
+            for _ in range(chance.randint(1, 8)):
+                records = txn.take(chance.randint(1, 4_000))
+                txn.give_back(kept := chance.randint(0, len(records)))
+                for record in records[: len(records) - kept]:
+                    txn.send(target, record.value, partition=record.partition)
+            if aborted < 8 and chance.random() < 0.6:
+                txn.abort()
+                aborted += 1
+    assert aborted == 8
+    found = settled_values(servers, target)
+    assert sum(map(len, found.values())) == 54_000
+    for partition in range(partitions):
+        assert found[partition] == expected[partition], f"partition {partition}"
+    ends = ends_of(servers, [TopicPartition(source, p) for p in range(partitions)], IsolationLevel.READ_COMMITTED)
+    assert [stable_offset(servers, settings["group.id"], source, p) for p in range(partitions)] == ends
+
+
+def test_a_consumer_that_cannot_go_back_is_given_up_and_the_group_joined_again(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No broker can be made to fail a seek of a partition that is being fetched: the call itself is replaced."""
+    with loop.session() as session:
+        txn = next(session)
+        txn.send(loop.target, next(txn.records).value)
+        first = session.consumer
+
+        def fails(targets: object) -> None:
+            raise CallFailed("seek", Action.REBUILD, RuntimeError("not fetching"))
+
+        monkeypatch.setattr(session.membership, "go_back", fails)
+        txn.abort()
+        for txn in session:
+            for record in txn.records:
+                txn.send(loop.target, record.value)
+        assert session.consumer is not first
     assert loop.copied() == ALL

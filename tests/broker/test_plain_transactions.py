@@ -12,6 +12,7 @@ from eos.broker import LocalKafka
 from eos.errors import ConfigurationError, Fenced, IllegalState, PoisonRecord, Unavailable
 from eos.plain import Transactions
 from eos.states import State
+from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.reading import create_topic, settled_values, transaction_of, visible_values
 
 
@@ -47,6 +48,24 @@ def test_an_exception_in_the_block_aborts_and_comes_out_unchanged(
         _ = 1 // 0
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [], 1: []}
     assert transaction_of(kafka.bootstrap_servers, str(settings["transactional.id"])).state != "Ongoing"
+
+
+def test_an_abort_that_the_coordinator_refuses_does_not_hide_the_blocks_error_and_the_next_transaction_is_well(
+    kafka: LocalKafka, settings: dict[str, object], topic: str
+) -> None:
+    """As when a block ends right behind its first send: EndTxn overtakes AddPartitionsToTxn, INVALID_TXN_STATE."""
+    port = int(kafka.proxied_servers.rpartition(":")[2])
+    proxied = settings | {"bootstrap.servers": kafka.proxied_servers}
+    with HoldingProxy(port, kafka.proxied_upstream) as proxy, Transactions(proxied) as transactions:
+        swallowed = proxy.on(ApiKey.AddPartitionsToTxn, Fault.BLACKHOLE)
+        with pytest.raises(ZeroDivisionError), transactions.begin() as txn:
+            txn.send(topic, "never seen", partition=0)
+            swallowed.wait()
+            _ = 1 // 0
+        assert transactions._producer.must_replace() is not None
+        with transactions.begin() as txn:
+            txn.send(topic, "seen", partition=0)
+    assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"seen"], 1: []}
 
 
 def test_nothing_of_an_open_transaction_is_visible_and_then_all_partitions_are(

@@ -18,7 +18,9 @@ from confluent_kafka import KafkaException
 
 from eos.admin.cluster import ClusterAdmin
 from eos.broker import LocalKafka
+from eos.errors import CallFailed
 from eos.ownership import Described, Identity, Owner, Situation, judge, settle
+from eos.producer import TransactionalProducer
 from eos.settings import Settings
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.raw import Background, RawProducer, raw_producer
@@ -90,14 +92,15 @@ def go_on_after_own_timeout(pipeline: Pipeline, step: str) -> None:
     pipeline.verify()
 
 
-def assert_fenced(worker: WorkerProcess, before: Described) -> None:
-    """It stopped by itself with 79, and its sentence names both epochs."""
+def assert_fenced(worker: WorkerProcess, *idle_or_open: Described) -> None:
+    """It stopped by itself with 79, and its sentence names both epochs of one of its transactional.ids."""
     assert worker.wait(30) == FENCED, worker.last_words
     sentence = worker.last_words
-    assert f"ours: producer id {before.producer_id} epoch {before.epoch}" in sentence, sentence
+    ours = [d for d in idle_or_open if f"ours: producer id {d.producer_id} epoch {d.epoch};" in sentence]
+    assert ours, sentence
     theirs = re.search(r"now producer id (\d+) epoch (\d+) in state (\w+)", sentence)
     assert theirs is not None, sentence
-    assert (int(theirs[1]), int(theirs[2])) > (before.producer_id, before.epoch), sentence
+    assert (int(theirs[1]), int(theirs[2])) > (ours[0].producer_id, ours[0].epoch), sentence
     assert "Traceback" not in worker.log
 
 
@@ -187,12 +190,12 @@ def test_an_idle_zombie_is_fenced_by_an_idle_successor_without_any_input(
     zombie = pipeline.worker()
     pipeline.wait_handled(pipeline.loaded)
     pipeline.wait_not_open()
-    (before,) = pipeline.describe()
+    before = pipeline.describe()
     zombie.pause()
     successor = pipeline.worker()
     successor.wait_line("IDLE")
     zombie.resume()
-    assert_fenced(zombie, before)
+    assert_fenced(zombie, *before)
     pipeline.load_transaction(300)
     pipeline.wait_handled(pipeline.loaded)
     successor.terminate()
@@ -208,12 +211,12 @@ def test_an_idle_zombie_of_the_consumer_protocol_is_fenced_at_its_next_record(
     zombie = pipeline.worker(settings=CONSUMER)
     pipeline.wait_handled(pipeline.loaded)
     pipeline.wait_not_open()
-    (before,) = pipeline.describe()
+    before = pipeline.describe()
     successor = pipeline.worker(settings=CONSUMER)
     pipeline.wait_members(2)
     successor.wait_log("partitions assigned")
     pipeline.load_transaction(300)
-    assert_fenced(zombie, before)
+    assert_fenced(zombie, *before)
     pipeline.wait_handled(pipeline.loaded)
     successor.terminate()
     assert_unaffected(successor)
@@ -474,3 +477,35 @@ def test_a_ghost_of_an_idle_producer_that_timed_out_is_a_ghost(kafka: LocalKafka
 def test_an_id_that_the_cluster_does_not_know_is_nobodys(ask: Ask) -> None:
     assert ask() is None
     assert settle(situation(Identity(1, 0)), ask)[0] is Owner.NOBODY
+
+
+def test_an_epoch_that_our_own_client_took_after_records_timed_out_is_known_as_ours(
+    kafka: LocalKafka, names: Callable[[str], str]
+) -> None:
+    """The abort of a transaction whose records timed out makes librdkafka ask for the next epoch (KIP-360). Whoever is
+    fenced from the group right then (found by the failure matrix) must not take it for a newer instance's."""
+    topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("tx")
+    settings = Settings({"bootstrap.servers": kafka.proxied_servers, "message.timeout.ms": 1_500, "linger.ms": 0})
+    port = int(kafka.proxied_servers.rpartition(":")[2])
+    producer = TransactionalProducer(settings, name)
+    with HoldingProxy(port, kafka.proxied_upstream) as proxy:
+        try:
+            producer.start(time.monotonic() + 20)
+            before = producer.identity()
+            assert before is not None
+            proxy.on(ApiKey.Produce, Fault.BLACKHOLE, transactional_id=name)
+            producer.begin()
+            producer.send(topic, b"never acknowledged")
+            with pytest.raises(CallFailed, match="_MSG_TIMED_OUT"):
+                producer.flush()
+            producer.abort()
+            with ClusterAdmin(Settings({"bootstrap.servers": kafka.bootstrap_servers})) as admin:
+                described = admin.describe(name)
+            assert described is not None
+            assert described.epoch == before.epoch + 1, "librdkafka took the next epoch by itself"
+            known = producer.identity(fresh=True)
+            assert known == Identity(described.producer_id, described.epoch)
+            situation = Situation(known, acknowledged=False, age_ms=2_000, timeout_ms=10_000)
+            assert judge(situation, described) is Owner.MINE
+        finally:
+            producer.close()

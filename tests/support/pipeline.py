@@ -71,7 +71,14 @@ Place = tuple[str, int]
 class WorkerProcess:
     """One real worker; its stderr goes to a file. Ends with its pipeline, whatever ended the test."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], directory: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        directory: Path,
+        group: int | None = None,
+    ) -> None:
         self.name = name
         self.log_path = directory / f"{name}.log"
         self._lines: queue.Queue[str] = queue.Queue()
@@ -84,6 +91,7 @@ class WorkerProcess:
                 env={**os.environ, **environment},
                 cwd=REPOSITORY,
                 text=True,
+                group=group,
             )
         threading.Thread(target=self._read, daemon=True).start()
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, Message, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec  # type: ignore[attr-defined]
 from kafka import KafkaAdminClient
 
@@ -28,10 +28,10 @@ def wait_until(what: str, probe: Callable[[], T | None], timeout: float = 15.0) 
         time.sleep(0.02)
 
 
-def create_topic(servers: str, topic: str, partitions: int = 1) -> str:
+def create_topic(servers: str, topic: str, partitions: int = 1, copies: int = 1) -> str:
     """Create the topic and wait until its partitions have leaders; returns its name."""
     admin = AdminClient({"bootstrap.servers": servers})
-    admin.create_topics([NewTopic(topic, partitions, 1)])[topic].result(30)
+    admin.create_topics([NewTopic(topic, partitions, copies)])[topic].result(30)
 
     asked = [TopicPartition(topic, partition) for partition in range(partitions)]
 
@@ -80,6 +80,11 @@ def settled_values(servers: str, topic: str) -> dict[int, list[bytes | None]]:
 
 def visible_values(servers: str, topic: str) -> dict[int, list[bytes | None]]:
     """What a read_committed consumer sees now, up to each last stable offset; [] for an empty partition."""
+    return {p: [message.value() for message in found] for p, found in visible_records(servers, topic).items()}
+
+
+def visible_records(servers: str, topic: str) -> dict[int, list[Message]]:
+    """As `visible_values`, with key, headers, offset and timestamp."""
     partitions = partitions_of(servers, topic)
     settings = {
         "bootstrap.servers": servers,
@@ -89,8 +94,8 @@ def visible_values(servers: str, topic: str) -> dict[int, list[bytes | None]]:
         "enable.partition.eof": True,
         "auto.offset.reset": "earliest",
     }
-    values: dict[int, list[bytes | None]] = {p.partition: [] for p in partitions}
-    open_partitions = set(values)
+    records: dict[int, list[Message]] = {p.partition: [] for p in partitions}
+    open_partitions = set(records)
     deadline = time.monotonic() + 30
     consumer = Consumer(settings)
     try:
@@ -102,16 +107,16 @@ def visible_values(servers: str, topic: str) -> dict[int, list[bytes | None]]:
                 continue
             error = message.error()
             if error is None:
-                partition, value = message.partition(), message.value()
+                partition = message.partition()
                 assert partition is not None
-                values[partition].append(value)
+                records[partition].append(message)
             elif error.code() == KafkaError._PARTITION_EOF:
                 open_partitions.discard(message.partition())
             else:
                 raise KafkaException(error)
     finally:
         consumer.close()
-    return values
+    return records
 
 
 def stable_offset(servers: str, group: str, topic: str, partition: int = 0) -> int:

@@ -20,6 +20,7 @@ import struct
 import sys
 import time
 
+import eos
 from eos import App, Out, Record
 from eos.cli import invoke
 from eos.cli import run as run_command
@@ -48,6 +49,22 @@ class Orders:
     slow_at: tuple[str, int, int, float] | None = None  # on this record it works so many seconds
     raise_at: tuple[str, int, int] | None = None
     large_at: tuple[str, int, int, int] | None = None  # this record's outputs have so many bytes
+    on_error: str = "stop"  # a name in POLICIES
+    poison_every: int = 0  # the function raises on every so many offsets
+    large_last: bool = False  # only the last of the large outputs is large
+
+
+POLICIES = {
+    "stop": eos.stop,
+    "skip": eos.skip,
+    "dlq": eos.dlq,
+    "retry": eos.retry(2, then=eos.dlq, backoff_ms=20),
+    "retry-slowly": eos.retry(5, then=eos.dlq, backoff_ms=60_000, backoff_max_ms=60_000),
+}
+
+
+def is_poison(offset: int, every: int) -> bool:
+    return every > 0 and offset % every == every // 2
 
 
 class Steps:
@@ -77,7 +94,7 @@ def build_app(orders: Orders, steps: Steps) -> App:
     attempts = os.open(orders.attempts, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     index = {topic: number for number, topic in enumerate(orders.sources)}
 
-    @app.process(orders.sources, to=orders.destinations)
+    @app.process(orders.sources, to=orders.destinations, on_error=POLICIES[orders.on_error])
     def copy(record: Record) -> list[Out]:
         source = index[record.topic]
         transaction = orders.first_transaction + steps.counts.get("begun", 0)
@@ -89,11 +106,18 @@ def build_app(orders: Orders, steps: Steps) -> App:
             time.sleep(orders.slow_at[3])
         if orders.raise_at and at == tuple(orders.raise_at):
             raise ValueError("this record is poison")
+        if is_poison(record.offset, orders.poison_every):
+            raise ValueError("this record is one of many")
         # Only now: a record whose function raised was not part of this transaction.
         os.write(attempts, ATTEMPT.pack(time.monotonic_ns(), transaction, source, record.partition, record.offset))
         payload = bytes(orders.large_at[3]) if orders.large_at and at == tuple(orders.large_at[:3]) else b""
+        last = len(orders.destinations) - 1
         return [
-            Out(stamp(source, record.partition, record.offset, number) + payload, topic=topic)
+            Out(
+                stamp(source, record.partition, record.offset, number)
+                + (payload if number == last or not orders.large_last else b""),
+                topic=topic,
+            )
             for number, topic in enumerate(orders.destinations)
         ]
 

@@ -6,9 +6,9 @@ import ast
 import asyncio
 import copy
 import dataclasses
-import functools
 import itertools
 import pickle
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 
 import eos.app
 import eos.serde
-from eos.app import KEEP, App, Out, Record, Route, Send
+from eos.app import KEEP, App, Fed, Out, Record, Route, Send
 from eos.errors import ConfigurationError, IllegalState
+from eos.policies import stop
 from eos.serde import DecodeError
 
 
@@ -64,11 +65,52 @@ def batch_route(function: Callable[[list[Record]], Any], to: str | Sequence[str]
 
 def outputs(result: object, record: Record = RECORD, to: str | Sequence[str] = "out") -> list[Send]:
     """What a function of one record that returns `result` sends."""
-    return list(route(lambda _: result, to).outputs(record))
+    made = route(lambda _: result, to)
+    return same_by_both_ways(lambda: list(made.outputs(record)), made, [record])
 
 
 def outputs_batch(result: object, to: str | Sequence[str] = "out") -> list[Send]:
-    return batch_route(lambda _: result, to).outputs_batch([RECORD])
+    made = batch_route(lambda _: result, to)
+    return same_by_both_ways(lambda: made.outputs_batch([RECORD]), made, [RECORD])
+
+
+def same_by_both_ways(outputs: Callable[[], list[Send]], made: Route, records: list[Record]) -> list[Send]:
+    """What `outputs` gives (or raises) is what `feed` puts into produce() (or stops at)."""
+    put, fed = feed(made, records)
+    if fed.error is not None:
+        assert (put, fed.sent, fed.handled) == ([], 0, 0)
+        with pytest.raises(type(fed.error), match=re.escape(str(fed.error))):
+            outputs()
+        raise fed.error
+    expected = outputs()
+    assert (put, fed) == (expected, Fed(len(expected), len(records), None))
+    return expected
+
+
+def feed(made: Route, records: list[Record], full_at: Iterable[int] = ()) -> tuple[list[Send], Fed]:
+    """Feeds the records to a produce() that collects; before its calls number `full_at` it says that it is full."""
+    put: list[Send] = []
+    full = set(full_at)
+
+    def produce(
+        topic: str,
+        value: bytes | None,
+        key: bytes | None,
+        partition: int = -1,
+        _: None = None,
+        __: None = None,
+        time: int = 0,
+        headers: Any = None,
+    ) -> None:
+        if len(put) in full:
+            raise BufferError("full")
+        put.append((topic, value, key, partition, time, headers))
+
+    def refused(error: Exception, send: Send) -> None:
+        assert isinstance(error, BufferError)
+        put.append(send)
+
+    return put, made.feed(records, produce, refused)
 
 
 def sent(value: bytes | None, **changes: object) -> Send:
@@ -324,9 +366,16 @@ def test_lists_tuples_generators_and_other_iterators_are_several_outputs() -> No
     items = [b"a", None, Out("b", key=None), {"c": 1}]
     expected = [sent(b"a"), sent(b"b", key=None), sent(b'{"c":1}')]
     assert len(expected) == 3
-    for several in (items, tuple(items), (i for i in items), iter(items), itertools.chain(items)):
-        assert outputs(several) == expected
-    assert outputs([]) == outputs(()) == outputs([None]) == []
+    makers: list[Callable[[], object]] = [
+        lambda: items,
+        lambda: tuple(items),
+        lambda: (i for i in items),
+        lambda: iter(items),
+        lambda: itertools.chain(items),
+    ]
+    for make in makers:
+        made = route(lambda _, make=make: make())
+        assert same_by_both_ways(lambda made=made: list(made.outputs(RECORD)), made, [RECORD]) == expected
 
 
 def test_only_the_outermost_list_is_several_outputs() -> None:
@@ -483,6 +532,68 @@ def test_a_route_of_single_records_refuses_a_batch_because_it_could_not_name_the
         single.outputs_batch([RECORD])
 
 
+def test_a_feed_puts_the_outputs_of_all_records_in_order_however_full_the_queue_is() -> None:
+    records = [Record("in", 0, i, i, b"k%d" % i, b"%d" % i) for i in range(6)]
+    results: list[object] = [b"a", None, [b"b", "c"], Out(b"d", key=b"x"), {"e": 1}, b"f"]
+    made = route(lambda record: results[record.offset])
+    expected = [send for record in records for send in made.outputs(record)]
+    for full_at in ([], [0], [1, 2, 3], range(9)):
+        assert feed(made, records, full_at) == (expected, Fed(6, 6, None))
+
+
+def test_a_batch_feed_puts_all_outputs_in_order_however_full_the_queue_is() -> None:
+    records = [Record("in", 0, i, i, b"k%d" % i, b"%d" % i) for i in range(4)]
+    plain = batch_route(lambda records: [record.out(b"v") for record in records])
+    mixed = batch_route(lambda records: (record.out("v", headers={"h": "1"}) for record in records))
+    for made in (plain, mixed):
+        for full_at in ([], [0], [3], range(9)):
+            assert feed(made, records, full_at) == (made.outputs_batch(records), Fed(4, 4, None))
+
+
+def test_a_feed_stops_at_the_record_whose_function_failed_with_nothing_of_it_put() -> None:
+    def half(record: Record) -> Iterator[bytes]:
+        yield b"first"
+        if record.offset == 2:
+            raise ValueError("no")
+        yield b"second"
+
+    put, fed = feed(route(half), [Record("in", 0, offset, value=b"") for offset in range(4)])
+    assert (len(put), fed.sent, fed.handled, str(fed.error)) == (4, 4, 2, "no")
+
+
+def test_a_batch_feed_that_fails_has_put_nothing_even_if_only_the_last_output_is_wrong() -> None:
+    def last_is_wrong(records: list[Record]) -> Iterator[object]:
+        yield from (record.out(b"v") for record in records)
+        yield b"bare"
+
+    put, fed = feed(batch_route(last_is_wrong), [RECORD, RECORD])
+    assert (put, fed.sent, fed.handled, type(fed.error)) == ([], 0, 0, TypeError)
+
+
+def test_what_refused_raises_stops_a_feed_with_the_outputs_before_it_counted() -> None:
+    def produce(topic: str, value: bytes | None, *rest: object) -> None:
+        if value == b"2":
+            raise RuntimeError("broken")
+
+    def refused(error: Exception, send: Send) -> None:
+        raise IllegalState("no more") from error
+
+    records = [Record("in", 0, i, 0, b"k", b"%d" % i) for i in range(5)]
+    as_they_are = batch_route(lambda records: [record.out(record.value) for record in records])
+    for made, handled in ((route(lambda record: record.value), 2), (as_they_are, 0)):
+        fed = made.feed(records, produce, refused)
+        assert (fed.sent, fed.handled, type(fed.error)) == (2, handled, IllegalState)
+
+
+def test_a_batch_function_may_do_what_it_likes_with_its_list() -> None:
+    def empties(records: list[Record]) -> list[Out]:
+        return [records.pop().out(b"v") for _ in range(len(records))]
+
+    records = [RECORD, RECORD]
+    put, fed = feed(batch_route(empties), records)
+    assert (len(put), fed, len(records)) == (2, Fed(2, 2, None), 2)
+
+
 def test_batch_functions_may_be_annotated_with_what_a_list_of_records_is() -> None:
     def a(records: list[Record]) -> None: ...
     def b(records: Sequence[Record]) -> None: ...
@@ -538,7 +649,7 @@ def test_an_app_lists_its_routes_topics_and_destinations() -> None:
     assert app.routes["a"] is app.routes["b"]
     assert (app.routes["a"].sources, app.routes["a"].destinations) == (("a", "b"), ("x", "y"))
     assert [app.routes[t].batch for t in app.topics] == [False, False, True, False]
-    assert (app.routes["a"].function, app.routes["a"].on_error) == (single, "stop")
+    assert (app.routes["a"].function, app.routes["a"].on_error) == (single, stop)
     assert (
         repr(app)
         == "App('late-flights_1.x', [<Route single: a, b -> x, y>, <Route batch: c -> y>, <Route sink: d -> nothing>])"
@@ -574,14 +685,6 @@ def test_a_function_needs_a_source_topic_and_the_decorator_its_brackets() -> Non
         app.process(lambda record: None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("policy", ["skip", "dlq", "retry", "", None])
-def test_the_only_policy_is_stop_and_others_say_so(policy: Any) -> None:
-    app = App("app")
-    for decorator in (app.process, app.process_batch):
-        with pytest.raises(ConfigurationError, match="the only policy in this version is 'stop'"):
-            decorator("in", to="out", on_error=policy)
-
-
 def test_two_functions_on_one_topic_are_refused_and_leave_the_app_as_it_was() -> None:
     app = App("app")
 
@@ -607,23 +710,6 @@ def test_a_topic_that_is_source_and_destination_is_refused_within_and_across_fun
         with pytest.raises(ConfigurationError, match=r"is both a source and a destination"):
             app.process(steps[-1][0], to=steps[-1][1])(f)
         assert app.routes == before
-
-
-def test_coroutine_functions_are_refused() -> None:
-    async def coroutine(record: Record) -> None: ...
-
-    async def generator(record: Record):  # type: ignore[no-untyped-def]
-        yield b""
-
-    class Service:
-        async def __call__(self, record: Record) -> None: ...
-
-    functions: list[Callable[[Any], Any]] = [coroutine, generator, Service(), functools.partial(coroutine)]
-    for f in functions:
-        with pytest.raises(ConfigurationError, match="coroutine function: use def"):
-            route(f)
-        with pytest.raises(ConfigurationError, match="coroutine function: use def"):
-            batch_route(f)
 
 
 @pytest.mark.parametrize("function", [5, None, "f", lambda: None, lambda a, b: None])
@@ -671,4 +757,4 @@ def test_app_and_serde_import_no_kafka_client_and_no_other_part_of_eos_than_erro
             elif isinstance(node, ast.Import):
                 imported.update(alias.name for alias in node.names)
     foreign = {name for name in imported if name.partition(".")[0] not in sys.stdlib_module_names}
-    assert foreign == {"msgspec", "eos.errors", "eos.serde"}
+    assert foreign == {"msgspec", "eos", "eos.errors", "eos.policies", "eos.serde"}

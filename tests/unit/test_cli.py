@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +76,9 @@ def test_help_of_run_shows_its_options(here: Path) -> None:
         "--instance",
         "--bootstrap-servers",
         "--until-end",
+        "--workers",
+        "--reload",
+        "--http-port",
         "-X",
         "--log-format",
         "--log-level",
@@ -112,6 +117,32 @@ def test_a_choice_that_does_not_exist_is_answered_with_those_that_do(
     here: Path, option: str, value: str, choices: str
 ) -> None:
     assert refused(64, here, "run", "good:app", option, value) == f"eos: {option} {value}: must be one of {choices}\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "sentence"),
+    [
+        ("--http-port", "soon", "eos: --http-port soon: expected PORT or HOST:PORT\n"),
+        ("--workers", "0", "eos: --workers 0: must be at least 1\n"),
+    ],
+)
+def test_a_port_or_a_number_of_workers_that_is_none_is_refused(
+    here: Path, option: str, value: str, sentence: str
+) -> None:
+    assert refused(64, here, "run", "good:app", option, value) == sentence
+
+
+def test_a_port_that_cannot_be_listened_on_is_a_configuration_error_before_anything_starts(here: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        sentence = refused(78, here, "run", "good:app", "--workers", "2", "--http-port", address)
+    assert sentence == f"eos: --http-port {address}: Address already in use\n"
+
+
+def test_a_supervisor_ends_with_what_its_first_worker_says_and_each_line_says_whose_it_is(here: Path) -> None:
+    ended = program(here, "run", "good:nope", "--workers", "2", "--instance", "w")
+    assert ended.returncode == 64
+    assert re.search(r"^w-[01] \| eos: nope in good is missing$", ended.stderr, re.MULTILINE), ended.stderr
 
 
 @pytest.mark.parametrize("name", ["group.id", "transactional.id"])

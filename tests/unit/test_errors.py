@@ -9,7 +9,8 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from eos import errors
-from eos.errors import TABLE, Action, Call, CallFailed, EosError, PoisonRecord, classify, describe_error, stop_error
+from eos.error_table import TABLE
+from eos.errors import Action, Call, CallFailed, EosError, PoisonRecord, classify, describe_error, stop_error
 
 K = KafkaError
 CALLS: tuple[Call, ...] = get_args(Call)
@@ -45,7 +46,7 @@ MEASURED = [
     Row("broker down at commit: the same call again", "commit", K._TIMED_OUT, "0/1/0", Action.RETRY),
     Row("abort left for a commit that hangs", "abort", K._CONFLICT, "0/1/0", Action.REBUILD),
     Row("begin left for a commit that hangs", "begin", K._CONFLICT, "0/1/0", Action.REBUILD),
-    Row("produce while a commit hangs", "produce", K._STATE, "0/0/0", Action.BUG),
+    Row("produce after a record of its transaction was refused", "produce", K._STATE, "0/0/0", Action.ABORT),
     Row("broker down at init: init again", "init", K._TIMED_OUT, "0/1/0", Action.RETRY),
     Row(
         "transaction.timeout.ms above the broker's maximum",

@@ -7,22 +7,11 @@ import io
 import json
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from eos import log
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    loggers = (log.logger, log.client_logger)
-    before = [(one, one.handlers[:], one.propagate, one.level) for one in loggers]
-    yield
-    for one, handlers, propagate, level in before:
-        one.handlers[:], one.propagate = handlers, propagate
-        one.setLevel(level)
 
 
 def written(log_format: str, level: str = "info") -> io.StringIO:

@@ -187,6 +187,17 @@ def test_a_busy_coordinator_is_asked_again_and_then_two_answers_must_agree() -> 
     assert coordinator.asked_at[-1] >= 2.0 + AGREEMENT_INTERVAL_S, "counted from the first answer that was not busy"
 
 
+def test_an_abort_that_takes_minutes_because_leaders_are_away_is_waited_for() -> None:
+    """Found by the failure matrix: after ten seconds of PrepareAbort a worker took its own timeout for a newer one."""
+    coordinator = Coordinator({0: Described("PrepareEpochFence", PRODUCER, E + 1), 5.0: BUSY, 300.0: TIMED_OUT})
+    assert coordinator.settle(LATE) == (Owner.OWN_TIMEOUT, TIMED_OUT)
+
+
+def test_an_abort_that_was_a_successors_is_still_told_when_it_ends() -> None:
+    coordinator = Coordinator({0: BUSY, 300.0: SUCCESSOR})
+    assert coordinator.settle(LATE) == (Owner.NEWER, SUCCESSOR)
+
+
 def test_a_busy_answer_in_between_begins_the_agreement_again() -> None:
     coordinator = Coordinator({0: TIMED_OUT, 1.0: BUSY, 1.3: TIMED_OUT})
     assert coordinator.settle(LATE) == (Owner.OWN_TIMEOUT, TIMED_OUT)

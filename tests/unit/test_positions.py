@@ -29,8 +29,13 @@ def records(partition: TopicPartition, *offsets: int) -> list[R]:
 def positions(*fetched: R, **starts: int) -> Positions[R]:
     made: Positions[R] = Positions()
     made.assigned({A: starts.get("a", 0), B: starts.get("b", 0)})
-    made.fetched(fetched)
+    made.fetched(list(fetched))
     return made
+
+
+def commit(known: Positions[R]) -> None:
+    known.leave(known.offsets())
+    known.arrived()
 
 
 # ---- examples ----------------------------------------------------------------------------------------------
@@ -47,7 +52,7 @@ def test_only_what_was_taken_is_committed_and_the_rest_waits() -> None:
     known = positions(*records(A, 0, 1, 2))
     known.take(2)
     assert (len(known), known.taken, known.offsets()) == (1, 2, {A: 2})
-    known.commit(known.offsets())
+    commit(known)
     assert (len(known), known.taken, known.offsets(), known.committed[A]) == (1, 0, {}, 2)
     assert known.take(5) == records(A, 2)
 
@@ -58,14 +63,89 @@ def test_the_next_offset_is_one_after_the_last_record_not_their_number() -> None
     assert known.offsets() == {A: 10, B: 101}
 
 
-def test_a_rewind_hands_the_same_records_out_again_in_the_same_order() -> None:
-    known = positions(*records(A, 0, 1), *records(B, 0), *records(A, 2))
-    first = known.take(3)
+def test_a_rewind_goes_back_to_where_the_transaction_began_in_each_partition() -> None:
+    known = positions(*records(A, 4, 5), *records(B, 7), *records(A, 9))
+    known.take(2)
+    known.take(1)
+    assert known.rewind() == {A: 4, B: 7}
+    assert (len(known), known.taken, known.offsets()) == (0, 0, {}), "what waited of A comes again behind the rest"
+
+
+def test_a_rewind_leaves_partitions_alone_that_the_transaction_did_not_touch() -> None:
+    known = positions(*records(A, 4), *records(B, 7), *records(A, 5), *records(B, 8))
+    known.reached_end(B, 9)
+    known.take(1)
+    assert known.rewind() == {A: 4}
+    assert known.take(9) == records(B, 7, 8)
+    assert known.offsets() == {B: 9}
+
+
+def test_a_rewind_goes_back_to_the_transactions_first_record_not_to_the_last_commit() -> None:
+    """A partition can begin at "the beginning", which is no offset that could be fetched again."""
+    known = positions(*records(A, 40, 41), a=0)
+    known.take(2)
+    assert known.rewind() == {A: 40}
+
+
+def test_after_a_commit_a_rewind_goes_back_to_the_next_transactions_beginning() -> None:
+    known = positions(*records(A, 0, 1, 2))
+    known.take(1)
+    commit(known)
+    known.take(2)
+    assert known.rewind() == {A: 1}
+
+
+def test_an_end_that_was_seen_is_not_committed_before_the_records_of_a_rewind_came_again() -> None:
+    known = positions(*records(A, 0, 1))
+    known.reached_end(A, 5)
+    known.take(2)
     known.rewind()
-    again = known.take(4)
-    assert again[:3] == first
-    assert all(one is other for one, other in zip(again, first, strict=False)), "the same objects: nothing is re-read"
-    assert again[3:] == records(A, 2)
+    assert known.offsets() == {}
+
+
+def test_an_end_is_kept_when_all_that_was_taken_is_given_back() -> None:
+    known = positions(*records(A, 0))
+    known.reached_end(A, 5)
+    known.take(1)
+    known.give_back(1)
+    assert known.rewind() == {}
+    known.take(1)
+    assert known.offsets() == {A: 5}
+
+
+def test_only_records_of_the_last_batch_can_be_given_back() -> None:
+    known = positions(*records(A, 0, 1, 2))
+    known.take(2)
+    known.take(1)
+    with pytest.raises(ValueError, match="taken last"):
+        known.give_back(2)
+    known.give_back(1)
+    assert (known.take(9), known.offsets()) == (records(A, 2), {A: 3})
+
+
+def test_an_empty_take_leaves_the_last_batch_to_be_given_back() -> None:
+    known = positions(*records(A, 0, 1))
+    known.take(2)
+    assert known.take(1) == []
+    known.give_back(2)
+    assert known.offsets() == {}
+
+
+def test_the_record_handed_out_last_is_known_while_it_is_the_transactions() -> None:
+    known = positions(*records(A, 0, 1, 2))
+    assert known.last_taken is None
+    known.take(2)
+    assert known.last_taken == R("a", 0, 1)
+    known.give_back(1)
+    assert known.last_taken == R("a", 0, 0)
+    commit(known)
+    assert known.last_taken is None
+
+
+def test_what_a_caller_does_to_the_list_of_a_batch_changes_no_offset() -> None:
+    known = positions(*records(A, 0, 1))
+    known.take(2).clear()
+    assert (known.taken, known.offsets()) == (2, {A: 2})
 
 
 def test_records_given_back_are_not_in_the_offsets_and_come_first_next_time() -> None:
@@ -73,7 +153,7 @@ def test_records_given_back_are_not_in_the_offsets_and_come_first_next_time() ->
     known.take(3)
     known.give_back(2)
     assert known.offsets() == {A: 1}
-    known.commit(known.offsets())
+    commit(known)
     assert known.take(3) == records(A, 1, 2)
 
 
@@ -88,7 +168,7 @@ def test_a_partition_all_of_whose_taken_records_were_given_back_is_not_in_the_of
 def test_more_than_was_taken_cannot_be_given_back(count: int) -> None:
     known = positions(*records(A, 0, 1, 2))
     known.take(2)
-    with pytest.raises(ValueError, match="taken records"):
+    with pytest.raises(ValueError, match="taken last"):
         known.give_back(count)
     assert known.taken == 2
 
@@ -106,7 +186,7 @@ def test_an_end_without_any_record_is_committed_too_and_only_once() -> None:
     known = positions(a=3)
     known.reached_end(A, 5)
     assert known.offsets() == {A: 5}
-    known.commit(known.offsets())
+    commit(known)
     assert known.offsets() == {}
 
 
@@ -140,8 +220,8 @@ def test_a_lost_partition_with_taken_records_asks_for_an_abort_and_its_records_a
     known.take(3)
     assert known.forget([A])
     assert known.committed == {B: 0}
-    known.rewind()
-    assert known.take(9) == records(B, 0, 1)
+    assert known.rewind() == {B: 0}
+    assert len(known) == 0
 
 
 def test_a_transaction_with_records_of_a_lost_partition_cannot_commit() -> None:
@@ -149,7 +229,7 @@ def test_a_transaction_with_records_of_a_lost_partition_cannot_commit() -> None:
     known.take(2)
     known.forget([A])
     with pytest.raises(AssertionError, match="lost partition"):
-        known.commit(known.offsets())
+        commit(known)
 
 
 def test_records_of_a_lost_partition_that_are_given_back_are_not_handed_out_again() -> None:
@@ -157,7 +237,7 @@ def test_records_of_a_lost_partition_that_are_given_back_are_not_handed_out_agai
     known.take(3)
     known.forget([A])
     known.give_back(2)
-    known.rewind()
+    assert known.rewind() == {}, "A is not ours, and nothing of B was handled"
     assert known.take(9) == records(B, 0)
 
 
@@ -167,16 +247,16 @@ def test_a_partition_that_was_lost_and_came_back_has_each_record_once_after_the_
     known.forget([A])
     known.assigned({A: 0})
     known.fetched(records(A, 0, 1, 2))
-    known.rewind()
+    assert known.rewind() == {}
     assert known.take(9) == records(A, 0, 1, 2)
 
 
-def test_an_unknown_outcome_leaves_nothing_of_a_lost_partition() -> None:
+def test_an_unknown_outcome_leaves_a_lost_partition_alone() -> None:
     known = positions(*records(A, 0), *records(B, 0, 1))
     known.take(3)
     known.forget([A])
-    assert known.resolve({A: None, B: 1}) == 1
-    assert known.take(9) == records(B, 1)
+    assert known.resolve({A: 1, B: 1}) == {B: 1}
+    assert known.committed == {B: 1}
 
 
 def test_a_partition_that_comes_back_begins_at_its_new_start_without_old_records() -> None:
@@ -186,41 +266,78 @@ def test_a_partition_that_comes_back_begins_at_its_new_start_without_old_records
     assert (len(known), known.committed[A], known.offsets()) == (0, 2, {})
 
 
-def test_an_unknown_outcome_that_was_a_commit_drops_what_was_committed() -> None:
+def test_an_unknown_outcome_that_was_a_commit_goes_on_behind_what_was_committed() -> None:
     known = positions(*records(A, 0, 1, 2))
     known.take(2)
-    assert known.resolve({A: 2}) == 2
-    assert (known.taken, known.take(9)) == (0, records(A, 2))
+    assert known.resolve({A: 2}) == {A: 2}
+    assert (known.taken, known.committed[A]) == (0, 2)
 
 
-def test_an_unknown_outcome_that_was_an_abort_hands_everything_out_again() -> None:
-    known = positions(*records(A, 4, 5), a=4)
+def test_an_unknown_outcome_that_was_an_abort_goes_back_to_the_transactions_beginning() -> None:
+    known = positions(*records(A, 6, 7), a=4)
     known.take(2)
-    assert known.resolve({A: 4}) == 0
-    assert known.take(9) == records(A, 4, 5)
+    assert known.resolve({A: 4}) == {A: 6}
 
 
 def test_without_a_committed_offset_an_unknown_outcome_goes_back_to_the_transactions_start() -> None:
     known = positions(*records(A, 4, 5), a=4)
     known.take(1)
-    assert known.resolve({A: None}) == 0
-    assert (known.take(9), known.committed[A]) == (records(A, 4, 5), 4)
+    assert (known.resolve({A: None}), known.committed[A]) == ({A: 4}, 4)
 
 
 def test_an_offset_that_a_late_commit_moved_back_does_not_bring_committed_records_back() -> None:
     known = positions(*records(A, 0, 1, 2, 3))
     known.take(2)
-    known.commit(known.offsets())
+    commit(known)
     known.take(2)
-    assert known.resolve({A: 1}) == 0
-    assert (known.take(9), known.committed[A]) == (records(A, 2, 3), 2)
+    assert (known.resolve({A: 1}), known.committed[A]) == ({A: 2}, 2)
 
 
 def test_each_partition_of_an_unknown_outcome_is_resolved_by_its_own_offset() -> None:
     known = positions(*records(A, 0, 1), *records(B, 0, 1))
     known.take(4)
-    assert known.resolve({A: 2, B: 0}) == 2
-    assert known.take(9) == records(B, 0, 1)
+    assert known.resolve({A: 2, B: 0}) == {A: 2, B: 0}
+
+
+def test_while_a_commit_is_on_its_way_the_next_transaction_begins_behind_it() -> None:
+    known = positions(*records(A, 0, 1, 2))
+    known.reached_end(A, 4)
+    known.take(2)
+    known.leave(known.offsets())
+    assert (known.taken, known.offsets(), known.committed[A]) == (0, {}, 2)
+    known.take(5)
+    assert (known.taken, known.offsets()) == (1, {A: 4})
+    known.arrived()
+    assert (known.taken, known.offsets()) == (1, {A: 4})
+
+
+def test_a_commit_that_failed_takes_the_transaction_behind_it_down_with_it() -> None:
+    known = positions(*records(A, 3, 4, 5), *records(B, 7), a=1)
+    known.take(2)
+    known.leave(known.offsets())
+    known.take(2)
+    known.returned()
+    assert (known.taken, known.offsets(), known.committed[A]) == (4, {A: 5}, 1)
+    assert known.rewind() == {A: 3, B: 7}
+
+
+def test_a_failed_commit_that_came_to_pass_after_all_goes_on_behind_it() -> None:
+    known = positions(*records(A, 3, 4, 5), *records(B, 7), a=1)
+    known.take(2)
+    known.leave(known.offsets())
+    known.take(2)
+    known.returned()
+    assert known.resolve({A: 5}) == {A: 5, B: 7}
+
+
+def test_a_partition_that_went_away_while_its_commit_was_on_its_way_is_left_alone_however_that_ends() -> None:
+    known = positions(*records(A, 3), *records(B, 7))
+    known.take(2)
+    known.leave(known.offsets())
+    assert not known.forget([A]), "the open transaction took none of it"
+    known.returned()
+    assert A not in known.committed
+    assert known.rewind() == {B: 7}
 
 
 # ---- the model ---------------------------------------------------------------------------------------------
@@ -238,11 +355,17 @@ class PositionsAgainstModel(RuleBasedStateMachine):
         self.owned: set[TopicPartition] = set()
         self.waiting: dict[TopicPartition, list[int]] = defaultdict(list)
         self.taken: list[R] = []
+        self.last = 0  # how many of them are the last batch
+        self.leaving: list[R] | None = None
+        self.leaving_offsets: dict[TopicPartition, int] = {}
+        self.leaving_commits: dict[TopicPartition, int] = {}
+        self.leaving_lost: set[TopicPartition] = set()
         self.lost: set[TopicPartition] = set()  # of what is taken
         self.ends: dict[TopicPartition, int] = {}
         self.group: dict[TopicPartition, int] = {}  # what the group has committed; survives a reassignment
         self.started: dict[TopicPartition, int] = {}
         self.fetch_at: dict[TopicPartition, int] = {}
+        self.log: dict[TopicPartition, list[int]] = defaultdict(list)  # readable offsets, which a rewind fetches again
 
     @initialize(starts=st.lists(st.integers(0, 5), min_size=3, max_size=3))
     def all_are_assigned(self, starts: list[int]) -> None:
@@ -257,7 +380,8 @@ class PositionsAgainstModel(RuleBasedStateMachine):
         self.started[partition] = self.fetch_at[partition] = start
 
     def _floor(self, partition: TopicPartition) -> int:
-        return max(self.group.get(partition, 0), self.started[partition])
+        """Where the next transaction begins, if it took nothing."""
+        return max(self.group.get(partition, 0), self.leaving_offsets.get(partition, 0), self.started[partition])
 
     def _expected_offsets(self) -> dict[TopicPartition, int]:
         expected = {}
@@ -276,7 +400,11 @@ class PositionsAgainstModel(RuleBasedStateMachine):
         batch = []
         for partition, gap in data:
             if partition in self.owned:
-                offset = self.fetch_at[partition] + gap
+                log = self.log[partition]
+                again = [offset for offset in log if offset >= self.fetch_at[partition]]
+                offset = again[0] if again else self.fetch_at[partition] + gap
+                if not again:
+                    log.append(offset)
                 self.fetch_at[partition] = offset + 1
                 self.waiting[partition].append(offset)
                 batch.append(R(*partition, offset))
@@ -284,7 +412,7 @@ class PositionsAgainstModel(RuleBasedStateMachine):
 
     @rule(partition=partitions, gap=st.integers(0, 3))
     def reach_the_end(self, partition: TopicPartition, gap: int) -> None:
-        if partition in self.owned:
+        if partition in self.owned and not any(o >= self.fetch_at[partition] for o in self.log[partition]):
             self.fetch_at[partition] += gap
             self.ends[partition] = self.fetch_at[partition]
             self.code.reached_end(partition, self.fetch_at[partition])
@@ -301,33 +429,67 @@ class PositionsAgainstModel(RuleBasedStateMachine):
             assert record.offset >= self.group.get(partition, 0), "handed out again after its commit"
             assert record.offset == self.waiting[partition].pop(0), "out of order, or one was skipped"
         self.taken += got
+        self.last = len(got) or self.last
 
-    def _put_back(self, count: int) -> None:
+    @precondition(lambda self: self.last)
+    @rule(data=st.data())
+    def give_back(self, data: Any) -> None:
+        count = data.draw(st.integers(1, self.last))
+        self.code.give_back(count)
+        self.last -= count
         for _ in range(count):
             record = self.taken.pop()
             if (record.topic, record.partition) not in self.lost:
                 self.waiting[record.topic, record.partition].insert(0, record.offset)
 
-    @precondition(lambda self: self.taken)
-    @rule(data=st.data())
-    def give_back(self, data: Any) -> None:
-        count = data.draw(st.integers(1, len(self.taken)))
-        self.code.give_back(count)
-        self._put_back(count)
-
+    @precondition(lambda self: self.leaving is None)  # the session waits for it first
     @rule()
     def rewind(self) -> None:
-        self.code.rewind()
-        self._put_back(len(self.taken))
-        self.lost = set()
+        self._go_back(self.code.rewind(), {})
 
-    @precondition(lambda self: not self.lost)
+    def _go_back(self, targets: dict[TopicPartition, int], floors: dict[TopicPartition, int]) -> None:
+        """What the session does: the consumer fetches those partitions again from there."""
+        expected = {}
+        for record in self.taken:
+            partition = (record.topic, record.partition)
+            if partition not in self.lost:
+                expected.setdefault(partition, max(record.offset, floors.get(partition, 0)))
+        assert targets == expected
+        for partition, offset in targets.items():
+            self.waiting[partition] = []
+            self.ends.pop(partition, None)
+            self.fetch_at[partition] = offset
+        self.taken, self.last, self.lost = [], 0, set()
+
+    @precondition(lambda self: not self.lost and self.leaving is None)
     @rule()
-    def commit(self) -> None:
-        offsets = self.code.offsets()
-        self.code.commit(offsets)
-        self.group |= offsets
-        self.taken = []
+    def leave(self) -> None:
+        self.leaving_offsets = self.code.offsets()
+        self.code.leave(self.leaving_offsets)
+        self.leaving_commits = dict(self.leaving_offsets)
+        self.leaving, self.leaving_lost = self.taken, set()
+        self.taken, self.last = [], 0
+
+    @precondition(lambda self: self.leaving is not None)
+    @rule()
+    def arrive(self) -> None:
+        self.code.arrived()
+        self.group |= self.leaving_commits
+        self.leaving, self.leaving_offsets = None, {}
+
+    @precondition(lambda self: self.leaving is not None)
+    @rule(data=st.none() | st.data())
+    def return_and_go_back(self, data: Any) -> None:
+        """The commit failed: known to be aborted, or in doubt."""
+        assert self.leaving is not None
+        self.code.returned()
+        older, self.leaving, self.leaving_offsets = self.leaving, None, {}
+        self.taken = older + self.taken
+        self.lost |= self.leaving_lost
+        if data is None:
+            self._go_back(self.code.rewind(), {})
+        else:
+            self._resolve(data, older)
 
     @precondition(lambda self: self.owned)
     @rule(data=st.data())
@@ -337,32 +499,35 @@ class PositionsAgainstModel(RuleBasedStateMachine):
         assert self.code.forget([partition]) == touched
         if touched:
             self.lost.add(partition)
+        self.leaving_lost.add(partition)
+        self.leaving_offsets.pop(partition, None)  # no news of ours: the group's side is the next owner's to ask for
         self.owned.discard(partition)
         self.waiting[partition] = []
         self.ends.pop(partition, None)
 
-    @precondition(lambda self: len(self.owned) < len(PARTITIONS))
+    @precondition(lambda self: len(self.owned) < len(PARTITIONS) and self.leaving is None)
     @rule(data=st.data())
     def get_assigned(self, data: Any) -> None:
         partition = data.draw(st.sampled_from([p for p in PARTITIONS if p not in self.owned]))
         self._assign(partition, self.group.get(partition, self.started[partition]))
 
+    @precondition(lambda self: self.leaving is None)
     @rule(data=st.data())
     def resolve(self, data: Any) -> None:
+        self._resolve(data, self.taken)
+
+    def _resolve(self, data: Any, in_doubt: list[R]) -> None:
         """Any stable offset that the group can hold: of before, of this transaction, moved back, or none."""
         stable = {}
-        for partition in {(r.topic, r.partition) for r in self.taken}:
-            offsets = st.integers(0, self.fetch_at[partition])
+        for partition in sorted({(r.topic, r.partition) for r in in_doubt}):
+            after = max(r.offset for r in in_doubt if (r.topic, r.partition) == partition) + 1
+            offsets = st.integers(0, after)
             stable[partition] = data.draw(offsets if partition in self.group else st.none() | offsets)
         for partition, offset in stable.items():
-            if offset is not None:
+            if offset is not None and (partition in self.owned or partition not in self.lost):
                 self.group[partition] = max(offset, self.group.get(partition, 0), self.started[partition])
-        self._put_back(len(self.taken))
-        self.lost = set()
-        before = sum(map(len, self.waiting.values()))
-        for partition in self.owned:
-            self.waiting[partition] = [o for o in self.waiting[partition] if o >= self._floor(partition)]
-        assert self.code.resolve(stable) == before - sum(map(len, self.waiting.values()))
+        floors = {p: self._floor(p) for p in self.owned}
+        self._go_back(self.code.resolve(stable), floors)
 
     @invariant()
     def counts_agree(self) -> None:

@@ -239,7 +239,9 @@ def test_a_refusal_holds_for_every_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_every_option_of_ours_has_a_default_and_a_name_in_the_environment(name: str) -> None:
     assert Settings()[name] == OPTIONS[name].default
-    text = {"eos.replace.producer": "never"}.get(name, "3000")
+    text = {"eos.replace.producer": "never", "eos.producers": "1"}.get(name, "3000")
+    if OPTIONS[name].default is False:
+        text = "true"
     settings = load({}, {name.upper().replace(".", "_"): text})
     assert settings[name] == OPTIONS[name].read(text) != OPTIONS[name].default
 
@@ -260,6 +262,12 @@ def test_a_flag_is_split_at_its_first_equals_sign(text: str, name: str, value: s
 def test_a_flag_without_name_or_equals_sign_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"expected name=value, for example -X linger\.ms=20"):
         parse_flag(text)
+
+
+def test_a_password_behind_a_flag_without_equals_sign_is_not_repeated() -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        parse_flag("sasl.password hunter2")
+    assert "hunter2" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

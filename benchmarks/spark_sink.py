@@ -1,0 +1,137 @@
+"""`make bench-spark`: the exactly-once sink against Spark's own Kafka sink (at least once) on the same rows.
+
+One query per load; in each of its micro-batches the same cached rows go through every sink, each time in another order,
+so that all meet the same minutes of this machine. Spark's own sink runs with its defaults and once more with a producer
+tuned for throughput. Prints rows/s, ratios and the fixed cost of a small batch. Nothing here asserts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pyspark
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
+from pyspark.sql import functions as sf
+from rich.console import Console
+from rich.table import Table
+
+from eos.broker import LocalKafka
+from spark_connector import exactly_once_sink, spark_session
+
+PARTITIONS = 8
+OURS, OWN, TUNED = "exactly once", "Spark's own", "Spark's own, tuned"
+# The Java producer's batch.size of 16 KB is what most of its time at 100 B goes into.
+TUNING = {"kafka.batch.size": "262144", "kafka.linger.ms": "20"}
+Write = Callable[[Any, int], None]
+
+
+def own_sink(bootstrap: str, topic: str, options: dict[str, str]) -> Write:
+    """Spark's own Kafka sink on a micro-batch."""
+
+    def write(df: Any, batch: int) -> None:
+        writer = df.write.format("kafka").option("kafka.bootstrap.servers", bootstrap).option("topic", topic)
+        writer.options(**options).save()
+
+    return write
+
+
+def rows_of(spark: Any, per_batch: int, value_bytes: int) -> Any:
+    """A stream of `per_batch` rows a batch: 12-byte keys, values of this size that do not compress to nothing."""
+    source = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", per_batch).load()
+    number = sf.col("value")
+    noise = sf.sha2(number.cast("string"), 256)
+    key = sf.format_string("key-%08d", number % 10_000)
+    value = sf.substring(sf.repeat(noise, value_bytes // 64 + 1), 1, value_bytes)
+    return source.select(key.cast("binary").alias("key"), value.cast("binary").alias("value"))
+
+
+def measure(spark: Any, bootstrap: str, per_batch: int, value_bytes: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each sink for each of `rounds` micro-batches, behind one that is not counted."""
+    prefix = f"bench-{uuid.uuid4().hex[:8]}"
+    topics = [f"{prefix}-{index}" for index in range(3)]
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    for future in admin.create_topics([NewTopic(topic, PARTITIONS, 1) for topic in topics]).values():
+        future.result(30)
+    sinks: dict[str, Write] = {
+        OURS: exactly_once_sink(topic=topics[0], transactional_id=prefix, bootstrap_servers=bootstrap),
+        OWN: own_sink(bootstrap, topics[1], {}),
+        TUNED: own_sink(bootstrap, topics[2], TUNING),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in sinks}
+
+    def batch(df: Any, number: int) -> None:
+        if len(seconds[OURS]) > rounds:
+            return
+        rows = df.persist()
+        rows.count()
+        order = list(sinks)
+        for name in order[number % 3 :] + order[: number % 3]:
+            began = time.monotonic()
+            sinks[name](rows, number)
+            seconds[name].append(time.monotonic() - began)
+        rows.unpersist(blocking=True)
+
+    with tempfile.TemporaryDirectory() as checkpoint:
+        stream = rows_of(spark, per_batch, value_bytes).writeStream.foreachBatch(batch)
+        query = stream.option("checkpointLocation", checkpoint).start()
+        while query.isActive and min(map(len, seconds.values())) <= rounds:
+            query.awaitTermination(0.2)
+        if failed := query.exception():
+            raise failed
+        query.stop()
+    admin.delete_topics(topics)
+    return {name: taken[1 : rounds + 1] for name, taken in seconds.items()}
+
+
+def throughput(console: Console, name: str, per_batch: int, taken: dict[str, list[float]]) -> None:
+    table = Table("sink", "median rows/s", "median of the rounds' ratios, ours/it", "all rounds", title=name)
+    for sink, all_seconds in taken.items():
+        rates = [per_batch / each for each in all_seconds]
+        ratios = [its / mine for mine, its in zip(taken[OURS], all_seconds, strict=True)]
+        shown = "" if sink == OURS else f"{statistics.median(ratios):.2f}"
+        table.add_row(sink, f"{statistics.median(rates):,.0f}", shown, " ".join(f"{r / 1000:.0f}k" for r in rates))
+    console.print(table)
+
+
+def fixed_cost(console: Console, per_batch: int, taken: dict[str, list[float]]) -> None:
+    table = Table("sink", "median ms", "ms above Spark's own", "slowest", title=f"a batch of {per_batch} rows")
+    own = statistics.median(taken[OWN])
+    for sink, seconds in taken.items():
+        middle = statistics.median(seconds)
+        table.add_row(sink, f"{middle * 1000:.0f}", f"{(middle - own) * 1000:+.0f}", f"{max(seconds) * 1000:.0f}")
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--scale", type=float, default=1.0, help="part of the rows, to try the script out")
+    options = parser.parse_args()
+    console = Console(width=110)
+    console.print(
+        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {psutil.cpu_count()} cores, Python "
+        f"{platform.python_version()}, PySpark {pyspark.__version__}, command: python -m benchmarks.spark_sink "
+        f"{' '.join(sys.argv[1:])}"
+    )
+    config = {"spark.ui.enabled": "false", "spark.driver.memory": "3g", "spark.log.level": "ERROR"}
+    with LocalKafka(nodes=1) as kafka:
+        spark = spark_session("bench", config=config)
+        servers = kafka.bootstrap_servers
+        for name, rows, size in (("1M x 100 B", 1_000_000, 88), ("300k x 1 KB", 300_000, 1_012)):
+            count = int(rows * options.scale)
+            throughput(console, name, count, measure(spark, servers, count, size, options.rounds))
+        fixed_cost(console, 100, measure(spark, servers, 100, 88, options.rounds * 3))
+        spark.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""What a preflight has to know of a cluster, asked within a deadline; the judgement is eos/admin/preflight.py's.
+
+Owns the asking, with the worker's own kind of client, so that what it cannot reach or may not see the worker cannot
+either. It never judges and changes nothing, but for `create_topics`. What may not be asked is None, not an error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicCollection
+from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic  # type: ignore[attr-defined]
+
+from eos import log
+from eos.admin.cluster import OFFSETS_LOG, TRANSACTION_LOG, ClusterAdmin
+from eos.errors import ConfigurationError, EosError, NotAuthorised, Unavailable, describe_error
+from eos.settings import Settings
+
+T = TypeVar("T")
+Config = Mapping[str, str]
+_ASK_S = 5.0
+_UNKNOWN = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
+_DENIED = (
+    KafkaError.TOPIC_AUTHORIZATION_FAILED,
+    KafkaError.GROUP_AUTHORIZATION_FAILED,
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+    KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+)
+
+
+@dataclass(frozen=True)
+class Topic:
+    """`exists` None: we may not see it. `operations`: what we may do (None: the broker does not say), in Kafka's words.
+    `short`: partitions with fewer replicas in sync than min.insync.replicas asks, or without a leader."""
+
+    exists: bool | None
+    partitions: int = 0
+    replicas: int = 0
+    leaderless: tuple[int, ...] = ()
+    in_sync: int = 0
+    operations: frozenset[str] | None = None
+    config: Config | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One look at a cluster. Configs are None where they may not be read; `operations` likewise."""
+
+    servers: str
+    brokers: int
+    controller_version: int | None  # finalized transaction.version
+    apis: frozenset[str]  # Kafka's names of the requests the brokers understand
+    broker_config: Config | None
+    topics: Mapping[str, Topic]
+    group_operations: frozenset[str] | None = None
+    group_denied: bool = False
+    denied_ids: frozenset[str] = field(default_factory=frozenset)
+
+
+def ask(
+    settings: Settings, topics: Collection[str], group: str | None, transactional_ids: Iterable[str], timeout_s: float
+) -> Facts:
+    """Unavailable when no broker answers within `timeout_s`; NotAuthorised as soon as one refuses the login."""
+    client = connect(settings, timeout_s)
+    internal = (TRANSACTION_LOG, OFFSETS_LOG)
+    seen = {name: _topic(client, name) for name in dict.fromkeys([*topics, *internal])}
+    brokers = client.list_topics(timeout=_ASK_S).brokers
+    configs = _configs(client, [name for name, topic in seen.items() if topic.exists], min(brokers))
+    found = {name: _with_config(topic, configs.get(("topic", name))) for name, topic in seen.items()}
+    operations, denied = _group(client, group) if group else (None, False)
+    with ClusterAdmin(settings, timeout_ms=round(_ASK_S * 1000)) as admin:
+        apis = admin.apis()
+        version = admin.transaction_version()
+        denied_ids = frozenset(name for name in transactional_ids if _is_denied(admin, name))
+    return Facts(
+        settings.bootstrap_servers,
+        len(brokers),
+        version,
+        apis,
+        configs.get(("broker", str(min(brokers)))),
+        found,
+        operations,
+        denied,
+        denied_ids,
+    )
+
+
+def check_clients(settings: Settings) -> None:
+    """ConfigurationError for a value that only librdkafka can judge, before anything is waited for."""
+    quiet = {"logger": log.client_logger}
+    clients: dict[str, Callable[[], object]] = {
+        "consumer": lambda: Consumer({"group.id": "-"} | settings.consumer() | quiet).close(),
+        "producer": lambda: Producer(settings.producer("-") | quiet).close(),
+    }
+    for name, make in clients.items():
+        try:
+            make()
+        except (KafkaException, TypeError, ValueError) as error:
+            raise ConfigurationError(f"the {name}'s settings were refused: {describe_error(error)}") from error
+
+
+def connect(settings: Settings, timeout_s: float) -> Any:
+    """An AdminClient that has reached a broker. A refused login or handshake is told at once, not at the deadline."""
+    errors: list[KafkaError] = []
+    values = settings.admin() | {"error_cb": errors.append, "logger": log.client_logger}
+    client = AdminClient(values)
+    deadline = time.monotonic() + timeout_s
+    told = time.monotonic()
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            client.list_topics(timeout=max(0.1, min(1.0, left)))
+            return client
+        except KafkaException as raised:
+            client.poll(0.1)  # serves error_cb, which is told more than the caller
+            error = _telling(errors) or raised.args[0]
+        if error.code() == KafkaError._AUTHENTICATION:
+            raise NotAuthorised(f"the login at {settings.bootstrap_servers} was refused: {error.str()}")
+        if error.code() == KafkaError._SSL:
+            raise Unavailable(f"no TLS connection to {settings.bootstrap_servers}: {error.str()}")
+        if left <= 0:
+            raise Unavailable(f"{settings.bootstrap_servers} cannot be reached: {describe_error(error)}")
+        if time.monotonic() - told > _ASK_S:
+            told = time.monotonic()
+            log.info("waiting for the cluster", servers=settings.bootstrap_servers, error=error.str())
+
+
+def _telling(errors: list[KafkaError]) -> KafkaError | None:
+    """Of what the client reported the error that says most: `_ALL_BROKERS_DOWN` and timeouts are only its echo."""
+    first = (KafkaError._AUTHENTICATION, KafkaError._SSL, KafkaError._TRANSPORT, KafkaError._RESOLVE)
+    ranked = sorted((e for e in errors if e.code() in first), key=lambda e: first.index(e.code()))
+    return ranked[0] if ranked else None
+
+
+def _answer(future: Future[T]) -> T:
+    return future.result(_ASK_S + 1)
+
+
+def _topic(client: Any, name: str) -> Topic:
+    asked = client.describe_topics(TopicCollection([name]), include_authorized_operations=True, request_timeout=_ASK_S)
+    try:
+        found: Any = _answer(asked[name])
+    except KafkaException as error:
+        if error.args[0].code() in _UNKNOWN:
+            return Topic(exists=False)
+        if error.args[0].code() in _DENIED:
+            return Topic(exists=None)
+        raise Unavailable(f"topic {name} cannot be described: {describe_error(error)}") from error
+    return Topic(
+        True,
+        len(found.partitions),
+        min((len(p.replicas) for p in found.partitions), default=0),
+        tuple(p.id for p in found.partitions if p.leader is None or p.leader.id < 0),
+        min((len(p.isr) for p in found.partitions), default=0),
+        _operations(found.authorized_operations),
+    )
+
+
+def _with_config(topic: Topic, config: Config | None) -> Topic:
+    return Topic(
+        topic.exists, topic.partitions, topic.replicas, topic.leaderless, topic.in_sync, topic.operations, config
+    )
+
+
+def _operations(found: Any) -> frozenset[str] | None:
+    return None if found is None else frozenset(operation.name for operation in found)
+
+
+def _configs(client: Any, topics: list[str], broker: int) -> dict[tuple[str, str], Config]:
+    """Of the topics and of one broker; what may not be read is left out."""
+    resources = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in topics]
+    resources.append(ConfigResource(ConfigResource.Type.BROKER, str(broker)))
+    found: dict[tuple[str, str], Config] = {}
+    for resource, future in client.describe_configs(resources, request_timeout=_ASK_S).items():
+        kind = "topic" if resource.restype == ConfigResource.Type.TOPIC else "broker"
+        try:
+            entries = _answer(future)
+        except KafkaException as error:
+            log.debug("a configuration cannot be read", resource=resource.name, error=describe_error(error))
+            continue
+        found[kind, resource.name] = {name: entry.value for name, entry in entries.items()}
+    return found
+
+
+def _group(client: Any, group: str) -> tuple[frozenset[str] | None, bool]:
+    asked = client.describe_consumer_groups([group], include_authorized_operations=True, request_timeout=_ASK_S)
+    try:
+        return _operations(_answer(asked[group]).authorized_operations), False
+    except KafkaException as error:
+        log.debug("the group cannot be described", group=group, error=describe_error(error))
+        return None, error.args[0].code() in _DENIED
+
+
+def _is_denied(admin: ClusterAdmin, transactional_id: str) -> bool:
+    try:
+        admin.describe(transactional_id)
+    except NotAuthorised:
+        return True
+    except EosError as error:
+        log.debug("a transactional.id cannot be described", error=str(error))
+    return False
+
+
+def create_topics(settings: Settings, wanted: Mapping[str, int], brokers: int, timeout_s: float = 30.0) -> None:
+    """Creates topics (name -> partitions, -1 the broker's default) with as many copies as losing a broker asks for."""
+    client = connect(settings, timeout_s)
+    replicas = min(3, brokers)
+    config = {"min.insync.replicas": "2"} if replicas >= 3 else {}
+    new = [NewTopic(name, count, replicas, config=config) for name, count in wanted.items()]
+    for name, future in client.create_topics(new, request_timeout=timeout_s).items():
+        _created(name, future.result)
+    deadline = time.monotonic() + timeout_s
+    while missing := [name for name in wanted if not _topic(client, name).exists]:
+        if time.monotonic() > deadline:
+            raise Unavailable(f"topic {missing[0]} was created and is not there after {timeout_s:.0f} s")
+        time.sleep(0.05)
+
+
+def _created(name: str, result: Callable[[], object]) -> None:
+    try:
+        result()
+        log.info("topic created", topic=name)
+    except KafkaException as error:
+        code = error.args[0].code()
+        if code == KafkaError.TOPIC_ALREADY_EXISTS:
+            return  # another member of the group was faster
+        if code in _DENIED:
+            raise NotAuthorised(f"topic {name} cannot be created: not authorised to CREATE it") from error
+        raise Unavailable(f"topic {name} cannot be created: {describe_error(error)}") from error

@@ -1,0 +1,57 @@
+"""Ends what a transactional.id has open, the way its successor would: InitProducerId, which fences whoever owns it.
+
+Owns that call and nothing else. Whether its owner may be fenced is for the caller to decide.
+"""
+
+from __future__ import annotations
+
+import time
+
+from confluent_kafka import KafkaException, Producer
+
+from eos import log
+from eos.admin.cluster import ClusterAdmin
+from eos.errors import Action, CallFailed, Temporary, Unavailable, classify, stop_error
+from eos.settings import Settings
+
+_TIMEOUT_S = 30.0
+
+
+def end_of(admin: ClusterAdmin, settings: Settings, transactional_id: str) -> str:
+    """Aborts what `transactional_id` has open; returns what became of it, in one sentence.
+
+    Unavailable: no coordinator knows it, so there is nothing to end (and none is made). Temporary: not within 30 s.
+    """
+    before = admin.describe(transactional_id)
+    if before is None:
+        raise Unavailable(f"{transactional_id}: no coordinator knows this transactional.id (never used, or expired)")
+    # Its own timeout: a successor's init would bring one too, ours must not change what DescribeTransactions shows.
+    found = admin.describe_all([transactional_id])
+    timeout_ms = found[0].timeout_ms if found else settings.transaction_timeout_ms
+    fence(settings.with_values(**{"transaction.timeout.ms": timeout_ms}), transactional_id)
+    after = admin.describe(transactional_id)
+    return (
+        f"{transactional_id}: was {before.state} (producer id {before.producer_id}, epoch {before.epoch}), is "
+        f"{after.state if after else 'gone'}; its former owner is fenced"
+    )
+
+
+def fence(settings: Settings, transactional_id: str, timeout_s: float = _TIMEOUT_S) -> None:
+    """InitProducerId: returns once the coordinator has aborted the open transaction and bumped the epoch."""
+    deadline = time.monotonic() + timeout_s
+    configuration = settings.producer(transactional_id) | {"logger": log.client_logger}
+    producer = Producer(configuration)
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            producer.init_transactions(max(0.1, left))
+            return
+        except KafkaException as error:
+            action = classify("init", error.args[0])
+            if action is not Action.RETRY:
+                raise stop_error(CallFailed("init", action, error)) from error
+            if time.monotonic() >= deadline:
+                raise Temporary(
+                    f"{transactional_id}: its coordinator did not end the transaction within {timeout_s:.0f} s: a "
+                    "partition of it may have no leader"
+                ) from error

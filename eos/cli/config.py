@@ -1,0 +1,50 @@
+"""`eos config [MODULE:APP]`: every setting with its value, where it comes from, and what it means."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from eos import configuration, settings
+from eos.cli.options import BootstrapServers, Json, Set, flags_of, print_json, print_table
+from eos.cli.run import load_app
+from eos.settings import Settings
+
+
+def config(
+    target: Annotated[str | None, typer.Argument(metavar="[MODULE:APP]", help="Shows its group and ids too.")] = None,
+    instance: Annotated[str | None, typer.Option(help="As for `eos run`.")] = None,
+    json: Json = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="The page docs/settings.md: defaults only.")] = False,
+    bootstrap_servers: BootstrapServers = None,
+    set_: Set = None,
+) -> None:
+    """Every setting: its value, where it comes from, what it means. Secrets are not shown."""
+    if markdown:
+        print(configuration.markdown(), end="")
+        return
+    flags = flags_of(bootstrap_servers, set_) | ({"eos.instance": instance} if instance is not None else {})
+    given = settings.sources(flags)
+    values: dict[str, object] = {}
+    for _, more in given:
+        values |= more
+    loaded = Settings(values)
+    if target is not None:
+        app = load_app(target)
+        named = {"group.id": app.id, "transactional.id": f"{app.id}-{loaded.instance}"}
+        loaded = loaded.with_values(**named)
+        given = [*given, (f"the App {target}", named)]
+    found = configuration.rows(loaded, given)
+    if json:
+        print_json([dataclasses.asdict(row) for row in found])
+        return
+    table = Table("setting", "value", "from", "meaning")
+    for row in found:
+        strong = row.origin not in (configuration.DEFAULT, configuration.FORCED)
+        value = f"[bold]{escape(row.value)}[/]" if strong else escape(row.value)
+        table.add_row(row.name, value, escape(row.origin), escape(row.meaning))
+    print_table(table)

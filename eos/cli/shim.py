@@ -1,0 +1,207 @@
+"""`eos shim`: a Kafka-wire proxy in front of real brokers; shows transactions and protects them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eos import log
+from eos.errors import ConfigurationError, EosError, Unavailable, UsageError
+from eos.shim import ShimError, ShimSettings
+from eos.shim.chain import Chain
+from eos.shim.errors import Misconfigured, Unreachable
+from eos.shim.faults import Plan, read_plan
+from eos.shim.guard import GuardJob, read_policy
+from eos.shim.health import CountingJob, HealthServer, Sources
+from eos.shim.pipeline import Job
+from eos.shim.protect import Journal, ProtectJob
+from eos.shim.settings import LARGEST_FRAME_BYTES, Address, client_tls, parse_address, server_tls
+from eos.shim.trace import History, TraceJob, page, text
+from eos.shim.trace.printer import Printer
+
+_PAGE_INTERVAL_S = 2.0
+
+
+def shim(
+    upstream: Annotated[str, typer.Option(metavar="HOST:PORT[,...]", help="The brokers to begin with.")],
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where clients connect; more brokers get the next ports.")
+    ] = "127.0.0.1:19092",
+    advertise: Annotated[
+        str | None,
+        typer.Option(metavar="HOST[:PORT]", help="What clients are told instead of --listen (containers, NAT)."),
+    ] = None,
+    tls_cert: Annotated[str | None, typer.Option(help="PEM certificate chain: clients connect with TLS.")] = None,
+    tls_key: Annotated[str | None, typer.Option(help="PEM key of --tls-cert, if it is not in the same file.")] = None,
+    upstream_tls: Annotated[bool, typer.Option("--upstream-tls", help="Connect to the brokers with TLS.")] = False,
+    upstream_ca: Annotated[
+        str | None, typer.Option(help="PEM file of CAs that sign the brokers' certificates.")
+    ] = None,
+    upstream_cert: Annotated[str | None, typer.Option(help="PEM client certificate for the brokers.")] = None,
+    upstream_key: Annotated[str | None, typer.Option(help="PEM key of --upstream-cert.")] = None,
+    max_frame_bytes: Annotated[int, typer.Option(help="Larger requests and answers end the connection.")] = (
+        LARGEST_FRAME_BYTES
+    ),
+    trace: Annotated[bool, typer.Option("--trace", help="Show the steps of every transaction on stdout.")] = False,
+    trace_format: Annotated[str, typer.Option(help="text or json (lines)")] = "text",
+    trace_html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keep a page of sequence diagrams there, up to date.")
+    ] = None,
+    protect: Annotated[
+        bool,
+        typer.Option(
+            "--protect/--no-protect",
+            help="Keep late requests out of the next transaction (KIP-890 part 2 for all clients).",
+        ),
+    ] = True,
+    journal: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Clients outlive a restart of the shim between their transactions."),
+    ] = None,
+    faults: Annotated[
+        Path | None, typer.Option(metavar="PLAN.toml", help="What breaks when; a rule that never fires fails the run.")
+    ] = None,
+    policy: Annotated[
+        Path | None, typer.Option(metavar="POLICY.toml", help="What clients may not do; nothing else is refused.")
+    ] = None,
+    http: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="/livez, /readyz and /metrics there (extra: metrics).")
+    ] = None,
+    log_format: Annotated[str, typer.Option(help="human or json")] = "human",
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
+) -> int:
+    """Stand between Kafka clients and brokers: any client of any language connects here as to Kafka."""
+    _check_choice("--log-format", log_format, ("human", "json"))
+    _check_choice("--log-level", log_level, ("debug", "info", "warning", "error"))
+    _check_choice("--trace-format", trace_format, ("text", "json"))
+    log.configure(log_format, log_level)
+    if trace_html is not None and not trace_html.absolute().parent.is_dir():
+        raise ConfigurationError(f"--trace-html {trace_html}: there is no such directory")
+    history = History()
+    printer = Printer(sys.stdout) if trace else None
+    line = text.json_line if trace_format == "json" else text.line
+    sinks = [] if printer is None else [lambda step: printer.print(line(step))]
+    if journal is not None and not protect:
+        raise UsageError("--journal has nothing to keep with --no-protect")
+    counting = CountingJob() if http else None
+    jobs: list[Job] = [] if counting is None else [counting]
+    jobs += [TraceJob(history, *sinks)] if sinks or trace_html else []
+    kept: Journal | None = None
+    try:
+        if policy is not None:
+            jobs.append(GuardJob(read_policy(policy)))
+        if protect:
+            kept = None if journal is None else Journal(journal)
+            jobs.append(ProtectJob(journal=kept))
+        plan = None if faults is None else read_plan(faults)
+        listening = parse_address(listen, "--listen")
+        settings = ShimSettings(
+            upstream=tuple(parse_address(part, "--upstream") for part in upstream.split(",") if part.strip()),
+            listen=listening,
+            advertise=None if advertise is None else parse_address(advertise, "--advertise", listening[1]),
+            tls=server_tls(tls_cert, tls_key),
+            upstream_tls=client_tls(upstream_tls, upstream_ca, upstream_cert, upstream_key),
+            largest_frame=max_frame_bytes,
+        )
+        html = None if trace_html is None else _Page(trace_html, history, upstream)
+        health = None if http is None else parse_address(http, "--http")
+        asyncio.run(_serve(Chain(settings, jobs, plan), html, health, partial(_sources, jobs, plan)))
+    except ShimError as error:
+        raise _as_eos_error(error) from error
+    finally:
+        if kept is not None:
+            kept.close()
+        if printer is not None:
+            printer.close()
+    return 0 if plan is None else _tell_faults(plan)
+
+
+async def _serve(
+    server: Chain, html: _Page | None, health: Address | None, sources: Callable[[Chain], Sources]
+) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    # Before the brokers are asked: a shim that waits for them is alive and not ready.
+    http = None
+    if health is not None:
+        http = HealthServer(health, asyncio.get_running_loop(), lambda: server.not_ready, sources(server))
+        log.info("health", address=f"{health[0]}:{http.port}")
+    await server.start()
+    writing = None if html is None else asyncio.create_task(html.keep_written())
+    await stop.wait()
+    log.info("stopping", connections=server.connections)
+    await server.stop()
+    if http is not None:
+        http.close()
+    if html is not None and writing is not None:
+        writing.cancel()
+        await html.write()
+
+
+def _sources(jobs: Sequence[Job], plan: Plan | None, server: Chain) -> Sources:
+    """Where the metrics are read from; a job that is not there has counted nothing."""
+    counting = next(job for job in jobs if isinstance(job, CountingJob))
+    guard = next((job for job in jobs if isinstance(job, GuardJob)), None)
+    protection = next((job for job in jobs if isinstance(job, ProtectJob)), None)
+    kinds = ("challenged", "fenced")
+    return Sources(
+        connections=lambda: (server.connections, server.connections_made),
+        traffic=lambda: {"request": server.traffic.requests, "answer": server.traffic.answers},
+        errors=lambda: counting.errors,
+        ends=lambda: counting.ends,
+        challenges=lambda: {} if protection is None else {kind: protection.counts[kind] for kind in kinds},
+        refusals=lambda: {} if guard is None else guard.refused,
+        faults=lambda: {} if plan is None else plan.fired_by_action(),
+    )
+
+
+def _tell_faults(plan: Plan) -> int:
+    """The last sentence of a run with faults; 1 when it did not test what it was meant to."""
+    complaints = plan.complaints()
+    for complaint in complaints:
+        print(f"eos: {complaint}", file=sys.stderr)
+    done = "" if complaints else ", every rule as planned"
+    print(f"eos: faults: {plan.fired} fired by {len(plan.rules)} rules, seed {plan.seed}{done}", file=sys.stderr)
+    return 1 if complaints else 0
+
+
+class _Page:
+    """The file of --trace-html: written at the start, every few seconds when something passed, and at the end."""
+
+    def __init__(self, path: Path, history: History, upstream: str) -> None:
+        self._path, self._history = path, history
+        self._title = f"Transactions through the shim to {upstream}"
+
+    async def keep_written(self) -> None:
+        written = -1
+        while True:
+            if self._history.counts["steps"] != written:
+                written = self._history.counts["steps"]
+                await self.write()
+            await asyncio.sleep(_PAGE_INTERVAL_S)
+
+    async def write(self) -> None:
+        made = page.render(self._history, self._title)
+        try:
+            # On a thread: a slow disk must not stop the traffic.
+            await asyncio.to_thread(page.write, self._path, made)
+        except OSError as error:
+            log.warning("the trace page could not be written", file=self._path, reason=error)
+
+
+def _as_eos_error(error: ShimError) -> EosError:
+    kinds: dict[type[ShimError], type[EosError]] = {Unreachable: Unavailable, Misconfigured: ConfigurationError}
+    return kinds.get(type(error), EosError)(str(error))
+
+
+def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UsageError(f"{option} {value}: must be one of {', '.join(choices)}")

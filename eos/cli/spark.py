@@ -1,0 +1,103 @@
+"""`eos spark run MODULE:APP`: the same App as `eos run`, as a Structured Streaming query."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+
+from eos import log, settings
+from eos.cli.run import _check_choice as check_choice
+from eos.cli.run import load_app
+from eos.errors import ConfigurationError, Unavailable, UsageError
+
+app = typer.Typer(no_args_is_help=True)
+
+# A run on one machine says what went wrong itself; a cluster's logs are configured there.
+_LOCAL_CONFIG = {"spark.ui.enabled": "false"}
+_LOCAL_LEVELS = {"debug": "WARN"}
+
+
+@app.callback()
+def spark() -> None:
+    """Apps on Spark."""
+
+
+@app.command("run")
+def run(
+    target: Annotated[str, typer.Argument(metavar="MODULE:APP", help="e.g. flights:app, or path/to/flights.py:app")],
+    master: Annotated[
+        str | None, typer.Option(help="Spark's master. Default: as spark-submit says, else local[*].")
+    ] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(help="Folder that a restart finds again; on a cluster on a shared file system."),
+    ] = None,
+    instance: Annotated[
+        str | None, typer.Option(help="Suffix of the transactional.id; stable across restarts. Default: spark.")
+    ] = None,
+    bootstrap_servers: Annotated[str | None, typer.Option(help="HOST:PORT[,HOST:PORT...]")] = None,
+    until_end: Annotated[bool, typer.Option("--until-end", help="Stop when all input readable now is done.")] = False,
+    interval_ms: Annotated[int, typer.Option(min=0, help="From the begin of one micro-batch to the next's.")] = 0,
+    set_: Annotated[
+        list[str] | None, typer.Option("-X", metavar="NAME=VALUE", help="A setting of Kafka's or eos.*; repeatable.")
+    ] = None,
+    conf: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A setting of Spark's (spark.*); repeatable.")
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="An option of Spark's Kafka source (minPartitions); repeatable."),
+    ] = None,
+    py_files: Annotated[
+        str | None, typer.Option(help="Further .py and .zip files that the App's module imports; separated by commas.")
+    ] = None,
+    log_format: Annotated[str, typer.Option(help="human or json")] = "human",
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
+) -> int:
+    """Run an App on Spark: each micro-batch is one transaction."""
+    check_choice("--log-format", log_format, ("human", "json"))
+    check_choice("--log-level", log_level, ("debug", "info", "warning", "error"))
+    log.configure(log_format, log_level)
+    flags: dict[str, Any] = dict(settings.parse_flag(text) for text in set_ or [])
+    if bootstrap_servers is not None:
+        flags["bootstrap.servers"] = bootstrap_servers
+    if instance is not None:
+        flags["eos.instance"] = instance
+    loaded = settings.load(flags)
+    for name in ("group.id", "transactional.id"):
+        if name in loaded.values:
+            raise UsageError(f"{name} cannot be set for `eos spark run`: it is the App's id (and its instance)")
+    config = _pairs("--conf", conf)
+    try:
+        # Here and not above: the other commands must start without PySpark.
+        from spark_connector import run as engine
+        from spark_connector.session import is_local, spark_session, stop
+    except ModuleNotFoundError as error:
+        raise Unavailable(f"Spark needs {error.name}: pip install 'eos-kafka[spark]'") from error
+    local = is_local(master or config.get("spark.master")) and "PYSPARK_GATEWAY_PORT" not in os.environ
+    if not local and checkpoint is None:
+        raise UsageError("--checkpoint DIR is needed on a cluster: a restarted driver may be on another machine")
+    plan = engine.Run(load_app(target), loaded, checkpoint, until_end, interval_ms, _pairs("--option", option))
+    engine.check(plan)
+    if local:
+        config = _LOCAL_CONFIG | {"spark.log.level": _LOCAL_LEVELS.get(log_level, "FATAL")} | config
+    session = spark_session(plan.transactional_id, master=master, config=config)
+    try:
+        for file in filter(None, (py_files or "").split(",")):
+            session.sparkContext.addPyFile(file)
+        engine.run_app(plan, session)
+    finally:
+        stop(session)
+    return 0
+
+
+def _pairs(option: str, texts: list[str] | None) -> dict[str, str]:
+    pairs = {}
+    for text in texts or []:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            raise ConfigurationError(f"{option} {text}: expected name=value")
+        pairs[name.strip()] = value.strip()
+    return pairs

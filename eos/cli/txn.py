@@ -1,0 +1,185 @@
+"""`eos txn list | describe | find-hanging | abort`: transactions of the cluster, for people and machines.
+
+Owns the options and what is printed. What hangs and what may be aborted is decided by eos.admin.transactions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from eos.admin.cluster import ClusterAdmin, Listed
+from eos.admin.fence import end_of
+from eos.admin.transactions import OpenTransaction, abort_hanging, find_open, hanging_among, place
+from eos.cli.options import BootstrapServers, Json, Set, Yes, confirm, load_settings, print_json, print_table
+from eos.errors import Unavailable, UsageError
+
+HANGING_FOUND = 1
+
+app = typer.Typer(no_args_is_help=True, help="Transactions of the cluster: list, describe, find hanging ones, abort.")
+Topics = Annotated[list[str] | None, typer.Option("--topic", help="Only this topic; repeatable. Default: all.")]
+
+
+@app.command("list")
+def list_(
+    state: Annotated[list[str] | None, typer.Option(help="Only in this state, e.g. Ongoing; repeatable.")] = None,
+    prefix: Annotated[str, typer.Option(help="Only transactional.ids that begin so, e.g. an App's id.")] = "",
+    json: Json = False,
+    bootstrap_servers: BootstrapServers = None,
+    set_: Set = None,
+) -> None:
+    """Every transactional.id that the coordinators know, with its state."""
+    with ClusterAdmin(load_settings(bootstrap_servers, set_)) as admin:
+        rows = [row for row in admin.transactions() if row.transactional_id.startswith(prefix)]
+    if state:
+        wanted = {s.lower() for s in state}
+        rows = [row for row in rows if row.state.lower() in wanted]
+    if json:
+        print_json([_listed(row) for row in rows])
+        return
+    table = Table("transactional.id", "state", "producer id", "epoch", "coordinator", "open for", "partitions")
+    for row in rows:
+        age = _age(row.start_ms)
+        parts = str(len(row.partitions))
+        ids = (str(row.producer_id), str(row.epoch), str(row.coordinator))
+        table.add_row(row.transactional_id, row.state, *ids, age, parts)
+    _print_table(table, "no transactional.id is known", len(rows))
+
+
+@app.command()
+def describe(
+    transactional_id: Annotated[str, typer.Argument(metavar="TRANSACTIONAL_ID")],
+    json: Json = False,
+    bootstrap_servers: BootstrapServers = None,
+    set_: Set = None,
+) -> None:
+    """What the coordinator knows of one transactional.id."""
+    with ClusterAdmin(load_settings(bootstrap_servers, set_)) as admin:
+        rows = admin.describe_all([transactional_id])
+    if not rows:
+        raise Unavailable(f"{transactional_id}: no coordinator knows this transactional.id (never used, or expired)")
+    row = rows[0]
+    if json:
+        print_json(_listed(row))
+        return
+    table = Table("", row.transactional_id)
+    table.add_row("state", row.state)
+    table.add_row("producer id", str(row.producer_id))
+    table.add_row("epoch", str(row.epoch))
+    table.add_row("coordinator", f"broker {row.coordinator}")
+    table.add_row("timeout", f"{row.timeout_ms} ms")
+    table.add_row("open for", _age(row.start_ms))
+    for partition in sorted(row.partitions):
+        table.add_row("partition", place(partition))
+    _print_table(table, "", 1)
+
+
+@app.command("find-hanging")
+def find_hanging(
+    topic: Topics = None,
+    open_too: Annotated[bool, typer.Option("--all", help="Also those that are merely open.")] = False,
+    json: Json = False,
+    bootstrap_servers: BootstrapServers = None,
+    set_: Set = None,
+) -> int:
+    """Transactions that are open on a partition and that no coordinator will end; exit 1 if there are any."""
+    with ClusterAdmin(load_settings(bootstrap_servers, set_)) as admin:
+        found = find_open(admin, topic or None)
+    hanging = hanging_among(found)
+    shown = found if open_too else hanging
+    if json:
+        print_json([_open(t) for t in shown])
+    else:
+        _print_table(open_table(shown), "no transaction hangs", len(shown))
+        for command in dict.fromkeys(heal_command(t) for t in hanging):
+            print(f"to end it: {command}", file=sys.stderr)
+    return HANGING_FOUND if hanging else 0
+
+
+@app.command()
+def abort(
+    transactional_id: Annotated[
+        str | None, typer.Option(help="End what this transactional.id has open; its owner is fenced (exit 79).")
+    ] = None,
+    topic: Annotated[str | None, typer.Option(help="A topic on which a transaction hangs.")] = None,
+    partition: Annotated[int | None, typer.Option(min=0)] = None,
+    yes: Yes = False,
+    bootstrap_servers: BootstrapServers = None,
+    set_: Set = None,
+) -> None:
+    """End a transaction: through its coordinator, or where it hangs by a marker to the partition. Asks first."""
+    if (transactional_id is None) == (topic is None) or (topic is None) != (partition is None):
+        raise UsageError("eos txn abort needs either --transactional-id, or --topic and --partition of a hanging one")
+    loaded = load_settings(bootstrap_servers, set_)
+    with ClusterAdmin(loaded) as admin:
+        if transactional_id is not None:
+            confirm(f"end what {transactional_id} has open, and fence its owner", yes)
+            print(end_of(admin, loaded, transactional_id))
+            return
+        assert topic is not None
+        assert partition is not None
+        here = [t for t in find_open(admin, [topic]) if t.partition == (topic, partition)]
+        hanging = hanging_among(here)
+        if not hanging:
+            why = f": {here[0].reason} (transactional.id {here[0].transactional_id})" if here else ""
+            raise Unavailable(f"no transaction hangs on {topic} [{partition}]{why}")
+        for found in hanging:
+            who = f"producer id {found.producer.producer_id}, epoch {found.producer.epoch}"
+            what = f"write an abort marker to {place(found.partition)} for {who} ({found.reason})"
+            confirm(what, yes)
+            abort_hanging(admin, found)
+            print(f"{place(found.partition)}: aborted the transaction of {who}")
+
+
+# ---- output ---------------------------------------------------------------------------------------------------
+
+
+def open_table(rows: Sequence[OpenTransaction]) -> Table:
+    table = Table("verdict", "topic", "partition", "producer id", "epoch", "since offset", "holds back", "because")
+    for t in rows:
+        p = t.producer
+        numbers = (str(p.partition[1]), str(p.producer_id), str(p.epoch), str(p.start_offset), str(t.held_back))
+        who = f" ({t.transactional_id})" if t.transactional_id else ""
+        table.add_row(t.verdict.value, p.partition[0], *numbers, f"{t.reason}{who}")
+    return table
+
+
+def heal_command(hanging: OpenTransaction) -> str:
+    topic, partition = hanging.partition
+    return f"eos txn abort --topic {topic} --partition {partition}"
+
+
+def _listed(row: Listed) -> dict[str, Any]:
+    return dataclasses.asdict(row) | {"partitions": [list(p) for p in sorted(row.partitions)]}
+
+
+def _open(t: OpenTransaction) -> dict[str, Any]:
+    topic, partition = t.partition
+    numbers = {k: v for k, v in dataclasses.asdict(t.producer).items() if k != "partition"}
+    return {
+        "verdict": t.verdict.value,
+        "topic": topic,
+        "partition": partition,
+        **numbers,
+        "held_back": t.held_back,
+        "transactional_id": t.transactional_id,
+        "state": t.state,
+        "reason": t.reason,
+    }
+
+
+def _print_table(table: Table, nothing: str, rows: int) -> None:
+    if not rows:
+        print(nothing)
+        return
+    print_table(table)
+
+
+def _age(start_ms: int) -> str:
+    return "-" if start_ms < 0 else f"{max(0.0, time.time() - start_ms / 1000):.1f} s"

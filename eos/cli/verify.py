@@ -1,0 +1,68 @@
+"""`eos verify`: does each committed input have exactly its outputs? Reads a live cluster; needs eos.lineage=true."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from eos import settings
+from eos.errors import EosError, UsageError
+
+if TYPE_CHECKING:
+    from eos.testing.verify import Verification
+
+
+class NothingToExamine(EosError):
+    """No committed offset of the group carries lineage."""
+
+    exit_code = 65
+
+
+def verify(
+    input: Annotated[list[str], typer.Option(help="A source topic; repeatable.")],
+    output: Annotated[list[str], typer.Option(help="A topic the outputs went to; repeatable.")],
+    group: Annotated[str, typer.Option(help="The consumer group: the App's id.")],
+    bootstrap_servers: Annotated[str | None, typer.Option(help="HOST:PORT[,HOST:PORT...]")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("-X", metavar="NAME=VALUE", help="A setting of Kafka's; repeatable.")
+    ] = None,
+) -> int:
+    """Check a live cluster: each committed input has exactly its outputs (written with eos.lineage=true)."""
+    try:
+        from eos.testing.verify import verify as verify_cluster
+    except ImportError as error:
+        raise UsageError(f"eos verify needs {error.name}: pip install 'eos-kafka[verify]'") from error
+    flags: dict[str, Any] = dict(settings.parse_flag(text) for text in set_ or [])
+    if bootstrap_servers is not None:
+        flags["bootstrap.servers"] = bootstrap_servers
+    loaded = settings.load(flags)
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(f"reading {what}")
+            bars.update(tasks[what], completed=done, total=total)
+
+        found = verify_cluster(loaded.bootstrap_servers, input, output, group, loaded.connection(), progress=progress)
+    return _tell(found, group)
+
+
+def _tell(found: Verification, group: str) -> int:
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if not found.inputs:
+        raise NothingToExamine(
+            f"nothing to examine: no committed offset of group {group} on these inputs carries lineage. Run the worker "
+            "with eos.lineage=true; without it nobody can tell a filtered input from a lost output"
+        )
+    console = Console()
+    console.print(found.report.table())
+    verdict = "holds" if found.report.ok else f"VIOLATED: {', '.join(found.report.violated)}"
+    console.print(f"{found.inputs:,} inputs and {found.outputs:,} outputs of group {group} examined: {verdict}")
+    return 0 if found.report.ok else 1

@@ -1,0 +1,46 @@
+"""Dead letters: a record that could not be handled, as it came, with headers that say where it was and why.
+
+Owns the format only; it must never send one (eos/handling.py does, in the transaction that moves the record's offset).
+
+Key and value are the record's own bytes; the partition follows from the key. The timestamp is the time of producing:
+with the record's own, a replay of old records would leave dead letters that retention removes at once. The record's
+headers come first, then ours, all UTF-8 text: `eos-dlq-topic`, `-partition`, `-offset`, `-timestamp` (milliseconds
+since the epoch, -1 unknown), `-exception` (its class with its module) and `-message`. Of two headers of one name the
+last counts, as everywhere in Kafka: a dead letter that was handled again and failed again tells of the second time.
+"""
+
+from __future__ import annotations
+
+from eos.app import Header, Record, Send
+from eos.lineage import HEADER as LINEAGE
+from eos.policies import dead_letter_topic
+
+PREFIX = "eos-dlq-"
+MESSAGE_BYTES = 1_000  # of the exception's message; a message may quote the whole record
+
+
+def dead_letter(record: Record, error: BaseException) -> Send:
+    """What to send for `record`, which failed with `error`."""
+    why = {
+        "topic": record.topic,
+        "partition": str(record.partition),
+        "offset": str(record.offset),
+        "timestamp": str(record.timestamp),
+        "exception": class_name(error),
+        "message": _message(error),
+    }
+    # Lineage of the record itself is about an earlier step; this one's is written when the letter is sent.
+    headers: list[Header] = [header for header in record.headers if header[0] != LINEAGE]
+    headers += [(PREFIX + name, text.encode(errors="replace")) for name, text in why.items()]
+    return dead_letter_topic(record.topic), record.value, record.key, -1, 0, headers
+
+
+def class_name(error: BaseException) -> str:
+    """`ValueError`, `eos.serde.DecodeError`, `shop.OutOfStock`."""
+    kind = type(error)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _message(error: BaseException) -> str:
+    whole = str(error).encode(errors="replace")
+    return whole.decode() if len(whole) <= MESSAGE_BYTES else whole[:MESSAGE_BYTES].decode(errors="ignore") + "..."

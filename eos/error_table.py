@@ -1,0 +1,96 @@
+"""The table that turns an error of confluent-kafka's into an action: data, measured or from librdkafka's sources.
+
+It must never hold a rule: eos/errors.py `classify` reads it. Beside it, which resource an error of authorisation is
+about.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from confluent_kafka import KafkaError, KafkaException
+
+from eos.errors import Action, Call, missing_right
+
+_K = KafkaError
+ANY: Literal["*"] = "*"
+
+# (call, code) -> action; a row for the call wins over a row for any call. Each row is measured or from librdkafka's
+# transaction manager; what has no row is decided by its flags in `classify`.
+TABLE: dict[tuple[Call | Literal["*"], int], Action] = {
+    # A newer init, or the broker timed our transaction out: both look the same (KIP-360, KIP-447).
+    (ANY, _K._FENCED): Action.SETTLE,
+    (ANY, _K._FATAL): Action.SETTLE,
+    (ANY, _K.INVALID_PRODUCER_EPOCH): Action.SETTLE,
+    (ANY, _K.PRODUCER_FENCED): Action.SETTLE,
+    # The transactional.id expired (transactional.id.expiration.ms), or the coordinator lost it: nobody's fault.
+    (ANY, _K.INVALID_PRODUCER_ID_MAPPING): Action.REBUILD,
+    (ANY, _K.UNKNOWN_PRODUCER_ID): Action.REBUILD,
+    # The group moved on without us.
+    ("send_offsets", _K.UNKNOWN_MEMBER_ID): Action.ABORT,
+    ("send_offsets", _K.ILLEGAL_GENERATION): Action.ABORT,
+    ("send_offsets", _K.REBALANCE_IN_PROGRESS): Action.ABORT,
+    ("send_offsets", _K.STALE_MEMBER_EPOCH): Action.ABORT,
+    ("commit", _K.UNKNOWN_MEMBER_ID): Action.ABORT,
+    ("commit", _K.ILLEGAL_GENERATION): Action.ABORT,
+    # Static membership: another consumer joined with our group.instance.id, after us.
+    ("send_offsets", _K.FENCED_INSTANCE_ID): Action.FENCED,
+    ("commit", _K.FENCED_INSTANCE_ID): Action.FENCED,
+    ("consume", _K.FENCED_INSTANCE_ID): Action.FENCED,
+    ("consume", _K._FATAL): Action.FENCED,
+    # A call that was left for another one; the session never does so, a replaced producer clears it.
+    (ANY, _K._CONFLICT): Action.REBUILD,
+    (ANY, _K._STATE): Action.BUG,
+    (ANY, _K._NOT_CONFIGURED): Action.BUG,
+    ("init", _K.INVALID_TRANSACTION_TIMEOUT): Action.MISCONFIGURED,
+    (ANY, _K._INVALID_ARG): Action.MISCONFIGURED,
+    # One record is refused, by the client before it left or by the broker.
+    ("produce", _K.MSG_SIZE_TOO_LARGE): Action.POISON,
+    ("produce", _K._UNKNOWN_PARTITION): Action.POISON,
+    ("produce", _K._INVALID_ARG): Action.POISON,
+    # Our own guard lets it through inside a transaction only: the client's own has failed since, and takes no more.
+    ("produce", _K._STATE): Action.ABORT,
+    ("delivery", _K.MSG_SIZE_TOO_LARGE): Action.POISON,
+    ("delivery", _K.INVALID_MSG): Action.POISON,
+    ("delivery", _K.INVALID_TIMESTAMP): Action.POISON,
+    ("delivery", _K.INVALID_RECORD): Action.POISON,
+    ("delivery", _K._UNKNOWN_PARTITION): Action.POISON,
+    ("produce", _K._UNKNOWN_TOPIC): Action.UNAVAILABLE,
+    ("produce", _K.UNKNOWN_TOPIC_OR_PART): Action.UNAVAILABLE,
+    ("delivery", _K.UNKNOWN_TOPIC_OR_PART): Action.UNAVAILABLE,
+    ("delivery", _K._UNKNOWN_TOPIC): Action.UNAVAILABLE,
+    ("consume", _K.UNKNOWN_TOPIC_OR_PART): Action.UNAVAILABLE,
+    ("consume", _K._UNKNOWN_TOPIC): Action.UNAVAILABLE,
+    ("consume", _K._AUTO_OFFSET_RESET): Action.INPUT_GONE,
+    ("consume", _K.OFFSET_OUT_OF_RANGE): Action.INPUT_GONE,
+    ("consume", _K.INVALID_SESSION_TIMEOUT): Action.MISCONFIGURED,
+    ("consume", _K.INCONSISTENT_GROUP_PROTOCOL): Action.MISCONFIGURED,
+    ("consume", _K.INVALID_GROUP_ID): Action.MISCONFIGURED,
+    ("consume", _K.UNSUPPORTED_ASSIGNOR): Action.MISCONFIGURED,
+    (ANY, _K.UNSUPPORTED_VERSION): Action.MISCONFIGURED,
+    (ANY, _K._UNSUPPORTED_FEATURE): Action.MISCONFIGURED,
+    (ANY, _K.TOPIC_AUTHORIZATION_FAILED): Action.UNAUTHORISED,
+    (ANY, _K.GROUP_AUTHORIZATION_FAILED): Action.UNAUTHORISED,
+    (ANY, _K.CLUSTER_AUTHORIZATION_FAILED): Action.UNAUTHORISED,
+    (ANY, _K.TRANSACTIONAL_ID_AUTHORIZATION_FAILED): Action.UNAUTHORISED,
+    (ANY, _K.SASL_AUTHENTICATION_FAILED): Action.UNAUTHORISED,
+    (ANY, _K._AUTHENTICATION): Action.UNAUTHORISED,
+}
+
+
+def denied(error: BaseException | KafkaError, *, group: str = "", transactional_id: str = "", topic: str = "") -> str:
+    """The resource that an error of authorisation is about, among those that the call was about; "" for another error.
+
+    A topic is written to by a call with a transactional.id and read by one without.
+    """
+    if isinstance(error, KafkaException):
+        error = error.args[0]
+    if not isinstance(error, KafkaError):
+        return ""
+    rights = {
+        _K.GROUP_AUTHORIZATION_FAILED: (f"group {group}", group, "READ"),
+        _K.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: (f"transactional.id {transactional_id}", transactional_id, "WRITE"),
+        _K.TOPIC_AUTHORIZATION_FAILED: (f"topic {topic}", topic, "WRITE" if transactional_id else "READ"),
+    }
+    resource, name, operation = rights.get(error.code(), ("", "", ""))
+    return ": ".join(missing_right(resource, operation)) if name else ""

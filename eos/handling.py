@@ -1,0 +1,286 @@
+"""Runs records through an App's functions and carries out each function's error policy, inside one transaction.
+
+Owns the decision what becomes of a record that failed: handed out again, skipped, sent to its dead letters, or the end
+of the run. It must never begin, commit or abort a transaction and never talk to a client: it feeds a transaction (a
+worker's, or eos.testing's without a broker) and says where to stop in it.
+
+A record that fails has sent nothing (eos/app.py). What takes its place is sent in the same transaction: a dead letter
+is one output, a skipped record has none; lineage counts them so. A record that the client or the broker refuses
+aborts its transaction first; the session finds it, tells `refused`, and hands all records out again: here it then
+fails without its function being run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple, Protocol
+
+from eos import log
+from eos.app import App, Each, Fed, Feed, Header, Produce, Record, Refused, Route, Send, feed_each
+from eos.dead_letters import class_name, dead_letter
+from eos.errors import CallFailed, EosError, PoisonRecord
+from eos.lineage import Ledger, check_route, feed_with_lineage
+from eos.policies import stop
+
+Partition = tuple[str, int]
+Place = tuple[str, int, int]  # of a record: topic, partition, offset
+
+_LINES, _LINES_INTERVAL_S = 10, 10.0  # about single records: so many lines in so many seconds
+
+
+class RecordRefused(Exception):
+    """An output of the record was refused by the client or the broker, for good."""
+
+
+class DeadLetterRefused(Exception):
+    """The dead letter of the record was refused too: there is no place left for it."""
+
+
+class Feeds(Protocol):
+    """What is needed of a transaction; `skipped` and `dead_letters` count for when it commits."""
+
+    skipped: int
+    dead_letters: int
+
+    def feed(self, feed: Feed, records: list[Record]) -> Fed: ...
+
+
+class Kept:
+    """What stands in place of a worker's transaction where no Kafka client is: outputs are kept, in order."""
+
+    def __init__(self) -> None:
+        self.sends: list[Send] = []
+        self.skipped = self.dead_letters = 0
+
+    def feed(self, feed: Feed, records: list[Record]) -> Fed:
+        return feed(records, self._produce, _never_refused)
+
+    def _produce(
+        self,
+        topic: str,
+        value: bytes | None,
+        key: bytes | None,
+        partition: int = -1,
+        _before: None = None,
+        _after: None = None,
+        timestamp_ms: int = 0,
+        headers: list[Header] | None = None,
+    ) -> None:
+        self.sends.append((topic, value, key, partition, timestamp_ms, headers))
+
+
+def _never_refused(error: Exception, send: Send) -> None:
+    raise error  # appending to a list does not fail
+
+
+class Halt(NamedTuple):
+    """The transaction takes no more: only the first `handled` records are done. `error`: the run ends with it, once
+    they are committed; None: the next record is to be handed out again, after `pause_s`."""
+
+    handled: int
+    error: EosError | None
+    pause_s: float = 0.0
+
+
+class Handler:
+    """The routes of one App with their policies; one per worker. An `async def` runs on at most `concurrent_most`
+    records at once."""
+
+    def __init__(self, app: App, ledger: Ledger | None = None, concurrent_most: int = 100) -> None:
+        self._app, self._ledger, self._concurrent_most = app, ledger, concurrent_most
+        self._feeds: dict[Route, Feed] = {}
+        for route in app.routes.values():
+            if ledger is not None:
+                check_route(route)
+            self._feeds[route] = self._noted(route, route.feed if ledger is None else self._feed_of(route.each))
+        # How often each record failed. Kept until its offset is committed, because an abort brings it again.
+        self._failures: dict[Place, int] = {}
+        # Records that are not run like all others when they come again: refused ones have their error (until their
+        # offset is committed: two of them in one transaction must not make each other forgotten), those that are tried
+        # again None. While there are any, records take the longer way.
+        self._special: dict[Place, Exception | None] = {}
+        self._dead: set[Place] = set()  # whose dead letters the last call of `handle` sent
+        self._told = _Told()
+        self.room_s = 0.0
+        """Seconds spent in feeds that waited for room in the client's queue."""
+
+    def _feed_of(self, each: Each) -> Feed:
+        return feed_each(each) if self._ledger is None else feed_with_lineage(each, self._ledger)
+
+    def _noted(self, route: Route, feed: Feed) -> Feed:
+        """The same feed; a CallFailed says which record it is about where that is known, and waiting is measured."""
+
+        def noted(records: list[Record], produce: Produce, refused: Refused) -> Fed:
+            def timed(error: Exception, send: Send) -> object:
+                began = time.monotonic()
+                try:
+                    return refused(error, send)
+                finally:
+                    self.room_s += time.monotonic() - began
+
+            fed = feed(records, produce, timed)
+            failure = fed.error
+            # A delivery that failed is reported during the send of some other record.
+            if isinstance(failure, CallFailed) and failure.call == "produce" and (not route.batch or len(records) == 1):
+                failure.record = records[fed.handled]
+            return fed
+
+        return noted
+
+    # ---- what the session tells ---------------------------------------------------------------------------------
+
+    def begin(self, owned: Collection[Partition], committed: Mapping[Partition, int]) -> None:
+        """A transaction begins: what is known of records that are committed, or another member's now, is dropped."""
+        if self._special or self._failures:
+            self._special = {p: error for p, error in self._special.items() if _is_due(p, owned, committed)}
+            self._failures = {p: times for p, times in self._failures.items() if _is_due(p, owned, committed)}
+
+    def refused(self, record: Record, failure: Exception) -> None:
+        """An output of the record was refused; its transaction is aborted and all of its records come again."""
+        place = _place(record)
+        error: Exception = (DeadLetterRefused if place in self._dead else RecordRefused)(str(failure))
+        error.__cause__ = failure
+        self._special[place] = error
+
+    # ---- handling -----------------------------------------------------------------------------------------------
+
+    def handle(self, txn: Feeds, records: list[Record]) -> Halt | None:
+        """Sends what the records lead to; None: all are handled."""
+        done = 0
+        for route, run in by_route(self._app, records):
+            halt = self.handle_route(txn, route, run)
+            if halt is not None:
+                return halt._replace(handled=done + halt.handled)
+            done += len(run)
+        return None
+
+    def handle_route(self, txn: Feeds, route: Route, records: list[Record]) -> Halt | None:
+        """As `handle`, for records of one route. The hot path is one turn of the loop."""
+        feed = self._feeds[route]
+        self._dead.clear()
+        at, most = 0, self._concurrent_most if route.concurrent and not route.batch else len(records)
+        while at < len(records):
+            size = self._together(records, at, most)
+            part = records[at : at + size] if at or size < len(records) else records
+            error = self._special.get(_place(part[0])) if self._special else None
+            if error is None:
+                fed = txn.feed(feed, part)
+                at, error = at + fed.handled, fed.error
+                if error is None:
+                    if self._special:
+                        self._special.pop(_place(part[0]), None)
+                    continue
+                if len(part) > 1 and route.batch and not isinstance(error, EosError):
+                    if route.on_error == stop:
+                        return Halt(at, _poison_batch(route, part, error))
+                    most = 1  # record by record from here on: which one was it?
+                    continue
+            halt = self._settle(txn, route, records[at], error)
+            if halt is not None:
+                return halt._replace(handled=at)
+            at += 1
+        return None
+
+    def _together(self, records: list[Record], at: int, most: int) -> int:
+        """How many records from `at` on are run at once: special ones alone."""
+        if self._special:
+            for number, record in enumerate(records[at : at + most]):
+                if _place(record) in self._special:
+                    return max(1, number)
+        return most
+
+    # ---- a record that failed -----------------------------------------------------------------------------------
+
+    def _settle(self, txn: Feeds, route: Route, record: Record, error: Exception) -> Halt | None:
+        """What the route's policy makes of a record whose outputs cannot be sent; None: the next one is due."""
+        if isinstance(error, EosError):
+            return Halt(0, error)  # not about the record: the App is wrong (a destination that was not named, ...)
+        place = _place(record)
+        failures = self._failures[place] = self._failures.get(place, 0) + 1
+        last = isinstance(error, DeadLetterRefused)
+        wait_s = None if last else route.on_error.wait_s(failures)
+        if wait_s is not None:
+            self._special[place] = None
+            self._told.line("record fails, will be tried again", record, error, after_s=wait_s, failures=failures)
+            return Halt(0, None, wait_s)
+        verdict = "stop" if last else route.on_error.verdict
+        if verdict == "stop":
+            return Halt(0, _poison(route, record, error))
+        sends: list[Send] = []
+        if verdict == "skip":
+            txn.skipped += 1
+            self._told.line("record skipped", record, error)
+        else:
+            sends.append(dead_letter(record, error))
+            self._dead.add(place)
+            txn.dead_letters += 1
+            self._told.line("dead letter", record, error, to=sends[0][0])
+        txn.feed(self._noted(route, self._feed_of(lambda _: iter([sends]))), [record])
+        return None
+
+
+def _place(record: Record) -> Place:
+    return record.topic, record.partition, record.offset
+
+
+def _is_due(place: Place, owned: Collection[Partition], committed: Mapping[Partition, int]) -> bool:
+    topic, partition, offset = place
+    return (topic, partition) in owned and offset >= committed.get((topic, partition), 0)
+
+
+def by_route(app: App, records: list[Record]) -> Iterator[tuple[Route, list[Record]]]:
+    """Consecutive records of one route, in order."""
+    run: list[Record] = []
+    current: Route | None = None
+    for record in records:
+        route = app.routes[record.topic]
+        if route is not current and run:
+            assert current is not None
+            yield current, run
+            run = []
+        current = route
+        run.append(record)
+    if current is not None:
+        yield current, run
+
+
+def _poison(route: Route, record: Record, error: Exception) -> PoisonRecord:
+    where = f"{record.topic} [{record.partition}] offset {record.offset}"
+    sentence = f"{route.name} failed on {where}: {type(error).__name__}: {error}"
+    return _because(PoisonRecord(sentence, record.topic, record.partition, record.offset), error)
+
+
+def _poison_batch(route: Route, records: list[Record], error: Exception) -> PoisonRecord:
+    """A batch function fails for a range: policy stop does not run it again to find which record it was."""
+    spans: dict[Partition, tuple[int, int]] = {}
+    for record in records:
+        first, _ = spans.get((record.topic, record.partition), (record.offset, 0))
+        spans[record.topic, record.partition] = (first, record.offset)
+    where = ", ".join(f"{t} [{p}] offsets {first} to {last}" for (t, p), (first, last) in spans.items())
+    sentence = f"{route.name} failed on one of {len(records)} records ({where}): {type(error).__name__}: {error}"
+    head = records[0]
+    return _because(PoisonRecord(sentence, head.topic, head.partition, head.offset), error)
+
+
+def _because(poison: PoisonRecord, error: Exception) -> PoisonRecord:
+    poison.__cause__ = error
+    return poison
+
+
+class _Told:
+    """Lines about single records: a topic full of poison must not fill the disk with its log."""
+
+    def __init__(self) -> None:
+        self._since, self._lines = 0.0, 0
+
+    def line(self, event: str, record: Record, error: Exception, **more: object) -> None:
+        now = time.monotonic()
+        if now - self._since >= _LINES_INTERVAL_S:
+            if self._lines > _LINES:
+                log.warning("more records failed", not_told=self._lines - _LINES)
+            self._since, self._lines = now, 0
+        self._lines += 1
+        if self._lines <= _LINES:
+            where = {"topic": record.topic, "partition": record.partition, "offset": record.offset}
+            log.warning(event, **where, error=f"{class_name(error)}: {error}", **more)

@@ -1,0 +1,163 @@
+"""Statuses as Prometheus metrics, made when they are scraped: nothing here runs on a worker's hot path.
+
+Owns the metrics' names, which docs/operations.md and docs/grafana-dashboard.json use. Base units (seconds, records,
+bytes). Needs prometheus-client (extra `metrics`), imported at the first scrape.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from eos.health.status import Distribution, Status
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+LABELS = ("app", "worker")  # not `instance`: that is Prometheus's own name for what it scrapes
+# name without _total, help, label of the causes, the causes that are always shown, how to get them
+_BY_CAUSE: list[tuple[str, str, str, tuple[str, ...], Callable[[Status], dict[str, int]]]] = [
+    (
+        "eos_transactions_aborted",
+        "Transactions that were aborted; their records were handed out again.",
+        "cause",
+        ("application", "rebalance", "refused", "delivery"),
+        lambda s: s.aborts,
+    ),
+    (
+        "eos_rebuilds",
+        "Recoveries from the committed offsets, because a transaction's outcome was unknown or its producer fenced.",
+        "cause",
+        ("timeout", "group", "commit", "send_offsets"),
+        lambda s: s.rebuilds,
+    ),
+    (
+        "eos_producers_replaced",
+        "Producers replaced by a new epoch of the same transactional.id.",
+        "cause",
+        ("abort", "retry", "failure"),
+        lambda s: s.replacements,
+    ),
+    (
+        "eos_rebalances",
+        "How often the group gave or took partitions.",
+        "kind",
+        ("assigned", "revoked", "lost"),
+        lambda s: s.rebalances,
+    ),
+    (
+        "eos_poison_records",
+        "Records that their function, their decoder or the broker refused, by what became of them.",
+        "policy",
+        ("stop", "dlq", "skip"),
+        lambda s: s.poison,
+    ),
+]
+_COUNTERS: list[tuple[str, str, Callable[[Status], float]]] = [
+    ("eos_records_in", "Input records of committed transactions.", lambda s: s.records_in),
+    ("eos_records_out", "Output records of committed transactions.", lambda s: s.records_out),
+    ("eos_transactions_committed", "Transactions that were committed.", lambda s: s.transactions),
+    ("eos_retries", "Times that a failing record was tried again.", lambda s: s.retries),
+    ("eos_worker_restarts", "Times that the supervisor started this worker again.", lambda s: s.restarts),
+    ("eos_cpu_seconds", "CPU time of the worker's process.", lambda s: s.cpu_seconds),
+]
+_GAUGES: list[tuple[str, str, Callable[[Status], float]]] = [
+    ("eos_live", "1 if the worker moves, else 0 (/livez).", lambda s: s.live),
+    ("eos_ready", "1 if the worker is in its group and its cluster answers, else 0 (/readyz).", lambda s: s.ready),
+    ("eos_start_time_seconds", "When the worker's process started, since the epoch.", lambda s: s.started_at),
+    ("eos_resident_memory_bytes", "Resident memory of the worker's process.", lambda s: s.memory_bytes),
+]
+_HISTOGRAMS: list[tuple[str, str, Callable[[Status], Distribution]]] = [
+    (
+        "eos_commit_seconds",
+        "From sending a transaction's offsets until its commit was answered.",
+        lambda s: s.commit_seconds,
+    ),
+    (
+        "eos_end_to_end_seconds",
+        "Age of a transaction's first input record, by its timestamp, when it was committed; once per transaction.",
+        lambda s: s.end_to_end_seconds,
+    ),
+]
+_LAG = (
+    "eos_lag_records",
+    "Offsets between what the group committed and the last stable offset of a partition that this worker owns.",
+)
+
+
+class Collector:
+    """A prometheus_client collector of whatever `statuses` says at the scrape."""
+
+    def __init__(self, statuses: Callable[[], Iterable[Status]]) -> None:
+        self._statuses = statuses
+
+    def collect(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        statuses = [status for status in self._statuses() if status.app]  # without: it has not reported yet
+        for name, meaning, value_of in _COUNTERS:
+            counter = CounterMetricFamily(name, meaning, labels=LABELS)
+            for status in statuses:
+                counter.add_metric(_labels(status), value_of(status))
+            yield counter
+        for name, meaning, label, always, counts_of in _BY_CAUSE:
+            counter = CounterMetricFamily(name, meaning, labels=(*LABELS, label))
+            for status in statuses:
+                for cause, count in {**dict.fromkeys(always, 0), **counts_of(status)}.items():
+                    counter.add_metric([*_labels(status), cause], count)
+            yield counter
+        for name, meaning, value_of in _GAUGES:
+            gauge = GaugeMetricFamily(name, meaning, labels=LABELS)
+            for status in statuses:
+                gauge.add_metric(_labels(status), value_of(status))
+            yield gauge
+        for name, meaning, distribution_of in _HISTOGRAMS:
+            histogram = HistogramMetricFamily(name, meaning, labels=LABELS)
+            for status in statuses:
+                distribution = distribution_of(status)
+                histogram.add_metric(_labels(status), _buckets(distribution), distribution.total)
+            yield histogram
+        yield _lag(statuses, GaugeMetricFamily)
+        version = GaugeMetricFamily("eos_info", "1; the version is in its label.", labels=(*LABELS, "version"))
+        for status in statuses:
+            version.add_metric([*_labels(status), importlib.metadata.version("eos-kafka")], 1)
+        yield version
+
+
+def _labels(status: Status) -> list[str]:
+    return [status.app, status.instance]
+
+
+def _lag(statuses: list[Status], family: Any) -> Metric:
+    gauge: Metric = family(*_LAG, labels=(*LABELS, "topic", "partition"))
+    for status in statuses:
+        for lag in status.lags:
+            if lag.records is not None:
+                gauge.add_metric([*_labels(status), lag.topic, str(lag.partition)], lag.records)  # type: ignore[attr-defined]
+    return gauge
+
+
+def _buckets(distribution: Distribution) -> list[tuple[str, float]]:
+    """Cumulative, as Prometheus wants them."""
+    bounds = [*map(str, distribution.bounds), "+Inf"]
+    return list(zip(bounds, itertools.accumulate(distribution.counts), strict=True))
+
+
+def names() -> set[str]:
+    """Every name a scrape can show, with the suffixes of counters and histograms."""
+    found = {f"{name}_total" for name, *_ in [*_COUNTERS, *_BY_CAUSE]}
+    found |= {name for name, *_ in _GAUGES} | {_LAG[0], "eos_info"}
+    return found | {f"{name}_{part}" for name, *_ in _HISTOGRAMS for part in ("bucket", "sum", "count")}
+
+
+def exposition(statuses: Callable[[], Iterable[Status]], accept: str) -> tuple[bytes, str]:
+    """The body and content type of a scrape. ImportError without prometheus-client."""
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.exposition import choose_encoder
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Collector(statuses))
+    encode, content_type = choose_encoder(accept)
+    return encode(registry), content_type

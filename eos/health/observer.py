@@ -1,0 +1,136 @@
+"""Makes the status of a worker in this process: the one source of the live line, the metrics and the page.
+
+The worker's thread calls `tick` (after a transaction, and when idle); any thread calls `status`. It must never make the
+worker wait: what it reads are plain numbers, and what only the worker's thread can ask it samples twice a second.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Self
+
+import eos
+from eos import log
+from eos.errors import PoisonRecord
+from eos.health.incidents import Incidents
+from eos.health.status import Distribution, PartitionLag, Sample, Status, judge, stuck_after_s
+from eos.observe import Histogram
+
+if TYPE_CHECKING:
+    from eos.worker import Worker
+
+_SAMPLE_INTERVAL_S = 0.5
+_PACKAGE = str(Path(eos.__file__).parent)
+_STANDARD_LIBRARY = str(Path(os.__file__).parent)
+
+
+class Observer:
+    """Watches one worker from construction on; a context manager around its run, on its thread."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._session = worker.session
+        self._thread = threading.get_ident()
+        self._started_at = time.time()
+        self._limit_s = stuck_after_s(worker.settings)
+        self._sample: Sample | None = None
+        self._next_sample = 0.0
+        self._poisoned = 0
+        self._told_stuck = False
+        self._incidents = Incidents()
+        worker.session.on_idle = worker.on_tick = self.tick
+
+    def tick(self) -> None:
+        """On the worker's thread, between transactions."""
+        now = time.monotonic()
+        if now < self._next_sample:
+            return
+        self._next_sample = now + _SAMPLE_INTERVAL_S
+        membership = self._session.membership
+        lags = [PartitionLag(*partition, records) for partition, records in sorted(membership.lags().items())]
+        under_way_s = self._session.commit_under_way_s
+        self._sample = Sample(membership.in_group, membership.unresolved, lags, under_way_s)
+
+    def status(self) -> Status:
+        """As of now; from any thread."""
+        counters, sample = self._session.counters, self._sample
+        pulse, now = self._session.pulse.now, time.monotonic()
+        stuck_at = self._where() if now - pulse[3] > self._limit_s else ""
+        verdict = judge(pulse, now, self._limit_s, sample, stuck_at)
+        self._tell_stuck(verdict.live, verdict.reason)
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return Status(
+            app=self._worker.app.id,
+            instance=self._worker.settings.instance,
+            pid=os.getpid(),
+            started_at=self._started_at,
+            at=time.time(),
+            live=verdict.live,
+            ready=verdict.ready,
+            reason=verdict.reason,
+            stuck_after_s=self._limit_s,
+            records_in=counters.records_in,
+            records_out=counters.records_out,
+            transactions=counters.transactions,
+            retries=counters.retries,
+            aborts=dict(counters.aborts_by_cause),
+            rebuilds=dict(counters.rebuilds_by_cause),
+            replacements=dict(counters.replacements),
+            rebalances=dict(counters.rebalances),
+            poison={"stop": self._poisoned, "dlq": counters.dead_letters, "skip": counters.skipped},
+            commit_seconds=_frozen(counters.commit_seconds),
+            end_to_end_seconds=_frozen(counters.end_to_end_seconds),
+            lags=sample.lags if sample else [],
+            memory_bytes=_memory_bytes(),
+            cpu_seconds=usage.ru_utime + usage.ru_stime,
+            incidents=self._incidents.last(),
+        )
+
+    def _tell_stuck(self, live: bool, reason: str) -> None:
+        if not live and not self._told_stuck and reason.startswith("stuck"):
+            log.warning("worker stuck", reason=reason)
+        self._told_stuck = not live
+
+    def _where(self) -> str:
+        """The line of code that the worker's thread stands in: the user's own, if one is on the stack."""
+        frame: FrameType | None = sys._current_frames().get(self._thread)
+        if frame is None:
+            return ""
+        stack = traceback.extract_stack(frame)
+        theirs = [f for f in stack if not f.filename.startswith((_PACKAGE, _STANDARD_LIBRARY, "<"))]
+        at = theirs[-1] if theirs and "site-packages" not in theirs[-1].filename else stack[-1]
+        return f"{at.name} ({Path(at.filename).name}:{at.lineno})"
+
+    def __enter__(self) -> Self:
+        self._incidents.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, PoisonRecord):
+            self._poisoned += 1
+        if error is not None:
+            self._incidents.note(time.time(), "error", f"{type(error).__name__}: {error}")
+        self._session.pulse.beat("stopped")
+        self._incidents.__exit__()
+
+
+def _frozen(histogram: Histogram) -> Distribution:
+    return Distribution(histogram.bounds, tuple(histogram.counts), histogram.total)
+
+
+def _memory_bytes() -> int:
+    """Resident; 0 where there is no /proc."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * resource.getpagesize()

@@ -1,0 +1,83 @@
+"""A supervised worker's status goes to its supervisor: a JSON line twice a second, through a pipe it was started with.
+
+The pipe also says whether the supervisor still is: when it is gone, a supervised worker stops as if it was asked to, so
+that a killed supervisor leaves no orphan. Owns the worker's end; the supervisor's is in eos/supervisor.py.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from eos import log
+from eos.health.status import Status
+
+PIPE_VARIABLE = "EOS_SUPERVISOR_PIPE"
+INTERVAL_S = 0.5
+_STOP_MARGIN_S = 5.0
+_TEMPORARY = 75
+
+
+def pipe_of_supervisor() -> int | None:
+    """The file descriptor that this process was started with by a supervisor; its own children do not see it."""
+    text = os.environ.pop(PIPE_VARIABLE, None)
+    if text is None:
+        return None
+    os.set_inheritable(int(text), False)
+    return int(text)
+
+
+class Reporter:
+    """Reports on a daemon thread while inside the context, and once at its end. `stop_s`: how long a stop may take."""
+
+    def __init__(self, pipe: int, status: Callable[[], Status], stop_s: float) -> None:
+        self._pipe, self._status, self._stop_s = pipe, status, stop_s
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="eos-report", daemon=True)
+
+    def _keep(self) -> None:
+        while self._report():
+            if self._stopping.wait(INTERVAL_S):
+                return
+        self._end_this_process()
+
+    def _report(self) -> bool:
+        """False: nobody reads any more. A supervisor that is only slow holds up this thread and nothing else."""
+        line = msgspec.json.encode(self._status()) + b"\n"
+        try:
+            while line:
+                line = line[os.write(self._pipe, line) :]
+        except BrokenPipeError:
+            return False
+        return True
+
+    def _end_this_process(self) -> None:
+        # The last resort needs no interpreter: a client call that holds it for ever (seen: a rebalance callback inside
+        # the consumer's close) lets neither a signal handler nor this thread run.
+        faulthandler.dump_traceback_later(self._stop_s + 2 * _STOP_MARGIN_S, exit=True, file=sys.__stderr__ or 2)
+        log.warning("the supervisor is gone: stopping")
+        os.kill(os.getpid(), signal.SIGTERM)
+        # The worker stops by itself within its time, unless it is stuck where no signal reaches it.
+        time.sleep(self._stop_s + _STOP_MARGIN_S)
+        os._exit(_TEMPORARY)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopping.set()
+        self._thread.join(INTERVAL_S)
+        if not self._thread.is_alive():
+            self._report()

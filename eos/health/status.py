@@ -1,0 +1,140 @@
+"""What there is to know of one worker at one moment, and the rule for live and ready. Data and pure functions, no I/O.
+
+A Status travels as JSON: from a worker to its supervisor and from either to the page; the metrics are made of it too.
+Times are seconds since the epoch, durations seconds.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from eos.settings import Settings
+
+CALL_PATIENCE_S = 3.0
+"""A call to the cluster that is under way for longer means that the cluster is waited for."""
+REPORT_PATIENCE_S = 5.0
+"""A supervised worker that has not reported for longer is not ready."""
+_CALL_MARGIN_S = 10.0  # a hung call is given up 5 s after its timeout (eos.producer)
+
+
+class Incident(msgspec.Struct, frozen=True):
+    at: float
+    level: str
+    text: str
+
+
+class Distribution(msgspec.Struct, frozen=True):
+    """A histogram: `counts[i]` observations <= `bounds[i]` and above the bound before; the last count has no bound."""
+
+    bounds: tuple[float, ...] = ()
+    counts: tuple[int, ...] = (0,)
+    total: float = 0.0
+
+
+class PartitionLag(msgspec.Struct, frozen=True):
+    topic: str
+    partition: int
+    records: int | None
+
+
+class Status(msgspec.Struct):
+    """One worker. `reason` says in words what it does, or why it is not live or not ready."""
+
+    app: str
+    instance: str
+    pid: int
+    started_at: float
+    at: float
+    live: bool = True
+    ready: bool = False
+    reason: str = "starting"
+    stuck_after_s: float = 60.0
+    records_in: int = 0
+    records_out: int = 0
+    transactions: int = 0
+    retries: int = 0
+    aborts: dict[str, int] = {}
+    rebuilds: dict[str, int] = {}
+    replacements: dict[str, int] = {}
+    rebalances: dict[str, int] = {}
+    poison: dict[str, int] = {}
+    restarts: int = 0
+    commit_seconds: Distribution = Distribution()
+    end_to_end_seconds: Distribution = Distribution()
+    lags: list[PartitionLag] = []
+    memory_bytes: int = 0
+    cpu_seconds: float = 0.0
+    incidents: list[Incident] = []
+
+    @property
+    def lag(self) -> int | None:
+        """Of all its partitions; None while that of one is not known."""
+        known = [lag.records for lag in self.lags if lag.records is not None]
+        return sum(known) if len(known) == len(self.lags) else None
+
+
+class Sample(NamedTuple):
+    """What only the worker's own thread can ask, twice a second."""
+
+    in_group: bool
+    unresolved: int
+    lags: list[PartitionLag]
+    commit_under_way_s: float = 0.0
+
+
+class Verdict(NamedTuple):
+    live: bool
+    ready: bool
+    reason: str
+
+
+def stuck_after_s(settings: Settings) -> float:
+    """How long a worker's thread may stand still: eos.liveness.timeout.ms, and never less than what is legal for a
+    transaction and for a call."""
+    least = (
+        settings["eos.liveness.timeout.ms"] / 1000,
+        settings.transaction_timeout_ms / 1000,
+        settings["eos.call.timeout.ms"] / 1000 + _CALL_MARGIN_S,
+    )
+    return float(max(least))
+
+
+def judge(
+    pulse: tuple[str, str, float, float], now: float, limit_s: float, sample: Sample | None, stuck_at: str = ""
+) -> Verdict:
+    """Live: the thread moves, or has not stood still for `limit_s` yet. Ready: it is in its group, holds what the group
+    gave it, and does not wait for the cluster. Waiting for the cluster is live: each attempt moves.
+
+    `pulse` is Pulse.now, `now` of the same clock; `stuck_at` is the code that the thread stands in.
+    """
+    doing, what, since, moved = pulse
+    still_s = now - moved
+    if doing == "stopped":
+        return Verdict(False, False, "stopped")
+    # How long an App's own start may take (a model to load) is not ours to say, and the session's is bounded.
+    if doing != "starting" and still_s > limit_s:
+        where = f" at {stuck_at}" if stuck_at else ""
+        doing_what = "handling records" if doing == "handling" else f"{doing} {what}".strip()
+        return Verdict(False, False, f"stuck for {still_s:.0f} s while {doing_what}{where}")
+    if doing in ("starting", "stopping"):
+        return Verdict(True, False, doing)
+    if doing == "calling" and now - since > CALL_PATIENCE_S:
+        return Verdict(True, False, f"waiting for the cluster for {now - since:.0f} s ({what})")
+    if sample is not None and sample.commit_under_way_s > CALL_PATIENCE_S:
+        return Verdict(True, False, f"waiting for the cluster for {sample.commit_under_way_s:.0f} s (commit)")
+    if sample is None or not sample.in_group:
+        return Verdict(True, False, "not in its group yet, or its cluster does not answer")
+    if sample.unresolved:
+        return Verdict(True, False, f"waiting for the committed offsets of {sample.unresolved} partitions")
+    return Verdict(True, True, "handling records" if doing == "handling" else "running")
+
+
+def judge_report(status: Status, silent_s: float) -> Verdict:
+    """What a supervisor makes of a worker's last report: one that is silent is not ready, and stuck after its limit."""
+    if silent_s > status.stuck_after_s:
+        return Verdict(False, False, f"has not reported for {silent_s:.0f} s")
+    if silent_s > REPORT_PATIENCE_S:
+        return Verdict(status.live, False, f"has not reported for {silent_s:.0f} s")
+    return Verdict(status.live, status.ready, status.reason)

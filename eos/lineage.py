@@ -1,0 +1,149 @@
+"""Lineage: what an output says of its input, and what a committed offset says of the outputs before it.
+
+With `eos.lineage=true` each output carries a header that names its input record, which of how many outputs of it this
+one is, and its number among all outputs of that input partition. Beside each committed offset stands how many inputs
+were handled and how many outputs made of them since lineage began there. With both, a reader of the topics can tell an
+input that the function filtered from one whose output was lost (eos/testing/verify.py). This module owns the two
+formats and the counting; it must never talk to Kafka and never judge.
+
+Header `eos-lineage`: 28 bytes, little endian, `<iqiiq` (source partition, source offset, i, n, number), then the source
+topic in UTF-8. Metadata: the key `lineage` of the JSON beside a committed offset, `[begin, inputs, outputs]`.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from eos.app import Each, Fed, Feed, Produce, Record, Refused, Route, put
+from eos.errors import ConfigurationError
+
+HEADER = "eos-lineage"
+KEY = "lineage"
+FORMAT = struct.Struct("<iqiiq")
+TopicPartition = tuple[str, int]
+
+
+class Source(NamedTuple):
+    """The input record that an output came from: output `i` of `n`, and the `number`-th of its input partition."""
+
+    topic: str
+    partition: int
+    offset: int
+    i: int
+    n: int
+    number: int
+
+
+def encode(source: Source) -> bytes:
+    topic, *numbers = source
+    return FORMAT.pack(*numbers) + topic.encode()
+
+
+def decode(header: bytes) -> Source:
+    """Raises ValueError for bytes that no worker wrote."""
+    if len(header) <= FORMAT.size:
+        raise ValueError(f"{len(header)} bytes cannot name a source: it takes {FORMAT.size} and a topic")
+    return Source(header[FORMAT.size :].decode(), *FORMAT.unpack_from(header))
+
+
+@dataclass
+class Tally:
+    """Of one input partition: since offset `begin`, `inputs` were handled and made `outputs`."""
+
+    begin: int
+    inputs: int = 0
+    outputs: int = 0
+
+
+def tally_of(metadata: str | None) -> Tally | None:
+    """What a committed offset's metadata says; None if it says nothing of lineage."""
+    try:
+        numbers = json.loads((metadata or "").rstrip("\0"))[KEY]
+        begin, inputs, outputs = map(operator.index, numbers)
+    except (ValueError, KeyError, TypeError):
+        return None  # written by something else, or without lineage
+    return Tally(begin, inputs, outputs)
+
+
+class Committed(Protocol):
+    """What confluent-kafka's TopicPartition says of a committed offset; a negative one is none."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def metadata(self) -> str | None: ...
+
+
+class Ledger:
+    """Counts per input partition, committed and of the open transaction."""
+
+    def __init__(self) -> None:
+        self._committed: dict[TopicPartition, Tally] = {}
+        self._open: dict[TopicPartition, Tally] = {}
+
+    def begin(self, partition: TopicPartition, offset: int, metadata: str | None) -> None:
+        """A partition begins at its committed `offset`; counting goes on where the last commit left it, or starts."""
+        self._committed[partition] = tally_of(metadata) or Tally(offset)
+        self._open.pop(partition, None)
+
+    def begin_all(self, starts: Mapping[TopicPartition, Committed]) -> None:
+        for partition, at in starts.items():
+            self.begin(partition, max(at.offset, 0), at.metadata)
+
+    def handled(self, partition: TopicPartition, outputs: int) -> int:
+        """One more input made this many outputs; returns the number of the first of them."""
+        before = self.tally(partition)
+        self._open[partition] = Tally(before.begin, before.inputs + 1, before.outputs + outputs)
+        return before.outputs
+
+    def tally(self, partition: TopicPartition) -> Tally:
+        """With what the open transaction counted."""
+        return self._open.get(partition) or self._committed[partition]
+
+    def metadata(self, partition: TopicPartition) -> Mapping[str, list[int]]:
+        """For the JSON beside the offset that the open transaction commits."""
+        tally = self.tally(partition)
+        return {KEY: [tally.begin, tally.inputs, tally.outputs]}
+
+    def commit(self) -> None:
+        self._committed |= self._open
+        self._open = {}
+
+    def rewind(self) -> None:
+        """The open transaction did not commit: its inputs will be handled and counted again."""
+        self._open = {}
+
+
+def check_route(route: Route) -> None:
+    """Raises ConfigurationError for a batch function: it does not tell which record an output came from."""
+    if route.batch:
+        raise ConfigurationError(
+            f"eos.lineage=true needs to know which record an output came from, and the batch function {route.name} "
+            "does not tell: decorate it with @app.process"
+        )
+
+
+def feed_with_lineage(each: Each, ledger: Ledger) -> Feed:
+    """The feed of what gives the outputs record by record (Route.each), whose outputs carry the header."""
+
+    def feed(records: list[Record], produce: Produce, refused: Refused) -> Fed:
+        sent = 0
+        coming = iter(records)
+        try:
+            for record, sends in zip(coming, each(records), strict=False):
+                first = ledger.handled((record.topic, record.partition), len(sends))
+                for i, (topic, value, key, partition, timestamp_ms, headers) in enumerate(sends):
+                    source = Source(record.topic, record.partition, record.offset, i, len(sends), first + i)
+                    marked = [*(headers or ()), (HEADER, encode(source))]
+                    put((topic, value, key, partition, timestamp_ms, marked), produce, refused)
+                    sent += 1
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+            return Fed(sent, len(records) - operator.length_hint(coming) - 1, error)
+        return Fed(sent, len(records), None)
+
+    return feed

@@ -1,0 +1,94 @@
+"""Which local port stands for which upstream broker.
+
+Owns that map. A broker is known by its node id; an upstream named on the command line is known by its address until a
+response says which node has that address. A broker that comes back at another address keeps its local port. It must
+never forget an address: all of them are watched for by the leak detector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from eos.shim.wire.cursor import string
+
+Address = tuple[str, int]
+
+
+@dataclass(eq=False)
+class Endpoint:
+    """One local port and the upstream broker behind it."""
+
+    upstream: Address
+    node_id: int | None = None
+    local_port: int = 0
+    advertised: Address = ("", 0)
+
+    @property
+    def name(self) -> str:
+        host, port = self.upstream
+        return f"{host}:{port}" if self.node_id is None else f"broker {self.node_id} ({host}:{port})"
+
+
+class AddressBook:
+    """`opened` is called with each new endpoint and must give it its local port and advertised address."""
+
+    def __init__(self, bootstrap: Iterable[Address], opened: Callable[[Endpoint], None]) -> None:
+        self._opened = opened
+        self.endpoints: list[Endpoint] = []
+        self._by_node: dict[int, Endpoint] = {}
+        self._ours: set[Address] = set()
+        self._upstream: set[Address] = set()
+        self.needles: dict[bytes, str] = {}  # bytes that must not reach a client -> the address they are
+        for address in bootstrap:
+            self._open(Endpoint(address))
+
+    def translate(self, node_id: int, host: str, port: int) -> Address:
+        """What to tell a client instead of `host:port` of `node_id`; opens a port for a broker not seen before."""
+        address = (host, port)
+        endpoint = self._by_node.get(node_id)
+        if endpoint is not None and endpoint.upstream == address:
+            return endpoint.advertised
+        if address in self._ours:
+            return address  # the broker already advertises us
+        if endpoint is None:
+            endpoint = self._adopt(node_id, address)
+        else:
+            endpoint.upstream = address
+        self._watch(address)
+        return endpoint.advertised
+
+    def _adopt(self, node_id: int, address: Address) -> Endpoint:
+        for endpoint in self.endpoints:
+            if endpoint.node_id is None and endpoint.upstream == address:
+                endpoint.node_id = node_id
+                break
+        else:
+            endpoint = self._open(Endpoint(address, node_id))
+        self._by_node[node_id] = endpoint
+        return endpoint
+
+    def _open(self, endpoint: Endpoint) -> Endpoint:
+        self._opened(endpoint)
+        self.endpoints.append(endpoint)
+        self._ours.add(endpoint.advertised)
+        self._watch(endpoint.upstream)
+        return endpoint
+
+    def _watch(self, address: Address) -> None:
+        if address not in self._upstream and address not in self._ours:
+            self._upstream.add(address)
+            # A new dict each time: a scan under way keeps the one it began with.
+            self.needles = self.needles | dict.fromkeys(_needles(address), f"{address[0]}:{address[1]}")
+
+
+def _needles(address: Address) -> Iterator[bytes]:
+    """How an address looks inside a message: a host with its length, and right behind it the port.
+
+    The length keeps `kafka:9092` from being seen in `my-kafka:9092`. It is compact or not, and the port has 16 bits
+    in the raft APIs.
+    """
+    host, port = address
+    for flexible in (True, False):
+        for size in (4, 2):
+            yield string(host, flexible) + port.to_bytes(size, "big")

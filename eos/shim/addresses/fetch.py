@@ -1,0 +1,86 @@
+"""NodeEndpoints of Fetch responses (v16 and later, KIP-951), found behind up to 50 MB of records.
+
+Owns the layout of Fetch responses. A frame that is at hand whole is rewritten like the others; of one that streams by,
+the number of bytes cannot change any more, so its NodeEndpoints are hidden instead: tag 0 becomes a tag no client knows
+and its value zeros. The client then learns the new leader from Metadata, as before KIP-951. It must never look at
+records.
+"""
+
+from __future__ import annotations
+
+from eos.shim.addresses.layouts import Found, tagged_endpoints
+from eos.shim.errors import Malformed
+from eos.shim.wire import walk
+from eos.shim.wire.cursor import Cursor
+from eos.shim.wire.headers import RESPONSE_HEAD
+from eos.shim.wire.walk import Layout, Walk
+
+# One byte long as varint, like tag 0, and far from what KIPs will use up.
+_UNKNOWN_TAG = 0x7F
+
+
+def find(frame: bytes) -> Found:
+    """The addresses in a whole Fetch response of a version in `layouts.KNOWN`."""
+    tags_at: list[int] = []
+
+    def layout(at: Walk) -> Layout:
+        yield from _up_to_tags(at)
+        tags_at.append(at.position)
+
+    Walk(layout).feed(frame)
+    if not tags_at:
+        raise Malformed("a Fetch response ends before its tagged fields")
+    return tagged_endpoints(Cursor(frame, tags_at[0], flexible=True))
+
+
+class HideEndpoints:
+    """A `Stream` over one Fetch response of `size` bytes; Malformed when its layout does not end where it does."""
+
+    def __init__(self, size: int) -> None:
+        self._left = size
+        self._hidden: list[tuple[int, int, int]] = []  # [start, end) is overwritten with this byte
+        self._walk = Walk(self._layout)
+
+    def feed(self, piece: bytes) -> bytes:
+        start = self._walk.position
+        self._walk.feed(piece)
+        self._left -= len(piece)
+        if self._walk.position != start + len(piece) or self._walk.done != (self._left == 0):
+            # Fails closed before the last piece: addresses may be where they were not looked for.
+            raise Malformed("a Fetch response that cannot be followed")
+        if not self._hidden:
+            return piece
+        changed = bytearray(piece)
+        for at, end, byte in self._hidden:
+            low, high = max(at, start), min(end, start + len(piece))
+            if low < high:
+                changed[low - start : high - start] = bytes([byte]) * (high - low)
+        return bytes(changed)
+
+    def _layout(self, at: Walk) -> Layout:
+        yield from _up_to_tags(at)
+        for _ in range((yield from walk.uvarint())):
+            # NodeEndpoints is tag 0, so its tag is one byte, and it was read just now: it has not passed yet.
+            tag_at = at.position
+            tag = yield from walk.uvarint()
+            size = yield from walk.uvarint()
+            if tag == 0:
+                self._hidden += [(tag_at, tag_at + 1, _UNKNOWN_TAG), (at.position, at.position + size, 0)]
+            yield -size
+
+
+def _up_to_tags(at: Walk) -> Layout:
+    yield -RESPONSE_HEAD.size
+    yield from walk.tags(True)
+    yield -10  # throttle_time_ms, error_code, session_id
+    for _ in range((yield from walk.count(True))):
+        yield -16  # topic_id
+        for _ in range((yield from walk.count(True))):
+            yield -30  # index, error_code, high watermark, last stable offset, log start offset
+            for _ in range((yield from walk.count(True))):
+                yield -16  # an aborted transaction
+                yield from walk.tags(True)
+            yield -4  # preferred read replica
+            yield -(yield from walk.count(True))  # records
+            yield from walk.tags(True)
+        yield from walk.tags(True)

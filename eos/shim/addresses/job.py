@@ -1,0 +1,58 @@
+"""The job that keeps clients on the shim: rewrites addresses, and fails closed where one would leak.
+
+Always in the pipeline, on the broker's side of the other jobs. It must never let a response go on that it could not
+follow to its end.
+"""
+
+from __future__ import annotations
+
+from eos.shim.addresses import fetch, layouts, leak
+from eos.shim.addresses.book import AddressBook
+from eos.shim.addresses.rewrite import rewrite
+from eos.shim.pipeline import Exchange, Job
+from eos.shim.wire import api
+from eos.shim.wire.frames import Stream
+
+# Addresses of controllers, in APIs that clients hardly use: not rewritten, only watched.
+# Vote, BeginQuorumEpoch, EndQuorumEpoch, DescribeQuorum, FetchSnapshot, UpdateRaftVoter
+_WATCHED = frozenset({52, 53, 54, 55, 59, 82})
+
+# Fetch responses up to this size are collected and rewritten; larger ones stream, with their endpoints hidden.
+WHOLE_FETCH_BYTES = 64 * 1024
+
+
+class AddressJob(Job):
+    def __init__(self, book: AddressBook) -> None:
+        self._book = book
+
+    def wants_response(self, api_key: int, version: int) -> bool:
+        known = layouts.KNOWN.get(api_key)
+        if known is None:
+            return api_key in _WATCHED or api_key > api.NEWEST_KNOWN
+        return version >= known[0]
+
+    def response_stream(self, exchange: Exchange, size: int) -> Stream | None:
+        if not self._layout_known(exchange):
+            return leak.LeakScan(self._book.needles, _what(exchange))
+        if exchange.api_key == api.FETCH and size > WHOLE_FETCH_BYTES:
+            return fetch.HideEndpoints(size)
+        return None
+
+    def response(self, exchange: Exchange, frame: bytes) -> bytes:
+        key, version = exchange.api_key, exchange.version
+        if key == api.FETCH:
+            # Its records are the user's and may say anything: the last look is for what is not records.
+            return rewrite(frame, fetch.find(frame), True, self._book.translate)
+        found = layouts.find(key, version, frame)
+        made = rewrite(frame, found, api.is_flexible(key, version), self._book.translate)
+        if key != api.SHARE_FETCH:
+            leak.check(made, self._book.needles, _what(exchange))
+        return made
+
+    def _layout_known(self, exchange: Exchange) -> bool:
+        known = layouts.KNOWN.get(exchange.api_key)
+        return known is not None and exchange.version <= known[1]
+
+
+def _what(exchange: Exchange) -> str:
+    return f"a response to {api.api_name(exchange.api_key)} v{exchange.version}"

@@ -1,0 +1,89 @@
+"""Shims behind one another in one process: faults stand on the sides of whatever else the shim does.
+
+    clients ── faults (side client) ── trace, guard, protect ── faults (side broker) ── brokers
+
+Owns their order and the addresses between them (127.0.0.1, free ports). Each is a whole shim, so what is late between
+two of them is late exactly as between machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from eos.shim.faults import FaultJob, Plan
+from eos.shim.pipeline import Job, Traffic
+from eos.shim.server import Shim
+from eos.shim.settings import ShimSettings
+
+_INSIDE = ("127.0.0.1", 0)
+
+
+class Chain:
+    """`await start()`, then it serves until `await stop()`. Raises what `Shim` raises."""
+
+    def __init__(self, settings: ShimSettings, jobs: Sequence[Job] = (), plan: Plan | None = None) -> None:
+        self.settings, self._jobs, self._plan = settings, jobs, plan
+        self.shims: list[Shim] = []  # the one clients connect to is the last
+
+    @property
+    def front(self) -> Shim:
+        return self.shims[-1]
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        return self.front.addresses
+
+    @property
+    def connections(self) -> int:
+        return self.front.connections if self.shims else 0
+
+    @property
+    def connections_made(self) -> int:
+        return self.front.connections_made if self.shims else 0
+
+    @property
+    def traffic(self) -> Traffic:
+        """What clients sent and were sent."""
+        return self.front.traffic if self.shims else Traffic()
+
+    @property
+    def not_ready(self) -> str | None:
+        if not self.shims:
+            return "not listening yet"
+        return next((reason for shim in self.shims if (reason := shim.not_ready) is not None), None)
+
+    async def start(self) -> None:
+        stages = self._stages()
+        upstream, tls = self.settings.upstream, self.settings.upstream_tls
+        try:
+            for at, jobs in enumerate(stages):
+                last = at == len(stages) - 1
+                told = replace(self.settings, upstream=upstream, upstream_tls=tls)
+                if not last:
+                    told = replace(told, listen=_INSIDE, advertise=None, tls=None, inside=True)
+                for job in jobs:
+                    if isinstance(job, FaultJob):
+                        job.tls = tls
+                shim = Shim(told, jobs)
+                self.shims.append(shim)
+                await shim.start()
+                upstream, tls = tuple(shim.addresses), None
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        for shim in reversed(self.shims):
+            await shim.stop()
+
+    def _stages(self) -> list[Sequence[Job]]:
+        """From the brokers' side to the clients'."""
+        broker = self._plan.on("broker") if self._plan else []
+        client = self._plan.on("client") if self._plan else []
+        stages: list[Sequence[Job]] = [[FaultJob(broker)]] if broker else []
+        if self._jobs or not (broker or client):
+            stages.append(self._jobs)
+        if client:
+            stages.append([FaultJob(client)])
+        return stages

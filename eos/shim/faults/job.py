@@ -1,0 +1,147 @@
+"""The faults' place in the pipeline: counts requests, strikes the ones that are due, and keeps what waits for an event.
+
+Alone in a shim of its own (eos/shim/chain.py): it is then nearest to the broker for requests and nearest to the client
+for answers, so frames can be held where a network would hold them. Latches, not sleeps: a frame that is an event waits
+until what it opened has been dealt with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+from eos.shim import events
+from eos.shim.faults import blackhole, delay, duplicate, error, reset, throttle
+from eos.shim.faults.plan import Phase, Progress
+from eos.shim.faults.said import Said, said
+from eos.shim.faults.strike import Strike
+from eos.shim.lane import Held
+from eos.shim.pipeline import Connection, Exchange, Job
+
+_ACTIONS: dict[str, Any] = {
+    "reset": reset,
+    "blackhole": blackhole,
+    "delay": delay,
+    "error": error,
+    "duplicate": duplicate,
+    "throttle": throttle,
+}
+
+
+class FaultJob(Job):
+    """`tls` is how copies of requests reach the brokers."""
+
+    def __init__(self, rules: Iterable[Progress], tls: ssl.SSLContext | None = None) -> None:
+        self._rules = list(rules)
+        self.tls = tls
+        self._waiting: list[Strike] = []  # for an event
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._strikes: dict[Connection, list[Strike]] = {}
+        keys = {each.rule.api_key for each in self._rules}
+        self._keys = keys | {each.rule.until.api_key for each in self._rules if each.rule.until}
+
+    def wants_request(self, api_key: int, version: int) -> bool:
+        return api_key in self._keys
+
+    def wants_response(self, api_key: int, version: int) -> bool:
+        return api_key in self._keys
+
+    def request(self, exchange: Exchange, frame: bytes) -> bytes:
+        asked = said(frame, exchange.api_key, exchange.version)
+        opened = self._events(asked, exchange)
+        strike = self._strike(asked, exchange, frame)
+        if strike is not None:
+            events.info(
+                "fault",
+                rule=str(strike.rule),
+                transactional_id=asked.transactional_id,
+                connection=exchange.connection.number,
+            )
+            if strike.rule.until is not None:
+                self._waiting.append(strike)
+            if strike.rule.phase is Phase.AFTER_APPLY:
+                exchange.notes[self] = strike
+            else:
+                frame = _ACTIONS[strike.rule.action].request(strike, frame)
+        if opened:
+            frame = self._after(opened, frame)
+        return frame
+
+    def response(self, exchange: Exchange, frame: bytes) -> bytes:
+        strike = exchange.notes.get(self)
+        if isinstance(strike, Strike):
+            frame = _ACTIONS[strike.rule.action].response(strike, frame)
+        opened = exchange.notes.get(_ANSWERED, ())
+        return self._after(opened, frame) if opened else frame
+
+    def closed(self, connection: Connection) -> None:
+        for strike in self._strikes.pop(connection, ()):
+            strike.connection_gone = True
+
+    def spawn(self, strike: Strike, work: Coroutine[Any, Any, None]) -> None:
+        async def run() -> None:
+            try:
+                await work
+                strike.progress.open -= 1
+            except (OSError, EOFError) as failure:
+                strike.progress.open -= 1
+                strike.progress.failed.append(f"its copy was not answered ({type(failure).__name__}: {failure})")
+            finally:
+                strike.done.set()
+
+        task = asyncio.get_running_loop().create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _strike(self, asked: Said, exchange: Exchange, frame: bytes) -> Strike | None:
+        """All rules count the request, the first that is due strikes it."""
+        found = None
+        for each in self._rules:
+            if not each.rule.fits(asked, exchange.connection):
+                continue
+            if found is None and each.due():
+                found = Strike(self, each, exchange, asked, frame)
+                self._strikes.setdefault(exchange.connection, []).append(found)
+        return found
+
+    def _events(self, asked: Said, exchange: Exchange) -> list[Strike]:
+        """The strikes that this request is the event of, by its arrival; those by its answer are noted for then."""
+        now, later = list[Strike](), list[Strike]()
+        for strike in list(self._waiting):
+            until = strike.rule.until
+            assert until is not None
+            same = strike.said.transactional_id is None or strike.said.transactional_id == asked.transactional_id
+            if asked.api_key != until.api_key or not same or until.outcome not in (None, asked.outcome):
+                continue
+            strike.events_left -= 1
+            if strike.events_left == 0:
+                self._waiting.remove(strike)
+                (now if until.when == "arrives" else later).append(strike)
+        if later:
+            exchange.notes[_ANSWERED] = later
+        return now
+
+    def _after(self, opened: list[Strike], frame: bytes) -> bytes:
+        """`frame` goes on once what it opened is dealt with."""
+        for strike in opened:
+            strike.opened.set()
+        if not frame:
+            return frame
+        held = frame if isinstance(frame, Held) else Held(frame)
+
+        async def go_on() -> None:
+            for strike in opened:
+                await strike.done.wait()
+            held.release()
+
+        if held is not frame:
+            task = asyncio.get_running_loop().create_task(go_on())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return held
+
+
+# The key of what waits for an exchange's answer.
+_ANSWERED: Any = Job()

@@ -1,0 +1,290 @@
+"""A plan of faults: rules that say which request is struck, when, and by what.
+
+Owns the rules' meaning and their TOML form; does no I/O but reading the file. A rule that never came true makes the
+run worthless, so a plan can always say which did not. Deterministic: counters decide, and where a rule has a chance,
+the plan's seed does.
+
+    seed = 7
+    [[rule]]
+    api = "EndTxn"                  # Kafka's name of the API
+    nth = 3                         # the third one that fits; times = 2: the third and the fourth
+    transactional_id = "orders-*"   # also: partition = "out-0", group, broker (node id), client (id), outcome = "abort"
+    phase = "late"                  # before_apply (default), after_apply, late
+    action = "reset"                # blackhole, delay, error, duplicate, throttle
+    until = { api = "Produce", nth = 1, when = "answered" }     # for late and delay: this event, or seconds = 1.5
+"""
+
+from __future__ import annotations
+
+import random
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from kafka.protocol.api_key import ApiKey
+
+from eos.shim.errors import Misconfigured
+from eos.shim.faults.said import Said
+from eos.shim.pipeline import Connection
+from eos.shim.wire import answers, api
+
+
+class Phase(Enum):
+    BEFORE_APPLY = "before_apply"  # the broker does not see the request, or not yet
+    AFTER_APPLY = "after_apply"  # the broker acted, the client does not learn of it, or not that
+    LATE = "late"  # the client's connection is gone, its request arrives when nobody waits for it any more
+
+
+# Which phases an action has a meaning in.
+ACTIONS: Mapping[str, frozenset[Phase]] = {
+    "reset": frozenset(Phase),
+    "blackhole": frozenset({Phase.BEFORE_APPLY, Phase.AFTER_APPLY}),
+    "delay": frozenset({Phase.BEFORE_APPLY, Phase.AFTER_APPLY}),
+    "error": frozenset({Phase.BEFORE_APPLY, Phase.AFTER_APPLY}),
+    "duplicate": frozenset(Phase),
+    "throttle": frozenset({Phase.AFTER_APPLY}),
+}
+SIDES = ("broker", "client")
+_CODES = {api.error_name(code): code for code in range(-1, 135)}
+
+
+@dataclass(frozen=True)
+class Event:
+    """The `nth` request of `api` after the strike that has the struck request's transactional.id.
+
+    `when`: it `arrives` or was `answered`. It waits there until what was late has been dealt with, so that the order is
+    the same in every run.
+    """
+
+    api: str
+    nth: int = 1
+    when: str = "answered"
+    outcome: str | None = None
+
+    def __post_init__(self) -> None:
+        _api_key(self.api)
+        if self.when not in ("arrives", "answered"):
+            raise Misconfigured(f"when = {self.when}: must be arrives or answered")
+        if self.nth < 1:
+            raise Misconfigured(f"nth = {self.nth}: it counts from 1")
+
+    @property
+    def api_key(self) -> int:
+        return _api_key(self.api)
+
+    def __str__(self) -> str:
+        return f"{self.api} no. {self.nth} {'is' if self.when == 'answered' else ''} {self.when}".replace("  ", " ")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One fault. `side`, with protection on: between clients and shim, or (default) between shim and brokers."""
+
+    api: str
+    action: str
+    phase: Phase = Phase.BEFORE_APPLY
+    nth: int = 1
+    times: int = 1
+    transactional_id: str | None = None
+    group: str | None = None
+    partition: str | None = None
+    outcome: str | None = None
+    broker: int | None = None
+    seconds: float | None = None
+    until: Event | None = None
+    error: str | int | None = None
+    throttle_ms: int = 1_000
+    chance: float | None = None
+    side: str = "broker"
+    optional: bool = False
+
+    def __post_init__(self) -> None:
+        key = _api_key(self.api)
+        if self.action not in ACTIONS:
+            raise Misconfigured(f"action = {self.action}: must be one of {', '.join(ACTIONS)}")
+        if self.phase not in ACTIONS[self.action]:
+            allowed = ", ".join(sorted(phase.value for phase in ACTIONS[self.action]))
+            raise Misconfigured(f"{self.action} has no phase {self.phase.value}: {allowed}")
+        if self.nth < 1 or self.times < 1:
+            raise Misconfigured(f"nth = {self.nth}, times = {self.times}: they count from 1")
+        if self.side not in SIDES:
+            raise Misconfigured(f"side = {self.side}: must be broker or client")
+        if self.chance is not None and not 0 < self.chance <= 1:
+            raise Misconfigured(f"chance = {self.chance}: must be above 0 and at most 1")
+        waits = self.action == "delay" or self.phase is Phase.LATE
+        if waits != ((self.seconds is None) != (self.until is None)):
+            what = f"{self.action} {self.phase.value}"
+            raise Misconfigured(f"{what}: needs seconds or until" if waits else f"{what}: has no seconds or until")
+        if (self.action == "error") != (self.error is not None):
+            raise Misconfigured(f"{self.action}: " + ("needs error" if self.action == "error" else "has no error"))
+        if self.error is not None:
+            _ = self.code
+            if key not in answers.RESPONSES:
+                raise Misconfigured(f"{self.api} cannot be answered with an error")
+
+    @property
+    def api_key(self) -> int:
+        return _api_key(self.api)
+
+    @property
+    def code(self) -> int:
+        if isinstance(self.error, int):
+            return self.error
+        if self.error not in _CODES:
+            raise Misconfigured(f"error = {self.error}: Kafka has no error of this name")
+        return _CODES[self.error]
+
+    def fits(self, said: Said, connection: Connection) -> bool:
+        return (
+            said.api_key == self.api_key
+            and _like(self.transactional_id, said.transactional_id)
+            and _like(self.group, said.group)
+            and (self.outcome is None or self.outcome == said.outcome)
+            and (self.partition is None or any(_like(self.partition, place) for place in said.partitions))
+            and (self.broker is None or self.broker == connection.node_id)
+        )
+
+    def __str__(self) -> str:
+        what = f"{self.action} {self.error}" if self.error is not None else self.action
+        conditions = (self.transactional_id, self.group, self.partition, self.outcome)
+        who = "".join(f" of {value}" for value in conditions if value is not None)
+        when = f" until {self.until}" if self.until else f" for {self.seconds:g} s" if self.seconds else ""
+        return f"{what} {self.phase.value} at {self.api} no. {self.nth}{who}{when}"
+
+
+def _like(pattern: str | None, name: str | None) -> bool:
+    return pattern is None or (name is not None and fnmatchcase(name, pattern))
+
+
+def _api_key(name: str) -> int:
+    try:
+        return int(ApiKey[name])
+    except KeyError:
+        raise Misconfigured(f"api = {name}: Kafka has no API of this name (Produce, EndTxn, ...)") from None
+
+
+@dataclass
+class Progress:
+    """How far a rule has come: `fitted` requests fitted, `struck` were struck, `open` of these are not dealt with."""
+
+    rule: Rule
+    chances: random.Random
+    fitted: int = 0
+    struck: int = 0
+    open: int = 0
+    failed: list[str] = field(default_factory=list)
+
+    def due(self) -> bool:
+        """Counts a request that fits; True: this one is struck."""
+        self.fitted += 1
+        if self.fitted < self.rule.nth:
+            return False
+        if self.rule.chance is not None:
+            return self.chances.random() < self.rule.chance
+        return self.struck < self.rule.times
+
+
+class Plan:
+    """Rules and how far they have come; one plan is for one run of a shim."""
+
+    def __init__(self, rules: Sequence[Rule], seed: int = 0) -> None:
+        if not rules:
+            raise Misconfigured("a plan of faults needs at least one rule")
+        self.seed = seed
+        # A generator per rule: whether it strikes its k-th request does not depend on other requests.
+        self.progress = [Progress(rule, random.Random(f"{seed}:{at}")) for at, rule in enumerate(rules)]
+
+    @property
+    def rules(self) -> list[Rule]:
+        return [each.rule for each in self.progress]
+
+    def on(self, side: str) -> list[Progress]:
+        return [each for each in self.progress if each.rule.side == side]
+
+    @property
+    def fired(self) -> int:
+        return sum(each.struck for each in self.progress)
+
+    def fired_by_action(self) -> dict[str, int]:
+        counts = dict.fromkeys(sorted({rule.action for rule in self.rules}), 0)
+        for each in self.progress:
+            counts[each.rule.action] += each.struck
+        return counts
+
+    def complaints(self) -> list[str]:
+        """One sentence per rule that did not come true; empty: the run tested what it was meant to."""
+        found = []
+        for number, each in enumerate(self.progress, 1):
+            name = f"rule {number} ({each.rule})"
+            missing = each.rule.times - each.struck if each.rule.chance is None else int(each.struck == 0)
+            if missing > 0 and not each.rule.optional:
+                done = f" and fired {each.struck} of {each.rule.times} times" if each.struck else ""
+                found.append(
+                    f"{name} never fired: {each.fitted} requests fitted{done}"
+                    if not each.struck
+                    else f"{name} did not fire as often as it says: {each.fitted} requests fitted{done}"
+                )
+            if each.open:
+                found.append(f"{name} fired, and what it waited for never came")
+            found += [f"{name} failed: {reason}" for reason in each.failed]
+        return found
+
+
+def read_plan(path: Path) -> Plan:
+    """Raises Misconfigured, with the rule's number, for anything a plan cannot say."""
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise Misconfigured(f"the plan {path} cannot be read: {error}") from error
+    unknown = set(table) - {"seed", "rule"}
+    rules, seed = table.get("rule", []), table.get("seed", 0)
+    if unknown or not isinstance(rules, list) or not isinstance(seed, int):
+        what = f"{sorted(unknown)[0]} is not known" if unknown else "seed is a number, rules are [[rule]]"
+        raise Misconfigured(f"the plan {path}: {what}")
+    made = []
+    for number, values in enumerate(rules, 1):
+        try:
+            made.append(_rule(values))
+        except (Misconfigured, TypeError, ValueError) as error:
+            raise Misconfigured(f"rule {number} of {path}: {error}") from error
+    return Plan(made, seed)
+
+
+def _rule(values: Mapping[str, Any]) -> Rule:
+    given = dict(values)
+    _refuse_unknown(given, Rule)
+    if "phase" in given:
+        names = [phase.value for phase in Phase]
+        if given["phase"] not in names:
+            raise Misconfigured(f"phase = {given['phase']}: must be one of {', '.join(names)}")
+        given["phase"] = Phase(given["phase"])
+    if "until" in given:
+        if not isinstance(given["until"], dict):
+            raise Misconfigured('until: expected { api = "...", nth = 1, when = "answered" }')
+        _refuse_unknown(given["until"], Event)
+        given["until"] = Event(**given["until"])
+    for name in ("api", "action"):
+        if name not in given:
+            raise Misconfigured(f"{name} is missing")
+    return Rule(**given)
+
+
+def _refuse_unknown(given: Mapping[str, Any], kind: type) -> None:
+    known = {each.name: str(each.type) for each in fields(kind)}
+    for name, value in given.items():
+        if name not in known:
+            raise Misconfigured(f"{name} is not known: {', '.join(known)}")
+        if name not in ("until", "phase") and not _has_type(value, known[name]):
+            raise Misconfigured(f"{name} = {value!r}: expected {known[name].removesuffix(' | None')}")
+
+
+def _has_type(value: object, wanted: str) -> bool:
+    kinds: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
+    named = [name for name in wanted.split(" | ") if name != "None"]
+    if isinstance(value, bool):
+        return "bool" in named
+    return isinstance(value, tuple(kind for name in named for kind in kinds[name]))

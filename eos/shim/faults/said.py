@@ -1,0 +1,37 @@
+"""What a request says of itself: the facts a rule can ask for.
+
+Owns the reading; pure. A request that cannot be read says only which API it is of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eos.shim.wire import answers, api
+
+
+@dataclass(frozen=True)
+class Said:
+    """`partitions` as `topic-0`; topics a version names by id only are left out. `outcome`: commit or abort."""
+
+    api_key: int
+    transactional_id: str | None = None
+    group: str | None = None
+    outcome: str | None = None
+    partitions: frozenset[str] = frozenset()
+
+
+def said(frame: bytes, api_key: int, version: int) -> Said:
+    if not answers.known(api_key, version):
+        return Said(api_key)
+    request = answers.read(frame, api_key, version)
+    name = getattr(request, "transactional_id", None)
+    if api_key == api.ADD_PARTITIONS_TO_TXN:
+        name = request.v3_and_below_transactional_id or name
+    elif api_key == api.FIND_COORDINATOR and version >= 1 and request.key_type == 1:
+        name = request.coordinator_keys[0] if version >= 4 else request.key
+    outcome = None
+    if api_key == api.END_TXN:
+        outcome = "commit" if request.committed else "abort"
+    places = frozenset(f"{topic}-{p}" for topic, p in answers.partitions(request, api_key) if isinstance(topic, str))
+    return Said(api_key, name, getattr(request, "group_id", None), outcome, places)

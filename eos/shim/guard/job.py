@@ -1,0 +1,161 @@
+"""The guard's place in the pipeline: on the clients' side of protection, so that what is refused is not counted there.
+
+Owns which error refuses what. Authorisation errors, because every client takes them as final. It fails closed: a topic
+it has only the id of is answered UNKNOWN_TOPIC_ID, and the client asks for Metadata, from which the name is learned.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from kafka.protocol.sasl import SaslAuthenticateRequest, SaslAuthenticateResponse
+
+from eos.shim import events
+from eos.shim.errors import ProtocolError
+from eos.shim.guard import login
+from eos.shim.guard.policy import ANONYMOUS, Policy
+from eos.shim.pipeline import Connection, Exchange, Job
+from eos.shim.trace.decode import topic_names
+from eos.shim.wire import answers, api
+
+TOPIC_AUTHORIZATION_FAILED = 29
+GROUP_AUTHORIZATION_FAILED = 30
+INVALID_TRANSACTION_TIMEOUT = 50
+TRANSACTIONAL_ID_AUTHORIZATION_FAILED = 53
+UNKNOWN_TOPIC_ID = 100
+_NOT_LEADER = 6  # what a Produce's other partitions get: asked again without the refused ones
+_TOPIC_IDS_SINCE = 10  # Metadata
+_READ_UNCOMMITTED = 0
+_NAMED = frozenset(
+    {
+        api.INIT_PRODUCER_ID,
+        api.ADD_PARTITIONS_TO_TXN,
+        api.ADD_OFFSETS_TO_TXN,
+        api.TXN_OFFSET_COMMIT,
+        api.END_TXN,
+        api.PRODUCE,
+    }
+)
+
+
+class _Refused(Exception):
+    """`code` per partition of the request, or for all of it."""
+
+    def __init__(self, code: int | Callable[[str | bytes, int], int], error: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code, self.error, self.reason = code, error, reason
+
+
+class GuardJob(Job):
+    """`refused` counts by error name."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.refused: Counter[str] = Counter()
+        self._principals: dict[Connection, str] = {}
+        self._topics: dict[bytes, str] = {}
+
+    def wants_request(self, api_key: int, version: int) -> bool:
+        policy = self.policy
+        wanted = {
+            api.PRODUCE: bool(policy.transactional_topics),
+            api.FETCH: bool(policy.committed_topics),
+            api.OFFSET_COMMIT: bool(policy.transactional_groups),
+            api.INIT_PRODUCER_ID: policy.max_timeout_ms is not None,
+        }
+        named = bool(policy.prefixes) and api_key in _NAMED
+        return wanted.get(api_key, False) or named or (bool(policy.prefixes) and api_key == api.SASL_AUTHENTICATE)
+
+    def wants_response(self, api_key: int, version: int) -> bool:
+        if api_key == api.METADATA:
+            named = self.policy.transactional_topics or self.policy.committed_topics
+            return bool(named) and version >= _TOPIC_IDS_SINCE
+        return api_key == api.SASL_AUTHENTICATE and bool(self.policy.prefixes)
+
+    def request(self, exchange: Exchange, frame: bytes) -> bytes:
+        key, version = exchange.api_key, exchange.version
+        if key == api.SASL_AUTHENTICATE:
+            asked = SaslAuthenticateRequest.decode(frame, version=version, header=True, framed=True)
+            exchange.notes[self] = login.name_of(bytes(asked.auth_bytes))
+            return frame
+        if not answers.known(key, version):
+            raise ProtocolError(f"{api.api_name(key)} v{version} is newer than this policy can judge")
+        request = answers.read(frame, key, version)
+        try:
+            self._judge(exchange, request)
+        except _Refused as refused:
+            self._note(exchange, refused)
+            if key == api.PRODUCE and request.acks == 0:
+                raise ProtocolError(f"refused without an answer (acks=0): {refused.reason}") from refused
+            exchange.answer = answers.error_answer(frame, key, version, exchange.correlation_id, refused.code)
+            return b""
+        return frame
+
+    def response(self, exchange: Exchange, frame: bytes) -> bytes:
+        if exchange.api_key == api.METADATA:
+            self._topics |= topic_names(exchange.version, frame)
+            return frame
+        name = exchange.notes.pop(self, None)
+        if name is not None:
+            answer = SaslAuthenticateResponse.decode(frame, version=exchange.version, header=True, framed=True)
+            if not answer.error_code:
+                # The first name stays: brokers let no connection change its principal. In SCRAM the proof comes after
+                # this answer; until it has come and is right the broker answers nothing else here.
+                self._principals.setdefault(exchange.connection, name)
+        return frame
+
+    def closed(self, connection: Connection) -> None:
+        self._principals.pop(connection, None)
+
+    def _judge(self, exchange: Exchange, request: Any) -> None:
+        """Raises _Refused."""
+        policy, key = self.policy, exchange.api_key
+        name = getattr(request, "transactional_id", None)
+        if key == api.ADD_PARTITIONS_TO_TXN:
+            name = request.v3_and_below_transactional_id or name
+        principal = self._principals.get(exchange.connection, ANONYMOUS)
+        if name and not policy.may_use(principal, name):
+            code = TRANSACTIONAL_ID_AUTHORIZATION_FAILED
+            raise _Refused(code, code, f"{principal} may not use transactional.id {name}")
+        if key == api.PRODUCE and not name:
+            self._judge_topics(request, key, policy.transactional_only, "records only in transactions", _NOT_LEADER)
+        elif key == api.FETCH and getattr(request, "isolation_level", 0) == _READ_UNCOMMITTED:
+            # Brokers read a group's and a topic's log without an isolation level too, but not through a shim.
+            self._judge_topics(request, key, policy.committed_only, "reading only with read_committed", 0)
+        elif key == api.OFFSET_COMMIT and policy.transactional_offsets_only(request.group_id):
+            reason = f"group {request.group_id} commits offsets only in transactions"
+            raise _Refused(GROUP_AUTHORIZATION_FAILED, GROUP_AUTHORIZATION_FAILED, reason)
+        elif key == api.INIT_PRODUCER_ID and name and policy.max_timeout_ms is not None:
+            asked = request.transaction_timeout_ms
+            if asked > policy.max_timeout_ms:
+                reason = f"transaction.timeout.ms {asked} of {name} is above {policy.max_timeout_ms}"
+                raise _Refused(INVALID_TRANSACTION_TIMEOUT, INVALID_TRANSACTION_TIMEOUT, reason)
+
+    def _judge_topics(self, request: Any, key: int, guarded: Callable[[str], bool], rule: str, others: int) -> None:
+        codes: dict[str | bytes, int] = {}
+        for topic in dict.fromkeys(topic for topic, _ in answers.partitions(request, key)):
+            name = topic if isinstance(topic, str) else self._topics.get(topic)
+            if name is None:
+                codes[topic] = UNKNOWN_TOPIC_ID
+            elif guarded(name):
+                codes[topic] = TOPIC_AUTHORIZATION_FAILED
+        if codes:
+            names = ", ".join(t if isinstance(t, str) else self._topics.get(t, t.hex()) for t in codes)
+            error = max(codes.values(), key=lambda code: code == TOPIC_AUTHORIZATION_FAILED)
+            raise _Refused(lambda topic, _: codes.get(topic, others), error, f"topic {names}: {rule}")
+
+    def _note(self, exchange: Exchange, refused: _Refused) -> None:
+        error = api.error_name(refused.error)
+        if refused.error == UNKNOWN_TOPIC_ID:
+            return  # not a refusal: a question
+        self.refused[error] += 1
+        events.warning(
+            "refused by the policy",
+            api=api.api_name(exchange.api_key),
+            error=error,
+            reason=refused.reason,
+            client=exchange.connection.client,
+            principal=self._principals.get(exchange.connection, ANONYMOUS),
+        )

@@ -1,0 +1,77 @@
+"""All counts of a shim in prometheus' text format, read when asked for.
+
+Owns names and labels. prometheus-client is an extra (`metrics`): `available` says whether it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from eos.shim.wire import api
+
+
+def _nothing() -> Mapping[str, int]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the counts are, each read anew for every answer. `traffic`: per direction API key -> (frames, bytes)."""
+
+    connections: Callable[[], tuple[int, int]]  # open now, made so far
+    traffic: Callable[[], Mapping[str, Mapping[int, tuple[int, int]]]]
+    errors: Callable[[], Mapping[tuple[str, str], int]]
+    ends: Callable[[], Mapping[str, int]]
+    challenges: Callable[[], Mapping[str, int]] = _nothing
+    refusals: Callable[[], Mapping[str, int]] = _nothing
+    faults: Callable[[], Mapping[str, int]] = _nothing
+
+
+def available() -> bool:
+    return find_spec("prometheus_client") is not None
+
+
+def text(sources: Sources) -> bytes:
+    """Raises ImportError without the extra."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    class Collector:
+        def collect(self) -> Iterator[Any]:
+            yield from _families(sources)
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Collector())
+    return bytes(generate_latest(registry))
+
+
+def _families(sources: Sources) -> Iterator[Any]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    is_open, made = sources.connections()
+    yield GaugeMetricFamily("eos_shim_connections", "Client connections that are open.", value=is_open)
+    yield CounterMetricFamily("eos_shim_connections_made", "Client connections so far.", value=made)
+    for name, what, place in (("frames", "Requests and answers", 0), ("bytes", "Bytes of requests and answers", 1)):
+        family = CounterMetricFamily(f"eos_shim_{name}", f"{what} by API.", labels=("direction", "api"))
+        for direction, by_key in sources.traffic().items():
+            for key, counts in by_key.items():
+                family.add_metric((direction, api.api_name(key)), counts[place])
+        yield family
+    errors = CounterMetricFamily(
+        "eos_shim_errors", "Answers with an error, as clients saw them.", labels=("api", "error")
+    )
+    for values, count in sources.errors().items():
+        errors.add_metric(values, count)
+    yield errors
+    for name, what, label, read in (
+        ("transactions", "Transactions the coordinator ended.", "end", sources.ends),
+        ("challenges", "Requests that protection did not pass.", "kind", sources.challenges),
+        ("refusals", "Requests that the policy refused.", "error", sources.refusals),
+        ("faults", "Faults that fired.", "action", sources.faults),
+    ):
+        family = CounterMetricFamily(f"eos_shim_{name}", what, labels=(label,))
+        for value, count in read().items():
+            family.add_metric((value,), count)
+        yield family

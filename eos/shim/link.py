@@ -1,0 +1,339 @@
+"""One client connection and the upstream connection made for it.
+
+Owns both transports and the order of what passes between them. Back-pressure is the sockets' own: when one side cannot
+write, the other is not read. An end of one direction is passed on as such; what one side can still send is delivered
+before the other is closed. It must never buffer more than asyncio's write buffer and one collected frame per direction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import struct
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from eos.shim import events
+from eos.shim.addresses.book import Endpoint
+from eos.shim.errors import Malformed, ProtocolError
+from eos.shim.lane import Lane
+from eos.shim.pipeline import Connection, Exchange, Pipeline
+from eos.shim.wire import api
+from eos.shim.wire.frames import FrameSplitter, Passage
+from eos.shim.wire.headers import REQUEST_HEAD, RESPONSE_HEAD, implausible, produce_acks, request_head
+
+# How long the last bytes may take to a side that reads slowly once the other side is gone.
+LINGER_S = 30.0
+# How long a reset waits for the answers of earlier requests: a JoinGroup may stay unanswered for minutes.
+RESET_WAIT_S = 2.0
+# Linger on, for 0 seconds: closing sends a reset.
+_NO_LINGER = struct.pack("ii", 1, 0)
+_WRITE_BUFFER_BYTES = 1024 * 1024
+
+
+class Link:
+    """`began` is called when the client is there (with TLS: after its handshake), `ended` when both sides are gone."""
+
+    def __init__(
+        self,
+        number: int,
+        endpoint: Endpoint,
+        pipeline: Pipeline,
+        largest_frame: int,
+        began: Callable[[Link], None],
+        ended: Callable[[Link], None],
+    ) -> None:
+        self.number, self.endpoint, self._pipeline, self._largest = number, endpoint, pipeline, largest_frame
+        self.began, self._ended = began, ended
+        self.connection = Connection(number, "", endpoint.name, endpoint.node_id)
+        self.client = _Side(self, self._from_client)
+        self.upstream = _Side(self, self._from_upstream)
+        self.client.other, self.upstream.other = self.upstream, self.client
+        self.connection.link = self
+        self._up, self._down = Lane(self.upstream.write), Lane(self.client.write)
+        self._reset_before: Exchange | None = None
+        self._requests = FrameSplitter(REQUEST_HEAD.size, largest_frame, self._open_request)
+        self._responses = FrameSplitter(RESPONSE_HEAD.size, largest_frame, self._open_response)
+        self._pending: deque[Exchange] = deque()
+        self._requests_seen = 0
+        self._draining = False
+        self._over = False
+        self.connecting: asyncio.Task[None] | None = None
+
+    # What the server does with a link.
+
+    async def connect(self, context: ssl.SSLContext | None, timeout_s: float) -> OSError | None:
+        """Makes the upstream connection; returns why it could not, and then the client's is closed."""
+        host, port = self.endpoint.upstream
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await loop.create_connection(
+                    lambda: self.upstream, host, port, ssl=context, server_hostname=host if context else None
+                )
+        except OSError as error:  # TimeoutError and ssl.SSLError are OSErrors
+            self.close()
+            return error
+        if self._over:
+            self.upstream.abort()
+        else:
+            self.client.resume_reading()
+        return None
+
+    def drain(self) -> None:
+        """No further request is read; the link closes when those under way are answered."""
+        self._draining = True
+        self.client.stop_reading()
+        self._close_if_drained()
+
+    def close(self) -> None:
+        """Both sides, after what was written has gone out."""
+        self.client.close()
+        self.upstream.close()
+        self._end_if_over()
+
+    def abort(self) -> None:
+        self.client.abort()
+        self.upstream.abort()
+        self._end_if_over()
+
+    # From the client to the broker.
+
+    def _from_client(self, data: bytes) -> None:
+        pieces = self._requests.feed(data)
+        if pieces:
+            self._up.pass_on(pieces)
+        self._send_own_answers()
+
+    def _open_request(self, data: bytes, pos: int) -> Passage | None:
+        head = request_head(data, pos)
+        if not self._requests_seen:
+            reason = implausible(head, self._largest)
+            if reason is not None:
+                raise Malformed(f"this is no Kafka client: {reason}")
+        no_answer = False
+        if head.api_key == api.PRODUCE:
+            acks = produce_acks(data, pos, head.version)
+            if acks is None:
+                return None
+            no_answer = acks == 0
+        elif head.api_key == api.SASL_HANDSHAKE and head.version == 0:
+            # After it come tokens without any header, and from then on nothing in the stream could be told apart.
+            raise ProtocolError("SaslHandshake v0 is not supported: the client must use v1 (Kafka 1.0 and later)")
+        self._requests_seen += 1
+        exchange = Exchange(self.connection, head.api_key, head.version, head.correlation_id)
+        passage = self._pipeline.request(exchange, head.size + 4)
+        if not no_answer:
+            self._pending.append(exchange)
+        return passage
+
+    # From the broker to the client.
+
+    def _from_upstream(self, data: bytes) -> None:
+        pieces = self._responses.feed(data)
+        if pieces:
+            self._down.pass_on(pieces)
+        self._send_own_answers()
+        if self._reset_before is not None:
+            self._reset_if_due()
+        if self._draining:
+            self._close_if_drained()
+
+    def _open_response(self, data: bytes, pos: int) -> Passage | None:
+        size, correlation_id = RESPONSE_HEAD.unpack_from(data, pos)
+        pending = self._pending
+        while pending and pending[0].answer is not None:
+            self._responses.insert(pending.popleft().answer or b"")
+        if not pending or pending[0].correlation_id != correlation_id:
+            raise Malformed(f"the broker answers request {correlation_id}, which is not the next one")
+        return self._pipeline.response(pending.popleft(), size + 4)
+
+    def _send_own_answers(self) -> None:
+        """Answers a job gave, as soon as all requests before them are answered."""
+        pending = self._pending
+        while pending and pending[0].answer is not None and self._responses.between_frames:
+            self._down.pass_on([pending.popleft().answer or b""])
+
+    # Ends.
+
+    def failed(self, side: _Side, error: Exception) -> None:
+        """Fails closed: nothing more goes to the client."""
+        whose = "client" if side is self.client else self.endpoint.name
+        events.warning(
+            "connection closed", connection=self.number, client=self.connection.client, by=whose, reason=error
+        )
+        self.abort()
+
+    def side_closed(self, side: _Side) -> None:
+        other = self.upstream if side is self.client else self.client
+        other.close()
+        self._end_if_over()
+
+    def _close_if_drained(self) -> None:
+        if self._up.is_held or self._down.is_held:
+            self.abort()  # a job keeps a frame: nobody knows for how long
+        elif not self._pending and self._responses.between_frames:
+            self.close()
+
+    # What a job may do to a link (pipeline.Control).
+
+    def reset(self) -> None:
+        """As a network does it: the client's connection is gone, and what is under way with it."""
+        self._up.drop()
+        self._down.drop()
+        self.client.reset()
+        self.upstream.abort()
+        self._end_if_over()
+
+    def reset_before(self, exchange: Exchange) -> None:
+        """Resets once the requests before `exchange` are answered: a fault of one request is none of the others."""
+        self._reset_before = exchange
+        asyncio.get_running_loop().call_later(RESET_WAIT_S, self._reset_if_late)
+        self._reset_if_due()
+
+    def _reset_if_due(self) -> None:
+        if (not self._pending or self._pending[0] is self._reset_before) and not self._down.is_held:
+            self.reset()
+
+    def _reset_if_late(self) -> None:
+        if not self._over:
+            self.reset()
+
+    def _end_if_over(self) -> None:
+        if not self._over and self.client.gone and (self.upstream.gone or self.upstream.never_connected):
+            self._over = True
+            if self.connecting is not None:
+                self.connecting.cancel()
+            self._pipeline.closed(self.connection)
+            self._ended(self)
+
+
+class _Side(asyncio.Protocol):
+    """One of the two sockets of a link."""
+
+    other: _Side
+
+    def __init__(self, link: Link, received: Callable[[bytes], None]) -> None:
+        self._link, self._received = link, received
+        self._transport: asyncio.Transport | None = None
+        self._unsent: list[bytes] = []
+        self._unsent_end = False
+        self._stopped = False
+        self.gone = False
+
+    @property
+    def never_connected(self) -> bool:
+        return self._transport is None
+
+    # asyncio calls these.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
+        if self is self._link.client:
+            self._link.connection.client = _peer(transport)
+            # Until the upstream connection is there. Not at once: older Pythons (3.11.2, Debian's) begin to read after
+            # this call whatever it did, and what came then was lost here.
+            asyncio.get_running_loop().call_soon(self._pause_until_connected)
+            self._link.began(self._link)
+            return
+        if self._unsent:
+            transport.writelines(self._unsent)
+            self._unsent = []
+        if self._unsent_end:
+            self.write_end()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._received(data)
+        except ProtocolError as error:
+            self._link.failed(self, error)
+        except Exception as error:
+            # A defect of a job must not leave a connection open whose bytes went half.
+            self._link.failed(self, error)
+            raise
+
+    def pause_writing(self) -> None:
+        self.other.pause_reading()
+
+    def resume_writing(self) -> None:
+        self.other.resume_reading()
+
+    def eof_received(self) -> bool:
+        if self is self._link.upstream:
+            return False  # a broker ends both directions at once: asyncio closes this side, and that the client's
+        self.other.write_end()
+        # A client may still be read to after it said its last; TLS has no such state.
+        return self._transport is not None and self._transport.get_extra_info("sslcontext") is None
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.gone = True
+        self._link.side_closed(self)
+
+    # The link calls these.
+
+    def write(self, pieces: list[bytes]) -> None:
+        transport = self._transport
+        if transport is None:
+            self._unsent += pieces  # what came before reading could be paused
+            return
+        if transport.is_closing():
+            return
+        if len(pieces) == 1:
+            transport.write(pieces[0])
+        else:
+            transport.writelines(pieces)
+
+    def write_end(self) -> None:
+        transport = self._transport
+        if transport is None:
+            self._unsent_end = True
+        elif transport.is_closing():
+            return
+        elif transport.can_write_eof():
+            transport.write_eof()
+        else:
+            transport.close()  # TLS has no half-closed connections
+
+    def pause_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing() and not self._stopped:
+            self._transport.resume_reading()
+
+    def _pause_until_connected(self) -> None:
+        if self.other.never_connected:
+            self.pause_reading()
+
+    def stop_reading(self) -> None:
+        self._stopped = True
+        self.pause_reading()
+
+    def close(self) -> None:
+        transport = self._transport
+        if transport is not None and not transport.is_closing():
+            transport.close()
+            if transport.get_write_buffer_size():
+                asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
+
+    def abort(self) -> None:
+        if self._transport is not None and not self.gone:
+            self._transport.abort()
+
+    def reset(self) -> None:
+        if self._transport is not None and not self.gone:
+            if not self._transport.get_write_buffer_size():
+                self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+                self._transport.abort()
+            else:
+                self._transport.close()  # earlier answers go out first
+
+
+def _peer(transport: asyncio.BaseTransport) -> str:
+    address: Any = transport.get_extra_info("peername")
+    return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address)

@@ -1,0 +1,189 @@
+"""What a job of the shim is, and which frames are looked at because of it.
+
+Owns the plan per (API, version): a frame no job asked for is moved as bytes. Requests run through the jobs from the
+client's side to the broker's, responses the other way. It must never do I/O.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from eos.shim.addresses.book import Endpoint
+from eos.shim.errors import ProtocolError
+from eos.shim.wire.frames import PASSING, Passage, Stream
+
+
+class Control(Protocol):
+    """What a job may do to a connection (link.Link)."""
+
+    @property
+    def endpoint(self) -> Endpoint: ...
+
+    def reset(self) -> None: ...
+
+    def reset_before(self, exchange: Exchange) -> None: ...
+
+
+class Connection:
+    """What a job may know of the connection a frame is on; `number` counts from 1 over the shim's life."""
+
+    __slots__ = ("broker", "client", "link", "node_id", "number")
+
+    link: Control
+
+    def __init__(self, number: int, client: str, broker: str, node_id: int | None) -> None:
+        self.number, self.client, self.broker, self.node_id = number, client, broker, node_id
+
+
+class Exchange:
+    """One request and its answer. `version` is the client's; `sent_version` what went upstream, if a job changed it."""
+
+    __slots__ = ("answer", "api_key", "connection", "correlation_id", "notes", "sent_version", "started", "version")
+
+    def __init__(self, connection: Connection, api_key: int, version: int, correlation_id: int) -> None:
+        self.connection = connection
+        self.api_key, self.version, self.correlation_id = api_key, version, correlation_id
+        self.sent_version = version
+        self.started = time.monotonic()
+        self.answer: bytes | None = None
+        self.notes: dict[Job, Any] = {}  # what a job wants to remember until the answer comes
+
+
+class Job:
+    """Does something to requests and responses. Each hook is called only for what the `wants_…` method said yes to.
+
+    A hook that raises ProtocolError ends the connection; nothing of the frame goes on.
+    """
+
+    def wants_request(self, api_key: int, version: int) -> bool:
+        return False
+
+    def wants_response(self, api_key: int, version: int) -> bool:
+        return False
+
+    def request(self, exchange: Exchange, frame: bytes) -> bytes:
+        """A whole request, in and out. To answer it here set `exchange.answer` and return b"".
+
+        The job nearest to the broker may return a `lane.Held`; so may, for responses, the one nearest to the client.
+        """
+        return frame
+
+    def response(self, exchange: Exchange, frame: bytes) -> bytes:
+        """A whole response, in and out."""
+        return frame
+
+    def request_stream(self, exchange: Exchange, size: int) -> Stream | None:
+        """How to see this request (`size` bytes) while it passes; None: collect it and call `request`."""
+        return None
+
+    def response_stream(self, exchange: Exchange, size: int) -> Stream | None:
+        return None
+
+    def upstream(self, newest: Mapping[str, Mapping[int, int]]) -> None:
+        """Called once, before clients are served: per broker the newest version of each API it offers."""
+
+    def closed(self, connection: Connection) -> None:
+        """The connection is gone, and with it the requests that were not answered."""
+
+
+class Traffic:
+    """Frames and bytes by API key, as they came; what a job refused or a fault kept is in it too."""
+
+    def __init__(self) -> None:
+        self.requests: dict[int, tuple[int, int]] = {}
+        self.answers: dict[int, tuple[int, int]] = {}
+
+
+class Pipeline:
+    def __init__(self, jobs: Sequence[Job], whole_limit: int) -> None:
+        self.traffic = Traffic()
+        self.jobs, self._whole_limit = tuple(jobs), whole_limit
+        self._for_request: dict[tuple[int, int], tuple[Job, ...]] = {}
+        self._for_response: dict[tuple[int, int], tuple[Job, ...]] = {}
+
+    @property
+    def wants_upstream(self) -> bool:
+        """Whether a job wants to know what the brokers offer."""
+        return any(type(job).upstream is not Job.upstream for job in self.jobs)
+
+    def request(self, exchange: Exchange, size: int) -> Passage:
+        """How a request of `size` bytes passes."""
+        frames, in_all = self.traffic.requests.get(exchange.api_key, (0, 0))
+        self.traffic.requests[exchange.api_key] = frames + 1, in_all + size
+        key = (exchange.api_key, exchange.version)
+        jobs = self._for_request.get(key)
+        if jobs is None:
+            jobs = self._for_request[key] = tuple(job for job in self.jobs if job.wants_request(*key))
+        if not jobs:
+            return PASSING
+        streams = [job.request_stream(exchange, size) for job in jobs]
+
+        def run(job: Job, stream: Stream | None, frame: bytes) -> bytes:
+            made = job.request(exchange, frame) if stream is None else stream.feed(frame)
+            if not made and exchange.answer is not None:
+                exchange.answer = self._shown(exchange, exchange.answer, job)
+            return made
+
+        return self._passage(jobs, streams, size, run)
+
+    def response(self, exchange: Exchange, size: int) -> Passage:
+        """How the response to `exchange`, `size` bytes long, passes."""
+        frames, in_all = self.traffic.answers.get(exchange.api_key, (0, 0))
+        self.traffic.answers[exchange.api_key] = frames + 1, in_all + size
+        key = (exchange.api_key, exchange.version)
+        jobs = self._for_response.get(key)
+        if jobs is None:
+            jobs = tuple(job for job in reversed(self.jobs) if job.wants_response(*key))
+            self._for_response[key] = jobs
+        if not jobs:
+            return PASSING
+        streams = [job.response_stream(exchange, size) for job in jobs]
+
+        def run(job: Job, stream: Stream | None, frame: bytes) -> bytes:
+            return job.response(exchange, frame) if stream is None else stream.feed(frame)
+
+        return self._passage(jobs, streams, size, run)
+
+    def upstream(self, newest: Mapping[str, Mapping[int, int]]) -> None:
+        for job in self.jobs:
+            job.upstream(newest)
+
+    def _shown(self, exchange: Exchange, answer: bytes, by: Job) -> bytes:
+        """An answer that a job gave, after the jobs on the client's side of it saw it as any other."""
+        for job in reversed(self.jobs[: self.jobs.index(by)]):
+            if job.wants_response(exchange.api_key, exchange.version):
+                stream = job.response_stream(exchange, len(answer))
+                answer = job.response(exchange, answer) if stream is None else stream.feed(answer)
+        return answer
+
+    def closed(self, connection: Connection) -> None:
+        for job in self.jobs:
+            job.closed(connection)
+
+    def _passage(self, jobs: Sequence[Job], streams: Sequence[Stream | None], size: int, run: Any) -> Passage:
+        streaming = [stream for stream in streams if stream is not None]
+        if len(streaming) == len(jobs):
+            return streaming[0] if len(streaming) == 1 else _Chain(streaming)
+        if size > self._whole_limit:
+            raise ProtocolError(f"a frame of {size} bytes is over the limit of {self._whole_limit} for what is decoded")
+
+        def handler(frame: bytes) -> bytes:
+            for job, stream in zip(jobs, streams, strict=True):
+                frame = run(job, stream, frame)
+                if not frame:
+                    break
+            return frame
+
+        return handler
+
+
+class _Chain:
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        self._streams = streams
+
+    def feed(self, piece: bytes) -> bytes:
+        for stream in self._streams:
+            piece = stream.feed(piece)
+        return piece

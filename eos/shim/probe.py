@@ -1,0 +1,127 @@
+"""The one thing the shim asks brokers for itself, at its start: are you Kafka, and who else is there?
+
+Owns that exchange. It needs no login: ApiVersions is answered before one; if Metadata is not, the brokers are learned
+from what clients are told later. It must never be used once clients are served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kafka.protocol.metadata import ApiVersionsRequest, ApiVersionsResponse, MetadataRequest
+
+from eos.shim import events
+from eos.shim.addresses import layouts
+from eos.shim.addresses.book import Address
+from eos.shim.errors import Malformed, Unreachable
+from eos.shim.wire import api
+
+_METADATA_VERSION = 4  # the newest that every broker since 1.0 has, and that does not create topics
+_LARGEST_ANSWER = 16 * 1024 * 1024
+_CLIENT_ID = "eos-shim"
+_TLS_ALERT = b"\x15\x03"  # how a TLS listener answers what is no TLS
+
+
+async def brokers(
+    addresses: Sequence[Address], context: ssl.SSLContext | None, timeout_s: float
+) -> set[tuple[int, str, int]]:
+    """(node id, host, port) of every broker; empty when the cluster wants a login first.
+
+    Raises Unreachable, with each address's reason, when none of them answers as Kafka does.
+    """
+    results = await asyncio.gather(*(_ask(address, context, timeout_s) for address in addresses))
+    if all(isinstance(result, Exception) for result in results):
+        reasons = [f"{host}:{port} ({result})" for (host, port), result in zip(addresses, results, strict=True)]
+        raise Unreachable(f"no upstream broker answers: {', '.join(reasons)}")
+    found: set[tuple[int, str, int]] = set()
+    for (host, port), result in zip(addresses, results, strict=True):
+        if isinstance(result, Exception):
+            events.warning("broker not reachable", broker=f"{host}:{port}", reason=result)
+        else:
+            found |= result
+    return found
+
+
+async def newest_versions(
+    addresses: Iterable[Address], context: ssl.SSLContext | None, timeout_s: float
+) -> dict[Address, dict[int, int]]:
+    """Of each broker that answers: the newest version of every API it offers."""
+
+    async def ask(address: Address) -> tuple[Address, dict[int, int] | None]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                reader, writer = await asyncio.open_connection(*address, ssl=context)
+                try:
+                    return address, await _offered(reader, writer)
+                finally:
+                    writer.close()
+        except (OSError, asyncio.IncompleteReadError, Malformed, ValueError, IndexError) as error:
+            events.warning("broker not reachable", broker=f"{address[0]}:{address[1]}", reason=error)
+            return address, None
+
+    answers = await asyncio.gather(*map(ask, addresses))
+    return {address: offered for address, offered in answers if offered is not None}
+
+
+async def _ask(
+    address: Address, context: ssl.SSLContext | None, timeout_s: float
+) -> set[tuple[int, str, int]] | Exception:
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(*address, ssl=context)
+            try:
+                await _offered(reader, writer)
+                return await _metadata(reader, writer)
+            finally:
+                writer.close()
+    except TimeoutError:
+        return TimeoutError(f"no answer within {timeout_s:g} s")
+    except asyncio.IncompleteReadError:
+        return ConnectionError("it closed the connection")
+    except ssl.SSLError as error:
+        return ConnectionError(f"TLS failed: {getattr(error, 'verify_message', '') or error.reason or error}")
+    except OSError as error:
+        return OSError(os.strerror(error.errno) if error.errno else str(error))
+    except (Malformed, ValueError, IndexError) as error:
+        return Malformed(f"it does not answer as Kafka does: {error}")
+
+
+async def _offered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> dict[int, int]:
+    answer = await _exchange(reader, writer, ApiVersionsRequest(version=0), 1)
+    try:
+        response = ApiVersionsResponse.decode(answer, version=0, header=True, framed=True)
+    except Exception as error:
+        raise Malformed(f"ApiVersions cannot be read: {error!r}") from error
+    if response.error_code:
+        raise Malformed(f"ApiVersions has error {response.error_code}")
+    return {int(each.api_key): int(each.max_version) for each in response.api_keys}
+
+
+async def _metadata(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> set[tuple[int, str, int]]:
+    request = MetadataRequest(version=_METADATA_VERSION, topics=[], allow_auto_topic_creation=False)
+    try:
+        answer = await _exchange(reader, writer, request, 2)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        events.info("the cluster wants a login: its brokers get their ports as clients ask for them")
+        return set()
+    found = layouts.find(api.METADATA, _METADATA_VERSION, answer)
+    return {(spot.node_id, spot.host, spot.port) for spot in found.spots}
+
+
+async def _exchange(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: Any, correlation_id: int
+) -> bytes:
+    request.with_header(correlation_id=correlation_id, client_id=_CLIENT_ID)
+    writer.write(request.encode(header=True, framed=True))
+    await writer.drain()
+    prefix = await reader.readexactly(4)
+    size = int.from_bytes(prefix, "big", signed=True)
+    if prefix[:2] == _TLS_ALERT:
+        raise ConnectionError("it wants TLS")
+    if not 4 <= size <= _LARGEST_ANSWER:
+        raise Malformed(f"an answer of {size} bytes")
+    return prefix + await reader.readexactly(size)

@@ -1,0 +1,191 @@
+"""Protect's place in the pipeline: binds frames to the machine, and says loudly where it cannot protect.
+
+Owns what is remembered between a request and its answer. A request it cannot read ends the connection: passing it would
+be a request without protection that looks like one with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple
+
+from eos.shim import events
+from eos.shim.pipeline import Connection, Exchange, Job
+from eos.shim.protect import translate
+from eos.shim.protect.journal import Journal
+from eos.shim.protect.machine import INVALID_PRODUCER_EPOCH, End, Identity, Machine, Refused, State
+from eos.shim.wire import api
+
+
+class _Init(NamedTuple):
+    name: str
+    bumped: Identity | None
+
+
+class _Ending(NamedTuple):
+    name: str
+    end: End
+
+
+class ProtectJob(Job):
+    """Off until `upstream` was told that every broker takes EndTxn v5."""
+
+    def __init__(self, machine: Machine | None = None, journal: Journal | None = None) -> None:
+        self.machine = machine or Machine()
+        self._journal = journal
+        for pair in journal.restored if journal else ():
+            self.machine.restore(pair)
+        self.active = False
+        self.counts = {"transactions": 0, "challenged": 0, "fenced": 0, "renewed": 0}
+        self._renewing = set[int]()  # connections whose client renews its identity after an abort
+
+    def upstream(self, newest: Mapping[str, Mapping[int, int]]) -> None:
+        old = sorted(b for b, offered in newest.items() if offered.get(api.END_TXN, 0) < translate.END_TXN_VERSION)
+        self.active = not old
+        if old:
+            events.warning(
+                "NO PROTECTION: late requests can still change the next transaction",
+                brokers=", ".join(old),
+                reason="they do not offer EndTxn v5 (Kafka 4.0 and later do)",
+            )
+        else:
+            events.info("transactions are protected", brokers=len(newest))
+
+    def wants_request(self, api_key: int, version: int) -> bool:
+        if api_key == api.API_VERSIONS:
+            return self.active and version >= translate.NAMED_SINCE
+        return self.active and version in translate.VERSIONS.get(api_key, ())
+
+    def wants_response(self, api_key: int, version: int) -> bool:
+        return api_key in (api.INIT_PRODUCER_ID, api.END_TXN) and self.wants_request(api_key, version)
+
+    def request(self, exchange: Exchange, frame: bytes) -> bytes:
+        key, version = exchange.api_key, exchange.version
+        if key == api.PRODUCE:
+            return self._produce(exchange, frame)
+        if key == api.API_VERSIONS:
+            if translate.renews(frame, version):
+                self._renewing.add(exchange.connection.number)
+            return frame
+        request = translate.identified(frame, key, version)
+        if request.name is None:
+            return frame  # an idempotent producer's InitProducerId
+        before = self.machine.state(request.name)
+        try:
+            made = self._identified(exchange, frame, request.name, request)
+            self._write_down(request.name, before)
+            return made
+        except Refused as refused:
+            self._note(exchange, request.name, refused)
+            exchange.answer = translate.refusal(frame, key, version, exchange.correlation_id, refused.code)
+            return b""
+
+    def response(self, exchange: Exchange, frame: bytes) -> bytes:
+        noted = exchange.notes.pop(self, None)
+        if isinstance(noted, _Init):
+            error, identity = translate.initialised(frame, exchange.version)
+            if not error:
+                connection = exchange.connection.number
+                before = self.machine.state(noted.name)
+                self.machine.initialised(noted.name, identity, connection, connection in self._renewing, noted.bumped)
+                self._write_down(noted.name, before)
+        elif isinstance(noted, _Ending):
+            throttle_ms, error, following = translate.ended(frame)
+            if not error:
+                self.counts["transactions"] += 1
+                before = self.machine.state(noted.name)
+                if self.machine.ended(noted.name, noted.end, following):
+                    error = translate.UNKNOWN_PRODUCER_ID
+                self._write_down(noted.name, before)
+            return translate.end_txn_answer(exchange.correlation_id, exchange.version, throttle_ms, error)
+        return frame
+
+    def closed(self, connection: Connection) -> None:
+        self._renewing.discard(connection.number)
+
+    def _produce(self, exchange: Exchange, frame: bytes) -> bytes:
+        request = translate.produce(frame, exchange.version)
+        if request.name is None or not request.batches:
+            return frame
+        try:
+            virtual = max(request.identities)
+            if len(request.identities) > 1:
+                raise Refused(INVALID_PRODUCER_EPOCH, "batches of more than one identity")
+            connection, broker = exchange.connection.number, _broker(exchange)
+            real, bases = self.machine.produces(request.name, virtual, connection, broker, request.written)
+        except Refused as refused:
+            self._note(exchange, request.name, refused)
+            exchange.answer = translate.produce_refusal(
+                request, exchange.version, exchange.correlation_id, refused.code
+            )
+            return b""
+        return translate.produce_as(frame, request, real, bases)
+
+    def _identified(self, exchange: Exchange, frame: bytes, name: str, request: translate.Identified) -> bytes:
+        """Raises Refused."""
+        key, connection, virtual = exchange.api_key, exchange.connection.number, request.identity
+        if key == api.INIT_PRODUCER_ID:
+            return self._init(exchange, frame, name, request)
+        mark = (key, request.body)
+        if key == api.END_TXN:
+            end = self.machine.ends(name, virtual, connection, request.committed, mark)
+            exchange.notes[self] = _Ending(name, end)
+            exchange.sent_version = translate.END_TXN_VERSION
+            return translate.end_txn(frame, exchange.version, name, end.identity, end.committed)
+        if key == api.TXN_OFFSET_COMMIT:
+            broker = _broker(exchange)
+            real = self.machine.commits_offsets(name, virtual, connection, request.group, broker, mark)
+        else:
+            real = self.machine.opens(name, virtual, connection, mark)
+        return translate.with_identity(frame, request.at, real)
+
+    def _init(self, exchange: Exchange, frame: bytes, name: str, request: translate.Identified) -> bytes:
+        virtual = request.identity
+        if virtual == translate.NONE:
+            exchange.notes[self] = _Init(name, None)
+            return frame
+        following = self.machine.renewed(name, virtual, exchange.connection.number)
+        if following is not None:
+            self.counts["renewed"] += 1
+            exchange.answer = translate.init_answer(exchange.correlation_id, exchange.version, following)
+            return b""
+        try:
+            real = self.machine.bumps(name, virtual)
+        except Refused:
+            if exchange.version < _SPOKEN_BY_V2_CLIENTS:
+                raise
+            # A client that speaks part 2 itself has identities of its transactions that nobody here saw.
+            exchange.notes[self] = _Init(name, None)
+            return frame
+        exchange.notes[self] = _Init(name, virtual)
+        return translate.with_identity(frame, request.at, real)
+
+    def _write_down(self, name: str, before: State | None) -> None:
+        """Before anybody learns of it."""
+        if self._journal is None:
+            return
+        under_way = (State.OPEN, State.ENDING)
+        pair = self.machine.pair(name)
+        if pair is not None:
+            self._journal.pair(pair)
+        elif before not in under_way:
+            self._journal.opened(name)
+
+    def _note(self, exchange: Exchange, name: str, refused: Refused) -> None:
+        self.counts["fenced" if refused.code == INVALID_PRODUCER_EPOCH else "challenged"] += 1
+        events.debug(
+            "refused",
+            transactional_id=name,
+            api=api.api_name(exchange.api_key),
+            error=api.error_name(refused.code),
+            reason=refused.reason,
+            connection=exchange.connection.number,
+        )
+
+
+_SPOKEN_BY_V2_CLIENTS = 5  # InitProducerId
+
+
+def _broker(exchange: Exchange) -> Hashable:
+    connection = exchange.connection
+    return connection.broker if connection.node_id is None else connection.node_id

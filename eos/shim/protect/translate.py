@@ -1,0 +1,287 @@
+"""The frames of the transaction protocol: identities read and replaced, EndTxn as v5 and back, refusals.
+
+Owns these layouts, in the versions of `VERSIONS`. Replaced fields keep their size, so everything else stays byte for
+byte what it was, and records are never looked at. Raises Malformed for a frame that does not fit its layout.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from eos.shim.errors import Malformed
+from eos.shim.protect import crc
+from eos.shim.protect.machine import Identity, Partition, Written
+from eos.shim.wire import api
+from eos.shim.wire.cursor import Cursor, string, uvarint
+from eos.shim.wire.headers import REQUEST_HEAD, request_body, response_body
+
+# What clients that do not speak KIP-890 part 2 send; later versions are sent only by those that do, or by brokers.
+VERSIONS: Mapping[int, range] = {
+    api.PRODUCE: range(3, 12),
+    api.INIT_PRODUCER_ID: range(7),
+    api.ADD_PARTITIONS_TO_TXN: range(4),
+    api.ADD_OFFSETS_TO_TXN: range(5),
+    api.END_TXN: range(5),
+    api.TXN_OFFSET_COMMIT: range(5),
+}
+NAMED_SINCE = 3  # ApiVersions says which software it is
+END_TXN_VERSION = 5
+
+# Told after an abort to clients that renew their identity by themselves.
+UNKNOWN_PRODUCER_ID = 59
+
+NONE = Identity(-1, -1)
+_IDENTITY = struct.Struct(">qh")
+_PRODUCER_FENCED, _INVALID_PRODUCER_EPOCH = 90, 47
+_FENCED_KNOWN_SINCE = 2  # EndTxn
+
+# Of a record batch: base offset, length, leader epoch, magic, crc, attributes, last offset delta, two timestamps, ...
+_BATCH = struct.Struct(">qiibIhiqqqhii")
+_CRC_AT, _IDENTITY_AT, _SEQUENCE_AT, _CHANGED_END = 17, 43, 53, 57
+_LENGTH_COUNTS_FROM, _MAGIC = 12, 2
+
+
+class Identified(NamedTuple):
+    """A request for a transactional.id; its identity stands at `at`, -1 when this version has none."""
+
+    name: str | None
+    identity: Identity
+    at: int
+    body: bytes
+    group: str = ""
+    committed: bool = False
+
+
+def identified(frame: bytes, api_key: int, version: int) -> Identified:
+    """What any of the requests but Produce says of itself."""
+    _, cursor = request_body(frame, api_key, version)
+    body = frame[cursor.pos :]
+    name = cursor.string()
+    group = (cursor.string() or "") if api_key == api.TXN_OFFSET_COMMIT else ""
+    if api_key == api.INIT_PRODUCER_ID:
+        cursor.skip(4)  # transaction_timeout_ms
+        if version < 3:
+            return Identified(name, NONE, -1, body)
+    at = cursor.pos
+    identity = Identity(cursor.int64(), cursor.int16())
+    committed = bool(cursor.int8()) if api_key == api.END_TXN else False
+    return Identified(name, identity, at, body, group, committed)
+
+
+def with_identity(frame: bytes, at: int, identity: Identity) -> bytes:
+    return frame[:at] + _IDENTITY.pack(*identity) + frame[at + _IDENTITY.size :]
+
+
+def end_txn(frame: bytes, version: int, name: str, identity: Identity, committed: bool) -> bytes:
+    """The same EndTxn as v5, for `identity`."""
+    client_id, _ = request_body(frame, api.END_TXN, version)
+    correlation_id = REQUEST_HEAD.unpack_from(frame)[3]
+    head = struct.pack(">hhi", api.END_TXN, END_TXN_VERSION, correlation_id)
+    whose = struct.pack(">h", -1) if client_id is None else string(client_id, False)
+    body = string(name, True) + _IDENTITY.pack(*identity) + bytes([committed])
+    return _framed(head + whose + b"\0" + body + b"\0")
+
+
+def ended(frame: bytes) -> tuple[int, int, Identity]:
+    """Throttle time, error code and following identity of an EndTxn answer v5."""
+    cursor = response_body(frame, api.END_TXN, END_TXN_VERSION)
+    return cursor.int32(), cursor.int16(), Identity(cursor.int64(), cursor.int16())
+
+
+def end_txn_answer(correlation_id: int, version: int, throttle_ms: int, error: int) -> bytes:
+    if error == _PRODUCER_FENCED and version < _FENCED_KNOWN_SINCE:
+        error = _INVALID_PRODUCER_EPOCH
+    tags = _tags(api.END_TXN, version)
+    return _framed(struct.pack(">i", correlation_id) + tags + struct.pack(">ih", throttle_ms, error) + tags)
+
+
+def initialised(frame: bytes, version: int) -> tuple[int, Identity]:
+    """Error code and identity of an InitProducerId answer."""
+    cursor = response_body(frame, api.INIT_PRODUCER_ID, version)
+    cursor.skip(4)  # throttle_time_ms
+    return cursor.int16(), Identity(cursor.int64(), cursor.int16())
+
+
+def init_answer(correlation_id: int, version: int, identity: Identity) -> bytes:
+    """The answer of a broker that gives out `identity`."""
+    tags = _tags(api.INIT_PRODUCER_ID, version)
+    ongoing = _IDENTITY.pack(*NONE) if version >= 6 else b""
+    body = struct.pack(">ih", 0, 0) + _IDENTITY.pack(*identity) + ongoing
+    return _framed(struct.pack(">i", correlation_id) + tags + body + tags)
+
+
+# "librdkafka" "2.16.0"; "confluent-kafka-python" "2.16.1-rdkafka-2.16.0"; "confluent-kafka-go" "...-librdkafka-2..."
+_LIBRDKAFKA = re.compile(r"rdkafka[-/ ]v?(\d+)\.")
+
+
+def renews(frame: bytes, version: int) -> bool:
+    """Whether the client that sends this ApiVersions (v3 and later) answers an UNKNOWN_PRODUCER_ID of its abort with a
+    question for its next identity, inside the same call: librdkafka since 2.0 does (`rd_kafka_txn_handle_EndTxn`).
+    """
+    try:
+        _, cursor = request_body(frame, api.API_VERSIONS, version)
+        found = _LIBRDKAFKA.findall(f"{cursor.string()}-{cursor.string()}")
+    except Malformed:
+        return False  # the broker judges it
+    return bool(found) and int(found[-1]) >= 2
+
+
+@dataclass(frozen=True)
+class _Batch:
+    at: int
+    size: int
+    identity: Identity
+    written: Written
+
+
+@dataclass(frozen=True)
+class Produce:
+    """A Produce request; `partitions` in the request's order, `batches` only those with an identity."""
+
+    name: str | None
+    partitions: Sequence[Partition]
+    batches: Sequence[_Batch]
+
+    @property
+    def identities(self) -> set[Identity]:
+        return {batch.identity for batch in self.batches}
+
+    @property
+    def written(self) -> list[Written]:
+        return [batch.written for batch in self.batches]
+
+
+def produce(frame: bytes, version: int) -> Produce:
+    """Empty of partitions when it is not transactional."""
+    _, cursor = request_body(frame, api.PRODUCE, version)
+    name = cursor.string()
+    if name is None:
+        return Produce(None, (), ())
+    cursor.skip(6)  # acks, timeout_ms
+    partitions, batches = list[Partition](), list[_Batch]()
+    for _ in range(cursor.count()):
+        topic = cursor.string() or ""
+        for _ in range(cursor.count()):
+            partition = (topic, cursor.int32())
+            partitions.append(partition)
+            start = cursor.pos
+            cursor.skip_bytes()
+            length = Cursor(frame, start, cursor.flexible)
+            size = length.uvarint() - 1 if cursor.flexible else length.int32()
+            if size > 0:
+                batches += _batches(frame, length.pos, cursor.pos, partition)
+            cursor.skip_tags()
+        cursor.skip_tags()
+    return Produce(name, partitions, batches)
+
+
+def _batches(frame: bytes, at: int, end: int, partition: Partition) -> list[_Batch]:
+    found = []
+    while at < end:
+        if end - at < _BATCH.size:
+            raise Malformed("a record batch ends within its header")
+        fields = _BATCH.unpack_from(frame, at)
+        size, last_delta = fields[1] + _LENGTH_COUNTS_FROM, fields[6]
+        if fields[3] != _MAGIC or size < _BATCH.size or size > end - at or last_delta < 0:
+            raise Malformed("a record batch of a transaction that cannot be followed")
+        identity, sequence = Identity(fields[9], fields[10]), fields[11]
+        found.append(_Batch(at, size, identity, Written(partition, sequence, last_delta + 1)))
+        at += size
+    return found
+
+
+def produce_as(frame: bytes, request: Produce, identity: Identity, bases: Mapping[Partition, int]) -> bytes:
+    """The request with `identity`, sequences counted from their partition's base, and checksums to match."""
+    made = bytearray(frame)
+    for batch in request.batches:
+        at = batch.at
+        before = frame[at + _IDENTITY_AT : at + _CHANGED_END]
+        sequence = (batch.written.first - bases[batch.written.partition]) % (1 << 31)
+        after = _IDENTITY.pack(*identity) + struct.pack(">i", sequence)
+        old = int.from_bytes(frame[at + _CRC_AT : at + _CRC_AT + 4], "big")
+        made[at + _IDENTITY_AT : at + _CHANGED_END] = after
+        new = crc.changed(old, before, after, batch.size - _CHANGED_END)
+        made[at + _CRC_AT : at + _CRC_AT + 4] = new.to_bytes(4, "big")
+    return bytes(made)
+
+
+# Refusals: the answers a broker would give with this error.
+
+
+def produce_refusal(request: Produce, version: int, correlation_id: int, code: int) -> bytes:
+    tags = _tags(api.PRODUCE, version)
+    result = struct.pack(">hqq", code, -1, -1)
+    if version >= 5:
+        result += struct.pack(">q", -1)  # log_start_offset
+    if version >= 8:
+        flexible = bool(tags)
+        result += _count(0, flexible) + (b"\0" if flexible else b"\xff\xff")  # record_errors, error_message
+    results = [(partition, result + tags) for partition in request.partitions]
+    body = _by_topic(results, bool(tags)) + struct.pack(">i", 0) + tags
+    return _framed(struct.pack(">i", correlation_id) + tags + body)
+
+
+def refusal(frame: bytes, api_key: int, version: int, correlation_id: int, code: int) -> bytes:
+    """For all but Produce."""
+    tags = _tags(api_key, version)
+    body = struct.pack(">i", 0)  # throttle_time_ms
+    if api_key in (api.ADD_PARTITIONS_TO_TXN, api.TXN_OFFSET_COMMIT):
+        each = struct.pack(">h", code) + tags
+        body += _by_topic([(p, each) for p in _partitions(frame, api_key, version)], bool(tags))
+    else:
+        body += struct.pack(">h", code)
+        if api_key == api.INIT_PRODUCER_ID:
+            body += _IDENTITY.pack(*NONE) * (2 if version >= 6 else 1)  # and of the ongoing transaction
+    return _framed(struct.pack(">i", correlation_id) + tags + body + tags)
+
+
+def _partitions(frame: bytes, api_key: int, version: int) -> list[Partition]:
+    _, cursor = request_body(frame, api_key, version)
+    cursor.skip_string()  # transactional_id
+    offsets = api_key == api.TXN_OFFSET_COMMIT
+    if offsets:
+        cursor.skip_string()  # group_id
+    cursor.skip(_IDENTITY.size)
+    if offsets and version >= 3:
+        cursor.skip(4)  # generation_id
+        cursor.skip_string()  # member_id
+        cursor.skip_string()  # group_instance_id
+    found = []
+    for _ in range(cursor.count()):
+        topic = cursor.string() or ""
+        for _ in range(cursor.count()):
+            found.append((topic, cursor.int32()))
+            if offsets:
+                cursor.skip(12 if version >= 2 else 8)  # committed_offset, committed_leader_epoch
+                cursor.skip_string()  # committed_metadata
+                cursor.skip_tags()
+        cursor.skip_tags()
+    return found
+
+
+def _by_topic(results: Sequence[tuple[Partition, bytes]], flexible: bool) -> bytes:
+    """Arrays of topics and their partitions: name, then index and result of each."""
+    topics: dict[str, list[bytes]] = {}
+    for (topic, index), result in results:
+        topics.setdefault(topic, []).append(struct.pack(">i", index) + result)
+    made = [_count(len(topics), flexible)]
+    for topic, each in topics.items():
+        made += [string(topic, flexible), _count(len(each), flexible), *each, b"\0" if flexible else b""]
+    return b"".join(made)
+
+
+def _count(count: int, flexible: bool) -> bytes:
+    return uvarint(count + 1) if flexible else struct.pack(">i", count)
+
+
+def _tags(api_key: int, version: int) -> bytes:
+    """An empty section of tagged fields, where this version has them; header and body alike."""
+    return b"\0" if api.is_flexible(api_key, version) else b""
+
+
+def _framed(payload: bytes) -> bytes:
+    return len(payload).to_bytes(4, "big") + payload

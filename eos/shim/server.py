@@ -1,0 +1,193 @@
+"""The shim itself: a listener per broker, links for its connections, a quiet end.
+
+Owns the event loop's side of everything that is not one connection: local ports, the address book, which broker
+answers. It must never decide what happens to a frame; that is the jobs' part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+
+from eos.shim import events, probe
+from eos.shim.addresses.book import AddressBook, Endpoint
+from eos.shim.addresses.job import AddressJob
+from eos.shim.errors import Unreachable
+from eos.shim.link import Link
+from eos.shim.pipeline import Job, Pipeline, Traffic
+from eos.shim.settings import ShimSettings
+
+_BACKLOG = 1024
+# A broker that appears takes the next free local port; so many taken ones are stepped over.
+_PORTS_TRIED = 100
+
+
+class Shim:
+    """`await start()`, then it serves until `await stop()`. `jobs` run in this order for requests.
+
+    Raises Unreachable: no upstream answers, or a port of `listen` is taken.
+    """
+
+    def __init__(self, settings: ShimSettings, jobs: Sequence[Job] = ()) -> None:
+        self.settings = settings
+        self.connections_made = 0
+        self._links: set[Link] = set()
+        self._sockets: dict[Endpoint, socket.socket] = {}
+        self._servers: list[asyncio.Server] = []
+        self._opening: set[asyncio.Task[None]] = set()
+        self._unreachable: set[Endpoint] = set()
+        self._stopping = False
+        self._all_links_ended = asyncio.Event()
+        self._next_port = settings.listen[1]
+        self._starting = True
+        try:
+            self.book = AddressBook(settings.upstream, self._bind)
+        except BaseException:
+            self._close_sockets()
+            raise
+        self._starting = False
+        self._pipeline = Pipeline([*jobs, AddressJob(self.book)], settings.largest_frame)
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """Where it listens; the first is what clients bootstrap at."""
+        return [(self.settings.listen[0], endpoint.local_port) for endpoint in self.book.endpoints]
+
+    @property
+    def connections(self) -> int:
+        return len(self._links)
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._pipeline.traffic
+
+    @property
+    def not_ready(self) -> str | None:
+        """Why a client that comes now would not be served, or None."""
+        if self._stopping:
+            return "stopping"
+        if not self._servers:
+            return "not listening yet"
+        if all(endpoint in self._unreachable for endpoint in self.book.endpoints):
+            return "no broker can be reached"
+        return None
+
+    async def start(self) -> None:
+        """Asks the brokers who is there, then listens. A cluster that wants a login first is found out from clients."""
+        try:
+            brokers = await probe.brokers(
+                self.settings.upstream, self.settings.upstream_tls, self.settings.connect_timeout_s
+            )
+        except BaseException:
+            self._close_sockets()
+            raise
+        for node_id, host, port in sorted(brokers):
+            self.book.translate(node_id, host, port)
+        if self._pipeline.wants_upstream:
+            self._pipeline.upstream(await self._newest_versions())
+        for endpoint in self.book.endpoints:
+            await self._serve(endpoint)
+
+    async def _newest_versions(self) -> dict[str, dict[int, int]]:
+        names = {endpoint.upstream: endpoint.name for endpoint in self.book.endpoints}
+        offered = await probe.newest_versions(names, self.settings.upstream_tls, self.settings.connect_timeout_s)
+        return {names[address]: versions for address, versions in offered.items()}
+
+    async def stop(self) -> None:
+        """No new connection, no new request; answers under way are delivered, for at most `drain_timeout_s`."""
+        self._stopping = True
+        for server in self._servers:
+            server.close()
+        self._close_sockets()
+        for link in list(self._links):
+            link.drain()
+        try:
+            async with asyncio.timeout(self.settings.drain_timeout_s):
+                while self._links:
+                    self._all_links_ended.clear()
+                    await self._all_links_ended.wait()
+        except TimeoutError:
+            events.warning("closed without an answer", connections=len(self._links))
+        for link in list(self._links):
+            link.abort()
+        # Aborted transports report their end in the loop's next turn.
+        await asyncio.sleep(0)
+
+    def _bind(self, endpoint: Endpoint) -> None:
+        """The book's hook: binds the next local port at once, and listens as soon as the loop can."""
+        host, first = self.settings.listen
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        for _ in range(_PORTS_TRIED):
+            bound = socket.socket(family, socket.SOCK_STREAM)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            port = self._next_port
+            try:
+                bound.bind((host, port))
+            except OSError as error:
+                bound.close()
+                if self._starting or port == 0:
+                    raise Unreachable(f"cannot listen on {host}:{port}: {error.strerror}") from error
+                self._next_port += 1
+                continue
+            endpoint.local_port = bound.getsockname()[1]
+            self._next_port = port + 1 if port else 0
+            told_host, told_first = self.settings.advertise or (host, first)
+            shift = told_first - first if told_first and first else 0
+            endpoint.advertised = (told_host, endpoint.local_port + shift)
+            self._sockets[endpoint] = bound
+            if not self._starting:
+                # The port takes connections into its backlog from now on: the client may be told at once.
+                bound.listen(_BACKLOG)
+                task = asyncio.get_running_loop().create_task(self._serve(endpoint))
+                self._opening.add(task)
+                task.add_done_callback(self._opening.discard)
+            return
+        raise Unreachable(f"no free port on {host} from {first} on")
+
+    async def _serve(self, endpoint: Endpoint) -> None:
+        bound = self._sockets.get(endpoint)
+        if bound is None or self._stopping:
+            return
+        bound = self._sockets.pop(endpoint)
+        server = await asyncio.get_running_loop().create_server(
+            lambda: self._accept(endpoint), sock=bound, ssl=self.settings.tls, backlog=_BACKLOG
+        )
+        self._servers.append(server)
+        host, port = endpoint.advertised
+        tell = events.debug if self.settings.inside else events.info
+        tell(
+            "listening inside" if self.settings.inside else "listening",
+            address=f"{host}:{port}",
+            upstream=endpoint.name,
+        )
+
+    def _accept(self, endpoint: Endpoint) -> asyncio.Protocol:
+        self.connections_made += 1
+        largest = self.settings.largest_frame
+        return Link(self.connections_made, endpoint, self._pipeline, largest, self._began, self._ended).client
+
+    def _began(self, link: Link) -> None:
+        self._links.add(link)
+        link.connecting = asyncio.get_running_loop().create_task(self._connect(link))
+
+    async def _connect(self, link: Link) -> None:
+        error = await link.connect(self.settings.upstream_tls, self.settings.connect_timeout_s)
+        endpoint = link.endpoint
+        if error is not None and endpoint not in self._unreachable:
+            # Clients try again several times a second: said once, until it is back.
+            self._unreachable.add(endpoint)
+            events.warning("broker not reachable", broker=endpoint.name, reason=error)
+        elif error is None and endpoint in self._unreachable:
+            self._unreachable.discard(endpoint)
+            events.info("broker reachable again", broker=endpoint.name)
+
+    def _ended(self, link: Link) -> None:
+        self._links.discard(link)
+        if not self._links:
+            self._all_links_ended.set()
+
+    def _close_sockets(self) -> None:
+        for bound in self._sockets.values():
+            bound.close()
+        self._sockets.clear()

@@ -1,0 +1,96 @@
+"""What the shim is told at its start, checked.
+
+Owns names, defaults and refusals; opens nothing but certificate files.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from eos.shim.errors import Misconfigured
+
+Address = tuple[str, int]
+
+# Kafka's own socket.request.max.bytes
+LARGEST_FRAME_BYTES = 100 * 1024 * 1024
+
+
+def parse_address(text: str, what: str, default_port: int | None = None) -> Address:
+    """`host:port`, `[v6]:port`. Raises Misconfigured with `what` in its sentence."""
+    host, colon, port = text.strip().rpartition(":")
+    if not colon and default_port is not None:
+        host, port = text.strip(), str(default_port)
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isascii() or not port.isdecimal() or int(port) > 65535:
+        raise Misconfigured(f"{what} {text}: expected HOST:PORT")
+    return host, int(port)
+
+
+@dataclass(frozen=True)
+class ShimSettings:
+    """`upstream` the brokers to begin with; `listen` the first local port, the others follow (port 0: free ones).
+
+    `advertise` is what clients are told instead of `listen` (a name, a mapped port: the n-th local port is advertised
+    as its port + n). `tls` is for clients, `upstream_tls` for brokers. Sizes in bytes, times in seconds.
+    """
+
+    upstream: tuple[Address, ...]
+    listen: Address
+    advertise: Address | None = None
+    tls: ssl.SSLContext | None = None
+    upstream_tls: ssl.SSLContext | None = None
+    largest_frame: int = LARGEST_FRAME_BYTES
+    connect_timeout_s: float = 10.0
+    drain_timeout_s: float = 10.0
+    inside: bool = False  # between two shims of one process: its ports are nobody's business
+
+    def __post_init__(self) -> None:
+        if not self.upstream:
+            raise Misconfigured("upstream: expected HOST:PORT[,HOST:PORT...]")
+        if len(set(self.upstream)) != len(self.upstream):
+            raise Misconfigured("upstream names an address twice")
+        if any(port == 0 for _, port in self.upstream):
+            raise Misconfigured("upstream: port 0 is no address")
+        if self.largest_frame < 1024:
+            raise Misconfigured(f"a largest frame of {self.largest_frame} bytes is too small for Kafka")
+        told = self.advertise or self.listen
+        if told[0] in ("0.0.0.0", "::"):
+            raise Misconfigured(
+                f"clients cannot be told the address {told[0]}: "
+                "say how they reach the shim, with --advertise HOST[:PORT]"
+            )
+
+
+def server_tls(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
+    """TLS for the side of the clients, from PEM files; None for none. Raises Misconfigured."""
+    if certificate is None:
+        if key is not None:
+            raise Misconfigured("a TLS key without a certificate: say --tls-cert too")
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(_readable(certificate), None if key is None else _readable(key))
+    except (ssl.SSLError, OSError) as error:
+        raise Misconfigured(f"the TLS certificate {certificate} cannot be used: {error}") from error
+    return context
+
+
+def client_tls(wanted: bool, ca: str | None, certificate: str | None, key: str | None) -> ssl.SSLContext | None:
+    """TLS for the side of the brokers; naming a CA or a client certificate asks for it. Raises Misconfigured."""
+    if not (wanted or ca or certificate):
+        return None
+    try:
+        context = ssl.create_default_context(cafile=None if ca is None else _readable(ca))
+        if certificate is not None:
+            context.load_cert_chain(_readable(certificate), None if key is None else _readable(key))
+    except (ssl.SSLError, OSError) as error:
+        raise Misconfigured(f"TLS to the brokers cannot be set up: {error}") from error
+    return context
+
+
+def _readable(path: str) -> str:
+    if not Path(path).is_file():
+        raise Misconfigured(f"{path} does not exist")
+    return path

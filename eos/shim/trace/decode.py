@@ -1,0 +1,204 @@
+"""From the bytes of the transaction protocol's requests and answers to what a step says.
+
+Owns the reading of FindCoordinator, InitProducerId, AddPartitionsToTxn, AddOffsetsToTxn, TxnOffsetCommit and EndTxn
+with kafka-python's classes; Produce and Fetch are walked over in wire/batches.py. Pure; it may raise whatever the
+classes raise on bytes they do not understand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from kafka.protocol.metadata import FindCoordinatorRequest, FindCoordinatorResponse, MetadataResponse
+from kafka.protocol.producer import (
+    AddOffsetsToTxnRequest,
+    AddOffsetsToTxnResponse,
+    AddPartitionsToTxnRequest,
+    AddPartitionsToTxnResponse,
+    EndTxnRequest,
+    EndTxnResponse,
+    InitProducerIdRequest,
+    InitProducerIdResponse,
+    ProduceResponse,
+    TxnOffsetCommitRequest,
+    TxnOffsetCommitResponse,
+)
+
+from eos.shim.trace.model import Step
+from eos.shim.wire import api
+from eos.shim.wire.batches import Topic
+
+_TRANSACTION_KEY = 1
+
+REQUESTS: dict[int, Any] = {
+    api.FIND_COORDINATOR: FindCoordinatorRequest,
+    api.INIT_PRODUCER_ID: InitProducerIdRequest,
+    api.ADD_PARTITIONS_TO_TXN: AddPartitionsToTxnRequest,
+    api.ADD_OFFSETS_TO_TXN: AddOffsetsToTxnRequest,
+    api.TXN_OFFSET_COMMIT: TxnOffsetCommitRequest,
+    api.END_TXN: EndTxnRequest,
+}
+RESPONSES: dict[int, Any] = {
+    api.FIND_COORDINATOR: FindCoordinatorResponse,
+    api.INIT_PRODUCER_ID: InitProducerIdResponse,
+    api.ADD_PARTITIONS_TO_TXN: AddPartitionsToTxnResponse,
+    api.ADD_OFFSETS_TO_TXN: AddOffsetsToTxnResponse,
+    api.TXN_OFFSET_COMMIT: TxnOffsetCommitResponse,
+    api.END_TXN: EndTxnResponse,
+    api.PRODUCE: ProduceResponse,
+}
+
+
+def understood(api_key: int, version: int) -> bool:
+    return api_key in RESPONSES and version <= RESPONSES[api_key].max_version
+
+
+def request_steps(api_key: int, version: int, frame: bytes, time: float) -> list[Step]:
+    """The steps a request begins: one, or one per transactional.id of a batched FindCoordinator; none of others."""
+    request = REQUESTS[api_key].decode(frame, version=version, header=True, framed=True)
+    return list(_REQUEST[api_key](request, version, time))
+
+
+def add_response(
+    steps: Iterable[Step], api_key: int, version: int, frame: bytes, topic_name: Callable[[Topic], str]
+) -> None:
+    """Completes steps with what the answer says; `topic_name` knows the names of topic ids."""
+    response = RESPONSES[api_key].decode(frame, version=version, header=True, framed=True)
+    for step in steps:
+        if api_key == api.PRODUCE:
+            _produced(step, response, version, topic_name)
+        else:
+            _RESPONSE[api_key](step, response, version)
+        step.errors = list(dict.fromkeys(step.errors))
+
+
+def topic_names(version: int, frame: bytes) -> dict[bytes, str]:
+    """Topic ids and names of a Metadata response, v10 and later."""
+    response = MetadataResponse.decode(frame, version=version, header=True, framed=True)
+    return {topic.topic_id.bytes: topic.name for topic in response.topics if topic.name}
+
+
+def _find_coordinator(request: Any, version: int, time: float) -> Iterator[Step]:
+    if version >= 1 and request.key_type == _TRANSACTION_KEY:
+        for name in request.coordinator_keys if version >= 4 else [request.key]:
+            yield Step(name, "FindCoordinator", time)
+
+
+def _init_producer_id(request: Any, version: int, time: float) -> Iterator[Step]:
+    if request.transactional_id is not None:
+        step = Step(request.transactional_id, "InitProducerId", time)
+        if version >= 3 and request.producer_id >= 0:
+            step.producer_id, step.epoch = request.producer_id, request.producer_epoch
+        yield step
+
+
+def _add_partitions(request: Any, version: int, time: float) -> Iterator[Step]:
+    if version >= 4:
+        return  # only brokers send these
+    step = Step(request.v3_and_below_transactional_id, "AddPartitionsToTxn", time)
+    step.producer_id, step.epoch = request.v3_and_below_producer_id, request.v3_and_below_producer_epoch
+    step.partitions = [f"{topic.name}-{p}" for topic in request.v3_and_below_topics for p in topic.partitions]
+    yield step
+
+
+def _identified(request: Any, name: str, time: float) -> Step:
+    step = Step(request.transactional_id, name, time)
+    step.producer_id, step.epoch = request.producer_id, request.producer_epoch
+    return step
+
+
+def _add_offsets(request: Any, version: int, time: float) -> Iterator[Step]:
+    step = _identified(request, "AddOffsetsToTxn", time)
+    step.group = request.group_id
+    yield step
+
+
+def _txn_offset_commit(request: Any, version: int, time: float) -> Iterator[Step]:
+    step = _identified(request, "TxnOffsetCommit", time)
+    step.group = request.group_id
+    for topic in request.topics:
+        for partition in topic.partitions:
+            step.offsets[f"{topic.name}-{partition.partition_index}"] = partition.committed_offset
+    yield step
+
+
+def _end_txn(request: Any, version: int, time: float) -> Iterator[Step]:
+    step = _identified(request, "EndTxn", time)
+    step.outcome = "commit" if request.committed else "abort"
+    yield step
+
+
+_REQUEST: dict[int, Callable[[Any, int, float], Iterator[Step]]] = {
+    api.FIND_COORDINATOR: _find_coordinator,
+    api.INIT_PRODUCER_ID: _init_producer_id,
+    api.ADD_PARTITIONS_TO_TXN: _add_partitions,
+    api.ADD_OFFSETS_TO_TXN: _add_offsets,
+    api.TXN_OFFSET_COMMIT: _txn_offset_commit,
+    api.END_TXN: _end_txn,
+}
+
+
+def _note_error(step: Step, code: int) -> None:
+    if code:
+        step.errors.append(api.error_name(code))
+
+
+def _coordinator_found(step: Step, response: Any, version: int) -> None:
+    found = [c for c in response.coordinators if c.key == step.transactional_id] if version >= 4 else [response]
+    for coordinator in found:
+        _note_error(step, coordinator.error_code)
+        if coordinator.node_id >= 0:
+            step.coordinator = f"broker {coordinator.node_id}"
+
+
+def _initialised(step: Step, response: Any, version: int) -> None:
+    _note_error(step, response.error_code)
+    if not response.error_code:
+        step.new_producer_id, step.new_epoch = response.producer_id, response.producer_epoch
+
+
+def _partitions_added(step: Step, response: Any, version: int) -> None:
+    for topic in response.results_by_topic_v3_and_below:
+        for partition in topic.results_by_partition:
+            _note_error(step, partition.partition_error_code)
+
+
+def _produced(step: Step, response: Any, version: int, topic_name: Callable[[Topic], str]) -> None:
+    for topic in response.responses:
+        name = topic_name(topic.topic_id.bytes if version >= 13 else topic.name)
+        for partition in topic.partition_responses:
+            _note_error(step, partition.error_code)
+            if not partition.error_code:
+                step.offsets[f"{name}-{partition.index}"] = partition.base_offset
+
+
+def _error_only(step: Step, response: Any, version: int) -> None:
+    _note_error(step, response.error_code)
+
+
+def _offsets_committed(step: Step, response: Any, version: int) -> None:
+    for topic in response.topics:
+        for partition in topic.partitions:
+            _note_error(step, partition.error_code)
+
+
+# No broker answers an EndTxn with it; protect does once the abort is done, so that the client takes its next identity.
+_DONE_TAKE_THE_NEXT_IDENTITY = 59
+
+
+def _ended(step: Step, response: Any, version: int) -> None:
+    if response.error_code != _DONE_TAKE_THE_NEXT_IDENTITY:
+        _note_error(step, response.error_code)
+    if version >= 5 and response.producer_id >= 0:
+        step.new_producer_id, step.new_epoch = response.producer_id, response.producer_epoch
+
+
+_RESPONSE: dict[int, Callable[[Step, Any, int], None]] = {
+    api.FIND_COORDINATOR: _coordinator_found,
+    api.INIT_PRODUCER_ID: _initialised,
+    api.ADD_PARTITIONS_TO_TXN: _partitions_added,
+    api.ADD_OFFSETS_TO_TXN: _error_only,
+    api.TXN_OFFSET_COMMIT: _offsets_committed,
+    api.END_TXN: _ended,
+}

@@ -1,0 +1,178 @@
+"""The trace's place in the pipeline: sees the frames of the transaction protocol and files steps.
+
+Owns the pairing of request and answer. Whatever it cannot read it lets pass, with one log line per API and version: a
+trace must never be the reason that something fails.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from eos.shim import events
+from eos.shim.pipeline import Connection, Exchange, Job
+from eos.shim.trace import decode
+from eos.shim.trace.model import NO_ANSWER, History, Step
+from eos.shim.wire import api
+from eos.shim.wire.batches import Batch, ProduceHead, Topic, fetch_response, produce_request
+from eos.shim.wire.frames import Stream
+from eos.shim.wire.walk import Layout, Walk
+
+_NEWEST_FETCH, _OLDEST_FETCH = 18, 4
+_TOPIC_IDS_SINCE = 10  # Metadata
+
+
+class TraceJob(Job):
+    """Calls each of `sinks` with every finished step; `history` holds them by transaction."""
+
+    def __init__(self, history: History, *sinks: Callable[[Step], None]) -> None:
+        self.history, self._sinks = history, sinks
+        self._waiting: dict[Connection, dict[Exchange, list[Step]]] = {}
+        self._topic_names: dict[bytes, str] = {}
+        self._complained: set[tuple[int, int]] = set()
+        self._clock_offset = time.time() - time.monotonic()
+
+    def wants_request(self, api_key: int, version: int) -> bool:
+        return decode.understood(api_key, version)
+
+    def wants_response(self, api_key: int, version: int) -> bool:
+        if api_key == api.METADATA:
+            return _TOPIC_IDS_SINCE <= version <= 13
+        if api_key == api.FETCH:
+            return _OLDEST_FETCH <= version <= _NEWEST_FETCH
+        return decode.understood(api_key, version)
+
+    def request(self, exchange: Exchange, frame: bytes) -> bytes:
+        try:
+            steps = decode.request_steps(exchange.api_key, exchange.version, frame, self._when(exchange))
+        except Exception as error:  # noqa: BLE001 - not ours to refuse
+            self._complain(exchange, error)
+        else:
+            self._begin(exchange, steps)
+        return frame
+
+    def request_stream(self, exchange: Exchange, size: int) -> Stream | None:
+        if exchange.api_key != api.PRODUCE:
+            return None
+        return _Watching(_Produce(self, exchange).layout(), lambda error: self._complain(exchange, error))
+
+    def response(self, exchange: Exchange, frame: bytes) -> bytes:
+        try:
+            if exchange.api_key == api.METADATA:
+                self._topic_names |= decode.topic_names(exchange.version, frame)
+                return frame
+            steps = self._waiting.get(exchange.connection, {}).pop(exchange, [])
+            if steps:
+                decode.add_response(steps, exchange.api_key, exchange.version, frame, self.topic_name)
+                self._finish(exchange, steps)
+        except Exception as error:  # noqa: BLE001 - not ours to refuse
+            self._complain(exchange, error)
+        return frame
+
+    def response_stream(self, exchange: Exchange, size: int) -> Stream | None:
+        if exchange.api_key != api.FETCH:
+            return None
+        layout = fetch_response(exchange.version, lambda batch: self._fetched(exchange, batch))
+        return _Watching(layout, lambda error: self._complain(exchange, error))
+
+    def closed(self, connection: Connection) -> None:
+        for exchange, steps in self._waiting.pop(connection, {}).items():
+            for step in steps:
+                step.errors = [NO_ANSWER]
+            self._finish(exchange, steps)
+
+    def topic_name(self, topic: Topic) -> str:
+        if isinstance(topic, str):
+            return topic
+        return self._topic_names.get(topic, topic.hex()[:8])
+
+    def begin_produce(self, exchange: Exchange, step: Step) -> None:
+        self._begin(exchange, [step])
+
+    def _when(self, exchange: Exchange) -> float:
+        return exchange.started + self._clock_offset
+
+    def _begin(self, exchange: Exchange, steps: list[Step]) -> None:
+        for step in steps:
+            step.time = self._when(exchange)
+            step.version, step.connection = exchange.version, exchange.connection.number
+            step.client, step.broker = exchange.connection.client, _broker(exchange.connection)
+        if steps:
+            self._waiting.setdefault(exchange.connection, {})[exchange] = steps
+
+    def _finish(self, exchange: Exchange, steps: list[Step]) -> None:
+        for step in steps:
+            step.ms = round((time.monotonic() - exchange.started) * 1000, 2)
+            self._tell(self.history.add(step))
+
+    def _fetched(self, exchange: Exchange, batch: Batch) -> None:
+        if batch.marker is None:
+            return
+        partition = f"{self.topic_name(batch.topic)}-{batch.partition}"
+        step = Step("", "Marker", time.time(), exchange.version, exchange.connection.number)
+        step.broker, step.producer_id, step.epoch = _broker(exchange.connection), batch.producer_id, batch.epoch
+        step.partitions, step.offsets = [partition], {partition: batch.base_offset}
+        step.outcome = batch.marker.lower()
+        if self.history.add_marker(step):
+            self._tell(step)
+
+    def _tell(self, step: Step) -> None:
+        for sink in self._sinks:
+            sink(step)
+
+    def _complain(self, exchange: Exchange, error: Exception) -> None:
+        key = (exchange.api_key, exchange.version)
+        if key not in self._complained:
+            self._complained.add(key)
+            name = f"{api.api_name(key[0])} v{key[1]}"
+            events.warning("not traced", api=name, reason=f"{type(error).__name__}: {error}")
+
+
+class _Produce:
+    """Gathers one Produce request into one step while it passes."""
+
+    def __init__(self, job: TraceJob, exchange: Exchange) -> None:
+        self._job, self._exchange = job, exchange
+        self._step: Step | None = None
+
+    def layout(self) -> Callable[[Walk], Layout]:
+        return produce_request(self._exchange.version, self._head, self._batch)
+
+    def _head(self, head: ProduceHead) -> None:
+        if head.transactional_id is not None:
+            self._step = Step(head.transactional_id, "Produce", 0.0, records=0, bytes=0)
+            self._job.begin_produce(self._exchange, self._step)
+
+    def _batch(self, batch: Batch) -> None:
+        step = self._step
+        if step is None:
+            return
+        partition = f"{self._job.topic_name(batch.topic)}-{batch.partition}"
+        if partition not in step.partitions:
+            step.partitions.append(partition)
+        step.producer_id, step.epoch = batch.producer_id, batch.epoch
+        if step.first_sequence is None:
+            step.first_sequence = batch.base_sequence
+        step.records = (step.records or 0) + batch.records
+        step.bytes = (step.bytes or 0) + batch.size
+
+
+class _Watching:
+    """A `Stream` that only looks, and stops looking at what it does not understand."""
+
+    def __init__(self, layout: Callable[[Walk], Layout], failed: Callable[[Exception], None]) -> None:
+        self._failed = failed
+        self._walk: Walk | None = Walk(layout)
+
+    def feed(self, piece: bytes) -> bytes:
+        if self._walk is not None:
+            try:
+                self._walk.feed(piece)
+            except Exception as error:  # noqa: BLE001 - not ours to refuse
+                self._walk = None
+                self._failed(error)
+        return piece
+
+
+def _broker(connection: Connection) -> str:
+    return connection.broker if connection.node_id is None else f"broker {connection.node_id}"

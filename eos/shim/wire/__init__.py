@@ -1,0 +1,1 @@
+"""The Kafka protocol as bytes: frames, headers, fields. Pure: no socket, no clock."""

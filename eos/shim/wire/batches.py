@@ -1,0 +1,123 @@
+"""Record batches (magic 2) as they pass: their headers, and what a control batch says; never the records.
+
+Owns the batch layout and where batches are in Produce requests and Fetch responses. Topics are named by name or, from
+Produce v13 and Fetch v13 on, by id: what is given here is whichever the message has.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
+
+from eos.shim.wire import api, walk
+from eos.shim.wire.headers import REQUEST_HEAD, RESPONSE_HEAD
+from eos.shim.wire.walk import Layout, Walk
+
+_HEADER = struct.Struct(">qiibIhiqqqhii")
+_HEADER_AFTER_LENGTH = _HEADER.size - 12
+_CONTROL = 0x20
+_MAGIC = 2
+
+Topic = str | bytes  # a name or a 16 byte topic id
+
+
+class Batch(NamedTuple):
+    topic: Topic
+    partition: int
+    base_offset: int
+    size: int  # bytes, header included
+    producer_id: int
+    epoch: int
+    base_sequence: int
+    records: int
+    marker: str | None = None  # COMMIT or ABORT of a control batch
+
+
+Seen = Callable[[Batch], None]
+
+
+class ProduceHead(NamedTuple):
+    transactional_id: str | None
+    acks: int
+
+
+def produce_request(version: int, head: Callable[[ProduceHead], None], seen: Seen) -> Callable[[Walk], Layout]:
+    """The layout of a Produce request, to be given to a `Walk`; `head` is called before the first batch."""
+    flexible = api.is_flexible(api.PRODUCE, version)
+
+    def layout(at: Walk) -> Layout:
+        yield -REQUEST_HEAD.size
+        yield -(yield from walk.string_length(False))  # client_id
+        yield from walk.tags(flexible)
+        name = (yield from walk.text(flexible)) if version >= 3 else None
+        acks = yield from walk.int16()
+        head(ProduceHead(name, acks))
+        yield -4  # timeout_ms
+        for _ in range((yield from walk.count(flexible))):
+            topic: Topic = (yield 16) if version >= 13 else ((yield from walk.text(flexible)) or "")
+            for _ in range((yield from walk.count(flexible))):
+                partition = yield from walk.int32()
+                yield from _batches(topic, partition, (yield from walk.count(flexible)), seen)
+                yield from walk.tags(flexible)
+            yield from walk.tags(flexible)
+
+    return layout
+
+
+def fetch_response(version: int, seen: Seen) -> Callable[[Walk], Layout]:
+    """The layout of a Fetch response (v4 and later) up to the last batch."""
+    flexible = api.is_flexible(api.FETCH, version)
+
+    def layout(at: Walk) -> Layout:
+        yield -RESPONSE_HEAD.size
+        yield from walk.tags(flexible)
+        yield -4 if version < 7 else -10
+        for _ in range((yield from walk.count(flexible))):
+            topic: Topic = (yield 16) if version >= 13 else ((yield from walk.text(flexible)) or "")
+            for _ in range((yield from walk.count(flexible))):
+                partition = yield from walk.int32()
+                yield -18 if version < 5 else -26
+                for _ in range((yield from walk.count(flexible))):
+                    yield -16
+                    yield from walk.tags(flexible)
+                if version >= 11:
+                    yield -4
+                yield from _batches(topic, partition, (yield from walk.count(flexible)), seen)
+                yield from walk.tags(flexible)
+            yield from walk.tags(flexible)
+
+    return layout
+
+
+def _batches(topic: Topic, partition: int, left: int, seen: Seen) -> Layout:
+    """`left` bytes of batches; the last one of a Fetch may be cut short."""
+    while left >= _HEADER.size:
+        fields = _HEADER.unpack((yield _HEADER.size))
+        base_offset, length, _, magic, _, attributes, _, _, _, producer_id, epoch, sequence, records = fields
+        left -= _HEADER.size
+        if magic != _MAGIC or length < _HEADER_AFTER_LENGTH:
+            break
+        body = min(length - _HEADER_AFTER_LENGTH, left)
+        left -= body
+        marker = None
+        if attributes & _CONTROL and 7 <= body <= 200:
+            marker = _marker((yield body))
+        else:
+            yield -body
+        seen(Batch(topic, partition, base_offset, length + 12, producer_id, epoch, sequence, records, marker))
+    yield -left
+
+
+def _marker(record: bytes) -> str | None:
+    """A control record: length, attributes, two deltas, then a key of version (2 bytes) and type (2 bytes)."""
+    pos = 0
+    for skip in (1, 0, 1, 1, 1):  # varint, byte, varint, varint, varint: the last is the key's length
+        if not skip:
+            pos += 1
+            continue
+        while pos < len(record) and record[pos] >= 0x80:
+            pos += 1
+        pos += 1
+    kind = record[pos + 2 : pos + 4]
+    return {b"\0\0": "ABORT", b"\0\1": "COMMIT"}.get(kind)

@@ -1,0 +1,116 @@
+"""Reads the protocol's primitive fields out of one whole frame.
+
+Owns the position in the frame. Every read past the end raises Malformed, and a length is believed only as far as the
+frame goes. It must never copy more than the field it returns.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from eos.shim.errors import Malformed
+
+_INT16, _INT32, _INT64 = struct.Struct(">h"), struct.Struct(">i"), struct.Struct(">q")
+
+
+class Cursor:
+    """`flexible` says which encoding strings, arrays and tagged fields have (KIP-482)."""
+
+    __slots__ = ("data", "end", "flexible", "pos")
+
+    def __init__(self, data: bytes, pos: int, flexible: bool) -> None:
+        self.data, self.pos, self.end, self.flexible = data, pos, len(data), flexible
+
+    def skip(self, count: int) -> None:
+        self.pos += count
+        if count < 0 or self.pos > self.end:
+            raise Malformed(f"a field of {count} bytes does not fit into its frame")
+
+    def int8(self) -> int:
+        self.skip(1)
+        value = self.data[self.pos - 1]
+        return value - 256 if value > 127 else value
+
+    def int16(self) -> int:
+        self.skip(2)
+        return int(_INT16.unpack_from(self.data, self.pos - 2)[0])
+
+    def int32(self) -> int:
+        self.skip(4)
+        return int(_INT32.unpack_from(self.data, self.pos - 4)[0])
+
+    def int64(self) -> int:
+        self.skip(8)
+        return int(_INT64.unpack_from(self.data, self.pos - 8)[0])
+
+    def uvarint(self) -> int:
+        value = shift = 0
+        while True:
+            self.skip(1)
+            byte = self.data[self.pos - 1]
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value
+            shift += 7
+            if shift > 28:
+                raise Malformed("a varint is longer than five bytes")
+
+    def count(self) -> int:
+        """An array's length; -1 for null. At least one byte per element must be left."""
+        count = self.uvarint() - 1 if self.flexible else self.int32()
+        if count < -1 or count > self.end - self.pos:
+            raise Malformed(f"an array of {count} elements does not fit into its frame")
+        return count
+
+    def string(self) -> str | None:
+        length = self.uvarint() - 1 if self.flexible else self.int16()
+        return self._text(length)
+
+    def header_string(self) -> str | None:
+        """A string of a header: never compact, whatever the version."""
+        return self._text(self.int16())
+
+    def _text(self, length: int) -> str | None:
+        if length < 0:
+            if length < -1:
+                raise Malformed(f"a string of {length} bytes")
+            return None
+        self.skip(length)
+        return self.data[self.pos - length : self.pos].decode("utf-8", "surrogateescape")
+
+    def skip_string(self) -> None:
+        length = self.uvarint() - 1 if self.flexible else self.int16()
+        if length > 0:
+            self.skip(length)
+        elif length < -1:
+            raise Malformed(f"a string of {length} bytes")
+
+    def skip_bytes(self) -> None:
+        length = self.uvarint() - 1 if self.flexible else self.int32()
+        if length > 0:
+            self.skip(length)
+        elif length < -1:
+            raise Malformed(f"{length} bytes")
+
+    def skip_tags(self) -> None:
+        """Tagged fields, whatever they are; nothing in a version that is not flexible."""
+        if self.flexible:
+            for _ in range(self.uvarint()):
+                self.uvarint()
+                self.skip(self.uvarint())
+
+
+def uvarint(value: int) -> bytes:
+    """`value` as the protocol's unsigned varint."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def string(value: str, flexible: bool) -> bytes:
+    """`value` as a string field of a body."""
+    raw = value.encode("utf-8", "surrogateescape")
+    return (uvarint(len(raw) + 1) if flexible else _INT16.pack(len(raw))) + raw

@@ -1,0 +1,122 @@
+"""Cuts a byte stream into frames and moves them: untouched, whole through a handler, or piece by piece.
+
+Owns the place in the stream. What nobody asked for is never copied: a chunk that holds only passing frames comes out as
+the object that went in. It must never hold more than one frame's bytes, nor look into a frame beyond its header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from eos.shim.errors import Malformed
+
+
+class Stream(Protocol):
+    """Sees the pieces of one frame, its size prefix included, as they pass; may change bytes but not their number."""
+
+    def feed(self, piece: bytes) -> bytes: ...
+
+
+# Takes a whole frame with its size prefix; what it returns goes on in its place (b"": nothing does).
+Handler = Callable[[bytes], bytes]
+
+
+class Passing:
+    """The frame's bytes go on as they come."""
+
+
+PASSING = Passing()
+Passage = Passing | Handler | Stream
+
+
+class FrameSplitter:
+    """`open_frame(data, pos)` is asked at the head of each frame and says how it passes; None: show me more of it.
+
+    `head` is the number of bytes it is shown at least. `feed` returns the pieces that go on. Whatever `open_frame`
+    and handlers raise leaves `feed`, and the splitter must not be used again.
+    """
+
+    def __init__(
+        self,
+        head: int,
+        largest_frame: int,
+        open_frame: Callable[[bytes, int], Passage | None],
+    ) -> None:
+        self._head, self._largest, self._open = head, largest_frame, open_frame
+        self._left = 0  # bytes still to come of the frame under way
+        self._passage: Passage = PASSING
+        self._carried = b""  # the beginning of a frame that could not be opened yet
+        self._whole: list[bytes] = []  # the frame under way, for a handler
+        self._inserted: list[bytes] = []
+
+    @property
+    def between_frames(self) -> bool:
+        return self._left == 0 and not self._carried
+
+    def insert(self, frame: bytes) -> None:
+        """From `open_frame` or between feeds: a frame of ours that goes out before the one about to open."""
+        self._inserted.append(frame)
+
+    def feed(self, data: bytes) -> list[bytes]:
+        if self._carried:
+            data, self._carried = self._carried + data, b""
+        out: list[bytes] = []
+        pos = run = 0  # [run, pos) is passing and not yet in `out`
+        end = len(data)
+        while pos < end:
+            if self._left == 0:
+                if end - pos < self._head:
+                    break
+                size = 4 + int.from_bytes(data[pos : pos + 4], "big", signed=True)
+                if size < self._head or size - 4 > self._largest:
+                    raise Malformed(f"a frame of {size - 4} bytes")
+                passage = self._open(data, pos)
+                if passage is None:
+                    if end - pos >= size:
+                        raise Malformed("a frame that ends within its header")
+                    break
+                self._passage, self._left = passage, size
+                if self._inserted:
+                    _flush(out, data, run, pos)
+                    run = pos
+                    out += self._inserted
+                    self._inserted = []
+            taken = min(self._left, end - pos)
+            if self._passage is not PASSING:
+                _flush(out, data, run, pos)
+                run = pos + taken
+                self._hand_over(out, data[pos:run])
+            else:
+                self._left -= taken
+            pos += taken
+        if run == 0 and pos == end and not out:
+            return [data] if data else out
+        _flush(out, data, run, pos)
+        self._carried = data[pos:]
+        return out
+
+    def _hand_over(self, out: list[bytes], piece: bytes) -> None:
+        passage = self._passage
+        self._left -= len(piece)
+        if not callable(passage):
+            assert not isinstance(passage, Passing)
+            out.append(passage.feed(piece))
+            return
+        if self._left or self._whole:
+            self._whole.append(piece)
+        if self._left == 0:
+            if self._whole:
+                piece = b"".join(self._whole)  # one copy: a Produce has a megabyte
+                self._whole.clear()
+            made = passage(piece)
+            if made:
+                out.append(made)
+
+
+def _flush(out: list[bytes], data: bytes, start: int, end: int) -> None:
+    if start == 0 and end == len(data):
+        if data:
+            out.append(data)
+    elif end > start:
+        out.append(data[start:end])

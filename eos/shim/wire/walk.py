@@ -1,0 +1,108 @@
+"""Follows a message's layout over bytes that arrive piece by piece, without keeping what it skips.
+
+A layout is a generator: it yields a number of bytes it wants to see, or the negative number of bytes it skips. Owns
+the position in the frame; must never hold more than one field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+
+from eos.shim.errors import Malformed
+
+Layout = Generator[int, bytes, None]
+Field = Generator[int, bytes, int]
+
+
+class Walk:
+    """`position` counts from the frame's first byte. A layout that ends early leaves the rest of the frame unread."""
+
+    def __init__(self, layout: Callable[[Walk], Layout]) -> None:
+        self.position = 0
+        self.done = False
+        self._partial = b""
+        self._layout = layout(self)
+        self._wants = 0
+        self._advance(None)
+
+    def feed(self, data: bytes) -> None:
+        """Raises Malformed when the layout does."""
+        pos, end = 0, len(data)
+        while pos < end and not self.done:
+            wants = self._wants
+            if wants < 0:
+                taken = min(-wants, end - pos)
+                pos += taken
+                self.position += taken
+                self._wants += taken
+                if self._wants == 0:
+                    self._advance(b"")
+                continue
+            taken = min(wants - len(self._partial), end - pos)
+            piece = data[pos : pos + taken]
+            pos += taken
+            self.position += taken
+            if self._partial:
+                piece = self._partial + piece
+            if len(piece) < wants:
+                self._partial = piece
+                continue
+            self._partial = b""
+            self._advance(piece)
+
+    def _advance(self, data: bytes | None) -> None:
+        try:
+            wants = next(self._layout) if data is None else self._layout.send(data)
+            while wants == 0:
+                wants = self._layout.send(b"")
+            self._wants = wants
+        except StopIteration:
+            self.done = True
+
+
+def uvarint() -> Field:
+    value = shift = 0
+    while True:
+        byte = (yield 1)[0]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value
+        shift += 7
+        if shift > 28:
+            raise Malformed("a varint is longer than five bytes")
+
+
+def int16() -> Field:
+    return int.from_bytes((yield 2), "big", signed=True)
+
+
+def int32() -> Field:
+    return int.from_bytes((yield 4), "big", signed=True)
+
+
+def count(flexible: bool) -> Field:
+    """An array's or a byte string's length; null counts as 0."""
+    length = ((yield from uvarint()) - 1) if flexible else (yield from int32())
+    return max(0, length)
+
+
+def string_length(flexible: bool) -> Field:
+    length = ((yield from uvarint()) - 1) if flexible else (yield from int16())
+    return max(0, length)
+
+
+def text(flexible: bool) -> Generator[int, bytes, str | None]:
+    """A string's text; None for null."""
+    length = ((yield from uvarint()) - 1) if flexible else (yield from int16())
+    return None if length < 0 else (yield length).decode("utf-8", "replace")
+
+
+def tags(flexible: bool) -> Field:
+    """Skips tagged fields; returns how many there were."""
+    if not flexible:
+        return 0
+    number = yield from uvarint()
+    for _ in range(number):
+        yield from uvarint()
+        yield -(yield from uvarint())
+    return number

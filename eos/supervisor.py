@@ -1,0 +1,418 @@
+"""N worker processes under one supervisor: `eos run --workers N` and `--reload`.
+
+Owns processes, not work: which worker ended with what, who is started again and when, and what the whole ends with. It
+loads no App and talks to no Kafka, so there is nothing in it to leak or to get stuck. Rules in one place, `after`:
+75 or a signal nobody here sent: started again with a growing pause, up to MOST_RESTARTS in a row (the breaker); 0:
+done, the others go on; any other code: all are stopped, and that code is the supervisor's.
+
+Workers are `{instance}-{0..N-1}`. Each reports through a pipe (eos/health/report.py); the end of that pipe is how it
+learns that its supervisor is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import IO, Any
+
+import msgspec
+
+from eos import log
+from eos.errors import EosError
+from eos.health.incidents import Incidents
+from eos.health.report import PIPE_VARIABLE
+from eos.health.status import Incident, Status, judge_report
+
+PREFIX_VARIABLE = "EOS_LOG_PREFIX"
+MOST_RESTARTS = 8  # of one worker, without a life of SETTLED_S in between
+SETTLED_S = 60.0
+LONGEST_PAUSE_S = 30.0
+TEMPORARY = 75
+_LOOP_S = 0.1
+_KILL_MARGIN_S = 10.0  # a worker ends itself within eos.shutdown.timeout.ms; one that cannot is killed
+_READ_BYTES = 1 << 16
+
+
+class After(Enum):
+    RESTART = "start it again"
+    DONE = "it is done, the others go on"
+    STOP = "stop all"
+
+
+def after(code: int, stopping: bool) -> After:
+    """What a worker's end leads to; a negative code is the signal that killed it."""
+    if stopping or code == 0:
+        return After.DONE
+    return After.RESTART if code == TEMPORARY or code < 0 else After.STOP
+
+
+def pause_s(restarts_in_a_row: int) -> float:
+    """Before the n-th restart in a row (from 1): 1, 2, 4, ... seconds."""
+    return float(min(LONGEST_PAUSE_S, 2.0 ** (restarts_in_a_row - 1)))
+
+
+def final_code(codes: Sequence[int]) -> int:
+    """The first that says more than "temporary"; else 75 if any did not end well, else 0. `codes` in order of ends."""
+    telling = [code for code in codes if code not in (0, TEMPORARY) and code > 0]
+    if telling:
+        return telling[0]
+    return TEMPORARY if any(codes) else 0
+
+
+class GaveUp(EosError):
+    """A worker was started again too often; whoever runs the supervisor may try later."""
+
+    exit_code = TEMPORARY
+
+
+@dataclass
+class Child:
+    """One worker's place: its process, if one runs, and what is known of it."""
+
+    instance: str
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0  # time.monotonic()
+    start_again_at: float | None = None
+    restarts: int = 0
+    restarts_in_a_row: int = 0
+    code: int | None = None
+    status: Status | None = None
+    heard_at: float | None = None  # of this process
+    pipe: int | None = None
+    unread: bytearray = field(default_factory=bytearray)
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None
+
+
+class Supervisor:
+    """Runs `command(instance)` for each instance until all are done; `run` returns the exit code.
+
+    `stop_s`: how long a worker may take to stop. `forward`: the workers' lines come through this process's stderr, for
+    what is drawn there; else they write to its stdout and stderr themselves, which nothing that happens to the
+    supervisor can hold up. `keep`: a worker that ended for good does not end the supervisor, it waits for `reload`.
+    """
+
+    def __init__(
+        self,
+        instances: Sequence[str],
+        command: Callable[[str], Sequence[str]],
+        *,
+        stop_s: float,
+        forward: bool = False,
+        keep: bool = False,
+    ) -> None:
+        self.children = [Child(instance) for instance in instances]
+        self._command = command
+        self._stop_s = stop_s
+        self._forwards = forward
+        self._keep = keep
+        self._selector = selectors.DefaultSelector()
+        self._signals: list[int] = []
+        self._stop_asked = 0
+        self._stopping_since: float | None = None
+        self._reloading = threading.Event()
+        self._codes: list[int] = []
+        self._gave_up: GaveUp | None = None
+        self._incidents = Incidents()
+
+    # ---- what is known, for any thread ---------------------------------------------------------------------------
+
+    def statuses(self) -> list[Status]:
+        """Of all workers, those between two lives included."""
+        now = time.monotonic()
+        return [self._status_of(child, now) for child in self.children]
+
+    def _status_of(self, child: Child, now: float) -> Status:
+        last = child.status
+        if last is None:
+            last = Status(app="", instance=child.instance, pid=0, started_at=time.time(), at=time.time())
+        status = msgspec.structs.replace(last, restarts=child.restarts)
+        start_again_at, heard_at = child.start_again_at, child.heard_at
+        if start_again_at is not None:
+            status.live, status.ready = True, False
+            status.reason = (
+                f"ended with {_code_words(child.code or 0)}, starts again in {max(0.0, start_again_at - now):.0f} s"
+            )
+        elif child.process is None and child.code is not None:
+            status.live, status.ready, status.reason = child.code == 0, False, f"ended with {_code_words(child.code)}"
+        elif heard_at is None:
+            status.live, status.ready, status.reason = True, False, "starting"
+        else:
+            status.live, status.ready, status.reason = judge_report(status, now - heard_at)
+        return status
+
+    def incidents(self) -> list[Incident]:
+        return self._incidents.last()
+
+    # ---- the loop -------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        with self._incidents, self._handling_signals():
+            for child in self.children:
+                self._start(child)
+            try:
+                while self._unfinished():
+                    self._turn()
+            finally:
+                self._kill_all()
+                self._drain()
+        if self._gave_up is not None and final_code(self._codes) == TEMPORARY:
+            raise self._gave_up
+        return final_code(self._codes)
+
+    def _unfinished(self) -> bool:
+        if any(child.running or child.start_again_at is not None for child in self.children):
+            return True
+        return self._keep and not self._stop_asked
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(_LOOP_S):
+            key.data()
+        while self._signals:
+            self._asked_to_stop(self._signals.pop(0))
+        for child in self.children:
+            self._look_after(child)
+        self._kill_the_late()
+        if self._reloading.is_set() and not self._stop_asked:
+            self._reload()
+
+    def _look_after(self, child: Child) -> None:
+        now = time.monotonic()
+        if child.process is not None and (code := child.process.poll()) is not None:
+            self._ended(child, code)
+        elif child.start_again_at is not None and now >= child.start_again_at:
+            child.start_again_at = None
+            child.restarts += 1
+            self._start(child)
+
+    def _ended(self, child: Child, code: int) -> None:
+        lived_s = time.monotonic() - child.started_at
+        self._read_all(child)
+        child.process, child.code = None, code
+        what = after(code, self._stopping_since is not None)
+        told = log.info if code == 0 else log.warning
+        told(f"worker {child.instance} ended", reason=_code_words(code), then=what.value, lived_s=round(lived_s, 1))
+        if self._reloading.is_set() or (self._keep and what is After.STOP):
+            return
+        if what is After.RESTART:
+            self._plan_restart(child, lived_s)
+            return
+        self._codes.append(code)
+        if what is After.STOP:
+            self.stop()
+
+    def _plan_restart(self, child: Child, lived_s: float) -> None:
+        child.restarts_in_a_row = 1 if lived_s >= SETTLED_S else child.restarts_in_a_row + 1
+        if child.restarts_in_a_row > MOST_RESTARTS:
+            self._codes.append(TEMPORARY)
+            self._gave_up = GaveUp(
+                f"worker {child.instance} ended {child.restarts_in_a_row} times in a row within {SETTLED_S:.0f} s of "
+                f"its start, the last time with {_code_words(child.code or 0)}: all are stopped"
+            )
+            self.stop()
+            return
+        child.start_again_at = time.monotonic() + pause_s(child.restarts_in_a_row)
+
+    # ---- stopping and starting --------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Asks every worker to stop as SIGTERM does; nobody is started again."""
+        self._stopping_since = self._stopping_since or time.monotonic()
+        for child in self.children:
+            child.start_again_at = None
+            self._signal(child)
+
+    def reload(self) -> None:
+        """From any thread: all workers are stopped and started again."""
+        self._reloading.set()
+
+    def _reload(self) -> None:
+        if self._stopping_since is None:
+            self.stop()
+        if not any(child.running for child in self.children):
+            self._stopping_since = None
+            self._reloading.clear()
+            for child in self.children:
+                child.restarts_in_a_row = 0
+                self._start(child)
+
+    def _asked_to_stop(self, number: int) -> None:
+        self._stop_asked += 1
+        log.info("stopping", signal=signal.Signals(number).name, asked=self._stop_asked)
+        self._reloading.clear()
+        self._stopping_since = time.monotonic()
+        self.stop()  # at the second time each worker hears it the second time, and gives up what is open
+
+    def _signal(self, child: Child, number: int = signal.SIGTERM) -> None:
+        if child.process is not None and child.process.poll() is None:
+            child.process.send_signal(number)
+
+    def _kill_the_late(self) -> None:
+        since = self._stopping_since
+        if since is not None and time.monotonic() - since > self._stop_s + _KILL_MARGIN_S:
+            for child in self.children:
+                if child.running:
+                    log.warning(f"worker {child.instance} did not stop in time: killed")
+                    self._signal(child, signal.SIGKILL)
+            self._stopping_since = time.monotonic()
+
+    def _kill_all(self) -> None:
+        """Nothing is left running when the supervisor ends, however it ends."""
+        for child in self.children:
+            if child.process is not None:
+                self._signal(child, signal.SIGKILL)
+                child.process.wait()
+
+    def _start(self, child: Child) -> None:
+        reading, writing = os.pipe()
+        environment = {**os.environ, PIPE_VARIABLE: str(writing), PREFIX_VARIABLE: f"{child.instance} | "}
+        stream = subprocess.PIPE if self._forwards else None
+        child.process = subprocess.Popen(
+            self._command(child.instance),
+            env=environment,
+            pass_fds=[writing],
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT if stream else None,
+            process_group=0,  # a Ctrl-C in the terminal is the supervisor's to pass on, once
+        )
+        os.close(writing)
+        child.started_at, child.heard_at, child.code = time.monotonic(), None, None
+        child.unread.clear()
+        os.set_blocking(reading, False)
+        child.pipe = reading
+        self._selector.register(reading, selectors.EVENT_READ, lambda: self._read_report(child))
+        if child.process.stdout is not None:
+            self._forward(child.process.stdout)
+        log.info(f"worker {child.instance} started", pid=child.process.pid)
+
+    # ---- what the workers say --------------------------------------------------------------------------------------
+
+    def _read_report(self, child: Child) -> bool:
+        """False at the end of the pipe, or when nothing waits in it."""
+        assert child.pipe is not None
+        try:
+            part = os.read(child.pipe, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not part:
+            self._selector.unregister(child.pipe)
+            os.close(child.pipe)
+            child.pipe = None
+            return False
+        child.unread += part
+        *lines, rest = child.unread.split(b"\n")
+        child.unread = bytearray(rest)
+        if lines:
+            child.status, child.heard_at = msgspec.json.decode(lines[-1], type=Status), time.monotonic()
+        return True
+
+    def _read_all(self, child: Child) -> None:
+        """What it said last, and then the end: a process that it started may hold the pipe open."""
+        while child.pipe is not None and self._read_report(child):
+            continue
+        if child.pipe is not None:
+            self._selector.unregister(child.pipe)
+            os.close(child.pipe)
+            child.pipe = None
+
+    def _forward(self, stream: IO[bytes]) -> None:
+        os.set_blocking(stream.fileno(), False)
+        waiting = bytearray()
+
+        def forward() -> None:
+            try:
+                part = os.read(stream.fileno(), _READ_BYTES)
+            except BlockingIOError:
+                return
+            waiting.extend(part)
+            whole = len(waiting) if not part else waiting.rfind(b"\n") + 1
+            if whole:
+                sys.stderr.write(waiting[:whole].decode(errors="replace"))
+                sys.stderr.flush()
+                del waiting[:whole]
+            if not part:
+                self._selector.unregister(stream)
+                stream.close()
+
+        self._selector.register(stream, selectors.EVENT_READ, forward)
+
+    def _drain(self) -> None:
+        """The last lines of the workers that ended."""
+        while self._selector.get_map() and (ready := self._selector.select(0.2)):
+            for key, _ in ready:
+                key.data()
+
+    @contextlib.contextmanager
+    def _handling_signals(self) -> Iterator[None]:
+        def asked(number: int, _: Any) -> None:
+            self._signals.append(number)
+
+        before = {number: signal.signal(number, asked) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _code_words(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+class PrefixedStream:
+    """A text stream whose every line begins with `prefix` and is written at once, so that lines of several workers do
+    not mix. A reader that is gone is no error: a line that nobody can read must not fail the record that wrote it.
+    """
+
+    def __init__(self, stream: IO[str], prefix: str) -> None:
+        self._stream, self._prefix = stream, prefix
+        self._line = ""
+        self._lock = threading.RLock()
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            *lines, self._line = (self._line + text).split("\n")
+            if lines:
+                self._put("".join(f"{self._prefix}{line}\n" for line in lines))
+        return len(text)
+
+    def flush(self) -> None:
+        return None
+
+    def finish(self) -> None:
+        """A last line without an end."""
+        if self._line:
+            self.write("\n")
+
+    def _put(self, text: str) -> None:
+        # Not through the stream's own buffer: a signal handler that logs may come in between, and that refuses it.
+        line = text.encode(errors="backslashreplace")
+        with contextlib.suppress(BrokenPipeError):
+            while line:
+                line = line[os.write(self._stream.fileno(), line) :]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def prefix_own_output() -> None:
+    """In a supervised worker: lines of its log, its user's prints and its last words say whose they are."""
+    prefix = os.environ.pop(PREFIX_VARIABLE, None)
+    if prefix is not None:
+        for name in ("stdout", "stderr"):
+            stream = PrefixedStream(getattr(sys, name), prefix)
+            setattr(sys, name, stream)
+            atexit.register(stream.finish)

@@ -1,0 +1,5 @@
+"""`python -m eos.testing.clusters`: one line that says which brokers tests get on this machine, and why."""
+
+from eos.testing.clusters import choose
+
+print(f"eos: {choose().reason}")

@@ -1,0 +1,72 @@
+"""Which backend: what was asked for, else containers where they can run, else local JVMs, and why.
+
+Must never start anything: the answer costs one question to the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from eos.broker.jars import DEFAULT_VERSION
+from eos.errors import Unavailable
+from eos.testing.clusters.base import Cluster
+
+Backend = Literal["container", "jvm", "external"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`reason`: one line for people. `servers`: the address when the cluster is somebody else's."""
+
+    backend: Backend
+    reason: str
+    servers: str = ""
+
+    def cluster(
+        self, nodes: int = 3, version: str = DEFAULT_VERSION, config: Mapping[str, object] | None = None
+    ) -> Cluster:
+        """A cluster that is not started yet: use it as a context manager."""
+        if self.backend == "container":
+            from eos.testing.clusters.container import ContainerCluster
+
+            return ContainerCluster(nodes, version, config)
+        if self.backend == "jvm":
+            from eos.testing.clusters.jvm import JvmCluster
+
+            return JvmCluster(nodes, version, config)
+        from eos.testing.clusters.external import ExternalCluster
+
+        return ExternalCluster(self.servers)
+
+
+def choose(wanted: str | None = None, version: str = DEFAULT_VERSION) -> Choice:
+    """`wanted`: "container", "jvm", HOST:PORT[,HOST:PORT...], or None for the best that this machine can do."""
+    if wanted == "jvm":
+        return Choice("jvm", "brokers are local JVMs, as asked for")
+    if wanted not in (None, "container"):
+        return Choice("external", f"brokers are those at {wanted}", servers=str(wanted))
+    why_not = _why_no_containers(version)
+    if wanted is None and why_not is not None:
+        return Choice("jvm", f"brokers are local JVMs: {why_not}")
+    # Asked for by name it is not replaced: it says what is missing when it is started.
+    from eos.testing.clusters.container import image_for
+
+    return Choice("container", f"brokers are containers of {image_for(version)}")
+
+
+def _why_no_containers(version: str) -> str | None:
+    from eos.testing.clusters.container import engine, image_for, require_image
+
+    try:
+        client = engine()
+    except Unavailable as error:
+        return str(error)
+    try:
+        require_image(client, image_for(version))
+    except Unavailable as error:
+        return str(error)
+    finally:
+        client.close()
+    return None

@@ -1,0 +1,244 @@
+"""The cluster of containers, through testcontainers: the one backend that can do every fault.
+
+Owns the containers, their network and their names, and removes all of them, whatever ended the block; what a killed
+run leaves is removed by its watcher and by the next run (leftovers.py). The broker settings are LocalKafka's, so that
+a test sees the same clocks on both backends. It must never touch a container that it did not make.
+
+A node advertises INTERNAL to the other nodes, by its name in the network, and EXTERNAL to clients on this machine:
+a port of 127.0.0.1 that stays the same when the node is started again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from eos.broker.jars import DEFAULT_VERSION, parse_version
+from eos.broker.local import heap_for
+from eos.broker.node import free_ports
+from eos.broker.properties import HOST, NodePorts, server_properties
+from eos.errors import ConfigurationError, Unavailable
+from eos.testing.clusters.base import Cluster, NotSupported
+from eos.testing.clusters.leftovers import CLUSTER_LABEL, OWNER_LABEL, Watcher, owner, remove_leftovers
+
+if TYPE_CHECKING:
+    from testcontainers.core.container import DockerContainer
+
+LOCAL_IMAGES = "eos-kafka"
+BASE_IMAGE = "eos-base:bookworm"
+_INTERNAL_PORT, _CONTROLLER_PORT = 9092, 9093
+_ANSWER_TIMEOUT_S, _WORK_TIMEOUT_S = 5, 90
+# Everything but the loopback interface, by which the node talks to itself and asks for names.
+_DROP = ("INPUT ! -i lo -j DROP", "OUTPUT ! -o lo -j DROP")
+
+
+def engine() -> Any:
+    """A docker client of an engine that answers. Raises Unavailable with the reason when there is none."""
+    try:
+        import docker
+        import testcontainers  # noqa: F401
+    except ImportError as error:
+        raise Unavailable(f"{error.name} is not installed: pip install 'eos-kafka[containers]'") from error
+    try:
+        client = docker.from_env(timeout=_ANSWER_TIMEOUT_S)
+        client.ping()
+        client.api.timeout = _WORK_TIMEOUT_S
+    except (docker.errors.DockerException, OSError) as error:
+        raise Unavailable("no container engine answers") from error
+    return client
+
+
+def image_for(version: str = DEFAULT_VERSION) -> str:
+    """The image of this Kafka version: KAFKA_IMAGE, with this version as its tag if its tag is a version; else the
+    one that `make image` builds."""
+    repository, _, tag = os.environ.get("KAFKA_IMAGE", f"{LOCAL_IMAGES}:{version}").rpartition(":")
+    if re.fullmatch(r"\d+\.\d+\.\d+", tag):
+        return f"{repository}:{version}"
+    return f"{repository}:{tag}" if repository else tag
+
+
+def require_image(client: Any, image: str) -> None:
+    """Raises Unavailable for an image that is not here and that nobody could fetch either."""
+    import docker
+
+    try:
+        client.images.get(image)
+    except docker.errors.ImageNotFound as error:
+        if image.startswith(f"{LOCAL_IMAGES}:"):
+            version = image.rpartition(":")[2]
+            raise Unavailable(f"the image {image} is not built: make image VERSIONS={version}") from error
+
+
+class ContainerCluster(Cluster):
+    """`nodes` 1, or 3 and more; `config` broker properties that win over ours; `image` if not `image_for(version)`."""
+
+    backend = "container"
+
+    def __init__(
+        self,
+        nodes: int = 3,
+        version: str = DEFAULT_VERSION,
+        config: Mapping[str, object] | None = None,
+        image: str | None = None,
+    ) -> None:
+        super().__init__()
+        if nodes < 1 or nodes == 2:
+            raise ConfigurationError(f"a cluster of containers has 1, or 3 and more nodes, not {nodes}")
+        parse_version(version)
+        self.size, self.version, self.image = nodes, version, image or image_for(version)
+        self.name = f"eos-{secrets.token_hex(4)}"
+        self._config = dict(config or {})
+        self._ports: list[int] = []
+        self._containers: list[DockerContainer] = []
+        self._client: Any = None
+        self._cleanup = ExitStack()
+
+    def __enter__(self) -> ContainerCluster:
+        self._client = engine()
+        # Ryuk is an image of its own, which cannot be had without a registry.
+        os.environ["TESTCONTAINERS_RYUK_DISABLED"] = "true"
+        from testcontainers.core.network import Network
+
+        require_image(self._client, self.image)
+        with ExitStack() as cleanup:
+            cleanup.callback(self._client.close)
+            remove_leftovers(self._client)
+            self._watcher = Watcher(self.name)
+            cleanup.callback(self._watcher.close)
+            network = Network(docker_network_kw={"labels": self._labels()})
+            network.name = self.name
+            cleanup.enter_context(network)
+            self._ports = free_ports(self.size)
+            cluster_id = secrets.token_urlsafe(16).replace("-", "A")
+            for i in range(self.size):
+                container = self._container(i, cluster_id, network)
+                # Registered before it starts: what was made and did not start must go too.
+                cleanup.callback(container.stop)
+                self._containers.append(container)
+                container.start()
+            self.wait_ready(range(self.size))
+            self._cleanup = cleanup.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if copies := os.environ.get("EOS_KEEP_LOGS"):
+            self.save_logs(Path(copies) / self.name)
+        self._cleanup.close()
+
+    def _container(self, i: int, cluster_id: str, network: Any) -> DockerContainer:
+        from testcontainers.core.container import DockerContainer
+
+        container = DockerContainer(self.image, env=self._environment(i, cluster_id), name=f"{self.name}-{i}")
+        container.with_network(network).with_network_aliases(_alias(i))
+        container.with_kwargs(labels=self._labels(), hostname=_alias(i))
+        # On the loopback address only; testcontainers' own method binds the port on every address of the machine.
+        container.ports[f"{self._ports[i]}/tcp"] = (HOST, self._ports[i])  # type: ignore[assignment]
+        return container
+
+    def _labels(self) -> dict[str, str]:
+        return {OWNER_LABEL: owner(), CLUSTER_LABEL: self.name}
+
+    def _environment(self, i: int, cluster_id: str) -> dict[str, str]:
+        external = self._ports[i]
+        properties = server_properties(
+            i,
+            [NodePorts(port, _CONTROLLER_PORT) for port in self._ports],
+            Path("/var/lib/kafka/data"),
+            str(self.version),
+            {
+                "controller.quorum.voters": ",".join(f"{n}@{_alias(n)}:{_CONTROLLER_PORT}" for n in range(self.size)),
+                "listeners": f"INTERNAL://:{_INTERNAL_PORT},CONTROLLER://:{_CONTROLLER_PORT},EXTERNAL://:{external}",
+                "advertised.listeners": f"INTERNAL://{_alias(i)}:{_INTERNAL_PORT},EXTERNAL://{HOST}:{external}",
+                "listener.security.protocol.map": "INTERNAL:PLAINTEXT,CONTROLLER:PLAINTEXT,EXTERNAL:PLAINTEXT",
+                "inter.broker.listener.name": "INTERNAL",
+                **self._config,
+            },
+        )
+        return {_variable(name): value for name, value in properties.items()} | {
+            "CLUSTER_ID": cluster_id,
+            "KAFKA_HEAP_OPTS": f"-Xms256m -Xmx{heap_for(self.size)}",
+            "KAFKA_JVM_PERFORMANCE_OPTS": "-XX:+UseSerialGC",
+            # A node that starts again may have another address in the network under its old name.
+            "KAFKA_OPTS": "-Dsun.net.inetaddr.ttl=1 -Dsun.net.inetaddr.negative.ttl=0",
+        }
+
+    def server(self, i: int) -> str:
+        return f"{HOST}:{self._ports[i]}"
+
+    def log(self, i: int) -> str:
+        return str(self._docker(i).logs().decode(errors="replace"))
+
+    def _docker(self, i: int) -> Any:
+        return self._containers[i].get_wrapped_container()
+
+    def _ended(self, i: int) -> str | None:
+        container = self._docker(i)
+        container.reload()
+        if container.status in ("created", "running", "paused"):
+            return None
+        lines = self.log(i).splitlines()
+        errors = [line for line in lines if " ERROR " in line or " FATAL " in line]
+        return f"{container.status}: {(errors or lines or ['it wrote nothing'])[-1].strip()[:400]}"
+
+    def _kill(self, i: int) -> None:
+        container = self._docker(i)
+        if i in self._paused:
+            # A frozen process takes no signal. It may run for the moment between the two.
+            container.unpause()
+        container.kill("SIGKILL")
+        container.wait(timeout=10)
+
+    def _stop(self, i: int, timeout_s: float) -> None:
+        self._docker(i).stop(timeout=int(timeout_s))
+
+    def _launch(self, nodes: list[int]) -> None:
+        for i in nodes:
+            self._docker(i).start()
+
+    def _pause(self, i: int) -> None:
+        self._docker(i).pause()
+
+    def _resume(self, i: int) -> None:
+        self._docker(i).unpause()
+
+    def _partition(self, i: int) -> None:
+        self._iptables(i, "-I")
+
+    def _heal(self, i: int) -> None:
+        self._iptables(i, "-D")
+
+    def _iptables(self, i: int, change: str) -> None:
+        """Changes the packet filter of the node's own network, from a container that has the right to and that shares
+        nothing else with it: neither root on this machine nor anything in Kafka's image is needed."""
+        import docker
+
+        try:
+            self._client.containers.run(
+                BASE_IMAGE,
+                ["sh", "-c", " && ".join(f"iptables {change} {rule}" for rule in _DROP)],
+                network_mode=f"container:{self._docker(i).id}",
+                cap_add=["NET_ADMIN"],
+                labels=self._labels(),
+                remove=True,
+            )
+        except docker.errors.ImageNotFound as error:
+            raise NotSupported(f"a network cut needs iptables from the image {BASE_IMAGE}: make image") from error
+        except docker.errors.ContainerError as error:
+            raise NotSupported(f"iptables does not work in containers here: {str(error)[-200:]}") from error
+
+
+def _alias(i: int) -> str:
+    return f"kafka-{i}"
+
+
+def _variable(name: str) -> str:
+    """`min.insync.replicas` as KAFKA_MIN_INSYNC_REPLICAS; an underscore is doubled, a hyphen is three of them."""
+    return "KAFKA_" + name.replace("_", "__").replace("-", "___").replace(".", "_").upper()

@@ -1,0 +1,106 @@
+"""Somebody else's cluster, by its address: it can be asked, and nothing can be done to it.
+
+Must never change anything in the cluster, and never take a fault that cannot be made for one that was.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import NoReturn
+
+from eos.errors import ConfigurationError
+from eos.testing.clusters.base import READY_TIMEOUT_S, Cluster, NotSupported, examine
+
+
+class ExternalCluster(Cluster):
+    """`servers`: HOST:PORT[,HOST:PORT...]. Its node ids are its own, so nodes are not counted from 0 here, and `server`
+    and `log` are NotSupported like every fault."""
+
+    backend = "external"
+    version = None
+
+    def __init__(self, servers: str) -> None:
+        super().__init__()
+        for server in servers.split(","):
+            host, _, port = server.strip().rpartition(":")
+            if not host or not port.isdecimal():
+                raise ConfigurationError(f"{server!r} is not HOST:PORT")
+        self._servers = [server.strip() for server in servers.split(",")]
+        self.size = 0
+
+    def __enter__(self) -> ExternalCluster:
+        self.size = self._until(
+            f"{self.bootstrap_servers} answers", lambda: len(self._metadata().brokers), timeout_s=30
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    @property
+    def bootstrap_servers(self) -> str:
+        return ",".join(self._servers)
+
+    def wait_in_sync(self, *topics: str, timeout_s: float = READY_TIMEOUT_S) -> int:
+        """As elsewhere, but as one of its nodes sees it."""
+        late: list[str] = []
+        examined = 0
+
+        def in_sync() -> bool:
+            nonlocal examined
+            late.clear()
+            examined = examine(self._metadata(), topics, "the cluster", late)
+            return not late
+
+        self._until("all replicas are in sync", in_sync, timeout_s, lambda: ", ".join(late[:5]))
+        return examined
+
+    def repair(self) -> None:
+        """There is never a fault to end."""
+
+    def _reachable_servers(self) -> list[str]:
+        return self._servers
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise NotSupported(f"{what} needs a cluster of our own, not {self.bootstrap_servers}")
+
+    def _require_up(self, i: int) -> None:
+        self._refuse("a fault")
+
+    def start(self, i: int, timeout_s: float = 0) -> None:
+        self._refuse("a fault")
+
+    def resume(self, i: int) -> None:
+        self._refuse("a fault")
+
+    def heal(self, i: int) -> None:
+        self._refuse("a fault")
+
+    def server(self, i: int) -> str:
+        self._refuse("the address of one node")
+
+    def log(self, i: int) -> str:
+        self._refuse("a node's log")
+
+    def _kill(self, i: int) -> None:
+        self._refuse("a fault")
+
+    def _stop(self, i: int, timeout_s: float) -> None:
+        self._refuse("a fault")
+
+    def _launch(self, nodes: list[int]) -> None:
+        self._refuse("a fault")
+
+    def _pause(self, i: int) -> None:
+        self._refuse("a fault")
+
+    def _resume(self, i: int) -> None:
+        self._refuse("a fault")
+
+    def _partition(self, i: int) -> None:
+        self._refuse("a fault")
+
+    def _heal(self, i: int) -> None:
+        self._refuse("a fault")

@@ -1,0 +1,131 @@
+"""Nothing stays behind: what a test run made carries its owner's name, and what a dead owner left is removed.
+
+Owns the label that names the owning process and the proof that this process is gone. It must never remove what a live
+run owns, what another machine's process may own, or what carries no such label.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+OWNER_LABEL = "eos.owner"
+CLUSTER_LABEL = "eos.cluster"
+
+
+def owner() -> str:
+    """This process, so that no later one is taken for it: machine/pid/start."""
+    pid = os.getpid()
+    return f"{_machine()}/{pid}/{_start_of(pid)}"
+
+
+def is_dead(name: str) -> bool:
+    """Whether the process of this name was one on this machine and is gone. What is no such name is nobody's proof."""
+    machine, _, process = name.rpartition("/")[0].rpartition("/")
+    start = name.rpartition("/")[2]
+    return machine == _machine() and process.isdecimal() and _start_of(int(process)) != start
+
+
+def remove_leftovers(client: Any) -> list[str]:
+    """Removes what dead runs left, with its volumes; returns the names. `client`: a docker client.
+
+    Several runs may do this at once, so what is gone already is no error.
+    """
+    import docker
+
+    removed = []
+    for thing in _owned(client):
+        if not is_dead(_labels(thing).get(OWNER_LABEL, "")):
+            continue
+        try:
+            if hasattr(thing, "kill"):
+                thing.remove(force=True, v=True)
+            else:
+                thing.remove()
+            removed.append(thing.name)
+        except docker.errors.APIError as error:
+            # 404 gone, 409 being removed, 403 a network with a container that is just going.
+            if error.status_code not in (403, 404, 409):
+                raise
+    return removed
+
+
+def _owned(client: Any) -> Iterator[Any]:
+    """Containers first: networks and volumes cannot go before them."""
+    filters = {"label": OWNER_LABEL}
+    yield from client.containers.list(all=True, filters=filters, ignore_removed=True)
+    yield from client.networks.list(filters=filters)
+    yield from client.volumes.list(filters=filters)
+
+
+def _labels(thing: Any) -> dict[str, str]:
+    return getattr(thing, "labels", None) or thing.attrs.get("Labels") or {}
+
+
+def _machine() -> str:
+    """Where a pid means something: one machine, and in it one namespace of pids."""
+    try:
+        return f"{Path('/etc/machine-id').read_text().strip()}-{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return platform.node()
+
+
+def _start_of(pid: int) -> str | None:
+    """When the process started, in the system's own ticks; None if there is none, or only what is not reaped yet.
+
+    Without /proc only its existence is known: "-".
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        if Path("/proc/self/stat").exists():
+            return None
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        except PermissionError:
+            pass
+        return "-"
+    return None if fields[0] in "ZX" else fields[19]
+
+
+class Watcher:
+    """A shell that removes one cluster when this process is gone, however it went: its pipe then reports end of file.
+
+    It saves the machine three brokers until the next run removes them. Without docker's command line there is none.
+    """
+
+    _SCRIPT = """
+        read -r _
+        docker ps -aq --filter "label=$0" | xargs -r docker rm -f -v
+        docker network ls -q --filter "label=$0" | xargs -r docker network rm
+    """
+
+    def __init__(self, cluster: str) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        if shutil.which("docker"):
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", self._SCRIPT, f"{CLUSTER_LABEL}={cluster}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+            self._process = None

@@ -1,0 +1,99 @@
+"""Runs an App's functions without a broker: decoding, policies and outputs as the worker has them.
+
+Owns how results are told. It must never import a Kafka client, and what a record
+leads to is decided by the worker's own modules (eos/app.py, eos/handling.py), never here. What only a cluster can do
+is not shown: records are never refused, transactions never abort.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from eos.app import App, Header, Record
+from eos.errors import ConfigurationError
+from eos.handling import Handler, Kept
+from eos.hooks import Hooks
+from eos.serde import encode, encode_key
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One output. `partition` None: the partitioner's choice. `timestamp`: milliseconds since the epoch, 0 the time of
+    producing."""
+
+    topic: str
+    value: bytes | None
+    key: bytes | None
+    partition: int | None
+    timestamp: int
+    headers: list[Header]
+
+
+@dataclass
+class Ran:
+    """What a run led to: all outputs in their order, dead letters among them, and counts."""
+
+    sent: list[Sent] = field(default_factory=list)
+    skipped: int = 0
+    dead_letters: int = 0
+    retries: int = 0
+
+    def to(self, topic: str) -> list[Sent]:
+        """The outputs to one topic."""
+        return [sent for sent in self.sent if sent.topic == topic]
+
+    def values(self, topic: str) -> list[bytes | None]:
+        """Their values."""
+        return [sent.value for sent in self.to(topic)]
+
+
+def run(app: App, records: Iterable[Record | tuple[Any, ...]]) -> Ran:
+    """Runs the App's functions on the records in their order, `on_start` and `on_stop` too; retries do not wait.
+
+    A record is a Record, or `(topic, value)` or `(topic, value, key)`, made a record of partition 0 with the next
+    offset of its topic; value and key by the rule of outputs (bytes, str as UTF-8, None, else JSON).
+    Raises PoisonRecord where the policy is stop, ConfigurationError for a record of a topic without a function,
+    HookFailed.
+    """
+    app.check()
+    given = records_of(records)
+    for record in given:
+        if record.topic not in app.routes:
+            raise ConfigurationError(f"no function of {app!r} gets records of the topic {record.topic!r}")
+    handler, kept, ran, hooks = Handler(app), Kept(), Ran(), Hooks(app)
+    finished = False
+    try:
+        hooks.start()
+        at = 0
+        while (halt := handler.handle(kept, given[at:])) is not None:
+            if halt.error is not None:
+                raise halt.error
+            at += halt.handled
+            ran.retries += 1
+        finished = True
+    finally:
+        hooks.stop(failed=not finished)
+    ran.skipped, ran.dead_letters = kept.skipped, kept.dead_letters
+    for topic, value, key, partition, timestamp, headers in kept.sends:
+        ran.sent.append(Sent(topic, value, key, None if partition < 0 else partition, timestamp, headers or []))
+    return ran
+
+
+def records_of(records: Iterable[Record | tuple[Any, ...]]) -> list[Record]:
+    """Records, and what `run` takes for one."""
+    offsets: defaultdict[str, int] = defaultdict(int)
+    made: list[Record] = []
+    for given in records:
+        if isinstance(given, Record):
+            made.append(given)
+            offsets[given.topic] = max(offsets[given.topic], given.offset + 1)
+            continue
+        if not 2 <= len(given) <= 3:
+            raise ConfigurationError(f"{given!r} is not a Record, (topic, value) or (topic, value, key)")
+        topic, value, key = (*given, None)[:3]
+        made.append(Record(topic, 0, offsets[topic], key=encode_key(key), value=encode(value)))
+        offsets[topic] += 1
+    return made

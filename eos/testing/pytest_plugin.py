@@ -1,0 +1,195 @@
+"""The pytest plugin: `--eos-kafka=container|jvm|HOST:PORT`, and the fixtures `eos_run`, `eos_kafka`, `eos_cluster`.
+
+Owns the options, the life of the clusters and the rule that a fault which a backend cannot make is a test that was not
+run. It is loaded by every pytest where eos is installed, so it must never import a client, docker or the rest of
+eos.testing before a test asks for a cluster.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from eos.app import App, Record
+    from eos.testing.clusters import Choice, Cluster
+    from eos.testing.offline import Ran
+
+_ADDRESSES = re.compile(r"[^\s,:]+:\d+(,[^\s,:]+:\d+)*")
+
+
+@dataclass
+class _State:
+    """Of one pytest process. `reasons`: what the summary says about the brokers, those of xdist's workers too."""
+
+    choices: dict[str | None, Choice] = field(default_factory=dict)
+    shared: Cluster | None = None
+    reasons: set[str] = field(default_factory=set)
+
+
+_STATE = pytest.StashKey[_State]()
+
+
+class StartCluster(Protocol):
+    """What `eos_cluster` is: starts a cluster that ends with the test. Defaults: the command line's."""
+
+    def __call__(
+        self,
+        nodes: int | None = None,
+        version: str | None = None,
+        config: Mapping[str, object] | None = None,
+        backend: str | None = None,
+    ) -> Cluster: ...
+
+
+class RunOnBroker(Protocol):
+    """What `eos_run` is: runs an App on a real broker, see eos.testing.online.run_on."""
+
+    def __call__(
+        self, app: App, records: Iterable[Record | tuple[Any, ...]], settings: Mapping[str, Any] | None = None
+    ) -> Ran: ...
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("eos", "Kafka clusters that tests can break (eos)")
+    group.addoption(
+        "--eos-kafka",
+        metavar="container|jvm|HOST:PORT",
+        help="where brokers run; default: containers where an engine answers and has the image, else local JVMs",
+    )
+    group.addoption("--eos-kafka-version", metavar="VERSION", help="Kafka's version, e.g. 3.9.2; default: 4.3.1")
+    group.addoption("--eos-kafka-nodes", metavar="N", type=int, default=3, help="nodes of eos_kafka; default: 3")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    wanted = config.getoption("--eos-kafka")
+    if wanted not in (None, "container", "jvm") and not _ADDRESSES.fullmatch(wanted):
+        raise pytest.UsageError(f"--eos-kafka={wanted}: must be container, jvm or HOST:PORT[,HOST:PORT...]")
+    config.stash[_STATE] = _State()
+
+
+@pytest.fixture(scope="session")
+def eos_kafka(pytestconfig: pytest.Config) -> Iterator[Cluster]:
+    """One cluster (eos.testing.clusters.Cluster) for the whole session. A test's faults are repaired at its end."""
+    state = pytestconfig.stash[_STATE]
+    with _cluster(pytestconfig, None, None, None, None) as cluster:
+        state.shared = cluster
+        yield cluster
+        state.shared = None
+
+
+@pytest.fixture
+def eos_cluster(pytestconfig: pytest.Config) -> Iterator[StartCluster]:
+    """Starts clusters of the test's own: `eos_cluster(nodes=3, version="3.9.2", config={...}, backend="jvm")`."""
+    with ExitStack() as running:
+
+        def start(
+            nodes: int | None = None,
+            version: str | None = None,
+            config: Mapping[str, object] | None = None,
+            backend: str | None = None,
+        ) -> Cluster:
+            return running.enter_context(_cluster(pytestconfig, nodes, version, config, backend))
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def _eos_broker(pytestconfig: pytest.Config) -> Iterator[str]:
+    """The bootstrap servers of the one node that `eos_run` uses: a local JVM unless --eos-kafka says otherwise."""
+    backend = pytestconfig.getoption("--eos-kafka") or "jvm"
+    with _cluster(pytestconfig, 1, None, None, backend) as cluster:
+        yield cluster.bootstrap_servers
+
+
+@pytest.fixture
+def eos_run(_eos_broker: str) -> RunOnBroker:
+    """Runs an App on a real broker: `eos_run(app, [("topic", {"value": 1})]).values("out")`."""
+    from eos.testing.online import run_on
+
+    def run(app: App, records: Iterable[Record | tuple[Any, ...]], settings: Mapping[str, Any] | None = None) -> Ran:
+        return run_on(_eos_broker, app, records, settings)
+
+    return run
+
+
+def _cluster(
+    config: pytest.Config,
+    nodes: int | None,
+    version: str | None,
+    properties: Mapping[str, object] | None,
+    backend: str | None,
+) -> Cluster:
+    from eos.broker import DEFAULT_VERSION
+    from eos.testing.clusters import choose
+
+    state = config.stash[_STATE]
+    wanted = backend or config.getoption("--eos-kafka")
+    version = version or config.getoption("--eos-kafka-version") or DEFAULT_VERSION
+    key = f"{wanted} {version}"
+    if key not in state.choices:
+        state.choices[key] = choose(wanted, version)
+        state.reasons.add(state.choices[key].reason)
+    return state.choices[key].cluster(nodes or config.getoption("--eos-kafka-nodes"), version, properties)
+
+
+# A fault that the backend cannot make
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, object, object]:
+    return (yield from _not_run_if_not_supported())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    return (yield from _not_run_if_not_supported())
+
+
+def _not_run_if_not_supported() -> Generator[None, object, object]:
+    try:
+        return (yield)
+    except Exception as error:
+        # Only what was imported can have been raised.
+        clusters = sys.modules.get("eos.testing.clusters.base")
+        if clusters is None or not isinstance(error, clusters.NotSupported):
+            raise
+        raise pytest.skip.Exception(f"not run: {error}", _use_item_location=True) from None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    """After the test's own fixtures are gone, and before the next test meets its faults."""
+    try:
+        return (yield)
+    finally:
+        shared = item.config.stash[_STATE].shared
+        if shared is not None:
+            shared.repair()
+
+
+# What the summary says
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for reason in sorted(config.stash[_STATE].reasons):
+        terminalreporter.write_line(f"eos: {reason}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["eos_reasons"] = sorted(session.config.stash[_STATE].reasons)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[_STATE].reasons.update(getattr(node, "workeroutput", {}).get("eos_reasons", ()))

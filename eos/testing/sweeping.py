@@ -1,0 +1,362 @@
+"""A fault sweep: a user's own App on a real worker and real Kafka, once per (step of a transaction, fault), judged.
+
+Owns the cases (which fault at which step, as a plan of the shim's) and one run of each: topics made anew, input loaded,
+a worker process behind a shim until all input is done, then `eos.testing.verify`. It must never judge by what the
+worker says of itself: what counts is what Kafka holds, and that the fault really happened.
+
+    # test_flights.py; eos_kafka is the plugin's cluster
+    @pytest.fixture(scope="module")
+    def sweeper(eos_kafka): return Sweeper("flights.py:app", eos_kafka.bootstrap_servers, {"flights": values})
+
+    @pytest.mark.parametrize("case", every_case(), ids=str)
+    def test_no_fault_loses_or_doubles(case, sweeper): sweeper.run(case).raise_if_wrong()
+
+    # or all of it, with a table at the end
+    from eos.testing import sweep
+    outcomes = sweep("flights.py:app", bootstrap_servers, {"flights": values})
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
+from rich.console import Console
+from rich.table import Table
+
+from eos.cli.run import load_app
+from eos.errors import ConfigurationError, EosError, Unavailable
+from eos.shim.faults import Event, Phase, Plan, Rule
+from eos.testing.shim import ShimThread
+from eos.testing.verify import Verification, verify
+
+# The steps of KIP-98's data flow that are requests, and which of each is struck: in the middle of the work.
+STEPS: Mapping[str, int] = {
+    "InitProducerId": 1,
+    "AddPartitionsToTxn": 2,
+    "Produce": 2,
+    "AddOffsetsToTxn": 2,
+    "TxnOffsetCommit": 2,
+    "EndTxn": 2,
+}
+every_txn_step: tuple[str, ...] = tuple(STEPS)
+
+_COORDINATOR = ("COORDINATOR_LOAD_IN_PROGRESS", "COORDINATOR_NOT_AVAILABLE", "NOT_COORDINATOR")
+# What brokers answer at each step (KIP-98, KIP-890 and Kafka's handlers); each once, the next request is answered well.
+ERRORS: Mapping[str, tuple[str, ...]] = {
+    "InitProducerId": (*_COORDINATOR, "CONCURRENT_TRANSACTIONS"),
+    "AddPartitionsToTxn": (*_COORDINATOR, "CONCURRENT_TRANSACTIONS", "INVALID_PRODUCER_ID_MAPPING"),
+    "Produce": (
+        "LEADER_NOT_AVAILABLE",
+        "NOT_LEADER_FOR_PARTITION",
+        "REQUEST_TIMED_OUT",
+        "NOT_ENOUGH_REPLICAS",
+        "OUT_OF_ORDER_SEQUENCE_NUMBER",
+        "INVALID_PRODUCER_EPOCH",
+        "INVALID_TXN_STATE",
+    ),
+    "AddOffsetsToTxn": (*_COORDINATOR, "CONCURRENT_TRANSACTIONS", "INVALID_PRODUCER_ID_MAPPING"),
+    "TxnOffsetCommit": (*_COORDINATOR, "ILLEGAL_GENERATION", "UNKNOWN_MEMBER_ID", "INVALID_PRODUCER_EPOCH"),
+    "EndTxn": (*_COORDINATOR, "CONCURRENT_TRANSACTIONS", "INVALID_PRODUCER_ID_MAPPING", "INVALID_PRODUCER_EPOCH"),
+}
+# When the late copy of a step arrives: inside what comes after it.
+_LATE: Mapping[str, Event] = {
+    "InitProducerId": Event("Produce"),
+    "AddPartitionsToTxn": Event("EndTxn"),
+    "Produce": Event("AddPartitionsToTxn", when="arrives"),
+    "AddOffsetsToTxn": Event("Produce"),
+    "TxnOffsetCommit": Event("Produce"),
+    "EndTxn": Event("Produce"),
+}
+ACTIONS: tuple[str, ...] = (
+    "reset before",
+    "reset after",
+    "blackhole",
+    "late copy",
+    "late copy, then abort",
+    "lost acknowledgement, then abort",
+    "duplicate",
+    "errors",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: `action` at `step`; `error` for the action "errors". `protocol`: classic or consumer."""
+
+    step: str
+    action: str
+    error: str | None = None
+    protocol: str = "classic"
+
+    def __str__(self) -> str:
+        return f"{self.step}: {self.error or self.action} ({self.protocol})"
+
+    def rules(self, transactional_id: str, side: str = "broker") -> list[Rule]:
+        """`transactional_id` is one producer's: requests are counted of that one, whatever others the worker has."""
+        nth = STEPS[self.step]
+        simple = {
+            "reset before": Rule(self.step, "reset", nth=nth),
+            "reset after": Rule(self.step, "reset", Phase.AFTER_APPLY, nth),
+            "blackhole": Rule(self.step, "blackhole", nth=nth),
+            "duplicate": Rule(self.step, "duplicate", Phase.AFTER_APPLY, nth),
+            "late copy": Rule(self.step, "reset", Phase.LATE, nth, until=_LATE[self.step]),
+        }
+        if self.error is not None:
+            rules = [Rule(self.step, "error", nth=nth, error=self.error)]
+        elif self.action == "late copy, then abort":
+            # H1: the copy ends the next transaction half done, and what the client then aborts is not all of it.
+            abort = Rule("TxnOffsetCommit", "error", nth=nth + 1, error="ILLEGAL_GENERATION")
+            rules = [simple["late copy"], abort]
+        elif self.action == "lost acknowledgement, then abort":
+            # H2b: appended but not acknowledged, and the transaction ends before the client asks again. The batch that
+            # makes it end was appended too: a gap in its sequence numbers would make librdkafka take a new epoch.
+            lost = Rule("Produce", "error", Phase.AFTER_APPLY, nth, partition="*-0", error="REQUEST_TIMED_OUT")
+            rules = [lost, Rule("Produce", "error", Phase.AFTER_APPLY, nth, partition="*-1", error="INVALID_REQUEST")]
+        else:
+            rules = [simple[self.action]]
+        return [replace(rule, side=side, transactional_id=transactional_id) for rule in rules]
+
+
+def every_case(
+    over: Iterable[str] = every_txn_step,
+    actions: Iterable[str] = ACTIONS,
+    protocols: Iterable[str] = ("classic", "consumer"),
+) -> list[Case]:
+    """Raises ConfigurationError for a step or an action that there is not."""
+    found = []
+    over, actions, protocols = list(over), list(actions), list(protocols)
+    for wanted, known in ((over, every_txn_step), (actions, ACTIONS), (protocols, ("classic", "consumer"))):
+        for name in wanted:
+            if name not in known:
+                raise ConfigurationError(f"{name}: must be one of {', '.join(known)}")
+    for protocol in protocols:
+        for step in over:
+            for action in actions:
+                if action == "errors":
+                    found += [Case(step, action, error, protocol) for error in ERRORS[step]]
+                elif not (
+                    (action == "late copy, then abort" and step != "EndTxn")
+                    or (action == "lost acknowledgement, then abort" and step != "Produce")
+                ):
+                    found.append(Case(step, action, None, protocol))
+    return found
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one case left. `wrong`: every reason why it does not count as exactly once; empty is good."""
+
+    case: Case
+    wrong: tuple[str, ...]
+    verification: Verification | None
+    starts: int
+    seconds: float
+    log: Path
+
+    def raise_if_wrong(self) -> None:
+        """AssertionError with every reason, and where the worker's log is."""
+        assert not self.wrong, f"{self.case}: {'; '.join(self.wrong)} (worker's log: {self.log})"
+
+    @property
+    def verdict(self) -> str:
+        return "; ".join(self.wrong) or "exactly once"
+
+
+# A worker whose restart a supervisor would try: temporary, or fenced by what looks like a newer instance.
+_START_AGAIN = (75, 79)
+_STARTS = 6
+_SETTINGS = {
+    "eos.lineage": "true",
+    "eos.transaction.interval.ms": "20",
+    "transaction.timeout.ms": "5000",
+    # A request without an answer is given up after this; librdkafka's minute would be the run's length.
+    "socket.timeout.ms": "2500",
+    "linger.ms": "20",
+}
+# A retry has to come later than the abort that overtakes it.
+_SLOW_RETRY = {"retry.backoff.ms": "2000", "retry.backoff.max.ms": "2000"}
+
+
+class Sweeper:
+    """Runs cases of one App (`MODULE:APP`, as for `eos run`) against the Kafka at `bootstrap_servers`.
+
+    `records`: per source topic the values to load; each must be one the App handles. The App's topics are deleted and
+    made anew for every case: never give it a cluster that holds anything. `settings`: more of the worker's; `protect`:
+    whether the shim protects; `side`: where faults stand then. Raises Unavailable for a cluster that does not answer.
+    """
+
+    def __init__(
+        self,
+        app: str,
+        bootstrap_servers: str,
+        records: Mapping[str, Sequence[bytes]],
+        *,
+        partitions: int = 2,
+        settings: Mapping[str, str] | None = None,
+        protect: bool = False,
+        side: str = "broker",
+        timeout_s: float = 90.0,
+        directory: Path | None = None,
+    ) -> None:
+        self._target, self._servers, self._records = app, bootstrap_servers, records
+        self._partitions, self._timeout_s = partitions, timeout_s
+        self._more, self._protect, self._side = dict(settings or {}), protect, side
+        self._app = load_app(app)
+        self._directory = directory or Path(tempfile.mkdtemp(prefix="eos-sweep-"))
+        self._admin = AdminClient({"bootstrap.servers": bootstrap_servers, "log_level": 0})
+        self._number = 0
+        missing = set(self._app.topics) - set(records)
+        if missing:
+            raise ConfigurationError(f"records: nothing is given for {', '.join(sorted(missing))}")
+
+    @property
+    def _instance(self) -> str:
+        return f"sweep-{self._number}"
+
+    @property
+    def _topics(self) -> list[str]:
+        return sorted({*self._app.topics, *self._app.destinations})
+
+    def run(self, case: Case) -> Outcome:
+        began = time.monotonic()
+        self._number += 1
+        self._make_topics()
+        self._load()
+        name = f"{self._app.id}-{self._instance}"
+        plan = Plan(case.rules(name, self._side if self._protect else "broker"))
+        log = self._directory / f"{self._number:03}.log"
+        with ShimThread(self._servers, plan, protect=self._protect) as shim:
+            codes = self._work(case, shim.bootstrap_servers, log)
+        wrong = list(plan.complaints())
+        if codes[-1] != 0:
+            wrong.append(f"the worker ended with {', '.join(map(str, codes))}")
+        found = None
+        try:
+            found = verify(self._servers, self._app.topics, sorted(self._app.destinations), self._app.id)
+            wrong += _reasons(found, sum(map(len, self._records.values())) if codes[-1] == 0 else None)
+        except EosError as error:
+            wrong.append(str(error))
+        return Outcome(case, tuple(wrong), found, len(codes), time.monotonic() - began, log)
+
+    def _make_topics(self) -> None:
+        for future in self._admin.delete_topics(self._topics).values():
+            with _ignoring(KafkaError.UNKNOWN_TOPIC_OR_PART):
+                future.result(self._timeout_s)
+        # On a new cluster the question for a group's coordinator would wait until its topic is made.
+        groups = self._admin.list_consumer_groups().result(self._timeout_s).valid
+        if any(group.group_id == self._app.id for group in groups):
+            for future in self._admin.delete_consumer_groups([self._app.id]).values():
+                future.result(self._timeout_s)
+        deadline = time.monotonic() + self._timeout_s
+        left = set(self._topics)
+        while left:
+            made = self._admin.create_topics([NewTopic(topic, self._partitions, -1) for topic in sorted(left)])
+            for topic, future in made.items():
+                # A topic under deletion is there for a moment still.
+                with _ignoring(KafkaError.TOPIC_ALREADY_EXISTS):
+                    future.result(30)
+                    left.discard(topic)
+            if left and time.monotonic() > deadline:
+                raise Unavailable(f"{', '.join(sorted(left))} could not be made anew within {self._timeout_s:g} s")
+
+    def _load(self) -> None:
+        producer = Producer({"bootstrap.servers": self._servers, "log_level": 0, "linger.ms": 5})
+        failed: list[KafkaError] = []
+        for topic, values in self._records.items():
+            for number, value in enumerate(values):
+                producer.produce(
+                    topic,
+                    value,
+                    key=b"%d" % number,
+                    partition=number % self._partitions,
+                    on_delivery=lambda error, _: failed.append(error) if error else None,
+                )
+        if producer.flush(self._timeout_s) or failed:
+            raise Unavailable(f"the input could not be loaded: {failed[:1] or 'no answer'}")
+
+    def _work(self, case: Case, servers: str, log: Path) -> list[int]:
+        """The exit codes of the worker, started again as a supervisor would."""
+        values = _SETTINGS | ({"group.protocol": "consumer"} if case.protocol == "consumer" else {})
+        if case.action == "lost acknowledgement, then abort":
+            values |= _SLOW_RETRY
+        if case.protocol == "classic":
+            values |= {"session.timeout.ms": "6000", "heartbeat.interval.ms": "500"}
+        count = min(map(len, self._records.values()))
+        values |= {"eos.transaction.max.records": str(max(1, count // 10))} | self._more
+        command = [sys.executable, "-m", "eos", "run", self._target, "--instance", self._instance]
+        command += ["--bootstrap-servers", servers, "--until-end", "--log-level", "debug"]
+        command += [part for name, value in values.items() for part in ("-X", f"{name}={value}")]
+        codes: list[int] = []
+        deadline = time.monotonic() + self._timeout_s
+        with log.open("wb") as output:
+            while not codes or (codes[-1] in _START_AGAIN and len(codes) < _STARTS):
+                left = max(1.0, deadline - time.monotonic())
+                try:
+                    done = subprocess.run(command, stdout=output, stderr=output, timeout=left, env={**os.environ})
+                    codes.append(done.returncode)
+                except subprocess.TimeoutExpired:
+                    codes.append(-9)
+        return codes
+
+
+def _reasons(found: Verification, loaded: int | None) -> list[str]:
+    wrong = [f"{verdict.rule}: {verdict.sentence}" for verdict in found.report.verdicts if not verdict.holds]
+    if not found.outputs:
+        wrong.append("no outputs were examined")
+    if loaded is not None and found.inputs != loaded:
+        wrong.append(f"{found.inputs} of {loaded} inputs are committed")
+    return wrong
+
+
+@contextmanager
+def _ignoring(code: int) -> Iterator[None]:
+    try:
+        yield
+    except KafkaException as error:
+        if error.args[0].code() != code:
+            raise
+
+
+def sweep(
+    app: str,
+    bootstrap_servers: str,
+    records: Mapping[str, Sequence[bytes]],
+    *,
+    over: Iterable[str] = every_txn_step,
+    actions: Iterable[str] = ACTIONS,
+    protocols: Iterable[str] = ("classic", "consumer"),
+    console: Console | None = None,
+    **more: object,
+) -> list[Outcome]:
+    """Every case, one after the other, and a table at the end; `more` is Sweeper's. Look at each outcome's `wrong`."""
+    console = console or Console(stderr=True)
+    sweeper = Sweeper(app, bootstrap_servers, records, **more)  # type: ignore[arg-type]
+    outcomes = []
+    for case in every_case(over, actions, protocols):
+        outcomes.append(sweeper.run(case))
+        console.print(f"{outcomes[-1].seconds:5.1f} s  {case}: {outcomes[-1].verdict}", highlight=False)
+    console.print(table(outcomes))
+    return outcomes
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """A row per step and action; a column per group protocol."""
+    protocols = sorted({outcome.case.protocol for outcome in outcomes})
+    made = Table("step", "fault", *protocols, title=f"{len(outcomes)} runs, {sum(not o.wrong for o in outcomes)} right")
+    rows: dict[tuple[str, str], dict[str, Outcome]] = {}
+    for outcome in outcomes:
+        case = outcome.case
+        rows.setdefault((case.step, case.error or case.action), {})[case.protocol] = outcome
+    for (step, fault), found in rows.items():
+        made.add_row(step, fault, *(found[p].verdict if p in found else "" for p in protocols))
+    return made

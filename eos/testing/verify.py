@@ -1,0 +1,272 @@
+"""The production face of the checker: reads a live cluster and says whether each committed input has its outputs.
+
+Owns the order of reading (committed offsets first, then the outputs up to an end that lies behind them) and the rules
+that lineage adds to the checker's. It must never call something held that it could not decide: outputs without
+lineage, inputs that retention removed and partitions that were committed without counts are notes, not verdicts.
+`judge` is pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eos import lineage
+from eos.errors import Unavailable
+from eos.lineage import Tally
+from eos.testing import checker, history
+from eos.testing.checker import EXAMPLES, Inputs, Outputs, Report, Verdict
+
+Place = tuple[str, int]
+Progress = Callable[[str, int, int], None]
+_POLL_S = 0.2
+_MARK = np.dtype([("partition", "<i4"), ("offset", "<i8"), ("i", "<i4"), ("n", "<i4"), ("number", "<i8")])
+assert _MARK.itemsize == lineage.FORMAT.size, "the bulk reader and the writer must agree on the header's width"
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What a group has committed of one partition: everything before `offset`; `tally` None: without lineage."""
+
+    offset: int
+    tally: Tally | None
+
+
+@dataclass(frozen=True, eq=False)
+class Marks:
+    """The sources of n outputs: arrays (n,); `topic` counts into `topics`, `outputs` are those records themselves."""
+
+    topics: tuple[str, ...]
+    topic: NDArray[np.int32]
+    fields: NDArray[Any]
+    outputs: Outputs
+
+    def where(self, keep: NDArray[np.bool_]) -> Marks:
+        return Marks(
+            self.topics, self.topic[keep], self.fields[keep], self.outputs.take(np.flatnonzero(keep).astype(np.int64))
+        )
+
+    def __len__(self) -> int:
+        return len(self.topic)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """`report` has the verdicts; `notes` what could not be decided, and why; `inputs` and `outputs` were examined."""
+
+    report: Report
+    notes: tuple[str, ...]
+    inputs: int
+    outputs: int
+
+
+@dataclass
+class _Findings:
+    examined: int = 0
+    violations: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, count: int, examples: Iterator[str]) -> None:
+        self.violations += count
+        while count and len(self.examples) < EXAMPLES and (example := next(examples, None)) is not None:
+            self.examples.append(example)
+
+    def verdict(self, rule: str, what: str, good: str) -> Verdict:
+        return checker.verdict(rule, self.examined, what, self.violations, self.examples, good)
+
+
+def verify(
+    bootstrap: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    group: str,
+    config: Mapping[str, Any] | None = None,
+    progress: Progress = lambda what, done, total: None,
+    timeout_s: float = 60.0,
+) -> Verification:
+    """Reads the topics as they are now; workers may go on meanwhile. Raises Unavailable for an unreachable cluster, a
+    missing topic, or outputs that an open transaction keeps unreadable for `timeout_s`."""
+    committed = {
+        place: Committed(offset, lineage.tally_of(metadata))
+        for place, (offset, metadata) in history.committed_with_metadata(bootstrap, group, inputs, config).items()
+    }
+    begins = history.beginnings(bootstrap, inputs, config)
+    # After the offsets: the outputs of whatever they cover were written before, some markers maybe not yet.
+    ends = _readable_ends(bootstrap, outputs, config, timeout_s)
+    read = history.read_topic(
+        bootstrap,
+        inputs,
+        config=config,
+        contents=False,
+        upto={place: at.offset for place, at in committed.items()},
+        progress=lambda done, total: progress("inputs", done, total),
+    )
+    written = history.read_topic(
+        bootstrap,
+        outputs,
+        config=config,
+        header=lineage.HEADER,
+        contents=False,
+        upto=ends,
+        progress=lambda done, total: progress("outputs", done, total),
+    )
+    marks, unmarked = marks_of(written)
+    verification = judge(read.inputs(), marks, committed, begins)
+    if not unmarked:
+        return verification
+    note = f"{unmarked:,} outputs carry no lineage: something else wrote them, or the worker before it was switched on"
+    return Verification(verification.report, (*verification.notes, note), verification.inputs, verification.outputs)
+
+
+def _readable_ends(
+    bootstrap: str, topics: Sequence[str], config: Mapping[str, Any] | None, timeout_s: float
+) -> dict[Place, int]:
+    """The log ends of now, once a read_committed reader can pass them."""
+    ends = history.end_offsets(bootstrap, topics, config)
+    deadline = time.monotonic() + timeout_s
+    stable = ends.stable
+    while held := {place: end for place, end in ends.log_end.items() if stable[place] < end}:
+        if time.monotonic() > deadline:
+            (topic, partition), end = next(iter(held.items()))
+            raise Unavailable(
+                f"{topic}[{partition}] is readable up to {stable[topic, partition]} only, its log ended at {end} "
+                f"{timeout_s:g} s ago: an open transaction holds it"
+            )
+        time.sleep(_POLL_S)
+        stable = history.end_offsets(bootstrap, topics, config).stable
+    return dict(ends.log_end)
+
+
+def marks_of(written: history.Log) -> tuple[Marks, int]:
+    """The outputs that carry lineage, and how many do not."""
+    headers = written.headers or []
+    width = lineage.FORMAT.size
+    marked = np.array([header is not None and len(header) > width for header in headers], np.bool_)
+    found = [header for header in headers if header is not None and len(header) > width]
+    fields = np.frombuffer(b"".join([header[:width] for header in found]), _MARK)
+    names = [header[width:] for header in found]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    topic = np.array([numbers[name] for name in names], np.int32)
+    rows = np.flatnonzero(marked)
+    outputs = Outputs(
+        topics=written.topics,
+        topic=written.topic[rows],
+        partition=written.partition[rows],
+        offset=written.offset[rows],
+        source_topic=topic,
+        source_partition=fields["partition"],
+        source_offset=fields["offset"],
+        copy=fields["i"],
+    )
+    topics = tuple(name.decode(errors="replace") for name in numbers)
+    return Marks(topics, topic, fields, outputs), len(headers) - len(found)
+
+
+def judge(
+    inputs: Inputs, marks: Marks, committed: Mapping[Place, Committed], begins: Mapping[Place, int]
+) -> Verification:
+    """`inputs`: the readable records below the committed offsets. `begins`: the first offset that each partition still
+    holds."""
+    tallies = {place: at.tally for place, at in committed.items() if at.tally is not None}
+    notes = [
+        f"{topic}[{partition}] is committed at {at.offset} without lineage: not decided"
+        for (topic, partition), at in committed.items()
+        if at.tally is None
+    ]
+    lost, handled = _Findings(), _Findings()
+    judged = np.zeros(len(marks), np.bool_)
+    covered = np.zeros(len(inputs), np.bool_)
+    for place, tally in sorted(tallies.items()):
+        here = _of_place(marks, place)
+        end = committed[place].offset
+        begin = max(tally.begin, begins.get(place, 0))
+        offsets = _offsets_of(inputs, place)
+        covered |= _in(inputs, place) & (inputs.offset >= begin)
+        offsets = offsets[offsets >= begin]
+        handled.examined += len(offsets)
+        if begin > tally.begin:
+            removed = f"{place[0]}[{place[1]}]: inputs before {begin} were removed by retention"
+            notes.append(f"{removed}; their outputs and the number of inputs are not decided")
+        elif len(offsets) != tally.inputs:
+            what = f"{place[0]}[{place[1]}] holds {len(offsets):,} inputs in {tally.begin}..{end - 1}"
+            handled.add(abs(len(offsets) - tally.inputs), iter([f"{what}, {tally.inputs:,} were handled"]))
+        within = here & (marks.fields["offset"] >= tally.begin) & (marks.fields["offset"] < end)
+        judged |= within & (marks.fields["offset"] >= begin)
+        lost.examined += tally.outputs
+        missing = np.setdiff1d(np.arange(tally.outputs), marks.fields["number"][within])
+        lost.add(len(missing), _missing_sentences(place, missing, marks.fields[within], offsets, end))
+    others = int(np.count_nonzero(~judged))
+    if others:
+        notes.append(f"{others:,} outputs are of inputs that are not committed yet, or not of these partitions")
+    verdicts = [handled.verdict("all_inputs_counted", "committed inputs", "as many as were handled")]
+    if lost.examined:
+        verdicts.append(lost.verdict("no_losses", "counted outputs", "all are visible"))
+        verdicts += _joined_verdicts(inputs, covered, marks.where(judged))
+    return Verification(Report(tuple(verdicts)), tuple(notes), handled.examined, lost.examined)
+
+
+def _joined_verdicts(inputs: Inputs, covered: NDArray[np.bool_], marks: Marks) -> list[Verdict]:
+    """The checker's own rules, with the number of outputs that the marks themselves say an input has."""
+    kept = inputs.take(np.flatnonzero(covered).astype(np.int64))
+    index = {topic: number for number, topic in enumerate(kept.topics)}
+    source = np.array([index.get(topic, -1) for topic in marks.topics], np.int32)
+    outputs = dataclasses.replace(
+        marks.outputs, source_topic=source[marks.topic] if len(marks) else marks.topic.astype(np.int32)
+    )
+    rows = checker.join(kept, outputs, 0)
+    fan_out = np.zeros(len(kept), np.int64)
+    known = rows.row >= 0
+    np.maximum.at(fan_out, rows.row[known], marks.fields["n"][known])
+    joined = checker.join(rows.inputs, outputs, fan_out)
+    verdicts = [checker.no_duplicates(joined), checker.no_strangers(joined), checker.order(joined)]
+    if (fan_out > 1).any():
+        verdicts.append(checker.atomic(joined))
+    return verdicts
+
+
+def _missing_sentences(
+    place: Place, missing: NDArray[np.int64], fields: NDArray[Any], inputs: NDArray[np.int64], end: int
+) -> Iterator[str]:
+    """Which output each missing number was, as closely as its neighbours tell."""
+    topic, partition = place
+    fields = fields[np.argsort(fields["number"], kind="stable")]
+    for number in missing:
+        at = int(np.searchsorted(fields["number"], number))
+        before = fields[at - 1] if at > 0 else None
+        after = fields[at] if at < len(fields) else None
+        what = f"output number {number} of {topic}[{partition}] is not visible"
+        # A neighbour of the same input tells which it was: numbers run through the outputs of one input.
+        if before is not None and (i := before["i"] + number - before["number"]) < before["n"]:
+            yield f"{what}: it is output {i} of {topic}[{partition}]@{before['offset']}"
+        elif after is not None and (i := after["i"] - after["number"] + number) >= 0:
+            yield f"{what}: it is output {i} of {topic}[{partition}]@{after['offset']}"
+        else:
+            low = before["offset"] + 1 if before is not None else 0
+            high = after["offset"] - 1 if after is not None else end - 1
+            between = inputs[(inputs >= low) & (inputs <= high)]
+            if len(between) == 1:
+                yield f"{what}: it is of {topic}[{partition}]@{between[0]}"
+            else:
+                yield f"{what}: it is of one of the {len(between)} inputs in {topic}[{partition}]@{low}..{high}"
+
+
+def _of_place(marks: Marks, place: Place) -> NDArray[np.bool_]:
+    topic, partition = place
+    number = marks.topics.index(topic) if topic in marks.topics else -1
+    same: NDArray[np.bool_] = (marks.topic == number) & (marks.fields["partition"] == partition)
+    return same
+
+
+def _in(inputs: Inputs, place: Place) -> NDArray[np.bool_]:
+    same: NDArray[np.bool_] = (inputs.topic == inputs.topics.index(place[0])) & (inputs.partition == place[1])
+    return same
+
+
+def _offsets_of(inputs: Inputs, place: Place) -> NDArray[np.int64]:
+    return inputs.offset[_in(inputs, place)]

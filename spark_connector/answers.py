@@ -1,0 +1,76 @@
+"""What each error code of a broker means for a transaction of the sink: data, no I/O.
+
+Owns the one table; no other module of spark_connector may look at a code to decide what to do. Codes from Kafka's
+org.apache.kafka.common.protocol.Errors; what is retried, and when, follows its TransactionManager and Sender.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from kafka import errors as kafka_errors
+
+
+class Answer(Enum):
+    """What to do with an answer."""
+
+    DONE = "carried out"
+    RETRY = "the same request again, byte for byte, to whoever is responsible by then"
+    FENCED = "the epoch is not ours any more: a newer instance, or the broker's transaction timeout"
+    RESTART = "this transaction is lost, a new one repairs it"
+    UNAUTHORISED = "stop: not authorised"
+    REFUSED = "stop: the records or the settings are refused"
+
+
+_ROWS: dict[Answer, tuple[int, ...]] = {
+    # 46 DUPLICATE_SEQUENCE_NUMBER: it was appended, longer ago than the broker remembers offsets of.
+    Answer.DONE: (0, 46),
+    Answer.RETRY: (
+        3,  # UNKNOWN_TOPIC_OR_PARTITION: a broker that has not heard of it yet
+        5,  # LEADER_NOT_AVAILABLE
+        6,  # NOT_LEADER_OR_FOLLOWER
+        7,  # REQUEST_TIMED_OUT
+        13,  # NETWORK_EXCEPTION
+        14,  # COORDINATOR_LOAD_IN_PROGRESS
+        15,  # COORDINATOR_NOT_AVAILABLE
+        16,  # NOT_COORDINATOR
+        19,  # NOT_ENOUGH_REPLICAS
+        20,  # NOT_ENOUGH_REPLICAS_AFTER_APPEND
+        51,  # CONCURRENT_TRANSACTIONS: the coordinator is still completing the one before
+        55,  # OPERATION_NOT_ATTEMPTED: another partition of the same request had the error
+        56,  # KAFKA_STORAGE_ERROR
+        74,  # FENCED_LEADER_EPOCH
+        75,  # UNKNOWN_LEADER_EPOCH
+        78,  # OFFSET_NOT_AVAILABLE: a new leader does not know its high watermark yet (KIP-207)
+        89,  # THROTTLING_QUOTA_EXCEEDED
+    ),
+    Answer.FENCED: (47, 90),  # INVALID_PRODUCER_EPOCH, PRODUCER_FENCED
+    Answer.RESTART: (
+        2,  # CORRUPT_MESSAGE
+        45,  # OUT_OF_ORDER_SEQUENCE_NUMBER
+        48,  # INVALID_TXN_STATE
+        49,  # INVALID_PRODUCER_ID_MAPPING
+        59,  # UNKNOWN_PRODUCER_ID
+        120,  # TRANSACTION_ABORTABLE
+    ),
+    Answer.UNAUTHORISED: (29, 31, 53, 58),
+}
+_ANSWERS = {code: answer for answer, codes in _ROWS.items() for code in codes}
+
+
+def judge(code: int) -> Answer:
+    """A code without a row stops the batch: an unknown answer is never taken for success."""
+    return _ANSWERS.get(code, Answer.REFUSED)
+
+
+def name(code: int) -> str:
+    """The code as Kafka spells it."""
+    return str(getattr(kafka_errors.for_code(code), "message", f"error {code}"))
+
+
+class Stopped(Exception):
+    """A transaction cannot go on; `answer` says what its owner must do, `args[0]` is one sentence."""
+
+    def __init__(self, answer: Answer, sentence: str) -> None:
+        super().__init__(sentence)
+        self.answer = answer

@@ -1,0 +1,124 @@
+"""An App's functions over Arrow batches: what `mapInArrow` runs on the executors.
+
+Owns the way from rows of Spark's Kafka source to Records and from an App's outputs to rows of the sink. What a function
+gets and what becomes of its result is eos/app.py's, what becomes of a record that fails eos/handling.py's, the same as
+on a worker. It must never import a Kafka client, open a connection or decide what a micro-batch comes to: it gives rows
+or raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from eos import log
+from eos.app import App, Header, Record, Send
+from eos.errors import EosError
+from eos.handling import Handler, Kept
+from eos.hooks import Hooks
+from spark_connector.failures import to_line
+
+# What mapInArrow gives. `timestamp_ms` null: the time of producing; `partition` null: the partitioner decides. A task
+# reads a range of one partition of one topic, in order; the sink keeps the order of each task's rows.
+OUTPUTS = (
+    "topic string, partition int, key binary, value binary, headers array<struct<key: string, value: binary>>, "
+    "timestamp_ms bigint"
+)
+_HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+_SCHEMA = pa.schema(
+    [
+        ("topic", pa.string()),
+        ("partition", pa.int32()),
+        ("key", pa.binary()),
+        ("value", pa.binary()),
+        ("headers", _HEADERS),
+        ("timestamp_ms", pa.int64()),
+    ]
+)
+
+
+class Apply:
+    """One App, ready for `mapInArrow`; pickled with its functions. `batch_most`, `concurrent_most`: the settings
+    `eos.batch.max.records` and `eos.async.max.records`. The App's hooks run around each task."""
+
+    def __init__(self, app: App, batch_most: int, concurrent_most: int = 100) -> None:
+        self._app, self._batch_most, self._concurrent_most = app, batch_most, concurrent_most
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Raises ExecutorFailure for what ends the run: a record that its policy stops at, a wrong App, a hook."""
+        if all(isinstance(handler, logging.NullHandler) for handler in log.logger.handlers):
+            log.configure(level="warning")  # skipped records and dead letters, in the executor's stderr
+        handler, hooks, finished = Handler(self._app, None, self._concurrent_most), Hooks(self._app), False
+        try:
+            hooks.start()
+            for batch in batches:
+                if batch.num_rows:
+                    yield from self._outputs(handler, read(batch))
+            finished = True
+        except EosError as error:
+            raise to_line(error) from error
+        finally:
+            hooks.stop(failed=not finished)
+
+    def _outputs(self, handler: Handler, records: list[Record]) -> Iterator[pa.RecordBatch]:
+        at = 0
+        while at < len(records):
+            part = records[at : at + self._batch_most]
+            outputs = Kept()
+            halt = handler.handle(outputs, part)
+            at += len(part) if halt is None else halt.handled
+            if halt is not None and halt.error is not None:
+                raise halt.error
+            if outputs.sends:
+                yield write(outputs.sends)
+            if halt is not None:
+                time.sleep(halt.pause_s)  # a record that is tried again
+
+
+def read(batch: pa.RecordBatch) -> list[Record]:
+    """Rows of Spark's Kafka source as Records. A timestamp that Kafka did not know is -1."""
+    columns = [
+        batch.column("topic"),
+        batch.column("partition"),
+        batch.column("offset"),
+        _milliseconds(batch.column("timestamp")),
+        batch.column("key"),
+        batch.column("value"),
+    ]
+    lists = [column.to_pylist() for column in columns]
+    headers = batch.column("headers")
+    if headers.null_count == len(headers):
+        return list(map(Record, *lists))
+    lists.append([[(h["key"], h["value"]) for h in held] if held else () for held in headers.to_pylist()])
+    return list(map(Record, *lists))
+
+
+def _milliseconds(column: pa.Array) -> pa.Array:
+    import pyarrow.compute as pc
+
+    # Spark's source turned milliseconds into microseconds; -1 (none) became -1000.
+    return pc.divide(column.cast(pa.int64()), 1000)
+
+
+def write(sends: Sequence[Send]) -> pa.RecordBatch:
+    """Outputs as rows, in order."""
+    topics, values, keys, partitions, timestamps, headers = zip(*sends, strict=True)
+    columns: list[Any] = [
+        pa.array(topics, pa.string()),
+        pa.array([None if number < 0 else number for number in partitions], pa.int32()),
+        pa.array(keys, pa.binary()),
+        pa.array(values, pa.binary()),
+        _header_column(headers),
+        pa.array([stamp or None for stamp in timestamps], pa.int64()),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=_SCHEMA)
+
+
+def _header_column(headers: Sequence[list[Header] | None]) -> pa.Array:
+    if not any(headers):
+        return pa.nulls(len(headers), _HEADERS)
+    return pa.array([[{"key": k, "value": v} for k, v in held] if held else None for held in headers], _HEADERS)

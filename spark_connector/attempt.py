@@ -1,0 +1,303 @@
+"""One attempt at one batch under one epoch: the order of its steps, which is the guarantee.
+
+    init       InitProducerId: fences every earlier attempt, ends what it left open
+    decide     the progress marker says whether this batch is in Kafka already (marker.py)
+    add        AddPartitionsToTxn: all target partitions and the marker's
+    produce    tasks write, one per Kafka partition, under this identity (task.py, claims.py)
+    mark       the marker of this batch, in the same transaction
+    commit     one EndTxn
+
+Owns that order and what a failure at each step means. It must never write outside the order, never abort once a commit
+was sent, and never initialise again before it is known that no newer instance owns the transactional.id.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import pyarrow as pa
+from kafka import errors as kafka_errors
+
+from eos import log, ownership
+from eos.admin.cluster import ClusterAdmin
+from eos.errors import ConfigurationError, EosError, Fenced, NotAuthorised, Temporary, Unavailable
+from spark_connector import marker
+from spark_connector.answers import Answer, Stopped
+from spark_connector.claims import ClaimServer
+from spark_connector.identity import Transaction
+from spark_connector.marker import Decision, Marker, MarkerReader, WrongProgress
+from spark_connector.murmur2 import murmur2_column
+from spark_connector.options import Options
+from spark_connector.partition import PartitionWriter
+from spark_connector.routing import route
+from spark_connector.targets import AUTHORIZATION_ERRORS, Target, Targets, ensure_marker_topic, longest_transaction_ms
+from spark_connector.task import RESULT_SCHEMA, Job, Result, writer
+from spark_connector.wire import Broken, Unreachable, Wire
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+T = TypeVar("T")
+
+
+class Again(Exception):
+    """This attempt is lost; a new epoch repairs it. `outcome_unknown`: its commit was sent and never answered."""
+
+    def __init__(self, sentence: str, *, outcome_unknown: bool = False) -> None:
+        super().__init__(sentence)
+        self.outcome_unknown = outcome_unknown
+
+
+class Batch(Protocol):
+    """What is written: a micro-batch of a query, or a batch write."""
+
+    name: str
+    key: bytes | None
+    """The marker's key; None: nothing is to be remembered."""
+
+    def decide(self, found: Marker | None) -> Decision: ...
+
+    def marker(self, found: Marker | None, decision: Decision, rows: int) -> Marker: ...
+
+
+@dataclass(frozen=True)
+class Connected:
+    """What one transactional.id keeps from batch to batch while nothing fails."""
+
+    wire: Wire
+    targets: Targets
+    markers: MarkerReader
+    transaction: Transaction
+    transaction_ms: int  # transaction.timeout.ms
+    longest_ms: int  # the broker's transaction.max.timeout.ms
+
+    @classmethod
+    def to(cls, options: Options) -> Connected:
+        """Raises what `translated` translates."""
+        wire, timeout_s = Wire(options.connection, options.timeout_s), options.timeout_s
+        try:
+            targets = Targets(wire, options.topics, timeout_s)
+            targets.read()  # what is wrong with the topics is said before anything is fenced
+            count = ensure_marker_topic(wire, options.topics, timeout_s)
+            name = pa.array([options.transactional_id.encode()], pa.binary())
+            place = (murmur2_column(name)[0].as_py() & 0x7FFFFFFF) % count
+            longest_ms = longest_transaction_ms(wire, timeout_s)
+            transaction_ms = options.transaction_ms or longest_ms
+            transaction = Transaction(wire, options.transactional_id, transaction_ms, timeout_s)
+            return cls(wire, targets, MarkerReader(wire, place, timeout_s), transaction, transaction_ms, longest_ms)
+        except BaseException:
+            wire.close()
+            raise
+
+
+class Attempt:
+    """`run` is called once."""
+
+    def __init__(
+        self, options: Options, connected: Connected, server: ClaimServer, df: DataFrame, batch: Batch
+    ) -> None:
+        self._options, self._connected, self._server = options, connected, server
+        self._df, self._batch = df, batch
+        self._transaction = connected.transaction
+        self._seconds: dict[str, float] = {}
+        self._began: float | None = None  # of the transaction
+        self._commit_sent = False
+
+    def run(self) -> int | None:
+        """Rows written; None: the batch is in Kafka already. Raises Again, EosError, or what Spark raised."""
+        try:
+            return self._run()
+        except WrongProgress as error:
+            raise ConfigurationError(self._said(error)) from None
+        except Unreachable as error:
+            if self._commit_sent:
+                # Unknown: the next init ends the transaction either way, and the marker tells which.
+                raise self._settled(Exception(f"the commit's answer never came ({error})")) from error
+            self._abort()
+            raise Unavailable(self._said(error)) from error
+        except Stopped as stopped:
+            raise self._public(stopped) from stopped
+
+    def _run(self) -> int | None:
+        connected, batch = self._connected, self._batch
+        self._timed("init", self._transaction.init)
+        self._options.on_step("init")
+        found = self._timed("decide", self._find_marker)
+        decision = batch.decide(found)
+        if decision is Decision.ALREADY:
+            log.info("batch is in Kafka already", **self._who())
+            return None
+        if decision is Decision.ADOPT:
+            log.warning("batch adopts what another sink wrote", **self._who())
+        targets = self._timed("targets", connected.targets.read)
+        partitions = [(target.topic, target.partition) for target in targets]
+        if batch.key is not None:
+            partitions.append((marker.TOPIC, connected.markers.partition))
+        self._began = time.monotonic()
+        self._timed("add", lambda: self._transaction.add(partitions))
+        self._options.on_step("add")
+        results = self._timed("produce", lambda: self._produce(targets))
+        rows = sum(result.rows for result in results)
+        self._options.on_step("produce")
+        if batch.key is not None:
+            self._timed("mark", lambda: self._mark(batch.marker(found, decision, rows)))
+        self._options.on_step("mark")
+        self._commit_sent = True
+        self._timed("commit", lambda: self._transaction.end(commit=True))
+        self._options.on_step("commit")
+        self._report(rows, results)
+        return rows
+
+    def _find_marker(self) -> Marker | None:
+        return None if self._batch.key is None else self._connected.markers.read(self._batch.key)
+
+    def _produce(self, targets: Sequence[Target]) -> list[Result]:
+        """Runs the Spark job; every row is acknowledged when this returns, each partition by one task."""
+        claims, options = self._server.claims, self._options
+        job = Job(
+            options.transactional_id,
+            self._transaction.identity,
+            tuple((target.topic, target.partition, target.max_bytes) for target in targets),
+            options.connection,
+            self._server.office,
+            options.compression,
+            options.delivery_s,
+        )
+        claims.begin(job.identity)
+        try:
+            rows = route(self._df, targets, options.topic).mapInArrow(writer(job), RESULT_SCHEMA).collect()
+        except Exception as error:
+            if claims.poison is not None:
+                raise Stopped(Answer.RESTART, claims.poison) from error
+            self._abort()
+            raise
+        finally:
+            granted, poison = claims.end()
+        if poison is not None:
+            raise Stopped(Answer.RESTART, poison)
+        results = [Result(*row) for row in rows]
+        _check(results, granted)
+        return results
+
+    def _mark(self, new: Marker) -> None:
+        one = PartitionWriter(
+            self._connected.wire,
+            self._options.transactional_id,
+            self._transaction.identity,
+            marker.TOPIC,
+            self._connected.markers.partition,
+            delivery_timeout_s=self._options.delivery_s,
+        )
+        key, value = pa.array([self._batch.key], pa.binary()), pa.array([new.encode()], pa.binary())
+        one.write(pa.record_batch({"key": key, "value": value}))
+        one.finish()
+
+    def _abort(self) -> Stopped | None:
+        """So that readers need not wait for the transaction's timeout. No part of the guarantee: the next init aborts
+        what is left. Returns the coordinator's refusal, if it was one."""
+        if self._began is not None and not self._commit_sent:
+            try:
+                self._transaction.end(commit=False)
+            except (Stopped, Unreachable, Broken) as error:
+                log.warning("the abort failed", error=str(error), **self._who())
+                return error if isinstance(error, Stopped) else None
+        return None
+
+    def _public(self, stopped: Stopped) -> Exception:
+        """What `stopped` is called outside: Again, or one of eos.errors."""
+        if stopped.answer is Answer.FENCED:
+            return self._settled(stopped)
+        refused = self._abort()
+        if stopped.answer is Answer.RESTART:
+            # An attempt that is lost for another reason may have lost its epoch as well.
+            fenced = refused is not None and refused.answer is Answer.FENCED
+            return self._settled(stopped) if fenced else Again(str(stopped), outcome_unknown=self._commit_sent)
+        kind = NotAuthorised if stopped.answer is Answer.UNAUTHORISED else ConfigurationError
+        return kind(self._said(stopped))
+
+    def _settled(self, error: Exception) -> Exception:
+        """Again, unless the epoch is somebody else's: the coordinator is asked, for an init to find out would fence the
+        newer instance."""
+        connected = self._connected
+        age_ms = 0.0 if self._began is None else (time.monotonic() - self._began) * 1000
+        mine = ownership.Identity(*self._transaction.identity)
+        situation = ownership.Situation(mine, self._began is not None, age_ms, connected.transaction_ms)
+        try:
+            with ClusterAdmin(self._options.settings) as admin:
+                owner, answer = ownership.settle(situation, lambda: admin.describe(self._options.transactional_id))
+        except EosError as unanswered:
+            return Temporary(f"{self._said(error)}, and whose the epoch is cannot be asked ({unanswered})")
+        if owner is ownership.Owner.OWN_TIMEOUT:
+            return Temporary(
+                f"{self._said(error)}: the batch took longer than transaction.timeout.ms={connected.transaction_ms} "
+                "and the broker aborted it: raise that setting (the broker's transaction.max.timeout.ms allows "
+                f"{connected.longest_ms}), or give the source smaller batches (maxOffsetsPerTrigger)"
+            )
+        if owner is ownership.Owner.NEWER:
+            newer = "" if answer is None else f" (epoch {answer.epoch} of producer {answer.producer_id} by now)"
+            return Fenced(f"{self._said(error)}: another query, or another run of this one, took over{newer}")
+        return Again(f"{error}: {owner.value}", outcome_unknown=self._commit_sent)
+
+    def _timed(self, step: str, call: Callable[[], T]) -> T:
+        started = time.monotonic()
+        try:
+            return call()
+        finally:
+            self._seconds[step] = time.monotonic() - started
+
+    def _said(self, error: Exception) -> str:
+        return f"{self._options.transactional_id}, {self._batch.name}: {error}"
+
+    def _who(self) -> dict[str, Any]:
+        identity = self._transaction.identity
+        return {
+            "batch": self._batch.name,
+            "transactional_id": self._options.transactional_id,
+            "producer_id": identity.producer_id,
+            "epoch": identity.epoch,
+        }
+
+    def _report(self, rows: int, results: Sequence[Result]) -> None:
+        log.info(
+            "batch committed",
+            **self._who(),
+            state="CompleteCommit",
+            rows=rows,
+            bytes=sum(result.bytes for result in results),
+            partitions=len(results),
+            resent=sum(result.retries for result in results),
+            tasks_ms=round(sum(result.seconds for result in results) * 1000),
+            tasks_waited_ms=round(sum(result.waited for result in results) * 1000),
+            **{f"{step}_ms": round(seconds * 1000) for step, seconds in self._seconds.items()},
+        )
+
+
+def _check(results: Sequence[Result], granted: frozenset[int]) -> None:
+    """Raises Stopped or Unreachable unless every task that claimed a partition wrote all of its rows there."""
+    for answer in (Answer.FENCED, Answer.UNAUTHORISED, Answer.REFUSED, Answer.RESTART):
+        for result in results:
+            if result.answer == answer.name:
+                raise Stopped(answer, result.sentence or "")
+    for result in results:
+        if result.answer is not None:
+            raise Unreachable(result.sentence)
+        if result.rows != result.sequences:
+            raise Stopped(Answer.RESTART, f"a task had {result.rows} rows and wrote {result.sequences} sequences")
+    told = sorted(result.target for result in results)
+    if told != sorted(granted):
+        raise Stopped(Answer.RESTART, f"tasks claimed targets {sorted(granted)} and reported {told}")
+
+
+def translated(error: Exception) -> Exception:
+    """What a failure outside an attempt's own steps is called: connecting, and kafka-python's errors."""
+    if isinstance(error, AUTHORIZATION_ERRORS):
+        return NotAuthorised(f"{type(error).__name__}: {error}")
+    if isinstance(error, Stopped):
+        kind = NotAuthorised if error.answer is Answer.UNAUTHORISED else ConfigurationError
+        return kind(str(error))
+    if isinstance(error, (Unreachable, Broken, kafka_errors.KafkaError)):
+        return Unavailable(str(error))
+    return error

@@ -1,0 +1,122 @@
+"""The worker's settings (librdkafka's names) for the Java client inside Spark's Kafka source.
+
+Owns that translation, data and no I/O but the reading of PEM files: their content is passed on, so that executors need
+no file. It must never drop a setting of security that it does not know: it raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eos.errors import ConfigurationError
+
+# Same name, same meaning, for a consumer. What is not here (producer's and group settings, librdkafka's own tuning) has
+# no counterpart in Spark's source.
+_SAME = frozenset(
+    [
+        "client.id",
+        "client.rack",
+        "fetch.min.bytes",
+        "fetch.max.bytes",
+        "max.partition.fetch.bytes",
+        "check.crcs",
+        "metadata.max.age.ms",
+        "reconnect.backoff.ms",
+        "reconnect.backoff.max.ms",
+        "retry.backoff.ms",
+        "retry.backoff.max.ms",
+        "sasl.mechanism",
+        "sasl.kerberos.service.name",
+        "ssl.key.password",
+    ]
+)
+_PEM = {
+    "ssl.ca.location": "ssl.truststore.certificates",
+    "ssl.certificate.location": "ssl.keystore.certificate.chain",
+    "ssl.key.location": "ssl.keystore.key",
+}
+_PEM_TEXT = {
+    "ssl.ca.pem": "ssl.truststore.certificates",
+    "ssl.certificate.pem": "ssl.keystore.certificate.chain",
+    "ssl.key.pem": "ssl.keystore.key",
+}
+_LOGIN_MODULES = {
+    "PLAIN": "org.apache.kafka.common.security.plain.PlainLoginModule",
+    "SCRAM-SHA-256": "org.apache.kafka.common.security.scram.ScramLoginModule",
+    "SCRAM-SHA-512": "org.apache.kafka.common.security.scram.ScramLoginModule",
+}
+_TRANSLATED = frozenset(
+    (
+        "bootstrap.servers",
+        "security.protocol",
+        "sasl.username",
+        "sasl.password",
+        "ssl.endpoint.identification.algorithm",
+    )
+)
+
+
+def java_consumer(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Kafka's names for a Java consumer, without the prefix `kafka.`; names that have no counterpart are left out.
+
+    Raises ConfigurationError for a setting of TLS or SASL that cannot be translated, or a file that cannot be read.
+    """
+    java = {name: str(value) for name, value in settings.items() if name in _SAME or name == "bootstrap.servers"}
+    if protocol := settings.get("security.protocol"):
+        java["security.protocol"] = str(protocol).upper()
+    java |= _tls(settings)
+    java |= _sasl(settings)
+    return java
+
+
+def unused(settings: Mapping[str, Any]) -> list[str]:
+    """The settings of Kafka's that Spark's source does not use. Raises ConfigurationError for those of security."""
+    known = _SAME | _PEM.keys() | _PEM_TEXT.keys() | _TRANSLATED
+    left = sorted(name for name in settings if name not in known and not name.startswith("eos."))
+    for name in left:
+        if name.startswith(("ssl.", "sasl.")):
+            raise ConfigurationError(
+                f"{name} cannot be translated for Spark's Kafka source: give the Java client's own setting with "
+                "--option kafka.NAME=VALUE (options= in Python) and leave this one out"
+            )
+    return left
+
+
+def _tls(settings: Mapping[str, Any]) -> dict[str, str]:
+    java: dict[str, str] = {}
+    for name, java_name in _PEM.items():
+        if name in settings:
+            try:
+                java[java_name] = Path(str(settings[name])).read_text()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigurationError(f"{name}={settings[name]} cannot be read: {error}") from error
+    java |= {java_name: str(settings[name]) for name, java_name in _PEM_TEXT.items() if name in settings}
+    if "ssl.truststore.certificates" in java:
+        java["ssl.truststore.type"] = "PEM"
+    if "ssl.keystore.key" in java:
+        java["ssl.keystore.type"] = "PEM"
+    algorithm = settings.get("ssl.endpoint.identification.algorithm")
+    if algorithm is not None:
+        java["ssl.endpoint.identification.algorithm"] = "" if str(algorithm).lower() == "none" else str(algorithm)
+    return java
+
+
+def _sasl(settings: Mapping[str, Any]) -> dict[str, str]:
+    if "sasl.username" not in settings and "sasl.password" not in settings:
+        return {}
+    mechanism = str(settings.get("sasl.mechanism", "")).upper()
+    module = _LOGIN_MODULES.get(mechanism)
+    if module is None:
+        raise ConfigurationError(
+            f"sasl.username and sasl.password go with sasl.mechanism {', '.join(_LOGIN_MODULES)}, not "
+            f"{mechanism or 'none'}"
+        )
+    user, password = (_quoted(str(settings.get(name, ""))) for name in ("sasl.username", "sasl.password"))
+    return {"sasl.mechanism": mechanism, "sasl.jaas.config": f"{module} required username={user} password={password};"}
+
+
+def _quoted(text: str) -> str:
+    """As a JAAS configuration file spells a string."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,284 @@
+"""The progress marker: which batch of a sink is in Kafka, decided by Kafka itself.
+
+Owns the marker's record, the rule what a batch is compared with (`decide`, a pure function), and the reading of the
+compacted topic `__eos_sinks`. The marker is written in the same transaction as the batch's rows, so it is there exactly
+when they are. It must never take a record of an open or aborted transaction for a marker.
+
+Reading goes to the high watermark and not only to the last stable offset: somebody else's hanging transaction in the
+same partition holds the last stable offset back, and a reader that stopped there could miss its own newest marker and
+write a batch twice. Below the last stable offset the broker's list of aborted transactions decides; above it the
+control records do, and no record of ours can be undecided there: InitProducerId has returned.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+from kafka.protocol.consumer.fetch import FetchRequest
+from kafka.protocol.consumer.offsets import ListOffsetsRequest
+from kafka.record import MemoryRecords
+
+from spark_connector.answers import Answer, Stopped, judge, name
+from spark_connector.wire import Broken, Wire
+
+TOPIC = "__eos_sinks"
+PARTITIONS = 8
+CONFIG = {
+    "cleanup.policy": "compact",
+    # Small segments and eager cleaning: a sink's first read is the whole partition.
+    "segment.bytes": str(4 * 1024 * 1024),
+    "min.cleanable.dirty.ratio": "0.1",
+}
+
+_FETCH_MAX_VERSION = 12  # by topic name
+_LIST_OFFSETS_MIN_VERSION, _LIST_OFFSETS_MAX_VERSION = 5, 7  # 5: a new leader says that it does not know (KIP-207)
+_LATEST, _EARLIEST = -1, -2
+_READ_UNCOMMITTED, _READ_COMMITTED = 0, 1
+_FETCH_BYTES = 4 * 1024 * 1024
+_FETCH_WAIT_MS = 100
+
+
+@dataclass(frozen=True)
+class Marker:
+    """The last batch of a sink that is in Kafka.
+
+    `query`: the id of the streaming query (of its checkpoint), or "" for a batch write. `batch`: its number, or the
+    caller's batch_id. `offsets`: digest of the batch's source offsets. `adopted`: the adopt_at that was used up last.
+    """
+
+    query: str
+    batch: int | str
+    rows: int
+    offsets: str
+    adopted: int | None = None
+
+    def encode(self) -> bytes:
+        return json.dumps({"version": 1, **asdict(self)}).encode()
+
+    @classmethod
+    def decode(cls, value: bytes) -> Marker:
+        """Raises ValueError for what is no marker of this version."""
+        fields = json.loads(value)
+        if not isinstance(fields, dict) or fields.pop("version", None) != 1:
+            raise ValueError(f"not a marker of version 1: {value[:80]!r}")
+        return cls(**fields)
+
+
+def sink_key(transactional_id: str, batch_id: str | None = None) -> bytes:
+    """The marker's key: of a stream its transactional.id, of a batch write also its batch_id."""
+    name = {"sink": transactional_id} if batch_id is None else {"sink": transactional_id, "batch": batch_id}
+    return json.dumps(name, sort_keys=True).encode()
+
+
+class Decision(Enum):
+    WRITE = "the batch is not in Kafka"
+    ADOPT = "the batch is not in Kafka, as far as adopt_at says"
+    ALREADY = "the batch is in Kafka"
+
+
+class WrongProgress(Exception):
+    """The marker and the checkpoint do not belong together; `args[0]` is a sentence that says what to do."""
+
+
+def decide(marker: Marker | None, query: str, batch: int, offsets: str, adopt_at: int | None = None) -> Decision:
+    """What to do with batch number `batch` of `query`, whose source offsets have this digest.
+
+    Raises WrongProgress. `adopt_at` counts only where the batch would be refused, and once per query.
+    """
+    refusal = _refusal(marker, query, batch, offsets)
+    if refusal is None:
+        return Decision.ALREADY if marker is not None and marker.batch == batch else Decision.WRITE
+    used_up = marker is not None and marker.query == query and marker.adopted == adopt_at
+    if adopt_at == batch and not used_up:
+        return Decision.ADOPT
+    advice = f"adopt_at={adopt_at} was used already" if adopt_at == batch else f"or pass adopt_at={batch}"
+    raise WrongProgress(f"{refusal}; {advice}, which says: the target holds the batches before {batch}, and only those")
+
+
+def _refusal(marker: Marker | None, query: str, batch: int, offsets: str) -> str | None:
+    if marker is None:
+        if batch == 0:
+            return None
+        return (
+            f"the query is at batch {batch} and Kafka has no marker of this sink: another sink wrote the batches "
+            f"before, or {TOPIC} was lost; to begin anew give the query an empty checkpoint"
+        )
+    if marker.query != query:
+        return (
+            f"this sink belongs to query {marker.query}, which wrote batch {marker.batch} last, not to query {query}"
+            ": two queries have one transactional.id, or a query has a new checkpoint; give each a transactional.id"
+        )
+    done = int(marker.batch)
+    if batch == done + 1:
+        return None
+    if batch == done:
+        if marker.offsets == offsets:
+            return None
+        return (
+            f"batch {batch} is in Kafka with other source offsets than the checkpoint's: the checkpoint is an older "
+            "copy, which went on differently; restore the newest one"
+        )
+    where = "behind" if batch < done else "ahead of"
+    return (
+        f"the query is at batch {batch}, {where} Kafka, whose last batch is {done}: the checkpoint was restored from "
+        "another time; restore the newest one"
+    )
+
+
+class MarkerReader:
+    """The markers of one partition of the topic, as of the last `read`. Reads on from where it was."""
+
+    def __init__(self, wire: Wire, partition: int, timeout_s: float) -> None:
+        self._wire, self.partition, self._timeout_s = wire, partition, timeout_s
+        self._next = -1
+        self._markers: dict[bytes, bytes | None] = {}
+
+    def read(self, key: bytes) -> Marker | None:
+        """The marker of `key`. Call it after InitProducerId has returned. Raises Unreachable, Stopped, ValueError."""
+        stable = self._offset(_LATEST, _READ_COMMITTED)
+        end = self._offset(_LATEST, _READ_UNCOMMITTED)
+        if not 0 <= self._next <= end:  # the first read, or the topic was made anew
+            self._next, self._markers = self._offset(_EARLIEST, _READ_UNCOMMITTED), {}
+        while self._next < stable:
+            self._next = self._below_stable(self._next, stable)
+        # Above it nothing is decided for all: it is read again next time.
+        value = (self._markers | self._above_stable(self._next, end, key)).get(key)
+        return None if value is None else Marker.decode(value)
+
+    def _below_stable(self, position: int, stable: int) -> int:
+        answer = self._fetch(position, _READ_COMMITTED)
+        if not answer.records:
+            # Nothing is left of what was here (compaction), or this leader does not know yet what is.
+            first = next(iter(_batches(self._fetch(position, _READ_UNCOMMITTED, some=True).records)))
+            return stable if first.base_offset >= stable else position
+        aborted = sorted((t.first_offset, t.producer_id) for t in answer.aborted_transactions or [])
+        gone: set[int] = set()
+        for batch in _batches(answer.records):
+            while aborted and aborted[0][0] <= batch.last_offset:
+                gone.add(aborted.pop(0)[1])
+            if batch.last_offset < position:
+                continue
+            if batch.is_control_batch:
+                gone.discard(batch.producer_id)
+            elif not (batch.is_transactional and batch.producer_id in gone):
+                self._markers |= _records(batch)
+            position = batch.next_offset
+        return position
+
+    def _above_stable(self, position: int, end: int, key: bytes) -> dict[bytes, bytes | None]:
+        """What was committed in spite of somebody's open transaction, by the control records."""
+        decided: dict[bytes, bytes | None] = {}
+        undecided: dict[int, dict[bytes, bytes | None]] = {}
+        while position < end:
+            for batch in _batches(self._fetch(position, _READ_UNCOMMITTED, some=True).records):
+                if batch.last_offset < position:
+                    continue
+                if batch.is_control_batch:
+                    records = undecided.pop(batch.producer_id, {})
+                    if next(iter(batch)).commit:
+                        decided |= records
+                elif batch.is_transactional:
+                    undecided.setdefault(batch.producer_id, {}).update(_records(batch))
+                else:
+                    decided |= _records(batch)
+                position = batch.next_offset
+        if any(key in records for records in undecided.values()):
+            raise Stopped(Answer.RESTART, f"a marker of {key.decode()} is in a transaction that is still open")
+        return decided
+
+    def _offset(self, timestamp: int, isolation: int) -> int:
+        def attempt() -> int | None:
+            answer = self._ask(
+                ListOffsetsRequest(
+                    replica_id=-1,
+                    isolation_level=isolation,
+                    topics=[
+                        ListOffsetsRequest.ListOffsetsTopic(
+                            name=TOPIC,
+                            partitions=[
+                                ListOffsetsRequest.ListOffsetsTopic.ListOffsetsPartition(
+                                    partition_index=self.partition, current_leader_epoch=-1, timestamp=timestamp
+                                )
+                            ],
+                        )
+                    ],
+                    min_version=_LIST_OFFSETS_MIN_VERSION,
+                    max_version=_LIST_OFFSETS_MAX_VERSION,
+                )
+            )
+            partition = answer.topics[0].partitions[0]
+            return int(partition.offset) if self._is_done(partition.error_code, "ListOffsets") else None
+
+        return self._wire.until(f"offsets of {TOPIC}-{self.partition}", attempt, self._timeout_s)
+
+    def _fetch(self, position: int, isolation: int, some: bool = False) -> Any:
+        """The partition's part of an answer; with `some` one that has records: there are some, whoever leads by now."""
+
+        def attempt() -> Any:
+            answer = self._ask(
+                FetchRequest(
+                    replica_id=-1,
+                    max_wait_ms=_FETCH_WAIT_MS,
+                    min_bytes=1,
+                    max_bytes=_FETCH_BYTES,
+                    isolation_level=isolation,
+                    session_id=0,
+                    session_epoch=-1,
+                    topics=[
+                        FetchRequest.FetchTopic(
+                            topic=TOPIC,
+                            partitions=[
+                                FetchRequest.FetchTopic.FetchPartition(
+                                    partition=self.partition,
+                                    current_leader_epoch=-1,
+                                    fetch_offset=position,
+                                    last_fetched_epoch=-1,
+                                    log_start_offset=-1,
+                                    partition_max_bytes=_FETCH_BYTES,
+                                )
+                            ],
+                        )
+                    ],
+                    forgotten_topics_data=[],
+                    rack_id="",
+                    max_version=_FETCH_MAX_VERSION,
+                )
+            )
+            if not self._is_done(answer.error_code, "Fetch"):
+                return None
+            partition = answer.responses[0].partitions[0]
+            done = self._is_done(partition.error_code, "Fetch") and (partition.records or not some)
+            return partition if done else None
+
+        return self._wire.until(f"records of {TOPIC}-{self.partition}", attempt, self._timeout_s)
+
+    def _ask(self, request: Any) -> Any:
+        try:
+            return self._wire.ask(request, self._wire.leader(TOPIC, self.partition))
+        except Broken:
+            self._wire.refresh_leader(TOPIC, self.partition)
+            raise
+
+    def _is_done(self, code: int, what: str) -> bool:
+        verdict = judge(code)
+        if verdict is Answer.RETRY:
+            self._wire.refresh_leader(TOPIC, self.partition)
+        elif verdict is not Answer.DONE:
+            raise Stopped(verdict, f"{what} on {TOPIC}-{self.partition} was answered with {name(code)}")
+        return verdict is Answer.DONE
+
+
+def _records(batch: Any) -> dict[bytes, bytes | None]:
+    return {bytes(record.key or b""): record.value for record in batch}
+
+
+def _batches(data: Any) -> Iterable[Any]:
+    if not data:
+        return
+    records = MemoryRecords(bytes(data))
+    while (batch := records.next_batch()) is not None:
+        yield batch

@@ -1,0 +1,90 @@
+"""What a sink was asked for, checked before anything is sent.
+
+Owns the refusals of arguments and settings. It must never talk to Kafka or Spark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eos.errors import ConfigurationError
+from eos.settings import Settings
+from spark_connector import marker
+from spark_connector.recordbatch import COMPRESSIONS
+
+_DELIVERY_TIMEOUT_MS = 120_000
+
+
+def _nothing(_: str) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """`topic` as the user gave it, `topics` as a tuple. `connection`: Kafka's names, for executors too."""
+
+    topic: str | Sequence[str]
+    topics: tuple[str, ...]
+    transactional_id: str
+    settings: Settings
+    compression: str
+    connection: Mapping[str, Any]
+    on_step: Callable[[str], None]
+
+    @classmethod
+    def of(
+        cls,
+        topic: str | Sequence[str],
+        transactional_id: str,
+        bootstrap_servers: str,
+        settings: Mapping[str, str] | None,
+        compression: str,
+        on_step: Callable[[str], None] | None = None,
+    ) -> Options:
+        """Raises ConfigurationError."""
+        checked = Settings({**(settings or {}), "bootstrap.servers": bootstrap_servers})
+        if compression == "none":
+            compression = str(checked.values.get("compression.type", "none"))
+        topics = (topic,) if isinstance(topic, str) else tuple(topic)
+        _check(topics, transactional_id, compression, str(checked["partitioner"]))
+        connection = checked.connection() | {"client.id": f"eos-spark-{transactional_id}"}
+        return cls(
+            topic=topic,
+            topics=topics,
+            transactional_id=transactional_id,
+            settings=checked,
+            compression=compression,
+            connection=connection,
+            on_step=on_step or _nothing,
+        )
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a request of the driver's is tried."""
+        return float(self.settings["eos.startup.timeout.ms"]) / 1000
+
+    @property
+    def delivery_s(self) -> float:
+        """How long one record batch may be in doubt."""
+        return int(self.settings.values.get("message.timeout.ms", _DELIVERY_TIMEOUT_MS)) / 1000
+
+    @property
+    def transaction_ms(self) -> int | None:
+        """The transaction.timeout.ms that was asked for; None: the broker's maximum."""
+        asked = self.settings.values.get("transaction.timeout.ms")
+        return None if asked is None else int(asked)
+
+
+def _check(topics: tuple[str, ...], transactional_id: str, compression: str, partitioner: str) -> None:
+    if not transactional_id:
+        raise ConfigurationError("transactional_id must not be empty")
+    if not topics or not all(topics) or len(set(topics)) != len(topics):
+        raise ConfigurationError(f"topic must name at least one topic, each once: {list(topics)}")
+    if marker.TOPIC in topics:
+        raise ConfigurationError(f"{marker.TOPIC} holds the markers of all sinks and cannot be a target")
+    if compression not in COMPRESSIONS:
+        raise ConfigurationError(f"compression {compression} is none of {', '.join(COMPRESSIONS)}")
+    if partitioner not in ("murmur2", "murmur2_random"):
+        raise ConfigurationError(f"partitioner={partitioner}: the sink has only Java's own, murmur2_random")

@@ -1,0 +1,176 @@
+"""Writes record batches to one partition under a given (producer id, epoch): idempotent, acks=all, in order.
+
+Owns the sequence numbers and what is sent again. Rules, Kafka's own: at most five requests in flight; a batch that is
+in doubt is sent again byte for byte, the lowest sequence first, to whoever leads the partition by then. It must never
+make a batch anew, and never take an answer for another batch's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from kafka import errors as kafka_errors
+from kafka.protocol.producer.produce import ProduceRequest
+
+from spark_connector.answers import Answer, Stopped, judge, name
+from spark_connector.recordbatch import Batch, Identity, RecordRefused, encode
+from spark_connector.wire import Unreachable, Wire
+
+IN_FLIGHT = 5  # the broker remembers the last five batches of a producer per partition
+_PRODUCE_MAX_VERSION = 11
+_ACKS_TIMEOUT_MS = 10_000
+_BACKOFF_S = 0.05
+_BACKOFF_MAX_S = 1.0
+_WAIT_S = 60.0  # kafka-python gives up on a request long before
+
+
+@dataclass
+class _Sent:
+    batch: Batch
+    future: Any
+
+
+class PartitionWriter:
+    """`compression` none, gzip, snappy, lz4 or zstd; `max_bytes` the topic's max.message.bytes; `delivery_timeout_s`
+    how long one batch may be in doubt."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        transactional_id: str,
+        identity: Identity,
+        topic: str,
+        partition: int,
+        *,
+        compression: str = "none",
+        max_bytes: int = 1_000_000,
+        delivery_timeout_s: float = 120.0,
+    ) -> None:
+        self._wire, self._transactional_id, self._identity = wire, transactional_id, identity
+        self.topic, self.partition = topic, partition
+        self._compression, self._max_bytes = compression, max_bytes
+        self._delivery_timeout_s = delivery_timeout_s
+        self._sent: deque[_Sent] = deque()
+        self.next_sequence = 0
+        self.acknowledged = 0
+        self.bytes = 0
+        self.retries = 0
+        self.waited_s = 0.0
+
+    def write(self, rows: pa.RecordBatch) -> None:
+        """Sends these rows (columns as in `recordbatch.encode`); returns before they are acknowledged.
+
+        Raises Stopped, Unreachable.
+        """
+        try:
+            for batch in encode(
+                rows,
+                self._identity,
+                self.next_sequence,
+                compression=self._compression,
+                max_bytes=self._max_bytes,
+                now_ms=int(time.time() * 1000),
+            ):
+                self._offer(batch)
+        except RecordRefused as error:
+            raise Stopped(Answer.REFUSED, f"{self.topic}-{self.partition}: {error}") from error
+
+    def finish(self) -> None:
+        """Returns when everything is acknowledged."""
+        while self._sent:
+            self._settle(wait=True)
+        if self.acknowledged != self.next_sequence:
+            raise Stopped(
+                Answer.RESTART,
+                f"{self.topic}-{self.partition}: of {self.next_sequence} records {self.acknowledged} are acknowledged",
+            )
+
+    def _offer(self, batch: Batch) -> None:
+        assert batch.base_sequence == self.next_sequence, "sequences without a gap"
+        while len(self._sent) >= IN_FLIGHT:
+            self._settle(wait=True)
+        self._sent.append(_Sent(batch, self._start(batch)))
+        self.next_sequence += batch.records
+        self.bytes += len(batch.data)
+        self._wire.turn()  # let it leave now; nothing else drives the loop while rows are being encoded
+        self._settle(wait=False)
+
+    def _start(self, batch: Batch) -> Any:
+        leader = self._wire.leader(self.topic, self.partition)
+        while self._wire.paused(leader):
+            self._wire.turn(0.01)
+        data = ProduceRequest.TopicProduceData
+        request = ProduceRequest(
+            transactional_id=self._transactional_id,
+            acks=-1,
+            timeout_ms=_ACKS_TIMEOUT_MS,
+            topic_data=[
+                data(
+                    name=self.topic,
+                    partition_data=[data.PartitionProduceData(index=self.partition, records=batch.data)],
+                )
+            ],
+            max_version=_PRODUCE_MAX_VERSION,
+        )
+        return self._wire.start(request, leader)
+
+    def _settle(self, wait: bool) -> None:
+        """Takes the answers that are there, oldest first; waits for the oldest one if `wait`."""
+        if wait:
+            started = time.monotonic()
+            self._wire.wait(self._sent[0].future, _WAIT_S)
+            self.waited_s += time.monotonic() - started
+        while self._sent and self._sent[0].future.is_done:
+            reason = self._reason(self._sent[0].future)
+            if reason is not None:
+                self._send_again(reason)
+                return
+            self.acknowledged += self._sent.popleft().batch.records
+
+    def _reason(self, future: Any) -> str | None:
+        """None when the batch is in Kafka, else why it must be sent again. Raises Stopped for every other answer."""
+        if future.exception is not None:
+            if isinstance(future.exception, kafka_errors.AuthorizationError):
+                raise Stopped(Answer.UNAUTHORISED, f"{self.topic}-{self.partition}: {future.exception}")
+            return f"{type(future.exception).__name__}: {future.exception}"
+        (topic,) = future.value.responses
+        (answer,) = topic.partition_responses
+        verdict = judge(answer.error_code)
+        if verdict is Answer.DONE:
+            return None
+        said = name(answer.error_code) + (f" ({answer.error_message})" if answer.error_message else "")
+        if verdict is Answer.RETRY:
+            return said
+        raise Stopped(verdict, f"{self.topic}-{self.partition}: Produce was answered with {said}")
+
+    def _send_again(self, reason: str) -> None:
+        """Until the oldest batch in doubt is acknowledged. Those behind it were refused for their sequence, or are in
+        doubt themselves: all are sent again, in order; the broker knows those that it has."""
+        deadline = time.monotonic() + self._delivery_timeout_s
+        backoff = _BACKOFF_S
+        while True:
+            self._drain()
+            if time.monotonic() + backoff > deadline:
+                raise Unreachable(
+                    f"{self.topic}-{self.partition} took no record within {self._delivery_timeout_s:.0f} s ({reason})"
+                )
+            self._wire.sleep(backoff)
+            backoff = min(backoff * 2, _BACKOFF_MAX_S)
+            self._wire.refresh_leader(self.topic, self.partition)
+            self.retries += 1
+            for sent in self._sent:
+                sent.future = self._start(sent.batch)
+            self._wire.wait(self._sent[0].future, _WAIT_S)
+            again = self._reason(self._sent[0].future)
+            if again is None:
+                return
+            reason = again
+
+    def _drain(self) -> None:
+        """Until no request is in flight: a copy that is still under way must not overtake the next one."""
+        for sent in self._sent:
+            self._wire.wait(sent.future, _WAIT_S)

@@ -1,0 +1,68 @@
+"""What a foreachBatch function may know of the query that calls it: its id, and the source offsets of the batch.
+
+Owns the looking into Spark's JVM for it. It must never change the query.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from eos.errors import ConfigurationError
+from spark_connector.jvm import java_class
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+_QUERY_ID = "sql.streaming.queryId"  # the local property that Spark's StreamExecution sets on its thread
+_STOPS = (
+    "java.lang.InterruptedException",
+    "java.io.InterruptedIOException",
+    "java.nio.channels.ClosedByInterruptException",
+)
+_LINES_BEFORE_OFFSETS = 2  # of the log's format, and metadata with times that a re-run may change
+
+
+@dataclass(frozen=True)
+class Query:
+    """`id` is kept in the checkpoint, so it is the same after a restart; `offsets` is a digest of the batch's end."""
+
+    id: str
+    offsets: str
+
+
+def current(df: DataFrame, batch: int) -> Query:
+    """The query on whose thread this is called. Raises ConfigurationError outside foreachBatch."""
+    frame: Any = df
+    if not hasattr(frame, "_jdf"):
+        raise ConfigurationError("Spark Connect is not supported: the sink runs in the driver's own process")
+    query_id = df.sparkSession.sparkContext.getLocalProperty(_QUERY_ID)
+    if not query_id:
+        raise ConfigurationError("the sink is for writeStream.foreachBatch; a batch DataFrame takes exactly_once_write")
+    jvm: Any = df.sparkSession.sparkContext._jvm
+    session = frame._jdf.sparkSession()
+    key = java_class(jvm, "java.util.UUID").fromString(query_id)
+    execution = session.sharedState().activeStreamingQueries().get(key)
+    path = java_class(jvm, "org.apache.hadoop.fs.Path")(execution.resolvedCheckpointRoot(), f"offsets/{batch}")
+    stream = path.getFileSystem(session.sessionState().newHadoopConf()).open(path)
+    try:
+        text = str(java_class(jvm, "org.apache.commons.io.IOUtils").toString(stream, "UTF-8"))
+    finally:
+        stream.close()
+    offsets = "\n".join(text.splitlines()[_LINES_BEFORE_OFFSETS:])
+    return Query(query_id, hashlib.sha256(offsets.encode()).hexdigest()[:32])
+
+
+def is_stop(df: DataFrame, error: Exception) -> bool:
+    """Whether `error` says that the query was stopped while a batch ran; takes the Java stack trace from it then.
+
+    Spark tells a stop from a failure by a regular expression over Python's traceback whose matcher recurses for each
+    character: with a job's stack traces in it the stream's thread overflows its stack instead of ending in peace.
+    """
+    java: Any = getattr(error, "java_exception", None)
+    if java is None or java.getClass().getName() not in _STOPS:
+        return False
+    gateway: Any = df.sparkSession.sparkContext._gateway
+    java.setStackTrace(gateway.new_array(gateway.jvm.java.lang.StackTraceElement, 0))
+    return True

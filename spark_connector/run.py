@@ -1,0 +1,265 @@
+"""Runs an App as a Structured Streaming query: `eos spark run`, and `run_app` for a driver program of one's own.
+
+Owns the query around the sink: source, the App's functions, where the checkpoint is, signals, and which error ends the
+run. It must never decide commit or abort (spark_connector/sink.py does) and never look into a record.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from confluent_kafka.admin import AdminClient
+
+from eos import log
+from eos.app import App
+from eos.errors import ConfigurationError, EosError, InputGone, NotAuthorised, Temporary, Unavailable
+from eos.membership import check_topics
+from eos.settings import Settings
+from eos.worker import ShutdownExpired, StopSignals
+from spark_connector import failures
+from spark_connector.apply import OUTPUTS, Apply
+from spark_connector.java_settings import unused
+from spark_connector.query import is_stop
+from spark_connector.session import first_line, kill
+from spark_connector.shipping import ship
+from spark_connector.source import read_committed
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+
+DEFAULT_INSTANCE = "spark"
+MAX_RECORDS = 1_000_000
+"""Most input offsets of one micro-batch unless `eos.transaction.max.records` says otherwise: its whole computation
+must end within the transaction's timeout."""
+_LOOK_S = 0.2
+_ABORT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One App as one query. `checkpoint`: a folder that a restart finds again; None: `checkpoints/TRANSACTIONAL_ID`
+    in the working directory. `options`: of Spark's Kafka source. `interval_ms`: time between the begins of two
+    micro-batches, 0: at once."""
+
+    app: App
+    settings: Settings
+    checkpoint: str | None = None
+    until_end: bool = False
+    interval_ms: int = 0
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def transactional_id(self) -> str:
+        """Stable without a host name in it: a driver is restarted anywhere."""
+        return f"{self.app.id}-{self.settings['eos.instance'] or DEFAULT_INSTANCE}"
+
+    @property
+    def checkpoint_location(self) -> str:
+        return self.checkpoint or f"checkpoints/{self.transactional_id}"
+
+    @property
+    def max_records(self) -> int:
+        given = "eos.transaction.max.records" in self.settings.values
+        return int(self.settings["eos.transaction.max.records"]) if given else MAX_RECORDS
+
+
+def run_app(run: Run, spark: SparkSession) -> None:
+    """Runs until it is stopped by a signal or, with `until_end`, until all that was readable at the start is handled.
+
+    Call it in the main thread, after `check`: it takes SIGTERM and SIGINT. Raises EosError's subclasses, as a worker
+    does.
+    """
+    from py4j.protocol import Py4JError
+
+    batches = _Batches(sink(run), run.settings)
+    began = time.monotonic()
+    log.info("query starts", transactional_id=run.transactional_id, checkpoint=run.checkpoint_location)
+    try:
+        ship(spark, run.app)
+        query = _start(run, spark, batches)
+        with StopSignals(batches):
+            _follow(query, batches)
+    except (Py4JError, ConnectionError) as error:  # the second: from Py4J's attempt to reach it once more
+        raise Temporary(f"Spark's JVM is gone, or has stopped: {first_line(str(error))}") from error
+    except ShutdownExpired as expired:
+        # The signal may have come in the middle of a call to the JVM: nothing can be asked of it any more.
+        kill(spark)
+        _wait_for_abort(batches)
+        raise Temporary(f"the stop took too long ({expired}): the open transaction was given up") from expired
+    log.info("stopped", batches=batches.done, seconds=round(time.monotonic() - began, 1))
+
+
+def _wait_for_abort(batches: _Batches) -> None:
+    """Without its JVM the sink's call fails, and the sink aborts: else readers would wait for the timeout."""
+    deadline = time.monotonic() + _ABORT_S
+    while batches.writing and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def check(run: Run) -> None:
+    """Before Spark is started: the App, the settings, the cluster, the topics. Raises EosError's subclasses."""
+    run.app.check()
+    if not run.app.destinations:
+        raise ConfigurationError(
+            f"no function of the App {run.app.id!r} names a destination with to=: there is nothing to send exactly once"
+        )
+    if run.settings["eos.lineage"]:
+        raise ConfigurationError("eos.lineage=true needs the group's offsets, which a Spark query does not commit")
+    if left := unused(run.settings.values):
+        log.info("not used by Spark's Kafka source", settings=",".join(left))
+    deadline = time.monotonic() + run.settings["eos.startup.timeout.ms"] / 1000
+    configuration: dict[str, Any] = {**run.settings.connection(), "logger": log.client_logger}
+    client = AdminClient(configuration)
+    topics = [*run.app.topics, *sorted(run.app.destinations)]
+    check_topics(client, run.settings.bootstrap_servers, topics, deadline)
+
+
+def outputs(run: Run, spark: SparkSession) -> DataFrame:
+    """The App's outputs as rows for the sink."""
+    options = dict(run.options)
+    begin = options.pop("startingOffsets", str(run.settings.get("auto.offset.reset", "earliest")))
+    source = read_committed(
+        spark,
+        run.app.topics,
+        bootstrap_servers=run.settings.bootstrap_servers,
+        starting_offsets=begin,
+        max_records=run.max_records,
+        settings=_client_settings(run.settings),
+        # The names under which the cluster's ACLs know the query's readers.
+        options={"groupIdPrefix": f"{run.app.id}-spark", **options},
+    )
+    apply = Apply(run.app, run.settings["eos.batch.max.records"], run.settings["eos.async.max.records"])
+    rows = source.mapInArrow(apply, OUTPUTS)
+    return rows.selectExpr("*", "timestamp_millis(timestamp_ms) as timestamp").drop("timestamp_ms")
+
+
+def sink(run: Run) -> Any:
+    from spark_connector.sink import exactly_once_sink
+
+    return exactly_once_sink(
+        topic=sorted(run.app.destinations),
+        transactional_id=run.transactional_id,
+        bootstrap_servers=run.settings.bootstrap_servers,
+        settings=_client_settings(run.settings),
+        compression=str(run.settings.get("compression.type", "none")),
+    )
+
+
+def _client_settings(settings: Settings) -> dict[str, str]:
+    """What was given, in Kafka's names; our own options are not for clients."""
+    return {name: str(value) for name, value in settings.values.items() if not name.startswith("eos.")}
+
+
+def _start(run: Run, spark: SparkSession, batches: _Batches) -> StreamingQuery:
+    from pyspark.errors import PySparkException
+
+    try:
+        writer = outputs(run, spark).writeStream.queryName(run.transactional_id).foreachBatch(batches)
+        writer = writer.option("checkpointLocation", run.checkpoint_location)
+        if run.until_end:
+            writer = writer.trigger(availableNow=True)
+        elif run.interval_ms:
+            writer = writer.trigger(processingTime=f"{run.interval_ms} milliseconds")
+        return writer.start()
+    except PySparkException as error:
+        raise ConfigurationError(f"the query cannot be started: {first_line(str(error))}") from error
+
+
+# ---------------------------------------------------------------------------------------------------- the query's life
+
+
+class StopRequested(Exception):
+    """Out of foreachBatch, before the sink has begun anything: the only way to end a query between two batches."""
+
+
+class BatchFailed(Exception):
+    """What Spark is given of an error; the error itself stays here."""
+
+
+class _Batches:
+    """foreachBatch: the sink, until a stop is asked for. Remembers what the sink raised; Spark gives only its text."""
+
+    def __init__(self, write: Any, settings: Settings) -> None:
+        self._write, self.settings = write, settings
+        self.stop_requested = False
+        self.writing = False
+        self.done = 0
+        self.failure: Exception | None = None
+
+    def __call__(self, rows: DataFrame, batch_id: int) -> None:
+        self.writing = True
+        try:
+            if self.stop_requested:
+                raise StopRequested("a stop was asked for")
+            self._write(rows, batch_id)
+            self.done += 1
+        except Exception as error:
+            self.failure = error
+            if is_stop(rows, error):
+                raise
+            # Spark searches all of the traceback by a regular expression that recurses for each character
+            # (query.is_stop): a long one would overflow its stack.
+            raise BatchFailed(type(error).__name__) from None
+        finally:
+            self.writing = False
+
+
+def _follow(query: StreamingQuery, batches: _Batches) -> None:
+    """Until the query has ended. Raises the error it ended with."""
+    from pyspark.errors import PySparkException
+
+    try:
+        while not query.awaitTermination(_LOOK_S):  # type: ignore[arg-type]
+            if batches.stop_requested and not batches.writing and _is_idle(query):
+                query.stop()
+    except PySparkException as error:
+        if batches.stop_requested and isinstance(batches.failure, StopRequested):
+            return
+        log.debug("the query ended", error=str(error))
+        ended, trace = error_of(error, batches.failure)
+        print(trace, end="", file=sys.stderr)
+        raise ended from None
+
+
+def _is_idle(query: StreamingQuery) -> bool:
+    """Whether it only looks for new data. A batch that begins now after all ends with StopRequested, or is cut off by
+    the stop before it is committed: it comes again."""
+    status = query.status
+    return not (status["isTriggerActive"] and status["isDataAvailable"])
+
+
+def error_of(error: Exception, failure: Exception | None) -> tuple[EosError, str]:
+    """What a query's end means, and the traceback of the user's own exception if there was one. `failure`: what the
+    sink raised, if it did."""
+    for text in (str(failure or ""), str(error)):
+        if carried := failures.from_text(text):
+            return carried
+    return failure if isinstance(failure, EosError) else _spark_error(error, failure), ""
+
+
+def _spark_error(error: Exception, failure: Exception | None) -> EosError:
+    text = f"{failure or ''}\n{error}"
+    for kind, what, pattern in _SPARK_ERRORS:
+        if found := pattern.search(text):
+            return kind(f"{what}: {first_line(found[found.lastindex or 0])}")
+    return Temporary(f"the query failed: {first_line(str(failure or error))}")
+
+
+# What Spark's source says; its text and error conditions (kafka-error-conditions.json) are all there is to go by.
+_SPARK_ERRORS: tuple[tuple[type[EosError], str, re.Pattern[str]], ...] = (
+    (NotAuthorised, "not authorised", re.compile(r"\w*(?:AuthorizationException|SaslAuthenticationException)\b.*")),
+    (
+        InputGone,
+        "the input at the checkpoint's offset is gone",
+        # What comes before the reason is general, and advises to go on without the records.
+        re.compile(r"\[KAFKA_DATA_LOSS[\s\S]*?Reason:\s*(.+)|(OffsetOutOfRangeException.*)"),
+    ),
+    (Unavailable, "a topic of the source is gone", re.compile(r"UnknownTopicOrPartitionException.*")),
+    (ConfigurationError, "TLS", re.compile(r"SslAuthenticationException.*")),
+)

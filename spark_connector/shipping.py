@@ -1,0 +1,85 @@
+"""What executors must be able to import: the App's modules and, on a cluster, this package.
+
+Owns which files are sent with the query. It must never send what is installed (site-packages, the standard library):
+compiled packages cannot be sent this way, so the executors' Python must have msgspec, pyarrow and kafka-python.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import shutil
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eos.app import App
+from eos.serde import underlying
+from spark_connector.session import is_local
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_OURS = ("eos", "spark_connector")
+
+
+def ship(spark: SparkSession, app: App) -> list[str]:
+    """Sends the modules of the App's functions and, unless everything runs in this machine's Python, eos itself; the
+    names of what was sent. Modules that these import and that are not installed there: `--py-files`."""
+    wanted = set(_modules_of(app))
+    if not is_local(spark.sparkContext.master):
+        # Always the driver's version, whatever is installed there: both ends of a claim and of a failure must agree.
+        wanted |= set(_OURS)
+    for name in sorted(wanted):
+        spark.sparkContext.addPyFile(str(_importable(name)))
+    return sorted(wanted)
+
+
+def _modules_of(app: App) -> Iterator[str]:
+    """The top-level names of the modules that hold the App's functions and are not installed."""
+    for route in app.routes.values():
+        name = str(getattr(underlying(route.function), "__module__", "__main__")).partition(".")[0]
+        file = getattr(sys.modules.get(name), "__file__", None)
+        # What is in __main__ travels by value, inside the query.
+        if name != "__main__" and file is not None and name not in _OURS and not _is_installed(Path(file)):
+            yield name
+
+
+def _is_installed(file: Path) -> bool:
+    places = (sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return any(file.resolve().is_relative_to(Path(place).resolve()) for place in places)
+
+
+def _importable(name: str) -> Path:
+    """A file that makes this top-level module importable: the module itself, or an archive of the package."""
+    file = Path(str(sys.modules[name].__file__ if name in sys.modules else _found(name)))
+    return file if file.name != "__init__.py" else _archive(file.parent)
+
+
+def _found(name: str) -> str:
+    import importlib.util
+
+    spec = importlib.util.find_spec(name)
+    assert spec is not None, f"{name} is this package"
+    assert spec.origin is not None, f"{name} is this package"
+    return spec.origin
+
+
+def _archive(package: Path) -> Path:
+    archive = _directory() / f"{package.name}.zip"
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        for source in sorted(package.rglob("*.py")):
+            file.write(source, source.relative_to(package.parent))
+    return archive
+
+
+@functools.cache
+def _directory() -> Path:
+    """For archives; Spark serves them from here as long as the driver lives."""
+    directory = Path(tempfile.mkdtemp(prefix="eos-spark-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory

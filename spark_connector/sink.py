@@ -1,0 +1,198 @@
+"""The exactly-once Kafka sink: each micro-batch, or each batch write, is one transaction of one producer identity.
+
+Owns what users call and how often a batch is begun anew. The steps of one attempt are in attempt.py. It must never
+begin a batch anew in any other way than by a new attempt, whose first step fences this one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from eos import log
+from eos.errors import ConfigurationError, Temporary
+from spark_connector import query
+from spark_connector.attempt import Again, Attempt, Batch, Connected, translated
+from spark_connector.claims import ClaimServer
+from spark_connector.marker import Decision, Marker, decide, sink_key
+from spark_connector.options import Options
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+RESTARTS = 3  # of a batch inside one call; an exception out of foreachBatch ends the query
+
+
+def exactly_once_sink(
+    *,
+    topic: str | Sequence[str],
+    transactional_id: str,
+    bootstrap_servers: str,
+    settings: Mapping[str, str] | None = None,
+    compression: str = "none",
+    adopt_at: int | None = None,
+    on_step: Callable[[str], None] | None = None,
+) -> Callable[[DataFrame, int], None]:
+    """For `writeStream.foreachBatch(...)`: every micro-batch is in Kafka exactly once.
+
+    Columns as in Spark's Kafka sink: `value`, and if there `key`, `headers`, `partition`, and `timestamp`; others count
+    for nothing. `topic` a string: all rows go there. A list: each row goes to the topic in its column `topic`, which
+    must be one of them. `transactional_id` names this query's writes: one per query, the same across restarts.
+    `settings`: Kafka's dotted names as for the worker (TLS, SASL, `transaction.timeout.ms`, whose default is here the
+    broker's maximum: a batch's whole computation runs inside it). `compression`: none, gzip, snappy, lz4, zstd.
+    `adopt_at`: the batch number at which this sink takes over a query that another sink wrote before. `on_step` is
+    called with "init", "add", "produce", "mark", "commit" when each of these is done.
+
+    Raises ConfigurationError at once for arguments that cannot be; out of the query, with one sentence: Unavailable,
+    NotAuthorised, Fenced, Temporary, or ConfigurationError when marker and checkpoint do not belong together.
+    """
+    sink = _Sink(Options.of(topic, transactional_id, bootstrap_servers, settings, compression, on_step))
+
+    def write(df: DataFrame, batch: int) -> None:
+        current = query.current(df, batch)
+        try:
+            if sink.deliver(df, _MicroBatch(sink_key(transactional_id), batch, current, adopt_at)) is None:
+                # Its rows are in Kafka, but a stateful plan must run for its state, and Spark checks that it did.
+                df.write.format("noop").mode("overwrite").save()
+        except Exception as error:
+            if query.is_stop(df, error):
+                raise error.with_traceback(None) from None
+            raise
+
+    return write
+
+
+def exactly_once_write(
+    df: DataFrame,
+    *,
+    topic: str | Sequence[str],
+    transactional_id: str,
+    bootstrap_servers: str,
+    settings: Mapping[str, str] | None = None,
+    compression: str = "none",
+    batch_id: str | None = None,
+) -> int:
+    """Writes a batch DataFrame in one transaction: all of it or nothing. Returns the number of rows.
+
+    With `batch_id`, a call with a (transactional_id, batch_id) that was written before writes nothing and returns the
+    number of rows it had then. Without it, an exception leaves open whether the rows are there only if it says that the
+    commit's answer never came. Everything else as for `exactly_once_sink`.
+    """
+    batch = _Write(None if batch_id is None else sink_key(transactional_id, batch_id), batch_id or "")
+    sink = _Sink(Options.of(topic, transactional_id, bootstrap_servers, settings, compression))
+    try:
+        rows = sink.deliver(df, batch)
+    finally:
+        sink.close()
+    return batch.found.rows if rows is None and batch.found is not None else rows or 0
+
+
+@dataclass
+class _MicroBatch:
+    key: bytes | None
+    number: int
+    query: query.Query
+    adopt_at: int | None
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = f"batch {self.number}"
+
+    def decide(self, found: Marker | None) -> Decision:
+        return decide(found, self.query.id, self.number, self.query.offsets, self.adopt_at)
+
+    def marker(self, found: Marker | None, decision: Decision, rows: int) -> Marker:
+        adopted = found.adopted if found is not None and found.query == self.query.id else None
+        if decision is Decision.ADOPT:
+            adopted = self.adopt_at
+        return Marker(self.query.id, self.number, rows, self.query.offsets, adopted)
+
+
+@dataclass
+class _Write:
+    key: bytes | None
+    batch_id: str
+    found: Marker | None = None
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = f"write {self.batch_id}".strip()
+
+    def decide(self, found: Marker | None) -> Decision:
+        self.found = found
+        return Decision.WRITE if found is None else Decision.ALREADY
+
+    def marker(self, found: Marker | None, decision: Decision, rows: int) -> Marker:
+        return Marker("", self.batch_id, rows, "")
+
+
+class _Sink:
+    """What one transactional.id keeps from batch to batch."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._connected: Connected | None = None
+        self._server: ClaimServer | None = None
+        # One sink may have been given to two queries; the marker refuses the second one, in its turn.
+        self._one_at_a_time = threading.Lock()
+
+    def close(self) -> None:
+        self._disconnect()
+        if self._server is not None:
+            self._server.close()
+
+    def deliver(self, df: DataFrame, batch: Batch) -> int | None:
+        """Rows written, None if they were in Kafka already."""
+        with self._one_at_a_time:
+            return self._deliver(df, batch)
+
+    def _deliver(self, df: DataFrame, batch: Batch) -> int | None:
+        server = self._claims(df)
+        for attempt in range(1 + RESTARTS):
+            try:
+                if self._connected is None:
+                    self._connected = Connected.to(self._options)
+                return Attempt(self._options, self._connected, server, df, batch).run()
+            except Again as again:
+                self._disconnect()
+                if attempt == RESTARTS or (batch.key is None and again.outcome_unknown):
+                    raise Temporary(
+                        f"{self._options.transactional_id}, {batch.name} failed {attempt + 1} times, last: {again}"
+                    ) from again
+                log.warning(
+                    "batch begins anew",
+                    transactional_id=self._options.transactional_id,
+                    batch=batch.name,
+                    reason=str(again),
+                )
+            except Exception as error:
+                self._disconnect()
+                public = translated(error)
+                if public is error:
+                    raise
+                raise public from error
+        raise AssertionError("the last attempt returns or raises")
+
+    def _claims(self, df: DataFrame) -> ClaimServer:
+        """Refuses a session in which the guarantee cannot be kept."""
+        if not hasattr(df, "_jdf"):
+            raise ConfigurationError("Spark Connect is not supported: the sink runs in the driver's own process")
+        if self._server is None:
+            # An application's configuration does not change, and to read it takes a hundred calls into the JVM.
+            configuration = df.sparkSession.sparkContext.getConf()
+            if str(configuration.get("spark.speculation", "false")).lower() == "true":
+                raise ConfigurationError(
+                    "spark.speculation=true runs a task twice at once, and two tasks must not write one partition: set "
+                    "it to false for this application"
+                )
+            bind = configuration.get("spark.driver.bindAddress") or ""
+            self._server = ClaimServer(configuration.get("spark.driver.host") or "127.0.0.1", bind)
+        return self._server
+
+    def _disconnect(self) -> None:
+        """What was known of the cluster may be wrong by now."""
+        if self._connected is not None:
+            self._connected.wire.close()
+            self._connected = None

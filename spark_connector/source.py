@@ -1,0 +1,82 @@
+"""Spark's Kafka source, with the settings without which what is read is not what is committed.
+
+Owns those settings and their refusals. It must never read anything itself.
+
+Measured with Spark 4.2.0 on Kafka 4.3.1: with isolation.level=read_committed a batch ends at the last stable offset,
+and the gaps that markers and aborted records leave between offsets do not count as lost data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from eos.errors import ConfigurationError
+from spark_connector.java_settings import java_consumer
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_FORCED = {
+    "kafka.isolation.level": ("read_committed", "a reader of uncommitted records would copy aborted ones"),
+    "failOnDataLoss": ("true", "records that are gone before they were read would be skipped in silence"),
+}
+_NAMED = {
+    "subscribe": "topics=",
+    "kafka.bootstrap.servers": "bootstrap_servers=",
+    "startingOffsets": "starting_offsets=",
+    "maxOffsetsPerTrigger": "max_records=",
+}
+
+
+def read_committed(
+    spark: SparkSession,
+    topics: str | Sequence[str],
+    *,
+    bootstrap_servers: str,
+    streaming: bool = True,
+    starting_offsets: str = "earliest",
+    max_records: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    options: Mapping[str, str] | None = None,
+) -> DataFrame:
+    """The committed records of `topics`: a streaming DataFrame, or with `streaming=False` a batch of all there is now.
+
+    Columns: key, value (binary), topic, partition, offset, timestamp, timestampType, headers (array of key, value).
+    `starting_offsets`: earliest, latest or Spark's JSON; it counts only for a query without a checkpoint, and new
+    partitions begin at their beginning. `max_records`: most records of one micro-batch (offsets, so markers count).
+    `settings`: as the worker's (`security.protocol`, `ssl.ca.location`, `sasl.username`, ...). `options`: more options
+    of Spark's source (`minPartitions`, `kafka.NAME` for the Java client).
+
+    Raises ConfigurationError for what would break the guarantee, or cannot be translated for the Java client.
+    """
+    names = [topics] if isinstance(topics, str) else list(topics)
+    if not names:
+        raise ConfigurationError("read_committed needs at least one topic")
+    more = dict(options or {})
+    _check(more)
+    reader: Any = (spark.readStream if streaming else spark.read).format("kafka")
+    java = java_consumer({**(settings or {}), "bootstrap.servers": bootstrap_servers})
+    values = {f"kafka.{name}": value for name, value in java.items()} | {
+        "subscribe": ",".join(names),
+        "startingOffsets": starting_offsets,
+        "includeHeaders": "true",
+        **{name: value for name, (value, _) in _FORCED.items()},
+    }
+    if max_records is not None:
+        if not streaming:
+            raise ConfigurationError("max_records is for micro-batches: a batch read has only one")
+        values["maxOffsetsPerTrigger"] = str(max_records)
+    return reader.options(**(values | more)).load()  # type: ignore[no-any-return]
+
+
+def _check(options: Mapping[str, str]) -> None:
+    lower = {name.lower(): (name, str(value)) for name, value in options.items()}
+    for name, (wanted, reason) in _FORCED.items():
+        if name.lower() in lower and lower[name.lower()][1].lower() != wanted:
+            raise ConfigurationError(
+                f"{name}={lower[name.lower()][1]} would break exactly-once (allowed: {wanted}): {reason}"
+            )
+    for name, parameter in _NAMED.items():
+        if name.lower() in lower:
+            raise ConfigurationError(f"the option {name} is the argument {parameter} of read_committed")

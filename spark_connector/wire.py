@@ -1,0 +1,245 @@
+"""One connection to a Kafka cluster for requests that no client library sends for us: kafka-python's, driven by hand.
+
+Owns connecting (TLS and SASL are kafka-python's), finding leaders and coordinators, and the loop that asks again. It
+must never decide what a broker's error code means for a transaction, and never start a thread: kafka-python's loop runs
+only while a call here waits, so that a process may be forked before the first call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from kafka import errors as kafka_errors
+from kafka.future import Future
+from kafka.net.manager import KafkaConnectionManager
+from kafka.net.selector import NetworkSelector
+from kafka.protocol.metadata import CoordinatorType, FindCoordinatorRequest, MetadataRequest
+
+from eos.admin.security import configuration
+from eos.settings import Settings
+
+T = TypeVar("T")
+
+_REQUEST_TIMEOUT_MS = 15_000
+BACKOFF_S = 0.02
+_BACKOFF_MAX_S = 0.5
+_METADATA_MAX_VERSION = 9  # by topic name, without topic ids
+_FIND_COORDINATOR_MAX_VERSION = 3  # one key per request
+
+
+class Unreachable(Exception):
+    """No answer within the deadline. `args[0]` is a sentence."""
+
+
+class Broken(Exception):
+    """The connection broke or there was none: the request may or may not have been carried out."""
+
+
+class Partition(NamedTuple):
+    """One partition as Metadata describes it; `leader` -1: there is none."""
+
+    leader: int
+    replicas: int
+    in_sync: int
+
+
+class Wire:
+    """`connection`: what is needed to connect, by Kafka's names (Settings.connection): unlike what kafka-python makes
+    of them (a TLS context), they can be sent to executors. `request_timeout_ms`: one request."""
+
+    def __init__(
+        self,
+        connection: Mapping[str, Any],
+        timeout_s: float = 30.0,
+        request_timeout_ms: int = _REQUEST_TIMEOUT_MS,
+    ) -> None:
+        config = configuration(Settings(dict(connection)), request_timeout_ms)
+        # Ours are at most five per partition; metadata must not wait behind them.
+        config["max_in_flight_requests_per_connection"] = 100
+        self._net = NetworkSelector(**config)
+        self._manager = KafkaConnectionManager(self._net, receive_message_max_bytes=100_000_000, **config)
+        try:
+            self._manager.bootstrap(timeout_s * 1000)
+        except kafka_errors.KafkaTimeoutError as error:
+            refused = next(iter(self._manager._auth_failures.values()), None)
+            self.close()
+            if refused is not None:
+                raise refused from error
+            servers = ",".join(config["bootstrap_servers"])
+            raise Unreachable(f"{servers} cannot be reached within {timeout_s:.0f} s") from error
+        self._leaders: dict[tuple[str, int], int] = {}
+        self._coordinators: dict[str, int] = {}
+
+    def close(self) -> None:
+        self._manager.close()
+        self._net.close()
+
+    # One request
+
+    def ask(self, request: Any, node: int) -> Any:
+        """The answer of `node`. Raises Broken when none came, AuthenticationError and the like as they are."""
+        with _as_broken():
+            return self._net.run(self._manager.send, request, node)
+
+    def ask_any(self, request: Any) -> Any:
+        with _as_broken():
+            return self._net.run(self._manager.send, request)
+
+    def start(self, request: Any, node: int) -> Any:
+        """Sends without waiting: kafka-python's Future. `wait` drives it. The future may have failed already."""
+        if node < 0:
+            return Future().failure(kafka_errors.LeaderNotAvailableError("there is no leader"))
+        try:
+            return self._manager.send(request, node)
+        except (kafka_errors.KafkaError, OSError) as error:
+            return Future().failure(error)
+
+    def wait(self, future: Any, timeout_s: float) -> None:
+        """Until it is done, or for so long."""
+        if not future.is_done:
+            self._net.poll(timeout_ms=timeout_s * 1000, future=future)
+
+    def paused(self, node: int) -> bool:
+        """Whether kafka-python would refuse a request to this node now, because it has not written earlier ones."""
+        connection = self._manager._conns.get(node)
+        return connection is not None and bool(connection.paused)
+
+    def turn(self, timeout_s: float = 0.0) -> None:
+        """Lets the loop read and write what is ready, and waits at most so long for something."""
+        self._net.poll(timeout_ms=timeout_s * 1000)
+
+    def sleep(self, seconds: float) -> None:
+        """Sleeps and goes on reading and writing meanwhile."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            self._net.poll(timeout_ms=left * 1000)
+
+    # Where to
+
+    def any_node(self) -> int:
+        """A broker's id."""
+        return int(next(iter(self._manager.cluster.brokers())).node_id)
+
+    def partitions(self, topics: Iterable[str]) -> dict[str, dict[int, Partition]]:
+        """The partitions of each topic; a topic that does not exist (or may not be seen) is left out."""
+        wanted = [MetadataRequest.MetadataRequestTopic(name=name) for name in topics]
+        request = MetadataRequest(
+            topics=wanted,
+            allow_auto_topic_creation=False,
+            include_cluster_authorized_operations=False,
+            include_topic_authorized_operations=False,
+            max_version=_METADATA_MAX_VERSION,
+        )
+        answer = self.ask_any(request)
+        self._manager.cluster.update_metadata(answer)
+        found: dict[str, dict[int, Partition]] = {}
+        for topic in answer.topics:
+            if topic.error_code:
+                error = kafka_errors.for_code(topic.error_code)
+                if error is kafka_errors.TopicAuthorizationFailedError:
+                    raise error(topic.name)
+                continue
+            found[topic.name] = {
+                p.partition_index: Partition(p.leader_id, len(p.replica_nodes), len(p.isr_nodes))
+                for p in topic.partitions
+            }
+            for index, partition in found[topic.name].items():
+                self._leaders[topic.name, index] = partition.leader
+        return found
+
+    def leader(self, topic: str, partition: int) -> int:
+        """The leader's node id, from the cache if it is there; -1 when there is none or nobody can be asked."""
+        if (topic, partition) not in self._leaders:
+            self.refresh_leader(topic, partition)
+        return self._leaders.get((topic, partition), -1)
+
+    def refresh_leader(self, topic: str, partition: int) -> None:
+        """Asks for the leader again; no answer leaves it unknown."""
+        self._leaders.pop((topic, partition), None)
+        with contextlib.suppress(Broken):
+            self.partitions([topic])
+
+    def coordinator(self, transactional_id: str) -> int:
+        """The node of the transaction coordinator; Broken while there is none."""
+        if transactional_id in self._coordinators:
+            return self._coordinators[transactional_id]
+        request = FindCoordinatorRequest(
+            key=transactional_id,
+            key_type=CoordinatorType.TRANSACTION.value,
+            max_version=_FIND_COORDINATOR_MAX_VERSION,
+        )
+        answer = self.ask_any(request)
+        if answer.error_code:
+            error = kafka_errors.for_code(answer.error_code)
+            if error.retriable:
+                raise Broken(f"no coordinator: {error.__name__}")
+            raise error(transactional_id)
+        node = int(
+            self._manager.cluster.add_coordinator(
+                answer, CoordinatorType.TRANSACTION, transactional_id, synthesize_node_id=False
+            )
+        )
+        self._coordinators[transactional_id] = node
+        return node
+
+    def forget_coordinator(self, transactional_id: str) -> None:
+        self._coordinators.pop(transactional_id, None)
+
+    # Asking again
+
+    def until(self, what: str, attempt: Callable[[], T | None], timeout_s: float) -> T:
+        """The first answer of `attempt` that is not None; asked again, also when it raised Broken, until the deadline.
+
+        Raises Unreachable with `what` and the last reason.
+        """
+        deadline = time.monotonic() + timeout_s
+        backoff, reason = BACKOFF_S, "no answer"
+        while True:
+            try:
+                if (answer := attempt()) is not None:
+                    return answer
+                reason = "the broker asked to try again"
+            except Broken as error:
+                reason = str(error)
+            if time.monotonic() + backoff > deadline:
+                raise Unreachable(f"{what}: not within {timeout_s:.0f} s ({reason})")
+            self.sleep(backoff)
+            backoff = min(backoff * 1.5, _BACKOFF_MAX_S)
+
+
+@contextlib.contextmanager
+def _as_broken() -> Iterator[None]:
+    try:
+        yield
+    except (
+        kafka_errors.KafkaConnectionError,
+        kafka_errors.NodeNotReadyError,
+        kafka_errors.RequestTimedOutError,
+        kafka_errors.KafkaTimeoutError,
+        kafka_errors.UnknownBrokerIdError,
+        kafka_errors.Cancelled,
+        OSError,
+    ) as error:
+        raise Broken(f"{type(error).__name__}: {error}") from error
+
+
+_wires: dict[tuple[int, str], Wire] = {}
+
+
+def shared(connection: Mapping[str, Any]) -> Wire:
+    """This process's wire for a configuration: a Python worker of Spark runs one task after the other."""
+    key = (os.getpid(), repr(sorted(connection.items())))
+    if key not in _wires:
+        _wires[key] = Wire(connection)
+    return _wires[key]
+
+
+def discard(connection: Mapping[str, Any]) -> None:
+    """The next `shared` connects anew: what this wire knows of the cluster may be all wrong."""
+    wire = _wires.pop((os.getpid(), repr(sorted(connection.items()))), None)
+    if wire is not None:
+        wire.close()

@@ -1,0 +1,63 @@
+"""The fixture `eos_run` on a real broker says the same as `eos.testing.run` without one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from eos.broker import LocalKafka
+
+TEST = """
+import eos
+import eos.testing
+import pytest
+from eos.errors import PoisonRecord
+
+app = eos.App("orders")
+
+@app.process("orders", to=["doubled", "other"], on_error=eos.retry(1, then=eos.dlq, backoff_ms=1))
+def double(order: dict):
+    return [{"n": order["n"] * 2}, eos.Out(b"copy", topic="other", headers={"h": "1"})]
+
+strict = eos.App("strict")
+
+@strict.process("orders", to="doubled")
+def refuse(order: dict):
+    raise ValueError("no")
+
+RECORDS = [("orders", {"n": 1}, "key"), ("orders", "no json"), ("orders", None), ("orders", {"n": 2})]
+
+def told(ran):
+    # Partition and timestamp are the broker's.
+    return sorted([(s.topic, s.value, s.key, s.headers) for s in ran.to("doubled") + ran.to("other")], key=repr)
+
+@pytest.mark.parametrize("again", [1, 2])
+def test_both_ways_give_the_same(eos_run, again):
+    online, offline = eos_run(app, RECORDS), eos.testing.run(app, RECORDS)
+    assert told(online) == told(offline)
+    assert online.values("doubled") == offline.values("doubled") == [b'{"n":2}', b'{"n":4}']
+    assert online.values("orders.dlq") == offline.values("orders.dlq") == [b"no json", None]
+    assert (online.dead_letters, online.retries, online.skipped) == (2, 2, 0)
+    assert (offline.dead_letters, offline.retries, offline.skipped) == (2, 2, 0)
+
+def test_a_record_that_stops_the_run_is_raised(eos_run):
+    for run in (eos_run, eos.testing.run):
+        with pytest.raises(PoisonRecord, match="refuse failed on orders .* ValueError: no"):
+            run(strict, RECORDS[:1])
+"""
+
+
+def test_the_fixture_runs_an_app_as_the_worker_does_and_each_run_is_its_own(kafka: LocalKafka, tmp_path: Path) -> None:
+    (tmp_path / "test_users_own.py").write_text(TEST)
+    options = ["-q", "-p", "no:cacheprovider", f"--eos-kafka={kafka.bootstrap_servers}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 passed" in done.stdout

@@ -1,0 +1,132 @@
+"""A dead member's transaction is ended as soon as its own timeout is over, and a member that was only paused goes on.
+
+The broker looks for transactions past their timeout once in five minutes only: what is ended sooner was ended by us.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from eos.admin.cluster import ClusterAdmin
+from eos.admin.overdue import end_if_overdue
+from eos.broker import LocalKafka
+from eos.settings import Settings
+from tests.support.raw import RawProducer
+from tests.support.reading import create_topic, visible_values, wait_until
+
+if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+    from tests.support.pipeline import Pipelines
+pytest_plugins = ["tests.support.pipeline"]
+
+Names = Callable[[str], str]
+NO_SWEEP = {"transaction.abort.timed.out.transaction.cleanup.interval.ms": 300_000}
+TIMEOUT_MS = 3_000
+
+
+@pytest.fixture(scope="module", params=["4.3.1", "3.9.2"])
+def kafka(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
+    with LocalKafka(version=request.param, config=NO_SWEEP) as kafka:
+        yield kafka
+        kafka.keep = request.session.testsfailed > 0
+
+
+def open_transaction(kafka: LocalKafka, topic: str, name: str) -> RawProducer:
+    """Left open: a closed one would abort it."""
+    create_topic(kafka.bootstrap_servers, topic)
+    limits = {"transaction_timeout_ms": TIMEOUT_MS, "message_timeout_ms": TIMEOUT_MS}
+    producer = RawProducer(kafka.bootstrap_servers, name, **limits)
+    producer.begin()
+    producer.send(topic, "of the dead")
+    return producer
+
+
+def test_only_an_overdue_transaction_is_ended_and_looks_like_its_own_timeout(kafka: LocalKafka, names: Names) -> None:
+    name, began = names("id"), time.monotonic()
+    producer = open_transaction(kafka, names("t"), name)
+    with ClusterAdmin(Settings({"bootstrap.servers": kafka.bootstrap_servers})) as admin:
+        (before,) = admin.describe_all([name])
+        assert not end_if_overdue(admin, before)
+        assert admin.describe_all([name]) == [before]
+        wait_until("it is overdue and ended", lambda: end_if_overdue(admin, before), 30)
+        assert time.monotonic() - began >= TIMEOUT_MS / 1000
+        wait_until("its markers", lambda: admin.describe_all([name])[0].state == "CompleteAbort")
+        (after,) = admin.describe_all([name])
+        assert (after.producer_id, after.epoch) == (before.producer_id, before.epoch + 1)
+        assert visible_values(kafka.bootstrap_servers, names("t")) == {0: []}
+    with pytest.raises(Exception, match="FENCED"):
+        producer.commit()
+
+
+def test_the_request_changes_nothing_in_any_other_state(kafka: LocalKafka, names: Names) -> None:
+    """Between the look and the request the coordinator, its owner or a successor may have been faster."""
+    name, topic = names("id"), names("t")
+    first = open_transaction(kafka, topic, name)
+    with ClusterAdmin(Settings({"bootstrap.servers": kafka.bootstrap_servers})) as admin:
+        (seen,) = admin.describe_all([name])
+        states: list[str] = []
+
+        def refused() -> None:
+            (before,) = admin.describe_all([name])
+            states.append(before.state)
+            for epoch in range(seen.epoch, before.epoch + 2):
+                answer = admin.abort_if_ongoing(dataclasses.replace(seen, epoch=epoch))
+                assert answer in ("ProducerFenced", "InvalidProducerEpoch"), answer
+            assert admin.describe_all([name]) == [before]
+
+        def settled(state: str) -> bool:
+            return admin.describe_all([name])[0].state == state
+
+        first.commit()
+        wait_until("the commit", lambda: settled("CompleteCommit"))
+        refused()
+        first.begin()
+        first.send(topic, "x")
+        first.abort()
+        wait_until("the abort", lambda: settled("CompleteAbort"))
+        refused()
+        RawProducer(kafka.bootstrap_servers, name, transaction_timeout_ms=TIMEOUT_MS, message_timeout_ms=TIMEOUT_MS)
+        refused()
+    assert states == ["CompleteCommit", "CompleteAbort", "Empty"]
+
+
+def test_a_survivor_ends_a_dead_members_transaction_and_a_paused_one_goes_on_without_79(
+    kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, 3_000)
+    settings = {"session.timeout.ms": "3000", "heartbeat.interval.ms": "500"}
+    paused = pipeline.worker("a", work_ms=1, settings=settings, holds=[("offsets sent", 3)])
+    paused.wait_at("offsets sent", 3)
+    with ClusterAdmin(Settings({"bootstrap.servers": kafka.bootstrap_servers})) as admin:
+
+        def of_the_paused(state: str) -> dict[str, int]:
+            found = admin.transactions(states=[state])
+            return {t.transactional_id: t.epoch for t in found if t.transactional_id.startswith(f"{pipeline.app}-a")}
+
+        paused.pause()
+        was_open = of_the_paused("Ongoing")
+        assert was_open
+        began = time.monotonic()
+        survivor = pipeline.worker("b", settings=settings)
+        wait_until("the survivor ends it", lambda: not of_the_paused("Ongoing"), 60)
+        print(f"ended {time.monotonic() - began:.1f} s after the pause")
+        survivor.wait_log("ended the transaction of another member", count=len(was_open))
+        wait_until("its markers", lambda: was_open.keys() <= of_the_paused("CompleteAbort").keys())
+        now = of_the_paused("CompleteAbort")
+        assert {name: now[name] for name in was_open} == {name: epoch + 1 for name, epoch in was_open.items()}
+    pipeline.wait_handled(pipeline.loaded, 60)
+    paused.resume()
+    paused.go_on()
+    paused.wait_log("owner=the broker aborted our transaction at its timeout", 60)
+    pipeline.load_transaction(300)
+    pipeline.wait_handled(pipeline.loaded, 60)
+    for worker in (paused, survivor):
+        assert worker.running, worker.last_words
+        worker.terminate()
+    for worker in (paused, survivor):
+        assert worker.wait() == 0, worker.last_words
+    pipeline.verify()

@@ -1,0 +1,606 @@
+"""Records that fail, with each policy, on real Kafka: dead letters exactly once, skipped ones leave nothing behind.
+
+Every worker is a process; what is judged is what a read_committed reader finds, by the checker: each input has its two
+outputs, or its one dead letter, or nothing, by the policy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, NewTopic, ResourceType
+
+from eos.broker import LocalKafka
+from eos.testing.checker import Inputs, Outputs, check
+from eos.testing.history import end_offsets, read_topic
+from tests.support.reading import wait_until
+from tests.support.stepping_worker import is_poison
+
+if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+    from tests.support.pipeline import Pipeline, Pipelines, WorkerProcess
+pytest_plugins = ["tests.support.pipeline"]
+
+EVERY = 10
+SESSION = {"session.timeout.ms": "3000"}
+CONSUMER = {"group.protocol": "consumer"}
+POISON, UNAVAILABLE, TEMPORARY, CONFIGURATION = 65, 69, 75, 78
+Place = tuple[str, int, int]
+
+
+def with_dead_letters(pipeline: Pipeline, max_bytes: int | None = None) -> list[str]:
+    """Creates the topics of dead letters; `max_bytes`: the largest batch that they take."""
+    topics = [f"{source}.dlq" for source in pipeline.sources]
+    pipeline._create([NewTopic(topic, 3, 1) for topic in topics])
+    for topic in topics if max_bytes else []:
+        limit_bytes(pipeline, topic, max_bytes or 0)
+    return topics
+
+
+def limit_bytes(pipeline: Pipeline, topic: str, limit: int) -> None:
+    entry = ConfigEntry("max.message.bytes", str(limit), incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])
+    pipeline.admin.incremental_alter_configs([resource])[resource].result(10)
+
+
+def dead_letters(pipeline: Pipeline, topics: list[str]) -> Outputs:
+    """The dead letters as the checker's outputs: where they come from is in their headers."""
+    columns: dict[str, dict[tuple[int, int, int], bytes]] = {}
+    for name in ("topic", "partition", "offset"):
+        log = read_topic(pipeline.servers, topics, header=f"eos-dlq-{name}")
+        where = zip(log.topic.tolist(), log.partition.tolist(), log.offset.tolist(), strict=True)
+        columns[name] = {place: value or b"" for place, value in zip(where, log.headers or [], strict=True)}
+    places = sorted(columns["topic"])
+    table = np.array(places, np.int64).reshape(-1, 3)
+    return Outputs(
+        topics=tuple(topics),
+        topic=table[:, 0].astype(np.int32),
+        partition=table[:, 1].astype(np.int32),
+        offset=table[:, 2],
+        source_topic=np.array([pipeline.sources.index(columns["topic"][p].decode()) for p in places], np.int32),
+        source_partition=np.array([int(columns["partition"][p]) for p in places], np.int32),
+        source_offset=np.array([int(columns["offset"][p]) for p in places], np.int64),
+        copy=np.zeros(len(places), np.int32),
+    )
+
+
+def together(first: Outputs, second: Outputs) -> Outputs:
+    names = ("partition", "offset", "source_topic", "source_partition", "source_offset", "copy")
+    columns: dict[str, Any] = {n: np.concatenate([getattr(first, n), getattr(second, n)]) for n in names}
+    topic = np.concatenate([first.topic, second.topic + len(first.topics)])
+    return Outputs(topics=(*first.topics, *second.topics), topic=topic, **columns)
+
+
+def judge(
+    pipeline: Pipeline, letters: list[str], fails: Callable[[Place], bool], dead: bool, complete: bool = True
+) -> int:
+    """Every rule of the checker; `fails`: which inputs have no outputs, but (`dead`) one dead letter. Returns how many
+    failed among those that were loaded."""
+    topics = [*pipeline.destinations, *letters]
+
+    def settled() -> bool:
+        found = end_offsets(pipeline.servers, topics)
+        return found.stable == found.log_end
+
+    wait_until("the end of every transaction", settled, 20)
+    outputs = read_topic(pipeline.servers, pipeline.destinations).outputs()
+    if letters:
+        outputs = together(outputs, dead_letters(pipeline, letters))
+    loaded = [(pipeline.sources[t], p, offset) for t, p, offset in pipeline._loaded]
+    failing = np.array([fails(place) for place in loaded])
+    report = check(
+        inputs(pipeline),
+        outputs,
+        fan_out=np.where(failing, 1 if dead else 0, len(pipeline.destinations)),
+        committed=pipeline.committed(),
+        complete=complete,
+        ends=end_offsets(pipeline.servers, [*pipeline.sources, *topics]),
+    )
+    report.raise_if_violated()
+    examined = {v.rule for v in report.verdicts}
+    assert {"no_duplicates", "no_losses", "no_strangers", "order", "atomic", "offsets_match_outputs"} <= examined
+    return int(failing.sum())
+
+
+def inputs(pipeline: Pipeline) -> Inputs:
+    """What was loaded; which transaction handled it only stepping workers tell."""
+    given = pipeline.inputs()
+    return given if pipeline._attempts else dataclasses.replace(given, transaction=None)
+
+
+def one_of_many(place: Place) -> bool:
+    return is_poison(place[2], EVERY)
+
+
+def assert_ended(worker: WorkerProcess, code: int, *said: str) -> None:
+    assert worker.wait() == code, worker.last_words
+    for part in said:
+        assert part in worker.last_words, f"{part!r} is missing in: {worker.last_words}"
+    assert "internal error" not in worker.log
+
+
+# A worker that is killed between dead letters.
+
+
+def killed_among_dead_letters(pipeline: Pipeline, settings: dict[str, str]) -> None:
+    letters = with_dead_letters(pipeline)
+    orders: dict[str, Any] = {"settings": settings, "on_error": "dlq", "poison_every": EVERY}
+    for step, nth in (("flush", 3), ("offsets sent", 2)):
+        worker = pipeline.worker(holds=[(step, nth)], **orders)
+        worker.wait_at(step, nth)
+        pipeline.wait_state("Ongoing", timeout_s=5)
+        registered = {topic for topic, _ in pipeline.open_partitions()}
+        assert registered & set(letters), f"the open transaction holds no dead letter, but {registered}"
+        worker.kill()
+    pipeline.finish(**orders)
+    dead = judge(pipeline, letters, one_of_many, dead=True)
+    assert dead > 100
+    assert "dead_letters=" in pipeline.workers[-1].log
+
+
+def test_dead_letters_are_there_exactly_once_though_workers_are_killed(kafka: LocalKafka, pipelines: Pipelines) -> None:
+    killed_among_dead_letters(pipelines.on(kafka, 2_000), SESSION)
+
+
+def test_dead_letters_are_there_exactly_once_in_a_group_of_the_consumer_protocol(
+    kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, 2_000)
+    pipeline.set_group_session_timeout(2_000)
+    killed_among_dead_letters(pipeline, CONSUMER)
+
+
+def test_dead_letters_are_there_exactly_once_on_a_broker_before_kip_890(
+    kafka392: LocalKafka, pipelines: Pipelines
+) -> None:
+    killed_among_dead_letters(pipelines.on(kafka392, 2_000), SESSION)
+
+
+def test_skipped_records_leave_nothing_and_all_others_go_on(kafka: LocalKafka, pipelines: Pipelines) -> None:
+    pipeline = pipelines.on(kafka, 1_000)
+    pipeline.finish(on_error="skip", poison_every=EVERY)
+    skipped = judge(pipeline, [], one_of_many, dead=False)
+    assert f" skipped={skipped} " in pipeline.workers[-1].log
+    assert pipeline.workers[-1].log.count("record skipped") == 10, "a few are told, the rest are counted"
+
+
+# Records that the client or the broker refuses.
+
+
+@pytest.mark.parametrize(
+    ("refused_by", "policy", "settings"),
+    [
+        ("the-client", "skip", {}),
+        ("the-client", "dlq", {}),
+        ("the-client", "retry", {}),
+        ("the-broker", "skip", {}),
+        ("the-broker", "retry", CONSUMER),
+    ],
+    ids=["client-skip", "client-dlq", "client-retry", "broker-skip", "broker-retry-then-dlq-consumer"],
+)
+def test_an_output_that_is_too_large_is_treated_by_the_policy_and_never_half_sent(
+    refused_by: str, policy: str, settings: dict[str, str], kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, 900)
+    letters = with_dead_letters(pipeline) if policy != "skip" else []
+    if refused_by == "the-broker":
+        limit_bytes(pipeline, pipeline.destinations[1], 100_000)
+    place = pipeline.record((pipeline.sources[0], 1), 70)
+    size = 2_000_000 if refused_by == "the-client" else 200_000
+    pipeline.finish(on_error=policy, large_at=(*place, size), large_last=True, settings=settings)
+    assert judge(pipeline, letters, lambda at: at == place, dead=policy != "skip") == 1
+    log = pipeline.workers[-1].log
+    assert "MSG_SIZE_TOO_LARGE" in log
+    assert ("retries=2" in log) is (policy == "retry")
+
+
+def test_a_transaction_that_fails_of_a_record_while_others_are_still_sent_finds_that_record(
+    kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, 600)
+    letters = with_dead_letters(pipeline)
+    limit_bytes(pipeline, pipeline.destinations[1], 100_000)
+    place = pipeline.record((pipeline.sources[0], 1), 3)
+    # A long transaction of a slow function: the refusal comes long before its end, and its client takes no more then.
+    settings = {"eos.transaction.interval.ms": "1000"}
+    pipeline.finish(on_error="dlq", large_at=(*place, 200_000), work_ms=3, settings=settings)
+    assert judge(pipeline, letters, lambda at: at == place, dead=True) == 1
+    assert "MSG_SIZE_TOO_LARGE" in pipeline.workers[-1].log
+
+
+def test_a_dead_letter_that_is_refused_too_stops_the_worker_with_65(kafka: LocalKafka, pipelines: Pipelines) -> None:
+    pipeline = pipelines.on(kafka, 600)
+    letters = with_dead_letters(pipeline, max_bytes=100)
+    topic, partition, offset = place = pipeline.record((pipeline.sources[0], 1), 50)
+    worker = pipeline.worker(on_error="dlq", raise_at=place)
+    assert_ended(worker, POISON, f"{topic} [{partition}] offset {offset}", "DeadLetterRefused", "MSG_SIZE_TOO_LARGE")
+    judge(pipeline, letters, lambda at: at == place, dead=True, complete=False)
+    assert pipeline.committed()[topic, partition] <= offset
+    for name in letters:
+        limit_bytes(pipeline, name, 1_000_000)
+    pipeline.finish(on_error="dlq", raise_at=place)
+    assert judge(pipeline, letters, lambda at: at == place, dead=True) == 1
+
+
+# Tries.
+
+
+def test_no_transaction_is_open_while_a_retry_waits_and_a_stop_uses_none_up(
+    kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, 600)
+    letters = with_dead_letters(pipeline)
+    place = pipeline.record((pipeline.sources[0], 1), 50)
+    worker = pipeline.worker(on_error="retry-slowly", raise_at=place)
+    worker.wait_log("record fails, will be tried again")
+    pipeline.wait_not_open()
+    members = pipeline.members()
+    time.sleep(4)  # longer than the transaction's timeout: what is waited for is a clock of the broker's
+    assert pipeline.members() == members == 1
+    worker.terminate()
+    assert worker.wait() == 0
+    assert worker.log.count("record fails, will be tried again") == 1
+    assert "aborts=0" in worker.log
+    judge(pipeline, letters, lambda at: at == place, dead=True, complete=False)
+    assert pipeline.committed()[place[0], place[1]] <= place[2]
+    pipeline.finish()
+    judge(pipeline, letters, lambda at: False, dead=True)
+
+
+# Functions that are too slow.
+
+
+def test_a_function_slower_than_the_transaction_timeout_ends_with_78_that_names_the_setting(
+    kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, 300)
+    topic, partition, offset = pipeline.record((pipeline.sources[0], 1), 20)
+    worker = pipeline.worker(
+        slow_at=(topic, partition, offset, 3.5), settings={"transaction.timeout.ms": "1500", **SESSION}
+    )
+    assert_ended(worker, CONFIGURATION, "transaction.timeout.ms=1500", f"{topic} [{partition}] offset {offset}")
+    # Once with others, if it was among others; once alone.
+    assert worker.log.count("too slow: the transaction is lost") in (1, 2)
+    pipeline.verify(complete=False)
+    pipeline.finish()
+    pipeline.verify()
+
+
+@pytest.mark.long
+def test_a_function_slower_than_the_poll_interval_ends_with_78_that_names_both_settings(
+    kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, 300)
+    place = pipeline.record((pipeline.sources[0], 1), 20)
+    settings = {"session.timeout.ms": "6000", "max.poll.interval.ms": "6000", "transaction.timeout.ms": "30000"}
+    worker = pipeline.worker(slow_at=(*place, 8.0), settings=settings)
+    assert_ended(worker, CONFIGURATION, "max.poll.interval.ms=6000", f"offset {place[2]}")
+    pipeline.verify(complete=False)
+    pipeline.finish()
+    pipeline.verify()
+
+
+# Whole programs, as users write them.
+
+
+def eos_run(pipeline: Pipeline, source: str, *arguments: str) -> WorkerProcess:
+    path = Path(pipeline.directory) / "given.py"
+    names = {"app": pipeline.app, "sources": pipeline.sources, "destinations": pipeline.destinations}
+    path.write_text(source.format(**names))
+    given = ("--instance", "one", "--bootstrap-servers", pipeline.servers, "--until-end")
+    return pipeline.eos("run", f"{path}:app", *given, *arguments)
+
+
+TYPED = """
+import eos
+import msgspec
+
+app = eos.App({app!r})
+
+class Order(msgspec.Struct):
+    number: int
+
+@app.process({sources!r}, to={destinations!r}, on_error=eos.dlq)
+def double(order: Order) -> Order:
+    return Order(order.number * 2)
+"""
+
+
+def test_an_input_that_does_not_decode_is_its_own_dead_letter_with_where_and_why(
+    kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, 60)  # each value is b"input", which is no JSON
+    letters = with_dead_letters(pipeline)
+    assert_ended(eos_run(pipeline, TYPED), 0)
+    assert judge_dead(pipeline, letters) == 60
+    settings = {
+        "bootstrap.servers": pipeline.servers,
+        "group.id": f"{pipeline.app}-look",
+        "auto.offset.reset": "earliest",
+    }
+    consumer = Consumer(settings | {"isolation.level": "read_committed"})
+    consumer.subscribe(letters)
+    message = wait_until("a dead letter", lambda: consumer.poll(0.5), 30)
+    consumer.close()
+    headers: Any = dict(message.headers())
+    assert message.value() == b"input"
+    assert message.key().startswith(b"key ")
+    assert message.topic() == headers["eos-dlq-topic"].decode() + ".dlq"
+    assert headers["eos-dlq-exception"] == b"eos.serde.DecodeError"
+    assert b"expected Order as JSON" in headers["eos-dlq-message"]
+    original = TopicPartition(
+        headers["eos-dlq-topic"].decode(), int(headers["eos-dlq-partition"]), int(headers["eos-dlq-offset"])
+    )
+    assert (original.topic, original.partition, original.offset) in {
+        (pipeline.sources[t], p, offset) for t, p, offset in pipeline._loaded
+    }
+    assert int(headers["eos-dlq-timestamp"]) > 1_600_000_000_000
+
+
+def judge_dead(pipeline: Pipeline, letters: list[str]) -> int:
+    """All inputs are dead letters, once each."""
+    found = dead_letters(pipeline, letters)
+    report = check(inputs(pipeline), found, fan_out=1, committed=pipeline.committed(), complete=True)
+    report.raise_if_violated()
+    return len(found)
+
+
+STAMPING = """
+import asyncio
+import eos
+from eos.testing.lineage import stamp
+
+app = eos.App({app!r})
+sources, destinations = {sources!r}, {destinations!r}
+
+def outs(record):
+    if record.offset % 10 == 5:
+        raise ValueError("this record is one of many")
+    where = sources.index(record.topic), record.partition, record.offset
+    return [eos.Out(stamp(*where, i), record.key, topic=topic) for i, topic in enumerate(destinations)]
+"""
+BATCH = (
+    STAMPING
+    + """
+@app.process_batch(sources, to=destinations, on_error=eos.dlq)
+def copy(records: list[eos.Record]):
+    return [out for record in records for out in outs(record)]
+"""
+)
+ASYNC = (
+    STAMPING
+    + """
+running = most = 0
+
+@app.process(sources, to=destinations, on_error=eos.dlq)
+async def copy(record: eos.Record):
+    global running, most
+    running += 1
+    most = max(most, running)
+    await asyncio.sleep(0.02 if record.offset % 3 else 0.001)
+    running -= 1
+    return outs(record)
+
+@app.on_start
+async def opened():
+    print("opened", flush=True)
+
+@app.on_stop
+async def closed():
+    print("at once:", most, flush=True)
+"""
+)
+
+
+@pytest.mark.parametrize("program", [BATCH, ASYNC], ids=["batch", "async"])
+def test_batch_and_async_functions_that_fail_on_some_records_keep_all_others_and_their_order(
+    program: str, kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, 900)
+    letters = with_dead_letters(pipeline)
+    worker = eos_run(pipeline, program)
+    assert_ended(worker, 0)
+    assert judge(pipeline, letters, one_of_many, dead=True) > 50
+    if program is ASYNC:
+        worker.wait_line("opened")
+        worker.wait_line("at once: 100")
+
+
+CANNOT_START = (
+    STAMPING
+    + """
+@app.process(sources, to=destinations)
+def copy(record: eos.Record):
+    return outs(record)
+
+@app.on_start
+def connect():
+    raise OSError("the database is away")
+"""
+)
+
+
+def test_a_start_hook_that_raises_ends_the_run_with_75_and_the_users_own_frames(
+    kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    worker = eos_run(pipelines.on(kafka), CANNOT_START)
+    assert_ended(worker, 75, "on_start: connect raised OSError: the database is away")
+    assert "given.py" in worker.log
+    assert "in connect" in worker.log
+    assert "eos/worker.py" not in worker.log
+
+
+REFUSED = (
+    STAMPING.replace("raise ValueError", "pass #")
+    + """
+large, nowhere = 7, 8  # of ten
+
+def outs_refused(record):
+    made = outs(record)
+    if record.partition == 1 and record.offset % 100 == large:
+        return [made[0], eos.Out(bytes(2_000_000), topic=destinations[1])]
+    if record.partition == 1 and record.offset % 100 == nowhere:
+        return [made[0], eos.Out(b"", topic=destinations[1], partition=99)]
+    return made
+
+if {batch}:
+    @app.process_batch(sources, to=destinations, on_error=eos.dlq)
+    def copy_all(records: list[eos.Record]):
+        return [eos.Out(out.value, r.key, out.topic, (), out.partition) for r in records for out in outs_refused(r)]
+else:
+    app.process(sources, to=destinations, on_error=eos.dlq)(outs_refused)
+"""
+)
+
+
+@pytest.mark.parametrize("batch", [False, pytest.param(True, marks=pytest.mark.long)], ids=["single", "batch"])
+def test_outputs_too_large_and_to_a_partition_that_does_not_exist_are_found_in_a_large_transaction(
+    batch: bool, kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, 900)
+    letters = with_dead_letters(pipeline)
+    assert_ended(eos_run(pipeline, REFUSED.replace("{batch}", str(batch))), 0)
+
+    def refused(place: Place) -> bool:
+        return place[1] == 1 and place[2] % 100 in (7, 8)
+
+    assert judge(pipeline, letters, refused, dead=True) >= 4
+    log = pipeline.workers[-1].log
+    assert "MSG_SIZE_TOO_LARGE" in log
+    assert "_UNKNOWN_PARTITION" in log
+
+
+def test_a_topic_of_dead_letters_that_is_missing_is_exit_69_before_the_first_record(
+    kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, 10)
+    assert_ended(eos_run(pipeline, TYPED), UNAVAILABLE, f"topic {pipeline.sources[0]}.dlq does not exist")
+    assert pipeline.committed() == {}
+
+
+SLOW_ONCE = """
+import pathlib
+import time
+import eos
+from eos.testing.lineage import stamp
+
+app = eos.App({app!r})
+sources, destinations = {sources!r}, {destinations!r}
+been = pathlib.Path(__file__).with_suffix(".been")
+
+@app.process(sources, to=destinations)
+def copy(record: eos.Record):
+    if record.partition == 1 and not been.exists():
+        been.touch()
+        time.sleep(3)
+    where = sources.index(record.topic), record.partition, record.offset
+    return [eos.Out(stamp(*where, i), topic=topic) for i, topic in enumerate(destinations)]
+"""
+
+
+def test_a_function_that_is_too_slow_once_is_told_of_and_survived(kafka: LocalKafka, pipelines: Pipelines) -> None:
+    pipeline = pipelines.on(kafka, 300)
+    worker = eos_run(pipeline, SLOW_ONCE, "-X", "transaction.timeout.ms=1500")
+    assert_ended(worker, 0)
+    assert worker.log.count("too slow: the transaction is lost, its records come again") == 1
+    judge(pipeline, [], lambda place: False, dead=False)
+
+
+STUCK = """
+import asyncio
+import eos
+
+app = eos.App({app!r})
+
+@app.process({sources!r}, to={destinations!r})
+async def stuck(record: eos.Record):
+    print("STUCK", flush=True)
+    await asyncio.sleep(3600)
+
+@app.on_stop
+async def closed():
+    print("closed", flush=True)
+"""
+
+
+def test_async_functions_that_do_not_end_are_given_up_at_the_second_signal(
+    kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, 60)
+    worker = eos_run(pipeline, STUCK, "-X", "transaction.timeout.ms=60000")
+    worker.wait_line("STUCK")
+    worker.terminate()
+    worker.wait_log("stopping")
+    worker.terminate()
+    assert_ended(worker, TEMPORARY, "the stop took too long")
+    pipeline.wait_not_open(timeout_s=5)
+    assert pipeline.committed() == {}
+
+
+LINEAGE = """
+import eos
+
+app = eos.App({app!r})
+first, second = {sources!r}
+
+def copy(record: eos.Record):
+    if record.offset % 10 == 5:
+        raise ValueError("this record is one of many")
+    return record.value
+
+app.process(first, to={destinations!r}[0], on_error=eos.dlq)(copy)
+app.process(second, to={destinations!r}[0], on_error=eos.skip)(copy)
+"""
+
+
+def test_verify_takes_a_skipped_record_for_a_filtered_one_and_a_dead_letter_for_an_output(
+    kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, 900)
+    letters = with_dead_letters(pipeline)
+    worker = eos_run(pipeline, LINEAGE, "-X", "eos.lineage=true")
+    assert_ended(worker, 0)
+    failing = {
+        number: sum(t == number and one_of_many(("", p, o)) for t, p, o in pipeline._loaded) for number in (0, 1)
+    }
+    assert f"skipped={failing[1]} dead_letters={failing[0]} " in worker.log
+    outputs = pipeline.loaded - failing[1]
+
+    def verify(*topics: str) -> tuple[int, str]:
+        named = [option for topic in topics for option in ("--output", topic)]
+        inputs = [option for topic in pipeline.sources for option in ("--input", topic)]
+        command = [
+            sys.executable,
+            "-m",
+            "eos",
+            "verify",
+            "--bootstrap-servers",
+            pipeline.servers,
+            "--group",
+            pipeline.app,
+        ]
+        done = subprocess.run(
+            [*command, *inputs, *named],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=os.environ | {"COLUMNS": "240"},
+            check=False,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    code, told = verify(pipeline.destinations[0], letters[0])
+    assert code == 0, told
+    assert f"{pipeline.loaded:,} inputs and {outputs:,} outputs of group {pipeline.app} examined: holds" in told
+    code, told = verify(pipeline.destinations[0])
+    assert code == 1, told  # without their topic the dead letters are missing outputs
+    assert "no_losses" in told.rpartition("VIOLATED")[2]

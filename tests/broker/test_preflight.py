@@ -1,0 +1,203 @@
+"""Preflight and `eos doctor` on real brokers, fit and unfit ones: exit code, sentence, within seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient, ConfigResource
+
+from eos.broker import LocalKafka
+from eos.broker.node import free_ports
+from tests.support.hanging import NO_VERIFICATION, produce_late
+from tests.support.raw import raw_producer
+from tests.support.reading import create_topic, transaction_of, visible_values, wait_until
+
+Names = Callable[[str], str]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def kafka(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
+    """One node with a low limit for transactions, and with Kafka's own idea of how many brokers there are."""
+    unfit = {
+        "transaction.max.timeout.ms": 20_000,
+        "transaction.state.log.replication.factor": 3,
+        "transaction.state.log.min.isr": 2,
+    }
+    with LocalKafka(config=NO_VERIFICATION | unfit) as kafka:
+        yield kafka
+        kafka.keep = request.session.testsfailed > 0
+
+
+class Directory:
+    """A user's directory with an App from `app-in` to `app-out`."""
+
+    def __init__(self, path: Path, app: str) -> None:
+        self.path, self.app, self.input, self.output = path, app, f"{app}-in", f"{app}-out"
+        (path / "theapp.py").write_text(
+            f"from eos import App\napp = App({app!r})\n@app.process({self.input!r}, to={self.output!r})\n"
+            "def copy(value: bytes) -> bytes:\n    return value\n"
+        )
+
+    def eos(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Its last argument is where the cluster is."""
+        *first, servers = arguments
+        return subprocess.run(
+            [sys.executable, "-m", "eos", *first, "--bootstrap-servers", servers],
+            cwd=self.path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    def doctor(self, servers: str, *more: str) -> list[dict[str, object]]:
+        ended = self.eos("doctor", "theapp.py:app", "--instance", "one", "--json", *more, servers)
+        rows: list[dict[str, object]] = json.loads(ended.stdout)
+        failed = [row["exit_code"] for row in rows if row["level"] == "failed"]
+        assert ended.returncode == (failed[0] if failed else 0), ended.stderr
+        return rows
+
+
+@pytest.fixture
+def here(tmp_path: Path, names: Names) -> Directory:
+    return Directory(tmp_path, names("app"))
+
+
+def fill(servers: str, topic: str) -> None:
+    producer = Producer({"bootstrap.servers": servers})
+    producer.produce(topic, b"x")
+    assert producer.flush(30) == 0
+
+
+def failed(rows: list[dict[str, object]]) -> list[str]:
+    return [str(row["found"]) for row in rows if row["level"] == "failed"]
+
+
+# In this order: the first transaction of the cluster makes its log.
+
+
+def test_a_transaction_log_for_more_brokers_than_there_are_is_exit_78_at_once(
+    kafka: LocalKafka, here: Directory
+) -> None:
+    servers = kafka.bootstrap_servers
+    for topic in (here.input, here.output):
+        create_topic(servers, topic)
+    began = time.monotonic()
+    ended = here.eos("run", "theapp.py:app", "--until-end", servers)
+    assert time.monotonic() - began < 15, "it hung, as init_transactions does"
+    assert ended.returncode == 78, ended.stderr
+    assert (
+        "__transaction_state cannot be created: transaction.state.log.replication.factor=3 with 1 broker"
+        in ended.stderr
+    )
+    assert "no transaction can begin" in failed(here.doctor(servers))[0]
+
+
+def test_a_topic_that_is_missing_is_exit_69_and_create_topics_makes_it(kafka: LocalKafka, here: Directory) -> None:
+    servers = kafka.bootstrap_servers
+    create_topic(servers, here.input, 3)
+    fill(servers, here.input)
+    missing = here.eos("run", "theapp.py:app", "--until-end", servers)
+    assert missing.returncode == 69
+    sentence = f"eos: topic {here.output} does not exist at {servers}: create it, or let --create-topics do so"
+    assert missing.stderr.splitlines()[-1] == sentence
+    repaired = AdminClient({"bootstrap.servers": servers})
+    # What the preflight said is wrong with this cluster is what an operator would change.
+    kafka.stop(0)
+    properties = kafka.directory / "node-0" / "server.properties"
+    text = properties.read_text().replace("log.replication.factor=3", "log.replication.factor=1")
+    properties.write_text(text.replace("transaction.state.log.min.isr=2", "transaction.state.log.min.isr=1"))
+    kafka.start(0)
+    ended = here.eos("run", "theapp.py:app", "--until-end", "--create-topics", servers)
+    assert ended.returncode == 0, ended.stderr
+    assert f"topic created topic={here.output}" in ended.stderr
+    assert len(repaired.list_topics(here.output, timeout=10).topics[here.output].partitions) == 3
+    assert [v for values in visible_values(servers, here.output).values() for v in values] == [b"x"]
+
+
+def test_a_transaction_timeout_above_the_brokers_is_exit_78_with_the_limit(kafka: LocalKafka, here: Directory) -> None:
+    servers = kafka.bootstrap_servers
+    for topic in (here.input, here.output):
+        create_topic(servers, topic)
+    ended = here.eos("run", "theapp.py:app", "--until-end", "-X", "transaction.timeout.ms=20001", servers)
+    assert ended.returncode == 78, ended.stderr
+    assert "transaction.max.timeout.ms=20000: set transaction.timeout.ms to at most 20000" in ended.stderr
+    ended = here.eos("run", "theapp.py:app", "--until-end", "-X", "session.timeout.ms=100", servers)
+    assert ended.returncode == 78, ended.stderr
+    assert "session.timeout.ms=100 is not between the brokers' 500 and" in ended.stderr
+
+
+def test_doctor_shows_open_and_hanging_transactions_of_the_apps_topics(kafka: LocalKafka, here: Directory) -> None:
+    servers = kafka.bootstrap_servers
+    for topic in (here.input, here.output):
+        create_topic(servers, topic)
+    assert failed(here.doctor(servers)) == []
+    with raw_producer(servers, f"{here.app}-p", transaction_timeout_ms=20_000) as producer:
+        producer.begin()
+        producer.send(here.input, "a")
+        opened = [row for row in here.doctor(servers) if row["check"] == "transactions"]
+        assert [row["level"] for row in opened] == ["ok"]
+        assert f"{here.input} [0]: transaction of {here.app}-p is open" in str(opened[0]["found"])
+        producer.commit()
+        wait_until("the markers", lambda: transaction_of(servers, f"{here.app}-p").state == "CompleteCommit")
+    at = transaction_of(servers, f"{here.app}-p")
+    produce_late(servers, here.input, 0, f"{here.app}-p", (at.producer_id, at.producer_epoch), sequence=1)
+    rows = [row for row in here.doctor(servers) if row["level"] == "failed"]
+    assert [(row["check"], row["exit_code"]) for row in rows] == [("transactions", 69)]
+    assert f"{here.input} [0]: transaction of {here.app}-p is hanging" in str(rows[0]["found"])
+    assert rows[0]["change"] == f"eos txn abort --topic {here.input} --partition 0"
+
+
+def test_a_cluster_that_is_not_there_is_exit_69_within_seconds(here: Directory) -> None:
+    nowhere = f"127.0.0.1:{free_ports(1)[0]}"
+    began = time.monotonic()
+    ended = here.eos("doctor", "theapp.py:app", nowhere)
+    assert (ended.returncode, ended.stdout) == (69, "")
+    assert ended.stderr.startswith(f"eos: {nowhere} cannot be reached: ")
+    assert time.monotonic() - began < 20
+
+
+def test_topics_that_can_lose_acknowledged_records_are_a_warning_and_with_strict_a_refusal(
+    cluster: LocalKafka, here: Directory
+) -> None:
+    servers = cluster.bootstrap_servers
+    create_topic(servers, here.input)
+    fill(servers, here.input)
+    safe = here.eos("run", "theapp.py:app", "--until-end", "--create-topics", "-X", "eos.strict=true", servers)
+    assert safe.returncode == 0, safe.stderr
+    assert "can lose" not in safe.stderr
+    admin = AdminClient({"bootstrap.servers": servers})
+    risky = ConfigResource(ConfigResource.Type.TOPIC, here.output, {"unclean.leader.election.enable": "true"})
+    admin.alter_configs([risky])[risky].result(30)
+    sentence = f"topic {here.output} can lose acknowledged records: unclean.leader.election.enable=true"
+
+    def known() -> bool:
+        return any(sentence in str(row["found"]) for row in here.doctor(servers))
+
+    wait_until("the new configuration", known, 30)
+    warned = here.eos("run", "theapp.py:app", "--until-end", servers)
+    assert warned.returncode == 0, warned.stderr
+    assert sentence in warned.stderr
+    refused = here.eos("run", "theapp.py:app", "--until-end", "-X", "eos.strict=true", servers)
+    assert refused.returncode == 78, refused.stderr
+    assert sentence in refused.stderr
+
+
+def test_an_older_broker_passes(kafka392: LocalKafka, here: Directory) -> None:
+    servers = kafka392.bootstrap_servers
+    for topic in (here.input, here.output):
+        create_topic(servers, topic)
+    fill(servers, here.input)
+    ended = here.eos("run", "theapp.py:app", "--until-end", servers)
+    assert ended.returncode == 0, ended.stderr
+    assert failed(here.doctor(servers)) == []

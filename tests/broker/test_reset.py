@@ -1,0 +1,277 @@
+"""`eos reset` and a life of years: replay, a record stepped past, other names, an adopted group, a topic made anew."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+import pytest
+from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]
+
+from eos.broker import LocalKafka
+from tests.support.raw import raw_producer
+from tests.support.reading import create_topic, visible_values, wait_until
+
+Names = Callable[[str], str]
+ROOT = Path(__file__).parents[2]
+POISON = b"poison"
+
+
+class Life:
+    """One App over the years: a directory, an input of two partitions, an output; the poison record raises."""
+
+    def __init__(self, kafka: LocalKafka, path: Path, app: str) -> None:
+        self.servers, self.path, self.app = kafka.bootstrap_servers, path, app
+        self.input, self.output = f"{app}-in", f"{app}-out"
+        create_topic(self.servers, self.input, 2)
+        create_topic(self.servers, self.output)
+        (path / "theapp.py").write_text(
+            f"from eos import App\napp = App({app!r})\n@app.process({self.input!r}, to={self.output!r})\n"
+            f"def copy(value: bytes) -> bytes:\n    assert value != {POISON!r}\n    return value\n"
+        )
+
+    def load(self, values: Sequence[bytes], partition: int = 0) -> None:
+        producer = Producer({"bootstrap.servers": self.servers})
+        for value in values:
+            producer.produce(self.input, value, partition=partition)
+        assert producer.flush(30) == 0
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "eos", *arguments, "--bootstrap-servers", self.servers]
+
+    def eos(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        return subprocess.run(
+            self.command(*arguments),
+            cwd=self.path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    def run(self, *more: str) -> subprocess.CompletedProcess[str]:
+        return self.eos("run", "theapp.py:app", "--instance", "one", "--until-end", *more)
+
+    def start(self, *more: str, stderr: IO[bytes] | int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+        """A worker that runs until it is stopped."""
+        return subprocess.Popen(
+            self.command("run", "theapp.py:app", *more),
+            cwd=self.path,
+            stderr=stderr,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+
+    def make_input_anew(self, values: Sequence[bytes]) -> None:
+        admin = AdminClient({"bootstrap.servers": self.servers})
+        admin.delete_topics([self.input])[self.input].result(30)
+        wait_until("it is gone", lambda: self.input not in admin.list_topics(timeout=10).topics, 30)
+        create_topic(self.servers, self.input, 2)
+        self.load(values)
+
+    def reset(self, *more: str) -> subprocess.CompletedProcess[str]:
+        return self.eos("reset", "theapp.py:app", *more)
+
+    def outputs(self) -> list[bytes | None]:
+        return sorted(v for values in visible_values(self.servers, self.output).values() for v in values if v)
+
+    def committed(self) -> list[int]:
+        consumer = Consumer({"bootstrap.servers": self.servers, "group.id": self.app})
+        found = consumer.committed([TopicPartition(self.input, p) for p in range(2)], timeout=15)
+        consumer.close()
+        return [max(tp.offset, -1) for tp in found]
+
+
+@pytest.fixture
+def life(kafka: LocalKafka, tmp_path: Path, names: Names) -> Life:
+    return Life(kafka, tmp_path, names("app"))
+
+
+def test_a_record_that_nobody_can_handle_is_stepped_past_and_the_input_replayed(life: Life) -> None:
+    life.load([b"a", POISON, b"b"])
+    life.load([b"c"], partition=1)
+    stopped = life.run()
+    assert stopped.returncode == 65, stopped.stderr
+    assert f"{life.input} [0] offset 1" in stopped.stderr
+    # A record stops a worker, it does not take it out of the group: a restart would find its partitions.
+    shown = life.reset("--from", f"{life.input}:0:2", "--dry-run", "--wait", "30")
+    assert shown.returncode == 0, shown.stderr
+    assert "skips up to 1" in shown.stdout
+    assert life.reset("--from", f"{life.input}:0:2").returncode == 64, "nobody could be asked"
+    assert life.committed()[0] == 1
+    moved = life.reset("--from", f"{life.input}:0:2", "--yes")
+    assert moved.returncode == 0, moved.stderr
+    assert life.run().returncode == 0
+    assert life.outputs() == [b"a", b"b", b"c"]
+    assert life.committed() == [3, 1]
+    assert life.reset("--from", "latest", "--yes").returncode == 0
+    assert life.committed() == [3, 1]
+    assert life.reset("--from", "2000-01-01T00:00:00", "--yes").returncode == 0
+    assert life.committed() == [0, 0]
+    assert life.reset("--from", f"{life.input}:0:2", "--yes").returncode == 0
+    assert life.run().returncode == 0
+    assert life.outputs() == [b"a", b"b", b"b", b"c", b"c"], "the record before is not read again, the others are"
+
+
+def test_a_reset_is_refused_while_a_member_lives_and_names_it(life: Life) -> None:
+    life.load([b"a"])
+    worker = life.start("--instance", "the-living")
+    try:
+        wait_until("its output", lambda: life.outputs() == [b"a"], 60)
+        before = life.committed()
+        refused = life.reset("--from", "earliest", "--yes")
+        assert refused.returncode == 69
+        assert f"group {life.app} has 1 member (the-living on 127.0.0.1): stop them first" in refused.stderr
+        assert life.committed() == before
+    finally:
+        worker.terminate()
+        assert worker.wait(60) == 0
+    assert life.reset("--from", "earliest", "--yes").returncode == 0
+    assert life.committed() == [0, 0]
+
+
+def test_a_reset_is_refused_while_a_transaction_pends_on_the_offsets(life: Life) -> None:
+    life.load([b"a"])
+    with raw_producer(life.servers, f"{life.app}-dead") as producer:
+        producer.begin()
+        producer.send_offset(life.app, life.input, 1)
+        refused = life.reset("--from", "earliest", "--yes")
+        assert refused.returncode == 69, refused.stderr
+        assert "a transaction pends on the offsets" in refused.stderr
+        producer.commit()
+    assert life.committed()[0] == 1
+
+
+def test_where_a_reset_cannot_go_is_refused_and_nothing_is_moved(life: Life) -> None:
+    life.load([b"a"])
+    assert life.run().returncode == 0
+    for where, code in ((f"{life.input}:0:7", 78), (f"{life.input}:9:0", 64), ("other:0:0", 64), ("soon", 64)):
+        refused = life.reset("--from", where, "--yes")
+        assert refused.returncode == code, refused.stderr
+        assert "Traceback" not in refused.stderr
+    assert life.committed() == [1, -1]
+
+
+def test_the_group_of_an_at_least_once_consumer_is_adopted_where_it_stands(life: Life) -> None:
+    life.load([b"handled before", b"a"])
+    consumer = Consumer(
+        {"bootstrap.servers": life.servers, "group.id": life.app, "auto.offset.reset": "earliest"}
+        | {"enable.auto.commit": False}
+    )
+    consumer.subscribe([life.input])
+    message = wait_until("its first record", lambda: consumer.poll(0.2), 30)
+    assert message.value() == b"handled before"
+    consumer.commit(message, asynchronous=False)
+    # Both at once share the group's partitions by one strategy only: the old consumer has to go first.
+    refused = life.run()
+    assert refused.returncode == 78, refused.stderr
+    assert "INCONSISTENT_GROUP_PROTOCOL" in refused.stderr
+    consumer.close()
+    assert life.run().returncode == 0
+    assert life.outputs() == [b"a"]
+
+
+def test_other_instance_names_go_on_where_the_old_ones_stopped(life: Life) -> None:
+    life.load([b"a"])
+    assert life.run().returncode == 0
+    life.load([b"b"])
+    renamed = life.eos("run", "theapp.py:app", "--instance", "another", "--until-end")
+    assert renamed.returncode == 0, renamed.stderr
+    assert life.outputs() == [b"a", b"b"]
+
+
+def test_a_topic_made_anew_while_no_worker_runs_is_read_from_its_beginning(life: Life) -> None:
+    """Kafka forgets a group's offsets with the topic."""
+    life.load([b"a", b"b", b"c"])
+    assert life.run().returncode == 0
+    life.make_input_anew([b"d"])
+    assert life.run().returncode == 0
+    assert life.outputs() == [b"a", b"b", b"c", b"d"]
+
+
+@pytest.mark.parametrize("records", [1, 8], ids=["fewer records than before", "more records than before"])
+def test_a_topic_made_anew_under_a_running_worker_stops_it_with_66(records: int, life: Life) -> None:
+    """With more records than before the client would go on in the middle of the new topic, and say nothing."""
+    life.load([b"a", b"b", b"c"])
+    log = life.path / "worker.log"
+    with log.open("wb") as stderr:
+        worker = life.start("--instance", "one", stderr=stderr)
+    try:
+        wait_until("its outputs", lambda: len(life.outputs()) == 3, 60)
+        life.make_input_anew([b"new"] * records)
+        assert worker.wait(60) == 66, log.read_text()
+        assert "eos: the input is gone: " in log.read_text()
+    finally:
+        worker.kill()
+        worker.wait(10)
+    assert life.reset("--from", "earliest", "--yes", "--wait", "30").returncode == 0
+    assert life.run().returncode == 0
+    assert life.outputs().count(b"new") >= records
+
+
+def test_a_new_partition_is_taken_up_from_its_beginning_by_a_running_worker(life: Life) -> None:
+    life.load([b"a"])
+    worker = life.start("--instance", "one", "-X", "topic.metadata.refresh.interval.ms=1000")
+    try:
+        wait_until("its output", lambda: life.outputs() == [b"a"], 60)
+        admin = AdminClient({"bootstrap.servers": life.servers})
+        admin.create_partitions([NewPartitions(life.input, 3)])[life.input].result(30)
+        wait_until(
+            "the partition", lambda: len(admin.list_topics(life.input, timeout=10).topics[life.input].partitions) == 3
+        )
+        life.load([b"b"], partition=2)
+        wait_until("the new partition's output", lambda: life.outputs() == [b"a", b"b"], 60)
+    finally:
+        worker.terminate()
+        assert worker.wait(60) == 0
+
+
+def test_a_rolling_restart_under_the_same_names_loses_and_doubles_nothing(life: Life) -> None:
+    """One worker after the other is stopped and started again, as for an upgrade, while records come."""
+    names = ("a", "b")
+    log = life.path / "workers.log"
+    stderr = log.open("ab")
+    workers = {name: life.start("--instance", name, stderr=stderr) for name in names}
+    expected: list[bytes] = []
+
+    def more() -> None:
+        values = [f"{len(expected) + i:03d}".encode() for i in range(20)]
+        for partition in range(2):
+            life.load(values[partition::2], partition)
+        expected.extend(values)
+
+    try:
+        more()
+        for name in names:
+            wait_until("all outputs", lambda: life.outputs() == expected, 60)
+            workers[name].terminate()
+            more()
+            assert workers[name].wait(60) == 0
+            workers[name] = life.start("--instance", name, stderr=stderr)
+            more()
+        wait_until("all outputs", lambda: life.outputs() == expected, 60)
+        wait_until("the last one works too", lambda: log.read_text().count("session started") == 4, 60)
+    finally:
+        for worker in workers.values():
+            worker.terminate()
+        codes = [worker.wait(60) for worker in workers.values()]
+        stderr.close()
+    assert codes == [0, 0], log.read_text()
+    assert life.outputs() == expected
+
+
+def test_a_pattern_is_not_a_topic(life: Life) -> None:
+    """Which topics an App reads and writes is in its code: a pattern would take up topics that nobody looked at."""
+    (life.path / "theapp.py").write_text(
+        'from eos import App\napp = App("x")\n@app.process("^in-.*", to="out")\n'
+        "def copy(value: bytes) -> bytes:\n    return value\n"
+    )
+    refused = life.run()
+    assert refused.returncode == 78, refused.stderr
+    assert "^in-.*" in refused.stderr

@@ -1,0 +1,312 @@
+"""Workers on a broker that wants to know who asks: TLS, SASL, ACLs; and what is said when one of them is missing."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Producer
+
+from tests.support.reading import create_topic, visible_values, wait_until
+from tests.support.secure import ALICE, SecureKafka, make_pki, secure_kafka
+
+Names = Callable[[str], str]
+ROOT = Path(__file__).parents[2]
+CLIENT_SECRET = "client-secret-71ab"
+PLAIN = {
+    "security.protocol": "sasl_plaintext",
+    "sasl.mechanism": "PLAIN",
+    "sasl.username": "alice",
+    "sasl.password": ALICE,
+}
+TOKEN = {"security.protocol": "sasl_plaintext", "sasl.mechanism": "OAUTHBEARER"}
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pki(tmp_path_factory.mktemp("pki"))
+
+
+@pytest.fixture(scope="module")
+def kafka(pki: Path, request: pytest.FixtureRequest) -> Iterator[SecureKafka]:
+    with secure_kafka(pki) as secure:
+        yield secure
+        secure.kafka.keep = request.session.testsfailed > 0
+
+
+@pytest.fixture(scope="module")
+def token_endpoint() -> Iterator[str]:
+    """An identity provider that gives alice's token to who knows the client's secret."""
+
+    class Endpoint(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            wanted = base64.b64encode(f"the-client:{CLIENT_SECRET}".encode()).decode()
+            if self.headers["Authorization"] != f"Basic {wanted}":
+                self.send_response(401)
+                self.end_headers()
+                return
+            now = int(time.time())
+            parts = ({"alg": "none"}, {"sub": "alice", "iat": now, "exp": now + 600})
+            encoded = [base64.urlsafe_b64encode(json.dumps(p).encode()).decode().rstrip("=") for p in parts]
+            body = json.dumps({"access_token": ".".join([*encoded, ""]), "expires_in": 600}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Nothing on stderr."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/token"
+    server.shutdown()
+    server.server_close()
+
+
+class Case:
+    """An App `app` from topic `app-in` to `app-out` in a directory of its own, and what its user is allowed."""
+
+    def __init__(self, kafka: SecureKafka, directory: Path, app: str, records: int = 5) -> None:
+        self.kafka, self.directory, self.app = kafka, directory, app
+        self.input, self.output = f"{app}-in", f"{app}-out"
+        servers = kafka.servers["PLAINTEXT"]
+        for topic in (self.input, self.output):
+            create_topic(servers, topic)
+        producer = Producer({"bootstrap.servers": servers})
+        self.values = [f"v{i}".encode() for i in range(records)]
+        for value in self.values:
+            producer.produce(self.input, value)
+        assert producer.flush(30) == 0
+        (directory / "theapp.py").write_text(
+            f"from eos import App\napp = App({app!r})\n"
+            f"@app.process({self.input!r}, to={self.output!r})\n"
+            "def copy(value: bytes) -> bytes:\n    return value\n"
+        )
+
+    def allow_all(self) -> None:
+        """The least a worker needs; docs/operations.md has the same list."""
+        self.kafka.allow("TOPIC", self.input, "READ")
+        self.kafka.allow("TOPIC", self.output, "WRITE")
+        self.kafka.allow("GROUP", self.app, "READ")
+        self.kafka.allow("TRANSACTIONAL_ID", f"{self.app}-", "WRITE", prefixed=True)
+
+    def eos(self, listener: str, settings: Mapping[str, Any], *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Runs a command; its settings are in a file, as secrets are. None of them may be printed by anything."""
+        lines = [f"{json.dumps(name)} = {json.dumps(value)}" for name, value in settings.items()]
+        (self.directory / "eos.toml").write_text("\n".join(lines))
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("EOS_", "KAFKA_"))}
+        ended = subprocess.run(
+            [sys.executable, "-m", "eos", *arguments, "--bootstrap-servers", self.kafka.servers[listener]],
+            cwd=self.directory,
+            env=inherited | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        for secret in (ALICE, CLIENT_SECRET):
+            assert secret not in ended.stdout + ended.stderr
+        assert "Traceback" not in ended.stderr
+        return ended
+
+    def run(self, listener: str, settings: Mapping[str, Any], *more: str) -> subprocess.CompletedProcess[str]:
+        arguments = ("run", "theapp.py:app", "--instance", "one", "--until-end", "--log-level", "debug", *more)
+        return self.eos(listener, settings, *arguments)
+
+    def outputs(self) -> list[bytes | None]:
+        return visible_values(self.kafka.servers["PLAINTEXT"], self.output)[0]
+
+
+@pytest.fixture
+def case(kafka: SecureKafka, names: Names, tmp_path: Path) -> Case:
+    return Case(kafka, tmp_path, names("app"))
+
+
+# ---- who one is -----------------------------------------------------------------------------------------------
+
+
+def ways(pki: Path, endpoint: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    ca = {"ssl.ca.location": str(pki / "ca.pem")}
+    scram = PLAIN | {"sasl.mechanism": "SCRAM-SHA-256", "security.protocol": "sasl_ssl"} | ca
+    certificate = {
+        "security.protocol": "ssl",
+        "ssl.certificate.location": str(pki / "client.pem"),
+        "ssl.key.location": str(pki / "client.key"),
+    }
+    pem = {
+        "security.protocol": "ssl",
+        "ssl.ca.pem": (pki / "ca.pem").read_text(),
+        "ssl.certificate.pem": (pki / "client.pem").read_text(),
+        "ssl.key.pem": (pki / "client.key").read_text(),
+    }
+    unsecured = TOKEN | {
+        "enable.sasl.oauthbearer.unsecure.jwt": "true",
+        "sasl.oauthbearer.config": "principal=alice",
+    }
+    oidc = TOKEN | {
+        "sasl.oauthbearer.method": "oidc",
+        "sasl.oauthbearer.client.id": "the-client",
+        "sasl.oauthbearer.client.secret": CLIENT_SECRET,
+        "sasl.oauthbearer.token.endpoint.url": endpoint,
+    }
+    return {
+        "plain": ("SASL", PLAIN),
+        "scram over TLS": ("BOTH", scram),
+        "certificate": ("TLS", certificate | ca),
+        "certificate in the settings": ("TLS", pem),
+        "token": ("SASL", unsecured),
+        "token of an identity provider": ("SASL", oidc),
+    }
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "plain",
+        "scram over TLS",
+        "certificate",
+        "certificate in the settings",
+        "token",
+        "token of an identity provider",
+    ],
+)
+def test_a_worker_with_just_its_rights_works(way: str, case: Case, pki: Path, token_endpoint: str) -> None:
+    case.allow_all()
+    listener, settings = ways(pki, token_endpoint)[way]
+    ended = case.run(listener, settings)
+    assert ended.returncode == 0, ended.stderr
+    assert case.outputs() == case.values
+
+
+# ---- what one is allowed --------------------------------------------------------------------------------------
+
+
+def resource(case: Case, which: str) -> tuple[str, str, str]:
+    """(kind, the name that its ACL has, how a sentence names it)."""
+    return {
+        "input": ("TOPIC", case.input, f"topic {case.input}: not authorised to READ it"),
+        "output": ("TOPIC", case.output, f"topic {case.output}: not authorised to WRITE it"),
+        "group": ("GROUP", case.app, f"group {case.app}: not authorised to READ it"),
+        "id": ("TRANSACTIONAL_ID", f"{case.app}-", f"transactional.id {case.app}-one: not authorised to WRITE it"),
+    }[which]
+
+
+@pytest.mark.parametrize("which", ["input", "output", "group", "id"])
+@pytest.mark.parametrize("left", ["nothing", "describe"])
+def test_a_missing_right_is_exit_77_with_its_resource(which: str, left: str, case: Case) -> None:
+    case.allow_all()
+    kind, name, sentence = resource(case, which)
+    assert case.kafka.withdraw(kind, name) == 1
+    if left == "describe":  # what can be asked beforehand can be seen, what is needed is not allowed
+        case.kafka.allow(kind, name, "DESCRIBE", prefixed=which == "id")
+    began = time.monotonic()
+    ended = case.run("SASL", PLAIN)
+    assert ended.returncode == 77, ended.stderr
+    assert sentence in ended.stderr.splitlines()[-1]
+    assert time.monotonic() - began < 30
+    assert case.outputs() == []
+
+
+def test_doctor_names_every_missing_right_at_once(case: Case) -> None:
+    ended = case.eos("SASL", PLAIN, "doctor", "theapp.py:app", "--instance", "one", "--json")
+    assert ended.returncode == 77, ended.stderr
+    failed = [row["found"] for row in json.loads(ended.stdout) if row["level"] == "failed"]
+    wanted = [resource(case, which)[2] for which in ("input", "output", "group", "id")]
+    assert [f for f in failed if "alternate" not in f] == wanted
+
+
+@pytest.mark.parametrize("which", ["output", "group", "id"])
+def test_a_right_that_is_withdrawn_while_a_worker_runs_stops_it_with_77_and_the_resource(
+    which: str, case: Case
+) -> None:
+    case.allow_all()
+    log = case.directory / "worker.log"
+    (case.directory / "eos.toml").write_text("\n".join(f"{json.dumps(n)} = {json.dumps(v)}" for n, v in PLAIN.items()))
+    command = [sys.executable, "-m", "eos", "run", "theapp.py:app", "--instance", "one"]
+    with log.open("wb") as stderr:
+        worker = subprocess.Popen(
+            [*command, "--bootstrap-servers", case.kafka.servers["SASL"]],
+            cwd=case.directory,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stderr=stderr,
+        )
+    producer = Producer({"bootstrap.servers": case.kafka.servers["PLAINTEXT"]})
+
+    def ended() -> bool:
+        producer.produce(case.input, b"more")
+        assert producer.flush(30) == 0
+        return worker.poll() is not None
+
+    try:
+        wait_until("outputs", lambda: len(case.outputs()) >= 5, 60)
+        kind, name, sentence = resource(case, which)
+        assert case.kafka.withdraw(kind, name) == 1
+        wait_until("the worker's end", ended, 60)
+    finally:
+        worker.kill()
+        worker.wait(10)
+    words = log.read_text().splitlines()[-1]
+    assert worker.returncode == 77, words
+    assert sentence.split(":")[0] in words
+
+
+# ---- what is said of wrong logins and certificates ---------------------------------------------------------------
+
+
+def test_a_refused_login_is_exit_77_within_seconds(case: Case, token_endpoint: str, pki: Path) -> None:
+    case.allow_all()
+    wrong = ways(pki, token_endpoint)["token of an identity provider"][1] | {"sasl.oauthbearer.client.secret": "no"}
+    for settings in (PLAIN | {"sasl.password": "not-hers"}, wrong):
+        began = time.monotonic()
+        ended = case.run("SASL", settings)
+        assert ended.returncode == 77, ended.stderr
+        assert time.monotonic() - began < 15
+        assert "not-hers" not in ended.stderr
+
+
+def test_a_broker_whose_certificate_nobody_knows_is_exit_69_within_seconds(case: Case, pki: Path) -> None:
+    settings = PLAIN | {"security.protocol": "sasl_ssl"}
+    began = time.monotonic()
+    ended = case.run("BOTH", settings)
+    assert ended.returncode == 69, ended.stderr
+    assert "certificate verify failed" in ended.stderr.splitlines()[-1]
+    assert time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("name", ["ssl.ca.location", "ssl.certificate.location", "ssl.key.location"])
+def test_a_file_that_is_not_there_is_exit_78_and_named(name: str, case: Case, pki: Path) -> None:
+    settings = {
+        "security.protocol": "ssl",
+        "ssl.ca.location": str(pki / "ca.pem"),
+        "ssl.certificate.location": str(pki / "client.pem"),
+        "ssl.key.location": str(pki / "client.key"),
+    }
+    ended = case.run("TLS", settings | {name: "/nowhere/at.pem"})
+    assert ended.returncode == 78, ended.stderr
+    assert "/nowhere/at.pem" in ended.stderr or name in ended.stderr
+
+
+def test_secrets_are_shown_by_no_command(case: Case, pki: Path, token_endpoint: str) -> None:
+    """`Case.eos` looks for them in everything that is printed."""
+    case.allow_all()
+    settings = ways(pki, token_endpoint)["token of an identity provider"][1] | PLAIN
+    shown = case.eos("SASL", settings, "config", "theapp.py:app")
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.count("(hidden)") == 2
+    typed = case.eos("SASL", {}, "config", "-X", f"sasl.password {ALICE}")
+    assert typed.returncode == 78
+    broken = case.eos("SASL", PLAIN | {"ssl.key.pem": ALICE, "security.protocol": "sasl_ssl"}, "run", "theapp.py:app")
+    assert broken.returncode in (69, 78), broken.stderr

@@ -1,0 +1,258 @@
+"""`eos txn` on a real broker: what is open, what hangs, what may be ended and how readers come free.
+
+The broker takes late requests of a producer unverified, so that the state which a lone broker is rarely left in after a
+kill, coordinator Complete and partition open, can be made at will.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import IsolationLevel
+
+from eos.admin.cluster import OFFSETS_LOG, ClusterAdmin
+from eos.admin.pending import partition_of
+from eos.admin.transactions import Verdict, abort_hanging, find_open
+from eos.broker import LocalKafka
+from eos.errors import ConfigurationError, Temporary
+from eos.settings import Settings
+from tests.support.hanging import NO_VERIFICATION, commit_offset_late, produce_late
+from tests.support.raw import RawProducer, raw_producer
+from tests.support.reading import (
+    create_topic,
+    ends_of,
+    partitions_of,
+    stable_offset,
+    transaction_of,
+    visible_values,
+    wait_until,
+)
+
+Names = Callable[[str], str]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def kafka(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
+    with LocalKafka(config=NO_VERIFICATION) as kafka:
+        yield kafka
+        kafka.keep = request.session.testsfailed > 0
+
+
+def eos(kafka: LocalKafka, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "eos", *arguments, "--bootstrap-servers", kafka.bootstrap_servers],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def settings(kafka: LocalKafka) -> Settings:
+    return Settings({"bootstrap.servers": kafka.bootstrap_servers})
+
+
+def is_settled(kafka: LocalKafka, transactional_id: str) -> bool:
+    return transaction_of(kafka.bootstrap_servers, transactional_id).state.startswith("Complete")
+
+
+def commit_one(kafka: LocalKafka, producer: RawProducer, topic: str, value: str) -> None:
+    """Committed, and its markers written: what comes after is later than all of it."""
+    producer.begin()
+    producer.send(topic, value)
+    producer.commit()
+    wait_until("the markers", lambda: is_settled(kafka, producer.transactional_id))
+
+
+def hang(kafka: LocalKafka, topic: str, transactional_id: str) -> tuple[int, int]:
+    """A transaction that is open on `topic` [0] although its coordinator says CompleteCommit."""
+    servers = kafka.bootstrap_servers
+    create_topic(servers, topic)
+    with raw_producer(servers, transactional_id) as producer:
+        commit_one(kafka, producer, topic, "committed")
+    found = transaction_of(servers, transactional_id)
+    produce_late(servers, topic, 0, transactional_id, (found.producer_id, found.producer_epoch), sequence=1)
+    return found.producer_id, found.producer_epoch
+
+
+def stable_and_high(kafka: LocalKafka, topic: str) -> tuple[int, int]:
+    partitions = partitions_of(kafka.bootstrap_servers, topic)
+    (stable,) = ends_of(kafka.bootstrap_servers, partitions, IsolationLevel.READ_COMMITTED)
+    (high,) = ends_of(kafka.bootstrap_servers, partitions, IsolationLevel.READ_UNCOMMITTED)
+    return stable, high
+
+
+def test_a_partition_that_is_open_although_its_coordinator_is_done_is_found_and_healed(
+    kafka: LocalKafka, names: Names
+) -> None:
+    topic, name = names("t"), names("id")
+    producer_id, epoch = hang(kafka, topic, name)
+    stable, high = stable_and_high(kafka, topic)
+    assert (stable, high) == (2, 3)
+
+    found = eos(kafka, "txn", "find-hanging", "--topic", topic, "--json")
+    assert found.returncode == 1, found.stderr
+    (row,) = json.loads(found.stdout)
+    assert row["topic"] == topic
+    assert (row["partition"], row["producer_id"], row["epoch"], row["start_offset"]) == (0, producer_id, epoch, 2)
+    assert (row["verdict"], row["state"], row["transactional_id"]) == ("hanging", "CompleteCommit", name)
+    assert row["held_back"] == 1
+
+    table = eos(kafka, "txn", "find-hanging", "--topic", topic)
+    assert "CompleteCommit: no marker will come" in table.stdout
+    command = next(line for line in table.stderr.splitlines() if line.startswith("to end it: eos "))
+    healed = eos(kafka, *command.removeprefix("to end it: eos ").split(), "--yes")
+    assert healed.returncode == 0, healed.stderr
+    wait_until("readers come free", lambda: len(set(stable_and_high(kafka, topic))) == 1)
+    assert visible_values(kafka.bootstrap_servers, topic) == {0: [b"committed"]}
+    again = eos(kafka, "txn", "find-hanging", "--topic", topic)
+    assert (again.returncode, again.stdout) == (0, "no transaction hangs\n")
+
+
+def test_a_groups_pending_offset_that_nobody_will_end_is_found_and_healed(kafka: LocalKafka, names: Names) -> None:
+    topic, name, group = names("t"), names("id"), names("group")
+    servers = kafka.bootstrap_servers
+    create_topic(servers, topic)
+    with raw_producer(servers, name) as producer:
+        producer.begin()
+        producer.send(topic, "x")
+        producer.send_offset(group, topic, 5)
+        producer.commit()
+        wait_until("the markers", lambda: is_settled(kafka, name))
+    at = transaction_of(servers, name)
+    commit_offset_late(servers, group, topic, 7, name, (at.producer_id, at.producer_epoch))
+
+    with ClusterAdmin(settings(kafka)) as admin:
+        ours = [t for t in find_open(admin, [OFFSETS_LOG]) if t.transactional_id == name]
+        assert [t.verdict for t in ours] == [Verdict.HANGING]
+        topic_, partition = ours[0].partition
+        assert topic_ == OFFSETS_LOG
+    healed = eos(kafka, "txn", "abort", "--topic", OFFSETS_LOG, "--partition", str(partition), "--yes")
+    assert healed.returncode == 0, healed.stderr
+    assert stable_offset(servers, group, topic) == 5
+
+
+def test_a_transaction_that_its_producer_may_still_end_is_open_and_not_to_be_torn(
+    kafka: LocalKafka, names: Names
+) -> None:
+    topic, name = names("t"), names("id")
+    create_topic(kafka.bootstrap_servers, topic)
+    with raw_producer(kafka.bootstrap_servers, name) as producer:
+        producer.begin()
+        producer.send(topic, "kept")
+        none = eos(kafka, "txn", "find-hanging", "--topic", topic)
+        assert (none.returncode, none.stdout) == (0, "no transaction hangs\n")
+        shown = json.loads(eos(kafka, "txn", "find-hanging", "--all", "--topic", topic, "--json").stdout)
+        assert [(row["verdict"], row["transactional_id"]) for row in shown] == [("open", name)]
+        refused = eos(kafka, "txn", "abort", "--topic", topic, "--partition", "0", "--yes")
+        assert refused.returncode == 69
+        assert f"its producer has not ended it yet (transactional.id {name})" in refused.stderr
+        with ClusterAdmin(settings(kafka)) as admin:
+            (ours,) = find_open(admin, [topic])
+            with pytest.raises(ConfigurationError):
+                abort_hanging(admin, ours)
+        producer.commit()
+    wait_until("the commit", lambda: visible_values(kafka.bootstrap_servers, topic) == {0: [b"kept"]})
+
+
+def test_a_hanging_transaction_that_ended_before_the_marker_is_left_alone(kafka: LocalKafka, names: Names) -> None:
+    topic, name = names("t"), names("id")
+    hang(kafka, topic, name)
+    with ClusterAdmin(settings(kafka)) as admin:
+        (hanging,) = find_open(admin, [topic])
+        abort_hanging(admin, hanging)
+        end = stable_and_high(kafka, topic)
+        with pytest.raises(Temporary):
+            abort_hanging(admin, hanging)
+    assert stable_and_high(kafka, topic) == end
+
+
+def test_a_transaction_is_ended_through_its_coordinator_and_its_owner_is_fenced(
+    kafka: LocalKafka, names: Names
+) -> None:
+    topic, name = names("t"), names("id")
+    create_topic(kafka.bootstrap_servers, topic)
+    producer = RawProducer(kafka.bootstrap_servers, name)  # fenced at the end: its close would only say so again
+    producer.begin()
+    producer.send(topic, "given up")
+    listed = json.loads(eos(kafka, "txn", "list", "--state", "ongoing", "--prefix", name, "--json").stdout)
+    assert [(row["transactional_id"], row["partitions"]) for row in listed] == [(name, [[topic, 0]])]
+    described = eos(kafka, "txn", "describe", name)
+    assert "Ongoing" in described.stdout
+    assert f"{topic} [0]" in described.stdout
+    unasked = eos(kafka, "txn", "abort", "--transactional-id", name, stdin="")
+    assert unasked.returncode == 64
+    assert "say --yes" in unasked.stderr
+    assert transaction_of(kafka.bootstrap_servers, name).state == "Ongoing"
+    ended = eos(kafka, "txn", "abort", "--transactional-id", name, "--yes")
+    assert ended.returncode == 0, ended.stderr
+    assert f"{name}: was Ongoing" in ended.stdout
+    assert visible_values(kafka.bootstrap_servers, topic) == {0: []}
+    after = transaction_of(kafka.bootstrap_servers, name)
+    assert after.state in ("Empty", "CompleteAbort")
+    with pytest.raises(Exception, match="FENCED"):
+        producer.commit()
+    timeout: Any = json.loads(eos(kafka, "txn", "describe", name, "--json").stdout)["timeout_ms"]
+    assert timeout == 30_000, "the successor's init brought another timeout"
+
+
+def test_an_unknown_transactional_id_is_not_made_by_asking_for_its_end(kafka: LocalKafka, names: Names) -> None:
+    name = names("nobody")
+    for command in (("describe", name), ("abort", "--yes", "--transactional-id", name)):
+        refused = eos(kafka, "txn", *command)
+        assert refused.returncode == 69
+        assert f"{name}: no coordinator knows this transactional.id" in refused.stderr
+    with ClusterAdmin(settings(kafka)) as admin:
+        assert admin.describe(name) is None
+
+
+def test_a_topic_that_does_not_exist_is_named(kafka: LocalKafka, names: Names) -> None:
+    refused = eos(kafka, "txn", "find-hanging", "--topic", names("missing"))
+    assert refused.returncode == 69
+    assert names("missing") in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_worker_that_waits_for_a_hanging_offset_names_it_and_the_command_and_goes_on_once_it_is_healed(
+    kafka: LocalKafka, names: Names, tmp_path: Path
+) -> None:
+    topic, name, app = names("t"), names("id"), names("app")
+    servers = kafka.bootstrap_servers
+    for created in (topic, names("out")):
+        create_topic(servers, created)
+    with raw_producer(servers, name) as producer:
+        commit_one(kafka, producer, topic, "waits")
+    at = transaction_of(servers, name)
+    commit_offset_late(servers, app, topic, 0, name, (at.producer_id, at.producer_epoch))
+    (tmp_path / "theapp.py").write_text(
+        f"from eos import App\napp = App({app!r})\n@app.process({topic!r}, to={names('out')!r})\n"
+        "def copy(value: bytes) -> bytes:\n    return value\n"
+    )
+    log = tmp_path / "worker.log"
+    command = [sys.executable, "-m", "eos", "run", "theapp.py:app", "--until-end", "--bootstrap-servers", servers]
+    with log.open("wb") as stderr:
+        worker = subprocess.Popen(command, cwd=tmp_path, stderr=stderr, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    try:
+        wait_until("the cause", lambda: "because=" in log.read_text() or worker.poll() is not None, 60)
+        said = log.read_text()
+        assert worker.poll() is None, said
+        assert f"because=a transaction of {name} hangs on {OFFSETS_LOG} [{partition_of(app, 8)}]" in said
+        assert f"command=`eos txn find-hanging --topic {OFFSETS_LOG}`" in said
+        assert visible_values(servers, names("out")) == {0: []}
+        with ClusterAdmin(settings(kafka)) as admin:
+            for hanging in find_open(admin, [OFFSETS_LOG]):
+                abort_hanging(admin, hanging)
+        assert worker.wait(60) == 0, log.read_text()
+    finally:
+        worker.kill()
+        worker.wait(10)
+    assert visible_values(servers, names("out")) == {0: [b"waits"]}

@@ -1,0 +1,158 @@
+"""`eos verify` on a real cluster: a run with a kill in it holds; one output dropped or doubled is found and named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, Message, Producer
+
+from eos import lineage
+from eos.broker import LocalKafka
+from eos.testing.history import committed_offsets
+from tests.support.reading import create_topic, settled_values, wait_until
+
+COUNT, PARTITIONS = 40_000, 3
+APP = """
+from eos import App, Out, Record
+
+app = App({group!r})
+
+@app.process({source!r}, to=[{first!r}, {second!r}])
+def split(record: Record):
+    outputs = int(record.value) // 7 % 3
+    return [record.value, Out(record.value, topic={second!r})][:outputs]
+"""
+OUTPUTS = sum(number // 7 % 3 for number in range(COUNT))
+
+
+class Run:
+    """One App with lineage, its input, and what it left."""
+
+    def __init__(self, kafka: LocalKafka, names: Callable[[str], str], directory: Path) -> None:
+        self.servers, self.directory = kafka.bootstrap_servers, directory
+        self.group, self.source = names("group"), names("in")
+        self.targets = [names("first"), names("second")]
+        for topic in (self.source, *self.targets):
+            create_topic(self.servers, topic, PARTITIONS)
+        producer = Producer({"bootstrap.servers": self.servers, "linger.ms": 20})
+        for number in range(COUNT):
+            producer.produce(self.source, b"%d" % number, partition=number % PARTITIONS)
+            producer.poll(0)
+        assert producer.flush(30) == 0
+        names_in_app = {"group": self.group, "source": self.source, "first": self.targets[0], "second": self.targets[1]}
+        (directory / "app.py").write_text(APP.format(**names_in_app))
+
+    def worker(self, *more: str) -> subprocess.Popen[bytes]:
+        options = ["--bootstrap-servers", self.servers, "--instance", "a", "--until-end"]
+        command = [sys.executable, "-m", "eos", "run", str(self.directory / "app.py"), *options]
+        with (self.directory / "worker.log").open("ab") as log_file:
+            return subprocess.Popen([*command, "-X", "eos.transaction.interval.ms=20", *more], stderr=log_file)
+
+    def committed(self) -> int:
+        return sum(committed_offsets(self.servers, self.group, self.source).values())
+
+    def verify(self, *outputs: str, group: str | None = None) -> tuple[int, str]:
+        command = [sys.executable, "-m", "eos", "verify", "--bootstrap-servers", self.servers, "--input", self.source]
+        for topic in outputs or self.targets:
+            command += ["--output", topic]
+        done = subprocess.run(
+            [*command, "--group", group or self.group],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+            env=os.environ | {"COLUMNS": "240"},
+            check=False,
+        )
+        return done.returncode, done.stdout
+
+    def copy(self, topic: str, change: Callable[[list[Message]], list[Message]]) -> str:
+        """A copy of the first output topic with its headers, changed on the way."""
+        create_topic(self.servers, topic, PARTITIONS)
+        total = sum(map(len, settled_values(self.servers, self.targets[0]).values()))
+        settings: dict[str, Any] = {"bootstrap.servers": self.servers, "auto.offset.reset": "earliest"}
+        consumer = Consumer(settings | {"group.id": f"{topic}-copier", "isolation.level": "read_committed"})
+        consumer.subscribe([self.targets[0]])
+        messages: list[Message] = []
+        wait_until("all of the output", lambda: len(read_on(consumer, messages)) == total, timeout=60)
+        consumer.close()
+        producer = Producer({"bootstrap.servers": self.servers, "linger.ms": 20})
+        for message in change(messages):
+            producer.produce(topic, message.value(), partition=message.partition(), headers=message.headers())
+            producer.poll(0)
+        assert producer.flush(30) == 0
+        return topic
+
+
+def read_on(consumer: Consumer, messages: list[Message]) -> list[Message]:
+    messages += [message for message in consumer.consume(5_000, 0.2) if message.error() is None]
+    return messages
+
+
+@pytest.fixture
+def run(kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path) -> Run:
+    return Run(kafka, names, tmp_path)
+
+
+def source_of(message: Message) -> lineage.Source:
+    headers: Any = message.headers()
+    return lineage.decode(dict(headers)[lineage.HEADER])
+
+
+def test_a_run_with_a_kill_in_it_holds_and_each_damage_to_its_outputs_is_named(
+    run: Run, names: Callable[[str], str]
+) -> None:
+    killed = run.worker("-X", "eos.lineage=true", "-X", "eos.transaction.max.records=500")
+    try:
+        wait_until("a committed part", lambda: run.committed() > 3_000, timeout=60)
+    finally:
+        killed.kill()
+        killed.wait()
+    assert run.committed() < COUNT, "the kill came too late"
+    code, told = run.verify()
+    assert code == 0, told  # what is committed holds, the rest is still to come
+    assert run.worker("-X", "eos.lineage=true").wait(120) == 0, (run.directory / "worker.log").read_text()
+    code, told = run.verify()
+    assert code == 0, told
+    assert f"{COUNT:,} inputs and {OUTPUTS:,} outputs of group {run.group} examined: holds" in told
+
+    victim = 7_000
+
+    def without_one(messages: list[Message]) -> list[Message]:
+        return messages[:victim] + messages[victim + 1 :]
+
+    code, told = run.verify(run.copy(names("dropped"), without_one), run.targets[1])
+    assert code == 1, told
+    assert "VIOLATED: no_losses" in told
+
+    doubled: list[lineage.Source] = []
+
+    def with_one_twice(messages: list[Message]) -> list[Message]:
+        doubled.append(source_of(messages[victim]))
+        return [*messages, messages[victim]]
+
+    code, told = run.verify(run.copy(names("doubled"), with_one_twice), run.targets[1])
+    assert code == 1, told
+    assert f"{run.source}[{doubled[0].partition}]@{doubled[0].offset}" in told
+    assert "no_duplicates" in told.rpartition("VIOLATED")[2]
+
+    code, told = run.verify(run.targets[0])  # one of the two topics is left out: half of its outputs are missing
+    assert code == 1, told
+    assert "no_losses" in told.rpartition("VIOLATED")[2]
+
+
+def test_without_lineage_nothing_is_decided_and_a_missing_topic_is_named(run: Run) -> None:
+    assert run.worker().wait(120) == 0, (run.directory / "worker.log").read_text()
+    code, told = run.verify()
+    assert code == 65, told
+    assert "nothing to examine" in told
+    assert "eos.lineage=true" in told
+    code, told = run.verify("there-is-no-such-topic")
+    assert code == 69, told
+    assert "there-is-no-such-topic" in told

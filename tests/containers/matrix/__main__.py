@@ -1,0 +1,167 @@
+"""`make matrix`: runs the cells one after the other, resumes where it stopped, and writes the table.
+
+Each cell's outcome is a JSON file as soon as it is known; a cell with a file is not run again (`--again` forgets them).
+Exit code 1 if a cell failed. A cell that the backend cannot do is "not run", with the reason, never passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from eos.errors import EosError
+from eos.testing.clusters import Choice, Cluster, NotSupported, choose
+from tests.containers.matrix.cells import Cell, pairwise, product
+from tests.containers.matrix.run import Run, Size
+
+CONFIG = {"group.initial.rebalance.delay.ms": 0}
+PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+
+
+@dataclasses.dataclass
+class Result:
+    """One line of the table. `reason`: why it failed or was not run."""
+
+    cell: str
+    column: str
+    result: str
+    seed: int
+    backend: str
+    date: str
+    seconds: float = 0.0
+    records: int = 0
+    faults: list[str] = dataclasses.field(default_factory=list)
+    in_transaction: int = 0
+    reason: str = ""
+
+
+class Clusters:
+    """One cluster at a time, kept while its version is asked for; thrown away after a failure."""
+
+    def __init__(self, wanted: str | None) -> None:
+        self._wanted = wanted
+        self._stack = ExitStack()
+        self._version: str | None = None
+        self._cluster: Cluster | None = None
+
+    def choice(self, version: str) -> Choice:
+        return choose(self._wanted, version)
+
+    def of(self, version: str) -> Cluster:
+        if self._version != version or self._cluster is None:
+            self.close()
+            self._cluster = self._stack.enter_context(self.choice(version).cluster(3, version, CONFIG))
+            self._version = version
+        self._cluster.repair()
+        self._cluster.wait_in_sync()
+        return self._cluster
+
+    def close(self) -> None:
+        self._cluster = None
+        self._stack.close()
+
+
+def play(clusters: Clusters, cell: Cell, seed: int, size: Size, directory: Path) -> Result:
+    began = time.monotonic()
+    backend = clusters.choice(cell.version).backend
+    result = Result(cell.name, cell.column, PASSED, seed, backend, time.strftime("%Y-%m-%d"))
+    directory.mkdir(parents=True)
+    try:
+        outcome = Run(clusters.of(cell.version), cell, seed, f"m{uuid.uuid4().hex[:8]}", directory).play(size)
+        result.records, result.faults = outcome.records, outcome.faults
+        result.in_transaction = outcome.in_transaction
+        if not outcome.ok:
+            result.result, result.reason = FAILED, f"{outcome.report}\n{outcome.explanation}"
+    except NotSupported as why:
+        result.result, result.reason = NOT_RUN, str(why)
+    except (AssertionError, EosError) as error:
+        result.result, result.reason = FAILED, f"{type(error).__name__}: {error}"
+        (directory / "traceback.txt").write_text(traceback.format_exc())
+        clusters.close()
+    result.seconds = round(time.monotonic() - began, 1)
+    if result.result == PASSED:
+        shutil.rmtree(directory)  # logs and histories are kept for failures
+    return result
+
+
+def table(results: list[Result]) -> Table:
+    shown = Table("cell", "column", "result", "seed", "records", "faults", "in a transaction", "s", "why")
+    for r in results:
+        colour = {PASSED: "green", FAILED: "bold red", NOT_RUN: "yellow"}[r.result]
+        why = r.reason.partition("\n")[0].replace("[", r"\[")
+        told = (r.cell, r.column, f"[{colour}]{r.result}[/]", r.seed, f"{r.records:,}", len(r.faults))
+        shown.add_row(*map(str, (*told, r.in_transaction, r.seconds, why)))
+    return shown
+
+
+def markdown(results: list[Result]) -> Iterator[str]:
+    yield "| cell | column | result | backend | seed | records | faults | in a transaction | seconds | why not |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for r in results:
+        why = r.reason.partition("\n")[0].replace("|", "/")
+        yield (
+            f"| {r.cell} | {r.column} | {r.result} | {r.backend} | {r.seed} | {r.records:,} | {len(r.faults)} | "
+            f"{r.in_transaction} | {r.seconds:.0f} | {why} |"
+        )
+
+
+@contextmanager
+def _closing(clusters: Clusters) -> Iterator[Clusters]:
+    try:
+        yield clusters
+    finally:
+        clusters.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make matrix", description=__doc__)
+    parser.add_argument("--full", action="store_true", help="the whole product instead of the pairwise cover")
+    parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--faults", type=int, default=Size.faults)
+    parser.add_argument("--records", type=int, default=Size.records)
+    parser.add_argument("--kafka", help="container or jvm; default: containers where they can run")
+    parser.add_argument("--again", action="store_true", help="forget what was run before")
+    parser.add_argument("--directory", type=Path, default=Path("build/matrix"))
+    options = parser.parse_args()
+    console = Console()
+    directory: Path = options.directory
+    if options.again:
+        shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    cells = [cell for cell in (product() if options.full else pairwise()) if options.only in cell.name]
+    size = Size(options.records, options.faults)
+    with _closing(Clusters(options.kafka)) as clusters:
+        for number, cell in enumerate(cells, 1):
+            file = directory / f"{cell.name}.json"
+            if file.exists():
+                continue
+            console.print(f"{number} of {len(cells)}: {cell.name} ...")
+            logs = directory / f"{cell.name}-{time.strftime('%H%M%S')}"
+            result = play(clusters, cell, options.seed, size, logs)
+            file.write_text(json.dumps(dataclasses.asdict(result), indent=1))
+            console.print(f"  {result.result} in {result.seconds:.0f} s, {result.records:,} records")
+            if result.reason:
+                console.print(f"  {result.reason}\n  kept: {logs}", markup=False)
+    results = [Result(**json.loads((directory / f"{cell.name}.json").read_text())) for cell in cells]
+    console.print(table(results))
+    (directory / "table.md").write_text("\n".join(markdown(results)) + "\n")
+    counts = {kind: sum(r.result == kind for r in results) for kind in (PASSED, FAILED, NOT_RUN)}
+    console.print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    return 1 if counts[FAILED] or not counts[PASSED] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

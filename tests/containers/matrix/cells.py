@@ -1,0 +1,77 @@
+"""What the matrix runs: which fault hits what, in how long a chain, over which group protocol. No I/O.
+
+The full product has 120 cells; `pairwise` is a cover in which every two values of two dimensions meet. The columns K12
+(the coordinator moves at each step of a transaction) and K19 (a partition whose leader is away) are cells of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from allpairspy import AllPairs
+
+FAULTS = ("kill", "stop", "pause", "cut")
+TARGETS = ("worker", "leader", "transaction-coordinator", "group-coordinator", "controller")
+STAGES = (1, 3)
+PROTOCOLS = ("classic-3.9.2", "classic-4.3.1", "consumer-4.3.1")
+STEPS = ("begun", "flush", "flushed", "offsets sent", "committed")
+"""Where K12 moves the coordinator: the seam's names of the steps of one transaction (TransactSession.on_event)."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    fault: str
+    target: str
+    protocol: str
+    stages: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.fault} {self.target} {self.protocol} {self.stages}".replace(" ", "-")
+
+    @property
+    def version(self) -> str:
+        return self.protocol.rpartition("-")[2]
+
+    @property
+    def group_protocol(self) -> str:
+        return self.protocol.partition("-")[0]
+
+    @property
+    def column(self) -> str:
+        return {"move": "K12", "leaderless": "K19"}.get(self.fault, "faults")
+
+
+def pairwise() -> list[Cell]:
+    """A cover of all pairs of two dimensions, K12 and K19 for each protocol; brokers of one version in a row."""
+    chosen = [
+        Cell(fault, target, protocol, stages)
+        for target, fault, protocol, stages in AllPairs([TARGETS, FAULTS, PROTOCOLS, STAGES])
+    ]
+    return _ordered(chosen + _columns())
+
+
+def product() -> list[Cell]:
+    """Every cell there is."""
+    every = itertools.product(FAULTS, TARGETS, PROTOCOLS, STAGES)
+    return _ordered([Cell(*values) for values in every] + _columns())
+
+
+def _columns() -> list[Cell]:
+    moved = [Cell("move", "transaction-coordinator", protocol, 1) for protocol in PROTOCOLS]
+    away = [Cell("leaderless", "output-partition", protocol, 1) for protocol in PROTOCOLS]
+    return moved + away
+
+
+def _ordered(cells: list[Cell]) -> list[Cell]:
+    return sorted(cells, key=lambda cell: PROTOCOLS.index(cell.protocol))
+
+
+SHORT = (
+    Cell("kill", "worker", "classic-4.3.1", 1),
+    Cell("pause", "worker", "consumer-4.3.1", 3),
+    Cell("kill", "transaction-coordinator", "classic-4.3.1", 3),
+    Cell("cut", "leader", "consumer-4.3.1", 1),
+)
+"""What every CI run does: each kind of target and fault once, as far as 15 minutes go."""

@@ -1,0 +1,16 @@
+"""The clusters that cells are played on, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.containers.matrix.__main__ import Clusters
+
+
+@pytest.fixture(scope="module")
+def clusters(pytestconfig: pytest.Config) -> Iterator[Clusters]:
+    clusters = Clusters(pytestconfig.getoption("--eos-kafka"))
+    yield clusters
+    clusters.close()

@@ -1,0 +1,135 @@
+"""The workers of all stages of one run: started, watched, restarted as a supervisor would, and cut off.
+
+Owns the processes and what each one's end means. It must never judge records.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from eos.testing.clusters import NotSupported
+from tests.containers.matrix.stage_worker import ENVIRONMENT, Orders
+from tests.support.pipeline import WorkerProcess
+
+FIRST_GROUP_ID = 61_000
+RESTARTED = (69, 75)
+"""Exit codes after which a supervisor starts a worker again: unreachable at its start, temporary."""
+
+
+class Member:
+    """One instance of one stage: a name, and the process that bears it now."""
+
+    def __init__(self, stage: int, instance: str, number: int) -> None:
+        self.stage, self.instance, self.number = stage, instance, number
+        self.process: WorkerProcess | None = None
+        self.wanted = True
+        self.cut_off = False
+
+    @property
+    def name(self) -> str:
+        return f"stage-{self.stage}-{self.instance}"
+
+
+class Crew:
+    """`orders(stage, instance)` says what a worker does; `directory` gets logs and diaries."""
+
+    def __init__(self, orders: Callable[[int, str], Orders], directory: Path) -> None:
+        self._orders, self._directory = orders, directory
+        self.members: list[Member] = []
+        self.ends: list[str] = []  # how processes ended that were started again
+        self._starts = 0
+
+    def join(self, stage: int, instance: str, **changes: object) -> Member:
+        member = Member(stage, instance, len(self.members))
+        self.members.append(member)
+        self.start(member, **changes)
+        return member
+
+    def start(self, member: Member, **changes: object) -> None:
+        self._starts += 1
+        orders = self._orders(member.stage, member.instance)
+        name = f"{member.name}-{self._starts}"
+        orders = dataclasses.replace(orders, diary=str(self._directory / f"{name}.diary"), **changes)  # type: ignore[arg-type]
+        environment = {ENVIRONMENT: json.dumps(dataclasses.asdict(orders))}
+        # A group id of its own, by which the firewall tells one worker's packets from the others'.
+        group = FIRST_GROUP_ID + member.number if os.geteuid() == 0 else None
+        command = ["tests.containers.matrix.stage_worker"]
+        member.process = WorkerProcess(name, command, environment, self._directory, group=group)
+        member.wanted = True
+
+    def tend(self) -> None:
+        """Starts again what ended as a supervisor may expect; AssertionError for any other end."""
+        for member in self.members:
+            process = member.process
+            if process is None or process.running or not member.wanted:
+                continue
+            code = process.process.returncode
+            assert code in RESTARTED, f"{process.name} ended with {code}: {process.last_words or process.log[-2_000:]}"
+            self.ends.append(f"{process.name} ended with {code}")
+            self.start(member)
+
+    def kill(self, member: Member) -> None:
+        member.wanted = False
+        assert member.process is not None
+        member.process.kill()
+
+    def stop(self, member: Member, timeout_s: float = 60.0) -> None:
+        """SIGTERM; it must end with 0."""
+        member.wanted = False
+        assert member.process is not None
+        member.process.terminate()
+        code = member.process.wait(timeout_s)
+        assert code == 0, f"{member.process.name} was stopped and ended with {code}: {member.process.last_words}"
+
+    def pause(self, member: Member) -> None:
+        assert member.process is not None
+        member.process.pause()
+
+    def resume(self, member: Member) -> None:
+        assert member.process is not None
+        member.process.resume()
+
+    def cut(self, member: Member) -> None:
+        """Every packet the worker sends is dropped; what it gets it cannot acknowledge. No connection is reset."""
+        if os.geteuid() != 0 or shutil.which("iptables") is None:
+            raise NotSupported("cutting a worker off takes root and iptables")
+        self._firewall("-I", member)
+        member.cut_off = True
+
+    def heal(self, member: Member) -> None:
+        self._firewall("-D", member)
+        member.cut_off = False
+
+    def _firewall(self, action: str, member: Member) -> None:
+        owner = str(FIRST_GROUP_ID + member.number)
+        rule = ["iptables", "-w", action, "OUTPUT", "-p", "tcp", "-m", "owner", "--gid-owner", owner, "-j", "DROP"]
+        subprocess.run(rule, check=True, capture_output=True)
+
+    def end(self) -> None:
+        """Whatever happened: no process and no firewall rule stays."""
+        for member in self.members:
+            if member.cut_off:
+                self.heal(member)
+            if member.process is not None:
+                if member.process.running:
+                    member.process.process.send_signal(signal.SIGCONT)
+                member.process.end()
+
+    def wait_running(self, timeout_s: float = 90.0) -> None:
+        """Until every member that is wanted has told that its session began."""
+        deadline = time.monotonic() + timeout_s
+        for member in self.members:
+            process = member.process
+            while process is not None and member.wanted and "session started" not in process.log:
+                assert time.monotonic() < deadline, f"{process.name} did not start: {process.log[-2_000:]}"
+                self.tend()
+                process = member.process
+                time.sleep(0.05)

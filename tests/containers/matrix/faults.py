@@ -1,0 +1,83 @@
+"""What happens to a run, drawn from its seed: which node or worker, when, and for how long."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from eos.testing.clusters import Cluster
+from tests.containers.matrix.crew import Crew, Member
+
+TRANSACTION_TIMEOUT_S, SESSION_TIMEOUT_S = 6.0, 6.0
+OUTLASTS_S = (8.0, 11.0)  # past both
+SHORT_S = (0.5, 4.0)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault as it was made, for the story of the run. `hits`: whose transactions it could hit; None: anybody's."""
+
+    at_s: float
+    at_ns: int
+    what: str
+    hits: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.at_s:.0f} s: {self.what}"
+
+
+class Faults:
+    """Makes one cell's faults on a cluster and a crew."""
+
+    def __init__(self, cluster: Cluster, crew: Crew, chance: random.Random, tend: Callable[[float], None]) -> None:
+        self._cluster, self._crew, self._chance, self._tend = cluster, crew, chance, tend
+        self._began = time.monotonic()
+        self.made: list[Fault] = []
+
+    def hit_worker(self, fault: str) -> None:
+        member = self._chance.choice([m for m in self._crew.members if m.wanted])
+        crew = self._crew
+        if fault == "kill":
+            crew.kill(member)
+            self.note(f"SIGKILL {member.name}", member)
+            self._tend(self._chance.choice([0.0, TRANSACTION_TIMEOUT_S + 1]))  # before or past its transaction's end
+            crew.start(member)
+        elif fault == "stop":
+            crew.wait_running()
+            self.note(f"SIGTERM {member.name}", member)
+            crew.stop(member)
+            self._tend(self._chance.uniform(*SHORT_S))
+            crew.start(member)
+        else:
+            self._hold(member, fault)
+
+    def _hold(self, member: Member, fault: str) -> None:
+        begin, end = (self._crew.pause, self._crew.resume) if fault == "pause" else (self._crew.cut, self._crew.heal)
+        seconds = self._chance.uniform(*OUTLASTS_S)
+        begin(member)
+        self.note(f"{fault} {member.name} for {seconds:.1f} s", member)
+        self._tend(seconds)
+        end(member)
+
+    def hit_node(self, fault: str, node: int, why: str) -> None:
+        """The node is well again when this returns, though its replicas may lag behind."""
+        cluster = self._cluster
+        if fault in ("kill", "stop"):
+            (cluster.kill if fault == "kill" else cluster.stop)(node)
+            self.note(f"{fault} node {node}, {why}")
+            self._tend(self._chance.uniform(*SHORT_S))
+            cluster.start(node)
+        else:
+            begin, end = (cluster.pause, cluster.resume) if fault == "pause" else (cluster.partition, cluster.heal)
+            seconds = self._chance.uniform(*OUTLASTS_S)
+            begin(node)
+            self.note(f"{fault} node {node}, {why}, for {seconds:.1f} s")
+            self._tend(seconds)
+            end(node)
+
+    def note(self, what: str, member: Member | None = None) -> None:
+        """Called as soon as the fault is there."""
+        hits = member.process.name if member is not None and member.process is not None else None
+        self.made.append(Fault(round(time.monotonic() - self._began, 1), time.time_ns(), what, hits))

@@ -1,0 +1,379 @@
+"""One cell: topics, a steady stream of input, real workers in one or three stages, faults, and the judgement.
+
+At least 100,000 records and five faults; a read_committed reader runs all the time, and everything is read again at the
+end. What is expected comes from the input topic as it is at rest, and must contain what the loader saw acknowledged.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from confluent_kafka import KafkaError, Message, Producer
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from eos.testing.checker import Inputs, Outputs, Report, check
+from eos.testing.clusters import Cluster
+from eos.testing.history import ConcurrentReader, committed_offsets, end_offsets, read_topic
+from tests.containers.matrix.cells import STEPS, Cell
+from tests.containers.matrix.crew import Crew
+from tests.containers.matrix.explain import explain, in_transaction
+from tests.containers.matrix.faults import SESSION_TIMEOUT_S, TRANSACTION_TIMEOUT_S, Faults
+from tests.containers.matrix.stage_worker import Orders
+from tests.support.pipeline import CommitWatcher
+from tests.support.reading import wait_until
+
+PARTITIONS = 6
+KEYS = 600
+FAN_OUT = 2
+RECORDS_PER_S = 2_000
+WORK_MS = 0.4
+PROGRESS_S = 90.0
+END_S = 150.0
+QUIET_S = 30.0  # the transaction timeout, and the coordinator looks for expired ones every 10 s
+
+
+@dataclass
+class Size:
+    """How much one cell is: what CI and the whole matrix use, and smaller for breakages."""
+
+    records: int = 100_000
+    faults: int = 5
+
+
+@dataclass
+class Outcome:
+    """What a run came to. `sentence` is for the table."""
+
+    report: Report
+    records: int
+    faults: list[str]
+    restarts: list[str]
+    seconds: float
+    explanation: str = ""
+    in_transaction: int = 0  # faults that came while a worker they could hit had a transaction open
+    steps_hit: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return self.report.ok
+
+
+class Loader:
+    """A thread that produces numbered records at a steady rate, whatever happens to the brokers, until told to end."""
+
+    def __init__(self, servers: str, topic: str, least: int) -> None:
+        self._topic, self._least = topic, least
+        self._producer = Producer(
+            {
+                "bootstrap.servers": servers,
+                "enable.idempotence": True,
+                "acks": "all",
+                "linger.ms": 20,
+                "message.timeout.ms": 300_000,
+                "log_level": 0,
+            }
+        )
+        self.acknowledged: list[tuple[int, int]] = []
+        self.failed: list[str] = []
+        self._enough = threading.Event()
+        self._given_up = False
+        self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        number, began = 0, time.monotonic()
+        while not (self._given_up or (self._enough.is_set() and number >= self._least)):
+            # At the end as fast as it goes: what is left of the least.
+            due = self._least if self._enough.is_set() else int((time.monotonic() - began) * RECORDS_PER_S)
+            while number < due:
+                try:
+                    self._producer.produce(
+                        self._topic, b"input", b"key %d" % (number % KEYS), number % PARTITIONS, self._delivered
+                    )
+                    number += 1
+                except BufferError:
+                    self._producer.poll(0.1)
+                    if self._given_up:
+                        return
+            self._producer.poll(0.01)
+        if self._given_up:
+            return
+        left = self._producer.flush(300)
+        if left:
+            self.failed.append(f"{left} records were never acknowledged")
+
+    def _delivered(self, error: KafkaError | None, message: Message) -> None:
+        if error is not None:
+            self.failed.append(error.str())
+        else:
+            self.acknowledged.append((message.partition() or 0, message.offset() or 0))
+
+    def give_up(self) -> None:
+        """The run is over, however it went."""
+        self._given_up = True
+        self._thread.join(10)
+
+    def finish(self) -> int:
+        """Until the least is loaded; how many were acknowledged."""
+        self._enough.set()
+        self._thread.join(400)
+        assert not self._thread.is_alive(), "the loader did not end"
+        assert not self.failed, f"loading failed: {self.failed[0]}"
+        return len(self.acknowledged)
+
+
+class Run:
+    """One cell on one cluster; every name starts with `prefix`."""
+
+    def __init__(
+        self, cluster: Cluster, cell: Cell, seed: int, prefix: str, directory: Path, breakage: str | None = None
+    ) -> None:
+        self._cluster, self._cell, self._directory, self._breakage = cluster, cell, directory, breakage
+        self._chance = random.Random(f"{cell.name} {seed}")
+        self._servers = cluster.bootstrap_servers
+        middle = [f"{prefix}-middle-{stage}" for stage in range(1, cell.stages)]
+        self._outputs = [f"{prefix}-out-{copy}" for copy in range(FAN_OUT)]
+        self._sources = [f"{prefix}-in", *middle]
+        self._groups = [f"{prefix}-stage-{stage}" for stage in range(cell.stages)]
+        self._crew = Crew(self._orders, directory)
+        self._faults = Faults(cluster, self._crew, self._chance, self._tend)
+        self._steps_hit: list[str] = []
+
+    @property
+    def topics(self) -> list[str]:
+        return [*self._sources, *self._outputs]
+
+    def _orders(self, stage: int, instance: str) -> Orders:
+        last = stage == self._cell.stages - 1
+        settings = {
+            "bootstrap.servers": self._servers,
+            "group.protocol": self._cell.group_protocol,
+            "transaction.timeout.ms": f"{TRANSACTION_TIMEOUT_S * 1000:.0f}",
+            "eos.transaction.interval.ms": "100",
+        }
+        if self._cell.group_protocol == "classic":
+            settings |= {
+                "session.timeout.ms": f"{SESSION_TIMEOUT_S * 1000:.0f}",
+                "heartbeat.interval.ms": "1000",
+                # Both strategies that are supported, by the cell's seed.
+                "partition.assignment.strategy": "cooperative-sticky" if self._cell.stages == 3 else "range",
+            }
+        if self._breakage == "replacement off":
+            settings["eos.replace.producer"] = "never"
+        return Orders(
+            group=self._groups[stage],
+            instance=instance,
+            source=self._sources[stage],
+            destinations=self._outputs if last else [self._sources[stage + 1]],
+            settings=settings,
+            diary="",
+            first=stage == 0,
+            # So that a transaction is open for about half of the time, and a fault hits one as often.
+            work_ms=WORK_MS,
+            breakage=None if self._breakage == "replacement off" else self._breakage,
+        )
+
+    def play(self, size: Size) -> Outcome:
+        """Plays the cell out. AssertionError: a worker or the loader ended as it must not, or nothing moved on."""
+        began = time.monotonic()
+        self._create_topics()
+        places = [(self._sources[0], p) for p in range(PARTITIONS)]
+        commits = CommitWatcher(self._servers, self._groups[0], places)
+        reader = ConcurrentReader(self._servers, self._outputs, {"log_level": 0})
+        try:
+            with reader, ExitStack() as ending:
+                for stage in range(self._cell.stages):
+                    for instance in ("a", "b"):
+                        self._crew.join(stage, instance)
+                self._crew.wait_running()
+                loader = Loader(self._servers, self._sources[0], size.records)
+                ending.callback(loader.give_up)
+                for number in range(size.faults):
+                    self._wait_progress(reader, 1_000)
+                    if number % 2 == 1:
+                        self._change_members(number)
+                    self._fault(number)
+                self._cluster.repair()
+                loaded = loader.finish()
+                self._wait_handled(reader, loaded * FAN_OUT)
+                for member in self._crew.members:
+                    if member.wanted:
+                        self._crew.stop(member)
+                return self._judge(loader, reader, commits, time.monotonic() - began)
+        finally:
+            self._crew.end()
+            commits.stop()
+
+    def _create_topics(self) -> None:
+        admin = AdminClient({"bootstrap.servers": self._servers, "log_level": 0})
+        replicas = min(3, self._cluster.size)
+        topics = [NewTopic(t, PARTITIONS, replicas, config={"min.insync.replicas": "2"}) for t in self.topics]
+        if self._cell.fault == "leaderless":
+            # One copy only: while its node is away this partition has no leader at all.
+            alone = [[p % self._cluster.size] for p in range(PARTITIONS)]
+            topics[-1] = NewTopic(self._outputs[-1], PARTITIONS, replica_assignment=alone)
+        for future in admin.create_topics(topics).values():
+            future.result(30)
+        for topic in self.topics:
+            for partition in range(PARTITIONS):
+                wait_until(
+                    f"a leader of {topic}[{partition}]",
+                    lambda topic=topic, partition=partition: self._cluster.leader_of(topic, partition) >= 0,  # type: ignore[misc]
+                )
+
+    # ---- while it runs --------------------------------------------------------------------------------------------
+
+    def _tend(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while True:
+            self._crew.tend()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(0.2, left))
+
+    def _wait(self, done: Callable[[], bool], timeout_s: float, what: Callable[[], str]) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what()}"
+            self._tend(0.2)
+
+    def _wait_handled(self, reader: ConcurrentReader, outputs: int) -> None:
+        """Until as many outputs came as must, or nothing has come for longer than a transaction can be open: then some
+        are lost, and the checker says which."""
+        last, since = reader.records, time.monotonic()
+
+        def done() -> bool:
+            nonlocal last, since
+            if reader.records != last:
+                last, since = reader.records, time.monotonic()
+            return last >= outputs or time.monotonic() - since > QUIET_S
+
+        self._wait(done, END_S, lambda: f"{reader.records} of {outputs} outputs; faults: {self._faults.made}")
+
+    def _wait_progress(self, reader: ConcurrentReader, records: int) -> None:
+        """What is read grows by so many outputs: the run has recovered from what was done to it before."""
+        before = reader.records
+        self._wait(
+            lambda: reader.records >= before + records,
+            PROGRESS_S,
+            lambda: f"{reader.records - before} of {records} outputs came; faults: {self._faults.made}",
+        )
+
+    def _change_members(self, number: int) -> None:
+        """A third member joins a stage, or leaves it again."""
+        guests = [m for m in self._crew.members if m.wanted and m.instance.startswith("guest")]
+        if guests:
+            self._crew.wait_running(PROGRESS_S)  # before that a SIGTERM is the end of an interpreter, not of a worker
+            self._crew.stop(guests[0])
+        else:
+            self._crew.join(self._chance.randrange(self._cell.stages), f"guest-{number}")
+
+    def _fault(self, number: int) -> None:
+        fault, target = self._cell.fault, self._cell.target
+        if fault == "move":
+            self._move_coordinator(STEPS[number % len(STEPS)])
+        elif fault == "leaderless":
+            node = self._chance.randrange(self._cluster.size)
+            self._faults.hit_node("stop", node, f"the only replica of some partitions of {self._outputs[-1]}")
+        elif target == "worker":
+            self._faults.hit_worker(fault)
+        else:
+            node, why = self._node_of(target)
+            self._faults.hit_node(fault, node, why)
+
+    def _node_of(self, target: str) -> tuple[int, str]:
+        cluster, chance = self._cluster, self._chance
+        if target == "controller":
+            return cluster.controller(), "the controller"
+        if target == "leader":
+            topic, partition = chance.choice(self.topics), chance.randrange(PARTITIONS)
+            return cluster.leader_of(topic, partition), f"leader of {topic}[{partition}]"
+        stage = chance.randrange(self._cell.stages)
+        group = self._groups[stage]
+        if target == "group-coordinator":
+            return cluster.coordinator_of(group=group), f"coordinator of group {group}"
+        name = f"{group}-{chance.choice('ab')}"
+        return cluster.coordinator_of(transactional_id=name), f"coordinator of {name}"
+
+    def _move_coordinator(self, step: str) -> None:
+        """K12: a worker stands at this step of a transaction while its coordinator goes to another node."""
+        member = next(m for m in self._crew.members if m.wanted)
+        self._crew.kill(member)
+        self._crew.start(member, holds=[(step, 5)])
+        assert member.process is not None
+        member.process.wait_at(step, 5, PROGRESS_S)
+        name = f"{self._groups[member.stage]}-{member.instance}"
+        before = self._cluster.coordinator_of(transactional_id=name)
+        self._cluster.kill(before)
+        self._faults.note(f"{name} held at {step!r}, its coordinator {before} killed")
+
+        def moved() -> bool:
+            return self._cluster.coordinator_of(transactional_id=name) != before
+
+        wait_until(f"the coordinator of {name} moves", moved, 60)
+        member.process.go_on()
+        self._steps_hit.append(step)
+        self._cluster.start(before)
+
+    # ---- at rest ----------------------------------------------------------------------------------------------------
+
+    def _judge(self, loader: Loader, reader: ConcurrentReader, commits: CommitWatcher, seconds: float) -> Outcome:
+        def settled() -> bool:
+            ends = end_offsets(self._servers, self.topics)
+            return ends.stable == ends.log_end
+
+        wait_until("the end of every transaction", settled, 30)
+        ends = end_offsets(self._servers, self.topics)
+        reader.wait_for_ends({p: e for p, e in ends.stable.items() if p[0] in self._outputs and e > 0})
+        commits.look_again()
+        inputs = read_topic(self._servers, self._sources[0], contents=False).inputs()
+        outputs = read_topic(self._servers, self._outputs).outputs()
+        _must_contain(inputs, loader.acknowledged)
+        report = check(
+            inputs,
+            outputs,
+            fan_out=FAN_OUT,
+            committed=committed_offsets(self._servers, self._groups[0], self._sources[0]),
+            complete=True,
+            ends=ends,
+            seen=reader.seen(),
+            commits=commits.series((self._sources[0],)),
+        )
+        explanation = ""
+        if not report.ok:
+            self._keep(inputs, outputs)
+            explanation = explain(inputs, outputs, FAN_OUT, self._directory)
+        made = self._faults.made
+        return Outcome(
+            report,
+            len(inputs),
+            [str(fault) for fault in made],
+            self._crew.ends,
+            round(seconds, 1),
+            explanation,
+            sum(in_transaction(self._directory, fault.at_ns, fault.hits) for fault in made),
+            self._steps_hit,
+        )
+
+    def _keep(self, inputs: Inputs, outputs: Outputs) -> None:
+        np.savez_compressed(self._directory / "inputs.npz", partition=inputs.partition, offset=inputs.offset)
+        columns = ("topic", "partition", "offset", "source_partition", "source_offset", "copy")
+        np.savez_compressed(self._directory / "outputs.npz", **{name: getattr(outputs, name) for name in columns})
+        self._cluster.save_logs(self._directory)
+
+
+def _must_contain(inputs: Inputs, acknowledged: Sequence[tuple[int, int]]) -> None:
+    """The input topic lost nothing of its own: else its outputs would be right about the wrong thing."""
+    there = inputs.partition.astype(np.int64) << 40 | inputs.offset
+    asked = np.array(acknowledged, np.int64).reshape(-1, 2)
+    missing = np.setdiff1d(asked[:, 0] << 40 | asked[:, 1], there)
+    assert len(asked), "nothing was loaded"
+    assert not len(missing), f"the input topic itself lost {len(missing)} acknowledged records"

@@ -1,0 +1,130 @@
+"""One worker of one stage, as a process: `eos run` with the matrix's App, its diary, and on purpose broken rules.
+
+It goes through the real command line. What it adds: an App made from its orders, a diary of what it handled in which
+transaction (for the explanation of a violation), and `breakages`: a rule taken out by a patch from here, so that the
+matrix can show that it finds the damage. Nothing in the product knows of them. It dies with its parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import os
+import signal
+import struct
+import sys
+import time
+from typing import Any
+
+from eos import App, Out, Record
+from eos.cli import invoke
+from eos.cli import run as run_command
+from eos.settings import Settings
+from eos.testing.lineage import WIDTH_BYTES, stamp, unstamp
+from eos.worker import Worker
+from tests.containers.matrix import breakages
+
+# When (ns since 1970), number of the transaction, step (-1: a record was handled), source partition, source offset.
+ENTRY = struct.Struct("<qiiiq")
+STEPS = ("begin", "begun", "flush", "flushed", "offsets sent", "committed")
+ENVIRONMENT = "EOS_STAGE"
+BEHIND = ("offsets sent", "committed")  # steps of the transaction that was left, while the next one is filled
+
+
+@dataclasses.dataclass
+class Orders:
+    """`first`: the stage that stamps each record with its source; later ones pass the stamp on. `hold`: the n-th
+    occurrence of a step at which it prints `AT` and waits for a line."""
+
+    group: str
+    instance: str
+    source: str
+    destinations: list[str]
+    settings: dict[str, str]
+    diary: str
+    first: bool
+    work_ms: float = 0.0
+    breakage: str | None = None
+    holds: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+
+
+class Diary:
+    """Appends fixed-width entries; each is one write, so that a SIGKILL leaves whole ones."""
+
+    def __init__(self, path: str, holds: list[tuple[str, int]]) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._transaction = self._left = 0  # the open one, and the one whose commit is on its way
+        self._holds = {(step, nth) for step, nth in holds}
+        self._counts: dict[str, int] = {}
+
+    def handled(self, partition: int, offset: int) -> None:
+        os.write(self._file, ENTRY.pack(time.time_ns(), self._transaction, -1, partition, offset))
+
+    def leaves(self) -> None:
+        """The open transaction's commit is on its way from now on; the next one may begin before it is answered."""
+        self._left = self._transaction
+
+    def step(self, name: str) -> None:
+        if name == "begin":
+            self._transaction += 1
+        transaction = self._left if name in BEHIND else self._transaction
+        os.write(self._file, ENTRY.pack(time.time_ns(), transaction, STEPS.index(name), -1, -1))
+        self._counts[name] = nth = self._counts.get(name, 0) + 1
+        if (name, nth) in self._holds:
+            print(f"AT {name} {nth}", flush=True)
+            if not sys.stdin.readline():
+                os._exit(1)
+
+
+def build_app(orders: Orders, diary: Diary) -> App:
+    app = App(orders.group)
+
+    @app.process(orders.source, to=orders.destinations)
+    def copy(record: Record) -> list[Out]:
+        if orders.work_ms:
+            time.sleep(orders.work_ms / 1000)
+        if orders.first:
+            source, partition, offset = 0, record.partition, record.offset
+        else:
+            assert record.value is not None
+            source, partition, offset, _ = unstamp(record.value[:WIDTH_BYTES])
+        diary.handled(partition, offset)
+        return [
+            Out(stamp(source, partition, offset, number), topic=topic)
+            for number, topic in enumerate(orders.destinations)
+        ]
+
+    return app
+
+
+def main() -> int:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives its run
+    orders = Orders(**json.loads(os.environ[ENVIRONMENT]))
+    diary = Diary(orders.diary, [(step, nth) for step, nth in orders.holds])
+    app = build_app(orders, diary)
+    if orders.breakage is not None:
+        breakages.ALL[orders.breakage].apply()
+
+    class StageWorker(Worker):
+        def __init__(self, app: App, settings: Settings, *, until_end: bool = False) -> None:
+            super().__init__(app, settings, until_end=until_end)
+            self.session.on_event = diary.step
+            leave = self.session._leave
+
+            def leaving(*given: Any) -> None:
+                diary.leaves()
+                leave(*given)
+
+            self.session._leave = leaving  # type: ignore[method-assign]
+
+    run_command.Worker = StageWorker  # type: ignore[misc]
+    run_command.load_app = lambda target: app  # type: ignore[assignment]
+    arguments = ["run", "stage:app", "--instance", orders.instance]
+    for name, value in orders.settings.items():
+        arguments += ["-X", f"{name}={value}"]
+    return invoke(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""The part of the matrix that every CI run plays: `SHORT`. All of it: `make matrix`."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.containers.matrix.__main__ import Clusters
+from tests.containers.matrix.cells import FAULTS, PROTOCOLS, SHORT, STAGES, STEPS, TARGETS, Cell, pairwise, product
+from tests.containers.matrix.run import Run, Size
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cell", SHORT, ids=lambda cell: cell.name)
+def test_a_cell_of_the_matrix_loses_doubles_and_tears_nothing(cell: Cell, clusters: Clusters, tmp_path: Path) -> None:
+    run = Run(clusters.of(cell.version), cell, 1, f"m{uuid.uuid4().hex[:8]}", tmp_path)
+    outcome = run.play(Size())
+    print(*outcome.faults, f"{outcome.in_transaction} of them in a transaction", sep="\n")
+    assert outcome.ok, f"{outcome.report}\n{outcome.explanation}\nkept: {tmp_path}"
+    assert outcome.records >= 100_000
+    assert len(outcome.faults) >= 5
+
+
+def test_the_cover_has_every_pair_and_at_most_40_cells() -> None:
+    cells = pairwise()
+    assert len(cells) <= 40
+    faults = [cell for cell in cells if cell.column == "faults"]
+    dimensions = {"fault": FAULTS, "target": TARGETS, "protocol": PROTOCOLS, "stages": STAGES}
+    names = list(dimensions)
+    examined = 0
+    for i, first in enumerate(names):
+        for second in names[i + 1 :]:
+            for a in dimensions[first]:
+                for b in dimensions[second]:
+                    examined += 1
+                    assert any(getattr(c, first) == a and getattr(c, second) == b for c in faults), (a, b)
+    assert examined == 4 * 5 + 4 * 3 + 4 * 2 + 5 * 3 + 5 * 2 + 3 * 2
+    assert {cell.column for cell in cells} == {"faults", "K12", "K19"}
+    assert set(cells) <= set(product())
+    assert len(STEPS) == Size().faults, "K12 moves the coordinator once at each step"

@@ -1,0 +1,286 @@
+"""Every fault of a test cluster is what it says it is, seen from outside; the same on containers and on local JVMs."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic
+from kafka import KafkaAdminClient
+
+from eos.errors import IllegalState
+from eos.testing.clusters import Cluster
+from tests.support.reading import wait_until
+
+DEADLINE_S = 60.0
+
+
+def on(*clusters: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("cluster", clusters, indirect=True)
+
+
+newest = on("container-4.3.1", "jvm-4.3.1")
+everywhere = on("container-4.3.1", "jvm-4.3.1", "container-3.9.2")
+
+
+def new_topic(cluster: Cluster, name: str) -> str:
+    admin = AdminClient({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 0})
+    admin.create_topics([NewTopic(name, 1, 3)])[name].result(DEADLINE_S)
+    assert cluster.wait_in_sync(name) >= 1
+    return name
+
+
+def send(cluster: Cluster, topic: str, value: str) -> None:
+    """Until at least two nodes have it (acks=all, min.insync.replicas=2)."""
+    errors: list[KafkaError | None] = []
+    # Not idempotent: this client would wait for the answer of a silent node instead of sending to the next leader.
+    producer = Producer(
+        {
+            "bootstrap.servers": cluster.bootstrap_servers,
+            "acks": "all",
+            "request.timeout.ms": 2000,
+            "message.timeout.ms": int(DEADLINE_S * 1000),
+            "log_level": 0,
+        }
+    )
+    producer.produce(topic, value, on_delivery=lambda error, _: errors.append(error))
+    producer.flush(DEADLINE_S)
+    assert errors == [None], f"{value!r} was not acknowledged: {errors}"
+
+
+def distinct_values(cluster: Cluster, topic: str) -> list[str]:
+    """The values of the topic in order, each once: `send` may send twice."""
+    consumer = Consumer(
+        {
+            "bootstrap.servers": cluster.bootstrap_servers,
+            "group.id": "unused",
+            "auto.offset.reset": "earliest",
+            "enable.partition.eof": True,
+            "log_level": 0,
+        }
+    )
+    consumer.assign([TopicPartition(topic, 0, 0)])
+    values: dict[str, None] = {}
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        while True:
+            assert time.monotonic() < deadline, f"{topic} had no end within {DEADLINE_S} s"
+            message = consumer.poll(0.5)
+            if message is None:
+                continue
+            if message.error() is None:
+                values[(message.value() or b"").decode()] = None
+            elif message.error().code() == KafkaError._PARTITION_EOF:
+                return list(values)
+    finally:
+        consumer.close()
+
+
+class Conversation:
+    """One connection to one node, on which questions are asked (ApiVersions) and answers waited for."""
+
+    def __init__(self, server: str) -> None:
+        host, _, port = server.rpartition(":")
+        self._socket = socket.create_connection((host, int(port)), 5)
+        self._asked = 0
+
+    def ask(self) -> None:
+        self._asked += 1
+        self._socket.sendall(struct.pack(">ihhih", 10, 18, 0, self._asked, -1))
+
+    def is_answered(self, within_s: float) -> bool:
+        """Whether the last question is answered in time; ConnectionError if the connection was reset or closed."""
+        self._socket.settimeout(within_s)
+        try:
+            length, correlation = struct.unpack(">ii", self._read(8))
+        except TimeoutError:
+            return False
+        self._read(length - 4)
+        assert correlation == self._asked
+        return True
+
+    def _read(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            part = self._socket.recv(count - len(data))
+            if not part:
+                raise ConnectionError("the node closed the connection")
+            data += part
+        return data
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@contextmanager
+def conversation(server: str) -> Iterator[Conversation]:
+    talk = Conversation(server)
+    try:
+        yield talk
+    finally:
+        talk.close()
+
+
+def a_new_connection_is_answered(server: str) -> bool:
+    try:
+        with conversation(server) as talk:
+            talk.ask()
+            return talk.is_answered(2)
+    except OSError:
+        return False
+
+
+@everywhere
+def test_a_killed_leader_is_replaced_and_comes_back_with_every_record(
+    whole: Cluster, names: Callable[[str], str]
+) -> None:
+    topic, servers = new_topic(whole, names("t")), whole.bootstrap_servers
+    send(whole, topic, "before")
+    leader = whole.leader_of(topic)
+    with conversation(whole.server(leader)) as talk:
+        talk.ask()
+        assert talk.is_answered(10)
+        whole.kill(leader)
+        with pytest.raises(ConnectionError):
+            talk.ask()
+            talk.is_answered(10)
+    assert not whole.running(leader)
+    assert not a_new_connection_is_answered(whole.server(leader))
+    send(whole, topic, "without the leader")
+    assert whole.leader_of(topic) not in (leader, -1)
+    wait_until("the dead node leaves the ISR", lambda: leader not in whole.in_sync_of(topic), DEADLINE_S)
+    with pytest.raises(IllegalState, match=f"node {leader} is down"):
+        whole.kill(leader)
+    with pytest.raises(IllegalState, match=rf"nodes \[{leader}\] cannot get in sync"):
+        whole.wait_in_sync()
+    whole.start(leader)
+    assert whole.wait_in_sync() >= 1
+    assert whole.in_sync_of(topic) == {0, 1, 2}
+    assert whole.bootstrap_servers == servers
+    assert a_new_connection_is_answered(whole.server(leader))
+    assert distinct_values(whole, topic) == ["before", "without the leader"]
+
+
+@newest
+def test_a_stopped_leader_hands_over_before_it_goes(whole: Cluster, names: Callable[[str], str]) -> None:
+    topic = new_topic(whole, names("t"))
+    send(whole, topic, "before")
+    leader = whole.leader_of(topic)
+    whole.stop(leader)
+    # A killed one stays the leader until its session ends; this one has handed over when it is down.
+    assert whole.leader_of(topic) not in (leader, -1)
+    assert leader not in whole.in_sync_of(topic)
+    assert "shut down completed" in whole.log(leader)
+    send(whole, topic, "meanwhile")
+    whole.start(leader)
+    whole.wait_in_sync()
+    assert distinct_values(whole, topic) == ["before", "meanwhile"]
+
+
+@newest
+def test_a_paused_leader_keeps_its_connections_and_says_nothing_until_it_is_resumed(
+    whole: Cluster, names: Callable[[str], str]
+) -> None:
+    topic = new_topic(whole, names("t"))
+    leader = whole.leader_of(topic)
+    with conversation(whole.server(leader)) as talk:
+        talk.ask()
+        assert talk.is_answered(10)
+        whole.pause(leader)
+        talk.ask()
+        assert not talk.is_answered(1)
+        send(whole, topic, "meanwhile")
+        assert whole.leader_of(topic) not in (leader, -1)
+        wait_until("the paused node leaves the ISR", lambda: leader not in whole.in_sync_of(topic), DEADLINE_S)
+        assert whole.running(leader)
+        with pytest.raises(IllegalState, match="paused already"):
+            whole.pause(leader)
+        whole.resume(leader)
+        assert talk.is_answered(30), "the question was lost, or the node is another one"
+    whole.wait_in_sync()
+    assert distinct_values(whole, topic) == ["meanwhile"]
+
+
+@everywhere
+def test_a_leader_that_is_cut_off_loses_its_place_but_no_connection(
+    whole: Cluster, names: Callable[[str], str]
+) -> None:
+    topic = new_topic(whole, names("t"))
+    send(whole, topic, "before")
+    leader = whole.leader_of(topic)
+    with conversation(whole.server(leader)) as talk:
+        talk.ask()
+        assert talk.is_answered(10)
+        whole.partition(leader)
+        talk.ask()
+        assert not talk.is_answered(1), "a client still reaches the node"
+        assert not a_new_connection_is_answered(whole.server(leader))
+        send(whole, topic, "meanwhile")
+        assert whole.leader_of(topic) not in (leader, -1), "the other nodes still reach the node"
+        wait_until("the cut node leaves the ISR", lambda: leader not in whole.in_sync_of(topic), DEADLINE_S)
+        assert whole.running(leader)
+        with pytest.raises(IllegalState, match="cut off already"):
+            whole.partition(leader)
+        whole.heal(leader)
+        # Dropped, not refused: TCP sends the question again, in its own time.
+        assert talk.is_answered(DEADLINE_S)
+    whole.wait_in_sync()
+    assert whole.in_sync_of(topic) == {0, 1, 2}
+    assert distinct_values(whole, topic) == ["before", "meanwhile"]
+
+
+@newest
+def test_the_controller_and_the_coordinators_are_those_that_kafka_names(
+    whole: Cluster, names: Callable[[str], str]
+) -> None:
+    group, transactional_id = names("g"), names("x")
+    group_coordinator = whole.coordinator_of(group=group)
+    assert whole.coordinator_of(transactional_id=transactional_id) in range(3)
+    producer = Producer(
+        {"bootstrap.servers": whole.bootstrap_servers, "transactional.id": transactional_id, "log_level": 0}
+    )
+    producer.init_transactions(DEADLINE_S)
+    topic = new_topic(whole, names("t"))
+    consumer = Consumer({"bootstrap.servers": whole.bootstrap_servers, "group.id": group, "log_level": 0})
+    consumer.subscribe([topic])
+    try:
+        wait_until("the group has a member", lambda: consumer.poll(0.1) or consumer.assignment(), DEADLINE_S)
+        admin = AdminClient({"bootstrap.servers": whole.bootstrap_servers, "log_level": 0})
+        described = admin.describe_consumer_groups([group])[group].result(DEADLINE_S)
+    finally:
+        consumer.close()
+    assert described.coordinator is not None
+    assert described.coordinator.id == group_coordinator
+    other = KafkaAdminClient(bootstrap_servers=whole.bootstrap_servers.split(","))
+    try:
+        transaction = other.describe_transactions([transactional_id])[transactional_id]
+        (quorum,) = other.describe_metadata_quorum()["topics"]
+    finally:
+        other.close()
+    assert transaction.coordinator_id == whole.coordinator_of(transactional_id=transactional_id)
+    controller = whole.controller()
+    assert quorum["partitions"][0]["leader_id"] == controller
+    whole.kill(controller)
+    wait_until("another controller", lambda: whole.controller() != controller, DEADLINE_S)
+
+
+@newest
+def test_what_was_acknowledged_is_there_after_all_nodes_were_killed_at_once(
+    whole: Cluster, names: Callable[[str], str]
+) -> None:
+    topic, servers = new_topic(whole, names("t")), whole.bootstrap_servers
+    sent = [f"record {n}" for n in range(20)]
+    for value in sent:
+        send(whole, topic, value)
+    for i in range(3):
+        whole.kill(i)
+    assert whole.reachable() == []
+    whole.repair()
+    assert whole.reachable() == [0, 1, 2]
+    assert whole.bootstrap_servers == servers
+    assert distinct_values(whole, topic) == sent

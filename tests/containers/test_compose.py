@@ -1,0 +1,177 @@
+"""`make up` and `make worker`: three brokers and a worker from compose/docker-compose.yml do their work and go."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from confluent_kafka.admin import AdminClient, NewTopic
+
+import eos
+from eos.broker.node import free_ports
+from eos.testing.clusters import choose
+from eos.testing.clusters.leftovers import OWNER_LABEL, owner
+from tests.support.reading import settled_values, wait_until
+
+COMPOSE = Path(__file__).parents[2] / "compose"
+APP = """
+from eos import App, Record
+
+app = App("doubling")
+
+@app.process("numbers", to="doubled")
+def double(record: Record) -> str:
+    return str(2 * int(record.value))
+"""
+
+
+def free_ports_in_a_row(count: int) -> list[int]:
+    """The shim advertises one port per broker, counted from the first."""
+    for first in free_ports(50):
+        try:
+            for port in range(first, first + count):
+                socket.create_server(("127.0.0.1", port)).close()
+        except (OSError, OverflowError):
+            continue
+        return list(range(first, first + count))
+    raise AssertionError(f"no {count} free ports in a row")
+
+
+class Project:
+    """A compose project of this test's own: name, ports and App folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = f"eos-test-{uuid.uuid4().hex[:8]}"
+        *ports, self.http_port = free_ports(4)
+        in_a_row = free_ports_in_a_row(3)
+        self.shim = f"127.0.0.1:{in_a_row[0]}"
+        self.servers = ",".join(f"127.0.0.1:{port}" for port in ports)
+        self._environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("EOS_")},
+            **{f"EOS_PORT_{i}": str(port) for i, port in enumerate(ports, 1)},
+            **{f"EOS_SHIM_PORT_{i}": str(port) for i, port in enumerate(in_a_row, 1)},
+            "EOS_SHIM_HTTP_PORT": str(self.http_port),
+            "EOS_PROJECT": self.name,
+            "EOS_OWNER": owner(),
+            "EOS_APP_FOLDER": str(folder),
+            "EOS_APP": "doubling:app",
+        }
+
+    def __call__(self, *arguments: str) -> str:
+        run = subprocess.run(
+            [str(COMPOSE / "cluster.sh"), *arguments],
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+        return run.stdout
+
+    def containers(self) -> list[str]:
+        listed = subprocess.run(
+            ["docker", "ps", "-aq", "--filter", f"label=com.docker.compose.project={self.name}"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return listed.stdout.split()
+
+
+@pytest.fixture
+def project(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Project]:
+    wanted = request.config.getoption("--eos-kafka")
+    choice = choose()
+    if wanted not in (None, "container") or choice.backend != "container":
+        pytest.skip(f"not run: {choice.reason if wanted is None else f'--eos-kafka={wanted}'}")
+    if shutil.which("docker-compose") is None and shutil.which("docker") is None:
+        pytest.skip("not run: no compose")
+    (tmp_path / "doubling.py").write_text(APP)
+    # The worker in the container is another user.
+    tmp_path.chmod(0o755)
+    project = Project(tmp_path)
+    try:
+        yield project
+    finally:
+        # Shown when the test fails.
+        print(project("logs", "--no-color", "worker"))
+        # Nothing here is worth a clean stop.
+        project("kill")
+        project("down", "-v")
+        assert not project.containers()
+
+
+def test_three_brokers_and_a_worker_double_every_number_once_while_a_broker_is_killed(project: Project) -> None:
+    started = time.monotonic()
+    assert f"KAFKA_BOOTSTRAP_SERVERS={project.servers}" in project("up")
+    print(f"three brokers after {time.monotonic() - started:.1f} s")
+    admin = AdminClient({"bootstrap.servers": project.servers})
+    topics = [NewTopic(name, 2) for name in ("numbers", "doubled")]
+    for made in admin.create_topics(topics).values():
+        made.result(30)
+    wait_until("every broker knows both topics", lambda: all(map(knows_both, project.servers.split(","))), 30)
+    project("worker")
+    load(project, range(100))
+    wait_until("the first hundred are doubled", lambda: sorted_output(project) == doubled(100), 60)
+    project("kill", "-s", "SIGKILL", "kafka-2")
+    load(project, range(100, 200))
+    wait_until("the second hundred are doubled", lambda: sorted_output(project) == doubled(200), 90)
+    project("start", "kafka-2")
+    assert "session started" in project("logs", "worker")
+    project("stop", "worker")
+    assert "stopped" in project("logs", "worker")
+    assert sorted_output(project) == doubled(200)
+
+
+def test_everything_of_a_project_says_who_owns_it(project: Project) -> None:
+    configured = project("config")
+    # Three brokers, the worker, the shim, the network and three volumes.
+    assert configured.count(f"{OWNER_LABEL}: {owner()}") == 9
+
+
+def test_three_brokers_behind_one_shim_are_reached_through_it_only(project: Project) -> None:
+    project("up")
+    assert f"KAFKA_BOOTSTRAP_SERVERS={project.shim}" in project("shim")
+    admin = AdminClient({"bootstrap.servers": project.shim})
+    for made in admin.create_topics([NewTopic("doubled", 6)]).values():
+        made.result(30)
+    host, _, port = project.shim.partition(":")
+    told = {(broker.host, broker.port) for broker in admin.list_topics(timeout=30).brokers.values()}
+    assert told == {(host, int(port) + i) for i in range(3)}
+    with eos.transaction({"bootstrap.servers": project.shim, "transactional.id": f"{project.name}-load"}) as txn:
+        for number in range(60):
+            txn.send("doubled", str(2 * number), key=str(number))
+    assert sorted_output(project) == doubled(60)
+    with urllib.request.urlopen(f"http://127.0.0.1:{project.http_port}/metrics", timeout=30) as answer:
+        assert 'eos_shim_transactions_total{end="commit"} 1.0' in answer.read().decode()
+
+
+def knows_both(server: str) -> bool:
+    """Whether this broker has two partitions of each, with three replicas in sync."""
+    topics = AdminClient({"bootstrap.servers": server}).list_topics(timeout=10).topics
+    found = [topics[name].partitions for name in ("numbers", "doubled") if name in topics]
+    return [[len(p.isrs) for p in partitions.values()] for partitions in found] == [[3, 3], [3, 3]]
+
+
+def load(project: Project, numbers: range) -> None:
+    settings = {"bootstrap.servers": project.servers, "transactional.id": f"{project.name}-load"}
+    with eos.transaction(settings) as txn:
+        for number in numbers:
+            txn.send("numbers", str(number), key=str(number))
+
+
+def sorted_output(project: Project) -> list[int]:
+    return sorted(int(v or b"-1") for values in settled_values(project.servers, "doubled").values() for v in values)
+
+
+def doubled(count: int) -> list[int]:
+    return [2 * n for n in range(count)]

@@ -1,0 +1,113 @@
+"""A killed test run leaves nothing: its watcher removes its cluster, the next run what the watcher could not."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from eos.testing.clusters import choose
+from eos.testing.clusters.leftovers import CLUSTER_LABEL, OWNER_LABEL, is_dead, owner, remove_leftovers
+from tests.support.reading import wait_until
+
+
+@pytest.fixture
+def docker(request: pytest.FixtureRequest) -> Iterator[Any]:
+    wanted = request.config.getoption("--eos-kafka")
+    choice = choose()
+    if wanted not in (None, "container") or choice.backend != "container":
+        pytest.skip(f"not run: {choice.reason if wanted is None else f'--eos-kafka={wanted}'}")
+    from eos.testing.clusters.container import engine
+
+    client = engine()
+    yield client
+    client.close()
+
+
+def dead_owner() -> str:
+    """The name of a process that was alive a moment ago."""
+    code = "from eos.testing.clusters.leftovers import owner; print(owner())"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_only_a_process_that_is_gone_is_dead() -> None:
+    assert not is_dead(owner())
+    assert is_dead(dead_owner())
+    machine, pid, start = owner().rsplit("/", 2)
+    # Its pid belongs to somebody else by now.
+    assert is_dead(f"{machine}/{pid}/{int(start) - 1}")
+    # Another machine's process cannot be judged, and a person's cluster has no such name.
+    assert not is_dead(f"elsewhere/{pid}/{int(start) - 1}")
+    assert not is_dead("")
+    assert not is_dead("somebody")
+
+
+def test_what_dead_runs_left_is_removed_and_nothing_else(docker: Any, names: Any) -> None:
+    from eos.testing.clusters.container import BASE_IMAGE
+
+    def make(label: dict[str, str], suffix: str) -> list[Any]:
+        name = names(suffix)
+        network = docker.networks.create(name, labels=label)
+        volume = docker.volumes.create(name, labels=label)
+        container = docker.containers.create(
+            BASE_IMAGE, ["sleep", "600"], name=name, labels=label, network=name, volumes=[f"{name}:/data"]
+        )
+        container.start()
+        return [container, network, volume]
+
+    made = {
+        "dead": make({OWNER_LABEL: dead_owner()}, "dead"),
+        "alive": make({OWNER_LABEL: owner()}, "alive"),
+        "person": make({}, "person"),
+    }
+    try:
+        # A paused one must go too.
+        made["dead"][0].pause()
+        removed = remove_leftovers(docker)
+        assert removed.count(names("dead")) == 3, removed
+        assert names("alive") not in removed
+        assert names("person") not in removed
+        for kind in ("alive", "person"):
+            made[kind][0].reload()
+            assert made[kind][0].status == "running"
+    finally:
+        for things in made.values():
+            remove(docker, things)
+
+
+def remove(docker: Any, things: list[Any]) -> None:
+    import docker as library
+
+    for thing, options in zip(things, ({"force": True, "v": True}, {}, {}), strict=True):
+        with contextlib.suppress(library.errors.NotFound):
+            thing.remove(**options)
+
+
+RUN = """
+import sys
+from eos.testing.clusters.container import ContainerCluster
+with ContainerCluster(nodes=1) as cluster:
+    print(cluster.name, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_cluster_goes_with_its_run_even_if_that_is_killed(docker: Any) -> None:
+    run = subprocess.Popen([sys.executable, "-c", RUN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    try:
+        name = run.stdout.readline().strip()
+        filters = {"label": f"{CLUSTER_LABEL}={name}"}
+        assert [c.status for c in docker.containers.list(filters=filters)] == ["running"]
+        volumes = [m["Name"] for m in docker.containers.list(filters=filters)[0].attrs["Mounts"]]
+        assert volumes
+    finally:
+        run.kill()
+        run.communicate()
+    wait_until("its containers are gone", lambda: not docker.containers.list(all=True, filters=filters), 30)
+    wait_until("its network is gone", lambda: not docker.networks.list(filters=filters), 30)
+    assert not {v.name for v in docker.volumes.list()} & set(volumes)

@@ -1,0 +1,89 @@
+"""The pytest plugin as a user of the package meets it: real pytest runs in a folder of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from eos.broker import LocalKafka
+
+
+def run_pytest(folder: Path, test: str, *options: str, **environment: str) -> tuple[int, str]:
+    (folder / "test_users_own.py").write_text(test)
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", *options],
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    return run.returncode, run.stdout + run.stderr
+
+
+def test_somebody_elses_cluster_is_used_and_a_fault_on_it_is_not_run(tmp_path: Path, kafka: LocalKafka) -> None:
+    test = """
+def test_it_is_used(eos_kafka):
+    assert eos_kafka.controller() == 0
+    assert eos_kafka.size == 1
+
+def test_a_fault(eos_kafka):
+    eos_kafka.kill(0)
+
+def test_a_cut(eos_kafka):
+    eos_kafka.partition(0)
+"""
+    code, said = run_pytest(tmp_path, test, f"--eos-kafka={kafka.bootstrap_servers}")
+    assert code == 0, said
+    assert "1 passed, 2 skipped" in said
+    assert f"not run: a fault needs a cluster of our own, not {kafka.bootstrap_servers}" in said
+    assert f"eos: brokers are those at {kafka.bootstrap_servers}" in said
+    assert kafka.running(0)
+
+
+def test_without_an_engine_tests_get_local_jvms_and_one_line_says_so(tmp_path: Path) -> None:
+    test = """
+def test_a_fault_is_left(eos_kafka):
+    assert eos_kafka.backend == "jvm"
+    eos_kafka.kill(0)
+
+def test_the_next_test_meets_a_whole_cluster(eos_kafka):
+    assert eos_kafka.reachable() == [0]
+    assert eos_kafka.controller() == 0
+
+def test_a_cut(eos_kafka):
+    eos_kafka.partition(0)
+"""
+    nowhere = f"unix://{tmp_path}/no.sock"
+    code, said = run_pytest(tmp_path, test, "--eos-kafka-nodes=1", DOCKER_HOST=nowhere)
+    assert code == 0, said
+    assert "2 passed, 1 skipped" in said
+    assert said.count("eos: brokers are local JVMs: no container engine answers") == 1
+    assert "not run: local JVMs share one network address" in said
+
+
+def test_a_backend_that_was_asked_for_is_not_replaced(tmp_path: Path) -> None:
+    test = "def test_it(eos_cluster):\n    eos_cluster(nodes=1)\n"
+    code, said = run_pytest(tmp_path, test, "--eos-kafka=container", DOCKER_HOST=f"unix://{tmp_path}/no.sock")
+    assert code == 1, said
+    assert "Unavailable: no container engine answers" in said
+
+
+def test_a_cluster_that_is_none_is_a_wrong_command_line(tmp_path: Path) -> None:
+    code, said = run_pytest(tmp_path, "", "--eos-kafka=podman")
+    assert code == 4
+    assert "--eos-kafka=podman: must be container, jvm or HOST:PORT" in said
+
+
+def test_loading_the_plugin_imports_nothing_more_than_the_package_itself_and_pytest() -> None:
+    code = """
+import sys, pytest, eos
+before = set(sys.modules)
+import eos.testing.pytest_plugin
+print(*sorted(set(sys.modules) - before))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["eos.testing", "eos.testing.pytest_plugin"]

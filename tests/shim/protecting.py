@@ -1,0 +1,198 @@
+"""What tests of protect share: clients, and a way to a broker with a fault on one side of a shim."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from confluent_kafka import Consumer, Producer, TopicPartition
+from kafka import KafkaProducer
+from kafka import TopicPartition as PythonPartition
+from kafka.structs import OffsetAndMetadata
+
+from eos.broker import LocalKafka
+from eos.broker.node import free_ports
+from tests.shim.shims import InThread, RunningShim, eventually, running
+from tests.support.proxy import HoldingProxy
+from tests.support.reading import settled_values
+
+
+def producer_of(servers: str, name: str, **more: Any) -> Producer:
+    settings = {"bootstrap.servers": servers, "transactional.id": name, "linger.ms": 0, "log_level": 0}
+    # After an abort the first Produce is challenged: the second comes after this backoff.
+    producer = Producer(settings | {"retry.backoff.ms": 20} | more)
+    producer.init_transactions(30)
+    return producer
+
+
+def send(producer: Producer, topic: str, *values: str, partition: int = 0) -> list[Any]:
+    """Produces and waits for the acknowledgements; the delivery errors."""
+    errors: list[Any] = []
+    for value in values:
+        producer.produce(topic, value, partition=partition, on_delivery=lambda error, _: errors.append(error))
+    assert producer.flush(30) == 0
+    assert len(errors) == len(values)
+    return [error for error in errors if error is not None]
+
+
+def texts(servers: str, topic: str) -> list[str]:
+    values = settled_values(servers, topic)
+    return [(value or b"").decode() for partition in sorted(values) for value in values[partition]]
+
+
+class Faulty:
+    """A client's way to the broker with a HoldingProxy on one side of a shim; `servers` is where clients connect."""
+
+    def __init__(self, kafka: LocalKafka, proxy: HoldingProxy, shim: RunningShim, servers: str, name: str) -> None:
+        self.kafka, self.proxy, self.shim, self.servers, self.name = kafka, proxy, shim, servers, name
+
+
+@contextmanager
+def faulty(kafka: LocalKafka, side: str, option: str, name: str) -> Iterator[Faulty]:
+    """`side`: "client" puts the proxy between client and shim, "broker" between shim and broker."""
+    if side == "broker":
+        port = int(kafka.proxied_servers.rpartition(":")[2])
+        with (
+            HoldingProxy(port, kafka.proxied_upstream) as proxy,
+            running(kafka.proxied_servers, option, "--log-level", "debug") as shim,
+        ):
+            yield Faulty(kafka, proxy, shim, shim.bootstrap_servers, name)
+        return
+    # Addresses say the proxy's port: it has to be the first of the shim's and the shim's own another.
+    told, own = free_ports(2)
+    options = (option, "--log-level", "debug", "--listen", f"127.0.0.1:{own}", "--advertise", f"127.0.0.1:{told}")
+    with running(kafka.bootstrap_servers, *options) as shim, HoldingProxy(told, ("127.0.0.1", own)) as proxy:
+        yield Faulty(kafka, proxy, shim, f"127.0.0.1:{told}", name)
+
+
+def python_producer(servers: str, name: str, **more: Any) -> Any:
+    settings = {"linger_ms": 20, "compression_type": "gzip", "retry_backoff_ms": 20} | more
+    producer = KafkaProducer(bootstrap_servers=servers, transactional_id=name, **settings)
+    producer.init_transactions()
+    return producer
+
+
+class _Lines(logging.Handler):
+    def __init__(self, lines: list[str], about: str = "") -> None:
+        super().__init__()
+        self._lines, self._about = lines, about
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._about in record.getMessage():
+            self._lines.append(record.getMessage())
+
+
+class Confluent:
+    """A transactional client; the same face for each library, so that one test judges both."""
+
+    # What a late request of an aborted transaction is told: the identity ended with it.
+    late_after_abort: Mapping[str, int] = {"EndTxn": 47, "Produce": 47}
+    reuses_sequences = True  # of records that an abort gave up
+
+    def __init__(self, servers: str, name: str, backoff_ms: int = 20, debug: str = "") -> None:
+        self.disconnects: list[str] = []
+        self.lines: list[str] = []  # what librdkafka says, with `debug`
+        self.hung = False
+        more: dict[str, Any] = {"retry.backoff.ms": backoff_ms, "retry.backoff.max.ms": max(backoff_ms, 1_000)}
+        more["metadata.recovery.strategy"] = "none"  # with rebootstrap the hang below comes at every kill of the shim
+        if debug:
+            logger = logging.Logger(name)
+            logger.addHandler(_Lines(self.lines))
+            more |= {"debug": debug, "log_level": 7, "logger": logger}
+        self.producer = producer_of(servers, name, error_cb=lambda error: self.disconnects.append(error.name()), **more)
+
+    def says(self, what: str, since: int = 0) -> None:
+        eventually(lambda: (self.producer.poll(0.05), [line for line in self.lines[since:] if what in line])[1])
+
+    def begin(self) -> None:
+        self.producer.begin_transaction()
+
+    def send(self, topic: str, value: str, partition: int = 0) -> None:
+        """Acknowledged."""
+        assert not send(self.producer, topic, value, partition=partition)
+
+    def offer(self, topic: str, value: str) -> None:
+        self.producer.produce(topic, value, partition=0)
+
+    def flush(self) -> None:
+        assert self.producer.flush(30) == 0
+
+    def notices_the_cut(self) -> None:
+        """An abort before would send the record again first, or wait for it (docs/protect.md, limits)."""
+        eventually(lambda: (self.producer.poll(0.05), self.disconnects)[1])
+
+    def send_offset(self, group: str, source: str, offset: int) -> None:
+        consumer = Consumer({"bootstrap.servers": "127.0.0.1:1", "group.id": group, "log_level": 0})
+        try:
+            metadata = consumer.consumer_group_metadata()
+        finally:
+            consumer.close()
+        positions = [TopicPartition(source, 0, offset)]
+        call = InThread(lambda: self.producer.send_offsets_to_transaction(positions, metadata, 10))
+        try:
+            call.result(25)
+        except queue.Empty:
+            # It waits for a coordinator that was away, past its time-out (librdkafka issues 5456 and 5511), and a
+            # producer inside a call cannot be closed.
+            self.hung = True
+            raise TimeoutError("send_offsets_to_transaction did not return") from None
+
+    def end(self, committed: bool) -> None:
+        (self.producer.commit_transaction if committed else self.producer.abort_transaction)(30)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        if self.hung:
+            return
+        if timeout_s is None:
+            self.producer.close()
+        else:
+            self.producer.purge()
+            self.producer.close(timeout_s)
+
+
+class Python:
+    """kafka-python."""
+
+    late_after_abort: Mapping[str, int] = {"EndTxn": 51, "Produce": 19}
+    reuses_sequences = False
+
+    def __init__(self, servers: str, name: str, backoff_ms: int = 20) -> None:
+        self.producer = python_producer(servers, name, retry_backoff_ms=backoff_ms, linger_ms=0)
+        self.offered: list[Any] = []
+        self._lines: list[str] = []
+        self._handler = _Lines(self._lines, name)
+        logging.getLogger("kafka.producer.sender").addHandler(self._handler)
+
+    def begin(self) -> None:
+        self.producer.begin_transaction()
+
+    def send(self, topic: str, value: str, partition: int = 0) -> None:
+        self.producer.send(topic, value.encode(), partition=partition).get(30)
+
+    def offer(self, topic: str, value: str) -> None:
+        self.offered.append(self.producer.send(topic, value.encode(), partition=0))
+
+    def flush(self) -> None:
+        self.offered[-1].get(30)
+
+    def notices_the_cut(self) -> None:
+        """Its record is given back to be sent again, and that is said."""
+        eventually(lambda: any("retrying" in line for line in self._lines))
+
+    def send_offset(self, group: str, source: str, offset: int) -> None:
+        offsets = {PythonPartition(source, 0): OffsetAndMetadata(offset, "", -1)}
+        self.producer.send_offsets_to_transaction(offsets, group)
+
+    def end(self, committed: bool) -> None:
+        (self.producer.commit_transaction if committed else self.producer.abort_transaction)()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        logging.getLogger("kafka.producer.sender").removeHandler(self._handler)
+        self.producer.close(timeout=timeout_s)
+
+
+Client = Confluent | Python
+CLIENTS: dict[str, type[Confluent] | type[Python]] = {"confluent-kafka": Confluent, "kafka-python": Python}

@@ -1,0 +1,146 @@
+"""`eos shim` as a process of its own, as users run it; what it says is read from its JSON log lines."""
+
+from __future__ import annotations
+
+import json
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+END_TIMEOUT_S = 20.0
+
+
+class RunningShim:
+    """The events it logged so far are `events`; everything it wrote to standard output is `output`."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.events: list[dict[str, Any]] = []
+        self.output: list[str] = []
+        self._threads = [
+            threading.Thread(target=self._read_events, daemon=True),
+            threading.Thread(target=self._read_output, daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def bootstrap_servers(self) -> str:
+        """The first local port; the other brokers are found through it."""
+        return str(self.named("listening")[0]["address"])
+
+    @property
+    def addresses(self) -> list[str]:
+        return [str(event["address"]) for event in self.named("listening")]
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in list(self.events) if event.get("event") == name]
+
+    def connections(self) -> list[tuple[int, int]]:
+        """(local port, remote port) of its established TCP connections."""
+        found = psutil.Process(self.process.pid).net_connections("tcp")
+        return [(c.laddr.port, c.raddr.port) for c in found if c.status == psutil.CONN_ESTABLISHED]
+
+    def stop(self) -> int:
+        """SIGTERM; its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(END_TIMEOUT_S)
+        finally:
+            self.process.kill()
+
+    def _read_events(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            try:
+                self.events.append(json.loads(line))
+            except ValueError:
+                self.events.append({"event": "unreadable", "line": line.rstrip()})
+
+    def _read_output(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output.append(line.rstrip("\n"))
+
+
+def start(upstream: str, *options: str, brokers: int = 1) -> RunningShim:
+    """A shim on free ports that listens for that many brokers."""
+    arguments = ["shim", "--upstream", upstream, "--log-format", "json", *options]
+    if "--listen" not in options:
+        arguments += ["--listen", "127.0.0.1:0"]
+    shim = RunningShim(launch(*arguments))
+    try:
+        eventually(lambda: len(shim.addresses) >= brokers or shim.process.poll() is not None)
+        assert shim.process.poll() is None, f"the shim ended: {shim.events}"
+    except BaseException:
+        shim.process.kill()
+        shim.process.wait()
+        raise
+    return shim
+
+
+def launch(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "eos", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+
+
+@contextmanager
+def running(upstream: str, *options: str, brokers: int = 1) -> Iterator[RunningShim]:
+    """As `start`; at the end it must drain and exit with 0, and must have had no internal error."""
+    shim = start(upstream, *options, brokers=brokers)
+    try:
+        yield shim
+    except BaseException:
+        shim.process.kill()
+        shim.process.wait()
+        print(f"the shim said: {shim.events}", file=sys.stderr)
+        raise
+    assert shim.stop() == 0
+    strange = [event for event in shim.named("unreadable") if not event["line"].startswith("eos: faults: ")]
+    assert not strange, strange
+
+
+def eventually(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
+    """The first true value of `condition`; AssertionError at the deadline."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
+        time.sleep(0.02)
+
+
+class InThread:
+    """Runs `work` on a thread and hands out its result or its exception."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._result: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
+        threading.Thread(target=self._run, args=(work,), daemon=True).start()
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        try:
+            self._result.put((work(), None))
+        except BaseException as error:  # noqa: BLE001 - raised again by `result`
+            self._result.put((None, error))
+
+    def result(self, timeout_s: float = 60.0) -> Any:
+        value, error = self._result.get(timeout=timeout_s)
+        if error is not None:
+            raise error
+        return value

@@ -1,0 +1,310 @@
+"""Clients nobody here wrote, through a shim in front of one real broker, on the oldest and the newest Kafka."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+
+import pytest
+from confluent_kafka import Consumer, Producer
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from eos.broker import LocalKafka
+from tests.shim import java
+from tests.shim.outside import only_through
+from tests.shim.shims import RunningShim, eventually, launch, running
+
+Names = Callable[[str], str]
+
+
+@pytest.fixture(scope="module", params=["4.3.1", "3.9.2"])
+def broker(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
+    with LocalKafka(version=request.param) as kafka:
+        yield kafka
+
+
+@pytest.fixture(scope="module")
+def shim(broker: LocalKafka) -> Iterator[RunningShim]:
+    with running(broker.bootstrap_servers) as shim:
+        yield shim
+        assert not shim.named("connection closed"), shim.named("connection closed")
+
+
+def make_topic(shim: RunningShim, name: str, partitions: int = 2) -> str:
+    admin = AdminClient({"bootstrap.servers": shim.bootstrap_servers})
+    for made in admin.create_topics([NewTopic(name, partitions, 1)]).values():
+        made.result(30)
+    return name
+
+
+def read(consumer: Consumer, count: int) -> list[str]:
+    """At least `count` values, and whatever comes with them."""
+    values: list[str] = []
+
+    def poll() -> bool:
+        message = consumer.poll(0.2)
+        if message is not None and message.error() is None:
+            values.append(message.value().decode())
+        return len(values) >= count
+
+    eventually(poll)
+    return values
+
+
+def produce_transactions(shim: RunningShim, topic: str, transactional_id: str) -> list[str]:
+    """Four transactions of 50 records, the second one aborted; what must be readable."""
+    producer = Producer({"bootstrap.servers": shim.bootstrap_servers, "transactional.id": transactional_id})
+    producer.init_transactions(30)
+    committed = []
+    for number in range(4):
+        producer.begin_transaction()
+        values = [f"{number}-{i}" for i in range(50)]
+        for value in values:
+            producer.produce(topic, value.encode(), key=value.encode())
+        producer.flush(30)
+        if number == 1:
+            producer.abort_transaction(30)
+        else:
+            producer.commit_transaction(30)
+            committed += values
+    producer.close()
+    return sorted(committed)
+
+
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
+def test_confluent_kafka_commits_aborts_and_reads_in_a_group(
+    broker: LocalKafka, shim: RunningShim, names: Names, protocol: str
+) -> None:
+    if protocol == "consumer" and broker.version.startswith("3"):
+        pytest.skip("KIP-848 is not on by default before 4.0")
+    topic = make_topic(shim, names("t"))
+    with only_through(shim, broker):
+        committed = produce_transactions(shim, topic, names("id"))
+        consumer = Consumer(
+            {
+                "bootstrap.servers": shim.bootstrap_servers,
+                "group.id": names("g"),
+                "group.protocol": protocol,
+                "auto.offset.reset": "earliest",
+                "enable.auto.commit": False,
+            }
+        )
+        consumer.subscribe([topic])
+        assert sorted(read(consumer, len(committed))) == committed
+        consumer.commit(asynchronous=False)
+    consumer.close()
+
+
+@pytest.mark.parametrize("codec", ["none", "gzip", "lz4", "zstd"])
+def test_records_of_every_codec_and_large_ones_arrive_unchanged(shim: RunningShim, names: Names, codec: str) -> None:
+    topic = make_topic(shim, names("t"), 1)
+    producer = Producer(
+        {"bootstrap.servers": shim.bootstrap_servers, "compression.codec": codec, "message.max.bytes": 1_000_000}
+    )
+    values = [f"{i}:" + chr(97 + i % 26) * (900_000 if i % 10 == 0 else 200) for i in range(40)]
+    for value in values:
+        producer.produce(topic, value.encode())
+    assert producer.flush(60) == 0
+    consumer = Consumer(
+        {"bootstrap.servers": shim.bootstrap_servers, "group.id": names("g"), "auto.offset.reset": "earliest"}
+    )
+    consumer.subscribe([topic])
+    assert read(consumer, len(values)) == values
+    consumer.close()
+
+
+def test_a_producer_without_acknowledgements_is_no_trouble_for_what_follows_on_its_connection(
+    shim: RunningShim, names: Names
+) -> None:
+    topic = make_topic(shim, names("t"), 1)
+    producer = Producer({"bootstrap.servers": shim.bootstrap_servers, "acks": 0})
+    for i in range(200):
+        producer.produce(topic, f"{i}".encode())
+        if i % 50 == 0:
+            producer.flush(30)
+            producer.list_topics(topic, timeout=30)
+    assert producer.flush(30) == 0
+    consumer = Consumer(
+        {"bootstrap.servers": shim.bootstrap_servers, "group.id": names("g"), "auto.offset.reset": "earliest"}
+    )
+    consumer.subscribe([topic])
+    assert read(consumer, 200) == [str(i) for i in range(200)]
+    consumer.close()
+
+
+def test_kafka_python_administers_produces_transactions_and_consumes(
+    broker: LocalKafka, shim: RunningShim, names: Names
+) -> None:
+    from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
+
+    topic, servers = names("t"), shim.bootstrap_servers
+    with only_through(shim, broker):
+        admin = KafkaAdminClient(bootstrap_servers=servers)
+        admin.create_topics({topic: {"num_partitions": 1, "replication_factor": 1}})
+        cluster = admin.describe_cluster()
+        (node,) = cluster["brokers"]
+        assert f"{node['host']}:{node['port']}" == servers
+        producer = KafkaProducer(bootstrap_servers=servers, transactional_id=names("id"))
+        producer.init_transactions()
+        for number, ended in enumerate([producer.commit_transaction, producer.abort_transaction] * 2):
+            producer.begin_transaction()
+            for i in range(10):
+                producer.send(topic, f"{number}-{i}".encode())
+            ended()
+        consumer = KafkaConsumer(
+            topic,
+            bootstrap_servers=servers,
+            group_id=names("g"),
+            isolation_level="read_committed",
+            auto_offset_reset="earliest",
+            consumer_timeout_ms=20_000,
+        )
+        expected = [f"{number}-{i}" for number in (0, 2) for i in range(10)]
+        values = [next(consumer).value.decode() for _ in expected]
+        assert values == expected
+        consumer.commit()
+        assert consumer.committed(TopicPartition(topic, 0)) > len(expected)
+    for client in (consumer, producer, admin):
+        client.close()
+
+
+def test_aiokafka_produces_transactions_and_consumes(broker: LocalKafka, shim: RunningShim, names: Names) -> None:
+    aiokafka = pytest.importorskip("aiokafka")
+    topic = make_topic(shim, names("t"), 1)
+
+    async def work() -> list[str]:
+        servers = shim.bootstrap_servers
+        producer = aiokafka.AIOKafkaProducer(bootstrap_servers=servers, transactional_id=names("id"))
+        await producer.start()
+        async with producer.transaction():
+            for i in range(20):
+                await producer.send_and_wait(topic, f"{i}".encode())
+        await producer.begin_transaction()
+        await producer.send_and_wait(topic, b"aborted")
+        await producer.abort_transaction()
+        consumer = aiokafka.AIOKafkaConsumer(
+            topic,
+            bootstrap_servers=servers,
+            group_id=names("g"),
+            isolation_level="read_committed",
+            auto_offset_reset="earliest",
+        )
+        await consumer.start()
+        async with asyncio.timeout(60):
+            values = [(await consumer.getone()).value.decode() for _ in range(20)]
+        with only_through(shim, broker):
+            await consumer.commit()
+        await consumer.stop()
+        await producer.stop()
+        return values
+
+    assert asyncio.run(work()) == [str(i) for i in range(20)]
+
+
+def test_the_java_console_tools_produce_and_consume(broker: LocalKafka, shim: RunningShim, names: Names) -> None:
+    topic, servers = make_topic(shim, names("t"), 1), shim.bootstrap_servers
+    with only_through(shim, broker):
+        lines = [f"line {i}" for i in range(30)]
+        java.run(java.CONSOLE_PRODUCER, "--bootstrap-server", servers, "--topic", topic, input="\n".join([*lines, ""]))
+        read = java.run(
+            java.CONSOLE_CONSUMER,
+            *("--bootstrap-server", servers, "--topic", topic, "--from-beginning"),
+            *("--max-messages", "30", "--timeout-ms", "30000"),
+        )
+        assert read.splitlines() == lines
+
+
+def test_a_java_transactional_client_copies_exactly_once(broker: LocalKafka, shim: RunningShim, names: Names) -> None:
+    source, target = make_topic(shim, names("in"), 1), make_topic(shim, names("out"), 1)
+    producer = Producer({"bootstrap.servers": shim.bootstrap_servers})
+    for i in range(200):
+        producer.produce(source, f"{i}".encode())
+    assert producer.flush(30) == 0
+    with only_through(shim, broker):
+        said = java.run(
+            java.TRANSACTIONAL_COPIER,
+            *("--broker-list", shim.bootstrap_servers, "--input-topic", source, "--input-partition", "0"),
+            *("--output-topic", target, "--max-messages", "200", "--transaction-size", "30"),
+            *("--consumer-group", names("g"), "--transactional-id", names("id"), "--group-mode"),
+        )
+    assert '"totalProcessed":200' in said.replace(" ", "")
+    consumer = Consumer(
+        {"bootstrap.servers": shim.bootstrap_servers, "group.id": names("v"), "auto.offset.reset": "earliest"}
+    )
+    consumer.subscribe([target])
+    assert read(consumer, 200) == [str(i) for i in range(200)]
+    consumer.close()
+
+
+def test_a_java_share_group_consumes(broker: LocalKafka, shim: RunningShim, names: Names) -> None:
+    if broker.version.startswith("3"):
+        pytest.skip("share groups (KIP-932) came with 4.0")
+    topic, servers = make_topic(shim, names("t"), 1), shim.bootstrap_servers
+    group = names("share")
+    consumer = java.start(
+        java.SHARE_CONSUMER,
+        *("--bootstrap-server", servers, "--topic", topic, "--group", group),
+        *("--max-messages", "5", "--timeout-ms", "40000"),
+    )
+    try:
+        producer = Producer({"bootstrap.servers": servers})
+
+        def consumed() -> bool:
+            # A share group begins at the end of the topic, whenever that is: new records until it has enough.
+            producer.produce(topic, b"shared")
+            producer.flush(10)
+            return consumer.poll() is not None
+
+        eventually(consumed, 60)
+        assert consumer.stdout is not None
+        assert consumer.stdout.read().splitlines().count("shared") == 5
+    finally:
+        consumer.kill()
+        consumer.communicate()
+
+
+@pytest.mark.skipif(shutil.which("kcat") is None, reason="kcat is not installed")
+def test_kcat_lists_produces_and_consumes(shim: RunningShim, names: Names) -> None:
+    topic, servers = make_topic(shim, names("t"), 1), shim.bootstrap_servers
+
+    def kcat(*arguments: str, input: str = "") -> str:
+        done = subprocess.run(
+            ["kcat", "-b", servers, *arguments], input=input, capture_output=True, text=True, timeout=60, check=True
+        )
+        return done.stdout
+
+    kcat("-P", "-t", topic, input="one\ntwo\n")
+    assert kcat("-C", "-t", topic, "-e", "-q") == "one\ntwo\n"
+    listed = json.loads(kcat("-L", "-J"))
+    assert [broker["name"] for broker in listed["brokers"]] == [servers]
+
+
+def test_our_own_worker_runs_an_app(broker: LocalKafka, shim: RunningShim, names: Names) -> None:
+    flights, delays, late = (
+        make_topic(shim, "flights"),
+        make_topic(shim, "flight-delays"),
+        make_topic(shim, "late-flights"),
+    )
+    producer = Producer({"bootstrap.servers": shim.bootstrap_servers})
+    for i in range(300):
+        flight = {"carrier": "UA", "dest": f"D{i}", "dep_delay": i % 40}
+        producer.produce(flights, json.dumps(flight).encode())
+    assert producer.flush(30) == 0
+    with only_through(shim, broker):
+        worker = launch("run", "examples/flights.py", "--bootstrap-servers", shim.bootstrap_servers, "--until-end")
+        _, errors = worker.communicate(timeout=90)
+        assert worker.returncode == 0, errors
+    consumer = Consumer(
+        {
+            "bootstrap.servers": shim.bootstrap_servers,
+            "group.id": names("v"),
+            "auto.offset.reset": "earliest",
+        }
+    )
+    consumer.subscribe([delays, late])
+    expected = 300 + sum(i % 40 > 15 for i in range(300))
+    assert len(read(consumer, expected)) == expected
+    consumer.close()

@@ -1,0 +1,335 @@
+"""What goes wrong on a connection: garbage, leaks, huge frames, slow and half-closed peers, and the shim's own end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from kafka.protocol.metadata import ApiVersionsRequest, MetadataRequest
+
+from eos.broker.node import free_ports
+from tests.shim.fake_broker import FakeBroker
+from tests.shim.shims import RunningShim, eventually, launch, running
+from tests.shim.wire import Wire
+
+MIB = 1024 * 1024
+
+
+@pytest.fixture
+def broker() -> Iterator[FakeBroker]:
+    with FakeBroker() as broker:
+        yield broker
+
+
+def frame(api_key: int, version: int, correlation_id: int, body: bytes = b"") -> bytes:
+    head = api_key.to_bytes(2, "big") + version.to_bytes(2, "big") + correlation_id.to_bytes(4, "big") + b"\xff\xff"
+    return (len(head) + len(body)).to_bytes(4, "big") + head + body
+
+
+def closed(shim: RunningShim, reason: str) -> None:
+    (event,) = eventually(lambda: shim.named("connection closed"))
+    assert reason in event["reason"]
+
+
+@pytest.mark.parametrize(
+    ("garbage", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: kafka\r\n\r\n", "a frame of 1195725856 bytes"),
+        (bytes.fromhex("160301020001000001fc0303") + bytes(100), "a frame of 369295618 bytes"),
+        (bytes(64), "a frame of 0 bytes"),
+        (b"\0\0\0\x10" + b"\x7f\xff" * 20, "it asks for API 32767"),
+    ],
+    ids=["http", "tls", "zeros", "no-api"],
+)
+def test_garbage_before_the_first_request_is_closed_with_one_line(
+    broker: FakeBroker, garbage: bytes, reason: str
+) -> None:
+    with running(broker.address) as shim:
+        with Wire(shim.bootstrap_servers) as wire:
+            wire.socket.sendall(garbage)
+            assert wire.ended()
+        closed(shim, reason)
+        with Wire(shim.bootstrap_servers) as wire:  # and the next client is served
+            assert wire.ask(MetadataRequest(version=4, topics=[])).brokers
+
+
+def test_an_upstream_address_in_an_answer_of_an_unknown_version_ends_the_connection_with_one_line() -> None:
+    def answer(request: bytes) -> bytes:
+        return b"\0\0\0\x01" + b"\0\x09127.0.0.1" + broker.port.to_bytes(4, "big") + b"more"
+
+    with FakeBroker(answer) as broker, running(broker.address) as shim:
+        with Wire(shim.bootstrap_servers) as wire:
+            wire.socket.sendall(frame(3, 99, 5))
+            assert wire.ended(), "the answer reached the client"
+        closed(shim, f"the upstream address {broker.address} is in a response to Metadata v99")
+
+
+def test_an_answer_that_cannot_be_followed_is_not_passed_on() -> None:
+    with FakeBroker(lambda request: b"\x7f" * 40) as broker, running(broker.address) as shim:
+        with Wire(shim.bootstrap_servers) as wire:
+            wire.socket.sendall(frame(3, 1, 5))
+            assert wire.ended()
+        closed(shim, "does not fit into its frame")
+
+
+def test_an_answer_out_of_order_is_not_passed_on() -> None:
+    def take(connection: socket.socket) -> None:
+        connection.recv(1000)
+        connection.sendall(b"\0\0\0\x08" + (77).to_bytes(4, "big") + b"body")
+
+    with FakeBroker(take=take) as broker, running(broker.address) as shim:
+        with Wire(shim.bootstrap_servers) as wire:
+            wire.socket.sendall(frame(36, 0, 5))
+            assert wire.ended()
+        closed(shim, "request 77, which is not the next one")
+
+
+def test_unknown_apis_and_versions_pass_unchanged_in_both_directions() -> None:
+    seen: list[bytes] = []
+
+    def answer(request: bytes) -> bytes:
+        seen.append(request)
+        return bytes(range(256)) * 2000
+
+    with FakeBroker(answer) as broker, running(broker.address) as shim, Wire(shim.bootstrap_servers) as wire:
+        for number, (key, version) in enumerate([(500, 3), (18, 99), (36, 7), (1, 99), (0, 99)]):
+            body = os.urandom(70) if key else b"\x00" + b"\x00" + b"\xff\xff" + os.urandom(50)
+            sent = frame(key, version, number, body)
+            wire.socket.sendall(sent)
+            got = wire.receive()
+            assert seen[-1] == sent[4:]
+            assert got[4:8] == number.to_bytes(4, "big")
+            assert got[8:] == bytes(range(256)) * 2000
+        assert len(seen) == 5
+
+
+def test_old_style_sasl_without_headers_is_refused_with_one_line(broker: FakeBroker) -> None:
+    with running(broker.address) as shim:
+        with Wire(shim.bootstrap_servers) as wire:
+            wire.socket.sendall(frame(17, 0, 1, b"\0\x05PLAIN"))
+            assert wire.ended()
+        closed(shim, "SaslHandshake v0 is not supported")
+
+
+def memory(shim: RunningShim) -> int:
+    return int(psutil.Process(shim.process.pid).memory_info().rss)
+
+
+def test_a_huge_frame_streams_through_without_being_kept() -> None:
+    received = threading.Event()
+    total = 90 * MIB
+
+    def take(connection: socket.socket) -> None:
+        left = total
+        while left > 0:
+            left -= len(connection.recv(MIB))
+        received.set()
+        head = (total + 4).to_bytes(4, "big") + (9).to_bytes(4, "big")
+        connection.sendall(head)
+        for _ in range(total // MIB):
+            connection.sendall(bytes(MIB))
+
+    with FakeBroker(take=take) as broker, running(broker.address) as shim, Wire(shim.bootstrap_servers) as wire:
+        before = memory(shim)
+        most = before
+        head = (total - 4).to_bytes(4, "big") + frame(36, 1, 9)[4:]
+        wire.socket.sendall(head + bytes(MIB - len(head)))
+        for _ in range(total // MIB - 1):
+            wire.socket.sendall(bytes(MIB))
+            most = max(most, memory(shim))
+        assert received.wait(20)
+        got = 0
+        while got < total + 8:
+            got += len(wire.socket.recv(MIB))
+            most = max(most, memory(shim))
+        assert got == total + 8
+        assert most - before < 16 * MIB, f"{(most - before) / MIB:.0f} MiB more while {total / MIB:.0f} MiB passed"
+
+
+@pytest.mark.parametrize("slow", ["broker", "client"])
+def test_a_side_that_does_not_read_stops_the_other_from_filling_memory(slow: str) -> None:
+    go, ended = threading.Event(), threading.Event()
+
+    def take(connection: socket.socket) -> None:
+        connection.settimeout(60)
+        if slow == "broker":
+            go.wait(60)
+            left = 60 * MIB
+            while left > 0:
+                left -= len(connection.recv(MIB))
+        else:
+            connection.recv(1000)
+            connection.sendall((60 * MIB - 4).to_bytes(4, "big") + (9).to_bytes(4, "big"))
+            for _ in range(60):
+                connection.sendall(bytes(MIB)[8:] if not _ else bytes(MIB))
+        ended.set()
+
+    with FakeBroker(take=take) as broker, running(broker.address) as shim, Wire(shim.bootstrap_servers) as wire:
+        before = memory(shim)
+        if slow == "broker":
+            data = memoryview((60 * MIB - 4).to_bytes(4, "big") + frame(36, 1, 9)[4:] + bytes(60 * MIB - 14))
+            wire.socket.setblocking(False)
+            sent = 0
+
+            def stuck() -> bool:
+                """True once nothing more could be sent for a while: the socket buffers are full."""
+                nonlocal sent
+                wire.socket.settimeout(1.0)
+                try:
+                    while True:
+                        sent += wire.socket.send(data[sent : sent + MIB])
+                except TimeoutError:
+                    return True
+
+            assert stuck()
+            assert sent < 40 * MIB, "the shim took more than socket buffers hold"
+            assert memory(shim) - before < 16 * MIB
+            go.set()
+            wire.socket.settimeout(20)
+            wire.socket.sendall(data[sent:])
+        else:
+            wire.socket.sendall(frame(36, 1, 9))
+            # The broker can only be blocked by us: its sender does not end while the client does not read.
+            assert not ended.wait(2)
+            assert memory(shim) - before < 16 * MIB
+            left = 60 * MIB
+            while left > 0:
+                left -= len(wire.socket.recv(MIB))
+        assert ended.wait(20)
+
+
+def test_a_client_that_closes_its_half_still_gets_its_answer() -> None:
+    saw_end = threading.Event()
+
+    def take(connection: socket.socket) -> None:
+        data = b""
+        while piece := connection.recv(1000):
+            data += piece
+        saw_end.set()
+        connection.sendall(b"\0\0\0\x08" + data[8:12] + b"late")
+        connection.close()
+
+    with FakeBroker(take=take) as broker, running(broker.address) as shim, Wire(shim.bootstrap_servers) as wire:
+        wire.socket.sendall(frame(36, 1, 9))
+        wire.socket.shutdown(socket.SHUT_WR)
+        assert saw_end.wait(10), "the end of the client's half did not reach the broker"
+        assert wire.receive()[8:] == b"late"
+        assert wire.ended()
+        eventually(lambda: not shim.connections())
+
+
+def test_a_broker_that_closes_ends_the_clients_connection_after_its_last_answer() -> None:
+    def take(connection: socket.socket) -> None:
+        data = connection.recv(1000)
+        connection.sendall((4 + 3 * MIB).to_bytes(4, "big") + data[8:12] + bytes(3 * MIB))
+        connection.close()
+
+    with FakeBroker(take=take) as broker, running(broker.address) as shim, Wire(shim.bootstrap_servers) as wire:
+        wire.socket.sendall(frame(36, 1, 9))
+        assert len(wire.receive()) == 8 + 3 * MIB
+        assert wire.ended()
+
+
+def test_many_connections_leave_nothing_behind(broker: FakeBroker) -> None:
+    with running(broker.address) as shim:
+
+        def burst(count: int) -> None:
+            wires = [Wire(shim.bootstrap_servers) for _ in range(count)]
+            for wire in wires:
+                wire.send(MetadataRequest(version=4, topics=[]))
+            for wire in wires:
+                assert wire.receive()
+                wire.socket.close()
+            eventually(lambda: not shim.connections())
+
+        burst(200)
+        files, size = psutil.Process(shim.process.pid).num_fds(), memory(shim)
+        for _ in range(4):
+            burst(200)
+        assert psutil.Process(shim.process.pid).num_fds() <= files
+        assert memory(shim) - size < 8 * MIB
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_shim_delivers_the_answers_under_way_and_exits_with_0(number: signal.Signals) -> None:
+    asked, go = threading.Event(), threading.Event()
+
+    def answer(request: bytes) -> bytes:
+        asked.set()
+        go.wait(10)
+        return b"answered"
+
+    with FakeBroker(answer) as broker, running(broker.address) as shim:
+        idle, busy = Wire(shim.bootstrap_servers), Wire(shim.bootstrap_servers)
+        idle.ask(ApiVersionsRequest(version=0))
+        busy.socket.sendall(frame(36, 1, 9))
+        assert asked.wait(10)
+        shim.process.send_signal(number)
+        assert idle.ended(), "a connection with nothing under way stayed open"
+        assert shim.process.poll() is None
+        go.set()
+        assert busy.receive()[8:] == b"answered"
+        assert busy.ended()
+        assert shim.process.wait(10) == 0
+
+
+def ended_with(*arguments: str) -> tuple[int, str]:
+    process = launch("shim", *arguments)
+    _, errors = process.communicate(timeout=60)
+    return process.returncode, errors
+
+
+def test_wrong_arguments_end_with_one_sentence_and_the_codes_of_the_command_line(broker: FakeBroker) -> None:
+    free, taken = free_ports(2)
+    there = broker.address
+    with socket.create_server(("127.0.0.1", taken)):
+        for arguments, code, sentence in [
+            (
+                ("--upstream", f"127.0.0.1:{free}"),
+                69,
+                f"no upstream broker answers: 127.0.0.1:{free} (Connection refused",
+            ),
+            (("--upstream", there, "--listen", f"127.0.0.1:{taken}"), 69, f"cannot listen on 127.0.0.1:{taken}"),
+            (("--upstream", "nonsense"), 78, "--upstream nonsense: expected HOST:PORT"),
+            (("--upstream", ""), 78, "upstream: expected HOST:PORT"),
+            (("--upstream", f"{there},{there}"), 78, "upstream names an address twice"),
+            (("--upstream", there, "--listen", "0.0.0.0:0"), 78, "--advertise HOST[:PORT]"),
+            (("--upstream", there, "--tls-cert", "nowhere.pem"), 78, "nowhere.pem does not exist"),
+            (("--upstream", there, "--tls-key", "nowhere.pem"), 78, "without a certificate"),
+            (("--upstream", there, "--upstream-ca", "nowhere.pem"), 78, "nowhere.pem does not exist"),
+            (("--upstream", there, "--log-format", "xml"), 64, "--log-format xml: must be one of human, json"),
+            ((), 64, "--upstream"),
+        ]:
+            got, errors = ended_with(*arguments)
+            assert got == code, f"{arguments}: {got}, {errors}"
+            assert sentence in errors
+            assert "Traceback" not in errors
+
+
+def test_an_upstream_that_is_no_kafka_is_said_so() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        connection.recv(100)
+        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(100))
+
+    threading.Thread(target=serve, daemon=True).start()
+    with listener:
+        code, errors = ended_with("--upstream", f"127.0.0.1:{listener.getsockname()[1]}")
+    assert code == 69
+    assert "an answer of 1213486160 bytes" in errors
+
+
+def test_clients_are_told_what_advertise_says(broker: FakeBroker) -> None:
+    (port,) = free_ports(1)
+    options = ("--listen", f"127.0.0.1:{port}", "--advertise", "shim.example:7000")
+    with running(broker.address, *options) as shim, Wire(f"127.0.0.1:{port}") as wire:
+        (told,) = wire.ask(MetadataRequest(version=4, topics=[])).brokers
+        assert (told.host, told.port) == ("shim.example", 7000)
+        assert shim.addresses == ["shim.example:7000"]

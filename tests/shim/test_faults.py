@@ -1,0 +1,241 @@
+"""Faults against real Kafka: each does on the wire what its name says, and a plan that did not come true fails the run.
+
+The broker's own view (what is in the log, who is where in a transaction) says whether a request was applied.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaException, Producer
+
+from eos.broker import LocalKafka
+from tests.shim.shims import RunningShim, eventually, launch, start
+from tests.support.reading import create_topic, settled_values, transaction_of
+
+Names = Callable[[str], str]
+
+
+@contextmanager
+def faulty(kafka: LocalKafka, tmp_path: Path, plan: str, *options: str, ends_with: int = 0) -> Iterator[RunningShim]:
+    path = tmp_path / "plan.toml"
+    path.write_text(plan)
+    shim = start(kafka.bootstrap_servers, "--faults", str(path), "--no-protect", *options)
+    try:
+        yield shim
+        assert shim.stop() == ends_with, shim.events
+    finally:
+        shim.process.kill()
+        shim.process.wait()
+
+
+def last_lines(shim: RunningShim) -> str:
+    return "\n".join(event["line"] for event in shim.named("unreadable"))
+
+
+def producer_of(servers: str, name: str, **more: Any) -> Producer:
+    settings = {"bootstrap.servers": servers, "transactional.id": name, "linger.ms": 0, "log_level": 0}
+    producer = Producer(settings | {"retry.backoff.ms": 20} | more)
+    producer.init_transactions(30)
+    return producer
+
+
+def send(producer: Producer, topic: str, value: str, partition: int = 0) -> list[Any]:
+    errors: list[Any] = []
+    producer.produce(topic, value, partition=partition, on_delivery=lambda error, _: errors.append(error))
+    assert producer.flush(30) == 0
+    return [error for error in errors if error is not None]
+
+
+def texts(servers: str, topic: str) -> list[str]:
+    values = settled_values(servers, topic)
+    return [(value or b"").decode() for partition in sorted(values) for value in values[partition]]
+
+
+def test_a_late_commit_arrives_when_the_next_transaction_has_a_record_and_commits_half_of_it(
+    kafka: LocalKafka, names: Names, tmp_path: Path
+) -> None:
+    topic = create_topic(kafka.bootstrap_servers, names("out"), partitions=2)
+    plan = """
+    [[rule]]
+    api = "EndTxn"
+    action = "reset"
+    phase = "late"
+    until = { api = "Produce" }
+    """
+    with faulty(kafka, tmp_path, plan) as shim:
+        producer = producer_of(shim.bootstrap_servers, names("id"))
+        producer.begin_transaction()
+        assert not send(producer, topic, "first")
+        producer.commit_transaction(30)
+        producer.begin_transaction()
+        assert not send(producer, topic, "left")
+        producer.produce(topic, "right", partition=1)
+        producer.flush(30)
+        producer.abort_transaction(30)
+        producer.close()
+        (late,) = shim.named("late copy delivered")
+        assert late["answer"] == "ok", "the coordinator obeyed the late copy"
+    assert texts(kafka.bootstrap_servers, topic) == ["first", "left"], "every call was ok, and yet"
+
+
+@pytest.mark.parametrize(
+    ("phase", "applied"), [("before_apply", False), ("after_apply", True)], ids=["before the broker", "after it"]
+)
+@pytest.mark.parametrize("action", ["blackhole", "reset"])
+def test_the_broker_has_ended_the_transaction_only_if_the_fault_came_after_it(
+    kafka: LocalKafka, names: Names, tmp_path: Path, action: str, phase: str, applied: bool
+) -> None:
+    """The client gets no answer either way; `times` takes its retries too, so that only the first counts."""
+    topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
+    plan = f'[[rule]]\napi = "EndTxn"\naction = "{action}"\nphase = "{phase}"\n'
+    plan += '[[rule]]\napi = "EndTxn"\naction = "reset"\ntimes = 1000000\noptional = true\n'
+    with faulty(kafka, tmp_path, plan) as shim:
+        producer = producer_of(shim.bootstrap_servers, name, **{"socket.timeout.ms": 1_000})
+        producer.begin_transaction()
+        assert not send(producer, topic, "x")
+        with pytest.raises(KafkaException):
+            producer.commit_transaction(3)
+        state = transaction_of(kafka.bootstrap_servers, name).state
+        assert state == ("CompleteCommit" if applied else "Ongoing")
+        assert shim.named("fault")[0]["rule"].startswith(f"{action} {phase} at EndTxn")
+
+
+def test_a_held_request_keeps_what_is_behind_it_and_goes_on_after_its_time(
+    kafka: LocalKafka, names: Names, tmp_path: Path
+) -> None:
+    topic = create_topic(kafka.bootstrap_servers, names("out"))
+    plan = '[[rule]]\napi = "Produce"\naction = "delay"\nseconds = 1.5\nnth = 2\n'
+    plan += '[[rule]]\napi = "AddPartitionsToTxn"\naction = "delay"\nphase = "after_apply"\nseconds = 1.0\n'
+    with faulty(kafka, tmp_path, plan) as shim:
+        producer = producer_of(shim.bootstrap_servers, names("id"))
+        producer.begin_transaction()
+        began = time.monotonic()
+        assert not send(producer, topic, "0")
+        assert time.monotonic() - began >= 1.0
+        began = time.monotonic()
+        for number in range(1, 20):
+            producer.produce(topic, str(number), partition=0)
+            producer.poll(0.01)
+        assert producer.flush(30) == 0
+        assert time.monotonic() - began >= 1.5
+        producer.commit_transaction(30)
+        producer.close()
+    assert texts(kafka.bootstrap_servers, topic) == [str(number) for number in range(20)]
+
+
+def test_an_error_before_is_the_shims_and_after_is_in_place_of_the_brokers(
+    kafka: LocalKafka, names: Names, tmp_path: Path
+) -> None:
+    topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
+    plan = """
+    [[rule]]
+    api = "Produce"
+    action = "error"
+    error = "NOT_LEADER_OR_FOLLOWER"
+    [[rule]]
+    api = "EndTxn"
+    action = "error"
+    error = 51
+    phase = "after_apply"
+    """
+    plan = plan.replace("NOT_LEADER_OR_FOLLOWER", "NOT_LEADER_FOR_PARTITION")
+    with faulty(kafka, tmp_path, plan, "--trace", "--trace-format", "json") as shim:
+        producer = producer_of(shim.bootstrap_servers, name)
+        producer.begin_transaction()
+        assert not send(producer, topic, "x"), "it is retriable"
+        producer.commit_transaction(30)
+        producer.close()
+        assert [fault["rule"].split(" ")[0] for fault in shim.named("fault")] == ["error", "error"]
+        # The trace stands on the clients' side of the faults, so it sees them as the clients do.
+        eventually(lambda: any("CONCURRENT_TRANSACTIONS" in line and "EndTxn" in line for line in shim.output))
+    assert texts(kafka.bootstrap_servers, topic) == ["x"]
+
+
+@pytest.mark.parametrize("phase", ["before_apply", "after_apply", "late"])
+def test_a_duplicate_produce_is_one_record_because_the_broker_knows_its_sequence(
+    kafka: LocalKafka, names: Names, tmp_path: Path, phase: str
+) -> None:
+    topic = create_topic(kafka.bootstrap_servers, names("out"))
+    plan = f'[[rule]]\napi = "Produce"\naction = "duplicate"\nphase = "{phase}"\n'
+    plan += 'until = { api = "EndTxn", when = "arrives" }\n' if phase == "late" else ""
+    with faulty(kafka, tmp_path, plan) as shim:
+        producer = producer_of(shim.bootstrap_servers, names("id"))
+        producer.begin_transaction()
+        assert not send(producer, topic, "x")
+        producer.commit_transaction(30)
+        producer.close()
+        name = "late duplicate delivered" if phase == "late" else "duplicate delivered"
+        eventually(lambda: shim.named(name))
+        assert shim.named(name)[0]["answer"] == "ok"
+    assert texts(kafka.bootstrap_servers, topic) == ["x"]
+
+
+def test_a_throttled_answer_reaches_the_client_as_such(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
+    topic = create_topic(kafka.bootstrap_servers, names("out"))
+    plan = '[[rule]]\napi = "Produce"\naction = "throttle"\nphase = "after_apply"\nthrottle_ms = 700\n'
+    with faulty(kafka, tmp_path, plan) as shim:
+        told: list[float] = []
+        producer = producer_of(
+            shim.bootstrap_servers, names("id"), throttle_cb=lambda event: told.append(event.throttle_time)
+        )
+        producer.begin_transaction()
+        assert not send(producer, topic, "x")
+        producer.commit_transaction(30)
+        eventually(lambda: producer.poll(0.05) or told)
+        assert told[0] == 0.7
+        producer.close()
+
+
+def test_a_rule_that_never_fired_fails_the_run_and_is_named(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
+    plan = '[[rule]]\napi = "EndTxn"\nnth = 3\naction = "reset"\n'
+    topic = create_topic(kafka.bootstrap_servers, names("out"))
+    with faulty(kafka, tmp_path, plan, ends_with=1) as shim:
+        producer = producer_of(shim.bootstrap_servers, names("id"))
+        producer.begin_transaction()
+        send(producer, topic, "x")
+        producer.commit_transaction(30)
+        producer.close()
+    eventually(lambda: "never fired: 1 requests fitted" in last_lines(shim))
+
+
+def test_a_late_copy_whose_event_never_came_fails_the_run(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
+    plan = '[[rule]]\napi = "EndTxn"\naction = "reset"\nphase = "late"\nuntil = { api = "Produce" }\n'
+    topic = create_topic(kafka.bootstrap_servers, names("out"))
+    with faulty(kafka, tmp_path, plan, ends_with=1) as shim:
+        producer = producer_of(shim.bootstrap_servers, names("id"))
+        producer.begin_transaction()
+        send(producer, topic, "x")
+        producer.commit_transaction(30)
+        producer.close()
+    eventually(lambda: "what it waited for never came" in last_lines(shim))
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        ("", "needs at least one rule"),
+        ("[[rule]]\napi = 'EndTx'\naction = 'reset'", "rule 1 of"),
+        ("[[rule]]\napi = 'EndTxn'\naction = 'explode'", "action = explode: must be one of"),
+        ("[[rule]]\napi = 'EndTxn'\naction = 'delay'", "needs seconds or until"),
+        ("[[rule]]\napi = 'EndTxn'\naction = 'throttle'", "throttle has no phase before_apply: after_apply"),
+        ("[[rule]]\napi = 'EndTxn'\naction = 'error'\nerror = 'NO_SUCH'", "Kafka has no error of this name"),
+        ("[[rule]]\napi = 'EndTxn'\naction = 'reset'\nnht = 1", "nht is not known"),
+        ("[[rule]]\napi = 'EndTxn'\naction = 'reset'\nnth = 'x'", "nth = 'x': expected int"),
+        ("rule = [", "cannot be read"),
+    ],
+)
+def test_a_wrong_plan_is_one_sentence_and_exit_code_78(tmp_path: Path, plan: str, sentence: str) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(plan)
+    process = launch("shim", "--upstream", "127.0.0.1:1", "--faults", str(path))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 78
+    assert sentence in errors
+    assert "Traceback" not in errors
+    assert len(errors.strip().splitlines()) == 1

@@ -1,0 +1,212 @@
+"""The guard on real Kafka, with three clients: each refusal is an error as a broker gives it, and a log line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from kafka import KafkaConsumer, KafkaProducer
+from kafka import TopicPartition as PythonPartition
+from kafka.errors import GroupAuthorizationFailedError, TopicAuthorizationFailedError
+from kafka.structs import OffsetAndMetadata
+
+from eos.broker import LocalKafka
+from tests.shim import java
+from tests.shim.shims import RunningShim, eventually, launch, running
+from tests.support.reading import create_topic, settled_values
+
+Names = Callable[[str], str]
+
+
+class Guarded:
+    """A shim with the policy of this module; `topic` and `group` are guarded, `free` and any other group are not."""
+
+    def __init__(self, kafka: LocalKafka, shim: RunningShim, names: Names) -> None:
+        self.kafka, self.shim, self.servers = kafka, shim, shim.bootstrap_servers
+        self.topic = create_topic(kafka.bootstrap_servers, names("guarded"))
+        self.free = create_topic(kafka.bootstrap_servers, names("free"))
+        self.group, self.name = names("guarded"), names("allowed")
+
+    def refusals(self, api: str) -> list[dict[str, Any]]:
+        return [event for event in self.shim.named("refused by the policy") if event["api"] == api]
+
+    def values(self, topic: str) -> list[str]:
+        values = settled_values(self.kafka.bootstrap_servers, topic)
+        return [(value or b"").decode() for partition in sorted(values) for value in values[partition]]
+
+
+@pytest.fixture
+def guarded(kafka: LocalKafka, names: Names, tmp_path: Path) -> Iterator[Guarded]:
+    prefix = names("")
+    policy = f"""
+    [[topic]]
+    name = "{prefix}guarded"
+    transactional_only = true
+    read_committed_only = true
+    [[group]]
+    name = "{prefix}guarded"
+    transactional_offsets_only = true
+    [transactions]
+    max_timeout_ms = 20000
+    [[principal]]
+    name = "ANONYMOUS"
+    transactional_id_prefixes = ["{prefix}allowed"]
+    """
+    path = tmp_path / "policy.toml"
+    path.write_text(policy)
+    with running(kafka.bootstrap_servers, "--policy", str(path)) as shim:
+        yield Guarded(kafka, shim, names)
+
+
+def transactional(servers: str, name: str, **more: Any) -> Producer:
+    settings = {"bootstrap.servers": servers, "transactional.id": name, "transaction.timeout.ms": 10_000}
+    return Producer(settings | {"log_level": 0} | more)
+
+
+def commit_one(servers: str, name: str, topic: str, value: str) -> None:
+    producer = transactional(servers, name)
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    producer.produce(topic, value, partition=0)
+    producer.commit_transaction(30)
+    producer.close()
+
+
+def test_confluent_kafka_writes_a_guarded_topic_in_transactions_only(guarded: Guarded) -> None:
+    errors: list[Any] = []
+    plain = Producer({"bootstrap.servers": guarded.servers, "log_level": 0})
+    for topic in (guarded.topic, guarded.free):
+        plain.produce(topic, "plain", partition=0, on_delivery=lambda error, _: errors.append(error))
+        assert plain.flush(30) == 0
+    assert [error and error.code() for error in errors] == [KafkaError.TOPIC_AUTHORIZATION_FAILED, None]
+    commit_one(guarded.servers, guarded.name, guarded.topic, "transactional")
+    assert guarded.values(guarded.topic) == ["transactional"]
+    assert guarded.values(guarded.free) == ["plain"]
+    (refused,) = guarded.refusals("Produce")
+    assert refused["error"] == "TOPIC_AUTHORIZATION_FAILED"
+    assert guarded.topic in refused["reason"]
+
+
+def test_kafka_python_is_refused_records_offsets_and_uncommitted_reads(guarded: Guarded) -> None:
+    producer = KafkaProducer(bootstrap_servers=guarded.servers, retries=2)
+    with pytest.raises(TopicAuthorizationFailedError):
+        producer.send(guarded.topic, b"plain", partition=0).get(30)
+    producer.close()
+    # An idempotent producer of this client is done for after such an error.
+    producer = KafkaProducer(bootstrap_servers=guarded.servers, retries=2)
+    producer.send(guarded.free, b"plain", partition=0).get(30)
+    producer.close()
+    commit_one(guarded.servers, guarded.name, guarded.topic, "transactional")
+
+    def consumer(topic: str, isolation: str) -> Any:
+        made = KafkaConsumer(
+            bootstrap_servers=guarded.servers,
+            group_id=guarded.group,
+            enable_auto_commit=False,
+            isolation_level=isolation,
+            auto_offset_reset="earliest",
+        )
+        made.assign([PythonPartition(topic, 0)])
+        return made
+
+    uncommitted = consumer(guarded.topic, "read_uncommitted")
+    with pytest.raises(TopicAuthorizationFailedError):
+        eventually(lambda: uncommitted.poll(200))
+    uncommitted.close()
+    committed = consumer(guarded.topic, "read_committed")
+    records = eventually(lambda: committed.poll(200))
+    assert [record.value for batch in records.values() for record in batch] == [b"transactional"]
+    with pytest.raises(GroupAuthorizationFailedError):
+        committed.commit({PythonPartition(guarded.topic, 0): OffsetAndMetadata(1, "", -1)})
+    committed.close()
+    assert {event["api"] for event in guarded.shim.named("refused by the policy")} == {
+        "Produce",
+        "Fetch",
+        "OffsetCommit",
+    }
+
+
+def test_confluent_kafka_reads_a_guarded_topic_committed_only_and_commits_offsets_in_transactions_only(
+    guarded: Guarded,
+) -> None:
+    commit_one(guarded.servers, guarded.name, guarded.topic, "transactional")
+    settings = {"bootstrap.servers": guarded.servers, "group.id": guarded.group, "enable.auto.commit": False}
+    uncommitted = Consumer(settings | {"isolation.level": "read_uncommitted"})
+    uncommitted.assign([TopicPartition(guarded.topic, 0, 0)])
+    message = eventually(lambda: uncommitted.poll(0.2))
+    assert message.error().code() == KafkaError.TOPIC_AUTHORIZATION_FAILED
+    uncommitted.close()
+    consumer = Consumer(settings)
+    consumer.assign([TopicPartition(guarded.topic, 0, 0)])
+    message = eventually(lambda: consumer.poll(0.2))
+    assert message.value() == b"transactional"
+    with pytest.raises(KafkaException) as refused:
+        consumer.commit(offsets=[TopicPartition(guarded.topic, 0, 1)], asynchronous=False)
+    assert refused.value.args[0].code() == KafkaError.GROUP_AUTHORIZATION_FAILED
+    producer = transactional(guarded.servers, guarded.name)
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    producer.send_offsets_to_transaction([TopicPartition(guarded.topic, 0, 1)], consumer.consumer_group_metadata(), 30)
+    producer.commit_transaction(30)
+    assert consumer.committed([TopicPartition(guarded.topic, 0)], 30)[0].offset == 1
+    consumer.close()
+    producer.close()
+
+
+def test_a_too_long_transaction_timeout_and_another_ones_transactional_id_are_refused_at_the_init(
+    guarded: Guarded,
+) -> None:
+    for name, timeout_ms, code in (
+        (guarded.name, 20_001, KafkaError.INVALID_TRANSACTION_TIMEOUT),
+        ("somebody-elses", 10_000, KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED),
+    ):
+        producer = transactional(guarded.servers, name, **{"transaction.timeout.ms": timeout_ms})
+        with pytest.raises(KafkaException) as refused:
+            producer.init_transactions(30)
+        assert refused.value.args[0].code() == code
+    assert [event["error"] for event in guarded.refusals("InitProducerId")] == [
+        "INVALID_TRANSACTION_TIMEOUT",
+        "TRANSACTIONAL_ID_AUTHORIZATION_FAILED",
+    ]
+
+
+def test_javas_console_clients_are_refused_too(guarded: Guarded) -> None:
+    """The newest Java clients name topics by id in Produce and Fetch; the guard knows the names from Metadata."""
+    commit_one(guarded.servers, guarded.name, guarded.topic, "transactional")
+    producing = java.start(java.CONSOLE_PRODUCER, "--bootstrap-server", guarded.servers, "--topic", guarded.topic)
+    output, errors = producing.communicate("plain\n", 60)
+    assert "TopicAuthorizationException" in output + errors
+    assert guarded.refusals("Produce")
+    consume = ["--bootstrap-server", guarded.servers, "--topic", guarded.topic, "--from-beginning"]
+    consume += ["--max-messages", "1", "--timeout-ms", "20000"]
+    reading = java.start(java.CONSOLE_CONSUMER, *consume)
+    output, errors = reading.communicate("", 60)
+    assert "TopicAuthorizationException" in output + errors
+    assert guarded.refusals("Fetch")
+    output = java.run(java.CONSOLE_CONSUMER, *consume, "--isolation-level", "read_committed")
+    assert output.split() == ["transactional"]
+    assert guarded.values(guarded.topic) == ["transactional"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "sentence"),
+    [
+        ("[[topics]]\nname = 'a'", "topics is not known"),
+        ("[[topic]]\ntransactional_only = true", "topic no. 1: name is missing"),
+        ("[[topic]]\nname = 'a'", "it says nothing of a"),
+        ("[[topic]]\nname = 'a'\ntransactional_only = 'yes'", "expected bool"),
+        ("[transactions]\nmax_timeout_ms = 0", "must be at least 1"),
+        ("[[principal]]\nname = 'a'\ntransactional_id_prefixes = [1]", "expected list"),
+    ],
+)
+def test_a_wrong_policy_is_one_sentence_and_exit_code_78(tmp_path: Path, policy: str, sentence: str) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(policy)
+    process = launch("shim", "--upstream", "127.0.0.1:1", "--policy", str(path))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 78
+    assert sentence in errors
+    assert "Traceback" not in errors

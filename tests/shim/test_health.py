@@ -1,0 +1,102 @@
+"""/livez, /readyz and /metrics of a running shim: true while it serves, and not true while it does not."""
+
+from __future__ import annotations
+
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from confluent_kafka import Producer
+from prometheus_client.parser import text_string_to_metric_families
+
+from eos.broker import LocalKafka
+from tests.shim.shims import RunningShim, eventually, running
+from tests.support.reading import create_topic
+
+Names = Callable[[str], str]
+_OPTIONS = ("--http", "127.0.0.1:0")
+
+
+def ask(shim: RunningShim, path: str, timeout_s: float = 20.0) -> tuple[int, str]:
+    (listening,) = shim.named("health")
+    try:
+        with urllib.request.urlopen(f"http://{listening['address']}{path}", timeout=timeout_s) as answer:
+            return int(answer.status), answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def metrics(shim: RunningShim) -> dict[tuple[str, ...], float]:
+    """(name, label values by their labels' names...) -> value."""
+    status, text = ask(shim, "/metrics")
+    assert status == 200
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def transactions(servers: str, name: str, topic: str) -> None:
+    """Two committed ones, one aborted."""
+    producer = Producer({"bootstrap.servers": servers, "transactional.id": name, "log_level": 0})
+    producer.init_transactions(30)
+    for number in range(3):
+        producer.begin_transaction()
+        producer.produce(topic, bytes(1_000), partition=0)
+        assert producer.flush(30) == 0
+        if number == 1:
+            producer.abort_transaction(30)
+        else:
+            producer.commit_transaction(30)
+    producer.close()
+
+
+def test_the_counts_are_of_what_passed(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
+    topic, plan = create_topic(kafka.bootstrap_servers, names("out")), tmp_path / "plan.toml"
+    plan.write_text('[[rule]]\napi = "AddPartitionsToTxn"\naction = "error"\nerror = "NOT_COORDINATOR"\n')
+    policy = tmp_path / "policy.toml"
+    policy.write_text(f'[[topic]]\nname = "{topic}"\ntransactional_only = true\n')
+    options = ("--faults", str(plan), "--policy", str(policy), "--no-protect")
+    with running(kafka.bootstrap_servers, *_OPTIONS, *options) as shim:
+        assert ask(shim, "/livez") == (200, "ok\n")
+        assert ask(shim, "/readyz") == (200, "ok\n")
+        assert ask(shim, "/else")[0] == 404
+        transactions(shim.bootstrap_servers, names("id"), topic)
+        plain = Producer({"bootstrap.servers": shim.bootstrap_servers, "log_level": 0})
+        plain.produce(topic, b"refused")
+        plain.flush(30)
+        found = metrics(shim)
+        assert found["eos_shim_transactions_total", "commit"] == 2
+        assert found["eos_shim_transactions_total", "abort"] == 1
+        assert found["eos_shim_faults_total", "error"] == 1
+        assert found["eos_shim_refusals_total", "TOPIC_AUTHORIZATION_FAILED"] == 1
+        assert found["eos_shim_errors_total", "AddPartitionsToTxn", "NOT_COORDINATOR"] == 1
+        assert found["eos_shim_errors_total", "Produce", "TOPIC_AUTHORIZATION_FAILED"] == 1
+        assert found["eos_shim_frames_total", "EndTxn", "request"] == 3
+        assert found["eos_shim_frames_total", "EndTxn", "answer"] == 3
+        assert 3_000 < found["eos_shim_bytes_total", "Produce", "request"] < 10_000
+        assert 1 <= found["eos_shim_connections",] <= found["eos_shim_connections_made_total",]
+        plain.close()
+        eventually(lambda: metrics(shim)["eos_shim_connections",] == 0)
+
+
+def test_a_shim_that_hangs_is_not_alive_and_one_without_brokers_is_not_ready(names: Names) -> None:
+    with LocalKafka() as kafka, running(kafka.bootstrap_servers, *_OPTIONS) as shim:
+        assert ask(shim, "/readyz")[0] == 200
+        kafka.kill(0)
+        # A client has to come before the shim knows.
+        client = Producer({"bootstrap.servers": shim.bootstrap_servers, "log_level": 0})
+        eventually(lambda: client.poll(0.1) or ask(shim, "/readyz") == (503, "no broker can be reached\n"))
+        assert ask(shim, "/livez")[0] == 200, "that is no reason to restart it"
+        kafka.start(0)
+        eventually(lambda: client.poll(0.1) or ask(shim, "/readyz")[0] == 200)
+        shim.process.send_signal(signal.SIGSTOP)
+        try:
+            ask(shim, "/livez", 2.0)
+            raise AssertionError("a stopped process answered")
+        except (TimeoutError, urllib.error.URLError):
+            shim.process.send_signal(signal.SIGCONT)
+        eventually(lambda: ask(shim, "/livez")[0] == 200)

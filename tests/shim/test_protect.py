@@ -1,0 +1,427 @@
+"""Protect against real Kafka: late requests on both sides of the shim, wrong without it and right with it.
+
+A HoldingProxy stands on one side of the shim; its late copies are real requests of the client (or of the shim) that
+arrive when the next transaction is open. What is judged is what Kafka holds afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
+from kafka import TopicPartition as PythonPartition
+from kafka.errors import KafkaError, OutOfOrderSequenceNumberError
+from kafka.structs import OffsetAndMetadata
+
+from eos.broker import LocalKafka
+from eos.broker.node import free_ports
+from tests.shim.protecting import CLIENTS, Confluent, faulty, producer_of, python_producer, send, texts
+from tests.shim.shims import InThread, eventually, running
+from tests.support.proxy import ApiKey, Fault, HoldingProxy
+from tests.support.reading import create_topic, stable_offset, transaction_of
+
+Names = Callable[[str], str]
+
+
+@pytest.mark.parametrize("codec", ["none", "gzip", "snappy", "lz4", "zstd"])
+def test_a_transaction_has_an_epoch_of_its_own_whether_it_commits_or_aborts(
+    kafka: LocalKafka, names: Names, codec: str
+) -> None:
+    topic, name = create_topic(kafka.bootstrap_servers, names("out"), partitions=3), names("id")
+    with running(kafka.bootstrap_servers) as shim:
+        assert shim.named("transactions are protected"), "by default"
+        producer = producer_of(shim.bootstrap_servers, name, **{"compression.type": codec})
+        epochs, wanted = list[int](), list[str]()
+        for number in range(12):
+            producer.begin_transaction()
+            values = [f"{number}-{i}" for i in range(6)]
+            for i, value in enumerate(values):
+                producer.produce(topic, value, partition=i % 3)
+            assert producer.flush(30) == 0
+            if number % 3 == 1:
+                producer.abort_transaction(30)
+            else:
+                producer.commit_transaction(30)
+                wanted += values
+            epochs.append(transaction_of(kafka.bootstrap_servers, name).producer_epoch)
+        assert epochs == list(range(epochs[0], epochs[0] + 12)), "one epoch per transaction on the broker"
+        producer.close()
+    assert sorted(texts(kafka.bootstrap_servers, topic)) == sorted(wanted)
+
+
+def test_consume_transform_produce_goes_through_with_every_record_once(kafka: LocalKafka, names: Names) -> None:
+    servers = kafka.bootstrap_servers
+    source, target, group, name = names("in"), names("out"), names("g"), names("id")
+    create_topic(servers, source, 2)
+    create_topic(servers, target, 2)
+    loader = Producer({"bootstrap.servers": servers})
+    for number in range(100):
+        loader.produce(source, str(number), partition=number % 2)
+    assert loader.flush(30) == 0
+    with running(servers, "--protect") as shim:
+        consumer = Consumer(
+            {
+                "bootstrap.servers": shim.bootstrap_servers,
+                "group.id": group,
+                "auto.offset.reset": "earliest",
+                "enable.auto.commit": False,
+            }
+        )
+        consumer.subscribe([source])
+        producer = producer_of(shim.bootstrap_servers, name)
+        before = transaction_of(servers, name).producer_epoch
+        done = transactions = 0
+        while done < 100:
+            batch = eventually(lambda: consumer.consume(10, 0.2))
+            transactions += 1
+            producer.begin_transaction()
+            for message in batch:
+                producer.produce(target, message.value(), partition=message.partition())
+            positions = consumer.position(consumer.assignment())
+            producer.send_offsets_to_transaction(positions, consumer.consumer_group_metadata(), 30)
+            if transactions % 4 == 2:
+                producer.abort_transaction(30)
+                for partition, offset in _first_offsets(batch).items():
+                    consumer.seek(TopicPartition(source, partition, offset))
+                continue
+            producer.commit_transaction(30)
+            done += len(batch)
+        assert transaction_of(servers, name).producer_epoch == before + transactions
+        consumer.close()
+        producer.close()
+    assert sorted(map(int, texts(servers, target))) == list(range(100))
+    assert [stable_offset(servers, group, source, partition) for partition in (0, 1)] == [50, 50]
+
+
+def _first_offsets(batch: list[Any]) -> dict[int, int]:
+    first: dict[int, int] = {}
+    for message in batch:
+        first.setdefault(message.partition(), message.offset())
+    return first
+
+
+SIDES = pytest.mark.parametrize("side", ["client", "broker"])
+OPTIONS = pytest.mark.parametrize("option", ["--protect", "--no-protect"])
+FAILURES = (KafkaException, KafkaError, SystemError, AssertionError)
+BOTH_CLIENTS = pytest.mark.parametrize("client_name", CLIENTS)
+
+
+@BOTH_CLIENTS
+@SIDES
+@OPTIONS
+@pytest.mark.parametrize("late_outcome", ["commit", "abort"])
+def test_h1_a_late_end_does_not_end_the_next_transaction(
+    kafka: LocalKafka, names: Names, client_name: str, side: str, option: str, late_outcome: str
+) -> None:
+    topic = create_topic(kafka.bootstrap_servers, names("out"), partitions=2)
+    first_commits = late_outcome == "commit"
+    with faulty(kafka, side, option, names("id")) as way:
+        client = CLIENTS[client_name](way.servers, way.name)
+        client.begin()
+        client.send(topic, "first")
+        late = way.proxy.on(ApiKey.EndTxn, Fault.LATE_COPY, transactional_id=way.name)
+        client.end(first_commits)
+        late.wait()
+        client.begin()
+        client.send(topic, "left")
+        error = late.deliver_late().error
+        client.send(topic, "right", partition=1)
+        # The second transaction ends the other way.
+        client.end(not first_commits)
+        client.close()
+    wanted = ["first"] if first_commits else ["left", "right"]
+    found = texts(kafka.bootstrap_servers, topic)
+    if option == "--protect":
+        of_the_client = 51 if first_commits else client.late_after_abort["EndTxn"]
+        assert error == (of_the_client if side == "client" else 90)
+        assert found == wanted
+    else:
+        assert error == 0, "the late copy was obeyed"
+        assert found != wanted, "every call was ok, and yet"
+
+
+@BOTH_CLIENTS
+@SIDES
+@OPTIONS
+@pytest.mark.parametrize("rest", ["offsets and a commit", "the same partition", "a crash"])
+def test_h1_whatever_the_next_transaction_goes_on_with_it_is_whole(
+    kafka: LocalKafka, names: Names, client_name: str, side: str, option: str, rest: str
+) -> None:
+    servers, group = kafka.bootstrap_servers, names("g")
+    topic, source = create_topic(servers, names("out")), create_topic(servers, names("in"))
+    late_commits = rest != "offsets and a commit"
+    protected = option == "--protect"
+    with faulty(kafka, side, option, names("id")) as way:
+        client = CLIENTS[client_name](way.servers, way.name)
+        client.begin()
+        client.send(topic, "first")
+        late = way.proxy.on(ApiKey.EndTxn, Fault.LATE_COPY, transactional_id=way.name)
+        client.end(late_commits)
+        late.wait()
+        client.begin()
+        client.send(topic, "left")
+        assert (late.deliver_late().error != 0) is protected
+        if rest == "offsets and a commit":
+            client.send_offset(group, source, 5)
+            client.end(True)
+        elif rest == "the same partition":
+            with contextlib.nullcontext() if protected else pytest.raises(FAILURES):
+                client.send(topic, "right")
+                client.end(False)
+        # A successor takes over: what the first client left open is aborted.
+        producer_of(servers, way.name).close()
+        with contextlib.suppress(*FAILURES):
+            client.close(1)
+    found = texts(servers, topic)
+    if rest == "offsets and a commit":
+        assert stable_offset(servers, group, source) == 5
+        assert found == (["left"] if protected else []), "every call was ok, and yet"
+    else:
+        assert found == (["first"] if protected else ["first", "left"])
+
+
+@BOTH_CLIENTS
+@SIDES
+@OPTIONS
+@pytest.mark.parametrize("fault", [Fault.CUT_AFTER, Fault.LATE_COPY], ids=["acknowledgement lost", "record late"])
+def test_h2b_a_produce_that_was_given_up_costs_the_next_transaction_nothing(
+    kafka: LocalKafka, names: Names, client_name: str, side: str, option: str, fault: Fault
+) -> None:
+    topic = create_topic(kafka.bootstrap_servers, names("out"))
+    with faulty(kafka, side, option, names("id")) as way:
+        # Time to abort before the Produce is sent again.
+        client = CLIENTS[client_name](way.servers, way.name, backoff_ms=2_000)
+        client.begin()
+        client.send(topic, "first")
+        client.end(True)
+        client.begin()
+        cut = way.proxy.on(ApiKey.Produce, fault, transactional_id=way.name)
+        client.offer(topic, "aborted")
+        cut.wait()
+        client.notices_the_cut()
+        client.end(False)
+        client.begin()
+        error = None
+        if fault is Fault.LATE_COPY:
+            # AddPartitionsToTxn of this transaction has to be through, its Produce not yet.
+            held = way.proxy.on(ApiKey.Produce, Fault.HOLD_REQUEST, transactional_id=way.name)
+            client.offer(topic, "kept")
+            held.wait()
+            error = cut.deliver_late().error
+            held.release()
+            if option == "--no-protect" and not client.reuses_sequences:
+                with pytest.raises(OutOfOrderSequenceNumberError):
+                    client.flush()  # it says so at least: its next sequence is another
+                return
+            client.flush()
+        else:
+            client.send(topic, "kept")
+        client.end(True)
+        client.close()
+    found = texts(kafka.bootstrap_servers, topic)
+    if option == "--protect":
+        of_the_client = client.late_after_abort["Produce"]
+        assert error == (None if fault is Fault.CUT_AFTER else of_the_client if side == "client" else 47)
+    if option == "--protect" or not client.reuses_sequences:
+        assert found == ["first", "kept"]
+    else:
+        assert not error
+        assert found == (["first"] if fault is Fault.CUT_AFTER else ["first", "aborted"]), "every call was ok, and yet"
+
+
+@BOTH_CLIENTS
+@SIDES
+@OPTIONS
+def test_late_offsets_do_not_move_the_group_in_the_next_transaction(
+    kafka: LocalKafka, names: Names, client_name: str, side: str, option: str
+) -> None:
+    servers, group = kafka.bootstrap_servers, names("g")
+    source, topic = create_topic(servers, names("in")), create_topic(servers, names("out"))
+    with faulty(kafka, side, option, names("id")) as way:
+        client = CLIENTS[client_name](way.servers, way.name)
+        client.begin()
+        late = way.proxy.on(ApiKey.TxnOffsetCommit, Fault.LATE_COPY, transactional_id=way.name)
+        client.send_offset(group, source, 1)
+        late.wait()
+        client.end(True)
+        client.begin()
+        client.send(topic, "x")
+        client.send_offset(group, source, 2)
+        error = late.deliver_late().error
+        client.end(True)
+        client.close()
+    if option == "--protect":
+        assert error == (14 if side == "client" else 47)
+        assert stable_offset(servers, group, source) == 2
+    else:
+        assert error == 0, "the late copy was obeyed"
+        assert stable_offset(servers, group, source) == 1, "every call was ok, and yet"
+
+
+def abort_under_way(kafka: LocalKafka, names: Names, option: str, cut: bool) -> None:
+    """An abort that begins while the answer to a Produce of the transaction after an abort is under way."""
+    topic = create_topic(kafka.bootstrap_servers, names("out"))
+    with faulty(kafka, "client", option, names("id")) as way:
+        client = Confluent(way.servers, way.name, debug="eos")
+        client.begin()
+        client.send(topic, "aborted")
+        client.end(False)
+        client.begin()
+        held = way.proxy.on(ApiKey.Produce, Fault.HOLD_RESPONSE, transactional_id=way.name)
+        client.offer(topic, "aborted too")
+        held.wait()
+        started = time.monotonic()
+        before = len(client.lines)
+        abort = InThread(lambda: client.producer.abort_transaction(3 if cut else 30))
+        # It purges what is queued, and waits for what is not.
+        client.says("Purging and flushing", since=before)
+        if cut:
+            way.proxy.cut_all()
+        held.release()
+        if cut:
+            with pytest.raises(KafkaException, match="Failed to flush") as caught:
+                abort.result()
+            assert caught.value.args[0].retriable()
+            client.end(False)
+        else:
+            abort.result()
+            assert time.monotonic() - started < 15
+        client.begin()
+        if not cut or option == "--protect":
+            client.send(topic, "kept")
+        client.end(True)
+        client.close()
+    assert texts(kafka.bootstrap_servers, topic) == (["kept"] if not cut or option == "--protect" else [])
+
+
+def test_an_abort_does_not_wait_for_a_record_that_the_shim_gave_back(kafka: LocalKafka, names: Names) -> None:
+    abort_under_way(kafka, names, "--protect", cut=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(25))
+def test_an_abort_never_waits_for_a_record_that_the_shim_gave_back(
+    kafka: LocalKafka, names: Names, number: int
+) -> None:
+    abort_under_way(kafka, names, "--protect", cut=False)
+
+
+@OPTIONS
+def test_librdkafka_times_out_in_an_abort_that_meets_a_cut_whoever_is_asked_and_the_same_call_again_ends_it(
+    kafka: LocalKafka, names: Names, option: str
+) -> None:
+    abort_under_way(kafka, names, option, cut=True)
+
+
+# Other clients.
+
+
+def test_kafka_python_has_an_epoch_per_transaction_with_several_partitions_per_request(
+    kafka: LocalKafka, names: Names
+) -> None:
+    servers, name, group = kafka.bootstrap_servers, names("id"), names("g")
+    source = create_topic(servers, names("in"))
+    topics = [create_topic(servers, names(f"out{i}"), 3) for i in range(2)]
+    port = int(kafka.proxied_servers.rpartition(":")[2])
+    with (
+        HoldingProxy(port, kafka.proxied_upstream) as proxy,
+        running(kafka.proxied_servers, "--protect") as shim,
+    ):
+        producer = python_producer(shim.bootstrap_servers, name)
+        epochs, wanted = list[int](), list[str]()
+        for number in range(9):
+            producer.begin_transaction()
+            sent = [
+                producer.send(topic, f"{number}-{topic}-{i}".encode(), partition=i % 3)
+                for topic in topics
+                for i in range(9)
+            ]
+            for future in sent:
+                future.get(30)
+            offsets = {PythonPartition(source, 0): OffsetAndMetadata(number, "", -1)}
+            producer.send_offsets_to_transaction(offsets, group)
+            if number % 3 == 1:
+                producer.abort_transaction()
+            else:
+                producer.commit_transaction()
+                wanted += [f"{number}-{topic}-{i}" for topic in topics for i in range(9)]
+            epochs.append(transaction_of(servers, name).producer_epoch)
+        assert epochs == list(range(epochs[0], epochs[0] + 9)), "one epoch per transaction on the broker"
+        producer.close()
+        several = [
+            request
+            for request in proxy.seen(ApiKey.Produce, name)
+            if sum(len(topic["partition_data"]) for topic in request.fields["topic_data"]) > 1
+        ]
+        assert several, "no Produce had more than one partition"
+    assert sorted(value for topic in topics for value in texts(servers, topic)) == sorted(wanted)
+    assert stable_offset(servers, group, source) == 8
+
+
+def test_aiokafka_has_an_epoch_per_transaction(kafka: LocalKafka, names: Names) -> None:
+    aiokafka = pytest.importorskip("aiokafka")
+    topic, name = create_topic(kafka.bootstrap_servers, names("out"), 2), names("id")
+
+    async def work(servers: str) -> None:
+        producer = aiokafka.AIOKafkaProducer(bootstrap_servers=servers, transactional_id=name)
+        await producer.start()
+        for number in range(9):
+            await producer.begin_transaction()
+            for i in range(4):
+                await producer.send_and_wait(topic, f"{number}-{i}".encode(), partition=i % 2)
+            await (producer.abort_transaction() if number % 3 == 1 else producer.commit_transaction())
+        await producer.stop()
+
+    with running(kafka.bootstrap_servers, "--protect") as shim:
+        asyncio.run(work(shim.bootstrap_servers))
+    assert transaction_of(kafka.bootstrap_servers, name).producer_epoch == 9
+    wanted = [f"{number}-{i}" for number in range(9) if number % 3 != 1 for i in range(4)]
+    assert sorted(texts(kafka.bootstrap_servers, topic)) == sorted(wanted)
+
+
+# What is not protected, and says so; and clients that come and go.
+
+
+def test_a_broker_that_cannot_is_passed_through_with_one_loud_line(kafka392: LocalKafka, names: Names) -> None:
+    topic, name = create_topic(kafka392.bootstrap_servers, names("out")), names("id")
+    with running(kafka392.bootstrap_servers, "--protect") as shim:
+        (line,) = shim.named("NO PROTECTION: late requests can still change the next transaction")
+        assert line["level"] == "warning"
+        producer = producer_of(shim.bootstrap_servers, name)
+        for number in range(3):
+            producer.begin_transaction()
+            assert not send(producer, topic, str(number))
+            producer.commit_transaction(30)
+        producer.close()
+    assert transaction_of(kafka392.bootstrap_servers, name).producer_epoch == 0
+    assert texts(kafka392.bootstrap_servers, topic) == ["0", "1", "2"]
+
+
+def test_a_successor_fences_a_zombie_and_a_restarted_shim_fences_its_clients(kafka: LocalKafka, names: Names) -> None:
+    topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
+    (port,) = free_ports(1)
+    listen = ("--listen", f"127.0.0.1:{port}", "--protect")
+
+    def transaction(producer: Producer, value: str) -> None:
+        producer.begin_transaction()
+        assert not send(producer, topic, value)
+        producer.commit_transaction(30)
+
+    with running(kafka.bootstrap_servers, *listen) as shim:
+        zombie = producer_of(shim.bootstrap_servers, name)
+        transaction(zombie, "1")
+        successor = producer_of(shim.bootstrap_servers, name)
+        transaction(successor, "2")
+        with pytest.raises((KafkaException, SystemError, AssertionError)):
+            transaction(zombie, "never")
+        transaction(successor, "3")
+    with running(kafka.bootstrap_servers, *listen) as shim:
+        with pytest.raises((KafkaException, SystemError, AssertionError)):
+            transaction(successor, "never")
+        transaction(producer_of(shim.bootstrap_servers, name), "4")
+    assert texts(kafka.bootstrap_servers, topic) == ["1", "2", "3", "4"]

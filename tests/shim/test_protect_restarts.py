@@ -1,0 +1,248 @@
+"""A shim that ends or is killed at any step of a transaction, its journal, and two shims for one cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from confluent_kafka import KafkaException
+from kafka.errors import KafkaError
+
+from eos.broker import LocalKafka
+from eos.broker.node import free_ports
+from tests.shim.chaos import Ledger
+from tests.shim.protecting import CLIENTS, Confluent, producer_of, send, texts
+from tests.shim.shims import InThread, RunningShim, eventually, launch, running, start
+from tests.support.proxy import ApiKey, Fault, HoldingProxy
+from tests.support.reading import create_topic, transaction_of
+
+Names = Callable[[str], str]
+BOTH_CLIENTS = pytest.mark.parametrize("client_name", CLIENTS)
+FENCED = (KafkaException, KafkaError, SystemError, AssertionError)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """A test that fails between two starts leaves no shim behind."""
+    yield
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended, or a zombie that its Popen was not asked about yet
+            if "shim" in child.cmdline():
+                child.kill()
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> tuple[str, ...]:
+    """The same local port and journal at each start."""
+    (port,) = free_ports(1)
+    return ("--listen", f"127.0.0.1:{port}", "--journal", str(tmp_path / "journal"))
+
+
+def kill(shim: RunningShim) -> None:
+    shim.process.send_signal(signal.SIGKILL)
+    shim.process.wait()
+
+
+@BOTH_CLIENTS
+@pytest.mark.parametrize("committed", [True, False], ids=["after a commit", "after an abort"])
+def test_a_client_outlives_a_killed_shim_between_its_transactions_with_a_journal(
+    kafka: LocalKafka, names: Names, options: tuple[str, ...], client_name: str, committed: bool
+) -> None:
+    topic, name = create_topic(kafka.bootstrap_servers, names("out"), 2), names("id")
+    wanted = list[str]()
+    shim = start(kafka.bootstrap_servers, *options)
+    client = CLIENTS[client_name](shim.bootstrap_servers, name)
+    for number in range(4):
+        client.begin()
+        for partition in range(number % 2 + 1):
+            client.send(topic, f"{number}-{partition}", partition=partition)
+        ends = committed or number % 2 == 0
+        client.end(ends)
+        wanted += [f"{number}-{partition}" for partition in range(number % 2 + 1)] if ends else []
+        kill(shim)
+        shim = start(kafka.bootstrap_servers, *options)
+    epoch = transaction_of(kafka.bootstrap_servers, name).producer_epoch
+    client.begin()
+    client.send(topic, "last")
+    client.end(True)
+    # No init in between: an identity that had to be given out anew is two epochs further.
+    assert transaction_of(kafka.bootstrap_servers, name).producer_epoch == epoch + 1
+    client.close()
+    assert shim.stop() == 0
+    assert sorted(texts(kafka.bootstrap_servers, topic)) == sorted([*wanted, "last"])
+
+
+@BOTH_CLIENTS
+def test_without_a_journal_and_inside_a_transaction_a_killed_shim_fences_its_clients(
+    kafka: LocalKafka, names: Names, options: tuple[str, ...], client_name: str
+) -> None:
+    topic = create_topic(kafka.bootstrap_servers, names("out"))
+    for round_, (inside, more) in enumerate([(True, options), (False, options[:2])]):
+        name = names(f"id{round_}")
+        shim = start(kafka.bootstrap_servers, *more)
+        client = CLIENTS[client_name](shim.bootstrap_servers, name)
+        client.begin()
+        client.send(topic, f"open {round_}" if inside else "kept")
+        if not inside:
+            client.end(True)
+        kill(shim)
+        shim = start(kafka.bootstrap_servers, *more, "--log-level", "debug")
+        with pytest.raises(FENCED):
+            if not inside:
+                client.begin()
+                client.send(topic, "never")
+            client.end(True)
+        assert {event["error"] for event in shim.named("refused")} == {"INVALID_PRODUCER_EPOCH"}
+        with contextlib.suppress(*FENCED):
+            client.close(1)
+        successor = CLIENTS[client_name](shim.bootstrap_servers, name)
+        successor.begin()
+        successor.send(topic, f"next {round_}")
+        successor.end(True)
+        successor.close()
+        assert shim.stop() == 0
+    assert sorted(texts(kafka.bootstrap_servers, topic)) == ["kept", "next 0", "next 1"]
+
+
+def test_a_late_end_of_before_the_restart_is_refused_after_it(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
+    topic = create_topic(kafka.bootstrap_servers, names("out"))
+    told, own = free_ports(2)
+    options = ("--listen", f"127.0.0.1:{own}", "--advertise", f"127.0.0.1:{told}", "--journal", str(tmp_path / "j"))
+    with HoldingProxy(told, ("127.0.0.1", own)) as proxy:
+        shim = start(kafka.bootstrap_servers, *options)
+        client = Confluent(f"127.0.0.1:{told}", names("id"))
+        client.begin()
+        client.send(topic, "first")
+        late = proxy.on(ApiKey.EndTxn, Fault.LATE_COPY)
+        client.end(True)
+        late.wait()
+        kill(shim)
+        shim = start(kafka.bootstrap_servers, *options)
+        client.begin()
+        client.send(topic, "aborted")
+        assert late.deliver_late().error == 51
+        client.end(False)
+        client.close()
+        assert shim.stop() == 0
+    assert texts(kafka.bootstrap_servers, topic) == ["first"]
+
+
+STEPS = [
+    ApiKey.InitProducerId,
+    ApiKey.AddPartitionsToTxn,
+    ApiKey.Produce,
+    ApiKey.AddOffsetsToTxn,
+    ApiKey.TxnOffsetCommit,
+    ApiKey.EndTxn,
+]
+
+
+@pytest.mark.parametrize("when", [Fault.HOLD_REQUEST, Fault.HOLD_RESPONSE], ids=["before", "after"])
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
+@pytest.mark.parametrize("client_name", ["confluent-kafka", pytest.param("kafka-python", marks=pytest.mark.long)])
+def test_a_shim_killed_at_a_step_costs_nothing_with_its_journal(
+    kafka: LocalKafka, names: Names, options: tuple[str, ...], client_name: str, step: ApiKey, when: Fault
+) -> None:
+    port = int(kafka.proxied_servers.rpartition(":")[2])
+    with HoldingProxy(port, kafka.proxied_upstream) as proxy:
+        shim = start(kafka.proxied_servers, *options)
+        ledger = Ledger(kafka, CLIENTS[client_name], shim.bootstrap_servers, names("x"), seed=1)
+        # The second one: the first transaction is committed.
+        held = proxy.on(step, when, nth=1 if step is ApiKey.InitProducerId else 2, transactional_id=ledger.name)
+        work = InThread(lambda: ledger.run(lambda: ledger.committed >= 4 and ledger.aborted >= 1))
+        held.wait(30)
+        kill(shim)
+        held.release()
+        shim = start(kafka.proxied_servers, *options)
+        work.result(120)
+        assert shim.stop() == 0
+    assert ledger.judge() == []
+    assert ledger.next >= 4
+
+
+def test_a_client_of_one_shim_is_fenced_by_a_successor_behind_another_and_never_served_by_both(
+    kafka: LocalKafka, names: Names
+) -> None:
+    topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
+    (port,) = free_ports(1)
+    fixed = ("--listen", f"127.0.0.1:{port}")
+    with running(kafka.bootstrap_servers, "--log-level", "debug") as other:
+        with running(kafka.bootstrap_servers, *fixed) as one:
+            first = producer_of(one.bootstrap_servers, name)
+            for value in ("0", "1"):
+                first.begin_transaction()
+                assert not send(first, topic, value)
+                (first.commit_transaction if value == "0" else first.abort_transaction)(30)
+            # Behind the other shim the same transactional.id is taken over, as by any successor.
+            second = producer_of(other.bootstrap_servers, name)
+            second.begin_transaction()
+            assert not send(second, topic, "2")
+            with pytest.raises(FENCED):
+                first.begin_transaction()
+                send(first, topic, "never")
+                first.commit_transaction(30)
+            second.commit_transaction(30)
+            second.close()
+            moved = producer_of(one.bootstrap_servers, name)
+            moved.begin_transaction()
+            assert not send(moved, topic, "3")
+            moved.commit_transaction(30)
+        # The same port leads to a shim that did not give this client its identity.
+        with running(kafka.bootstrap_servers, *fixed, "--log-level", "debug") as stranger:
+            with pytest.raises(FENCED):
+                moved.begin_transaction()
+                send(moved, topic, "never")
+                moved.commit_transaction(30)
+            assert stranger.named("refused")
+    assert texts(kafka.bootstrap_servers, topic) == ["0", "2", "3"]
+
+
+def ended_with(*arguments: str) -> tuple[int, str]:
+    process = launch("shim", "--listen", "127.0.0.1:0", *arguments)
+    try:
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, said
+
+
+def test_a_journal_that_is_in_use_or_not_one_or_without_protection_is_refused_in_one_sentence(
+    kafka: LocalKafka, tmp_path: Path
+) -> None:
+    servers, journal = kafka.bootstrap_servers, tmp_path / "journal"
+    with running(servers, "--journal", str(journal)):
+        code, said = ended_with("--upstream", servers, "--journal", str(journal))
+        assert (code, "in use by another shim" in said, "Traceback" in said) == (78, True, False)
+    journal.write_text("this is\nno journal\n")
+    code, said = ended_with("--upstream", servers, "--journal", str(journal))
+    assert (code, "cannot be read at line 1" in said, "Traceback" in said) == (78, True, False)
+    code, said = ended_with("--upstream", servers, "--journal", str(tmp_path / "nowhere" / "journal"))
+    assert (code, "No such file" in said, "Traceback" in said) == (78, True, False)
+    code, said = ended_with("--upstream", servers, "--journal", str(journal), "--no-protect")
+    assert (code, "Traceback" in said) == (64, False)
+
+
+def test_a_journal_that_cannot_be_written_any_more_is_given_up_loudly_and_traffic_goes_on(
+    kafka: LocalKafka, names: Names, tmp_path: Path
+) -> None:
+    topic, journal = create_topic(kafka.bootstrap_servers, names("out")), tmp_path / "journal"
+    with running(kafka.bootstrap_servers, "--journal", str(journal)) as shim:
+        client = Confluent(shim.bootstrap_servers, names("id"))
+        # No file of this process may grow beyond what the journal has now.
+        size = journal.stat().st_size
+        assert size > 0
+        subprocess.run(["prlimit", f"--pid={shim.process.pid}", f"--fsize={size}"], check=True)
+        for number in range(3):
+            client.begin()
+            client.send(topic, str(number))
+            client.end(True)
+        client.close()
+        (line,) = eventually(lambda: shim.named("journal given up: a restart will fence every client"))
+        assert line["level"] == "warning"
+        assert journal.stat().st_size == 0
+    assert texts(kafka.bootstrap_servers, topic) == ["0", "1", "2"]

@@ -1,0 +1,68 @@
+"""A small part of `make sweep`: our worker is right where the same worker without its replacement rule is caught.
+
+The two silent losses of clients without KIP-890 part 2 (H1, H2b) are found by the sweep itself: nothing here looks at a
+log or counts a call, the checker reads what Kafka holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from eos.broker import LocalKafka
+from eos.errors import ConfigurationError
+from eos.testing.sweeping import ACTIONS, ERRORS, Case, Sweeper, every_case, every_txn_step
+from tests.shim.sweep import APP, RECORDS
+
+H1 = Case("EndTxn", "late copy, then abort")
+H2B = Case("Produce", "lost acknowledgement, then abort")
+
+
+@pytest.fixture(scope="module")
+def own_kafka() -> Iterator[LocalKafka]:
+    """The App's topics have fixed names and are deleted for every case."""
+    with LocalKafka() as kafka:
+        yield kafka
+
+
+def sweeper(kafka: LocalKafka, directory: Path, replace: str, protect: bool = False) -> Sweeper:
+    settings = {"eos.replace.producer": replace}
+    return Sweeper(APP, kafka.bootstrap_servers, RECORDS, settings=settings, protect=protect, directory=directory)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        H1,
+        H2B,
+        Case("EndTxn", "reset after"),
+        Case("TxnOffsetCommit", "errors", "ILLEGAL_GENERATION"),
+        Case("AddPartitionsToTxn", "late copy", protocol="consumer"),
+    ],
+    ids=str,
+)
+def test_our_worker_is_right(own_kafka: LocalKafka, tmp_path: Path, case: Case) -> None:
+    sweeper(own_kafka, tmp_path, "auto").run(case).raise_if_wrong()
+
+
+@pytest.mark.parametrize(("case", "rule"), [(H1, "no_duplicates"), (H2B, "no_losses")], ids=["H1", "H2b"])
+def test_the_sweep_finds_what_a_worker_that_keeps_its_producer_loses_or_doubles(
+    own_kafka: LocalKafka, tmp_path: Path, case: Case, rule: str
+) -> None:
+    outcome = sweeper(own_kafka, tmp_path, "never").run(case)
+    assert outcome.verification is not None
+    assert rule in outcome.verification.report.violated, outcome.verdict
+
+
+def test_every_case_is_each_step_with_each_fault_that_it_can_have() -> None:
+    cases = every_case()
+    simple = [a for a in ACTIONS if a not in ("errors", H1.action, H2B.action)]
+    per_protocol = len(every_txn_step) * len(simple) + 2 + sum(map(len, ERRORS.values()))
+    assert len(cases) == 2 * per_protocol
+    assert len(set(cases)) == len(cases)
+    assert every_case(["EndTxn"], ["blackhole"], ["classic"]) == [Case("EndTxn", "blackhole")]
+    for wrong in ((["EndTx"],), (["EndTxn"], ["explode"]), (["EndTxn"], ["blackhole"], ["third"])):
+        with pytest.raises(ConfigurationError):
+            every_case(*wrong)

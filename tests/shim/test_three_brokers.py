@@ -1,0 +1,270 @@
+"""Three real brokers behind one shim: a local port each, no address of theirs in any answer, one killed and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, Producer
+from confluent_kafka.admin import AdminClient, NewTopic
+from kafka.protocol.admin import DescribeClusterRequest
+from kafka.protocol.consumer import FetchRequest
+from kafka.protocol.metadata import FindCoordinatorRequest, MetadataRequest
+from kafka.protocol.producer import ProduceRequest
+
+from eos.broker import LocalKafka
+from eos.broker.node import free_ports
+from eos.shim.wire.cursor import string
+from tests.shim.outside import only_through
+from tests.shim.shims import RunningShim, eventually, running
+from tests.shim.wire import Wire, answer
+
+Names = Callable[[str], str]
+NOT_LEADER_OR_FOLLOWER = 6
+
+
+@pytest.fixture(scope="module")
+def shim(cluster: LocalKafka) -> Iterator[RunningShim]:
+    """Told one broker only: the other two must be found."""
+    with running(cluster.bootstrap_servers.split(",")[0], brokers=3) as shim:
+        yield shim
+
+
+def make_topic(shim: RunningShim, name: str, partitions: int = 6, copies: int = 3) -> str:
+    admin = AdminClient({"bootstrap.servers": shim.bootstrap_servers})
+    for made in admin.create_topics([NewTopic(name, partitions, copies)]).values():
+        made.result(30)
+
+    def led() -> bool:
+        known = admin.list_topics(name, timeout=10).topics[name].partitions
+        return len(known) == partitions and all(partition.leader >= 0 for partition in known.values())
+
+    eventually(led)
+    return name
+
+
+def needles(cluster: LocalKafka) -> list[bytes]:
+    """How the brokers' own addresses look in an answer."""
+    found = []
+    for server in cluster.bootstrap_servers.split(","):
+        host, port = server.rsplit(":", 1)
+        found += [string(host, flexible) + int(port).to_bytes(4, "big") for flexible in (True, False)]
+    return found
+
+
+def test_every_broker_has_a_port_of_its_own_and_no_client_connects_past_it(
+    cluster: LocalKafka, shim: RunningShim, names: Names
+) -> None:
+    assert len(set(shim.addresses)) == 3
+    topic = make_topic(shim, names("t"))
+    with only_through(shim, cluster) as watch:
+        producer = Producer({"bootstrap.servers": shim.bootstrap_servers, "transactional.id": names("id")})
+        producer.init_transactions(30)
+        for number in range(3):
+            producer.begin_transaction()
+            for i in range(60):
+                producer.produce(topic, f"{number}-{i}".encode(), partition=i % 6)
+            producer.commit_transaction(30)
+        consumer = Consumer(
+            {"bootstrap.servers": shim.bootstrap_servers, "group.id": names("g"), "auto.offset.reset": "earliest"}
+        )
+        consumer.subscribe([topic])
+        values = set[bytes]()
+
+        def poll() -> bool:
+            message = consumer.poll(0.2)
+            if message is not None and message.error() is None:
+                values.add(message.value())
+            return len(values) == 180
+
+        eventually(poll)
+        told = {f"{b.host}:{b.port}" for b in producer.list_topics(timeout=10).brokers.values()}
+    assert told == set(shim.addresses)
+    reached = {port for _, port in watch.by_shim}
+    assert reached == {int(server.rsplit(":", 1)[1]) for server in cluster.bootstrap_servers.split(",")}
+    consumer.close()
+    producer.close()
+
+
+METADATA = [MetadataRequest(version=v, topics=None if v else []) for v in range(14)]
+COORDINATOR = [
+    FindCoordinatorRequest(version=v, key="some-group", key_type=0, coordinator_keys=["a", "b", "c"]) for v in range(7)
+]
+CLUSTER = [
+    DescribeClusterRequest(version=v, include_cluster_authorized_operations=False, endpoint_type=1) for v in range(3)
+]
+
+
+@pytest.mark.parametrize(
+    "request_", [*METADATA, *COORDINATOR, *CLUSTER], ids=lambda r: f"{type(r).__name__}-v{r.API_VERSION}"
+)
+def test_an_answer_of_a_real_broker_tells_only_the_shims_addresses(
+    cluster: LocalKafka, shim: RunningShim, request_: Any
+) -> None:
+    known = {(host, int(port)) for host, port in (address.rsplit(":", 1) for address in shim.addresses)}
+    with Wire(shim.bootstrap_servers) as wire:
+
+        def told() -> tuple[bytes, set[tuple[str, int]]]:
+            wire.send(request_)
+            frame = wire.receive()
+            answered = answer(request_, frame)
+            nodes = (
+                [*(answered.brokers or [])]
+                if hasattr(answered, "brokers")
+                else [*(answered.coordinators or [answered])]
+            )
+            return frame, {(node.host, node.port) for node in nodes if node.port >= 0 and node.host}
+
+        # The first request for a coordinator creates the offsets topic: until then there is none.
+        frame, addresses = eventually(lambda: found if (found := told())[1] else None)
+    assert addresses <= known
+    assert not [needle for needle in needles(cluster) if needle in frame]
+
+
+def not_leading(cluster: LocalKafka, shim: RunningShim, topic: str) -> tuple[str, int]:
+    """The shim's address of a broker that does not lead partition 0, and the leader's node id."""
+    metadata = AdminClient({"bootstrap.servers": shim.bootstrap_servers}).list_topics(topic, timeout=10)
+    leader = metadata.topics[topic].partitions[0].leader
+    other = next(broker for broker in metadata.brokers.values() if broker.id != leader)
+    return f"{other.host}:{other.port}", leader
+
+
+def batch() -> bytes:
+    from kafka.record import MemoryRecordsBuilder
+
+    builder = MemoryRecordsBuilder(magic=2, compression_type=0, batch_size=10_000)
+    builder.append(timestamp=1, key=None, value=b"x", headers=[])
+    builder.close()
+    return bytes(builder.buffer())
+
+
+def told_the_new_leader(
+    wire: Wire, request: Any, cluster: LocalKafka, shim: RunningShim, leader: int, partitions: str
+) -> None:
+    """Asks until the broker knows that it does not lead; the answer names the leader by the shim's address."""
+
+    def refused() -> bytes | None:
+        wire.send(request)
+        got = wire.receive()
+        error = getattr(answer(request, got).responses[0], partitions)[0].error_code
+        return got if error == NOT_LEADER_OR_FOLLOWER else None
+
+    frame = eventually(refused)
+    (endpoint,) = answer(request, frame).node_endpoints
+    assert endpoint.node_id == leader
+    assert f"{endpoint.host}:{endpoint.port}" in shim.addresses
+    assert not [needle for needle in needles(cluster) if needle in frame]
+
+
+@pytest.mark.parametrize("version", [10, 11, 12])
+def test_the_endpoints_of_a_new_leader_in_a_produce_answer_are_the_shims(
+    cluster: LocalKafka, shim: RunningShim, names: Names, version: int
+) -> None:
+    topic = make_topic(shim, names("t"), 1)
+    address, leader = not_leading(cluster, shim, topic)
+    topic_data = ProduceRequest.TopicProduceData
+    partition = topic_data.PartitionProduceData(version=version, index=0, records=batch())
+    request = ProduceRequest(
+        version=version,
+        transactional_id=None,
+        acks=-1,
+        timeout_ms=5000,
+        topic_data=[topic_data(version=version, name=topic, partition_data=[partition])],
+    )
+    with Wire(address) as wire:
+        told_the_new_leader(wire, request, cluster, shim, leader, "partition_responses")
+
+
+@pytest.mark.parametrize("version", [16, 17, 18])
+def test_the_endpoints_of_a_new_leader_in_a_fetch_answer_are_the_shims(
+    cluster: LocalKafka, shim: RunningShim, names: Names, version: int
+) -> None:
+    topic = make_topic(shim, names("t"), 1, copies=1)  # a follower would serve the fetch
+    address, leader = not_leading(cluster, shim, topic)
+    with Wire(address) as wire:
+        metadata = wire.ask(MetadataRequest(version=12, topics=None))
+        topic_id = next(each.topic_id for each in metadata.topics if each.name == topic)
+        fetch_topic = FetchRequest.FetchTopic
+        partition = fetch_topic.FetchPartition(
+            version=version, partition=0, current_leader_epoch=-1, fetch_offset=0, partition_max_bytes=1000
+        )
+        request = FetchRequest(
+            version=version,
+            max_wait_ms=100,
+            min_bytes=1,
+            max_bytes=1000,
+            session_id=0,
+            session_epoch=-1,
+            topics=[fetch_topic(version=version, topic_id=topic_id, partitions=[partition])],
+        )
+        told_the_new_leader(wire, request, cluster, shim, leader, "partitions")
+
+
+def two_transactions(producer: Producer, topic: str, word: str) -> None:
+    for number in range(2):
+        producer.begin_transaction()
+        for i in range(60):
+            producer.produce(topic, f"{word} {number}-{i}".encode(), partition=i % 6)
+        producer.commit_transaction(60)
+
+
+def test_a_killed_broker_is_gone_and_back_behind_the_same_port(
+    cluster: LocalKafka, shim: RunningShim, names: Names
+) -> None:
+    topic = make_topic(shim, names("t"))
+    brokers = AdminClient({"bootstrap.servers": shim.bootstrap_servers}).list_topics(timeout=10).brokers
+    before = {broker.id: f"{broker.host}:{broker.port}" for broker in brokers.values()}
+    # Not the bootstrap one: librdkafka takes a node id it does not know yet from there.
+    victim = 1
+    with only_through(shim, cluster):
+        producer = Producer(
+            {"bootstrap.servers": ",".join(shim.addresses), "transactional.id": names("id"), "log_level": 0}
+        )
+        producer.init_transactions(60)
+        with Wire(before[victim]) as to_victim:
+            assert to_victim.ask(MetadataRequest(version=4, topics=[])).brokers
+            cluster.kill(victim)
+            assert to_victim.ended(), "the client's connection outlived its broker"
+        with Wire(before[victim]) as to_victim:
+            assert to_victim.ended(), "the port of a dead broker takes connections and keeps them"
+        two_transactions(producer, topic, "without it")
+    cluster.start(victim)  # its readiness is asked past the shim
+    with only_through(shim, cluster):
+        two_transactions(producer, topic, "with it")
+        with Wire(before[victim]) as to_victim:
+            assert to_victim.ask(MetadataRequest(version=4, topics=[])).brokers
+        # Said once each, however often clients tried in between.
+        (up,) = eventually(lambda: shim.named("broker reachable again"))
+        (down,) = shim.named("broker not reachable")
+        assert down["broker"] == up["broker"]
+        assert down["broker"].startswith(f"broker {victim} ")
+    after = producer.list_topics(timeout=10).brokers
+    assert {broker.id: f"{broker.host}:{broker.port}" for broker in after.values()} == before
+    consumer = Consumer(
+        {"bootstrap.servers": shim.bootstrap_servers, "group.id": names("g"), "auto.offset.reset": "earliest"}
+    )
+    consumer.subscribe([topic])
+    values = list[bytes]()
+
+    def poll() -> bool:
+        message = consumer.poll(0.2)
+        if message is not None and message.error() is None:
+            values.append(message.value())
+        return len(values) >= 240
+
+    eventually(poll, 60)
+    assert len(set(values)) == len(values) == 240
+    consumer.close()
+    producer.close()
+    cluster.wait_in_sync()
+
+
+def test_a_shim_that_finds_no_broker_ends_with_69_and_one_that_finds_one_of_two_works(cluster: LocalKafka) -> None:
+    (nobody,) = free_ports(1)
+    there = cluster.bootstrap_servers.split(",")[2]
+    with running(f"127.0.0.1:{nobody},{there}", brokers=4) as shim:
+        told = (
+            AdminClient({"bootstrap.servers": ",".join(shim.addresses), "log_level": 0}).list_topics(timeout=20).brokers
+        )
+        assert len(told) == 3

@@ -1,0 +1,70 @@
+"""A bare Kafka connection: requests made by kafka-python's classes, sent as they are, answers decoded."""
+
+from __future__ import annotations
+
+import socket
+from types import TracebackType
+from typing import Any
+
+from kafka.protocol.api_header import ResponseClassRegistry
+
+
+class Wire:
+    """One TCP connection to `address` (`host:port`)."""
+
+    def __init__(self, address: str, timeout_s: float = 15.0) -> None:
+        host, port = address.rsplit(":", 1)
+        self.socket = socket.create_connection((host, int(port)), timeout_s)
+        self._count = 0
+
+    def __enter__(self) -> Wire:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.socket.close()
+
+    def frame(self, request: Any) -> bytes:
+        self._count += 1
+        request.with_header(correlation_id=self._count, client_id="wire")
+        return bytes(request.encode(header=True, framed=True))
+
+    def send(self, *requests: Any) -> None:
+        self.socket.sendall(b"".join(map(self.frame, requests)))
+
+    def receive(self) -> bytes:
+        """One whole frame; EOFError when the other side has closed."""
+        head = self._exactly(4)
+        return head + self._exactly(int.from_bytes(head, "big"))
+
+    def ask(self, request: Any) -> Any:
+        self.send(request)
+        return answer(request, self.receive())
+
+    def ended(self) -> bool:
+        """Waits for the other side to close; False when it sends something instead."""
+        try:
+            return self.socket.recv(1) == b""
+        except ConnectionError:
+            return True
+
+    def _exactly(self, count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            piece = self.socket.recv(count - len(data))
+            if not piece:
+                raise EOFError(f"closed after {len(data)} of {count} bytes")
+            data += piece
+        return bytes(data)
+
+
+class _Header:
+    def __init__(self, api_key: int, version: int) -> None:
+        self.request_api_key, self.request_api_version = api_key, version
+
+
+def answer(request: Any, frame: bytes) -> Any:
+    version = request.API_VERSION
+    response_class = ResponseClassRegistry.get_response_class(_Header(request.API_KEY, version))
+    return response_class.decode(frame, version=version, header=True, framed=True)

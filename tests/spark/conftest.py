@@ -1,0 +1,99 @@
+"""One Spark for the tests' own process, and driver programs in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.spark_query import Query
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Two task slots; a task may fail three times before its job does, as on a cluster."""
+    from spark_connector import spark_session
+
+    directory = tmp_path_factory.mktemp("spark")
+    config = {
+        "spark.ui.enabled": "false",
+        "spark.local.dir": str(directory),
+        "spark.log.level": "ERROR",
+        "spark.sql.warehouse.dir": str(directory / "warehouse"),
+        "spark.sql.adaptive.enabled": "true",
+    }
+    session = spark_session("tests", master="local[2,4]", config=config)
+    yield session
+    session.stop()
+
+
+class Driver:
+    """A running driver program; `end` kills whatever is left of it, its JVM and its Python workers too."""
+
+    def __init__(self, query: Query, how: dict[str, Any], log: Path) -> None:
+        self.log = log
+        command = [sys.executable, "-u", "-m", "tests.support.spark_driver", query.to_json(), json.dumps(how)]
+        environment = os.environ | {"PYSPARK_PYTHON": sys.executable}
+        # A session of its own: the JVM and the Python workers are in its process group and die with it.
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait_for(self, line: str, timeout_s: float = 180) -> str:
+        """The first line that begins so."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for found in self.log.read_text(errors="replace").splitlines():
+                # Spark's progress bar shares the line.
+                if (at := found.rfind(line)) >= 0:
+                    return found[at:]
+            assert self.process.poll() is None, f"the driver ended before {line!r}: {self.tail()}"
+            assert time.monotonic() < deadline, f"no {line!r} within {timeout_s} s: {self.tail()}"
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """SIGKILL to the process, its JVM and its workers at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)
+
+    def wait(self, timeout_s: float = 240) -> int:
+        return self.process.wait(timeout_s)
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-3000:]
+
+
+@pytest.fixture
+def drivers(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
+    started: list[Driver] = []
+
+    def start(query: Query, **how: Any) -> Driver:
+        started.append(Driver(query, how, tmp_path / f"driver-{len(started)}.log"))
+        return started[-1]
+
+    yield start
+    for driver in started:
+        driver.kill()
+        print(f"--- {driver.log}\n{driver.tail()}")
+
+
+@pytest.fixture
+def queries(names: Callable[[str], str], tmp_path: Path) -> Callable[..., Query]:
+    def make(servers: str, targets: int = 1, **options: Any) -> Query:
+        outputs = [names(f"out-{i}") for i in range(targets)]
+        return Query(servers, names("in"), outputs, names("sink"), str(tmp_path / "checkpoint"), **options)
+
+    return make

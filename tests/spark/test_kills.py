@@ -1,0 +1,86 @@
+"""The driver and its JVM are killed with SIGKILL at each step of a batch; another run, with another parallelism, goes
+on from the checkpoint. What read_committed readers find is judged by the checker."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from eos.broker import LocalKafka
+from eos.testing.history import read_topic
+from tests.spark.conftest import Driver
+from tests.support.proxy import ApiKey, Fault, HoldingProxy
+from tests.support.reading import wait_until
+from tests.support.spark_query import Query
+
+RECORDS = 3000
+Drivers = Callable[..., Driver]
+Queries = Callable[..., Query]
+
+
+@pytest.mark.parametrize("step", ["init", "add", "produce", "mark", "commit"])
+def test_a_driver_killed_behind_a_step_loses_and_doubles_nothing(
+    step: str, cluster: LocalKafka, queries: Queries, drivers: Drivers, spark: Any
+) -> None:
+    query = queries(cluster.bootstrap_servers).create(replicas=3).load(RECORDS)
+    driver = drivers(query, hold=[step, 1])
+    driver.wait_for(f"at {step} 1")
+    driver.kill()
+    done = 2000 if step == "commit" else 1000
+    # Before the successor comes: what was decided is visible, the rest of the transaction is not.
+    wait_until("the first batches", lambda: len(read_topic(query.servers, query.targets)) == done)
+    if step in ("produce", "mark"):
+        assert query.written() == 2000
+    query.shuffle_partitions = 5
+    query.run(spark)
+    query.verify(RECORDS)
+
+
+@pytest.mark.parametrize("fault", ["half produced", "EndTxn sent", "EndTxn unanswered"])
+def test_a_driver_killed_inside_a_step_loses_and_doubles_nothing(
+    fault: str, kafka: LocalKafka, queries: Queries, drivers: Drivers, spark: Any
+) -> None:
+    query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers).create().load(RECORDS)
+    ours = query.transactional_id
+    with HoldingProxy(int(kafka.proxied_servers.rpartition(":")[2]), kafka.proxied_upstream) as proxy:
+        if fault == "half produced":
+            # Per batch four partitions and the marker: of the second batch's, the third is held.
+            rule = proxy.on(ApiKey.Produce, Fault.HOLD_REQUEST, nth=8, transactional_id=ours)
+        else:
+            kind = Fault.HOLD_REQUEST if fault == "EndTxn sent" else Fault.HOLD_RESPONSE
+            rule = proxy.on(ApiKey.EndTxn, kind, nth=2, transactional_id=ours)
+        driver = drivers(query)
+        rule.wait(120)
+        if fault == "EndTxn unanswered":
+            assert rule.answer().error == 0
+        driver.kill()
+        successor = threading.Thread(target=query.run, args=(spark,), daemon=True)
+        query.shuffle_partitions = 5
+        if fault == "EndTxn sent":
+            # It arrives when the successor is at work, and must not end the successor's transaction.
+            successor.start()
+            wait_until("a new epoch", lambda: len(proxy.seen(ApiKey.InitProducerId, ours)) > 2, 120)
+            rule.release()
+            assert rule.answer().error in (0, 47, 48, 51, 90), rule.answer()
+        else:
+            successor.start()
+        successor.join(240)
+        assert not successor.is_alive()
+    assert query.written() >= 1000
+    query.verify(RECORDS)
+
+
+def test_the_checker_sees_it_when_the_marker_is_outside_of_the_transaction(
+    kafka: LocalKafka, queries: Queries, drivers: Drivers, spark: Any
+) -> None:
+    """The sabotage that the design exists against: rows committed, marker not yet."""
+    query = queries(kafka.bootstrap_servers).create().load(RECORDS)
+    driver = drivers(query, mutation="marker_outside_the_transaction", hold=["commit", 1])
+    driver.wait_for("at commit 1")
+    driver.kill()
+    query.run(spark)
+    with pytest.raises(AssertionError, match="no_duplicates"):
+        query.verify(RECORDS)

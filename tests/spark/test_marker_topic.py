@@ -1,0 +1,92 @@
+"""Reading the progress marker out of the real topic: aborted ones, open ones, and other people's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pyarrow as pa
+import pytest
+from confluent_kafka import Producer
+
+from eos.broker import LocalKafka
+from spark_connector.identity import Transaction
+from spark_connector.marker import TOPIC, Marker, MarkerReader, sink_key
+from spark_connector.partition import PartitionWriter
+from spark_connector.targets import ensure_marker_topic
+from spark_connector.wire import Wire
+from tests.spark.test_partition import connect
+from tests.support.reading import create_topic
+
+Names = Callable[[str], str]
+PARTITION = 3
+
+
+@pytest.fixture
+def wire(kafka: LocalKafka, names: Names) -> Iterator[Wire]:
+    wire = connect(kafka.bootstrap_servers)
+    ensure_marker_topic(wire, [create_topic(kafka.bootstrap_servers, names("target"))], 30)
+    yield wire
+    wire.close()
+
+
+def mark(wire: Wire, name: str, batch: int, commit: bool | None = True) -> None:
+    """Writes a marker; `commit` None leaves the transaction open."""
+    transaction = Transaction(wire, name, 60_000, 30)
+    transaction.init()
+    transaction.add([(TOPIC, PARTITION)])
+    writer = PartitionWriter(wire, name, transaction.identity, TOPIC, PARTITION)
+    key, value = sink_key(name), Marker("q", batch, 0, "").encode()
+    writer.write(pa.record_batch({"key": pa.array([key], pa.binary()), "value": pa.array([value], pa.binary())}))
+    writer.finish()
+    if commit is not None:
+        transaction.end(commit)
+
+
+def found(reader: MarkerReader, name: str) -> int | str | None:
+    marker = reader.read(sink_key(name))
+    return None if marker is None else marker.batch
+
+
+def test_only_committed_markers_count(wire: Wire, names: Names) -> None:
+    ours, reader = names("a"), MarkerReader(wire, PARTITION, 30)
+    assert found(reader, ours) is None
+    mark(wire, ours, 0)
+    mark(wire, ours, 1, commit=False)
+    Transaction(wire, ours, 60_000, 30).init()
+    for each in (reader, MarkerReader(wire, PARTITION, 30)):
+        assert found(each, ours) == 0
+    mark(wire, ours, 1)
+    mark(wire, ours, 2, commit=None)
+    Transaction(wire, ours, 60_000, 30).init()  # aborts what was left open
+    for each in (reader, MarkerReader(wire, PARTITION, 30)):
+        assert found(each, ours) == 1
+
+
+def test_somebody_elses_hanging_transaction_hides_nothing(wire: Wire, names: Names) -> None:
+    """It holds the last stable offset back; a reader that stopped there would write batch 1 twice."""
+    ours, other = names("a"), names("b")
+    reader = MarkerReader(wire, PARTITION, 30)
+    mark(wire, ours, 0)
+    assert found(reader, ours) == 0
+    mark(wire, other, 7, commit=None)
+    mark(wire, ours, 1)
+    mark(wire, ours, 2, commit=False)
+    Transaction(wire, ours, 60_000, 30).init()
+    for each in (reader, MarkerReader(wire, PARTITION, 30)):
+        assert found(each, ours) == 1
+    Transaction(wire, other, 60_000, 30).init()
+    for each in (reader, MarkerReader(wire, PARTITION, 30)):
+        assert found(each, ours) == 1
+        assert found(each, other) is None
+
+
+def test_a_reader_agrees_with_a_new_one_after_every_step(kafka: LocalKafka, wire: Wire, names: Names) -> None:
+    ours, old = names("a"), MarkerReader(wire, PARTITION, 30)
+    plain = Producer({"bootstrap.servers": kafka.bootstrap_servers})
+    for batch in range(12):
+        mark(wire, ours, batch, commit=batch % 3 != 1)
+        plain.produce(TOPIC, b"not ours", sink_key(names("c")), partition=PARTITION)
+        assert plain.flush(30) == 0
+        Transaction(wire, ours, 60_000, 30).init()
+        expected = batch if batch % 3 != 1 else batch - 1
+        assert found(old, ours) == found(MarkerReader(wire, PARTITION, 30), ours) == expected

@@ -1,0 +1,388 @@
+"""`eos spark run`: the App of a worker as a Spark query. Real Spark, real Kafka; judged by what is in Kafka."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+from confluent_kafka import Message
+
+from tests.support.pipeline import REPOSITORY, WorkerProcess
+from tests.support.reading import create_topic, wait_until
+
+if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+    from tests.support.spark import SparkRuns
+pytest_plugins = ["tests.support.spark"]
+
+pytestmark = pytest.mark.timeout(560)
+
+SPARK_S = 240.0
+USAGE, POISON, INPUT_GONE, UNAVAILABLE, TEMPORARY, CONFIGURATION = 64, 65, 66, 69, 75, 78
+
+# Every way in which an App says what to send; each output tells its source's place, in its value or a header.
+EVERYTHING = """
+    import msgspec
+    from eos import App, Out, Record
+
+    app = App($app)
+
+
+    class Order(msgspec.Struct):
+        number: int
+        name: str = "nobody"
+
+
+    @app.process($numbers, to=$to)
+    def several(record: Record):
+        place = f"{record.topic}/{record.partition}/{record.offset}"
+        yield place
+        if record.value is None:
+            yield Out(None, topic=$to[1], headers={"place": place, "none": None})
+        elif int(record.value) % 3 == 0:
+            yield Out({"place": place, "headers": [name for name, _ in record.headers]}, topic=$to[1], partition=2)
+        elif int(record.value) % 3 == 1:
+            yield Out(record.value, key={"k": int(record.value)}, topic=$to[1], headers=[("place", place)],
+                      timestamp=record.timestamp + 7)
+
+
+    @app.process($orders, to=$to[0])
+    def one(order: Order | None) -> Order | None:
+        return None if order is None or order.number % 2 else Order(order.number, order.name.upper())
+
+
+    @app.process_batch($batches, to=$to[2])
+    def many(records: list[Record]):
+        return [record.out(f"{record.topic}/{record.partition}/{record.offset}") for record in records]
+"""
+
+COPY = """
+    import os, time
+    from eos import App, Record
+
+    app = App($app)
+
+
+    @app.process($source, to=$to)
+    def copy(record: Record) -> bytes:
+        if record.value == b"bad" and not os.path.exists($mended):
+            raise ValueError("this one is bad")
+        return record.value
+"""
+
+
+def load_everything(runs: SparkRuns, numbers: str, orders: str, batches: str, count: int) -> None:
+    """Transactions, committed and aborted ones in turn, with keys and without, headers, timestamps, tombstones."""
+    producer = runs.loader(**{"transactional.id": f"{runs.prefix}-load"})
+    producer.init_transactions(30)
+    # Recent: retention would take older ones away in the middle of the test.
+    yesterday_ms = int(time.time() * 1000) - 86_400_000
+    for turn in range(8):
+        producer.begin_transaction()
+        for number in range(count // 8):
+            key = None if number % 11 == 0 else f"key {number % 37}".encode()
+            value = None if number % 17 == 0 else str(number).encode()
+            headers = [("h", b"\x00\xff"), ("n", None)] if number % 5 == 0 else []
+            stamp = yesterday_ms + number
+            producer.produce(numbers, value, key, headers=headers, timestamp=stamp)
+            order = None if value is None else b'{"number": %d, "name": "\xc3\xa4 %d"}' % (number, number)
+            producer.produce(orders, order, key, timestamp=stamp)
+            producer.produce(batches, value, key, timestamp=stamp)
+        producer.flush(30)
+        if turn % 3 == 1:
+            producer.abort_transaction(30)
+        else:
+            producer.commit_transaction(30)
+
+
+def content(message: Message, place: int) -> tuple[Any, ...]:
+    """All of a record but its offset; its partition only where that follows from the record."""
+    where = place if message.key() is not None else None
+    _, stamp = message.timestamp()
+    return where, message.key(), message.value(), tuple(message.headers() or ()), stamp
+
+
+def sources(messages: list[Message]) -> dict[str, list[int]]:
+    """The source offsets by source partition, in the output partition's order, of outputs that name their place."""
+    found: dict[str, list[int]] = {}
+    for message in messages:
+        value = (message.value() or b"").decode(errors="replace")
+        if value.count("/") == 2 and not value.startswith("{"):
+            head, _, offset = value.rpartition("/")
+            found.setdefault(head, []).append(int(offset))
+    return found
+
+
+def assert_ended(run: WorkerProcess, code: int, *said: str) -> None:
+    """It ended with this code and one sentence that names all of `said`; no traceback of ours."""
+    assert run.wait(SPARK_S) == code, run.log[-3_000:]
+    for part in said:
+        assert part in run.last_words, f"{part!r} is missing in: {run.last_words}"
+    assert "internal error" not in run.log
+
+
+def values_of(found: Mapping[int, list[Message]]) -> list[bytes | None]:
+    return [message.value() for messages in found.values() for message in messages]
+
+
+def copying(runs: SparkRuns, source: str, target: str) -> str:
+    return runs.app(COPY, app=runs.prefix, source=source, to=target, mended=str(runs.directory / "mended"))
+
+
+def test_an_app_on_spark_gives_exactly_the_outputs_of_the_worker(spark_runs: SparkRuns) -> None:
+    inputs = [spark_runs.topic(name) for name in ("numbers", "orders", "batches")]
+    load_everything(spark_runs, *inputs, count=6_000)
+    outputs: dict[str, list[str]] = {}
+    for engine in ("worker", "spark"):
+        to = outputs[engine] = [spark_runs.topic(f"{engine}-{name}") for name in ("a", "b", "c")]
+        names = dict(zip(("numbers", "orders", "batches"), inputs, strict=True))
+        target = spark_runs.app(EVERYTHING, f"on_{engine}.py", app=f"{spark_runs.prefix}-{engine}", to=to, **names)
+        start = spark_runs.worker if engine == "worker" else spark_runs.spark
+        # Small micro-batches, so that there are several.
+        run = start(target, "--until-end", "-X", "eos.transaction.max.records=5000")
+        assert run.wait(SPARK_S) == 0, run.log[-3_000:]
+    compared = 0
+    for theirs, ours in zip(outputs["worker"], outputs["spark"], strict=True):
+        expected, found = spark_runs.settled(theirs), spark_runs.settled(ours)
+        count = Counter(content(m, p) for p, messages in expected.items() for m in messages)
+        assert Counter(content(m, p) for p, messages in found.items() for m in messages) == count
+        compared += count.total()
+        for messages in found.values():
+            for head, offsets in sources(messages).items():
+                assert offsets == sorted(offsets), f"out of order: {head}"
+    assert compared > 5 * 750 * 3
+    assert spark_runs._processes[-1].log.count("batch committed") > 1
+
+
+def test_a_driver_killed_in_an_open_transaction_is_started_again_and_nothing_is_lost_or_doubled(
+    spark_runs: SparkRuns,
+) -> None:
+    source, target = spark_runs.topic("in"), spark_runs.topic("out")
+    spark_runs.load(source, [b"%d" % n for n in range(300_000)])
+    app = copying(spark_runs, source, target)
+    arguments = ("--until-end", "-X", "eos.transaction.max.records=100000")
+    transactional_id = f"{spark_runs.prefix}-spark"
+    hits = 0
+    for attempt in range(6):
+        run = spark_runs.spark(app, *arguments)
+        spark_runs.wait_until_writing(run, transactional_id, target)
+        spark_runs.kill(run)
+        # A commit that was on its way has arrived when the JVM and its tasks are gone.
+        spark_runs.wait_for_jvms()
+        hits += spark_runs.is_open(transactional_id, target)
+        if hits:
+            break
+        assert attempt < 2, "three kills missed: there is not enough left to do"
+    run = spark_runs.spark(app, *arguments)
+    assert run.wait(SPARK_S) == 0, run.log[-3_000:]
+    found = spark_runs.settled(target)
+    assert hits, "no kill hit an open transaction"
+    assert sorted(values_of(found)) == sorted(b"%d" % n for n in range(300_000))
+    for messages in found.values():
+        by_source: dict[int, list[int]] = {}
+        for message in messages:
+            number = int(message.value() or b"")
+            by_source.setdefault(number % 3, []).append(number)
+        assert all(numbers == sorted(numbers) for numbers in by_source.values())
+
+
+def test_a_poison_record_stops_with_65_names_its_place_and_nothing_of_its_batch_is_visible(
+    spark_runs: SparkRuns,
+) -> None:
+    source, target = spark_runs.topic("in"), spark_runs.topic("out")
+    values = [b"%d" % n for n in range(900)]
+    values[700] = b"bad"
+    spark_runs.load(source, values)
+    app = copying(spark_runs, source, target)
+    run = spark_runs.spark(app, "--until-end")
+    assert_ended(run, POISON, f"copy failed on {source} [1] offset 233: ValueError: this one is bad")
+    assert "app_of_test.py" in run.log, "the user's own frame is missing"
+    assert "spark_connector" not in run.log.split("query starts", 1)[1]
+    assert values_of(spark_runs.settled(target)) == []
+    (spark_runs.directory / "mended").touch()
+    assert spark_runs.spark(app, "--until-end").wait(SPARK_S) == 0
+    assert sorted(values_of(spark_runs.settled(target))) == sorted(values)
+
+
+def test_a_stop_finishes_the_batch_and_the_next_run_goes_on_behind_it(spark_runs: SparkRuns) -> None:
+    source, target = spark_runs.topic("in"), spark_runs.topic("out")
+    app = copying(spark_runs, source, target)
+    spark_runs.load(source, [b"%d" % n for n in range(3_000)])
+    run = spark_runs.spark(app)
+    run.wait_log("batch committed", SPARK_S)
+    spark_runs.load(source, [b"%d" % n for n in range(3_000, 6_000)])
+    run.wait_log("batch committed", SPARK_S, count=2)
+    run.terminate()
+    assert run.wait(SPARK_S) == 0, run.log[-3_000:]
+    spark_runs.load(source, [b"%d" % n for n in range(6_000, 9_000)])
+    busy = spark_runs.spark(app, "-X", "eos.transaction.max.records=500")
+    busy.wait_log("batch committed", SPARK_S)
+    busy.terminate()  # most likely in the middle of a batch
+    assert busy.wait(SPARK_S) == 0, busy.log[-3_000:]
+    assert spark_runs.spark(app, "--until-end").wait(SPARK_S) == 0
+    assert sorted(values_of(spark_runs.settled(target))) == sorted(b"%d" % n for n in range(9_000))
+
+
+def test_a_lost_checkpoint_is_refused_with_78_instead_of_doubling_everything(spark_runs: SparkRuns) -> None:
+    source, target = spark_runs.topic("in"), spark_runs.topic("out")
+    spark_runs.load(source, [b"%d" % n for n in range(300)])
+    app = copying(spark_runs, source, target)
+    assert spark_runs.spark(app, "--until-end").wait(SPARK_S) == 0
+    shutil.rmtree(spark_runs.directory / "checkpoint")
+    assert_ended(spark_runs.spark(app, "--until-end"), CONFIGURATION, "new checkpoint")
+    assert len(values_of(spark_runs.settled(target))) == 300
+
+
+def test_what_is_wrong_is_said_in_one_sentence_before_spark_starts(spark_runs: SparkRuns) -> None:
+    source = spark_runs.topic("in")
+    missing = f"{spark_runs.prefix}-missing"
+    app = copying(spark_runs, source, missing)
+    assert_ended(spark_runs.spark(app), UNAVAILABLE, f"topic {missing} does not exist")
+    target = create_topic(spark_runs.servers, f"{spark_runs.prefix}-there")
+    app = copying(spark_runs, source, target)
+    assert_ended(spark_runs.spark(app, "-X", "isolation.level=read_uncommitted"), CONFIGURATION, "isolation.level")
+    assert_ended(spark_runs.spark(app, "-X", "eos.lineage=true"), CONFIGURATION, "eos.lineage")
+    assert_ended(spark_runs.spark(app, "--option", "failOnDataLoss=false"), CONFIGURATION, "failOnDataLoss")
+    assert_ended(spark_runs.spark(app, "-X", "ssl.ca.location=/nowhere.pem"), CONFIGURATION, "/nowhere.pem")
+    assert_ended(spark_runs.eos("spark", "run", app, "--master", "spark://127.0.0.1:1"), USAGE, "--checkpoint")
+    dead = ("--bootstrap-servers", "127.0.0.1:1", "-X", "eos.startup.timeout.ms=1000")
+    assert_ended(spark_runs.spark(app, *dead), UNAVAILABLE, "127.0.0.1:1 cannot be reached")
+    sinkless = spark_runs.app(
+        """
+        from eos import App, Record
+        app = App("nothing")
+        @app.process($source)
+        def look(record: Record) -> None: ...
+        """,
+        "sinkless.py",
+        source=source,
+    )
+    assert_ended(spark_runs.spark(sinkless), CONFIGURATION, "names a destination")
+
+
+def test_an_executor_runs_an_app_without_a_kafka_client_of_the_driver(tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.modules["confluent_kafka"] = None
+sys.path.insert(0, {str(REPOSITORY / "examples")!r})
+import flights, pyarrow as pa
+from pyspark import cloudpickle
+from spark_connector.apply import Apply
+apply = cloudpickle.loads(cloudpickle.dumps(Apply(flights.app, 5000)))
+value = b'{{"carrier": "UA", "dest": "IAH", "dep_delay": 16}}'
+columns = dict(key=[b"k"], value=[value], topic=["flights"], partition=pa.array([0], pa.int32()), offset=[7],
+               timestamp=pa.array([1_600_000_000_123_000], pa.timestamp("us", "UTC")),
+               headers=pa.nulls(1, pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))))
+(out,) = apply(iter([pa.RecordBatch.from_pydict(columns)]))
+rows = out.to_pylist()
+assert [row["topic"] for row in rows] == ["flight-delays", "late-flights"], rows
+assert rows[0]["timestamp_ms"] == 1_600_000_000_123 and rows[0]["key"] == b"k", rows
+assert not set(["kafka", "spark_connector.run", "spark_connector.sink"]) & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_input_that_is_gone_before_it_was_read_stops_with_66(spark_runs: SparkRuns) -> None:
+    source, target = spark_runs.topic("in"), spark_runs.topic("out")
+    app = copying(spark_runs, source, target)
+    spark_runs.load(source, [b"%d" % n for n in range(300)])
+    assert spark_runs.spark(app, "--until-end").wait(SPARK_S) == 0
+    spark_runs.load(source, [b"%d" % n for n in range(300, 900)])
+    spark_runs.delete_before(source, 1, 150)
+    assert_ended(
+        spark_runs.spark(app, "--until-end"), INPUT_GONE, "the input at the checkpoint's offset is gone", source
+    )
+    assert len(values_of(spark_runs.settled(target))) == 300
+
+
+def test_executors_of_a_cluster_get_the_app_and_this_package_from_the_driver(spark_runs: SparkRuns) -> None:
+    source, target = spark_runs.topic("in"), spark_runs.topic("out")
+    app = spark_runs.app(
+        """
+        import os
+        import eos, spark_connector
+        from eos import App, Record
+        app = App($app)
+        @app.process($source, to=$to)
+        def where(record: Record) -> str:
+            return " ".join([str(os.getpid()), __file__, eos.__file__, spark_connector.__file__])
+        """,
+        app=spark_runs.prefix,
+        source=source,
+        to=target,
+    )
+    spark_runs.load(source, [b"%d" % n for n in range(600)])
+    # Two executors in processes of their own, each with a folder of its own.
+    run = spark_runs.spark(app, "--until-end", "--master", "local-cluster[2,1,1024]", "--conf", "spark.cores.max=2")
+    assert run.wait(SPARK_S) == 0, run.log[-3_000:]
+    values = [(value or b"").decode().split() for value in values_of(spark_runs.settled(target))]
+    assert len(values) == 600
+    for _, module, eos_file, connector_file in values:
+        assert str(spark_runs.directory) not in module, "the driver's own file"
+        assert "eos.zip" in eos_file
+        assert "spark_connector.zip" in connector_file
+
+
+def test_a_jvm_that_is_gone_is_exit_75_and_a_restart_repairs_it(spark_runs: SparkRuns) -> None:
+    source, target = spark_runs.topic("in"), spark_runs.topic("out")
+    app = copying(spark_runs, source, target)
+    spark_runs.load(source, [b"%d" % n for n in range(3_000)])
+    run = spark_runs.spark(app, "-X", "eos.transaction.max.records=500")
+    run.wait_log("batch committed", SPARK_S)
+    (jvm,) = [child for child in psutil.Process(run.pid).children() if child.name() == "java"]
+    jvm.kill()
+    assert_ended(run, TEMPORARY, "JVM is gone")
+    assert spark_runs.spark(app, "--until-end").wait(SPARK_S) == 0
+    assert sorted(values_of(spark_runs.settled(target))) == sorted(b"%d" % n for n in range(3_000))
+
+
+def test_a_second_signal_gives_up_at_once_and_a_restart_repairs_it(spark_runs: SparkRuns) -> None:
+    source, target = spark_runs.topic("in"), spark_runs.topic("out")
+    app = spark_runs.app(
+        """
+        import os, time
+        from eos import App, Record
+        app = App($app)
+        @app.process($source, to=$to)
+        def slow(record: Record) -> bytes:
+            while record.value == b"3" and not os.path.exists($go_on):
+                time.sleep(0.05)
+            return record.value
+        """,
+        app=spark_runs.prefix,
+        source=source,
+        to=target,
+        go_on=str(spark_runs.directory / "go-on"),
+    )
+    spark_runs.load(source, [b"%d" % n for n in range(30)])
+    run = spark_runs.spark(app, "--until-end")
+    run.wait_log("query starts", SPARK_S)
+    transactional_id = f"{spark_runs.prefix}-spark"
+    wait_until("a transaction is open", lambda: _is_ongoing(spark_runs, transactional_id), SPARK_S)
+    run.terminate()
+    run.wait_log("stopping", SPARK_S)
+    run.terminate()
+    assert_ended(run, TEMPORARY, "asked a second time")
+    wait_until("the transaction was aborted", lambda: not _is_ongoing(spark_runs, transactional_id))
+    (spark_runs.directory / "go-on").touch()
+    assert spark_runs.spark(app, "--until-end").wait(SPARK_S) == 0
+    assert sorted(values_of(spark_runs.settled(target))) == sorted(b"%d" % n for n in range(30))
+
+
+def _is_ongoing(runs: SparkRuns, transactional_id: str) -> bool:
+    from kafka import errors as kafka_errors
+
+    from tests.support.reading import transaction_of
+
+    try:
+        return transaction_of(runs.servers, transactional_id).state == "Ongoing"
+    except kafka_errors.TransactionalIdNotFoundError:
+        return False

@@ -1,0 +1,346 @@
+"""The sink in a real query on real Spark and Kafka: what is written where, what is refused, and what a restart does."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic
+from kafka.partitioner.default import murmur2
+from pyspark.errors import StreamingQueryException
+
+from eos.broker import LocalKafka
+from eos.errors import ConfigurationError, Unavailable
+from eos.testing.history import read_topic
+from spark_connector import exactly_once_sink, exactly_once_write
+from tests.support.reading import create_topic
+from tests.support.spark_query import Query
+
+Names = Callable[[str], str]
+Queries = Callable[..., Query]
+KINDS = "key string, value string, partition int, timestamp timestamp, headers array<struct<key:string,value:binary>>"
+
+
+def settled(servers: str, *topics: str) -> Any:
+    """The committed records once the last transaction is through."""
+    Query(servers, "", list(topics), "", "").settle()
+    return read_topic(servers, topics)
+
+
+def messages(servers: str, topic: str, partitions: int, count: int) -> list[Any]:
+    """All committed messages, whole."""
+    consumer = Consumer({"bootstrap.servers": servers, "group.id": "x", "auto.offset.reset": "earliest"})
+    consumer.assign([TopicPartition(topic, partition, 0) for partition in range(partitions)])
+    found: list[Any] = []
+    deadline = time.monotonic() + 30
+    while len(found) < count and time.monotonic() < deadline:
+        found += consumer.consume(count, 0.5)
+    consumer.close()
+    assert len(found) == count
+    return found
+
+
+# What is written where
+
+
+def test_each_column_arrives_and_a_key_lands_where_the_java_client_puts_it(
+    kafka: LocalKafka, names: Names, spark: Any
+) -> None:
+    topic = create_topic(kafka.bootstrap_servers, names("out"), 5)
+    rows = [(f"key-{i}", f"value-{i}", None, None, None) for i in range(50)]
+    rows += [
+        ("key-x", None, 3, None, [("h", bytearray(b"1")), ("h", None)]),
+        (None, "no key", None, None, []),
+        (None, "at", 4, None, None),
+    ]
+    df = spark.createDataFrame(rows, KINDS).selectExpr("*", "timestamp_millis(1700000000123) as t", "'ignored' as note")
+    df = df.withColumn("timestamp", df["t"])
+    where: dict[str, str] = {"transactional_id": names("id"), "bootstrap_servers": kafka.bootstrap_servers}
+    assert exactly_once_write(df, topic=topic, **where) == 53
+    found = messages(kafka.bootstrap_servers, topic, 5, 53)
+    assert {message.timestamp()[1] for message in found} == {1700000000123}
+    by_value = {message.value(): message for message in found}
+    for i in range(50):
+        key = b"key-%d" % i
+        assert by_value[b"value-%d" % i].key() == key
+        assert by_value[b"value-%d" % i].partition() == (murmur2(key) & 0x7FFFFFFF) % 5
+    assert by_value[None].partition() == 3
+    assert by_value[None].headers() == [("h", b"1"), ("h", None)]
+    assert by_value[b"at"].partition() == 4
+    assert by_value[b"no key"].headers() is None
+
+
+def test_a_key_is_hashed_alike_without_kafkas_classes_in_the_jvm(
+    kafka: LocalKafka, names: Names, spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spark_connector import routing
+
+    df = spark.range(500).selectExpr("cast(id * 7919 as string) as key", "if(id % 9 = 0, null, 'v') as value")
+    topics = [create_topic(kafka.bootstrap_servers, names(side), 4) for side in ("jvm", "python")]
+    where = {"transactional_id": names("id"), "bootstrap_servers": kafka.bootstrap_servers}
+    assert exactly_once_write(df, topic=topics[0], **where) == 500
+    monkeypatch.setattr(routing, "_KAFKA_UTILS", "org.apache.kafka.NotThere")
+    assert exactly_once_write(df, topic=topics[1], **where) == 500
+    jvm, python = (settled(kafka.bootstrap_servers, topic) for topic in topics)
+    assert sorted(zip(jvm.keys, jvm.partition, strict=True)) == sorted(zip(python.keys, python.partition, strict=True))
+
+
+def test_a_batch_id_is_written_once(kafka: LocalKafka, names: Names, spark: Any) -> None:
+    topic = create_topic(kafka.bootstrap_servers, names("out"), 3)
+    df = spark.range(1000).selectExpr("cast(id as string) as value")
+    where: dict[str, Any] = {
+        "topic": topic,
+        "transactional_id": names("id"),
+        "bootstrap_servers": kafka.bootstrap_servers,
+    }
+    assert [exactly_once_write(df, batch_id=day, **where) for day in ("1", "2", "1", "2")] == [1000] * 4
+    assert exactly_once_write(df.limit(0), batch_id="empty", **where) == 0
+    assert len(settled(kafka.bootstrap_servers, topic)) == 2000
+
+
+@pytest.mark.parametrize("compression", ["lz4", "zstd"])
+def test_many_and_large_rows_are_split_below_the_topics_limit(
+    compression: str, kafka: LocalKafka, queries: Queries, spark: Any
+) -> None:
+    # Several tasks read one source partition each: their order must survive the shuffle.
+    query = queries(kafka.bootstrap_servers, per_batch=20_000, min_partitions=11)
+    query.create(2, **{"max.message.bytes": "20000"}).load(20_000)
+    query.run(spark, compression=compression)
+    query.verify(20_000)
+
+
+def test_rows_go_to_two_topics_by_their_topic_column(kafka: LocalKafka, queries: Queries, spark: Any) -> None:
+    query = queries(kafka.bootstrap_servers, targets=2).create(3).load(3000)
+    query.run(spark)
+    query.verify(3000)
+    counts = Counter(settled(query.servers, *query.targets).topic.tolist())
+    assert min(counts[0], counts[1]) > 1000
+
+
+def test_a_stateful_query_with_adaptive_execution_upserts_each_count_once(
+    kafka: LocalKafka, queries: Queries, spark: Any
+) -> None:
+    query = queries(kafka.bootstrap_servers, plan="counted").create(2).load(3000)
+    query.run(spark)
+    query.verify_counts(3000)
+
+
+def test_an_empty_batch_moves_the_marker(kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any) -> None:
+    topic = create_topic(kafka.bootstrap_servers, names("out"))
+    source = tmp_path / "rows"
+    source.mkdir()
+    where = {"topic": topic, "transactional_id": names("id"), "bootstrap_servers": kafka.bootstrap_servers}
+    for number, text in enumerate(["a\nb\n", "#\n", "#\n", "c\n"]):
+        (source / f"{number}.txt").write_text(text)
+        # A sink of its own each time: what it knows, it knows from Kafka.
+        writer = spark.readStream.text(str(source)).where("value != '#'").writeStream
+        query = (
+            writer.foreachBatch(exactly_once_sink(**where))
+            .option("checkpointLocation", str(tmp_path / "checkpoint"))
+            .trigger(availableNow=True)
+            .start()
+        )
+        assert query.awaitTermination(120)
+        query.stop()
+    assert sorted(str(value) for value in settled(kafka.bootstrap_servers, topic).values) == [
+        "b'a'",
+        "b'b'",
+        "b'c'",
+    ]
+
+
+# Restarts
+
+
+def test_a_batch_that_is_in_kafka_is_not_written_again_a_long_time_later(
+    kafka: LocalKafka, queries: Queries, spark: Any
+) -> None:
+    """Spark died between the sink's return and its own note of it: the last batch comes again, with state to make."""
+    for plan in ("stamped", "counted"):
+        query = queries(kafka.bootstrap_servers, plan=plan)
+        query.source, query.checkpoint = f"{query.source}-{plan}", f"{query.checkpoint}-{plan}"
+        query.targets, query.transactional_id = [f"{query.targets[0]}-{plan}"], f"{query.transactional_id}-{plan}"
+        query.create().load(2000).run(spark)
+        before = query.written()
+        commits = Path(query.checkpoint, "commits")
+        for file in (commits / "1", commits / ".1.crc"):
+            file.unlink()
+        query.load(1000, first=2000).run(spark)
+        if plan == "stamped":
+            query.verify(3000)
+        else:
+            assert query.written() > before
+            query.verify_counts(3000)
+
+
+def failure(query: Query, spark: Any, **options: Any) -> str:
+    with pytest.raises(StreamingQueryException) as failed:
+        query.run(spark, **options)
+    return str(failed.value)
+
+
+def test_a_checkpoint_from_another_time_is_refused(
+    kafka: LocalKafka, queries: Queries, spark: Any, tmp_path: Path
+) -> None:
+    query = queries(kafka.bootstrap_servers).create().load(1000)
+    query.run(spark)
+    shutil.copytree(query.checkpoint, tmp_path / "older")
+    query.load(1000, first=1000).run(spark)
+    shutil.copytree(query.checkpoint, tmp_path / "one-behind")
+    query.load(1000, first=2000).run(spark)
+    query.restore(tmp_path / "older")
+    query.per_batch = 700  # the batch that comes again has another end
+    assert "batch 1, behind Kafka, whose last batch is 2" in failure(query, spark)
+    query.restore(tmp_path / "one-behind")
+    assert "batch 2 is in Kafka with other source offsets" in failure(query, spark)
+    shutil.rmtree(query.checkpoint)
+    query.per_batch = 1000
+    assert "belongs to query" in failure(query, spark)
+    query.verify(3000)
+
+
+def test_a_query_whose_marker_is_not_there_is_adopted_only_when_told(
+    kafka: LocalKafka, queries: Queries, spark: Any, names: Names
+) -> None:
+    query = queries(kafka.bootstrap_servers).create().load(1000)
+    query.run(spark)
+    query.transactional_id = names("another-sink")
+    query.load(1000, first=1000)
+    assert "adopt_at=1" in failure(query, spark)
+    assert "adopt_at=1" in failure(query, spark, adopt_at=2)
+    query.run(spark, adopt_at=1)
+    query.load(1000, first=2000).run(spark, adopt_at=1)  # it may stay in the program
+    query.verify(3000)
+
+
+# What is refused
+
+
+def test_two_queries_with_one_transactional_id_are_told_apart(
+    kafka: LocalKafka, queries: Queries, spark: Any, names: Names
+) -> None:
+    one = queries(kafka.bootstrap_servers).create().load(1000)
+    one.run(spark)
+    two = queries(kafka.bootstrap_servers)
+    two.source, two.targets, two.checkpoint = names("in-2"), [names("out-2")], f"{one.checkpoint}-2"
+    two.create().load(1000)
+    assert "two queries have one transactional.id" in failure(two, spark)
+    one.load(1000, first=1000).run(spark)
+    one.verify(2000)
+    assert two.written() == 0
+
+
+def test_a_batch_longer_than_the_transaction_timeout_names_the_setting(
+    kafka: LocalKafka, queries: Queries, spark: Any
+) -> None:
+    query = queries(kafka.bootstrap_servers, settings={"transaction.timeout.ms": "1500"}).create().load(1000)
+
+    def slow(step: str) -> None:
+        if step == "add":
+            time.sleep(16)  # the broker's clock: it looks for old transactions every 10 s
+
+    said = failure(query, spark, on_step=slow)
+    assert "took longer than transaction.timeout.ms=1500" in said
+    assert "transaction.max.timeout.ms allows 900000" in said
+    assert len(settled(query.servers, *query.targets)) == 0
+    query.settings = {}
+    query.run(spark)
+    query.verify(1000)
+
+
+def test_the_transaction_timeout_is_the_brokers_maximum_unless_set(kafka: LocalKafka, names: Names, spark: Any) -> None:
+    topic = create_topic(kafka.bootstrap_servers, names("out"))
+    df = spark.range(1).selectExpr("'v' as value")
+    where: dict[str, Any] = {
+        "topic": topic,
+        "transactional_id": names("id"),
+        "bootstrap_servers": kafka.bootstrap_servers,
+    }
+    assert exactly_once_write(df, **where) == 1
+    admin = __import__("kafka").KafkaAdminClient(bootstrap_servers=kafka.bootstrap_servers)
+    described = admin.describe_transactions([names("id")])[names("id")]
+    admin.close()
+    assert described.transaction_timeout_ms == 900_000
+    with pytest.raises(ConfigurationError, match="INVALID_TRANSACTION_TIMEOUT"):
+        exactly_once_write(df, settings={"transaction.timeout.ms": "3600000"}, **where)
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ("'a' as key", "needs a column value"),
+        ("1 as value", "column value is int, it must be string or binary"),
+        ("'v' as value; 'x' as headers", "column headers is string"),
+        ("'v' as value; 9 as partition", "a row is for 9, which is no partition of"),
+        ("'v' as value; 'elsewhere' as topic", "a row is for elsewhere, which is no partition of"),
+        ("'v' as value; cast(null as string) as topic", "a row is for null, which is no partition of"),
+        ("repeat('v', 2000000) as value", "does not fit into max.message.bytes"),
+        ("'v' as value; array(named_struct('key', cast(null as string), 'value', X'00')) as headers", "has no key"),
+    ],
+)
+def test_rows_that_cannot_be_written_are_refused_in_one_sentence(
+    columns: str, said: str, kafka: LocalKafka, names: Names, spark: Any
+) -> None:
+    topic = create_topic(kafka.bootstrap_servers, names("out"), 2)
+    df = spark.range(100).selectExpr(*columns.split("; "))
+    with pytest.raises(ConfigurationError) as refused:
+        exactly_once_write(
+            df, topic=[topic], transactional_id=names("id"), bootstrap_servers=kafka.bootstrap_servers, batch_id="b"
+        )
+    assert said in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+    assert len(settled(kafka.bootstrap_servers, topic)) == 0
+
+
+def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
+    good: dict[str, Any] = {"topic": "t", "transactional_id": "i", "bootstrap_servers": "127.0.0.1:1"}
+    for wrong, said in [
+        ({"topic": []}, "at least one topic"),
+        ({"topic": ["a", "a"]}, "each once"),
+        ({"topic": "__eos_sinks"}, "markers of all sinks"),
+        ({"transactional_id": ""}, "must not be empty"),
+        ({"compression": "brotli"}, "none of none, gzip, snappy, lz4, zstd"),
+        ({"settings": {"partitioner": "random"}}, "murmur2_random"),
+        ({"settings": {"acks": "1"}}, "would break exactly-once"),
+        ({"settings": {"tranaction.timeout.ms": "1"}}, "did you mean transaction.timeout.ms"),
+    ]:
+        with pytest.raises(ConfigurationError, match=said):
+            exactly_once_sink(**(good | wrong))
+
+
+def test_topics_that_cannot_take_a_batch_are_refused(kafka: LocalKafka, names: Names, spark: Any) -> None:
+    df = spark.range(1).selectExpr("'v' as value")
+    where = {"transactional_id": names("id"), "bootstrap_servers": kafka.bootstrap_servers}
+    with pytest.raises(Unavailable, match="does not exist"):
+        exactly_once_write(df, topic=names("no"), **where)
+    thin = names("thin")
+    admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
+    admin.create_topics([NewTopic(thin, 1, 1, config={"min.insync.replicas": "2"})])[thin].result(30)
+    with pytest.raises(ConfigurationError, match=r"1 replicas and min\.insync\.replicas=2"):
+        exactly_once_write(df, topic=thin, **where)
+    with pytest.raises(Unavailable, match="cannot be reached"):
+        exactly_once_write(
+            df,
+            topic="t",
+            transactional_id="i",
+            bootstrap_servers="127.0.0.1:1",
+            settings={"eos.startup.timeout.ms": "1000"},
+        )
+
+
+def test_speculation_is_refused(kafka: LocalKafka, names: Names, spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    configuration = spark.sparkContext.getConf().set("spark.speculation", "true")
+    monkeypatch.setattr(spark.sparkContext, "getConf", lambda: configuration)
+    with pytest.raises(ConfigurationError, match="two tasks must not write one partition"):
+        exactly_once_write(
+            spark.range(1).selectExpr("'v' as value"),
+            topic="t",
+            transactional_id=names("id"),
+            bootstrap_servers=kafka.bootstrap_servers,
+        )

@@ -1,0 +1,115 @@
+"""Tasks that Spark runs a second time, behind the sink's back: the epoch is given up and the batch begins anew, inside
+the same call."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from eos.broker import LocalKafka
+from tests.support.proxy import ApiKey, Fault, HoldingProxy, Rule
+from tests.support.spark_query import Query
+
+RECORDS = 3000
+PARTITIONS = 8
+Queries = Callable[..., Query]
+
+
+@contextmanager
+def answer_held(kafka: LocalKafka, query: Query, spark: Any) -> Any:
+    """The query runs, and one task of its second batch waits for an answer of a broker that has the records."""
+    with HoldingProxy(int(kafka.proxied_servers.rpartition(":")[2]), kafka.proxied_upstream) as proxy:
+        # Each batch sends one request per partition and one for the marker.
+        rule = proxy.on(
+            ApiKey.Produce, Fault.HOLD_RESPONSE, nth=PARTITIONS + 2, transactional_id=query.transactional_id
+        )
+        raised: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                query.run(spark)
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                raised.append(error)
+
+        running = threading.Thread(target=run, daemon=True)
+        running.start()
+        rule.wait(120)
+        assert rule.answer().error == 0
+        yield rule
+        running.join(240)
+        assert not running.is_alive()
+    if raised:
+        raise raised[0]
+
+
+def python_workers() -> list[psutil.Process]:
+    """The processes that run Python functions of this process's Spark."""
+    workers = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            parent = process.parent()
+            if parent is not None and all("pyspark.daemon" in p.cmdline() for p in (process, parent)):
+                workers.append(process)
+    assert workers
+    return workers
+
+
+def begun_anew(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "batch begins anew" in record.getMessage()]
+
+
+@pytest.fixture
+def sink_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    logger = logging.getLogger("eos")
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level(logging.INFO, "eos")
+    return caplog
+
+
+@pytest.mark.parametrize("plan", ["stamped", "counted"])
+def test_a_task_that_dies_behind_its_records_does_not_double_them(
+    plan: str, kafka: LocalKafka, queries: Queries, spark: Any, sink_log: pytest.LogCaptureFixture
+) -> None:
+    query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers, plan=plan).create(PARTITIONS)
+    query.load(RECORDS)
+    with answer_held(kafka, query, spark):
+        for worker in python_workers():
+            worker.kill()
+    assert "was claimed by" in begun_anew(sink_log)[0]
+    if plan == "stamped":
+        assert query.written() > RECORDS  # the dead attempt's records are there, aborted
+        query.verify(RECORDS)
+    else:
+        query.verify_counts(RECORDS)
+
+
+def test_shuffle_files_that_vanish_in_mid_stage_lose_and_double_nothing(
+    kafka: LocalKafka, queries: Queries, spark: Any, sink_log: pytest.LogCaptureFixture
+) -> None:
+    """Spark makes the files anew and runs the stage's unfinished tasks again as attempt 0 of another stage attempt,
+    while the held one of the first still runs."""
+    query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers).create(PARTITIONS).load(RECORDS)
+    held: Rule
+    with answer_held(kafka, query, spark) as held:
+        files = list(Path(spark.conf.get("spark.local.dir")).glob("**/shuffle_*"))
+        assert files
+        for file in files:
+            file.unlink()
+        poll_until_retried(sink_log, held)
+    query.verify(RECORDS)
+
+
+def poll_until_retried(log: pytest.LogCaptureFixture, held: Rule) -> None:
+    """The second claim of the held partition ends the attempt; or all was read before the files went."""
+    from tests.support.reading import wait_until
+
+    wait_until("the epoch is given up", lambda: begun_anew(log), 90)
+    held.release()

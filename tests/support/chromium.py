@@ -1,0 +1,106 @@
+"""A real headless Chromium that looks at a page: what it shows, what it asked for, what it complained of, a picture.
+
+Speaks the DevTools protocol over its websocket. Owns one browser process and one tab; it must never reach outside.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+import websocket
+
+from tests.support.reading import wait_until
+
+PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+needs_chromium = pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium here: apt-get install chromium")
+
+
+class Chromium:
+    """A context manager; `open` loads a page, the rest looks at it."""
+
+    def __init__(self, folder: Path) -> None:
+        assert PROGRAM is not None
+        self._folder = folder / "chromium"
+        command = [PROGRAM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        command += ["--no-first-run", "--disable-extensions", "--disable-background-networking", "--mute-audio"]
+        command += ["--remote-debugging-port=0", "--remote-allow-origins=*", f"--user-data-dir={self._folder}"]
+        with (folder / "chromium.log").open("wb") as log:
+            self._process = subprocess.Popen([*command, "about:blank"], stdout=log, stderr=log, process_group=0)
+        self._numbers = itertools.count(1)
+        self.requested: list[str] = []
+        self.complaints: list[str] = []
+
+    def __enter__(self) -> Self:
+        import urllib.request
+
+        told = self._folder / "DevToolsActivePort"
+        port = wait_until("Chromium listens", lambda: told.exists() and told.read_text().split("\n")[0], 60)
+
+        def page() -> str | None:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=10) as answer:
+                tabs = json.loads(answer.read())
+            return next((tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page"), None)
+
+        self._socket = websocket.create_connection(wait_until("a tab", page, 60), timeout=60)
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self._call(f"{domain}.enable")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        number = next(self._numbers)
+        self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
+        while True:
+            said = json.loads(self._socket.recv())
+            if said.get("id") == number:
+                assert "error" not in said, said
+                return dict(said["result"])
+            self._note(said)
+
+    def _note(self, said: dict[str, Any]) -> None:
+        method, parameters = said.get("method"), said.get("params", {})
+        if method == "Network.requestWillBeSent":
+            self.requested.append(parameters["request"]["url"])
+        elif method == "Runtime.exceptionThrown":
+            self.complaints.append(json.dumps(parameters["exceptionDetails"]))
+        elif method == "Log.entryAdded" and parameters["entry"]["level"] == "error":
+            self.complaints.append(parameters["entry"]["text"])
+
+    def open(self, url: str) -> None:
+        self._call("Page.navigate", url=url)
+
+    def screen(self, width: int, height: int, scheme: str) -> None:
+        """A window of so many CSS pixels, its reader preferring `light` or `dark`."""
+        self._call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
+        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def ask(self, script: str) -> Any:
+        """The value of a JavaScript expression in the page."""
+        answer = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def text(self) -> str:
+        return str(self.ask("document.body?.innerText ?? ''"))  # none yet while it loads
+
+    def picture(self, path: Path) -> Path:
+        taken = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(taken["data"]))
+        return path

@@ -1,0 +1,94 @@
+"""Transactions that hang for real: requests that a broker without partition verification takes from a late producer.
+
+The state they leave is the one a lone broker can be left in when it is killed while it ends a transaction: the
+coordinator says Complete (or nothing at all), the partition is open. The broker must run with
+`transaction.partition.verification.enable=false`. It must never import `eos`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kafka import KafkaAdminClient
+from kafka import errors as kafka_errors
+from kafka.protocol.producer import ProduceRequest, TxnOffsetCommitRequest
+from kafka.record.default_records import DefaultRecordBatchBuilder
+
+NO_VERIFICATION = {"transaction.partition.verification.enable": "false"}
+
+
+def produce_late(
+    servers: str,
+    topic: str,
+    partition: int,
+    transactional_id: str,
+    producer: tuple[int, int],
+    sequence: int,
+    leader: int = 0,
+) -> None:
+    """One transactional record that no coordinator was told of (no AddPartitionsToTxn)."""
+    producer_id, epoch = producer
+    batch = DefaultRecordBatchBuilder(2, 0, True, producer_id, epoch, sequence, 10_000)
+    batch.append(0, timestamp=1, key=None, value=b"late", headers=[])
+    data = ProduceRequest.TopicProduceData
+    request = ProduceRequest(
+        transactional_id=transactional_id,
+        acks=-1,
+        timeout_ms=10_000,
+        topic_data=[
+            data(name=topic, partition_data=[data.PartitionProduceData(index=partition, records=bytes(batch.build()))])
+        ],
+        max_version=9,
+    )
+    answer = _send(servers, request, leader)
+    code = answer.responses[0].partition_responses[0].error_code
+    assert code == 0, kafka_errors.for_code(code)
+
+
+def commit_offset_late(
+    servers: str,
+    group: str,
+    topic: str,
+    offset: int,
+    transactional_id: str,
+    producer: tuple[int, int],
+    coordinator: int = 0,
+) -> None:
+    """A pending offset of a group that no transaction coordinator was told of (no AddOffsetsToTxn)."""
+    producer_id, epoch = producer
+    topics = TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
+    request = TxnOffsetCommitRequest(
+        transactional_id=transactional_id,
+        group_id=group,
+        producer_id=producer_id,
+        producer_epoch=epoch,
+        generation_id=-1,
+        member_id="",
+        group_instance_id=None,
+        topics=[
+            topics(
+                name=topic,
+                partitions=[
+                    topics.TxnOffsetCommitRequestPartition(
+                        partition_index=0, committed_offset=offset, committed_leader_epoch=-1, committed_metadata=""
+                    )
+                ],
+            )
+        ],
+        max_version=3,
+    )
+    answer = _send(servers, request, coordinator)
+    code = answer.topics[0].partitions[0].error_code
+    assert code == 0, kafka_errors.for_code(code)
+
+
+def _send(servers: str, request: Any, node: int) -> Any:
+    admin = KafkaAdminClient(bootstrap_servers=servers)
+    try:
+        return admin._manager.run(_sent, admin, request, node)
+    finally:
+        admin.close()
+
+
+async def _sent(admin: KafkaAdminClient, request: Any, node: int) -> Any:
+    return await admin._manager.send(request, node_id=node)

@@ -1,0 +1,151 @@
+"""`eos spark run` in processes of their own, on Apps that a test writes to a file; their JVMs end with them.
+
+Owns those processes. It must never import PySpark: what is judged is what is in Kafka.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import confluent_kafka
+import psutil
+import pytest
+from confluent_kafka import Message, Producer
+from confluent_kafka.admin import AdminClient
+from kafka import KafkaAdminClient, TopicPartition
+
+from eos.broker import LocalKafka
+from tests.support.pipeline import WorkerProcess
+from tests.support.reading import create_topic, settled_values, transaction_of, visible_records, wait_until
+
+SPARK_S = 240.0
+_JVM_GONE_S = 60.0
+
+
+class SparkRuns:
+    """One test's Apps, topics and processes; `prefix` is in front of every name."""
+
+    def __init__(self, servers: str, prefix: str, directory: Path) -> None:
+        self.servers, self.prefix, self.directory = servers, prefix, directory
+        self._processes: list[WorkerProcess] = []
+        self._jvms: list[psutil.Process] = []
+
+    def topic(self, name: str, partitions: int = 3) -> str:
+        return create_topic(self.servers, f"{self.prefix}-{name}", partitions)
+
+    def app(self, text: str, file: str = "app_of_test.py", **names: object) -> str:
+        """Writes an App's module; `names` stand for $name in the text."""
+        text = textwrap.dedent(text)
+        for name, value in names.items():
+            text = text.replace(f"${name}", repr(value))
+        path = self.directory / file
+        path.write_text(text)
+        return f"{path}:app"
+
+    def spark(self, target: str, *arguments: str, environment: Mapping[str, str] | None = None) -> WorkerProcess:
+        """`eos spark run`, with one checkpoint for all runs of the test unless `arguments` say otherwise."""
+        given = ["--bootstrap-servers", self.servers]
+        if "--master" not in arguments:
+            given += ["--master", "local[2]"]
+        if "--checkpoint" not in arguments:
+            given += ["--checkpoint", str(self.directory / "checkpoint")]
+        return self.eos("spark", "run", target, *given, *arguments, environment=environment)
+
+    def worker(self, target: str, *arguments: str) -> WorkerProcess:
+        return self.eos("run", target, "--instance", "one", "--bootstrap-servers", self.servers, *arguments)
+
+    def eos(self, *arguments: str, environment: Mapping[str, str] | None = None) -> WorkerProcess:
+        name = f"eos-{arguments[0]}-{len(self._processes) + 1}"
+        process = WorkerProcess(name, ["eos", *arguments], environment or {}, self.directory)
+        self._processes.append(process)
+        return process
+
+    def kill(self, process: WorkerProcess) -> None:
+        """SIGKILL to the driver alone: its JVM and tasks find out and end a moment later, as stragglers do."""
+        self._jvms += psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+
+    def wait_for_jvms(self) -> None:
+        """Until nothing of killed drivers is left."""
+        _, alive = psutil.wait_procs(self._jvms, _JVM_GONE_S)
+        assert not alive, f"still there {_JVM_GONE_S:.0f} s after their driver: {alive}"
+
+    def loader(self, **settings: object) -> Producer:
+        return Producer({"bootstrap.servers": self.servers, "linger.ms": 5, **settings})
+
+    def load(
+        self, topic: str, values: list[bytes], keys: Callable[[int], bytes | None] = lambda n: b"%d" % (n % 50)
+    ) -> None:
+        """One record for each value, its partition by its number."""
+        producer = self.loader()
+        for number, value in enumerate(values):
+            producer.produce(topic, value, keys(number), partition=number % 3)
+            if number % 5_000 == 0:
+                producer.poll(0)
+        assert producer.flush(30) == 0
+
+    def delete_before(self, topic: str, partition: int, offset: int) -> None:
+        """As retention does."""
+        place = confluent_kafka.TopicPartition(topic, partition, offset)
+        admin = AdminClient({"bootstrap.servers": self.servers})  # its answers come while it lives
+        admin.delete_records([place])[place].result(30)
+
+    def settled(self, topic: str) -> dict[int, list[Message]]:
+        """Committed records by partition, once no transaction is open on the topic."""
+        settled_values(self.servers, topic)
+        return visible_records(self.servers, topic)
+
+    def wait_until_writing(
+        self, process: WorkerProcess, transactional_id: str, topic: str, partitions: int = 3
+    ) -> None:
+        """Until the transaction is open and has records in the topic."""
+
+        def is_writing() -> bool:
+            assert process.running, f"{process.name} ended with {process.process.returncode}: {process.last_words}"
+            return self.is_open(transactional_id, topic, partitions)
+
+        wait_until(f"{transactional_id} has written to {topic}", is_writing, SPARK_S)
+
+    def is_open(self, transactional_id: str, topic: str, partitions: int = 3) -> bool:
+        """Whether this id's transaction is Ongoing and the topic holds records of it."""
+        from kafka import errors as kafka_errors
+
+        try:
+            transaction = transaction_of(self.servers, transactional_id)
+        except kafka_errors.TransactionalIdNotFoundError:
+            return False
+        if transaction.state != "Ongoing":
+            return False
+        admin = KafkaAdminClient(bootstrap_servers=self.servers)
+        try:
+            states = admin.describe_producers([TopicPartition(topic, p) for p in range(partitions)]).values()
+        finally:
+            admin.close()
+        return any(
+            p.producer_id == transaction.producer_id and p.current_transaction_start_offset >= 0
+            for s in states
+            for p in s.active_producers
+        )
+
+    def end(self) -> None:
+        for process in self._processes:
+            if process.running:
+                self._jvms += psutil.Process(process.pid).children(recursive=True)
+            process.end()
+        _, alive = psutil.wait_procs(self._jvms, 20)
+        for process in alive:
+            process.kill()
+        for process in self._processes:
+            print(f"--- {process.name} (exit code {process.process.returncode}): {process.log_path}")
+            print(process.log[-6_000:])
+
+
+@pytest.fixture
+def spark_runs(kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path) -> Iterator[SparkRuns]:
+    runs = SparkRuns(kafka.bootstrap_servers, "-".join(names("s").split("-")[-2:]), tmp_path)
+    try:
+        yield runs
+    finally:
+        runs.end()

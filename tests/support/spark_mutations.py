@@ -1,0 +1,26 @@
+"""Sabotage of the sink, for tests that show what goes red: each function breaks one rule in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spark_connector.attempt import Attempt
+
+
+def marker_outside_the_transaction() -> None:
+    """The marker follows in a transaction of its own, behind the rows' commit."""
+    mark, report = Attempt._mark, Attempt._report
+    waiting: list[Any] = []
+
+    def later(self: Attempt, new: Any) -> None:
+        waiting.append(new)
+
+    def then(self: Attempt, rows: int, results: Any) -> None:
+        self._transaction.init()
+        self._transaction.add([("__eos_sinks", self._connected.markers.partition)])
+        mark(self, waiting.pop())
+        self._transaction.end(commit=True)
+        report(self, rows, results)
+
+    Attempt._mark = later  # type: ignore[method-assign]
+    Attempt._report = then  # type: ignore[method-assign]

@@ -1,0 +1,90 @@
+"""Protocol messages for the shim's tests, made by kafka-python from Kafka's own schemas: any API, any version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+from kafka.protocol.admin import DescribeClusterResponse
+from kafka.protocol.consumer import FetchResponse
+from kafka.protocol.metadata import FindCoordinatorResponse, MetadataResponse
+from kafka.protocol.producer import ProduceResponse
+
+from eos.shim.wire import api
+
+RESPONSES: dict[int, Any] = {
+    api.PRODUCE: ProduceResponse,
+    api.FETCH: FetchResponse,
+    api.METADATA: MetadataResponse,
+    api.FIND_COORDINATOR: FindCoordinatorResponse,
+    api.DESCRIBE_CLUSTER: DescribeClusterResponse,
+}
+
+_HOSTS = st.sampled_from(["127.0.0.1", "kafka", "my-kafka", "broker-1.some.zone.example", "h" * 130])
+_TEXT = st.text(max_size=12)
+_INTS = {"int8": 7, "int16": 15, "int32": 31, "int64": 63}
+
+
+def values(field: Any, version: int) -> st.SearchStrategy[Any]:
+    """Any value of a field of kafka-python's schema."""
+    if field.name == "host":
+        return _HOSTS
+    if field.name == "port":
+        return st.integers(0, 65535)
+    kind = field.type_str
+    if field.is_array():
+        element = instances(field, version) if field.is_struct_array() else values(field.array_of, version)
+        return st.lists(element, max_size=3)
+    if field.is_struct():
+        return instances(field, version)
+    if kind in _INTS:
+        return st.integers(-(2 ** _INTS[kind]), 2 ** _INTS[kind] - 1)
+    simple: dict[str, st.SearchStrategy[Any]] = {
+        "string": _TEXT,
+        "bool": st.booleans(),
+        "uuid": st.uuids(),
+        "records": st.binary(max_size=200),
+        "bytes": st.binary(max_size=20),
+        "bitfield": st.sets(st.integers(0, 30)),
+    }
+    return st.none() | simple[kind] if field.nullable_for_version_q(version) else simple[kind]
+
+
+@st.composite
+def instances(draw: st.DrawFn, field: Any, version: int) -> Any:
+    data_class = field.data_class
+    drawn = {}
+    for inner in field.fields.values() if isinstance(field.fields, dict) else field.fields:
+        if not inner.for_version_q(version):
+            continue
+        if inner.tagged_field_q(version) and not draw(st.booleans()):
+            continue
+        drawn[inner.name] = draw(values(inner, version))
+    return data_class(version=version, **drawn)
+
+
+@st.composite
+def frames(draw: st.DrawFn, cls: Any, version: int) -> bytes:
+    """A whole response frame, as it is on the wire."""
+    message = draw(instances(_Top(cls), version))
+    message.with_header(correlation_id=draw(st.integers(0, 2**31 - 1)))
+    return bytes(message.encode(header=True, framed=True))
+
+
+class _Top:
+    """A message class as if it were a field."""
+
+    def __init__(self, cls: Any) -> None:
+        self.fields, self.data_class = cls._struct.fields, cls
+
+
+def decoded(cls: Any, version: int, frame: bytes) -> dict[str, Any]:
+    return dict(cls.decode(frame, version=version, header=True, framed=True).to_dict(json=False))
+
+
+def with_unknown_tag(frame: bytes, at: int = -1) -> bytes:
+    """The frame with a tagged field nobody knows in place of the empty tag section at `at`."""
+    at %= len(frame)
+    assert frame[at] == 0
+    body = frame[4:at] + b"\x01\x63\x03abc" + frame[at + 1 :]
+    return len(body).to_bytes(4, "big") + body

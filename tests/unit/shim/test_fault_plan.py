@@ -1,0 +1,164 @@
+"""Rules without a network: which request is struck, the same in every run, and what a plan says at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eos.shim.errors import Misconfigured
+from eos.shim.faults.plan import Event, Phase, Plan, Rule, read_plan
+from eos.shim.faults.said import Said
+from eos.shim.guard import login
+from eos.shim.guard.policy import Policy
+from eos.shim.pipeline import Connection
+
+CONNECTION = Connection(1, "client", "broker 2", 2)
+
+
+def struck(plan: Plan, count: int) -> list[list[int]]:
+    """Per rule the numbers of the requests, out of `count`, that it strikes."""
+    found: list[list[int]] = []
+    for progress in plan.progress:
+        hits = []
+        for number in range(1, count + 1):
+            if progress.due():
+                progress.struck += 1
+                hits.append(number)
+        found.append(hits)
+    return found
+
+
+def test_the_nth_and_as_many_as_it_says() -> None:
+    plan = Plan([Rule("EndTxn", "reset", nth=3), Rule("Produce", "reset", nth=2, times=3)])
+    assert struck(plan, 9) == [[3], [2, 3, 4]]
+    assert plan.complaints() == []
+    assert plan.fired == 4
+    assert plan.fired_by_action() == {"reset": 4}
+
+
+def test_chances_are_the_seeds_and_of_each_rule_its_own() -> None:
+    rules = [Rule("Produce", "reset", chance=0.3), Rule("Produce", "reset", chance=0.3)]
+    first, again, other = (struck(Plan(rules, seed), 200) for seed in (7, 7, 8))
+    assert first == again
+    assert first != other
+    assert first[0] != first[1]
+    assert all(30 < len(hits) < 90 for hits in first)
+
+
+@pytest.mark.parametrize(
+    ("conditions", "fits"),
+    [
+        ({}, True),
+        ({"transactional_id": "orders-*"}, True),
+        ({"transactional_id": "bills-*"}, False),
+        ({"partition": "out-1"}, True),
+        ({"partition": "*-1"}, True),
+        ({"partition": "out-2"}, False),
+        ({"group": "g"}, False),
+        ({"broker": 2}, True),
+        ({"broker": 3}, False),
+        ({"outcome": "abort"}, False),
+    ],
+)
+def test_every_condition_has_to_fit(conditions: dict[str, object], fits: bool) -> None:
+    said = Said(0, "orders-1", partitions=frozenset({"out-0", "out-1"}))
+    assert Rule("Produce", "reset", **conditions).fits(said, CONNECTION) is fits  # type: ignore[arg-type]
+    assert not Rule("EndTxn", "reset", **conditions).fits(said, CONNECTION)  # type: ignore[arg-type]
+
+
+def test_a_rule_that_did_not_come_true_is_named_with_what_was_seen() -> None:
+    plan = Plan(
+        [
+            Rule("EndTxn", "reset", nth=2),
+            Rule("Produce", "reset", times=3),
+            Rule("Produce", "delay", until=Event("EndTxn")),
+            Rule("Produce", "reset", chance=0.001),
+            Rule("Produce", "reset", optional=True),
+        ]
+    )
+    for progress, fitted, hits, waits in zip(
+        plan.progress, (1, 2, 1, 5, 0), (0, 2, 1, 0, 0), (0, 0, 1, 0, 0), strict=True
+    ):
+        progress.fitted, progress.struck, progress.open = fitted, hits, waits
+    complaints = plan.complaints()
+    assert [text.split(" ")[1] for text in complaints] == ["1", "2", "3", "4"]
+    assert "never fired: 1 requests fitted" in complaints[0]
+    assert "fired 2 of 3 times" in complaints[1]
+    assert "what it waited for never came" in complaints[2]
+
+
+def test_a_plan_of_a_file_is_the_plan_of_python(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(
+        """
+        seed = 7
+        [[rule]]
+        api = "EndTxn"
+        action = "reset"
+        phase = "late"
+        nth = 3
+        transactional_id = "orders-*"
+        until = { api = "Produce", nth = 2, when = "arrives" }
+        side = "client"
+        [[rule]]
+        api = "Produce"
+        action = "delay"
+        seconds = 2
+        """
+    )
+    plan = read_plan(path)
+    until = Event("Produce", 2, "arrives")
+    late = Rule("EndTxn", "reset", Phase.LATE, 3, transactional_id="orders-*", until=until, side="client")
+    assert plan.rules == [late, Rule("Produce", "delay", seconds=2)]
+    assert (plan.seed, len(plan.on("client")), len(plan.on("broker"))) == (7, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"nth": 0},
+        {"times": 0},
+        {"side": "left"},
+        {"chance": 0.0},
+        {"seconds": 1.0},
+        {"phase": Phase.LATE},
+        {"error": 3},
+    ],
+)
+def test_what_makes_no_sense_is_refused_at_once(values: dict[str, object]) -> None:
+    with pytest.raises(Misconfigured):
+        Rule("Produce", "reset", **values)  # type: ignore[arg-type]
+
+
+def test_a_policy_denies_nothing_that_it_does_not_name() -> None:
+    nothing = Policy()
+    assert not nothing.transactional_only("t")
+    assert not nothing.committed_only("t")
+    assert not nothing.transactional_offsets_only("g")
+    assert nothing.may_use("anybody", "anything")
+    some = Policy(("orders-*",), ("bills",), ("g",), 1, (("billing", ("billing-",)), ("*", ("free-", "open-"))))
+    assert some.transactional_only("orders-1")
+    assert not some.transactional_only("order")
+    assert some.committed_only("bills")
+    assert some.transactional_offsets_only("g")
+    assert some.may_use("billing", "billing-1")
+    assert not some.may_use("billing", "free-1")
+    assert some.may_use("anybody", "open-1")
+    assert not some.may_use("anybody", "billing-1")
+
+
+@pytest.mark.parametrize(
+    ("message", "name"),
+    [
+        (b"\0alice\0secret", "alice"),
+        (b"other\0alice\0secret", "alice"),
+        (b"n,,n=alice,r=nonce", "alice"),
+        (b"n,a=x,n=a=2Cb=3Dc,r=nonce", "a,b=c"),
+        (b"c=biws,r=nonce,p=proof", None),
+        (b"\0\0secret", None),
+        (b"", None),
+    ],
+)
+def test_who_logs_in_is_read_from_plain_and_scram(message: bytes, name: str | None) -> None:
+    assert login.name_of(message) == name

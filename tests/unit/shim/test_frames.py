@@ -1,0 +1,202 @@
+"""The frame reader: however a stream is cut into chunks, the same frames come out, and unasked bytes unchanged."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eos.shim.errors import Malformed
+from eos.shim.pipeline import Connection, Exchange, Job, Pipeline
+from eos.shim.wire.frames import PASSING, FrameSplitter, Passage, Stream
+from eos.shim.wire.headers import REQUEST_HEAD, RequestHead, implausible, produce_acks
+
+LIMIT = 1_000_000
+payloads = st.binary(min_size=8, max_size=300)
+
+
+def framed(payload: bytes) -> bytes:
+    return len(payload).to_bytes(4, "big") + payload
+
+
+def cut(data: bytes, steps: list[int]) -> list[bytes]:
+    pieces, pos = [], 0
+    for step in steps:
+        pieces.append(data[pos : pos + step])
+        pos += step
+    return [piece for piece in [*pieces, data[pos:]] if piece]
+
+
+class Upper:
+    """A stream that changes bytes."""
+
+    def feed(self, piece: bytes) -> bytes:
+        return piece.upper()
+
+
+@given(st.lists(st.tuples(payloads, st.sampled_from("pwsd")), max_size=8), st.lists(st.integers(1, 400), max_size=40))
+def test_frames_pass_whole_or_streamed_the_same_however_they_are_cut(
+    kinds: list[tuple[bytes, str]], steps: list[int]
+) -> None:
+    whole: list[bytes] = []
+    opened = 0
+
+    def handler(frame: bytes) -> bytes:
+        whole.append(frame)
+        return b"<" + frame + b">"
+
+    def dropped(frame: bytes) -> bytes:
+        return b""
+
+    passages: dict[str, Passage] = {"p": PASSING, "w": handler, "s": Upper(), "d": dropped}
+
+    def open_frame(data: bytes, pos: int) -> Passage:
+        nonlocal opened
+        assert data[pos : pos + 12] == framed(kinds[opened][0])[:12]
+        opened += 1
+        return passages[kinds[opened - 1][1]]
+
+    splitter = FrameSplitter(12, LIMIT, open_frame)
+    data = b"".join(framed(payload) for payload, _ in kinds)
+    out = b"".join(piece for chunk in cut(data, steps) for piece in splitter.feed(chunk))
+    made = {
+        "p": lambda frame: frame,
+        "w": lambda frame: b"<" + frame + b">",
+        "s": lambda frame: frame.upper(),
+        "d": lambda frame: b"",
+    }
+    assert out == b"".join(made[kind](framed(payload)) for payload, kind in kinds)
+    assert whole == [framed(payload) for payload, kind in kinds if kind == "w"]
+    assert opened == len(kinds)
+    assert splitter.between_frames
+
+
+def test_a_chunk_of_passing_frames_comes_out_as_the_object_that_went_in() -> None:
+    splitter = FrameSplitter(8, LIMIT, lambda data, pos: PASSING)
+    chunk = framed(b"a" * 100) * 3
+    assert splitter.feed(chunk)[0] is chunk
+    huge = framed(b"b" * 500_000)
+    assert splitter.feed(huge[:1000])[0] == huge[:1000]
+    rest = huge[1000:]
+    assert splitter.feed(rest)[0] is rest
+    assert splitter.between_frames
+
+
+@given(st.binary(max_size=200), st.lists(st.integers(1, 20), max_size=20))
+def test_garbage_is_refused_or_awaited_but_never_breaks_the_reader(data: bytes, steps: list[int]) -> None:
+    splitter = FrameSplitter(12, LIMIT, lambda chunk, pos: PASSING)
+    try:
+        out = b"".join(piece for chunk in cut(data, steps) for piece in splitter.feed(chunk))
+    except Malformed:
+        return
+    assert data.startswith(out)
+
+
+@pytest.mark.parametrize("size", [-1, 0, 7, LIMIT + 1, 2**31 - 1])
+def test_a_size_that_no_frame_can_have_is_refused_before_anything_is_collected(size: int) -> None:
+    splitter = FrameSplitter(12, LIMIT, lambda data, pos: PASSING)
+    with pytest.raises(Malformed, match=f"a frame of {size} bytes"):
+        splitter.feed(size.to_bytes(4, "big", signed=True) + bytes(20))
+
+
+def test_a_frame_that_cannot_be_opened_yet_is_shown_again_with_more_of_it() -> None:
+    shown: list[int] = []
+
+    def open_frame(data: bytes, pos: int) -> Passage | None:
+        shown.append(len(data) - pos)
+        return PASSING if len(data) - pos >= 20 else None
+
+    splitter = FrameSplitter(12, LIMIT, open_frame)
+    frame = framed(b"x" * 30)
+    assert splitter.feed(frame[:15]) == []
+    assert not splitter.between_frames
+    assert b"".join([*splitter.feed(frame[15:22]), *splitter.feed(frame[22:])]) == frame
+    assert shown == [15, 22]
+    with pytest.raises(Malformed, match="ends within its header"):
+        FrameSplitter(12, LIMIT, lambda data, pos: None).feed(frame)
+
+
+def test_an_answer_of_ours_goes_between_two_frames() -> None:
+    def open_frame(data: bytes, pos: int) -> Passage:
+        if data[pos + 4 : pos + 5] == b"b":
+            splitter.insert(b"OURS")
+        return PASSING
+
+    splitter = FrameSplitter(8, LIMIT, open_frame)
+    first, second = framed(b"a" * 10), framed(b"b" * 10)
+    assert b"".join(splitter.feed(first + second)) == first + b"OURS" + second
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [b"GET / HTTP/1.1\r\n", b"SSH-2.0-OpenSSH_9.2\r\n", bytes.fromhex("160301020001000201fc0303"), b"\0" * 12],
+)
+def test_another_protocols_first_bytes_are_no_kafka_client(beginning: bytes) -> None:
+    assert implausible(RequestHead._make(REQUEST_HEAD.unpack_from(beginning)), 100 * 1024 * 1024) is not None
+
+
+def produce(version: int, transactional_id: str | None, acks: int, client_id: str | None) -> bytes:
+    from kafka.protocol.producer import ProduceRequest
+
+    request = ProduceRequest(version=version, transactional_id=transactional_id, acks=acks, timeout_ms=1, topic_data=[])
+    request.with_header(correlation_id=1, client_id=client_id)
+    return bytes(request.encode(header=True, framed=True))
+
+
+@given(
+    st.integers(0, 13), st.none() | st.text(max_size=200), st.sampled_from([-1, 0, 1]), st.none() | st.text(max_size=9)
+)
+def test_acks_are_found_as_soon_as_they_are_there(
+    version: int, transactional_id: str | None, acks: int, client_id: str | None
+) -> None:
+    frame = b"before" + produce(version, transactional_id, acks, client_id)
+    assert produce_acks(frame, 6, version) == acks
+    found = [produce_acks(frame[:end], 6, version) for end in range(18, len(frame) + 1)]
+    missing = found.index(acks)
+    assert set(found[:missing]) <= {None}
+    assert set(found[missing:]) == {acks}
+
+
+class Recording(Job):
+    def __init__(self, name: str, log: list[str], stream: Stream | None = None) -> None:
+        self.name, self.log, self.stream = name, log, stream
+
+    def wants_request(self, api_key: int, version: int) -> bool:
+        return api_key == 3
+
+    def wants_response(self, api_key: int, version: int) -> bool:
+        return api_key == 3
+
+    def request(self, exchange: Exchange, frame: bytes) -> bytes:
+        self.log.append(f"{self.name} request")
+        return frame + self.name.encode()
+
+    def response(self, exchange: Exchange, frame: bytes) -> bytes:
+        self.log.append(f"{self.name} response")
+        return frame + self.name.encode()
+
+    def response_stream(self, exchange: Exchange, size: int) -> Stream | None:
+        return self.stream
+
+
+def test_requests_run_through_jobs_towards_the_broker_and_responses_back() -> None:
+    log: list[str] = []
+    pipeline = Pipeline([Recording("outer", log), Recording("inner", log)], LIMIT)
+    exchange = Exchange(Connection(1, "c", "b", None), 3, 1, 1)
+    request, response = pipeline.request(exchange, 10), pipeline.response(exchange, 10)
+    assert callable(request)
+    assert callable(response)
+    assert request(b"q") == b"qouterinner"
+    assert response(b"r") == b"rinnerouter"
+    assert log[-4:] == ["outer request", "inner request", "inner response", "outer response"]
+    assert pipeline.request(Exchange(exchange.connection, 4, 1, 1), 10) is PASSING
+
+
+def test_a_frame_is_collected_when_one_job_needs_it_whole_and_streamed_when_none_does() -> None:
+    log: list[str] = []
+    upper = Upper()
+    exchange = Exchange(Connection(1, "c", "b", None), 3, 1, 1)
+    assert Pipeline([Recording("a", log, upper)], LIMIT).response(exchange, 10) is upper
+    mixed = Pipeline([Recording("a", log, upper), Recording("b", log)], LIMIT).response(exchange, 10)
+    assert callable(mixed)
+    assert mixed(b"x") == b"XB"

@@ -1,0 +1,120 @@
+"""A job may answer a request itself: the client gets all answers in the order of its requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from eos.shim import Shim, ShimSettings
+from eos.shim.errors import ProtocolError
+from eos.shim.link import Link
+from eos.shim.pipeline import Exchange, Job
+from tests.shim.fake_broker import FakeBroker
+
+FORWARDED, ANSWERED, CHANGED, REFUSED = 36, 37, 38, 39
+
+
+def frame(api_key: int, correlation_id: int, body: bytes = b"") -> bytes:
+    payload = api_key.to_bytes(2, "big") + b"\0\1" + correlation_id.to_bytes(4, "big") + b"\xff\xff" + body
+    return len(payload).to_bytes(4, "big") + payload
+
+
+def answer(correlation_id: int, body: bytes) -> bytes:
+    payload = correlation_id.to_bytes(4, "big") + body
+    return len(payload).to_bytes(4, "big") + payload
+
+
+class Meddling(Job):
+    def wants_request(self, api_key: int, version: int) -> bool:
+        return api_key in (ANSWERED, CHANGED, REFUSED)
+
+    def wants_response(self, api_key: int, version: int) -> bool:
+        return api_key == CHANGED
+
+    def request(self, exchange: Exchange, frame: bytes) -> bytes:
+        if exchange.api_key == REFUSED:
+            raise ProtocolError("refused")
+        if exchange.api_key == ANSWERED:
+            exchange.answer = answer(exchange.correlation_id, b"ours")
+            return b""
+        exchange.notes[self] = "remembered"
+        return frame[:-1] + b"!"
+
+    def response(self, exchange: Exchange, frame: bytes) -> bytes:
+        assert exchange.notes[self] == "remembered"
+        return answer(exchange.correlation_id, frame[8:].upper())
+
+
+async def through_a_shim(broker: FakeBroker, sent: bytes, expected: int) -> bytes:
+    settings = ShimSettings(upstream=(("127.0.0.1", broker.port),), listen=("127.0.0.1", 0))
+    shim = Shim(settings, [Meddling()])
+    await shim.start()
+    try:
+        reader, writer = await asyncio.open_connection(*shim.addresses[0])
+        async with asyncio.timeout(20):
+            writer.write(sent)
+            got = await (reader.readexactly(expected) if expected else reader.read())
+        writer.close()
+        return got
+    finally:
+        await shim.stop()
+
+
+@pytest.mark.parametrize("order", ["FAFACA", "AAF", "ACA", "AFAAAFC"])
+def test_answers_of_a_job_keep_their_place_among_the_brokers(order: str) -> None:
+    seen: list[bytes] = []
+
+    def broker_answers(request: bytes) -> bytes:
+        seen.append(request)
+        return b"theirs " + request[10:]
+
+    keys = {"F": FORWARDED, "A": ANSWERED, "C": CHANGED}
+    sent = b"".join(frame(keys[kind], number, b"body") for number, kind in enumerate(order))
+    bodies = {"F": b"theirs body", "A": b"ours", "C": b"THEIRS BOD!"}
+    expected = b"".join(answer(number, bodies[kind]) for number, kind in enumerate(order))
+    with FakeBroker(broker_answers) as broker:
+        got = asyncio.run(through_a_shim(broker, sent, len(expected)))
+    assert got == expected
+    assert len(seen) == sum(kind != "A" for kind in order)
+
+
+def test_a_job_that_refuses_ends_the_connection_and_nothing_of_the_frame_goes_on() -> None:
+    seen: list[bytes] = []
+
+    def broker_answers(request: bytes) -> bytes:
+        seen.append(request)
+        return b"x"
+
+    with FakeBroker(broker_answers) as broker, contextlib.suppress(ConnectionResetError):
+        assert asyncio.run(through_a_shim(broker, frame(REFUSED, 1, b"body"), 0)) == b""
+    assert seen == []
+
+
+def test_what_comes_before_the_upstream_connection_is_there_goes_out_first_on_it() -> None:
+    """An event loop may read although it was paused (Python 3.11.2 does, when the pause comes with the connection)."""
+
+    async def early_and_later(broker: FakeBroker) -> bytes:
+        settings = ShimSettings(upstream=(("127.0.0.1", broker.port),), listen=("127.0.0.1", 0))
+        shim = Shim(settings)
+        began = shim._began
+
+        def began_with_data(link: Link) -> None:
+            link.client.data_received(frame(FORWARDED, 0, b"early"))
+            began(link)
+
+        shim._began = began_with_data  # type: ignore[method-assign]
+        await shim.start()
+        try:
+            reader, writer = await asyncio.open_connection(*shim.addresses[0])
+            async with asyncio.timeout(20):
+                writer.write(frame(FORWARDED, 1, b"later"))
+                got = await reader.readexactly(len(answer(0, b"early") + answer(1, b"later")))
+            writer.close()
+            return got
+        finally:
+            await shim.stop()
+
+    with FakeBroker(lambda request: request[10:]) as broker:
+        assert asyncio.run(early_and_later(broker)) == answer(0, b"early") + answer(1, b"later")

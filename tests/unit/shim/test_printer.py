@@ -1,0 +1,63 @@
+"""The trace's lines never hold up the traffic."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+from eos.shim.trace.printer import Printer
+
+
+class Gate(io.StringIO):
+    """A reader that does not read until it is opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened, self.waiting = threading.Event(), threading.Event()
+
+    def write(self, text: str) -> int:
+        self.waiting.set()
+        assert self.opened.wait(10)
+        return super().write(text)
+
+
+def test_lines_come_out_in_order() -> None:
+    stream = io.StringIO()
+    printer = Printer(stream)
+    for number in range(1000):
+        printer.print(f"{number}")
+    printer.close()
+    assert stream.getvalue().split() == [f"{number}" for number in range(1000)]
+
+
+def test_a_reader_that_is_too_slow_misses_lines_and_is_told_how_many() -> None:
+    stream = Gate()
+    printer = Printer(stream, most_waiting=10)
+    printer.print("first")
+    assert stream.waiting.wait(10)
+    for number in range(100):
+        printer.print(f"{number}")
+    stream.opened.set()
+    # The queue empties at its own pace: offer lines until one went in and said what was left out before it.
+    while "lines left out" not in stream.getvalue():
+        printer.print("last")
+    printer.close()
+    lines = stream.getvalue().splitlines()
+    assert lines[:11] == ["first", *map(str, range(10))]
+    said = next(line for line in lines if "left out" in line)
+    assert int(said.split()[1]) >= 90
+
+
+def test_a_reader_that_is_gone_or_hangs_at_the_end_holds_nothing_up() -> None:
+    closed = io.StringIO()
+    closed.close()
+    gone = Printer(closed, most_waiting=10)
+    for _ in range(100):
+        gone.print("line")
+    gone.close()
+    hanging = Gate()
+    stuck = Printer(hanging, most_waiting=2)
+    for _ in range(5):
+        stuck.print("line")
+    stuck.close(timeout_s=0.1)
+    hanging.opened.set()

@@ -1,0 +1,333 @@
+"""The frames of protect: what is replaced, what stays byte for byte, and answers as a broker gives them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kafka.protocol import producer as protocol
+from kafka.protocol.metadata import ApiVersionsRequest
+from kafka.record._crc32c import crc as crc32c
+from kafka.record.memory_records import MemoryRecords, MemoryRecordsBuilder
+
+from eos.shim.errors import Malformed
+from eos.shim.pipeline import Connection, Exchange
+from eos.shim.protect import Journal, ProtectJob, crc, translate
+from eos.shim.protect.machine import Identity
+from eos.shim.wire import api
+
+OLD, NEW = Identity(4000, 7), Identity(2**40 + 5, 300)
+
+
+def encoded(request: Any) -> bytes:
+    request.with_header(correlation_id=77, client_id="client")
+    return bytes(request.encode(header=True, framed=True))
+
+
+def records(*sequences: int, count: int = 3, gzip: bool = False, size: int = 20) -> bytes:
+    """One batch of `count` records per sequence, in one records field."""
+    made = b""
+    for sequence in sequences:
+        builder = MemoryRecordsBuilder(2, int(gzip), 1 << 20)
+        builder.set_producer_state(*OLD, sequence, True)
+        for number in range(count):
+            builder.append(timestamp=1, key=None, value=b"%d" % number * size)
+        builder.close()
+        made += bytes(builder.buffer())
+    return made
+
+
+def produce_request(version: int, name: str | None, data: dict[str, dict[int, bytes | None]]) -> bytes:
+    topic, partition = protocol.ProduceRequest.TopicProduceData, protocol.ProduceRequest.TopicProduceData
+    partition = topic.PartitionProduceData
+    topics = [
+        topic(
+            version=version,
+            name=n,
+            partition_data=[partition(version=version, index=i, records=r) for i, r in p.items()],
+        )
+        for n, p in data.items()
+    ]
+    request = protocol.ProduceRequest(version=version, transactional_id=name, acks=-1, timeout_ms=1, topic_data=topics)
+    return encoded(request)
+
+
+def requests(key: int, version: int) -> Any:
+    identity = {"transactional_id": "t", "producer_id": OLD[0], "producer_epoch": OLD[1]}
+    if key == api.ADD_PARTITIONS_TO_TXN:
+        topic = protocol.AddPartitionsToTxnRequest.AddPartitionsToTxnTopic
+        return protocol.AddPartitionsToTxnRequest(
+            version=version,
+            v3_and_below_transactional_id="t",
+            v3_and_below_producer_id=OLD[0],
+            v3_and_below_producer_epoch=OLD[1],
+            v3_and_below_topics=[topic(version=0, name=n, partitions=p) for n, p in (("a", [0, 3]), ("b", [1]))],
+        )
+    if key == api.ADD_OFFSETS_TO_TXN:
+        return protocol.AddOffsetsToTxnRequest(version=version, group_id="g", **identity)
+    if key == api.END_TXN:
+        return protocol.EndTxnRequest(version=version, committed=True, **identity)
+    if key == api.INIT_PRODUCER_ID:
+        more = {"producer_id": OLD[0], "producer_epoch": OLD[1]} if version >= 3 else {}
+        return protocol.InitProducerIdRequest(version=version, transactional_id="t", transaction_timeout_ms=9, **more)
+    topic = protocol.TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
+    each = [
+        topic.TxnOffsetCommitRequestPartition(
+            version=version, partition_index=i, committed_offset=5, committed_metadata="m", committed_leader_epoch=1
+        )
+        for i in (0, 2)
+    ]
+    more = {"generation_id": 4, "member_id": "member", "group_instance_id": None} if version >= 3 else {}
+    return protocol.TxnOffsetCommitRequest(
+        version=version, group_id="g", topics=[topic(version=version, name="in", partitions=each)], **identity, **more
+    )
+
+
+CASES = [(key, version) for key, versions in translate.VERSIONS.items() if key != api.PRODUCE for version in versions]
+RESPONSES = {
+    api.INIT_PRODUCER_ID: protocol.InitProducerIdResponse,
+    api.ADD_PARTITIONS_TO_TXN: protocol.AddPartitionsToTxnResponse,
+    api.ADD_OFFSETS_TO_TXN: protocol.AddOffsetsToTxnResponse,
+    api.END_TXN: protocol.EndTxnResponse,
+    api.TXN_OFFSET_COMMIT: protocol.TxnOffsetCommitResponse,
+}
+
+
+@pytest.mark.parametrize(("key", "version"), CASES)
+def test_only_the_identity_of_a_request_changes(key: int, version: int) -> None:
+    frame = encoded(requests(key, version))
+    found = translate.identified(frame, key, version)
+    assert found.name == "t"
+    if found.at < 0:
+        assert (key, version < 3) == (api.INIT_PRODUCER_ID, True)
+        return
+    assert found.identity == OLD
+    made = translate.with_identity(frame, found.at, NEW)
+    prefix = "v3_and_below_" if key == api.ADD_PARTITIONS_TO_TXN else ""
+    decoded = type(requests(key, version)).decode(made, version=version, header=True, framed=True).to_dict()
+    before = type(requests(key, version)).decode(frame, version=version, header=True, framed=True).to_dict()
+    assert decoded == before | {f"{prefix}producer_id": NEW[0], f"{prefix}producer_epoch": NEW[1]}
+
+
+@pytest.mark.parametrize(("key", "version"), CASES)
+def test_a_refusal_is_the_answer_a_broker_gives_with_that_error(key: int, version: int) -> None:
+    frame = encoded(requests(key, version))
+    made = translate.refusal(frame, key, version, 77, 51)
+    answer = RESPONSES[key].decode(made, version=version, header=True, framed=True)
+    answer.with_header(correlation_id=77)
+    assert bytes(answer.encode(header=True, framed=True)) == made
+    if key == api.ADD_PARTITIONS_TO_TXN:
+        results = {
+            (topic.name, each.partition_index): each.partition_error_code
+            for topic in answer.results_by_topic_v3_and_below
+            for each in topic.results_by_partition
+        }
+        assert results == {("a", 0): 51, ("a", 3): 51, ("b", 1): 51}
+    elif key == api.TXN_OFFSET_COMMIT:
+        results = {(t.name, each.partition_index): each.error_code for t in answer.topics for each in t.partitions}
+        assert results == {("in", 0): 51, ("in", 2): 51}
+    else:
+        assert answer.error_code == 51
+
+
+@pytest.mark.parametrize("version", translate.VERSIONS[api.END_TXN])
+@pytest.mark.parametrize("committed", [True, False])
+def test_an_end_goes_upstream_as_version_5_and_its_answer_comes_back_as_asked(version: int, committed: bool) -> None:
+    frame = encoded(requests(api.END_TXN, version))
+    made = translate.end_txn(frame, version, "t", NEW, committed)
+    request = protocol.EndTxnRequest(
+        version=5, transactional_id="t", producer_id=NEW[0], producer_epoch=NEW[1], committed=committed
+    )
+    assert made == encoded(request)
+    for error in (0, 51, 90):
+        answer = protocol.EndTxnResponse(
+            version=5, throttle_time_ms=3, error_code=error, producer_id=NEW[0], producer_epoch=NEW[1]
+        )
+        answer.with_header(correlation_id=77)
+        assert translate.ended(bytes(answer.encode(header=True, framed=True))) == (3, error, NEW)
+        back = protocol.EndTxnResponse.decode(
+            translate.end_txn_answer(77, version, 3, error), version=version, header=True, framed=True
+        )
+        assert back.error_code == (47 if error == 90 and version < 2 else error)
+
+
+@pytest.mark.parametrize("version", translate.VERSIONS[api.PRODUCE])
+@pytest.mark.parametrize("gzip", [False, True])
+def test_every_batch_of_a_produce_gets_identity_sequence_and_checksum(version: int, gzip: bool) -> None:
+    data: dict[str, dict[int, bytes | None]] = {
+        "a": {0: records(10, 13, gzip=gzip), 4: records(2**31 - 2, gzip=gzip, size=2000)},
+        "b": {0: records(7, gzip=gzip), 1: None},
+    }
+    frame = produce_request(version, "t", data)
+    request = translate.produce(frame, version)
+    assert request.name == "t"
+    assert list(request.partitions) == [("a", 0), ("a", 4), ("b", 0), ("b", 1)]
+    assert request.identities == {OLD}
+    bases = {("a", 0): 10, ("a", 4): 2**31 - 5, ("b", 0): 0}
+    made = translate.produce_as(frame, request, NEW, bases)
+    assert len(made) == len(frame)
+    decoded = protocol.ProduceRequest.decode(made, version=version, header=True, framed=True)
+    seen = list[tuple[str, int, int]]()
+    for topic in decoded.topic_data:
+        for each in topic.partition_data:
+            batches = MemoryRecords(each.records or b"")
+            while (batch := batches.next_batch()) is not None:
+                assert batch.validate_crc()
+                assert (batch.producer_id, batch.producer_epoch) == NEW
+                assert len(list(batch)) == 3
+                seen.append((topic.name, each.index, batch.base_sequence))
+    assert seen == [("a", 0, 0), ("a", 0, 3), ("a", 4, 3), ("b", 0, 7)]
+    assert translate.produce_as(made, translate.produce(made, version), OLD, _back(bases)) == frame
+
+
+def _back(bases: dict[tuple[str, int], int]) -> dict[tuple[str, int], int]:
+    return {partition: -base for partition, base in bases.items()}
+
+
+@pytest.mark.parametrize("version", translate.VERSIONS[api.PRODUCE])
+def test_a_refused_produce_is_answered_for_each_of_its_partitions(version: int) -> None:
+    frame = produce_request(version, "t", {"a": {0: records(1), 4: records(1)}, "b": {0: records(1)}})
+    made = translate.produce_refusal(translate.produce(frame, version), version, 77, 19)
+    answer = protocol.ProduceResponse.decode(made, version=version, header=True, framed=True)
+    results = {(t.name, each.index): each.error_code for t in answer.responses for each in t.partition_responses}
+    assert results == {("a", 0): 19, ("a", 4): 19, ("b", 0): 19}
+    answer.with_header(correlation_id=77)
+    assert bytes(answer.encode(header=True, framed=True)) == made
+
+
+@given(st.data())
+def test_the_checksum_follows_changed_bytes_without_reading_the_others(data: st.DataObject) -> None:
+    message = data.draw(st.binary(min_size=1, max_size=3000))
+    start = data.draw(st.integers(0, len(message)))
+    end = data.draw(st.integers(start, min(len(message), start + 20)))
+    after = data.draw(st.binary(min_size=end - start, max_size=end - start))
+    wanted = crc32c(message[:start] + after + message[end:])
+    assert crc.changed(crc32c(message), message[start:end], after, len(message) - end) == wanted
+
+
+@given(st.data())
+def test_a_damaged_produce_is_malformed_or_passes_but_never_breaks_the_parser(data: st.DataObject) -> None:
+    frame = bytearray(produce_request(data.draw(st.sampled_from([3, 9])), "t", {"a": {0: records(10, 13)}}))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(8, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    cut = bytes(frame[: data.draw(st.integers(20, len(frame)))])
+    try:
+        request = translate.produce(cut, int.from_bytes(frame[6:8], "big"))
+    except (Malformed, KeyError):
+        return
+    bases = dict.fromkeys(request.partitions, 0)
+    assert len(translate.produce_as(cut, request, NEW, bases)) == len(cut)
+
+
+# The job.
+
+
+def test_a_broker_without_version_5_of_the_end_is_said_loudly_and_nothing_is_touched(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    job = ProtectJob()
+    job.upstream({"broker 1": {api.END_TXN: 5}, "broker 2": {api.END_TXN: 4}})
+    assert not job.wants_request(api.END_TXN, 1)
+    assert [record.message.split(":")[0] for record in caplog.records] == ["NO PROTECTION"]
+
+
+def test_clients_that_speak_part_2_themselves_pass_untouched() -> None:
+    job = ProtectJob()
+    job.upstream({"broker 1": {api.END_TXN: 5}})
+    assert job.wants_request(api.END_TXN, 1)
+    for key, version in (
+        (api.PRODUCE, 12),
+        (api.END_TXN, 5),
+        (api.TXN_OFFSET_COMMIT, 5),
+        (api.ADD_PARTITIONS_TO_TXN, 4),
+    ):
+        assert not job.wants_request(key, version)
+        assert not job.wants_response(key, version)
+
+
+def test_an_idempotent_producer_without_a_transactional_id_passes_untouched() -> None:
+    job = ProtectJob()
+    job.upstream({"broker 1": {api.END_TXN: 5}})
+    connection = Connection(1, "c", "b", 0)
+    frame = produce_request(9, None, {"a": {0: records(5)}})
+    assert job.request(Exchange(connection, api.PRODUCE, 9, 77), frame) is frame
+    request = protocol.InitProducerIdRequest(
+        version=4, transactional_id=None, transaction_timeout_ms=9, producer_id=-1, producer_epoch=-1
+    )
+    frame = encoded(request)
+    assert job.request(Exchange(connection, api.INIT_PRODUCER_ID, 4, 77), frame) is frame
+
+
+def named(name: str, software_version: str, version: int = 3) -> bytes:
+    return encoded(
+        ApiVersionsRequest(version=version, client_software_name=name, client_software_version=software_version)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "software_version", "renews"),
+    [
+        ("librdkafka", "2.16.0", True),
+        ("librdkafka", "v2.0.2", True),
+        ("librdkafka", "1.9.2", False),
+        ("confluent-kafka-python", "2.16.1-rdkafka-2.16.0", True),
+        ("confluent-kafka-go", "v2.3.0-librdkafka-v2.3.0", True),
+        ("confluent-kafka-python", "1.8.2-librdkafka-1.8.2", False),
+        ("kafka-python", "3.0.12", False),
+        ("apache-kafka-java", "3.9.2", False),
+        ("rust-rdkafka", "0.36.2", False),
+        ("", "", False),
+    ],
+)
+def test_a_client_that_renews_its_identity_is_known_by_what_its_software_is_called(
+    name: str, software_version: str, renews: bool
+) -> None:
+    assert translate.renews(named(name, software_version), 3) is renews
+
+
+@given(st.binary(max_size=60))
+def test_an_api_versions_that_cannot_be_read_is_left_to_the_broker(body: bytes) -> None:
+    payload = api.API_VERSIONS.to_bytes(2, "big") + b"\0\3" + body
+    assert translate.renews(len(payload).to_bytes(4, "big") + payload, 3) in (True, False)
+
+
+@pytest.mark.parametrize("version", translate.VERSIONS[api.INIT_PRODUCER_ID])
+def test_an_identity_given_out_here_looks_as_a_broker_gives_it(version: int) -> None:
+    made = translate.init_answer(77, version, NEW)
+    assert translate.initialised(made, version) == (0, NEW)
+    answer = protocol.InitProducerIdResponse.decode(made, version=version, header=True, framed=True)
+    answer.with_header(correlation_id=77)
+    assert bytes(answer.encode(header=True, framed=True)) == made
+
+
+def test_an_abort_is_told_so_that_librdkafka_takes_its_next_identity_and_others_are_not(tmp_path: Path) -> None:
+    for renews in (True, False):
+        journal = Journal(tmp_path / f"journal {renews}")
+        job = ProtectJob(journal=journal)
+        job.upstream({"broker 1": {api.END_TXN: 5}})
+        connection = Connection(1, "c", "b", 0)
+        software = named("librdkafka" if renews else "kafka-python", "2.16.0")
+        assert job.request(Exchange(connection, api.API_VERSIONS, 3, 1), software) == software
+        job.machine.initialised("t", OLD, 1, renews=1 in job._renewing)
+        job.request(Exchange(connection, api.ADD_OFFSETS_TO_TXN, 3, 77), encoded(requests(api.ADD_OFFSETS_TO_TXN, 3)))
+        request = requests(api.END_TXN, 3)
+        request.committed = False
+        ends = Exchange(connection, api.END_TXN, 3, 77)
+        job.request(ends, encoded(request))
+        answer = protocol.EndTxnResponse(
+            version=5, throttle_time_ms=0, error_code=0, producer_id=OLD[0], producer_epoch=OLD[1] + 1
+        )
+        answer.with_header(correlation_id=77)
+        made = job.response(ends, bytes(answer.encode(header=True, framed=True)))
+        told = protocol.EndTxnResponse.decode(made, version=3, header=True, framed=True)
+        assert told.error_code == (59 if renews else 0)
+        init = Exchange(connection, api.INIT_PRODUCER_ID, 4, 77)
+        assert job.request(init, encoded(requests(api.INIT_PRODUCER_ID, 4))) == b""
+        assert init.answer is not None
+        assert translate.initialised(init.answer, 4) == (0, Identity(OLD[0], OLD[1] + 1))
+        job.closed(connection)
+        assert not job._renewing
+        journal.close()

@@ -1,0 +1,384 @@
+"""The rules of docs/protect.md, one by one, on the machine alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eos.shim.protect.machine import (
+    CONCURRENT_TRANSACTIONS,
+    INVALID_PRODUCER_EPOCH,
+    LOAD_IN_PROGRESS,
+    NOT_ENOUGH_REPLICAS,
+    End,
+    Identity,
+    Machine,
+    Refused,
+    State,
+    Written,
+)
+
+A, B, C = 1, 2, 3  # connections
+V = Identity(4000, 7)
+P0, P1 = ("out", 0), ("out", 1)
+
+
+def real(epoch: int) -> Identity:
+    return Identity(4000, epoch)
+
+
+class Client:
+    """One transactional.id "t", initialised over connection A at epoch 7; short calls with defaults."""
+
+    def __init__(self) -> None:
+        self.machine = Machine()
+        self.machine.initialised("t", V, A)
+        self.epoch = 7
+
+    def add(self, connection: int = A, virtual: Identity = V, mark: str = "add") -> Identity:
+        return self.machine.opens("t", virtual, connection, mark)
+
+    def write(self, first: int, connection: int = A, records: int = 1, broker: int = 0, partition=P0) -> int:  # type: ignore[no-untyped-def]
+        """The sequence upstream."""
+        written = [Written(partition, first, records)]
+        identity, bases = self.machine.produces("t", V, connection, broker, written)
+        assert identity == self.machine.real("t")
+        return (first - bases[partition]) % 2**31
+
+    def offsets(self, connection: int = A, mark: str = "offsets") -> Identity:
+        return self.machine.commits_offsets("t", V, connection, "g", 0, mark)
+
+    def ask_end(self, committed: bool, connection: int = A) -> End:
+        return self.machine.ends("t", V, connection, committed, f"end {committed}")
+
+    def end(self, committed: bool, connection: int = A) -> None:
+        self.answered(self.ask_end(committed, connection))
+
+    def answered(self, end: End) -> None:
+        self.machine.ended("t", end, real(end.identity.epoch + 1))
+
+    def transaction(self, *sequences: int, committed: bool = True) -> None:
+        self.add()
+        for sequence in sequences:
+            self.write(sequence)
+        self.end(committed)
+
+
+@pytest.fixture
+def client() -> Client:
+    return Client()
+
+
+def refused(code: int, call: Callable[[], object]) -> None:
+    with pytest.raises(Refused) as caught:
+        call()
+    assert caught.value.code == code
+
+
+# Rule 1: identities and sequences.
+
+
+def test_every_transaction_has_a_real_epoch_of_its_own_while_the_client_keeps_its_one(client: Client) -> None:
+    for epoch in range(7, 12):
+        assert client.add() == real(epoch)
+        assert client.offsets() == real(epoch)
+        client.end(True)
+    assert client.machine.real("t") == real(12)
+
+
+def test_sequences_begin_at_zero_in_every_transaction(client: Client) -> None:
+    client.add()
+    assert [client.write(0, records=5), client.write(5)] == [0, 5]
+    client.end(True)
+    client.add()
+    assert [client.write(6), client.write(7)] == [0, 1]
+    assert client.write(0, partition=P1) == 0
+
+
+# Rule 2: EndTxn.
+
+
+def test_a_retry_of_an_end_goes_with_the_identity_of_the_transaction_it_belongs_to(client: Client) -> None:
+    client.add()
+    first = client.ask_end(True)
+    assert first == client.ask_end(True) == End(1, real(7), True)
+    client.answered(first)
+    assert client.machine.state("t") is State.ENDED
+    again = client.ask_end(True)
+    assert again == first
+    client.answered(again)
+    assert client.machine.real("t") == real(8)
+
+
+def test_a_second_answer_to_an_end_changes_nothing_in_the_next_transaction(client: Client) -> None:
+    client.add()
+    end = client.ask_end(True)
+    client.answered(end)
+    client.add()
+    client.machine.ended("t", end, real(8))
+    assert client.machine.state("t") is State.OPEN
+    client.end(False)
+    client.machine.ended("t", end, real(8))
+    assert client.machine.real("t") == real(9)
+
+
+def test_an_abort_after_a_commit_of_unknown_outcome_is_left_to_the_broker_to_judge(client: Client) -> None:
+    client.add()
+    client.ask_end(True)
+    assert client.ask_end(False) == End(1, real(7), False)
+
+
+def test_an_exhausted_epoch_is_followed_by_another_producer_id(client: Client) -> None:
+    client.add()
+    client.machine.ended("t", client.ask_end(True), Identity(5000, 0))
+    assert client.add() == Identity(5000, 0)
+
+
+# Rule 3: the challenge.
+
+
+def test_a_late_end_on_another_connection_is_refused_as_often_as_it_comes_on_a_new_one(client: Client) -> None:
+    client.transaction()
+    client.add()
+    for connection in range(10, 15):
+        refused(CONCURRENT_TRANSACTIONS, lambda number=connection: client.ask_end(True, number))  # type: ignore[misc]
+    assert client.machine.state("t") is State.OPEN
+
+
+def test_a_live_client_on_a_new_connection_asks_again_and_is_trusted_from_then_on(client: Client) -> None:
+    client.add()
+    refused(CONCURRENT_TRANSACTIONS, lambda: client.ask_end(True, B))
+    client.end(True, B)
+    assert client.add(B) == real(8)
+    refused(CONCURRENT_TRANSACTIONS, lambda: client.ask_end(True, A))
+
+
+def test_only_the_same_request_again_moves_the_trust(client: Client) -> None:
+    refused(CONCURRENT_TRANSACTIONS, lambda: client.add(B, mark="one"))
+    refused(CONCURRENT_TRANSACTIONS, lambda: client.add(B, mark="another"))
+    assert client.add(B, mark="one") == real(7)
+
+
+def test_a_challenge_ends_with_its_transaction(client: Client) -> None:
+    client.add()
+    refused(CONCURRENT_TRANSACTIONS, lambda: client.ask_end(True, B))
+    client.end(True)
+    refused(CONCURRENT_TRANSACTIONS, lambda: client.ask_end(True, B))
+    assert client.machine.state("t") is State.ENDED
+
+
+def test_after_an_abort_writes_are_challenged_on_every_broker_and_for_every_group(client: Client) -> None:
+    client.add()
+    client.write(0, broker=0)
+    client.offsets()
+    client.end(False)
+    client.add()
+    for broker in (0, 1):
+        refused(NOT_ENOUGH_REPLICAS, lambda number=broker: client.write(0, broker=number))  # type: ignore[misc]
+        assert client.write(0, broker=broker) == 0
+    refused(LOAD_IN_PROGRESS, client.offsets)
+    assert client.offsets() == real(8)
+
+
+def test_without_an_abort_the_first_write_to_another_broker_is_not_challenged(client: Client) -> None:
+    client.transaction(0)
+    client.add()
+    assert client.write(0, broker=1, connection=C, partition=P1) == 0
+
+
+@pytest.mark.parametrize("end", [None, True, False])
+def test_a_write_that_comes_while_no_transaction_is_open_is_refused_however_often(
+    client: Client, end: bool | None
+) -> None:
+    if end is not None:
+        client.transaction(0, committed=end)
+    for _ in range(3):
+        refused(NOT_ENOUGH_REPLICAS, lambda: client.write(1))
+        refused(LOAD_IN_PROGRESS, client.offsets)
+
+
+def test_nothing_is_opened_or_written_while_the_end_is_under_way(client: Client) -> None:
+    client.add()
+    client.ask_end(True)
+    refused(CONCURRENT_TRANSACTIONS, client.add)
+    refused(NOT_ENOUGH_REPLICAS, lambda: client.write(0))
+    refused(LOAD_IN_PROGRESS, client.offsets)
+
+
+# Rule 4: base sequences.
+
+
+def test_a_late_write_of_a_committed_transaction_is_refused_even_on_a_trusted_connection(client: Client) -> None:
+    client.transaction(0, 1, 2)
+    client.add()
+    refused(NOT_ENOUGH_REPLICAS, lambda: client.write(2))
+    assert client.write(3) == 0
+
+
+def test_after_an_abort_the_smallest_sequence_of_the_challenge_is_the_base(client: Client) -> None:
+    client.transaction(0, 1, 2, committed=False)
+    client.add()
+    for sequence in (1, 2, 3):
+        refused(NOT_ENOUGH_REPLICAS, lambda first=sequence: client.write(first))  # type: ignore[misc]
+    assert [client.write(sequence) for sequence in (2, 1, 3)] == [1, 0, 2]
+    client.end(True)
+    client.add()
+    assert client.write(4) == 0
+
+
+def test_a_late_write_of_an_aborted_transaction_does_not_lower_the_base_of_the_live_connection(client: Client) -> None:
+    client.transaction(0, 1, committed=False)
+    client.add()
+    refused(NOT_ENOUGH_REPLICAS, lambda: client.write(0, connection=B))  # the late copy
+    refused(NOT_ENOUGH_REPLICAS, lambda: client.write(1))
+    assert client.write(1) == 0
+    refused(NOT_ENOUGH_REPLICAS, lambda: client.write(0, connection=C))
+
+
+def test_a_partition_first_written_after_the_challenge_counts_from_its_first_write(client: Client) -> None:
+    client.transaction(0, committed=False)
+    client.add()
+    refused(NOT_ENOUGH_REPLICAS, lambda: client.write(1))
+    client.write(1)
+    assert [client.write(30, partition=P1), client.write(31, partition=P1)] == [0, 1]
+
+
+@given(st.lists(st.integers(1, 2**20), min_size=1, max_size=30), st.integers(0, 2**31 - 1))
+def test_sequences_that_wrap_around_stay_in_line(records: list[int], start: int) -> None:
+    client = Client()
+    client.transaction(committed=False)
+    client.add()
+    refused(NOT_ENOUGH_REPLICAS, lambda: client.write(start, records=1))
+    expected = 0
+    for count in records:
+        assert client.write(start, records=count) == expected
+        start, expected = (start + count) % 2**31, expected + count
+    client.end(True)
+    client.add()
+    assert client.write(start) == 0
+
+
+# Rules 5 and 6.
+
+
+def test_an_abort_of_a_transaction_nobody_saw_open_is_sent_on(client: Client) -> None:
+    assert client.ask_end(False) == End(1, real(7), False)
+    client.answered(client.ask_end(False))
+    client.transaction()
+    assert client.ask_end(False) == End(3, real(9), False)
+
+
+@pytest.mark.parametrize("identity", [Identity(4000, 6), Identity(4000, 8), Identity(1, 7)])
+def test_an_identity_nobody_gave_out_is_fenced(client: Client, identity: Identity) -> None:
+    for call in (
+        lambda: client.machine.opens("t", identity, A, "m"),
+        lambda: client.machine.commits_offsets("t", identity, A, "g", 0, "m"),
+        lambda: client.machine.produces("t", identity, A, 0, [Written(P0, 0, 1)]),
+        lambda: client.machine.ends("t", identity, A, True, "m"),
+        lambda: client.machine.bumps("t", identity),
+        lambda: client.machine.opens("unknown", V, A, "m"),
+    ):
+        refused(INVALID_PRODUCER_EPOCH, call)
+
+
+def test_a_new_init_fences_the_client_before_and_begins_afresh(client: Client) -> None:
+    client.transaction(0, committed=False)
+    client.machine.initialised("t", Identity(4000, 9), B)
+    refused(INVALID_PRODUCER_EPOCH, client.add)
+    assert client.machine.opens("t", Identity(4000, 9), B, "m") == real(9)
+    identity, bases = client.machine.produces("t", Identity(4000, 9), C, 0, [Written(P0, 0, 1)])
+    assert (identity, bases) == (real(9), {P0: 0})
+
+
+def test_an_overtaken_answer_to_an_init_does_not_bring_an_earlier_identity_back(client: Client) -> None:
+    client.machine.initialised("t", Identity(4000, 9), B)
+    client.machine.initialised("t", Identity(4000, 8), C)
+    assert client.machine.real("t") == real(9)
+
+
+# A client that asks for its next identity (KIP-360).
+
+
+def test_a_bump_inside_a_transaction_asks_the_broker_with_the_real_identity(client: Client) -> None:
+    client.transaction(0)
+    client.add()
+    assert client.machine.renewed("t", V, A) is None
+    assert client.machine.bumps("t", V) == real(8)
+    client.machine.initialised("t", Identity(4000, 9), A, bumped=V)
+    assert client.machine.opens("t", Identity(4000, 9), A, "m") == real(9)
+    refused(INVALID_PRODUCER_EPOCH, client.add)
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_bump_between_transactions_is_given_the_identity_nobody_used_yet(client: Client, committed: bool) -> None:
+    client.transaction(0, committed=committed)
+    assert client.machine.renewed("t", V, A) == real(8)
+    refused(INVALID_PRODUCER_EPOCH, client.add)
+    assert client.add(virtual=real(8)) == real(8)
+    assert client.machine.produces("t", real(8), A, 0, [Written(P0, 0, 1)]) == (real(8), {P0: 0})
+
+
+def test_the_same_bump_again_is_told_the_same_and_changes_nothing(client: Client) -> None:
+    client.transaction(0)
+    assert client.machine.renewed("t", V, A) == real(8)
+    client.add(virtual=real(8))
+    assert client.machine.renewed("t", V, B) == real(8)
+    assert client.machine.state("t") is State.OPEN
+    assert client.add(virtual=real(8)) == real(8)
+
+
+@pytest.fixture
+def renewing(client: Client) -> Client:
+    client.machine.initialised("t", Identity(4000, 8), A, renews=True)
+    return client
+
+
+U = real(8)
+
+
+def test_an_aborted_transaction_of_a_client_that_renews_ends_its_identity_too(renewing: Client) -> None:
+    machine = renewing.machine
+    renewing.add(virtual=U)
+    end = machine.ends("t", U, A, False, "end")
+    assert machine.ended("t", end, real(9))
+    for call in (
+        lambda: renewing.add(virtual=U),
+        lambda: machine.produces("t", U, A, 0, [Written(P0, 0, 1)]),
+        lambda: machine.commits_offsets("t", U, A, "g", 0, "offsets"),
+        lambda: machine.ends("t", U, A, True, "late commit"),
+    ):
+        refused(INVALID_PRODUCER_EPOCH, call)
+    assert machine.ends("t", U, A, False, "end") == end
+    assert machine.ended("t", end, real(9)), "the first answer was lost: it is told again"
+    assert machine.renewed("t", U, A) == real(9)
+    assert not machine.ended("t", end, real(9)), "an answer that was overtaken"
+    assert renewing.add(virtual=real(9)) == real(9)
+
+
+def test_a_commit_of_a_client_that_renews_is_only_a_commit(renewing: Client) -> None:
+    renewing.add(virtual=U)
+    assert not renewing.machine.ended("t", renewing.machine.ends("t", U, A, True, "end"), real(9))
+    assert renewing.add(virtual=U) == real(9)
+
+
+def test_a_write_of_a_client_that_renews_is_never_challenged_but_a_late_one_is_refused(renewing: Client) -> None:
+    machine = renewing.machine
+    renewing.add(virtual=U)
+    for number, connection in enumerate((A, B, C)):
+        assert machine.produces("t", U, connection, 0, [Written(P0, number, 1)])[1] == {P0: 0}
+    machine.ended("t", machine.ends("t", U, A, True, "end"), real(9))
+    renewing.add(virtual=U)
+    refused(NOT_ENOUGH_REPLICAS, lambda: machine.produces("t", U, B, 0, [Written(P0, 2, 1)]))
+    assert machine.produces("t", U, B, 0, [Written(P0, 3, 1)])[1] == {P0: 3}
+
+
+def test_the_longest_unused_transactional_id_is_forgotten() -> None:
+    machine = Machine(keep=2)
+    for name in ("a", "b"):
+        machine.initialised(name, V, A)
+    machine.opens("a", V, A, "m")
+    machine.initialised("c", V, A)
+    assert [machine.state(name) for name in "abc"] == [State.OPEN, None, State.EMPTY]

@@ -1,0 +1,70 @@
+"""The decision about a batch: every case of marker and checkpoint, and what is said."""
+
+from __future__ import annotations
+
+import pytest
+
+from spark_connector.marker import Decision, Marker, WrongProgress, decide, sink_key
+
+MINE, OTHER = "query-1", "query-2"
+SAME, DIFFERENT = "digest-1", "digest-2"
+
+
+def at(batch: int, query: str = MINE, adopted: int | None = None) -> Marker:
+    return Marker(query, batch, 10, SAME, adopted)
+
+
+WRITE, ADOPT, ALREADY = Decision.WRITE, Decision.ADOPT, Decision.ALREADY
+# The marker, the batch the query is at, the digest of its offsets, adopt_at -> what to do, or words of the refusal.
+CASES = [
+    (None, 0, SAME, None, WRITE),
+    (None, 1, SAME, None, "no marker of this sink"),
+    (None, 7, SAME, 7, ADOPT),
+    (None, 7, SAME, 6, "no marker of this sink"),
+    (None, 0, SAME, 0, WRITE),
+    (at(6), 7, SAME, None, WRITE),
+    (at(6), 7, DIFFERENT, None, WRITE),
+    (at(7), 7, SAME, None, ALREADY),
+    (at(7), 7, DIFFERENT, None, "other source offsets"),
+    (at(7), 7, DIFFERENT, 7, ADOPT),
+    (at(7), 7, SAME, 7, ALREADY),
+    (at(7, adopted=7), 7, SAME, 7, ALREADY),
+    (at(9), 7, SAME, None, "behind Kafka, whose last batch is 9"),
+    (at(5), 7, SAME, None, "ahead of Kafka, whose last batch is 5"),
+    (at(9), 7, SAME, 7, ADOPT),
+    # adopt_at stays in the program: it must not swallow a restored checkpoint later on.
+    (at(9, adopted=7), 7, SAME, 7, "adopt_at=7 was used already"),
+    (at(7, adopted=7), 7, DIFFERENT, 7, "adopt_at=7 was used already"),
+    (at(7, OTHER), 8, SAME, None, "belongs to query query-2, which wrote batch 7 last"),
+    (at(7, OTHER), 7, SAME, None, "belongs to query query-2"),
+    (at(7, OTHER), 0, SAME, None, "belongs to query query-2"),
+    (at(7, OTHER), 0, SAME, 0, ADOPT),
+    (at(7, OTHER, adopted=8), 8, SAME, 8, ADOPT),
+]
+
+
+@pytest.mark.parametrize(("marker", "batch", "offsets", "adopt_at", "expected"), CASES)
+def test_a_batch_is_written_once_or_refused(
+    marker: Marker | None, batch: int, offsets: str, adopt_at: int | None, expected: Decision | str
+) -> None:
+    if isinstance(expected, Decision):
+        assert decide(marker, MINE, batch, offsets, adopt_at) is expected
+    else:
+        with pytest.raises(WrongProgress, match=expected):
+            decide(marker, MINE, batch, offsets, adopt_at)
+
+
+def test_a_marker_comes_back_as_it_was_written() -> None:
+    for marker in (at(3), at(3, adopted=2), Marker("", "2013-01-01", 5, "")):
+        assert Marker.decode(marker.encode()) == marker
+
+
+@pytest.mark.parametrize("value", [b"", b"{}", b"[1]", b'{"version": 2}', b"\xff"])
+def test_what_is_no_marker_is_not_taken_for_one(value: bytes) -> None:
+    with pytest.raises(ValueError):
+        Marker.decode(value)
+
+
+def test_the_keys_of_streams_and_writes_never_meet() -> None:
+    keys = [sink_key("a"), sink_key("a", "b"), sink_key("a", ""), sink_key('a", "batch": "b'), sink_key("a/b")]
+    assert len(set(keys)) == len(keys)

@@ -1,0 +1,73 @@
+"""What the end of a query means: the words of Spark's source as an error of ours. Texts as Spark 4.2.0 writes them."""
+
+from __future__ import annotations
+
+import pytest
+
+from eos.errors import (
+    ConfigurationError,
+    EosError,
+    Fenced,
+    InputGone,
+    NotAuthorised,
+    PoisonRecord,
+    Temporary,
+    Unavailable,
+)
+from spark_connector.failures import to_line
+from spark_connector.run import error_of
+
+DATA_LOSS = """Job aborted due to stage failure: Task 1 in stage 4.0 failed 1 times, most recent failure: Lost task 1.0
+org.apache.spark.SparkException: [KAFKA_DATA_LOSS.COULD_NOT_READ_OFFSET_RANGE] Some data may have been lost because they
+are not available in Kafka any more; either the data was aged out by Kafka or the topic may have been deleted before all
+the data in the topic was processed.
+If you don't want your streaming query to fail on such cases, set the source option failOnDataLoss to false.
+Reason:
+Could not read records in offset [100, 300) for topic partition in-1
+with consumer group g. SQLSTATE: 22000
+\tat org.apache.spark.sql.kafka010.KafkaExceptions$.couldNotReadOffsetRange(KafkaExceptions.scala:168)
+Caused by: org.apache.kafka.clients.consumer.OffsetOutOfRangeException: Fetch position 100 is out of range for in-1
+"""
+OUT_OF_RANGE = (
+    "org.apache.kafka.clients.consumer.OffsetOutOfRangeException: Fetch position 0 is out of range for in-1\n at x"
+)
+DENIED = "org.apache.kafka.common.errors.TopicAuthorizationException: Not authorized to access topics: [in]\n at x"
+TLS = "org.apache.kafka.common.errors.SslAuthenticationException: SSL handshake failed"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "said"),
+    [
+        (
+            DATA_LOSS,
+            InputGone,
+            "the input at the checkpoint's offset is gone: Could not read records in offset [100, 300) for",
+        ),
+        (OUT_OF_RANGE, InputGone, "OffsetOutOfRangeException: Fetch position 0 is out of range for in-1"),
+        (DENIED, NotAuthorised, "TopicAuthorizationException: Not authorized to access topics: [in]"),
+        (TLS, ConfigurationError, "SSL handshake failed"),
+        ("x.UnknownTopicOrPartitionException: This server does not host this topic", Unavailable, "does not host"),
+        ("ExecutorLostFailure (executor 1 exited)\nmore", Temporary, "the query failed: ExecutorLostFailure"),
+    ],
+)
+def test_what_spark_s_source_says_is_one_sentence_with_a_worker_s_exit_code(
+    text: str, kind: type[EosError], said: str
+) -> None:
+    for error, failure in ((Exception(text), None), (Exception("[STREAM_FAILED] ..."), Exception(text))):
+        ended, trace = error_of(error, failure)
+        assert type(ended) is kind
+        assert said in str(ended)
+        assert "\n" not in str(ended)
+        assert "failOnDataLoss" not in str(ended)
+        assert trace == ""
+
+
+def test_what_the_sink_raised_is_kept_and_what_an_executor_told_wins() -> None:
+    fenced = Fenced("another query took over")
+    assert error_of(Exception("[STREAM_FAILED] BatchFailed: Fenced"), fenced)[0] is fenced
+    poison = PoisonRecord("f failed on in [0] offset 3", "in", 0, 3)
+    poison.__cause__ = ValueError("no")
+    told = Exception(f"org.apache.spark.SparkException: OffsetOutOfRangeException ... {to_line(poison)}")
+    ended, _ = error_of(Exception("[STREAM_FAILED]"), told)
+    assert isinstance(ended, PoisonRecord)
+    assert (ended.topic, ended.partition, ended.offset) == ("in", 0, 3)

@@ -1,0 +1,108 @@
+"""The rules of the administrative commands, without Kafka: what hangs, where a reset goes, a group's partition."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from eos.admin.cluster import Listed, OpenProducer
+from eos.admin.pending import partition_of
+from eos.admin.reset import parse_target
+from eos.admin.security import configuration
+from eos.admin.transactions import ENDED, ENDING, Verdict, judge
+from eos.errors import ConfigurationError, UsageError
+from eos.ownership import ABORTING
+from eos.settings import Settings
+
+SEEN = OpenProducer(("t", 0), 7, 3, 100, 0, 0)
+KNOWN = Listed("id", 7, 3, "Ongoing", 0, 0, 10_000, frozenset({("t", 0)}))
+
+
+@pytest.mark.parametrize("state", sorted(ENDED))
+def test_a_partition_whose_coordinator_is_done_hangs(state: str) -> None:
+    verdict, reason = judge(SEEN, dataclasses.replace(KNOWN, state=state), True)
+    assert verdict is Verdict.HANGING
+    assert state in reason
+
+
+@pytest.mark.parametrize("state", sorted(ENDING))
+def test_a_partition_whose_markers_are_under_way_does_not_hang(state: str) -> None:
+    assert judge(SEEN, dataclasses.replace(KNOWN, state=state), True)[0] is Verdict.ENDING
+
+
+def test_a_transaction_that_its_coordinator_knows_on_this_partition_is_open() -> None:
+    assert judge(SEEN, KNOWN, True)[0] is Verdict.OPEN
+
+
+@pytest.mark.parametrize("state", ["Ongoing", *sorted(ENDING)])
+def test_a_partition_that_the_coordinators_transaction_does_not_contain_hangs(state: str) -> None:
+    elsewhere = dataclasses.replace(KNOWN, state=state, partitions=frozenset({("t", 1)}))
+    assert judge(SEEN, elsewhere, True)[0] is Verdict.HANGING
+
+
+def test_a_producer_that_no_coordinator_knows_hangs_only_if_all_coordinators_could_be_asked() -> None:
+    assert judge(SEEN, None, True)[0] is Verdict.HANGING
+    assert judge(SEEN, None, False)[0] is Verdict.UNKNOWN
+
+
+def test_every_state_of_a_transaction_is_ended_ending_or_ongoing() -> None:
+    assert ENDED.isdisjoint(ENDING)
+    assert set(ABORTING) < ENDING
+    assert len(ENDED | ENDING | {"Ongoing"}) == 8  # TransactionState.java
+
+
+# ---- eos reset --from -----------------------------------------------------------------------------------------
+
+
+def test_where_a_reset_goes() -> None:
+    assert parse_target(["earliest"]).name == "earliest"
+    assert parse_target(["latest"]).name == "latest"
+    assert parse_target(["2013-07-04T12:00:00+00:00"]).timestamp_ms == 1372939200000
+    assert parse_target(["2013-07-04T12:00:00"]).offsets is None, "a time, not a topic with colons behind it"
+    assert parse_target(["a.b-c:3:17", "d:0:0"]).offsets == {("a.b-c", 3): 17, ("d", 0): 0}
+
+
+@pytest.mark.parametrize(
+    "texts", [[], ["yesterday"], ["earliest", "latest"], ["t:0:1", "earliest"], ["t:0"], ["t:0:-1"], ["t:0:1", "t:0:2"]]
+)
+def test_where_a_reset_cannot_go_is_a_usage_error(texts: list[str]) -> None:
+    with pytest.raises(UsageError, match="--from"):
+        parse_target(texts)
+
+
+# ---- the rest -------------------------------------------------------------------------------------------------
+
+
+def test_a_groups_partition_of_the_offsets_log_is_kafkas() -> None:
+    """By Java's String.hashCode: "" is 0, "ä" 228, "Aa" and "BB" 2112."""
+    assert partition_of("", 50) == 0
+    assert partition_of("ä", 50) == 228 % 50
+    assert partition_of("Aa", 50) == partition_of("BB", 50) == 2112 % 50
+    assert partition_of("polygenelubricants", 50) == 0  # hashCode is Integer.MIN_VALUE
+
+
+def test_tokens_without_a_source_are_a_configuration_error() -> None:
+    settings = Settings({"security.protocol": "sasl_ssl", "sasl.mechanism": "OAUTHBEARER"})
+    with pytest.raises(ConfigurationError, match=r"sasl\.oauthbearer\.method=oidc"):
+        configuration(settings, 1000)
+
+
+def test_a_callback_gives_the_token_of_the_admin_client_too() -> None:
+    asked: list[str] = []
+
+    def oauth_cb(text: str) -> tuple[str, float]:
+        asked.append(text)
+        return "token", 4_000_000_000.0
+
+    settings = Settings(
+        {
+            "security.protocol": "sasl_plaintext",
+            "sasl.mechanism": "OAUTHBEARER",
+            "oauth_cb": oauth_cb,
+            "sasl.oauthbearer.config": "a=b",
+        }
+    )
+    provider = configuration(settings, 1000)["sasl_oauth_token_provider"]
+    assert (provider.token(), provider.token()) == ("token", "token")
+    assert asked == ["a=b"], "a token is asked for again before its time"

@@ -1,0 +1,230 @@
+"""`async def` functions: all of a slice at once, outputs in the input's order, failures as of any other function."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+
+import eos
+import eos.testing
+from eos import App, Out, Record, concurrent, dlq, retry, skip
+from eos.app import Fed, Route, Send
+from eos.errors import PoisonRecord
+from eos.lineage import HEADER, Ledger, decode, feed_with_lineage
+
+
+@pytest.fixture(autouse=True)
+def _loop_ends() -> Iterator[None]:
+    yield
+    concurrent.close()
+
+
+def route(function: Callable[[Any], Any], **more: Any) -> Route:
+    app = App("app")
+    app.process("in", to="out", **more)(function)
+    return app.routes["in"]
+
+
+def records(*values: bytes) -> list[Record]:
+    return [Record("in", 0, offset, value=value) for offset, value in enumerate(values)]
+
+
+def feed(made: Route, given: list[Record]) -> tuple[list[bytes | None], Fed]:
+    put: list[bytes | None] = []
+    return put, made.feed(given, lambda topic, value, *_: put.append(value), refuse)
+
+
+def refuse(error: Exception, send: Send) -> None:
+    raise error
+
+
+def test_all_records_of_a_feed_are_run_at_once_and_their_outputs_keep_their_order() -> None:
+    at_once = most = 0
+
+    async def slowest_first(record: Record) -> bytes | None:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        await asyncio.sleep(0.05 / (record.offset + 1))
+        at_once -= 1
+        return record.value
+
+    values = [b"%d" % n for n in range(20)]
+    put, fed = feed(route(slowest_first), records(*values))
+    assert (put, fed) == (values, Fed(20, 20, None))
+    assert most == 20
+
+
+def test_a_feed_stops_at_the_first_that_failed_and_what_was_done_behind_it_is_not_done_again() -> None:
+    runs: dict[bytes, int] = {}
+
+    async def f(value: bytes) -> bytes:
+        runs[value] = runs.get(value, 0) + 1
+        await asyncio.sleep(0)
+        if value.startswith(b"bad"):
+            raise ValueError(value.decode())
+        return value
+
+    made, given = route(f), records(b"a", b"bad 1", b"b", b"bad 2", b"c")
+    put, fed = feed(made, given)
+    assert (put, fed.sent, fed.handled, str(fed.error)) == ([b"a"], 1, 1, "bad 1")
+    put, fed = feed(made, given[2:])
+    assert (put, fed.sent, fed.handled, str(fed.error)) == ([b"b"], 1, 1, "bad 2")
+    put, fed = feed(made, given[4:])
+    assert (put, fed) == ([b"c"], Fed(1, 1, None))
+    assert set(runs.values()) == {1}
+    feed(made, given[4:])
+    assert runs[b"c"] == 2, "what was sent is forgotten"
+
+
+def test_a_record_that_is_tried_again_is_run_again() -> None:
+    runs = 0
+
+    async def f(value: bytes) -> bytes:
+        nonlocal runs
+        runs += 1
+        if runs == 1:
+            raise ValueError
+        return b"%d" % runs
+
+    made, given = route(f), records(b"a")
+    assert feed(made, given)[1].error is not None
+    assert feed(made, given) == ([b"2"], Fed(1, 1, None))
+
+
+def test_a_record_that_is_tried_again_alone_does_not_make_those_behind_it_run_again() -> None:
+    runs: dict[bytes, int] = {}
+
+    async def f(value: bytes) -> bytes:
+        runs[value] = runs.get(value, 0) + 1
+        if value == b"bad" and runs[value] < 3:
+            raise ValueError
+        return value
+
+    app = App("app")
+    app.process("in", to="out", on_error=retry(2))(f)
+    ran = eos.testing.run(app, [("in", value) for value in (b"a", b"bad", b"b", b"c")])
+    assert ran.values("out") == [b"a", b"bad", b"b", b"c"]
+    assert runs == {b"a": 1, b"bad": 3, b"b": 1, b"c": 1}
+
+
+def test_decoding_results_and_async_generators_are_as_in_other_functions() -> None:
+    async def generated(order: dict[str, int]) -> AsyncIterator[object]:
+        yield order["n"]
+        await asyncio.sleep(0)
+        yield None
+        yield Out("x", key="k")
+
+    made = route(generated, on_error=skip)
+    assert [send[1:3] for send in made.outputs(Record("in", 0, 0, value=b'{"n":7}'))] == [(b"7", None), (b"x", b"k")]
+    app = App("app")
+    app.process("in", to="out", on_error=dlq)(generated)
+    ran = eos.testing.run(app, [("in", {"n": 1}), ("in", "no"), ("in", {"n": 2})])
+    assert ran.values("out") == [b"1", b"x", b"2", b"x"]
+    assert ran.values("in.dlq") == [b"no"]
+    with pytest.raises(PoisonRecord, match="generated failed on in"):
+        app = App("app")
+        app.process("in", to="out")(generated)
+        eos.testing.run(app, [("in", "no")])
+
+
+def test_an_async_batch_function_is_run_to_its_end() -> None:
+    app = App("app")
+
+    @app.process_batch("in", to="out", on_error=dlq)
+    async def batch(batch: list[Record]) -> list[Out]:
+        await asyncio.sleep(0)
+        return [record.out(b"%d" % (1 // int(record.value or b"0"))) for record in batch]
+
+    ran = eos.testing.run(app, [("in", "1"), ("in", "0"), ("in", "1")])
+    assert (ran.values("out"), ran.values("in.dlq")) == ([b"1", b"1"], [b"0"])
+
+
+def test_lineage_knows_which_output_is_of_which_record() -> None:
+    async def f(value: bytes) -> list[bytes]:
+        await asyncio.sleep(0.01 / len(value))
+        return [value] * len(value)
+
+    ledger, put = Ledger(), []
+    ledger.begin(("in", 0), 0, None)
+    fed = feed_with_lineage(route(f).each, ledger)(records(b"a", b"bb"), lambda *send: put.append(send), refuse)
+    assert fed == Fed(3, 2, None)
+    assert [decode(send[7][-1][1])[2:] for send in put] == [(0, 0, 1, 0), (1, 0, 2, 1), (1, 1, 2, 2)]
+    assert put[0][7][-1][0] == HEADER
+
+
+def test_at_most_so_many_are_run_at_once() -> None:
+    from eos.handling import Handler
+    from tests.unit.test_policies import Txn
+
+    app = App("app")
+
+    @app.process("in", to="out")
+    async def f(value: bytes) -> bytes:
+        return value
+
+    txn = Txn()
+    assert Handler(app, concurrent_most=3).handle(txn, records(*[b"x"] * 8)) is None
+    assert txn.fed == [3, 3, 2]
+
+
+def test_hooks_and_functions_share_one_event_loop() -> None:
+    loops = []
+    app = App("app")
+
+    @app.on_start
+    async def opened() -> None:
+        loops.append(asyncio.get_running_loop())
+
+    @app.process("in")
+    async def f(value: bytes) -> None:
+        loops.append(asyncio.get_running_loop())
+
+    @app.on_stop
+    async def closed() -> None:
+        loops.append(asyncio.get_running_loop())
+
+    eos.testing.run(app, [("in", "a"), ("in", "b")])
+    assert len(loops) == 4
+    assert len(set(map(id, loops))) == 1
+    assert loops[0].is_closed()
+
+
+def test_a_coroutine_that_is_cancelled_from_within_fails_as_its_record() -> None:
+    async def f(value: bytes) -> None:
+        raise asyncio.CancelledError
+
+    assert isinstance(feed(route(f), records(b"a"))[1].error, RuntimeError)
+
+
+class Stop(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["while it waits", "while it works"])
+def test_what_a_signal_raises_comes_out_of_running_coroutines(busy: bool) -> None:
+    async def f(value: bytes) -> None:
+        while busy:
+            await asyncio.sleep(0)
+            time.sleep(0.001)
+        await asyncio.sleep(60)
+
+    def raising(*_: object) -> None:
+        raise Stop
+
+    before = signal.signal(signal.SIGUSR1, raising)
+    timer = threading.Timer(0.1, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1))
+    timer.start()
+    try:
+        with pytest.raises(Stop):
+            feed(route(f), records(b"a", b"b"))
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+        concurrent.close()

@@ -1,0 +1,93 @@
+"""The examples in docs/deploy are read: YAML without a second meaning, and a unit that systemd takes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from eos.settings import OPTIONS
+
+DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"
+UNIT = DEPLOY / "eos-worker@.service"
+
+
+class StrictLoader(yaml.SafeLoader):
+    """Refuses a key that is there twice, which YAML's own loader silently takes for the last one."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep) for key, _ in node.value]
+        twice = {key for key in keys if keys.count(key) > 1}
+        if twice:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice} is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def documents() -> dict[str, Any]:
+    text = (DEPLOY / "kubernetes.yaml").read_text()
+    return {document["kind"]: document for document in yaml.load_all(text, StrictLoader)}
+
+
+def test_the_statefulset_gives_workers_stable_names_probes_and_time_to_stop() -> None:
+    found = documents()
+    assert set(found) == {"Service", "StatefulSet"}
+    spec = found["StatefulSet"]["spec"]
+    assert spec["serviceName"] == found["Service"]["metadata"]["name"]
+    labels = spec["template"]["metadata"]["labels"].items()
+    assert spec["selector"]["matchLabels"].items() <= labels
+    assert found["Service"]["spec"]["selector"].items() <= labels
+    pod = spec["template"]["spec"]
+    (worker,) = pod["containers"]
+    environment = {item["name"]: item for item in worker["env"]}
+    assert environment["EOS_INSTANCE"]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
+    shutdown_s = int(environment["EOS_SHUTDOWN_TIMEOUT_MS"]["value"]) / 1000
+    assert pod["terminationGracePeriodSeconds"] >= shutdown_s + 10
+    assert worker["livenessProbe"]["httpGet"]["path"] == "/livez"
+    assert worker["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    (port,) = worker["ports"]
+    assert {worker[probe]["httpGet"]["port"] for probe in ("livenessProbe", "readinessProbe")} == {port["name"]}
+    assert worker["args"][worker["args"].index("--http-port") + 1] == str(port["containerPort"])
+    known = {name.upper().replace(".", "_") for name in OPTIONS} | {"KAFKA_BOOTSTRAP_SERVERS"}
+    assert environment.keys() <= known
+
+
+def test_a_key_that_is_there_twice_is_refused() -> None:
+    with pytest.raises(yaml.constructor.ConstructorError, match="twice"):
+        yaml.load("{a: 1, a: 2}", StrictLoader)
+
+
+def unit() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for line in UNIT.read_text().splitlines():
+        if "=" in line and not line.startswith("#"):
+            name, _, value = line.partition("=")
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def test_the_unit_gives_a_worker_time_to_stop_and_restarts_only_what_a_restart_can_mend() -> None:
+    found = unit()
+    environment = dict(value.split("=", 1) for value in found["Environment"])
+    assert int(found["TimeoutStopSec"][0]) >= int(environment["EOS_SHUTDOWN_TIMEOUT_MS"]) / 1000 + 10
+    assert "%i" in environment["EOS_INSTANCE"]
+    assert found["Restart"] == ["on-failure"]
+    never = set(map(int, found["RestartPreventExitStatus"][0].split()))
+    assert never == {64, 65, 66, 70, 77, 78, 79}
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze on this machine")
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    copy = tmp_path / UNIT.name
+    copy.write_text(UNIT.read_text())
+    checked = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(copy)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert checked.returncode == 0, checked.stderr
+    # It also complains of what is wrong with the machine; what it says of ours must be nothing.
+    ours = [line for line in checked.stderr.splitlines() if re.search(re.escape(UNIT.stem), line)]
+    assert not ours, checked.stderr

@@ -1,0 +1,341 @@
+"""Health without Kafka: the rule for live and ready, incidents in words, metrics, and the server's manners."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from eos import log
+from eos.errors import ConfigurationError, UsageError
+from eos.health import metrics
+from eos.health.board import Board
+from eos.health.incidents import Incidents, words
+from eos.health.server import HealthServer, parse_address
+from eos.health.status import Distribution, PartitionLag, Sample, Status, judge, judge_report, stuck_after_s
+from eos.observe import Histogram, Pulse
+from eos.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+WELL = Sample(in_group=True, unresolved=0, lags=[])
+LIMIT_S = 60.0
+
+
+def a_status(**more: object) -> Status:
+    values: dict[str, object] = {"app": "a", "instance": "i", "pid": 1, "started_at": 1.0, "at": 2.0, "ready": True}
+    return Status(**(values | more))  # type: ignore[arg-type]
+
+
+# ---- live and ready ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("doing", "what", "since", "moved", "sample", "live", "ready", "reason"),
+    [
+        ("polling", "", 0.0, 99.9, WELL, True, True, "running"),
+        ("handling", "", 41.0, 41.0, WELL, True, True, "handling records"),
+        ("handling", "", 39.0, 39.0, WELL, False, False, "stuck for 61 s while handling records at f (x.py:3)"),
+        ("calling", "commit", 0.0, 39.0, WELL, False, False, "stuck for 61 s while calling commit at f (x.py:3)"),
+        ("calling", "commit", 98.0, 98.0, WELL, True, True, "running"),
+        ("calling", "commit", 10.0, 95.0, WELL, True, False, "waiting for the cluster for 90 s (commit)"),
+        ("polling", "", 0.0, 99.9, None, True, False, "not in its group yet, or its cluster does not answer"),
+        (
+            "polling",
+            "",
+            0.0,
+            99.9,
+            Sample(False, 0, []),
+            True,
+            False,
+            "not in its group yet",
+        ),
+        (
+            "polling",
+            "",
+            0.0,
+            99.9,
+            Sample(True, 3, []),
+            True,
+            False,
+            "waiting for the committed offsets of 3 partitions",
+        ),
+        ("polling", "", 0.0, 99.9, Sample(True, 0, [], 4.0), True, False, "waiting for the cluster for 4 s (commit)"),
+        ("starting", "", 0.0, 0.0, None, True, False, "starting"),
+        ("stopping", "", 99.0, 99.0, WELL, True, False, "stopping"),
+        ("stopping", "", 30.0, 30.0, WELL, False, False, "stuck for 70 s while stopping"),
+        ("stopped", "", 99.0, 99.0, WELL, False, False, "stopped"),
+    ],
+)
+def test_live_is_to_move_and_ready_is_to_be_in_the_group_with_a_cluster_that_answers(
+    doing: str, what: str, since: float, moved: float, sample: Sample | None, live: bool, ready: bool, reason: str
+) -> None:
+    verdict = judge((doing, what, since, moved), 100.0, LIMIT_S, sample, "f (x.py:3)")
+    assert (verdict.live, verdict.ready) == (live, ready)
+    assert verdict.reason.startswith(reason)
+
+
+def test_a_pulse_keeps_when_the_same_doing_began_and_notes_each_move() -> None:
+    pulse = Pulse()
+    pulse.beat("calling", "commit")
+    _, _, since, moved = pulse.now
+    time.sleep(0.01)
+    pulse.beat("calling", "commit")
+    assert pulse.now[2] == since
+    assert pulse.now[3] > moved
+    pulse.beat("calling", "flush")
+    assert pulse.now[2] > since
+
+
+def test_what_another_thread_does_for_it_does_not_make_a_stuck_thread_look_alive() -> None:
+    pulse = Pulse()
+    before = pulse.now
+    committer = threading.Thread(target=pulse.beat, args=("calling", "commit"))
+    committer.start()
+    committer.join()
+    assert pulse.now == before
+
+
+@pytest.mark.parametrize(
+    ("given", "limit_s"),
+    [
+        ({}, 60),
+        ({"eos.liveness.timeout.ms": 5_000}, 15),
+        ({"eos.liveness.timeout.ms": 5_000, "eos.call.timeout.ms": 1_000, "transaction.timeout.ms": 5_000}, 11),
+        ({"transaction.timeout.ms": 300_000}, 300),
+        ({"eos.call.timeout.ms": 90_000}, 100),
+    ],
+)
+def test_a_worker_may_stand_still_for_as_long_as_a_transaction_or_a_call_may(
+    given: dict[str, int], limit_s: float
+) -> None:
+    assert stuck_after_s(Settings(given)) == limit_s
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "live", "ready", "reason"),
+    [(1.0, True, True, "starting"), (6.0, True, False, "has not reported"), (61.0, False, False, "has not reported")],
+)
+def test_a_supervised_worker_that_is_silent_is_not_ready_and_later_not_live(
+    silent_s: float, live: bool, ready: bool, reason: str
+) -> None:
+    verdict = judge_report(a_status(), silent_s)
+    assert (verdict.live, verdict.ready) == (live, ready)
+    assert verdict.reason.startswith(reason)
+
+
+# ---- incidents ---------------------------------------------------------------------------------------------
+
+
+def test_incidents_are_warnings_and_the_few_telling_events_in_words_whatever_the_log_level(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log.configure(level="error")
+    with Incidents() as incidents:
+        log.info("nothing to tell", number=1)
+        log.info("producer replaced", reason="abort", transactional_id="a-1", epoch=4, state="Ready")
+        log.warning("transaction aborted", reason="send_offsets: the group moved on", transactional_id="a-1", tries=2)
+    assert [(i.level, i.text) for i in incidents.last()] == [
+        ("info", "producer replaced: abort"),
+        ("warning", "transaction aborted: send_offsets: the group moved on (tries 2)"),
+    ]
+    assert capsys.readouterr().err == "", "the log itself keeps its level"
+    assert log.logger.level == logging.ERROR
+    log.configure()
+
+
+def test_words_name_what_is_left_when_there_is_no_reason() -> None:
+    assert words("worker stuck", {"seconds": 3, "group": "g"}) == "worker stuck (seconds 3)"
+
+
+# ---- metrics -----------------------------------------------------------------------------------------------
+
+
+def full_status() -> Status:
+    histogram = Histogram((0.1, 1.0))
+    for seconds in (0.1, 0.11, 5.0):
+        histogram.observe(seconds)
+    seen = Distribution(histogram.bounds, tuple(histogram.counts), histogram.total)
+    return a_status(
+        records_in=7,
+        aborts={"rebalance": 2, "seek": 1},
+        poison={"stop": 0, "dlq": 3, "skip": 0},
+        commit_seconds=seen,
+        lags=[PartitionLag("t", 0, 5), PartitionLag("t", 1, None)],
+    )
+
+
+def samples(*statuses: Status) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    text, content_type = metrics.exposition(lambda: statuses, "")
+    assert content_type.startswith("text/plain")
+    found = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            key = (sample.name, frozenset(sample.labels.items()))
+            assert key not in found, f"{key} twice"
+            found[key] = sample.value
+    return found
+
+
+def test_a_scrape_parses_and_says_what_the_status_says() -> None:
+    mine = {("app", "a"), ("worker", "i")}
+    found = samples(full_status())
+    assert found["eos_records_in_total", frozenset(mine)] == 7
+    assert found["eos_transactions_aborted_total", frozenset(mine | {("cause", "rebalance")})] == 2
+    assert found["eos_transactions_aborted_total", frozenset(mine | {("cause", "seek")})] == 1
+    assert found["eos_transactions_aborted_total", frozenset(mine | {("cause", "refused")})] == 0, (
+        "rate() needs the zero"
+    )
+    assert found["eos_poison_records_total", frozenset(mine | {("policy", "dlq")})] == 3
+    assert found["eos_lag_records", frozenset(mine | {("topic", "t"), ("partition", "0")})] == 5
+    assert not any("1" in dict(labels).get("partition", "") for name, labels in found if name == "eos_lag_records")
+    buckets = [found["eos_commit_seconds_bucket", frozenset(mine | {("le", le)})] for le in ("0.1", "1.0", "+Inf")]
+    assert buckets == [1, 2, 3]
+    assert found["eos_commit_seconds_count", frozenset(mine)] == 3
+    assert found["eos_commit_seconds_sum", frozenset(mine)] == pytest.approx(5.21)
+
+
+def test_several_workers_differ_by_a_label_and_one_that_never_reported_is_left_out() -> None:
+    found = samples(full_status(), a_status(instance="j"), a_status(app="", instance="k"))
+    assert {dict(labels)["worker"] for name, labels in found if name == "eos_ready"} == {"i", "j"}
+
+
+def test_every_metric_has_a_base_unit_a_help_and_is_named_in_names() -> None:
+    shown = {name for name, _ in samples(full_status())}
+    assert shown == metrics.names()
+    assert len(shown) > 20
+    assert not [name for name in shown if name.endswith(("_ms", "_millis", "_kb"))]
+
+
+def test_the_dashboard_and_the_documentation_name_metrics_that_exist_and_the_documentation_all_of_them() -> None:
+    dashboard = json.loads((ROOT / "docs/grafana-dashboard.json").read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked += [str(variable["query"]) for variable in dashboard["templating"]["list"]]
+    named = {name for text in asked for name in re.findall(r"\beos_\w+", text)}
+    assert len(named) > 15
+    assert named <= metrics.names(), named - metrics.names()
+    documented = set(re.findall(r"\beos_[a-z_]+\b", (ROOT / "docs/operations.md").read_text()))
+    known = {re.sub("_(bucket|sum|count)$", "", name) for name in metrics.names()}
+    assert documented == known
+
+
+def test_without_prometheus_client_health_is_importable_and_metrics_say_what_to_install() -> None:
+    program = (
+        "import sys; sys.modules['prometheus_client'] = None; sys.modules['watchfiles'] = None\n"
+        "import eos.cli.run, http.client\n"
+        "from eos.health.board import Board; from eos.health.server import HealthServer\n"
+        "with HealthServer(('127.0.0.1', 0), Board(list)) as server:\n"
+        "    ask = http.client.HTTPConnection('127.0.0.1', server.port); ask.request('GET', '/metrics')\n"
+        "    answer = ask.getresponse(); print(answer.status, answer.read().decode())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stdout.startswith("501 the metrics need prometheus-client: pip install 'eos-kafka[metrics]'"), ended
+
+
+# ---- the server --------------------------------------------------------------------------------------------
+
+
+class Answers:
+    """A server over statuses that a test may change."""
+
+    def __init__(self) -> None:
+        self.statuses = [a_status()]
+        self.server = HealthServer(("127.0.0.1", 0), Board(lambda: self.statuses))
+
+    def ask(self, path: str, method: str = "GET") -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=10)
+        connection.request(method, path)
+        answer = connection.getresponse()
+        body = answer.read().decode()
+        connection.close()
+        return answer.status, body
+
+
+@pytest.fixture
+def answers() -> Iterator[Answers]:
+    made = Answers()
+    with made.server:
+        yield made
+
+
+def test_probes_answer_200_only_if_it_holds_for_every_worker_and_say_why(answers: Answers) -> None:
+    assert answers.ask("/livez") == (200, "ok i: starting\n")
+    answers.statuses = [a_status(), a_status(instance="j", ready=False, reason="joining")]
+    assert answers.ask("/livez")[0] == 200
+    assert answers.ask("/readyz") == (503, "ok i: starting\nNOT OK j: joining\n")
+    answers.statuses = [a_status(live=False, ready=False, reason="stuck")]
+    assert answers.ask("/livez") == (503, "NOT OK i: stuck\n")
+
+
+def test_what_is_not_there_is_404_a_wrong_since_is_400_and_head_has_no_body(answers: Answers) -> None:
+    assert answers.ask("/nope")[0] == 404
+    assert answers.ask("/status.json?since=yesterday")[0] == 400
+    assert answers.ask("/livez", "HEAD") == (200, "")
+    assert answers.ask("/livez", "POST")[0] == 501
+
+
+def test_the_page_needs_nothing_from_outside(answers: Answers) -> None:
+    code, page = answers.ask("/")
+    assert code == 200
+    assert not re.search(r"(src|href)\s*=\s*[\"']?(https?:)?//", page)
+    assert not re.search(r"@import|url\(", page)
+    assert "innerHTML" not in page, "a topic's name is text and never markup"
+
+
+def test_the_board_hands_out_only_the_points_that_are_not_known_yet() -> None:
+    board = Board(lambda: [a_status(records_in=5)])
+    board.note([a_status(records_in=5)])
+    (point,) = board.view().history["i"]
+    assert point[1:] == (5, 0, 0)
+    assert board.view(point[0]).history["i"] == []
+
+
+def test_clients_that_say_nothing_are_limited_and_do_not_hold_up_the_probes_for_long(answers: Answers) -> None:
+    silent = [socket.create_connection(("127.0.0.1", answers.server.port)) for _ in range(40)]
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            assert answers.ask("/livez")[0] == 200
+            break
+        except (OSError, http.client.HTTPException):
+            assert time.monotonic() < deadline, "silent clients hold the server"
+            time.sleep(0.1)
+    assert threading.active_count() < 60
+    for connection in silent:
+        connection.close()
+
+
+def test_a_port_that_is_taken_is_a_configuration_error_with_the_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"--http-port 127.0.0.1:{port}: Address already in use"):
+            HealthServer(("127.0.0.1", port), Board(list))
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("8080", ("", 8080)),
+        ("127.0.0.1:0", ("127.0.0.1", 0)),
+        ("[::1]:9", ("::1", 9)),
+        ("localhost:9", ("localhost", 9)),
+    ],
+)
+def test_an_address_is_a_port_or_a_host_and_a_port(text: str, address: tuple[str, int]) -> None:
+    assert parse_address(text) == address
+
+
+@pytest.mark.parametrize("text", ["", "http", "host:", "70000", "-1", "1.5"])
+def test_an_address_that_is_none_is_a_usage_error(text: str) -> None:
+    with pytest.raises(UsageError, match="expected PORT or HOST:PORT"):
+        parse_address(text)

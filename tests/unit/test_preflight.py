@@ -1,0 +1,256 @@
+"""What preflight says of a cluster: each check on the facts that make it speak; a fit cluster is left alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import pytest
+
+from eos.admin.cluster import OFFSETS_LOG, TRANSACTION_LOG
+from eos.admin.facts import Facts, Topic
+from eos.admin.preflight import REQUIRED_APIS, Finding, Level, Need, judge, need_of, raise_first
+from eos.errors import ConfigurationError, EosError, NotAuthorised, Unavailable
+from eos.settings import Settings
+
+SAFE = {"min.insync.replicas": "2", "unclean.leader.election.enable": "false"}
+BROKER = {
+    "transaction.max.timeout.ms": "900000",
+    "group.min.session.timeout.ms": "6000",
+    "group.max.session.timeout.ms": "1800000",
+    "transactional.id.expiration.ms": "604800000",
+    "transaction.state.log.replication.factor": "3",
+    "transaction.state.log.min.isr": "2",
+    "offsets.topic.replication.factor": "3",
+}
+RIGHTS = frozenset({"READ", "WRITE", "DESCRIBE"})
+
+
+def topic(**changes: Any) -> Topic:
+    fit = Topic(True, partitions=8, replicas=3, in_sync=3, operations=RIGHTS, config=SAFE)
+    return dataclasses.replace(fit, **changes)
+
+
+GONE = Topic(exists=False)
+NEED = Need(
+    inputs=("in",),
+    outputs=("out",),
+    group="app",
+    transactional_ids=("app-one", "app-one-alternate"),
+    session_timeout_ms=10_000,
+)
+
+
+def facts(**changes: Any) -> Facts:
+    """Three brokers on which everything is right, but for `changes`; `in_`, `out`, `ids`, `offsets` replace a topic."""
+    names = {"in_": "in", "out": "out", "ids": TRANSACTION_LOG, "offsets": OFFSETS_LOG}
+    topics = {name: topic() for name in names.values()}
+    topics |= {names[key]: changes.pop(key) for key in list(changes) if key in names}
+    broker = {**BROKER, **changes.pop("broker", {})}
+    values: dict[str, Any] = {
+        "servers": "b:9092",
+        "brokers": 3,
+        "controller_version": 2,
+        "apis": frozenset(REQUIRED_APIS),
+        "broker_config": broker,
+        "topics": topics,
+        "group_operations": RIGHTS,
+    }
+    return Facts(**(values | changes))
+
+
+def spoken(found: list[Finding]) -> list[Finding]:
+    return [f for f in found if f.level is not Level.OK]
+
+
+def test_a_fit_cluster_passes_every_check_and_each_check_says_so() -> None:
+    found = judge(NEED, facts())
+    assert spoken(found) == []
+    assert [f.check for f in found] == [
+        "brokers",
+        "authorised",
+        "topics",
+        "topics",
+        "transaction log",
+        "transaction log",
+        "timeouts",
+        "durability",
+    ]
+    raise_first(found)
+
+
+# What is wrong, the check that says it, with which error, and what its sentence and its remedy name.
+FAILURES: list[tuple[str, dict[str, Any], str, type[EosError], str]] = [
+    ("a broker too old", {"apis": frozenset({"InitProducerId"})}, "brokers", Unavailable, "upgrade them to Kafka 3.0"),
+    ("a missing input", {"in_": GONE}, "topics", Unavailable, "topic in does not exist at b:9092: create it"),
+    ("a missing output", {"out": GONE}, "topics", Unavailable, "topic out does not exist"),
+    ("an input not to be seen", {"in_": Topic(None)}, "authorised", NotAuthorised, "READ on topic in"),
+    (
+        "an input not to be read",
+        {"in_": topic(operations=frozenset({"DESCRIBE", "WRITE"}))},
+        "authorised",
+        NotAuthorised,
+        "topic in: not authorised to READ it: add an ACL that allows READ on topic in",
+    ),
+    (
+        "an output not to be written",
+        {"out": topic(operations=frozenset({"DESCRIBE", "READ"}))},
+        "authorised",
+        NotAuthorised,
+        "WRITE on topic out",
+    ),
+    (
+        "a group not to be seen",
+        {"group_denied": True, "group_operations": None},
+        "authorised",
+        NotAuthorised,
+        "group app",
+    ),
+    ("a group not to be used", {"group_operations": frozenset({"DESCRIBE"})}, "authorised", NotAuthorised, "group app"),
+    (
+        "an id not to be used",
+        {"denied_ids": frozenset({"app-one-alternate"})},
+        "authorised",
+        NotAuthorised,
+        "WRITE on transactional.id app-one-alternate",
+    ),
+    (
+        "a transaction log of more copies than brokers (K4)",
+        {"brokers": 1, "ids": GONE},
+        "transaction log",
+        ConfigurationError,
+        "transaction.state.log.replication.factor=3 with 1 broker, so no transaction can begin",
+    ),
+    (
+        "an offsets log of more copies than brokers",
+        {"brokers": 2, "offsets": GONE},
+        "transaction log",
+        ConfigurationError,
+        "offsets.topic.replication.factor=3 with 2 brokers, so no group can commit",
+    ),
+    (
+        "a transaction log that asks for more in sync than it will have",
+        {"ids": GONE, "broker": {"transaction.state.log.min.isr": "4"}},
+        "transaction log",
+        ConfigurationError,
+        "transaction.state.log.min.isr=4",
+    ),
+    (
+        "a transaction log that asks for more in sync than it has",
+        {"ids": topic(replicas=1, in_sync=1)},
+        "transaction log",
+        ConfigurationError,
+        "min.insync.replicas=2 with 1 copy of each partition",
+    ),
+    (
+        "a transaction timeout above the brokers'",
+        {"broker": {"transaction.max.timeout.ms": "5000"}},
+        "timeouts",
+        ConfigurationError,
+        "transaction.max.timeout.ms=5000: set transaction.timeout.ms to at most 5000",
+    ),
+    (
+        "a session timeout that the brokers do not take",
+        {"broker": {"group.min.session.timeout.ms": "20000"}},
+        "timeouts",
+        ConfigurationError,
+        "session.timeout.ms=10000 is not between the brokers' 20000 and 1800000",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "error", "words"), [f[1:] for f in FAILURES], ids=[f[0] for f in FAILURES]
+)
+def test_a_failure_is_one_sentence_with_what_to_change_and_its_exit_code(
+    changes: dict[str, Any], check: str, error: type[EosError], words: str
+) -> None:
+    failed = [f for f in judge(NEED, facts(**changes)) if f.level is Level.FAILED]
+    assert failed
+    assert {f.check for f in failed} == {check}
+    assert failed[0].remedy
+    with pytest.raises(error) as raised:
+        raise_first(failed)
+    assert type(raised.value) is error
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+WEAK: list[tuple[str, dict[str, Any], str]] = [
+    ("an output of one copy", {"out": topic(replicas=1)}, "topic out can lose acknowledged records: it has 1 copy"),
+    ("offsets of two copies", {"offsets": topic(replicas=2)}, f"topic {OFFSETS_LOG} can lose acknowledged records"),
+    ("ids with one in sync", {"ids": topic(config=SAFE | {"min.insync.replicas": "1"})}, "min.insync.replicas=1"),
+    (
+        "an output with unclean elections",
+        {"out": topic(config=SAFE | {"unclean.leader.election.enable": "true"})},
+        "set unclean.leader.election.enable=false",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), [w[1:] for w in WEAK], ids=[w[0] for w in WEAK])
+def test_a_cluster_that_can_lose_acknowledged_records_is_a_warning_and_with_strict_a_refusal(
+    changes: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = spoken(judge(NEED, facts(**changes)))
+    assert [f.level for f in found] == [Level.WARNING]
+    with caplog.at_level(logging.WARNING, logger="eos"):
+        raise_first(found)
+    assert words in caplog.text
+    strict = dataclasses.replace(NEED, strict=True)
+    with pytest.raises(ConfigurationError, match="can lose acknowledged records"):
+        raise_first(judge(strict, facts(**changes)))
+
+
+def test_a_single_broker_is_no_failure_unless_strict() -> None:
+    single = topic(replicas=1, in_sync=1, config={"min.insync.replicas": "1"})
+    alone = facts(brokers=1, in_=single, out=single, ids=single, offsets=single)
+    assert spoken(judge(NEED, alone)) == []
+    with pytest.raises(EosError, match="lost with its disk"):
+        raise_first(judge(dataclasses.replace(NEED, strict=True), alone))
+
+
+def test_an_input_of_one_copy_is_its_producers_business() -> None:
+    assert spoken(judge(NEED, facts(in_=topic(replicas=1)))) == []
+
+
+def test_what_may_not_be_asked_is_not_a_failure() -> None:
+    blind = topic(operations=None, config=None)
+    hidden = Topic(exists=None)
+    found = judge(
+        NEED, facts(in_=blind, out=blind, ids=hidden, offsets=hidden, broker_config=None, group_operations=None)
+    )
+    assert {f.level for f in found} == {Level.OK, Level.UNKNOWN}
+    assert [f.check for f in spoken(found)] == ["authorised", "transaction log", "transaction log", "timeouts"]
+    raise_first(found)
+
+
+def test_a_partition_without_a_leader_or_short_of_replicas_is_a_warning_for_it_comes_back() -> None:
+    for changes in ({"out": topic(leaderless=(3,))}, {"ids": topic(leaderless=(1,))}, {"ids": topic(in_sync=1)}):
+        assert [f.level for f in spoken(judge(NEED, facts(**changes)))] == [Level.WARNING]
+
+
+def test_an_expiration_within_the_transaction_timeout_is_a_warning() -> None:
+    found = spoken(judge(NEED, facts(broker={"transactional.id.expiration.ms": "5000"})))
+    assert [(f.check, f.level) for f in found] == [("timeouts", Level.WARNING)]
+
+
+def test_of_several_failures_the_most_fundamental_gives_the_exit_code_and_the_others_are_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = judge(NEED, facts(in_=GONE, out=topic(operations=frozenset({"DESCRIBE"}))))
+    with caplog.at_level(logging.WARNING, logger="eos"), pytest.raises(NotAuthorised, match="topic out"):
+        raise_first(found)
+    assert "topic in does not exist" in caplog.text
+
+
+def test_the_need_of_a_worker_comes_from_its_settings() -> None:
+    need = need_of(
+        Settings({"group.id": "g", "transactional.id": "g-1", "transaction.timeout.ms": 7000, "eos.strict": True}),
+        ["in"],
+        {"b", "a"},
+    )
+    assert need == Need(("in",), ("a", "b"), "g", ("g-1", "g-1-alternate"), 7000, 10_000, True)
+    assert need.topics == ("in", "a", "b")
+    assert need_of(Settings({"group.protocol": "consumer"}), [], []).session_timeout_ms is None

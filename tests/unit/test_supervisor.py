@@ -1,0 +1,255 @@
+"""The supervisor with real processes that are not workers: restarts, the breaker, codes, signals, prefixed lines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from eos import supervisor as supervising
+from eos.supervisor import (
+    LONGEST_PAUSE_S,
+    After,
+    GaveUp,
+    PrefixedStream,
+    Supervisor,
+    after,
+    final_code,
+    pause_s,
+)
+from tests.support.reading import wait_until
+
+# Notes each life in a file; ends with the next of its codes (the last again and again), or waits for SIGTERM at "run",
+# ignoring the first SIGTERM at "deaf" (and both at "deaf for ever").
+PROGRAM = """
+import os, signal, sys, time
+name, folder, *codes = sys.argv[1:]
+lives = os.path.join(folder, name)
+with open(lives, "a") as file:
+    print(os.getpid(), file=file, flush=True)
+life = sum(1 for _ in open(lives))
+do = codes[min(life, len(codes)) - 1]
+print("life", life)
+asked = []
+def on_term(number, frame):
+    asked.append(number)
+    if do == "run" or (do == "deaf" and len(asked) == 2):
+        sys.exit(0 if do == "run" else 75)
+if do in ("run", "deaf", "deaf for ever"):
+    signal.signal(signal.SIGTERM, on_term)
+    open(f"{lives}.up{life}", "a").close()
+    while True:
+        time.sleep(0.05)
+if do.startswith("-"):
+    os.kill(os.getpid(), -int(do))
+sys.exit(int(do))
+"""
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervising, "pause_s", lambda count: 0.1)
+
+
+def supervise(folder: Path, plan: dict[str, Sequence[str]], stop_s: float = 20.0, keep: bool = False) -> Supervisor:
+    """A supervisor of one process per name, whose lives end as planned."""
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+
+    def command(name: str) -> list[str]:
+        return [sys.executable, str(program), name, str(folder), *plan[name]]
+
+    return Supervisor(list(plan), command, stop_s=stop_s, keep=keep)
+
+
+def lives(folder: Path, name: str) -> int:
+    return len((folder / name).read_text().split()) if (folder / name).exists() else 0
+
+
+def meanwhile(act: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread
+
+
+def wait_up(folder: Path, *names: str, life: int = 1) -> None:
+    """Until they run and would hear a signal."""
+    for name in names:
+        wait_until(f"{name} runs", (folder / f"{name}.up{life}").exists, 30)
+
+
+# ---- rules -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [64, 65, 66, 69, 70, 77, 78, 79, 1])
+def test_a_code_that_a_restart_cannot_mend_stops_all(code: int) -> None:
+    assert after(code, stopping=False) is After.STOP
+
+
+@pytest.mark.parametrize("code", [75, -signal.SIGKILL, -signal.SIGSEGV])
+def test_temporary_and_a_signal_that_killed_it_are_started_again_unless_all_stop(code: int) -> None:
+    assert after(code, stopping=False) is After.RESTART
+    assert after(code, stopping=True) is After.DONE
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [([], 0), ([0, 0], 0), ([0, 75], 75), ([75, 65, 79], 65), ([-9, 0], 75), ([79, 65], 79)],
+)
+def test_the_final_code_is_the_first_that_says_more_than_temporary(codes: list[int], code: int) -> None:
+    assert final_code(codes) == code
+
+
+def test_the_pause_before_a_restart_doubles_up_to_a_bound() -> None:
+    assert [pause_s(n) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 8, 16]
+    assert pause_s(6) == pause_s(60) == LONGEST_PAUSE_S
+
+
+# ---- processes ---------------------------------------------------------------------------------------------
+
+
+def test_workers_that_are_done_end_the_supervisor_with_0(tmp_path: Path) -> None:
+    assert supervise(tmp_path, {"a": ["0"], "b": ["0"]}).run() == 0
+    assert (lives(tmp_path, "a"), lives(tmp_path, "b")) == (1, 1)
+
+
+@pytest.mark.parametrize("code", ["75", "-9"])
+def test_a_worker_that_ends_for_now_is_started_again(tmp_path: Path, code: str) -> None:
+    supervisor = supervise(tmp_path, {"a": [code, code, "0"], "b": ["0"]})
+    assert supervisor.run() == 0
+    assert (lives(tmp_path, "a"), lives(tmp_path, "b")) == (3, 1)
+    assert [status.restarts for status in supervisor.statuses()] == [2, 0]
+    assert [i.level for i in supervisor.incidents()] == ["warning", "warning"]
+
+
+def test_another_code_stops_the_others_and_is_the_supervisors(tmp_path: Path) -> None:
+    assert supervise(tmp_path, {"a": ["run"], "b": ["75", "65"]}).run() == 65
+    assert (lives(tmp_path, "a"), lives(tmp_path, "b")) == (1, 2)
+
+
+def test_the_breaker_gives_up_a_worker_that_never_settles_with_75_and_stops_the_others(tmp_path: Path) -> None:
+    supervisor = supervise(tmp_path, {"a": ["run"], "b": ["75"]})
+    with pytest.raises(GaveUp, match=r"worker b ended 9 times in a row .* the last time with exit code 75") as gave_up:
+        supervisor.run()
+    assert gave_up.value.exit_code == 75
+    assert (lives(tmp_path, "a"), lives(tmp_path, "b")) == (1, 9)
+
+
+def test_a_life_that_settled_closes_the_breaker_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervising, "SETTLED_S", 0.0)
+    assert supervise(tmp_path, {"a": ["75"] * 12 + ["0"]}).run() == 0
+    assert lives(tmp_path, "a") == 13
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_passed_on_to_all_and_nobody_is_started_again(tmp_path: Path, number: signal.Signals) -> None:
+    supervisor = supervise(tmp_path, {"a": ["run"], "b": ["run"]})
+
+    def ask() -> None:
+        wait_up(tmp_path, "a", "b")
+        os.kill(os.getpid(), number)
+
+    meanwhile(ask)
+    assert supervisor.run() == 0
+    assert (lives(tmp_path, "a"), lives(tmp_path, "b")) == (1, 1)
+
+
+def test_a_second_signal_is_passed_on_too_and_what_was_given_up_is_75(tmp_path: Path) -> None:
+    supervisor = supervise(tmp_path, {"a": ["deaf"], "b": ["run"]})
+
+    def ask_twice() -> None:
+        wait_up(tmp_path, "a", "b")
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until("b ended at the first", lambda: not supervisor.children[1].running, 30)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    meanwhile(ask_twice)
+    assert supervisor.run() == 75
+
+
+def test_a_worker_that_hears_no_signal_is_killed_after_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervising, "_KILL_MARGIN_S", 0.2)
+    supervisor = supervise(tmp_path, {"a": ["deaf for ever"]}, stop_s=0.5)
+
+    def ask() -> None:
+        wait_up(tmp_path, "a")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    meanwhile(ask)
+    assert supervisor.run() == 75
+
+
+def test_a_stop_during_the_pause_before_a_restart_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervising, "pause_s", lambda count: 1000.0)
+    supervisor = supervise(tmp_path, {"a": ["75"]})
+
+    def ask() -> None:
+        wait_until("the pause", lambda: supervisor.children[0].start_again_at, 30)
+        (status,) = supervisor.statuses()
+        assert (status.live, status.ready) == (True, False)
+        assert "ended with exit code 75, starts again in" in status.reason
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    meanwhile(ask)
+    began = time.monotonic()
+    supervisor.run()
+    assert time.monotonic() - began < 60
+    assert lives(tmp_path, "a") == 1
+
+
+def test_a_reload_starts_all_again_and_one_that_failed_waits_for_it(tmp_path: Path) -> None:
+    supervisor = supervise(tmp_path, {"a": ["run", "run"], "b": ["64", "run"]}, keep=True)
+
+    def reload_and_stop() -> None:
+        wait_up(tmp_path, "a")
+        wait_until("b failed", lambda: supervisor.children[1].code == 64, 30)
+        supervisor.reload()
+        wait_up(tmp_path, "a", "b", life=2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    meanwhile(reload_and_stop)
+    assert supervisor.run() == 0
+    assert (lives(tmp_path, "a"), lives(tmp_path, "b")) == (2, 2)
+
+
+def test_whatever_ends_the_supervisor_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = supervise(tmp_path, {"a": ["run"], "b": ["run"]})
+
+    def fail() -> None:
+        if (tmp_path / "a.up1").exists() and (tmp_path / "b.up1").exists():
+            raise RuntimeError("a defect of ours")
+
+    monkeypatch.setattr(supervisor, "_kill_the_late", fail)
+    with pytest.raises(RuntimeError, match="a defect"):
+        supervisor.run()
+    for name in ("a", "b"):
+        assert not psutil.pid_exists(int((tmp_path / name).read_text()))
+
+
+# ---- lines -------------------------------------------------------------------------------------------------
+
+
+def test_every_line_is_prefixed_and_written_at_once(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w+") as file:
+        stream = PrefixedStream(file, "w-0 | ")
+        print("one", 2, file=stream)
+        print("three\nfour", end="", file=stream)
+        assert (tmp_path / "out").read_text() == "w-0 | one 2\nw-0 | three\n"
+        stream.finish()
+        assert (tmp_path / "out").read_text() == "w-0 | one 2\nw-0 | three\nw-0 | four\n"
+
+
+def test_a_line_that_nobody_reads_any_more_does_not_fail_who_wrote_it() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as file:
+        print("into the void", file=PrefixedStream(file, ""))
