@@ -17,7 +17,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def raising(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def raising(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """The call's result; KafkaException instead of what is no exception."""
     try:
         return call(*args, **kwargs)
