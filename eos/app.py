@@ -653,16 +653,20 @@ def _compile_batch(
             outs = run(records)
             # Looked through before the first is sent: all of the batch's outputs go out, or none.
             if destinations and _all_plain(outs):
-                for out in outs:
-                    timestamp = out.timestamp
+                coming = iter(outs)
+                while True:
                     try:
-                        if timestamp is KEEP:
-                            produce(topic, out.value, out.key)  # eight arguments take 60 ns more than three
-                        else:
-                            produce(topic, out.value, out.key, -1, None, None, timestamp)
+                        for out in coming:
+                            timestamp = out.timestamp
+                            if timestamp is KEEP:
+                                produce(topic, out.value, out.key)  # eight arguments take 60 ns more than three
+                            else:
+                                produce(topic, out.value, out.key, -1, None, None, timestamp)
+                        sent = len(outs)
+                        break
                     except Exception as error:  # noqa: BLE001 - it decides
+                        sent = len(outs) - operator.length_hint(coming) - 1
                         refused(error, (topic, out.value, out.key, -1, 0 if timestamp is KEEP else timestamp, None))
-                    sent += 1
             else:
                 for send in converted(outs):
                     put(send, produce, refused)

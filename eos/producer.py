@@ -39,6 +39,7 @@ from eos.watchdog import CallHung, Watchdog
 ALWAYS = "always"  # the setting, and the reason it gives
 HANG_MARGIN_S = 5.0
 _WAIT_LOG_INTERVAL_S = 10.0
+_FLUSH_LOOK_S, _FLUSH_WAIT_S = 0.001, 0.5
 _REPORT_DELAY_S = 0.5  # a transaction fails a moment before the report of the record that made it fail
 
 
@@ -336,13 +337,18 @@ class TransactionalProducer:
         except (KafkaException, SystemError) as error:
             log.debug("poll raised", error=describe_error(error), **self.who())
 
-    def flush(self) -> None:
-        """Waits until every record was delivered or failed; raises for the first failed one."""
+    def flush(self, meanwhile: Callable[[], bool] = lambda: False) -> None:
+        """Waits until every record was delivered or failed; raises for the first failed one.
+
+        `meanwhile` is called again and again while it answers True: it had something better to do than to wait.
+        """
         deadline = time.monotonic() + self._settings.transaction_timeout_ms / 1000 + HANG_MARGIN_S
         client = self.client
         try:
             self._pulse.beat("calling", "flush")
-            while raising(client.producer.flush, 0.5):
+            wait_s = _FLUSH_LOOK_S  # the first sets the client's threads on what is left in the queue
+            while raising(client.producer.flush, wait_s):
+                wait_s = _FLUSH_LOOK_S if meanwhile() else _FLUSH_WAIT_S
                 self._pulse.beat("calling", "flush")
                 if time.monotonic() >= deadline:
                     raise self._fail("flush", Action.ABORT, TimeoutError("records are still in the queue"))

@@ -56,6 +56,7 @@ _BEAT_S = 0.5
 _CLOSE_ABORT_S = 5.0
 _WAIT_LOG_INTERVAL_S = 10.0
 _CHUNK = 2_000  # records of one poll on a backlog: while it runs the producer is given nothing to send
+_AHEAD = 20_000  # records fetched while a flush or a commit is waited for, at most: what 20 ms of waiting fetch
 _BACKLOG_PAUSE_S = 0.005  # how long an open transaction waits for the next record before it ends early
 MOST_REBUILDS = 5  # without a commit in between; then a supervisor's back-off is the better place to wait
 OLD_TRANSACTIONS = 2  # transaction.version below it: a replaced producer needs another transactional.id
@@ -252,6 +253,7 @@ class TransactSession:
         self._pause_until = 0.0
         self._told_waiting = 0.0
         self._finish: Finish | None = None
+        self._consumer_failure: CallFailed | None = None  # met while something else was waited for
         self._membership: Membership | None = None
         self._producers: list[TransactionalProducer] = []  # whose turn it is comes first
         self._committer: Watchdog | None = None
@@ -509,10 +511,25 @@ class TransactSession:
             time.sleep(min(0.05, max(0.0, self._pause_until - time.monotonic())))
 
     def _poll(self, most: int, timeout_s: float) -> None:
+        failure, self._consumer_failure = self._consumer_failure, None
         try:
+            if failure is not None:
+                raise failure
             self.membership.poll(most, timeout_s)
+        except CallFailed as failed:
+            self._recover(failed)
+
+    def _fetch_ahead(self) -> bool:
+        """While the producer is waited for: the next records of a backlog. False: there is nothing to do meanwhile."""
+        before = len(self._positions)
+        room = min(_CHUNK, min(_AHEAD, self._most) - before)
+        if room <= 0 or self._consumer_failure is not None:
+            return False
+        try:
+            self.membership.poll(room, 0.0)
         except CallFailed as failure:
-            self._recover(failure)
+            self._consumer_failure = failure  # the next poll's: what is waited for goes first
+        return len(self._positions) > before
 
     # ---- the end of a transaction -----------------------------------------------------------------------------
 
@@ -529,13 +546,18 @@ class TransactSession:
             if self._failure is not None:
                 raise self._failure
             self._step("flush")
-            self.producer.flush()
+            self.producer.flush(self._fetch_ahead)
             self._step("flushed")
-            metadata = self.membership.metadata_to_commit(offsets) if offsets else None
         except CallFailed as failure:
             self._recover(failure)
             return False
         if not self._finish_leaving():
+            return False
+        try:
+            # Behind both waits, in which a partition may be lost.
+            metadata = self.membership.metadata_to_commit(offsets) if offsets else None
+        except CallFailed as failure:
+            self._recover(failure)
             return False
         self._leave(offsets, metadata)
         return len(self._producers) > 1 or self._finish_leaving()
@@ -580,8 +602,10 @@ class TransactSession:
         leaving = self._leaving
         if leaving is None:
             return True
-        while not leaving.job.done.wait(_BEAT_S):
-            self.pulse.beat("calling", "commit")
+        while not leaving.job.done.is_set():
+            if not self._fetch_ahead():
+                self.pulse.beat("calling", "commit")
+                leaving.job.done.wait(_BEAT_S)
         self._leaving = None
         error = leaving.job.error
         if error is None:
