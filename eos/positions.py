@@ -73,6 +73,11 @@ class Positions(Generic[R]):
         return self._last[-1] if self._last else None
 
     @property
+    def newest(self) -> R | None:
+        """The record that was fetched last, if it still waits."""
+        return self._waiting[-1] if self._waiting else None
+
+    @property
     def first_timestamp_ms(self) -> int:
         """Timestamp of the record that is handed out next; -1 without one."""
         return getattr(self._waiting[0], "timestamp", -1) if self._waiting else -1

@@ -56,7 +56,8 @@ _BEAT_S = 0.5
 _CLOSE_ABORT_S = 5.0
 _WAIT_LOG_INTERVAL_S = 10.0
 _CHUNK = 2_000  # records of one poll on a backlog: while it runs the producer is given nothing to send
-_AHEAD = 20_000  # records fetched while a flush or a commit is waited for, at most: what 20 ms of waiting fetch
+# Fetched while a flush or a commit is waited for, at most: what 20 ms of waiting fetch, and no memory full of giants.
+_AHEAD, _AHEAD_BYTES = 20_000, 32 << 20
 _BACKLOG_PAUSE_S = 0.005  # how long an open transaction waits for the next record before it ends early
 MOST_REBUILDS = 5  # without a commit in between; then a supervisor's back-off is the better place to wait
 OLD_TRANSACTIONS = 2  # transaction.version below it: a replaced producer needs another transactional.id
@@ -521,8 +522,9 @@ class TransactSession:
 
     def _fetch_ahead(self) -> bool:
         """While the producer is waited for: the next records of a backlog. False: there is nothing to do meanwhile."""
-        before = len(self._positions)
-        room = min(_CHUNK, min(_AHEAD, self._most) - before)
+        before, newest = len(self._positions), self._positions.newest
+        size = len(newest.value or b"") if newest is not None else 0
+        room = min(_CHUNK, min(_AHEAD, self._most, _AHEAD_BYTES // max(1, size)) - before)
         if room <= 0 or self._consumer_failure is not None:
             return False
         try:
@@ -760,7 +762,7 @@ class TransactSession:
         """The consumer is dead and nobody took its place: a new one, whose partitions begin at what is committed."""
         self._count_rebuild(reason, "group")
         self._open = None
-        gone = self.membership
+        gone, self._consumer_failure = self.membership, None
         gone.abandon()
         self._positions.clear()
         self._membership = self._new_membership()
