@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from eos.raising import raising
+
+_LOOK_S = 0.5
 
 
 class CallHung(Exception):
@@ -59,8 +62,12 @@ class Watchdog:
         if self.hung:
             raise CallHung("an earlier call on this producer still hangs")
         job = self.start(function, *args)
+        deadline = time.monotonic() + timeout_s
         try:
-            finished = job.done.wait(timeout_s)
+            # In pieces: a signal that comes a moment before a wait begins does not end it, and is handled behind it.
+            while not (finished := job.done.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))):
+                if time.monotonic() >= deadline:
+                    break
         except BaseException:
             # A signal ended the wait: the call is still running, so this producer is done for.
             self.hung = True
