@@ -49,6 +49,8 @@ def main(bootstrap: str, source: str, target: str, count: int, group: str) -> No
             began = time.monotonic()
             producer.begin_transaction()
         for message in messages:
+            if message.error() is not None:  # its value() would be the error's text, and go out as a record
+                raise SystemExit(str(message.error()))
             while True:
                 try:
                     produce(target, message.value().upper(), message.key())
