@@ -1,8 +1,12 @@
-"""The shortest explanation of a violation: which input offset, which transactions handled it, what became of them."""
+"""The shortest explanation of a violation: which input offset, which transactions handled it, what became of them.
+
+Two sources that know nothing of each other: the workers' diaries say what was done, the coordinators' log what was
+decided. They meet by the clock: a transaction's first request lies between its `begun` and its `flushed`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,6 +14,10 @@ import numpy as np
 
 from eos.testing.checker import Inputs, Outputs, join
 from tests.containers.matrix.stage_worker import ENTRY, STEPS
+from tests.containers.matrix.transaction_log import Written, clock
+
+_UNFLUSHED_MS = 10_000
+_CLOCKS_MS = 5  # brokers and workers share one clock, which they read in milliseconds
 
 
 @dataclass
@@ -18,10 +26,10 @@ class Handling:
 
     worker: str
     transaction: int
-    steps: list[tuple[float, str]] = field(default_factory=list)
+    steps: list[tuple[int, str]] = field(default_factory=list)  # (ns since 1970, name)
 
     def __str__(self) -> str:
-        told = ", ".join(f"{step} {at:.3f}" for at, step in self.steps)
+        told = ", ".join(f"{step} {clock(at_ns // 1_000_000)}" for at_ns, step in self.steps)
         last = self.steps[-1][1] if self.steps else "nothing"
         end = "committed" if last == "committed" else f"its last step was {last!r}"
         return f"transaction {self.transaction} of {self.worker} ({told}): {end}"
@@ -40,14 +48,36 @@ def first_damaged(inputs: Inputs, outputs: Outputs, fan_out: int) -> tuple[int, 
     return int(joined.inputs.partition[row]), int(joined.inputs.offset[row]), what
 
 
-def explain(inputs: Inputs, outputs: Outputs, fan_out: int, directory: Path) -> str:
+def explain(
+    inputs: Inputs, outputs: Outputs, fan_out: int, directory: Path, log: Sequence[Written], groups: Sequence[str]
+) -> str:
+    """`groups`: the consumer group of each stage; `log`: what the coordinators wrote."""
     damaged = first_damaged(inputs, outputs, fan_out)
     if damaged is None:
         return "each input has its outputs exactly once"
     partition, offset, what = damaged
     lines = [f"{inputs.topics[0]}[{partition}]@{offset}: {what}; it was handled in"]
-    lines += [f"  {handling}" for handling in _handlings(directory, partition, offset)] or ["  no transaction"]
-    return "\n".join(lines)
+    handlings = list(_handlings(directory, partition, offset))
+    for handling in handlings:
+        lines.append(f"  {handling}")
+        lines += [f"    coordinator: {decided}" for decided in _decided(handling, log, groups)]
+    return "\n".join(lines if handlings else [*lines, "  no transaction"])
+
+
+def _decided(handling: Handling, log: Sequence[Written], groups: Sequence[str]) -> Iterator[str]:
+    """What became of the transaction that this worker began then: a line for each producer that it may be."""
+    _, stage, instance = handling.worker.split("-", 2)
+    name = f"{groups[int(stage)]}-{instance.rpartition('-')[0]}"
+    times = {step: at_ns // 1_000_000 for at_ns, step in handling.steps}
+    first = times.get("begun", 0) - _CLOCKS_MS
+    last = times.get("flushed", times.get("begun", 0) + _UNFLUSHED_MS) + _CLOCKS_MS
+    lives: dict[tuple[str, int, int], list[Written]] = {}
+    for written in log:
+        if written.transactional_id.startswith(name) and first <= written.began_ms <= last:
+            lives.setdefault((written.transactional_id, written.producer_id, written.began_ms), []).append(written)
+    for (transactional_id, producer_id, _), found in lives.items():
+        last_state = dict.fromkeys(f"{written.state} {clock(written.at_ms)}" for written in found)
+        yield f"{transactional_id} producer {producer_id} epoch {found[0].epoch}: {', '.join(last_state)}"
 
 
 def in_transaction(directory: Path, at_ns: int, process: str | None) -> bool:
@@ -75,7 +105,7 @@ def _handlings(directory: Path, partition: int, offset: int) -> Iterator[Handlin
         for at_ns, transaction, step, of, at in _entries(diary):
             if step >= 0:
                 handling = steps.setdefault(transaction, Handling(diary.stem, transaction))
-                handling.steps.append((at_ns / 1e9 % 10_000, STEPS[step]))
+                handling.steps.append((at_ns, STEPS[step]))
             elif (of, at) == (partition, offset):
                 touched.add(transaction)
         yield from (steps[transaction] for transaction in sorted(touched))

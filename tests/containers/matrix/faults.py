@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from eos.testing.clusters import Cluster
 from tests.containers.matrix.crew import Crew, Member
 
-TRANSACTION_TIMEOUT_S, SESSION_TIMEOUT_S = 6.0, 6.0
-OUTLASTS_S = (8.0, 11.0)  # past both
+TRANSACTION_TIMEOUT_S, SESSION_TIMEOUT_S = 10.0, 6.0  # the product's default; the least a broker allows
+OUTLASTS_S = (11.0, 14.0)  # past both
 SHORT_S = (0.5, 4.0)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,14 +18,18 @@ import numpy as np
 from confluent_kafka import KafkaError, Message, Producer
 from confluent_kafka.admin import AdminClient, NewTopic
 
+from eos.shim.faults import Plan
 from eos.testing.checker import Inputs, Outputs, Report, check
 from eos.testing.clusters import Cluster
 from eos.testing.history import ConcurrentReader, committed_offsets, end_offsets, read_topic
-from tests.containers.matrix.cells import STEPS, Cell
-from tests.containers.matrix.crew import Crew
+from eos.testing.shim import ShimThread
+from tests.containers.matrix.breakages import ALL
+from tests.containers.matrix.cells import FAULTS, STEPS, TARGETS, Cell
+from tests.containers.matrix.crew import Crew, Member
 from tests.containers.matrix.explain import explain, in_transaction
-from tests.containers.matrix.faults import SESSION_TIMEOUT_S, TRANSACTION_TIMEOUT_S, Faults
+from tests.containers.matrix.faults import OUTLASTS_S, SESSION_TIMEOUT_S, TRANSACTION_TIMEOUT_S, Faults
 from tests.containers.matrix.stage_worker import Orders
+from tests.containers.matrix.transaction_log import Written, read_transaction_log
 from tests.support.pipeline import CommitWatcher
 from tests.support.reading import wait_until
 
@@ -34,17 +38,32 @@ KEYS = 600
 FAN_OUT = 2
 RECORDS_PER_S = 2_000
 WORK_MS = 0.4
-PROGRESS_S = 90.0
-END_S = 150.0
+PROGRESS_S = 120.0
+END_S = 240.0
 QUIET_S = 30.0  # the transaction timeout, and the coordinator looks for expired ones every 10 s
+SETTLED_S = 40.0
+HELD_AT = 5  # the occurrence of a step at which a worker is held: in the middle of its work
 
 
 @dataclass
 class Size:
-    """How much one cell is: what CI and the whole matrix use, and smaller for breakages."""
+    """How much one cell is: what CI and the whole matrix use, and smaller for breakages.
+
+    `minutes`: faults go on for so long, however many that makes.
+    """
 
     records: int = 100_000
     faults: int = 5
+    minutes: float = 0.0
+    records_per_s: int = RECORDS_PER_S
+
+    def rounds(self) -> Iterator[int]:
+        """Counts the faults that are to be made."""
+        until = time.monotonic() + self.minutes * 60
+        number = 0
+        while number < self.faults or time.monotonic() < until:
+            yield number
+            number += 1
 
 
 @dataclass
@@ -68,8 +87,8 @@ class Outcome:
 class Loader:
     """A thread that produces numbered records at a steady rate, whatever happens to the brokers, until told to end."""
 
-    def __init__(self, servers: str, topic: str, least: int) -> None:
-        self._topic, self._least = topic, least
+    def __init__(self, servers: str, topic: str, size: Size) -> None:
+        self._topic, self._least, self._per_s = topic, size.records, size.records_per_s
         self._producer = Producer(
             {
                 "bootstrap.servers": servers,
@@ -91,7 +110,7 @@ class Loader:
         number, began = 0, time.monotonic()
         while not (self._given_up or (self._enough.is_set() and number >= self._least)):
             # At the end as fast as it goes: what is left of the least.
-            due = self._least if self._enough.is_set() else int((time.monotonic() - began) * RECORDS_PER_S)
+            due = self._least if self._enough.is_set() else int((time.monotonic() - began) * self._per_s)
             while number < due:
                 try:
                     self._producer.produce(
@@ -135,9 +154,10 @@ class Run:
     def __init__(
         self, cluster: Cluster, cell: Cell, seed: int, prefix: str, directory: Path, breakage: str | None = None
     ) -> None:
-        self._cluster, self._cell, self._directory, self._breakage = cluster, cell, directory, breakage
+        self._cluster, self._cell, self._directory = cluster, cell, directory
+        self._breakage, self._breakage_name = ALL[breakage] if breakage else None, breakage
         self._chance = random.Random(f"{cell.name} {seed}")
-        self._servers = cluster.bootstrap_servers
+        self._servers = self._workers_servers = cluster.bootstrap_servers
         middle = [f"{prefix}-middle-{stage}" for stage in range(1, cell.stages)]
         self._outputs = [f"{prefix}-out-{copy}" for copy in range(FAN_OUT)]
         self._sources = [f"{prefix}-in", *middle]
@@ -153,7 +173,7 @@ class Run:
     def _orders(self, stage: int, instance: str) -> Orders:
         last = stage == self._cell.stages - 1
         settings = {
-            "bootstrap.servers": self._servers,
+            "bootstrap.servers": self._workers_servers,
             "group.protocol": self._cell.group_protocol,
             "transaction.timeout.ms": f"{TRANSACTION_TIMEOUT_S * 1000:.0f}",
             "eos.transaction.interval.ms": "100",
@@ -165,8 +185,8 @@ class Run:
                 # Both strategies that are supported, by the cell's seed.
                 "partition.assignment.strategy": "cooperative-sticky" if self._cell.stages == 3 else "range",
             }
-        if self._breakage == "replacement off":
-            settings["eos.replace.producer"] = "never"
+        if self._breakage is not None:
+            settings |= self._breakage.settings
         return Orders(
             group=self._groups[stage],
             instance=instance,
@@ -177,7 +197,7 @@ class Run:
             first=stage == 0,
             # So that a transaction is open for about half of the time, and a fault hits one as often.
             work_ms=WORK_MS,
-            breakage=None if self._breakage == "replacement off" else self._breakage,
+            breakage=self._breakage_name,
         )
 
     def play(self, size: Size) -> Outcome:
@@ -189,13 +209,14 @@ class Run:
         reader = ConcurrentReader(self._servers, self._outputs, {"log_level": 0})
         try:
             with reader, ExitStack() as ending:
+                plan = self._plan(ending)
                 for stage in range(self._cell.stages):
                     for instance in ("a", "b"):
                         self._crew.join(stage, instance)
                 self._crew.wait_running()
-                loader = Loader(self._servers, self._sources[0], size.records)
+                loader = Loader(self._servers, self._sources[0], size)
                 ending.callback(loader.give_up)
-                for number in range(size.faults):
+                for number in size.rounds():
                     self._wait_progress(reader, 1_000)
                     if number % 2 == 1:
                         self._change_members(number)
@@ -206,10 +227,19 @@ class Run:
                 for member in self._crew.members:
                     if member.wanted:
                         self._crew.stop(member)
+                assert not plan.complaints(), f"what was to happen on the way did not: {plan.complaints()}"
                 return self._judge(loader, reader, commits, time.monotonic() - began)
         finally:
             self._crew.end()
             commits.stop()
+
+    def _plan(self, ending: ExitStack) -> Plan:
+        """What is to happen to the workers' requests on their way: nothing, but for some breakages."""
+        if self._breakage is None or self._breakage.requests is None:
+            return Plan([])
+        plan = Plan(list(self._breakage.requests(f"{self._groups[0]}-a")))
+        self._workers_servers = ending.enter_context(ShimThread(self._servers, plan)).bootstrap_servers
+        return plan
 
     def _create_topics(self) -> None:
         admin = AdminClient({"bootstrap.servers": self._servers, "log_level": 0})
@@ -278,8 +308,15 @@ class Run:
 
     def _fault(self, number: int) -> None:
         fault, target = self._cell.fault, self._cell.target
+        if fault == "random":
+            fault, target = self._chance.choice(FAULTS), self._chance.choice(TARGETS)
         if fault == "move":
             self._move_coordinator(STEPS[number % len(STEPS)])
+        elif fault == "join":
+            self._change_members(number)
+            self._faults.note("members change")
+        elif " at " in fault:
+            self._hit_at(*fault.split(" at "))
         elif fault == "leaderless":
             node = self._chance.randrange(self._cluster.size)
             self._faults.hit_node("stop", node, f"the only replica of some partitions of {self._outputs[-1]}")
@@ -303,17 +340,37 @@ class Run:
         name = f"{group}-{chance.choice('ab')}"
         return cluster.coordinator_of(transactional_id=name), f"coordinator of {name}"
 
-    def _move_coordinator(self, step: str) -> None:
-        """K12: a worker stands at this step of a transaction while its coordinator goes to another node."""
+    def _hold_at(self, step: str) -> tuple[Member, str]:
+        """A worker that stands at this step of a transaction, and the transactional.id of that transaction."""
         member = next(m for m in self._crew.members if m.wanted)
         self._crew.kill(member)
-        self._crew.start(member, holds=[(step, 5)])
+        self._crew.start(member, holds=[(step, HELD_AT)])
         assert member.process is not None
-        member.process.wait_at(step, 5, PROGRESS_S)
-        name = f"{self._groups[member.stage]}-{member.instance}"
+        member.process.wait_at(step, HELD_AT, PROGRESS_S)
+        return member, (self._directory / f"{member.process.name}.diary.held").read_text()
+
+    def _hit_at(self, fault: str, step: str) -> None:
+        """A worker is killed, or paused for longer than its session, as it stands at this step of a transaction."""
+        member, name = self._hold_at(step)
+        assert member.process is not None
+        if fault == "kill":
+            self._crew.kill(member)
+            self._faults.note(f"SIGKILL {member.name} at {step!r} of {name}", member)
+            self._crew.start(member)
+        else:
+            self._crew.pause(member)
+            self._faults.note(f"pause {member.name} at {step!r} of {name}", member)
+            self._tend(self._chance.uniform(*OUTLASTS_S))
+            self._crew.resume(member)
+            member.process.go_on()
+
+    def _move_coordinator(self, step: str) -> None:
+        """K12: a worker stands at this step of a transaction while its coordinator goes to another node."""
+        member, name = self._hold_at(step)
+        assert member.process is not None
         before = self._cluster.coordinator_of(transactional_id=name)
         self._cluster.kill(before)
-        self._faults.note(f"{name} held at {step!r}, its coordinator {before} killed")
+        self._faults.note(f"{name} held at {step!r}, its coordinator {before} killed", member)
 
         def moved() -> bool:
             return self._cluster.coordinator_of(transactional_id=name) != before
@@ -326,12 +383,10 @@ class Run:
     # ---- at rest ----------------------------------------------------------------------------------------------------
 
     def _judge(self, loader: Loader, reader: ConcurrentReader, commits: CommitWatcher, seconds: float) -> Outcome:
-        def settled() -> bool:
+        ends, deadline = end_offsets(self._servers, self.topics), time.monotonic() + SETTLED_S
+        while ends.stable != ends.log_end and time.monotonic() < deadline:  # beyond that it is the rule `stable_end`'s
+            time.sleep(0.2)
             ends = end_offsets(self._servers, self.topics)
-            return ends.stable == ends.log_end
-
-        wait_until("the end of every transaction", settled, 30)
-        ends = end_offsets(self._servers, self.topics)
         reader.wait_for_ends({p: e for p, e in ends.stable.items() if p[0] in self._outputs and e > 0})
         commits.look_again()
         inputs = read_topic(self._servers, self._sources[0], contents=False).inputs()
@@ -350,7 +405,7 @@ class Run:
         explanation = ""
         if not report.ok:
             self._keep(inputs, outputs)
-            explanation = explain(inputs, outputs, FAN_OUT, self._directory)
+            explanation = explain(inputs, outputs, FAN_OUT, self._directory, self._transaction_log(), self._groups)
         made = self._faults.made
         return Outcome(
             report,
@@ -368,6 +423,13 @@ class Run:
         columns = ("topic", "partition", "offset", "source_partition", "source_offset", "copy")
         np.savez_compressed(self._directory / "outputs.npz", **{name: getattr(outputs, name) for name in columns})
         self._cluster.save_logs(self._directory)
+
+    def _transaction_log(self) -> list[Written]:
+        """What the coordinators wrote of this run's transactions; kept as a file too."""
+        ours = tuple(f"{group}-" for group in self._groups)
+        log = [written for written in read_transaction_log(self._servers) if written.transactional_id.startswith(ours)]
+        (self._directory / "transaction-log.txt").write_text("\n".join(map(str, log)) + "\n")
+        return log
 
 
 def _must_contain(inputs: Inputs, acknowledged: Sequence[tuple[int, int]]) -> None:
