@@ -11,11 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eos.testing.checker import Inputs, Outputs, join
+from tests.containers.matrix.faults import Fault
 from tests.containers.matrix.stage_worker import ENTRY, STEPS
 from tests.containers.matrix.transaction_log import Written, clock
 
+_ENTRIES = np.dtype(
+    [("at_ns", "<i8"), ("transaction", "<i4"), ("step", "<i4"), ("partition", "<i4"), ("offset", "<i8")]
+)
 _UNFLUSHED_MS = 10_000
 _CLOCKS_MS = 5  # brokers and workers share one clock, which they read in milliseconds
 
@@ -80,17 +85,24 @@ def _decided(handling: Handling, log: Sequence[Written], groups: Sequence[str]) 
         yield f"{transactional_id} producer {producer_id} epoch {found[0].epoch}: {', '.join(last_state)}"
 
 
-def in_transaction(directory: Path, at_ns: int, process: str | None) -> bool:
-    """Whether a worker (`process`, or any) had a transaction open at that time, as the diaries tell."""
-    for diary in directory.glob(f"{process or '*'}.diary"):
-        last: dict[int, str] = {}
-        for when_ns, transaction, step, _, _ in _entries(diary):
-            if step >= 0 and when_ns <= at_ns:
-                last[transaction] = STEPS[step]
-        # At most two are on their way; an older one without a commit was aborted.
-        if any(step not in ("begin", "committed") for _, step in sorted(last.items())[-2:]):
-            return True
-    return False
+def count_in_transaction(directory: Path, faults: Sequence[Fault]) -> int:
+    """How many faults came while a worker that they could hit had a transaction open, as the diaries tell."""
+    steps = {}
+    for diary in directory.glob("*.diary"):
+        written = np.frombuffer(diary.read_bytes()[: diary.stat().st_size // ENTRY.size * ENTRY.size], _ENTRIES)
+        steps[diary.stem] = written[written["step"] >= 0]
+    return sum(
+        any(_was_open(steps[name], fault.at_ns) for name in steps if fault.hits in (None, name)) for fault in faults
+    )
+
+
+def _was_open(steps: NDArray[np.void], at_ns: int) -> bool:
+    last: dict[int, str] = {}
+    end = int(np.searchsorted(steps["at_ns"], at_ns, "right"))
+    # At most two are on their way, with six steps each; an older one without a commit was aborted.
+    for entry in steps[max(0, end - 2 * len(STEPS)) : end]:
+        last[int(entry["transaction"])] = STEPS[entry["step"]]
+    return any(step not in ("begin", "committed") for _, step in sorted(last.items())[-2:])
 
 
 def _entries(diary: Path) -> Iterator[tuple[int, int, int, int, int]]:

@@ -33,7 +33,7 @@ class Faults:
 
     def __init__(self, cluster: Cluster, crew: Crew, chance: random.Random, tend: Callable[[float], None]) -> None:
         self._cluster, self._crew, self._chance, self._tend = cluster, crew, chance, tend
-        self._began = time.monotonic()
+        self.began = time.monotonic()
         self.made: list[Fault] = []
 
     def hit_worker(self, fault: str) -> None:
@@ -80,4 +80,4 @@ class Faults:
     def note(self, what: str, member: Member | None = None) -> None:
         """Called as soon as the fault is there."""
         hits = member.process.name if member is not None and member.process is not None else None
-        self.made.append(Fault(round(time.monotonic() - self._began, 1), time.time_ns(), what, hits))
+        self.made.append(Fault(round(time.monotonic() - self.began, 1), time.time_ns(), what, hits))

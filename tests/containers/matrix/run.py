@@ -6,6 +6,7 @@ end. What is expected comes from the input topic as it is at rest, and must cont
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -18,6 +19,7 @@ import numpy as np
 from confluent_kafka import KafkaError, Message, Producer
 from confluent_kafka.admin import AdminClient, NewTopic
 
+from eos.errors import EosError
 from eos.shim.faults import Plan
 from eos.testing.checker import Inputs, Outputs, Report, check
 from eos.testing.clusters import Cluster
@@ -26,7 +28,7 @@ from eos.testing.shim import ShimThread
 from tests.containers.matrix.breakages import ALL
 from tests.containers.matrix.cells import FAULTS, STEPS, TARGETS, Cell
 from tests.containers.matrix.crew import Crew, Member
-from tests.containers.matrix.explain import explain, in_transaction
+from tests.containers.matrix.explain import count_in_transaction, explain
 from tests.containers.matrix.faults import OUTLASTS_S, SESSION_TIMEOUT_S, TRANSACTION_TIMEOUT_S, Faults
 from tests.containers.matrix.stage_worker import Orders
 from tests.containers.matrix.transaction_log import Written, read_transaction_log
@@ -42,6 +44,7 @@ PROGRESS_S = 120.0
 END_S = 240.0
 QUIET_S = 30.0  # the transaction timeout, and the coordinator looks for expired ones every 10 s
 SETTLED_S = 40.0
+EVERY_FAULT = [*itertools.product(FAULTS, TARGETS), ("move", "transaction-coordinator")]
 HELD_AT = 5  # the occurrence of a step at which a worker is held: in the middle of its work
 
 
@@ -162,9 +165,15 @@ class Run:
         self._outputs = [f"{prefix}-out-{copy}" for copy in range(FAN_OUT)]
         self._sources = [f"{prefix}-in", *middle]
         self._groups = [f"{prefix}-stage-{stage}" for stage in range(cell.stages)]
-        self._crew = Crew(self._orders, directory)
-        self._faults = Faults(cluster, self._crew, self._chance, self._tend)
+        self.crew = Crew(self._orders, directory)
+        self.faults = Faults(cluster, self.crew, self._chance, self._tend)
         self._steps_hit: list[str] = []
+        self._reader: ConcurrentReader | None = None
+
+    @property
+    def outputs_seen(self) -> int:
+        """How many outputs a read_committed reader was given so far."""
+        return self._reader.records if self._reader is not None else 0
 
     @property
     def topics(self) -> list[str]:
@@ -206,14 +215,14 @@ class Run:
         self._create_topics()
         places = [(self._sources[0], p) for p in range(PARTITIONS)]
         commits = CommitWatcher(self._servers, self._groups[0], places)
-        reader = ConcurrentReader(self._servers, self._outputs, {"log_level": 0})
+        self._reader = reader = ConcurrentReader(self._servers, self._outputs, {"log_level": 0})
         try:
             with reader, ExitStack() as ending:
                 plan = self._plan(ending)
                 for stage in range(self._cell.stages):
                     for instance in ("a", "b"):
-                        self._crew.join(stage, instance)
-                self._crew.wait_running()
+                        self.crew.join(stage, instance)
+                self.crew.wait_running()
                 loader = Loader(self._servers, self._sources[0], size)
                 ending.callback(loader.give_up)
                 for number in size.rounds():
@@ -224,13 +233,13 @@ class Run:
                 self._cluster.repair()
                 loaded = loader.finish()
                 self._wait_handled(reader, loaded * FAN_OUT)
-                for member in self._crew.members:
+                for member in self.crew.members:
                     if member.wanted:
-                        self._crew.stop(member)
+                        self.crew.stop(member)
                 assert not plan.complaints(), f"what was to happen on the way did not: {plan.complaints()}"
                 return self._judge(loader, reader, commits, time.monotonic() - began)
         finally:
-            self._crew.end()
+            self.crew.end()
             commits.stop()
 
     def _plan(self, ending: ExitStack) -> Plan:
@@ -263,7 +272,7 @@ class Run:
     def _tend(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while True:
-            self._crew.tend()
+            self.crew.tend()
             left = deadline - time.monotonic()
             if left <= 0:
                 return
@@ -276,17 +285,29 @@ class Run:
             self._tend(0.2)
 
     def _wait_handled(self, reader: ConcurrentReader, outputs: int) -> None:
-        """Until as many outputs came as must, or nothing has come for longer than a transaction can be open: then some
-        are lost, and the checker says which."""
+        """Until as many outputs came as must; or all is committed and nothing has come for longer than a transaction
+        can be open: then some are lost, and the checker says which."""
         last, since = reader.records, time.monotonic()
 
         def done() -> bool:
             nonlocal last, since
             if reader.records != last:
                 last, since = reader.records, time.monotonic()
-            return last >= outputs or time.monotonic() - since > QUIET_S
+            if last >= outputs or time.monotonic() - since < QUIET_S:
+                return last >= outputs
+            since = time.monotonic()
+            return self._all_committed()
 
-        self._wait(done, END_S, lambda: f"{reader.records} of {outputs} outputs; faults: {self._faults.made}")
+        self._wait(done, END_S, lambda: f"{reader.records} of {outputs} outputs; faults: {self.faults.made}")
+
+    def _all_committed(self) -> bool:
+        try:
+            return all(
+                committed_offsets(self._servers, group, source) == end_offsets(self._servers, source).stable
+                for group, source in zip(self._groups, self._sources, strict=True)
+            )
+        except EosError:
+            return False  # a transaction is open on them, or a broker is away: asked again
 
     def _wait_progress(self, reader: ConcurrentReader, records: int) -> None:
         """What is read grows by so many outputs: the run has recovered from what was done to it before."""
@@ -294,37 +315,39 @@ class Run:
         self._wait(
             lambda: reader.records >= before + records,
             PROGRESS_S,
-            lambda: f"{reader.records - before} of {records} outputs came; faults: {self._faults.made}",
+            lambda: f"{reader.records - before} of {records} outputs came; faults: {self.faults.made}",
         )
 
     def _change_members(self, number: int) -> None:
         """A third member joins a stage, or leaves it again."""
-        guests = [m for m in self._crew.members if m.wanted and m.instance.startswith("guest")]
+        guests = [m for m in self.crew.members if m.wanted and m.instance.startswith("guest")]
         if guests:
-            self._crew.wait_running(PROGRESS_S)  # before that a SIGTERM is the end of an interpreter, not of a worker
-            self._crew.stop(guests[0])
+            self.crew.wait_running(PROGRESS_S)  # before that a SIGTERM is the end of an interpreter, not of a worker
+            self.crew.stop(guests[0])
         else:
-            self._crew.join(self._chance.randrange(self._cell.stages), f"guest-{number}")
+            self.crew.join(self._chance.randrange(self._cell.stages), f"guest-{number}")
 
     def _fault(self, number: int) -> None:
         fault, target = self._cell.fault, self._cell.target
         if fault == "random":
-            fault, target = self._chance.choice(FAULTS), self._chance.choice(TARGETS)
+            fault, target = self._chance.choice(EVERY_FAULT)
+            if fault == "cut" and self._cluster.backend == "jvm":
+                fault = "pause"
         if fault == "move":
             self._move_coordinator(STEPS[number % len(STEPS)])
         elif fault == "join":
             self._change_members(number)
-            self._faults.note("members change")
+            self.faults.note("members change")
         elif " at " in fault:
             self._hit_at(*fault.split(" at "))
         elif fault == "leaderless":
             node = self._chance.randrange(self._cluster.size)
-            self._faults.hit_node("stop", node, f"the only replica of some partitions of {self._outputs[-1]}")
+            self.faults.hit_node("stop", node, f"the only replica of some partitions of {self._outputs[-1]}")
         elif target == "worker":
-            self._faults.hit_worker(fault)
+            self.faults.hit_worker(fault)
         else:
             node, why = self._node_of(target)
-            self._faults.hit_node(fault, node, why)
+            self.faults.hit_node(fault, node, why)
 
     def _node_of(self, target: str) -> tuple[int, str]:
         cluster, chance = self._cluster, self._chance
@@ -342,9 +365,9 @@ class Run:
 
     def _hold_at(self, step: str) -> tuple[Member, str]:
         """A worker that stands at this step of a transaction, and the transactional.id of that transaction."""
-        member = next(m for m in self._crew.members if m.wanted)
-        self._crew.kill(member)
-        self._crew.start(member, holds=[(step, HELD_AT)])
+        member = next(m for m in self.crew.members if m.wanted)
+        self.crew.kill(member)
+        self.crew.start(member, holds=[(step, HELD_AT)])
         assert member.process is not None
         member.process.wait_at(step, HELD_AT, PROGRESS_S)
         return member, (self._directory / f"{member.process.name}.diary.held").read_text()
@@ -354,14 +377,14 @@ class Run:
         member, name = self._hold_at(step)
         assert member.process is not None
         if fault == "kill":
-            self._crew.kill(member)
-            self._faults.note(f"SIGKILL {member.name} at {step!r} of {name}", member)
-            self._crew.start(member)
+            self.crew.kill(member)
+            self.faults.note(f"SIGKILL {member.name} at {step!r} of {name}", member)
+            self.crew.start(member)
         else:
-            self._crew.pause(member)
-            self._faults.note(f"pause {member.name} at {step!r} of {name}", member)
+            self.crew.pause(member)
+            self.faults.note(f"pause {member.name} at {step!r} of {name}", member)
             self._tend(self._chance.uniform(*OUTLASTS_S))
-            self._crew.resume(member)
+            self.crew.resume(member)
             member.process.go_on()
 
     def _move_coordinator(self, step: str) -> None:
@@ -370,7 +393,7 @@ class Run:
         assert member.process is not None
         before = self._cluster.coordinator_of(transactional_id=name)
         self._cluster.kill(before)
-        self._faults.note(f"{name} held at {step!r}, its coordinator {before} killed", member)
+        self.faults.note(f"{name} held at {step!r}, its coordinator {before} killed", member)
 
         def moved() -> bool:
             return self._cluster.coordinator_of(transactional_id=name) != before
@@ -406,15 +429,15 @@ class Run:
         if not report.ok:
             self._keep(inputs, outputs)
             explanation = explain(inputs, outputs, FAN_OUT, self._directory, self._transaction_log(), self._groups)
-        made = self._faults.made
+        made = self.faults.made
         return Outcome(
             report,
             len(inputs),
             [str(fault) for fault in made],
-            self._crew.ends,
+            self.crew.ends,
             round(seconds, 1),
             explanation,
-            sum(in_transaction(self._directory, fault.at_ns, fault.hits) for fault in made),
+            count_in_transaction(self._directory, made),
             self._steps_hit,
         )
 
