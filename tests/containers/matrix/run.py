@@ -236,16 +236,17 @@ class Run:
                 for member in self.crew.members:
                     if member.wanted:
                         self.crew.stop(member)
-                assert not plan.complaints(), f"what was to happen on the way did not: {plan.complaints()}"
+                complaints = plan.complaints() if plan is not None else ()
+                assert not complaints, f"what was to happen on the way did not: {'; '.join(complaints)}"
                 return self._judge(loader, reader, commits, time.monotonic() - began)
         finally:
             self.crew.end()
             commits.stop()
 
-    def _plan(self, ending: ExitStack) -> Plan:
-        """What is to happen to the workers' requests on their way: nothing, but for some breakages."""
+    def _plan(self, ending: ExitStack) -> Plan | None:
+        """What is to happen to the workers' requests on their way: for some breakages only."""
         if self._breakage is None or self._breakage.requests is None:
-            return Plan([])
+            return None
         plan = Plan(list(self._breakage.requests(f"{self._groups[0]}-a")))
         self._workers_servers = ending.enter_context(ShimThread(self._servers, plan)).bootstrap_servers
         return plan
