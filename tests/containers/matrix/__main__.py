@@ -69,6 +69,10 @@ class Clusters:
         self._cluster.wait_in_sync()
         return self._cluster
 
+    def save_logs(self, directory: Path) -> None:
+        if self._cluster is not None:
+            self._cluster.save_logs(directory)
+
     def close(self) -> None:
         self._cluster = None
         self._stack.close()
@@ -90,6 +94,7 @@ def play(clusters: Clusters, cell: Cell, seed: int, size: Size, directory: Path)
     except (AssertionError, EosError) as error:
         result.result, result.reason = FAILED, f"{type(error).__name__}: {error}"
         (directory / "traceback.txt").write_text(traceback.format_exc())
+        clusters.save_logs(directory)
         clusters.close()
     result.seconds = round(time.monotonic() - began, 1)
     if result.result == PASSED:
