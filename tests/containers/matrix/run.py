@@ -38,8 +38,8 @@ from tests.support.reading import wait_until
 PARTITIONS = 6
 KEYS = 600
 FAN_OUT = 2
-RECORDS_PER_S = 2_000
-WORK_MS = 0.4
+RECORDS_PER_S = 1_000
+WORK_MS = 0.8
 PROGRESS_S = 120.0
 END_S = 240.0
 QUIET_S = 30.0  # the transaction timeout, and the coordinator looks for expired ones every 10 s

@@ -11,7 +11,7 @@ from tests.containers.matrix.__main__ import Clusters
 from tests.containers.matrix.breakages import ALL
 from tests.containers.matrix.run import Run, Size
 
-RECORDS = 20_000
+RECORDS, RECORDS_PER_S = 10_000, 500
 
 
 @pytest.mark.long
@@ -28,7 +28,7 @@ def test_a_rule_that_is_taken_out_is_found_by_the_verdict_that_must_find_it(
         directory.mkdir()
         prefix = f"m{uuid.uuid4().hex[:8]}"
         run = Run(clusters.of(breakage.cell.version), breakage.cell, seed, prefix, directory, breakage=name)
-        outcome = run.play(Size(RECORDS, breakage.faults))
+        outcome = run.play(Size(RECORDS, breakage.faults, records_per_s=RECORDS_PER_S))
         print(f"seed {seed}:", *outcome.faults, outcome.report, outcome.explanation, sep="\n")
         red.append(set(outcome.report.violated))
         if red[-1]:
