@@ -182,7 +182,7 @@ ALL: dict[str, Breakage] = {
         Cell("join", "worker", "classic-4.3.1", 1),
         _no_ownership_check,
         _LONG_INTERVAL,
-        faults=8,
+        faults=6,
     ),
     "a revoked partition's offsets committed": Breakage(
         "the revocation is not recorded: the partition's records and offsets stay in the transaction",
@@ -190,7 +190,7 @@ ALL: dict[str, Breakage] = {
         Cell("join", "worker", "classic-4.3.1", 1),
         _revocation_not_recorded,
         _LONG_INTERVAL,
-        faults=8,
+        faults=6,
     ),
     "rewind missing": Breakage(
         "after an abort the consumer goes on where it is",

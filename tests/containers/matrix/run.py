@@ -227,7 +227,7 @@ class Run:
                 ending.callback(loader.give_up)
                 for number in size.rounds():
                     self._wait_progress(reader, 1_000)
-                    if number % 2 == 1:
+                    if number % 2 == 1 and self._cell.fault != "join":
                         self._change_members(number)
                     self._fault(number)
                 self._cluster.repair()
@@ -286,25 +286,28 @@ class Run:
             self._tend(0.2)
 
     def _wait_handled(self, reader: ConcurrentReader, outputs: int) -> None:
-        """Until as many outputs came as must; or all is committed and nothing has come for longer than a transaction
-        can be open: then some are lost, and the checker says which."""
-        last, since = reader.records, time.monotonic()
+        """Until as many outputs came as must and all is committed; or all is committed and nothing has come for longer
+        than a transaction can be open: then some are lost, and the checker says which."""
+        last, since, next_look = reader.records, time.monotonic(), 0.0
 
         def done() -> bool:
-            nonlocal last, since
+            nonlocal last, since, next_look
+            now = time.monotonic()
             if reader.records != last:
-                last, since = reader.records, time.monotonic()
-            if last >= outputs or time.monotonic() - since < QUIET_S:
-                return last >= outputs
-            since = time.monotonic()
-            return self._all_committed()
+                last, since = reader.records, now
+            quiet = now - since > QUIET_S
+            if not (last >= outputs or quiet) or now < next_look:
+                return False
+            next_look = now + 1
+            return (last >= outputs and quiet) or self._all_committed()
 
         self._wait(done, END_S, lambda: f"{reader.records} of {outputs} outputs; faults: {self.faults.made}")
 
     def _all_committed(self) -> bool:
         try:
             return all(
-                committed_offsets(self._servers, group, source) == end_offsets(self._servers, source).stable
+                committed_offsets(self._servers, group, source)
+                == {place: end for place, end in end_offsets(self._servers, source).stable.items() if end > 0}
                 for group, source in zip(self._groups, self._sources, strict=True)
             )
         except EosError:
