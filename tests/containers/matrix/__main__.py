@@ -51,8 +51,8 @@ class Result:
 class Clusters:
     """One cluster at a time, kept while its version is asked for; thrown away after a failure."""
 
-    def __init__(self, wanted: str | None) -> None:
-        self._wanted = wanted
+    def __init__(self, wanted: str | None, nodes: int = 3) -> None:
+        self._wanted, self._nodes = wanted, nodes
         self._stack = ExitStack()
         self._version: str | None = None
         self._cluster: Cluster | None = None
@@ -63,7 +63,7 @@ class Clusters:
     def of(self, version: str) -> Cluster:
         if self._version != version or self._cluster is None:
             self.close()
-            self._cluster = self._stack.enter_context(self.choice(version).cluster(3, version, CONFIG))
+            self._cluster = self._stack.enter_context(self.choice(version).cluster(self._nodes, version, CONFIG))
             self._version = version
         self._cluster.repair()
         self._cluster.wait_in_sync()

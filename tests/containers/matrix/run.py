@@ -254,7 +254,8 @@ class Run:
     def _create_topics(self) -> None:
         admin = AdminClient({"bootstrap.servers": self._servers, "log_level": 0})
         replicas = min(3, self._cluster.size)
-        topics = [NewTopic(t, PARTITIONS, replicas, config={"min.insync.replicas": "2"}) for t in self.topics]
+        config = {"min.insync.replicas": str(min(2, replicas))}
+        topics = [NewTopic(t, PARTITIONS, replicas, config=config) for t in self.topics]
         if self._cell.fault == "leaderless":
             # One copy only: while its node is away this partition has no leader at all.
             alone = [[p % self._cluster.size] for p in range(PARTITIONS)]
@@ -322,14 +323,14 @@ class Run:
             lambda: f"{reader.records - before} of {records} outputs came; faults: {self.faults.made}",
         )
 
-    def _change_members(self, number: int) -> None:
-        """A third member joins a stage, or leaves it again."""
+    def _change_members(self, number: int) -> Member:
+        """A third member joins a stage, or leaves it again. Returns it."""
         guests = [m for m in self.crew.members if m.wanted and m.instance.startswith("guest")]
         if guests:
             self.crew.wait_running(PROGRESS_S)  # before that a SIGTERM is the end of an interpreter, not of a worker
             self.crew.stop(guests[0])
-        else:
-            self.crew.join(self._chance.randrange(self._cell.stages), f"guest-{number}")
+            return guests[0]
+        return self.crew.join(self._chance.randrange(self._cell.stages), f"guest-{number}")
 
     def _fault(self, number: int) -> None:
         fault, target = self._cell.fault, self._cell.target
@@ -340,8 +341,10 @@ class Run:
         if fault == "move":
             self._move_coordinator(STEPS[number % len(STEPS)])
         elif fault == "join":
-            self._change_members(number)
-            self.faults.note("members change")
+            guest = self._change_members(number)
+            self.faults.note(f"{guest.name} {'joins' if guest.wanted else 'leaves'}")
+            if guest.wanted and guest.process is not None:
+                guest.process.wait_log("partitions assigned", PROGRESS_S)
         elif " at " in fault:
             self._hit_at(*fault.split(" at "))
         elif fault == "leaderless":

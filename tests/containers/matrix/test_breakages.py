@@ -18,7 +18,7 @@ RECORDS, RECORDS_PER_S = 10_000, 500
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_a_rule_that_is_taken_out_is_found_by_the_verdict_that_must_find_it(
-    name: str, clusters: Clusters, tmp_path: Path
+    name: str, single_nodes: Clusters, tmp_path: Path
 ) -> None:
     breakage = ALL[name]
     red: list[set[str]] = []
@@ -27,7 +27,7 @@ def test_a_rule_that_is_taken_out_is_found_by_the_verdict_that_must_find_it(
         directory = tmp_path / str(seed)
         directory.mkdir()
         prefix = f"m{uuid.uuid4().hex[:8]}"
-        run = Run(clusters.of(breakage.cell.version), breakage.cell, seed, prefix, directory, breakage=name)
+        run = Run(single_nodes.of(breakage.cell.version), breakage.cell, seed, prefix, directory, breakage=name)
         outcome = run.play(Size(RECORDS, breakage.faults, records_per_s=RECORDS_PER_S))
         print(f"seed {seed}:", *outcome.faults, outcome.report, outcome.explanation, sep="\n")
         red.append(set(outcome.report.violated))
