@@ -57,16 +57,18 @@ def explain(
     inputs: Inputs, outputs: Outputs, fan_out: int, directory: Path, log: Sequence[Written], groups: Sequence[str]
 ) -> str:
     """`groups`: the consumer group of each stage; `log`: what the coordinators wrote."""
+    last = {written.transactional_id: written for written in log}
+    still_open = [f"still open: {written}" for written in last.values() if written.state == "Ongoing"]
     damaged = first_damaged(inputs, outputs, fan_out)
     if damaged is None:
-        return "each input has its outputs exactly once"
+        return "\n".join(["each input has its outputs exactly once", *still_open])
     partition, offset, what = damaged
     lines = [f"{inputs.topics[0]}[{partition}]@{offset}: {what}; it was handled in"]
     handlings = list(_handlings(directory, partition, offset))
     for handling in handlings:
         lines.append(f"  {handling}")
         lines += [f"    coordinator: {decided}" for decided in _decided(handling, log, groups)]
-    return "\n".join(lines if handlings else [*lines, "  no transaction"])
+    return "\n".join([*lines, *([] if handlings else ["  no transaction"]), *still_open])
 
 
 def _decided(handling: Handling, log: Sequence[Written], groups: Sequence[str]) -> Iterator[str]:
