@@ -99,3 +99,6 @@ def test_the_explanation_names_the_offset_its_transaction_and_what_the_coordinat
     assert "PrepareCommit" not in decided
     states = [state.split()[0] for state in decided.partition("epoch 7: ")[2].split(", ")]
     assert states == ["Ongoing", "PrepareAbort", "CompleteAbort"]
+    still_open = explain(inputs, outputs, 1, tmp_path, log[:3], ["g"]).splitlines()[-1]
+    assert still_open.startswith("still open: ")
+    assert "g-one producer 1001 epoch 7: Ongoing" in still_open
