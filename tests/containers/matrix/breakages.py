@@ -34,6 +34,12 @@ class Breakage:
     faults: int = 2
 
 
+def _replace(owner: type, name: str, by: Callable[..., Any]) -> None:
+    """A name that the product does not have any more would take nothing out."""
+    assert callable(getattr(owner, name))
+    setattr(owner, name, by)
+
+
 def _offsets_outside_the_transaction() -> None:
     from confluent_kafka import KafkaException
 
@@ -51,13 +57,13 @@ def _offsets_outside_the_transaction() -> None:
         self._step("committed")
         return time.monotonic()
 
-    TransactSession._send_and_commit = commit_by_the_consumer  # type: ignore[method-assign]
+    _replace(TransactSession, "_send_and_commit", commit_by_the_consumer)
 
 
 def _rewind_missing() -> None:
     from eos.membership import Membership
 
-    Membership.go_back = lambda self, targets: None  # type: ignore[method-assign,assignment]
+    _replace(Membership, "go_back", lambda self, targets: None)
 
 
 def _no_ownership_check() -> None:
@@ -67,9 +73,9 @@ def _no_ownership_check() -> None:
     def unchecked(self: Membership, offsets: Mapping[Any, int]) -> Any:
         return self.consumer.consumer_group_metadata()
 
-    Membership.metadata_to_commit = unchecked  # type: ignore[method-assign]
-    Membership.check_not_lost = lambda self: None  # type: ignore[method-assign]
-    Positions.forget = lambda self, partitions: False  # type: ignore[method-assign]
+    _replace(Membership, "metadata_to_commit", unchecked)
+    _replace(Membership, "check_not_lost", lambda self: None)
+    _replace(Positions, "forget", lambda self, partitions: False)
 
 
 def _revocation_not_recorded() -> None:
@@ -83,7 +89,7 @@ def _revocation_not_recorded() -> None:
         else:
             consumer.unassign()
 
-    Membership._gave_up = give_up_in_silence  # type: ignore[method-assign]
+    _replace(Membership, "_gave_up", give_up_in_silence)
 
 
 def _stale_group_metadata() -> None:
@@ -100,7 +106,7 @@ def _stale_group_metadata() -> None:
         self.metadata_to_commit = lambda offsets: taken  # type: ignore[method-assign]
         join(self)
 
-    Membership.join = with_metadata_from_before  # type: ignore[method-assign]
+    _replace(Membership, "join", with_metadata_from_before)
 
 
 def _random_transactional_id() -> None:
@@ -112,7 +118,7 @@ def _random_transactional_id() -> None:
         self.transactional_id += f"-{uuid.uuid4().hex[:8]}"
         start(self)
 
-    TransactSession.start = under_a_new_name  # type: ignore[method-assign]
+    _replace(TransactSession, "start", under_a_new_name)
 
 
 def _outputs_before_the_function_returned() -> None:
@@ -142,7 +148,7 @@ def _outputs_before_the_function_returned() -> None:
 
         self.on_error = retry(100, backoff_ms=1)
 
-    Route.__init__ = eager  # type: ignore[method-assign]
+    _replace(Route, "__init__", eager)
 
 
 def _rewind_to_the_committed_offset_of_the_assignment() -> None:
@@ -156,8 +162,8 @@ def _rewind_to_the_committed_offset_of_the_assignment() -> None:
         starts.update(new)
         assigned(self, new)
 
-    Positions.assigned = remember  # type: ignore[method-assign]
-    Membership.go_back = lambda self, targets: go_back(self, {p: starts[p] for p in targets})  # type: ignore[method-assign]
+    _replace(Positions, "assigned", remember)
+    _replace(Membership, "go_back", lambda self, targets: go_back(self, {p: starts[p] for p in targets}))
 
 
 def _a_late_end_of_transaction(transactional_id: str) -> Sequence[Rule]:
