@@ -107,11 +107,11 @@ def main() -> int:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives its run
     orders = Orders(**json.loads(os.environ[ENVIRONMENT]))
     diary = Diary(orders.diary, [(step, nth) for step, nth in orders.holds])
-    app = build_app(orders, diary)
     if orders.breakage is not None:
         from tests.containers.matrix import breakages  # and with them a good deal that no other worker needs
 
         breakages.ALL[orders.breakage].apply()
+    app = build_app(orders, diary)
 
     class StageWorker(Worker):
         def __init__(self, app: App, settings: Settings, *, until_end: bool = False) -> None:
