@@ -45,6 +45,7 @@ class Result:
     records: int = 0
     faults: list[str] = dataclasses.field(default_factory=list)
     in_transaction: int = 0
+    restarts: list[str] = dataclasses.field(default_factory=list)
     reason: str = ""
 
 
@@ -86,7 +87,7 @@ def play(clusters: Clusters, cell: Cell, seed: int, size: Size, directory: Path)
     try:
         outcome = Run(clusters.of(cell.version), cell, seed, f"m{uuid.uuid4().hex[:8]}", directory).play(size)
         result.records, result.faults = outcome.records, outcome.faults
-        result.in_transaction = outcome.in_transaction
+        result.in_transaction, result.restarts = outcome.in_transaction, outcome.restarts
         if not outcome.ok:
             result.result, result.reason = FAILED, f"{outcome.report}\n{outcome.explanation}"
     except NotSupported as why:
