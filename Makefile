@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # A suite's whole time is printed at its end; make stops at the first suite that fails.
 PYTEST := $(BIN)/python -m pytest -q --durations=8
 
-.PHONY: demo demo-spark test test-unit test-broker test-shim test-containers test-spark test-matrix test-long chaos-shim matrix lint bench bench-spark clean engine image up down ps worker shim sweep bench-shim
+.PHONY: demo demo-spark test test-unit test-broker test-shim test-containers test-spark test-matrix test-long chaos-shim matrix soak lint bench bench-spark clean engine image up down ps worker shim sweep bench-shim
 
 demo: $(STAMP)
 	$(BIN)/eos demo
@@ -32,13 +32,20 @@ test-containers: $(STAMP)
 	$(PYTEST) tests/containers --ignore tests/containers/matrix -n 2
 
 # Real workers in one or three stages while workers and brokers are killed, paused and cut off; judged by the checker.
-# A few cells here (not yet in `make test`), the pairwise cover by `make matrix` (it goes on where it stopped; table in
+# Three cells here (not in `make test`), the pairwise cover by `make matrix` (it goes on where it stopped; table in
 # build/matrix/table.md).
 test-matrix: $(STAMP)
 	$(PYTEST) tests/containers/matrix -m "not long"
 
 matrix: $(STAMP)
 	$(BIN)/python -m tests.containers.matrix
+
+# Random faults from a seed on three brokers until the time is up; report and plot in build/soak.
+MINUTES ?= 60
+SEED ?= 1
+
+soak: $(STAMP)
+	$(BIN)/python -m tests.containers.matrix.soak --minutes $(MINUTES) --seed $(SEED)
 
 # The shim with clients nobody here wrote; two files at a time, each with clusters of its own.
 test-shim: $(STAMP)

@@ -1,6 +1,7 @@
 """`make matrix`: runs the cells one after the other, resumes where it stopped, and writes the table.
 
-Each cell's outcome is a JSON file as soon as it is known; a cell with a file is not run again (`--again` forgets them).
+Each cell's outcome is a JSON file as soon as it is known; a cell with a file is not run again (`--again` forgets them,
+`--failed` those that failed).
 Exit code 1 if a cell failed. A cell that the backend cannot do is "not run", with the reason, never passed.
 """
 
@@ -44,14 +45,15 @@ class Result:
     records: int = 0
     faults: list[str] = dataclasses.field(default_factory=list)
     in_transaction: int = 0
+    restarts: list[str] = dataclasses.field(default_factory=list)
     reason: str = ""
 
 
 class Clusters:
     """One cluster at a time, kept while its version is asked for; thrown away after a failure."""
 
-    def __init__(self, wanted: str | None) -> None:
-        self._wanted = wanted
+    def __init__(self, wanted: str | None, nodes: int = 3) -> None:
+        self._wanted, self._nodes = wanted, nodes
         self._stack = ExitStack()
         self._version: str | None = None
         self._cluster: Cluster | None = None
@@ -62,11 +64,15 @@ class Clusters:
     def of(self, version: str) -> Cluster:
         if self._version != version or self._cluster is None:
             self.close()
-            self._cluster = self._stack.enter_context(self.choice(version).cluster(3, version, CONFIG))
+            self._cluster = self._stack.enter_context(self.choice(version).cluster(self._nodes, version, CONFIG))
             self._version = version
         self._cluster.repair()
         self._cluster.wait_in_sync()
         return self._cluster
+
+    def save_logs(self, directory: Path) -> None:
+        if self._cluster is not None:
+            self._cluster.save_logs(directory)
 
     def close(self) -> None:
         self._cluster = None
@@ -81,7 +87,7 @@ def play(clusters: Clusters, cell: Cell, seed: int, size: Size, directory: Path)
     try:
         outcome = Run(clusters.of(cell.version), cell, seed, f"m{uuid.uuid4().hex[:8]}", directory).play(size)
         result.records, result.faults = outcome.records, outcome.faults
-        result.in_transaction = outcome.in_transaction
+        result.in_transaction, result.restarts = outcome.in_transaction, outcome.restarts
         if not outcome.ok:
             result.result, result.reason = FAILED, f"{outcome.report}\n{outcome.explanation}"
     except NotSupported as why:
@@ -89,6 +95,7 @@ def play(clusters: Clusters, cell: Cell, seed: int, size: Size, directory: Path)
     except (AssertionError, EosError) as error:
         result.result, result.reason = FAILED, f"{type(error).__name__}: {error}"
         (directory / "traceback.txt").write_text(traceback.format_exc())
+        clusters.save_logs(directory)
         clusters.close()
     result.seconds = round(time.monotonic() - began, 1)
     if result.result == PASSED:
@@ -129,11 +136,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make matrix", description=__doc__)
     parser.add_argument("--full", action="store_true", help="the whole product instead of the pairwise cover")
     parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no cell after so long; go on another time")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=int, default=Size.faults)
     parser.add_argument("--records", type=int, default=Size.records)
     parser.add_argument("--kafka", help="container or jvm; default: containers where they can run")
     parser.add_argument("--again", action="store_true", help="forget what was run before")
+    parser.add_argument("--failed", action="store_true", help="run those again that failed")
     parser.add_argument("--directory", type=Path, default=Path("build/matrix"))
     options = parser.parse_args()
     console = Console()
@@ -141,12 +150,17 @@ def main() -> int:
     if options.again:
         shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True, exist_ok=True)
+    if options.failed:
+        for file in directory.glob("*.json"):
+            if json.loads(file.read_text())["result"] == FAILED:
+                file.unlink()
     cells = [cell for cell in (product() if options.full else pairwise()) if options.only in cell.name]
     size = Size(options.records, options.faults)
+    until = time.monotonic() + options.minutes * 60
     with _closing(Clusters(options.kafka)) as clusters:
         for number, cell in enumerate(cells, 1):
             file = directory / f"{cell.name}.json"
-            if file.exists():
+            if file.exists() or time.monotonic() > until:
                 continue
             console.print(f"{number} of {len(cells)}: {cell.name} ...")
             logs = directory / f"{cell.name}-{time.strftime('%H%M%S')}"
@@ -155,12 +169,14 @@ def main() -> int:
             console.print(f"  {result.result} in {result.seconds:.0f} s, {result.records:,} records")
             if result.reason:
                 console.print(f"  {result.reason}\n  kept: {logs}", markup=False)
-    results = [Result(**json.loads((directory / f"{cell.name}.json").read_text())) for cell in cells]
+    files = [directory / f"{cell.name}.json" for cell in cells]
+    results = [Result(**json.loads(file.read_text())) for file in files if file.exists()]
     console.print(table(results))
     (directory / "table.md").write_text("\n".join(markdown(results)) + "\n")
     counts = {kind: sum(r.result == kind for r in results) for kind in (PASSED, FAILED, NOT_RUN)}
-    console.print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
-    return 1 if counts[FAILED] or not counts[PASSED] else 0
+    left = len(cells) - len(results)
+    console.print(", ".join(f"{count} {kind}" for kind, count in counts.items()) + f", {left} still to be run")
+    return 1 if counts[FAILED] or left or not counts[PASSED] else 0
 
 
 if __name__ == "__main__":

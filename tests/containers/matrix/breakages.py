@@ -1,43 +1,69 @@
 """Rules of the product taken out on purpose, one at a time, and the verdict that must find each.
 
-Applied in a worker's process by patching; the product has no switch for any of it but `eos.replace.producer`.
+Applied in a worker's process by patching; the product has no switch for any of it but `eos.replace.producer`. `cell` is
+the fault that makes use of what is missing: without it the broken worker is right by luck, and nothing is red.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from eos.shim.faults import Rule
+from eos.testing.sweeping import Case
+from tests.containers.matrix.cells import Cell
 
 
 @dataclass(frozen=True)
 class Breakage:
-    """`expected`: the rules of the checker of which at least one must be red; any other red does not count."""
+    """`expected`: the rules of the checker that must be red, each of them; any other red does not count.
+
+    `settings`: more of the workers'. `requests`: what happens to requests of this transactional.id on their way, by a
+    shim that the workers then connect through.
+    """
 
     what: str
     expected: frozenset[str]
-    apply: Callable[[], None]
+    cell: Cell
+    apply: Callable[[], None] = lambda: None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    requests: Callable[[str], Sequence[Rule]] | None = None
+    faults: int = 2
+
+
+def _replace(owner: type, name: str, by: Callable[..., Any]) -> None:
+    """A name that the product does not have any more would take nothing out."""
+    assert callable(getattr(owner, name))
+    setattr(owner, name, by)
 
 
 def _offsets_outside_the_transaction() -> None:
+    from confluent_kafka import KafkaException
+
+    from eos.errors import Action, CallFailed
     from eos.session import TransactSession
 
     def commit_by_the_consumer(self: TransactSession, producer: Any, offsets: list[Any], metadata: Any) -> float:
-        if offsets:
-            self.consumer.commit(offsets=offsets, asynchronous=False)
+        try:
+            if offsets:
+                self.consumer.commit(offsets=offsets, asynchronous=False)
+        except KafkaException as error:
+            raise CallFailed("send_offsets", Action.ABORT, error) from error
         self._step("offsets sent")
         producer.commit()
         self._step("committed")
         return time.monotonic()
 
-    TransactSession._send_and_commit = commit_by_the_consumer  # type: ignore[method-assign]
+    _replace(TransactSession, "_send_and_commit", commit_by_the_consumer)
 
 
 def _rewind_missing() -> None:
     from eos.membership import Membership
 
-    Membership.go_back = lambda self, targets: None  # type: ignore[method-assign,assignment]
+    _replace(Membership, "go_back", lambda self, targets: None)
 
 
 def _no_ownership_check() -> None:
@@ -47,23 +73,52 @@ def _no_ownership_check() -> None:
     def unchecked(self: Membership, offsets: Mapping[Any, int]) -> Any:
         return self.consumer.consumer_group_metadata()
 
-    Membership.metadata_to_commit = unchecked  # type: ignore[method-assign]
-    Membership.check_not_lost = lambda self: None  # type: ignore[method-assign]
-    Positions.forget = lambda self, partitions: False  # type: ignore[method-assign]
+    _replace(Membership, "metadata_to_commit", unchecked)
+    _replace(Membership, "check_not_lost", lambda self: None)
+    _replace(Positions, "forget", lambda self, partitions: False)
 
 
-def _metadata_of_nobody() -> None:
+def _revocation_not_recorded() -> None:
+    from confluent_kafka import TopicPartition
+
     from eos.membership import Membership
 
-    def without_generation(self: Membership, offsets: Mapping[Any, int]) -> Any:
-        from confluent_kafka import Consumer
+    def give_up_in_silence(self: Membership, consumer: Any, partitions: list[Any], how: str) -> None:
+        if self._incremental:
+            consumer.incremental_unassign([TopicPartition(p.topic, p.partition) for p in partitions])
+        else:
+            consumer.unassign()
 
-        # A consumer that never joined: generation -1 and no member id, which the broker does not check.
-        outsider = Consumer({"bootstrap.servers": self._settings.bootstrap_servers, "group.id": self.group})
-        return outsider.consumer_group_metadata()
+    _replace(Membership, "_gave_up", give_up_in_silence)
 
-    Membership.metadata_to_commit = without_generation  # type: ignore[method-assign]
-    Membership.check_not_lost = lambda self: None  # type: ignore[method-assign]
+
+def _stale_group_metadata() -> None:
+    from confluent_kafka import Consumer
+
+    from eos.membership import Membership
+
+    join = Membership.join
+
+    def with_metadata_from_before(self: Membership) -> None:
+        # No generation, no member id and no instance id: those the broker does not check.
+        nobody = Consumer({"bootstrap.servers": self._settings.bootstrap_servers, "group.id": self.group})
+        taken = nobody.consumer_group_metadata()
+        self.metadata_to_commit = lambda offsets: taken  # type: ignore[method-assign]
+        join(self)
+
+    _replace(Membership, "join", with_metadata_from_before)
+
+
+def _random_transactional_id() -> None:
+    from eos.session import TransactSession
+
+    start = TransactSession.start
+
+    def under_a_new_name(self: TransactSession) -> None:
+        self.transactional_id += f"-{uuid.uuid4().hex[:8]}"
+        start(self)
+
+    _replace(TransactSession, "start", under_a_new_name)
 
 
 def _outputs_before_the_function_returned() -> None:
@@ -93,7 +148,7 @@ def _outputs_before_the_function_returned() -> None:
 
         self.on_error = retry(100, backoff_ms=1)
 
-    Route.__init__ = eager  # type: ignore[method-assign]
+    _replace(Route, "__init__", eager)
 
 
 def _rewind_to_the_committed_offset_of_the_assignment() -> None:
@@ -107,35 +162,80 @@ def _rewind_to_the_committed_offset_of_the_assignment() -> None:
         starts.update(new)
         assigned(self, new)
 
-    Positions.assigned = remember  # type: ignore[method-assign]
-    Membership.go_back = lambda self, targets: go_back(self, {p: starts[p] for p in targets})  # type: ignore[method-assign]
+    _replace(Positions, "assigned", remember)
+    _replace(Membership, "go_back", lambda self, targets: go_back(self, {p: starts[p] for p in targets}))
 
 
-DOUBLED, LOST, TORN = frozenset({"no_duplicates"}), frozenset({"no_losses"}), frozenset({"atomic"})
+def _a_late_end_of_transaction(transactional_id: str) -> Sequence[Rule]:
+    """H1: a copy of EndTxn arrives when the next transaction under this id is half done; that one is then aborted."""
+    return Case("EndTxn", "late copy, then abort").rules(transactional_id)
+
+
+DOUBLED, LOST = frozenset({"no_duplicates"}), frozenset({"no_losses"})
+_LONG_INTERVAL = {"eos.transaction.interval.ms": "1000"}  # a rebalance falls into an open transaction
+_LONG_TIMEOUT = {"transaction.timeout.ms": "600000"}  # a zombie finds its transaction open
 
 ALL: dict[str, Breakage] = {
     "offsets outside the transaction": Breakage(
-        "the consumer commits the offsets before the transaction ends", LOST, _offsets_outside_the_transaction
-    ),
-    "rewind missing": Breakage("after an abort the consumer goes on where it is", LOST, _rewind_missing),
-    "rewind to the committed offset": Breakage(
-        "a rewind goes to what was committed when the partition was assigned, not to the transaction's start",
-        DOUBLED,
-        _rewind_to_the_committed_offset_of_the_assignment,
+        "the consumer commits the offsets before the transaction ends",
+        LOST,
+        Cell("kill at offsets sent", "worker", "classic-4.3.1", 1),
+        _offsets_outside_the_transaction,
     ),
     "no ownership check": Breakage(
         "revoked partitions stay in the transaction and nothing is checked before the commit",
         DOUBLED,
+        Cell("join", "worker", "classic-4.3.1", 1),
         _no_ownership_check,
+        _LONG_INTERVAL,
+        faults=6,
     ),
-    "metadata of nobody": Breakage(
-        "offsets are sent for a member without generation, which the broker does not check",
+    "a revoked partition's offsets committed": Breakage(
+        "the revocation is not recorded: the partition's records and offsets stay in the transaction",
         DOUBLED,
-        _metadata_of_nobody,
+        Cell("join", "worker", "classic-4.3.1", 1),
+        _revocation_not_recorded,
+        _LONG_INTERVAL,
+        faults=6,
+    ),
+    "rewind missing": Breakage(
+        "after an abort the consumer goes on where it is",
+        LOST,
+        Cell("pause", "transaction-coordinator", "classic-4.3.1", 1),
+        _rewind_missing,
+    ),
+    "rewind to the committed offset": Breakage(
+        "a rewind goes to what was committed when the partition was assigned, not to the transaction's start",
+        DOUBLED,
+        Cell("pause", "transaction-coordinator", "classic-4.3.1", 1),
+        _rewind_to_the_committed_offset_of_the_assignment,
+    ),
+    "stale group metadata": Breakage(
+        "offsets are sent with group metadata from before the member joined, which the broker does not check",
+        DOUBLED,
+        Cell("pause at flush", "worker", "classic-4.3.1", 1),
+        _stale_group_metadata,
+        _LONG_TIMEOUT,
+    ),
+    "replacement off": Breakage(
+        "the producer is kept after a retried EndTxn and after aborts",
+        DOUBLED,
+        Cell("kill", "worker", "classic-4.3.1", 1),
+        settings={"eos.replace.producer": "never"},
+        requests=_a_late_end_of_transaction,
     ),
     "outputs before the function returned": Breakage(
         "each output goes out as the function yields it; a function that fails half way is run again",
-        DOUBLED | TORN,
+        DOUBLED,
+        Cell("stop", "worker", "classic-4.3.1", 1),
         _outputs_before_the_function_returned,
+    ),
+    "random transactional.id": Breakage(
+        "a worker that starts again cannot end what its predecessor left open: readers stand before it",
+        LOST | {"stable_end"},
+        Cell("kill at flushed", "worker", "classic-4.3.1", 1),
+        _random_transactional_id,
+        _LONG_TIMEOUT,
+        faults=1,
     ),
 }

@@ -14,3 +14,11 @@ def clusters(pytestconfig: pytest.Config) -> Iterator[Clusters]:
     clusters = Clusters(pytestconfig.getoption("--eos-kafka"))
     yield clusters
     clusters.close()
+
+
+@pytest.fixture(scope="module")
+def single_nodes(pytestconfig: pytest.Config) -> Iterator[Clusters]:
+    """For what a worker does wrong by itself: nothing of it needs three brokers."""
+    clusters = Clusters(pytestconfig.getoption("--eos-kafka"), nodes=1)
+    yield clusters
+    clusters.close()

@@ -1,15 +1,28 @@
-"""The shortest explanation of a violation: which input offset, which transactions handled it, what became of them."""
+"""The shortest explanation of a violation: which input offset, which transactions handled it, what became of them.
+
+Two sources that know nothing of each other: the workers' diaries say what was done, the coordinators' log what was
+decided. They meet by the clock: a transaction's first request lies between its `begun` and its `flushed`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eos.testing.checker import Inputs, Outputs, join
+from tests.containers.matrix.faults import Fault
 from tests.containers.matrix.stage_worker import ENTRY, STEPS
+from tests.containers.matrix.transaction_log import Written, clock
+
+_ENTRIES = np.dtype(
+    [("at_ns", "<i8"), ("transaction", "<i4"), ("step", "<i4"), ("partition", "<i4"), ("offset", "<i8")]
+)
+_UNFLUSHED_MS = 10_000
+_CLOCKS_MS = 5  # brokers and workers share one clock, which they read in milliseconds
 
 
 @dataclass
@@ -18,10 +31,10 @@ class Handling:
 
     worker: str
     transaction: int
-    steps: list[tuple[float, str]] = field(default_factory=list)
+    steps: list[tuple[int, str]] = field(default_factory=list)  # (ns since 1970, name)
 
     def __str__(self) -> str:
-        told = ", ".join(f"{step} {at:.3f}" for at, step in self.steps)
+        told = ", ".join(f"{step} {clock(at_ns // 1_000_000)}" for at_ns, step in self.steps)
         last = self.steps[-1][1] if self.steps else "nothing"
         end = "committed" if last == "committed" else f"its last step was {last!r}"
         return f"transaction {self.transaction} of {self.worker} ({told}): {end}"
@@ -40,27 +53,58 @@ def first_damaged(inputs: Inputs, outputs: Outputs, fan_out: int) -> tuple[int, 
     return int(joined.inputs.partition[row]), int(joined.inputs.offset[row]), what
 
 
-def explain(inputs: Inputs, outputs: Outputs, fan_out: int, directory: Path) -> str:
+def explain(
+    inputs: Inputs, outputs: Outputs, fan_out: int, directory: Path, log: Sequence[Written], groups: Sequence[str]
+) -> str:
+    """`groups`: the consumer group of each stage; `log`: what the coordinators wrote."""
+    last = {written.transactional_id: written for written in log}
+    still_open = [f"still open: {written}" for written in last.values() if written.state == "Ongoing"]
     damaged = first_damaged(inputs, outputs, fan_out)
     if damaged is None:
-        return "each input has its outputs exactly once"
+        return "\n".join(["each input has its outputs exactly once", *still_open])
     partition, offset, what = damaged
     lines = [f"{inputs.topics[0]}[{partition}]@{offset}: {what}; it was handled in"]
-    lines += [f"  {handling}" for handling in _handlings(directory, partition, offset)] or ["  no transaction"]
-    return "\n".join(lines)
+    handlings = list(_handlings(directory, partition, offset))
+    for handling in handlings:
+        lines.append(f"  {handling}")
+        lines += [f"    coordinator: {decided}" for decided in _decided(handling, log, groups)]
+    return "\n".join([*lines, *([] if handlings else ["  no transaction"]), *still_open])
 
 
-def in_transaction(directory: Path, at_ns: int, process: str | None) -> bool:
-    """Whether a worker (`process`, or any) had a transaction open at that time, as the diaries tell."""
-    for diary in directory.glob(f"{process or '*'}.diary"):
-        last: dict[int, str] = {}
-        for when_ns, transaction, step, _, _ in _entries(diary):
-            if step >= 0 and when_ns <= at_ns:
-                last[transaction] = STEPS[step]
-        # At most two are on their way; an older one without a commit was aborted.
-        if any(step not in ("begin", "committed") for _, step in sorted(last.items())[-2:]):
-            return True
-    return False
+def _decided(handling: Handling, log: Sequence[Written], groups: Sequence[str]) -> Iterator[str]:
+    """What became of the transaction that this worker began then: a line for each producer that it may be."""
+    _, stage, instance = handling.worker.split("-", 2)
+    name = f"{groups[int(stage)]}-{instance.rpartition('-')[0]}"
+    times = {step: at_ns // 1_000_000 for at_ns, step in handling.steps}
+    first = times.get("begun", 0) - _CLOCKS_MS
+    last = times.get("flushed", times.get("begun", 0) + _UNFLUSHED_MS) + _CLOCKS_MS
+    lives: dict[tuple[str, int, int], list[Written]] = {}
+    for written in log:
+        if written.transactional_id.startswith(name) and first <= written.began_ms <= last:
+            lives.setdefault((written.transactional_id, written.producer_id, written.began_ms), []).append(written)
+    for (transactional_id, producer_id, _), found in lives.items():
+        last_state = dict.fromkeys(f"{written.state} {clock(written.at_ms)}" for written in found)
+        yield f"{transactional_id} producer {producer_id} epoch {found[0].epoch}: {', '.join(last_state)}"
+
+
+def count_in_transaction(directory: Path, faults: Sequence[Fault]) -> int:
+    """How many faults came while a worker that they could hit had a transaction open, as the diaries tell."""
+    steps = {}
+    for diary in directory.glob("*.diary"):
+        written = np.frombuffer(diary.read_bytes()[: diary.stat().st_size // ENTRY.size * ENTRY.size], _ENTRIES)
+        steps[diary.stem] = written[written["step"] >= 0]
+    return sum(
+        any(_was_open(steps[name], fault.at_ns) for name in steps if fault.hits in (None, name)) for fault in faults
+    )
+
+
+def _was_open(steps: NDArray[np.void], at_ns: int) -> bool:
+    last: dict[int, str] = {}
+    end = int(np.searchsorted(steps["at_ns"], at_ns, "right"))
+    # At most two are on their way, with six steps each; an older one without a commit was aborted.
+    for entry in steps[max(0, end - 2 * len(STEPS)) : end]:
+        last[int(entry["transaction"])] = STEPS[entry["step"]]
+    return any(step not in ("begin", "committed") for _, step in sorted(last.items())[-2:])
 
 
 def _entries(diary: Path) -> Iterator[tuple[int, int, int, int, int]]:
@@ -75,7 +119,7 @@ def _handlings(directory: Path, partition: int, offset: int) -> Iterator[Handlin
         for at_ns, transaction, step, of, at in _entries(diary):
             if step >= 0:
                 handling = steps.setdefault(transaction, Handling(diary.stem, transaction))
-                handling.steps.append((at_ns / 1e9 % 10_000, STEPS[step]))
+                handling.steps.append((at_ns, STEPS[step]))
             elif (of, at) == (partition, offset):
                 touched.add(transaction)
         yield from (steps[transaction] for transaction in sorted(touched))

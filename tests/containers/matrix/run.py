@@ -6,10 +6,11 @@ end. What is expected comes from the input topic as it is at rest, and must cont
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,33 +19,54 @@ import numpy as np
 from confluent_kafka import KafkaError, Message, Producer
 from confluent_kafka.admin import AdminClient, NewTopic
 
+from eos.errors import EosError
+from eos.shim.faults import Plan
 from eos.testing.checker import Inputs, Outputs, Report, check
 from eos.testing.clusters import Cluster
 from eos.testing.history import ConcurrentReader, committed_offsets, end_offsets, read_topic
-from tests.containers.matrix.cells import STEPS, Cell
-from tests.containers.matrix.crew import Crew
-from tests.containers.matrix.explain import explain, in_transaction
-from tests.containers.matrix.faults import SESSION_TIMEOUT_S, TRANSACTION_TIMEOUT_S, Faults
+from eos.testing.shim import ShimThread
+from tests.containers.matrix.breakages import ALL
+from tests.containers.matrix.cells import FAULTS, STEPS, TARGETS, Cell
+from tests.containers.matrix.crew import Crew, Member
+from tests.containers.matrix.explain import count_in_transaction, explain
+from tests.containers.matrix.faults import OUTLASTS_S, SESSION_TIMEOUT_S, TRANSACTION_TIMEOUT_S, Faults
 from tests.containers.matrix.stage_worker import Orders
+from tests.containers.matrix.transaction_log import Written, read_transaction_log
 from tests.support.pipeline import CommitWatcher
 from tests.support.reading import wait_until
 
 PARTITIONS = 6
 KEYS = 600
 FAN_OUT = 2
-RECORDS_PER_S = 2_000
-WORK_MS = 0.4
-PROGRESS_S = 90.0
-END_S = 150.0
+RECORDS_PER_S = 1_000
+WORK_MS = 0.8
+PROGRESS_S = 120.0
+END_S = 240.0
 QUIET_S = 30.0  # the transaction timeout, and the coordinator looks for expired ones every 10 s
+SETTLED_S = 40.0
+EVERY_FAULT = [*itertools.product(FAULTS, TARGETS), ("move", "transaction-coordinator")]
+HELD_AT = 5  # the occurrence of a step at which a worker is held: in the middle of its work
 
 
 @dataclass
 class Size:
-    """How much one cell is: what CI and the whole matrix use, and smaller for breakages."""
+    """How much one cell is: what CI and the whole matrix use, and smaller for breakages.
+
+    `minutes`: faults go on for so long, however many that makes.
+    """
 
     records: int = 100_000
     faults: int = 5
+    minutes: float = 0.0
+    records_per_s: int = RECORDS_PER_S
+
+    def rounds(self) -> Iterator[int]:
+        """Counts the faults that are to be made."""
+        until = time.monotonic() + self.minutes * 60
+        number = 0
+        while number < self.faults or time.monotonic() < until:
+            yield number
+            number += 1
 
 
 @dataclass
@@ -68,8 +90,8 @@ class Outcome:
 class Loader:
     """A thread that produces numbered records at a steady rate, whatever happens to the brokers, until told to end."""
 
-    def __init__(self, servers: str, topic: str, least: int) -> None:
-        self._topic, self._least = topic, least
+    def __init__(self, servers: str, topic: str, size: Size) -> None:
+        self._topic, self._least, self._per_s = topic, size.records, size.records_per_s
         self._producer = Producer(
             {
                 "bootstrap.servers": servers,
@@ -91,7 +113,7 @@ class Loader:
         number, began = 0, time.monotonic()
         while not (self._given_up or (self._enough.is_set() and number >= self._least)):
             # At the end as fast as it goes: what is left of the least.
-            due = self._least if self._enough.is_set() else int((time.monotonic() - began) * RECORDS_PER_S)
+            due = self._least if self._enough.is_set() else int((time.monotonic() - began) * self._per_s)
             while number < due:
                 try:
                     self._producer.produce(
@@ -135,16 +157,23 @@ class Run:
     def __init__(
         self, cluster: Cluster, cell: Cell, seed: int, prefix: str, directory: Path, breakage: str | None = None
     ) -> None:
-        self._cluster, self._cell, self._directory, self._breakage = cluster, cell, directory, breakage
+        self._cluster, self._cell, self._directory = cluster, cell, directory
+        self._breakage, self._breakage_name = ALL[breakage] if breakage else None, breakage
         self._chance = random.Random(f"{cell.name} {seed}")
-        self._servers = cluster.bootstrap_servers
+        self._servers = self._workers_servers = cluster.bootstrap_servers
         middle = [f"{prefix}-middle-{stage}" for stage in range(1, cell.stages)]
         self._outputs = [f"{prefix}-out-{copy}" for copy in range(FAN_OUT)]
         self._sources = [f"{prefix}-in", *middle]
         self._groups = [f"{prefix}-stage-{stage}" for stage in range(cell.stages)]
-        self._crew = Crew(self._orders, directory)
-        self._faults = Faults(cluster, self._crew, self._chance, self._tend)
+        self.crew = Crew(self._orders, directory)
+        self.faults = Faults(cluster, self.crew, self._chance, self._tend)
         self._steps_hit: list[str] = []
+        self._reader: ConcurrentReader | None = None
+
+    @property
+    def outputs_seen(self) -> int:
+        """How many outputs a read_committed reader was given so far."""
+        return self._reader.records if self._reader is not None else 0
 
     @property
     def topics(self) -> list[str]:
@@ -153,7 +182,7 @@ class Run:
     def _orders(self, stage: int, instance: str) -> Orders:
         last = stage == self._cell.stages - 1
         settings = {
-            "bootstrap.servers": self._servers,
+            "bootstrap.servers": self._workers_servers,
             "group.protocol": self._cell.group_protocol,
             "transaction.timeout.ms": f"{TRANSACTION_TIMEOUT_S * 1000:.0f}",
             "eos.transaction.interval.ms": "100",
@@ -165,8 +194,8 @@ class Run:
                 # Both strategies that are supported, by the cell's seed.
                 "partition.assignment.strategy": "cooperative-sticky" if self._cell.stages == 3 else "range",
             }
-        if self._breakage == "replacement off":
-            settings["eos.replace.producer"] = "never"
+        if self._breakage is not None:
+            settings |= self._breakage.settings
         return Orders(
             group=self._groups[stage],
             instance=instance,
@@ -177,7 +206,7 @@ class Run:
             first=stage == 0,
             # So that a transaction is open for about half of the time, and a fault hits one as often.
             work_ms=WORK_MS,
-            breakage=None if self._breakage == "replacement off" else self._breakage,
+            breakage=self._breakage_name,
         )
 
     def play(self, size: Size) -> Outcome:
@@ -186,35 +215,47 @@ class Run:
         self._create_topics()
         places = [(self._sources[0], p) for p in range(PARTITIONS)]
         commits = CommitWatcher(self._servers, self._groups[0], places)
-        reader = ConcurrentReader(self._servers, self._outputs, {"log_level": 0})
+        self._reader = reader = ConcurrentReader(self._servers, self._outputs, {"log_level": 0})
         try:
             with reader, ExitStack() as ending:
+                plan = self._plan(ending)
                 for stage in range(self._cell.stages):
                     for instance in ("a", "b"):
-                        self._crew.join(stage, instance)
-                self._crew.wait_running()
-                loader = Loader(self._servers, self._sources[0], size.records)
+                        self.crew.join(stage, instance)
+                self.crew.wait_running()
+                loader = Loader(self._servers, self._sources[0], size)
                 ending.callback(loader.give_up)
-                for number in range(size.faults):
+                for number in size.rounds():
                     self._wait_progress(reader, 1_000)
-                    if number % 2 == 1:
+                    if number % 2 == 1 and self._cell.fault != "join":
                         self._change_members(number)
                     self._fault(number)
                 self._cluster.repair()
                 loaded = loader.finish()
                 self._wait_handled(reader, loaded * FAN_OUT)
-                for member in self._crew.members:
+                for member in self.crew.members:
                     if member.wanted:
-                        self._crew.stop(member)
+                        self.crew.stop(member)
+                complaints = plan.complaints() if plan is not None else ()
+                assert not complaints, f"what was to happen on the way did not: {'; '.join(complaints)}"
                 return self._judge(loader, reader, commits, time.monotonic() - began)
         finally:
-            self._crew.end()
+            self.crew.end()
             commits.stop()
+
+    def _plan(self, ending: ExitStack) -> Plan | None:
+        """What is to happen to the workers' requests on their way: for some breakages only."""
+        if self._breakage is None or self._breakage.requests is None:
+            return None
+        plan = Plan(list(self._breakage.requests(f"{self._groups[0]}-a")))
+        self._workers_servers = ending.enter_context(ShimThread(self._servers, plan)).bootstrap_servers
+        return plan
 
     def _create_topics(self) -> None:
         admin = AdminClient({"bootstrap.servers": self._servers, "log_level": 0})
         replicas = min(3, self._cluster.size)
-        topics = [NewTopic(t, PARTITIONS, replicas, config={"min.insync.replicas": "2"}) for t in self.topics]
+        config = {"min.insync.replicas": str(min(2, replicas))}
+        topics = [NewTopic(t, PARTITIONS, replicas, config=config) for t in self.topics]
         if self._cell.fault == "leaderless":
             # One copy only: while its node is away this partition has no leader at all.
             alone = [[p % self._cluster.size] for p in range(PARTITIONS)]
@@ -233,7 +274,7 @@ class Run:
     def _tend(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while True:
-            self._crew.tend()
+            self.crew.tend()
             left = deadline - time.monotonic()
             if left <= 0:
                 return
@@ -246,17 +287,32 @@ class Run:
             self._tend(0.2)
 
     def _wait_handled(self, reader: ConcurrentReader, outputs: int) -> None:
-        """Until as many outputs came as must, or nothing has come for longer than a transaction can be open: then some
-        are lost, and the checker says which."""
-        last, since = reader.records, time.monotonic()
+        """Until as many outputs came as must and all is committed; or all is committed and nothing has come for longer
+        than a transaction can be open: then some are lost, and the checker says which."""
+        last, since, next_look = reader.records, time.monotonic(), 0.0
 
         def done() -> bool:
-            nonlocal last, since
+            nonlocal last, since, next_look
+            now = time.monotonic()
             if reader.records != last:
-                last, since = reader.records, time.monotonic()
-            return last >= outputs or time.monotonic() - since > QUIET_S
+                last, since = reader.records, now
+            quiet = now - since > QUIET_S
+            if not (last >= outputs or quiet) or now < next_look:
+                return False
+            next_look = now + 1
+            return (last >= outputs and quiet) or self._all_committed()
 
-        self._wait(done, END_S, lambda: f"{reader.records} of {outputs} outputs; faults: {self._faults.made}")
+        self._wait(done, END_S, lambda: f"{reader.records} of {outputs} outputs; faults: {self.faults.made}")
+
+    def _all_committed(self) -> bool:
+        try:
+            return all(
+                committed_offsets(self._servers, group, source)
+                == {place: end for place, end in end_offsets(self._servers, source).stable.items() if end > 0}
+                for group, source in zip(self._groups, self._sources, strict=True)
+            )
+        except EosError:
+            return False  # a transaction is open on them, or a broker is away: asked again
 
     def _wait_progress(self, reader: ConcurrentReader, records: int) -> None:
         """What is read grows by so many outputs: the run has recovered from what was done to it before."""
@@ -264,30 +320,41 @@ class Run:
         self._wait(
             lambda: reader.records >= before + records,
             PROGRESS_S,
-            lambda: f"{reader.records - before} of {records} outputs came; faults: {self._faults.made}",
+            lambda: f"{reader.records - before} of {records} outputs came; faults: {self.faults.made}",
         )
 
-    def _change_members(self, number: int) -> None:
-        """A third member joins a stage, or leaves it again."""
-        guests = [m for m in self._crew.members if m.wanted and m.instance.startswith("guest")]
+    def _change_members(self, number: int) -> Member:
+        """A third member joins a stage, or leaves it again. Returns it."""
+        guests = [m for m in self.crew.members if m.wanted and m.instance.startswith("guest")]
         if guests:
-            self._crew.wait_running(PROGRESS_S)  # before that a SIGTERM is the end of an interpreter, not of a worker
-            self._crew.stop(guests[0])
-        else:
-            self._crew.join(self._chance.randrange(self._cell.stages), f"guest-{number}")
+            self.crew.wait_running(PROGRESS_S)  # before that a SIGTERM is the end of an interpreter, not of a worker
+            self.crew.stop(guests[0])
+            return guests[0]
+        return self.crew.join(self._chance.randrange(self._cell.stages), f"guest-{number}")
 
     def _fault(self, number: int) -> None:
         fault, target = self._cell.fault, self._cell.target
+        if fault == "random":
+            fault, target = self._chance.choice(EVERY_FAULT)
+            if fault == "cut" and self._cluster.backend == "jvm":
+                fault = "pause"
         if fault == "move":
             self._move_coordinator(STEPS[number % len(STEPS)])
+        elif fault == "join":
+            guest = self._change_members(number)
+            self.faults.note(f"{guest.name} {'joins' if guest.wanted else 'leaves'}")
+            if guest.wanted and guest.process is not None:
+                guest.process.wait_log("partitions assigned", PROGRESS_S)
+        elif " at " in fault:
+            self._hit_at(*fault.split(" at "))
         elif fault == "leaderless":
             node = self._chance.randrange(self._cluster.size)
-            self._faults.hit_node("stop", node, f"the only replica of some partitions of {self._outputs[-1]}")
+            self.faults.hit_node("stop", node, f"the only replica of some partitions of {self._outputs[-1]}")
         elif target == "worker":
-            self._faults.hit_worker(fault)
+            self.faults.hit_worker(fault)
         else:
             node, why = self._node_of(target)
-            self._faults.hit_node(fault, node, why)
+            self.faults.hit_node(fault, node, why)
 
     def _node_of(self, target: str) -> tuple[int, str]:
         cluster, chance = self._cluster, self._chance
@@ -303,17 +370,37 @@ class Run:
         name = f"{group}-{chance.choice('ab')}"
         return cluster.coordinator_of(transactional_id=name), f"coordinator of {name}"
 
+    def _hold_at(self, step: str) -> tuple[Member, str]:
+        """A worker that stands at this step of a transaction, and the transactional.id of that transaction."""
+        member = next(m for m in self.crew.members if m.wanted)
+        self.crew.kill(member)
+        self.crew.start(member, holds=[(step, HELD_AT)])
+        assert member.process is not None
+        member.process.wait_at(step, HELD_AT, PROGRESS_S)
+        return member, (self._directory / f"{member.process.name}.diary.held").read_text()
+
+    def _hit_at(self, fault: str, step: str) -> None:
+        """A worker is killed, or paused for longer than its session, as it stands at this step of a transaction."""
+        member, name = self._hold_at(step)
+        assert member.process is not None
+        if fault == "kill":
+            self.crew.kill(member)
+            self.faults.note(f"SIGKILL {member.name} at {step!r} of {name}", member)
+            self.crew.start(member)
+        else:
+            self.crew.pause(member)
+            self.faults.note(f"pause {member.name} at {step!r} of {name}", member)
+            self._tend(self._chance.uniform(*OUTLASTS_S))
+            self.crew.resume(member)
+            member.process.go_on()
+
     def _move_coordinator(self, step: str) -> None:
         """K12: a worker stands at this step of a transaction while its coordinator goes to another node."""
-        member = next(m for m in self._crew.members if m.wanted)
-        self._crew.kill(member)
-        self._crew.start(member, holds=[(step, 5)])
+        member, name = self._hold_at(step)
         assert member.process is not None
-        member.process.wait_at(step, 5, PROGRESS_S)
-        name = f"{self._groups[member.stage]}-{member.instance}"
         before = self._cluster.coordinator_of(transactional_id=name)
         self._cluster.kill(before)
-        self._faults.note(f"{name} held at {step!r}, its coordinator {before} killed")
+        self.faults.note(f"{name} held at {step!r}, its coordinator {before} killed", member)
 
         def moved() -> bool:
             return self._cluster.coordinator_of(transactional_id=name) != before
@@ -326,12 +413,10 @@ class Run:
     # ---- at rest ----------------------------------------------------------------------------------------------------
 
     def _judge(self, loader: Loader, reader: ConcurrentReader, commits: CommitWatcher, seconds: float) -> Outcome:
-        def settled() -> bool:
+        ends, deadline = end_offsets(self._servers, self.topics), time.monotonic() + SETTLED_S
+        while ends.stable != ends.log_end and time.monotonic() < deadline:  # beyond that it is the rule `stable_end`'s
+            time.sleep(0.2)
             ends = end_offsets(self._servers, self.topics)
-            return ends.stable == ends.log_end
-
-        wait_until("the end of every transaction", settled, 30)
-        ends = end_offsets(self._servers, self.topics)
         reader.wait_for_ends({p: e for p, e in ends.stable.items() if p[0] in self._outputs and e > 0})
         commits.look_again()
         inputs = read_topic(self._servers, self._sources[0], contents=False).inputs()
@@ -350,16 +435,16 @@ class Run:
         explanation = ""
         if not report.ok:
             self._keep(inputs, outputs)
-            explanation = explain(inputs, outputs, FAN_OUT, self._directory)
-        made = self._faults.made
+            explanation = explain(inputs, outputs, FAN_OUT, self._directory, self._transaction_log(), self._groups)
+        made = self.faults.made
         return Outcome(
             report,
             len(inputs),
             [str(fault) for fault in made],
-            self._crew.ends,
+            self.crew.ends,
             round(seconds, 1),
             explanation,
-            sum(in_transaction(self._directory, fault.at_ns, fault.hits) for fault in made),
+            count_in_transaction(self._directory, made),
             self._steps_hit,
         )
 
@@ -368,6 +453,13 @@ class Run:
         columns = ("topic", "partition", "offset", "source_partition", "source_offset", "copy")
         np.savez_compressed(self._directory / "outputs.npz", **{name: getattr(outputs, name) for name in columns})
         self._cluster.save_logs(self._directory)
+
+    def _transaction_log(self) -> list[Written]:
+        """What the coordinators wrote of this run's transactions; kept as a file too."""
+        ours = tuple(f"{group}-" for group in self._groups)
+        log = [written for written in read_transaction_log(self._servers) if written.transactional_id.startswith(ours)]
+        (self._directory / "transaction-log.txt").write_text("\n".join(map(str, log)) + "\n")
+        return log
 
 
 def _must_contain(inputs: Inputs, acknowledged: Sequence[tuple[int, int]]) -> None:

@@ -15,6 +15,8 @@ import signal
 import struct
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from eos import App, Out, Record
@@ -23,7 +25,6 @@ from eos.cli import run as run_command
 from eos.settings import Settings
 from eos.testing.lineage import WIDTH_BYTES, stamp, unstamp
 from eos.worker import Worker
-from tests.containers.matrix import breakages
 
 # When (ns since 1970), number of the transaction, step (-1: a record was handled), source partition, source offset.
 ENTRY = struct.Struct("<qiiiq")
@@ -53,7 +54,10 @@ class Diary:
     """Appends fixed-width entries; each is one write, so that a SIGKILL leaves whole ones."""
 
     def __init__(self, path: str, holds: list[tuple[str, int]]) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._path = path
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self.in_turn: Callable[[], str] = str  # the transactional.id of the open transaction
+        self._left_id = ""
         self._transaction = self._left = 0  # the open one, and the one whose commit is on its way
         self._holds = {(step, nth) for step, nth in holds}
         self._counts: dict[str, int] = {}
@@ -63,7 +67,7 @@ class Diary:
 
     def leaves(self) -> None:
         """The open transaction's commit is on its way from now on; the next one may begin before it is answered."""
-        self._left = self._transaction
+        self._left, self._left_id = self._transaction, self.in_turn()
 
     def step(self, name: str) -> None:
         if name == "begin":
@@ -72,6 +76,7 @@ class Diary:
         os.write(self._file, ENTRY.pack(time.time_ns(), transaction, STEPS.index(name), -1, -1))
         self._counts[name] = nth = self._counts.get(name, 0) + 1
         if (name, nth) in self._holds:
+            Path(f"{self._path}.held").write_text(self._left_id if name in BEHIND else self.in_turn())
             print(f"AT {name} {nth}", flush=True)
             if not sys.stdin.readline():
                 os._exit(1)
@@ -102,21 +107,25 @@ def main() -> int:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives its run
     orders = Orders(**json.loads(os.environ[ENVIRONMENT]))
     diary = Diary(orders.diary, [(step, nth) for step, nth in orders.holds])
-    app = build_app(orders, diary)
     if orders.breakage is not None:
+        from tests.containers.matrix import breakages  # and with them a good deal that no other worker needs
+
         breakages.ALL[orders.breakage].apply()
+    app = build_app(orders, diary)
 
     class StageWorker(Worker):
         def __init__(self, app: App, settings: Settings, *, until_end: bool = False) -> None:
             super().__init__(app, settings, until_end=until_end)
-            self.session.on_event = diary.step
-            leave = self.session._leave
+            session = self.session
+            session.on_event = diary.step
+            leave = session._leave
+            diary.in_turn = lambda: session.producer.transactional_id
 
             def leaving(*given: Any) -> None:
                 diary.leaves()
                 leave(*given)
 
-            self.session._leave = leaving  # type: ignore[method-assign]
+            session._leave = leaving  # type: ignore[method-assign]
 
     run_command.Worker = StageWorker  # type: ignore[misc]
     run_command.load_app = lambda target: app  # type: ignore[assignment]

@@ -1,0 +1,104 @@
+"""What is told of a violation: the coordinators' log is read as they write it, and joined with the workers' diaries."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from eos.testing.checker import Inputs, Outputs
+from tests.containers.matrix.explain import count_in_transaction, explain
+from tests.containers.matrix.faults import Fault
+from tests.containers.matrix.stage_worker import ENTRY, STEPS
+from tests.containers.matrix.transaction_log import Written, decode
+
+KEY = struct.pack(">hh", 0, 5) + b"g-one"
+T0_MS = 1_795_000_000_000
+
+
+def value(version: int) -> bytes:
+    """Producer 1001, epoch 7, PrepareCommit, on out[0], out[2] and __consumer_offsets[3]."""
+    head = struct.pack(">hqhib", version, 1001, 7, 10_000, 2)
+    tail = struct.pack(">qq", T0_MS + 50, T0_MS)
+    if version == 0:
+        topics = struct.pack(">ih3siii", 2, 3, b"out", 2, 0, 2)
+        return head + topics + struct.pack(">h18sii", 18, b"__consumer_offsets", 1, 3) + tail
+    topics = struct.pack(">BB3sBiiB", 3, 4, b"out", 3, 0, 2, 0)
+    # At the end one tagged field, as brokers from 4.0 on write the client's transaction version.
+    return head + topics + struct.pack(">B18sBiB", 19, b"__consumer_offsets", 2, 3, 0) + tail + bytes([1, 2, 2, 0, 2])
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_both_versions_of_a_coordinators_record_are_read(version: int) -> None:
+    partitions = ("out[0]", "out[2]", "__consumer_offsets[3]")
+    expected = Written(T0_MS + 50, "g-one", 1001, 7, "PrepareCommit", T0_MS, partitions, "there")
+    assert decode(KEY, value(version), "there") == expected
+
+
+def test_a_transactional_id_without_a_transaction_has_no_partitions() -> None:
+    empty = struct.pack(">hqhibBqqB", 1, 1001, 0, 10_000, 0, 0, T0_MS, -1, 0)
+    assert decode(KEY, empty, "there") == Written(T0_MS, "g-one", 1001, 0, "Empty", -1, (), "there")
+
+
+def test_a_version_that_nobody_here_knows_is_not_guessed() -> None:
+    with pytest.raises(ValueError, match="a value of version 2"):
+        decode(KEY, b"\0\2" + value(1)[2:], "there")
+
+
+def diary(directory: Path) -> None:
+    """Transaction 4 takes 500 ms and commits, transaction 5 handles offset 11 and ends at its flush."""
+    entries = []
+    for number, began_ms, steps in ((4, 1_000, STEPS), (5, 2_000, STEPS[:3])):
+        for at, step in enumerate(steps):
+            entries.append(((T0_MS + began_ms + 100 * at) * 1_000_000, number, STEPS.index(step), -1, -1))
+        entries.append(((T0_MS + began_ms + 150) * 1_000_000, number, -1, 0, 6 + number))
+    entries.sort()
+    (directory / "stage-0-one-7.diary").write_bytes(b"".join(ENTRY.pack(*entry) for entry in entries))
+
+
+def test_a_fault_counts_only_while_a_transaction_it_could_hit_is_open(tmp_path: Path) -> None:
+    diary(tmp_path)
+
+    def hits(at_ms: int, process: str | None = None) -> int:
+        return count_in_transaction(tmp_path, [Fault(0.0, (T0_MS + at_ms) * 1_000_000, "kill", process)])
+
+    assert [hits(at) for at in (900, 1_050, 1_150, 1_450, 1_600, 2_150)] == [0, 0, 1, 1, 0, 1]
+    assert hits(1_150, "stage-0-one-7") == 1
+    assert hits(1_150, "stage-0-two-8") == 0
+
+
+def test_the_explanation_names_the_offset_its_transaction_and_what_the_coordinator_made_of_it(tmp_path: Path) -> None:
+    diary(tmp_path)
+    inputs = Inputs(topics=("in",), topic=[0, 0], partition=[0, 0], offset=[10, 11])
+    outputs = Outputs(
+        topics=("out",),
+        topic=[0],
+        partition=[0],
+        offset=[0],
+        source_topic=[0],
+        source_partition=[0],
+        source_offset=[10],
+        copy=[0],
+    )
+    log = [
+        Written(T0_MS + after, "g-one", 1001, epoch, state, T0_MS + began, (), "there")
+        for after, epoch, state, began in (
+            (1_200, 7, "Ongoing", 1_200),
+            (1_400, 7, "PrepareCommit", 1_200),
+            (2_140, 7, "Ongoing", 2_140),
+            (12_140, 8, "PrepareAbort", 2_140),
+            (12_200, 8, "CompleteAbort", 2_140),
+        )
+    ]
+    told = explain(inputs, outputs, 1, tmp_path, log, ["g"])
+    first, handled, decided = told.splitlines()
+    assert first == "in[0]@11: its outputs are visible 0 times; it was handled in"
+    assert handled.strip().startswith("transaction 5 of stage-0-one-7 (begin ")
+    assert handled.endswith("its last step was 'flush'")
+    assert "PrepareCommit" not in decided
+    states = [state.split()[0] for state in decided.partition("epoch 7: ")[2].split(", ")]
+    assert states == ["Ongoing", "PrepareAbort", "CompleteAbort"]
+    still_open = explain(inputs, outputs, 1, tmp_path, log[:3], ["g"]).splitlines()[-1]
+    assert still_open.startswith("still open: ")
+    assert "g-one producer 1001 epoch 7: Ongoing" in still_open

@@ -1,0 +1,117 @@
+"""What the transaction coordinators wrote: `__transaction_state`, read by a consumer and decoded.
+
+Owns the record format (TransactionLogKey 0, TransactionLogValue 0 and 1 of Kafka's schemas). Works on every backend and
+needs no tool of the broker's; the topic is compacted, but a run is over before its active segment is.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from dataclasses import dataclass
+
+from eos.testing.history import read_topic
+
+TOPIC = "__transaction_state"
+STATES = (
+    "Empty",
+    "Ongoing",
+    "PrepareCommit",
+    "PrepareAbort",
+    "CompleteCommit",
+    "CompleteAbort",
+    "Dead",
+    "PrepareEpochFence",
+)
+
+
+@dataclass(frozen=True)
+class Written:
+    """One record: the state of a transactional.id from then on. `began_ms` is -1 before its first transaction."""
+
+    at_ms: int
+    transactional_id: str
+    producer_id: int
+    epoch: int
+    state: str
+    began_ms: int
+    partitions: tuple[str, ...]
+    where: str
+
+    def __str__(self) -> str:
+        on = f" on {' '.join(self.partitions)}" if self.partitions else ""
+        who = f"{self.transactional_id} producer {self.producer_id} epoch {self.epoch}"
+        return f"{clock(self.at_ms)} {who}: {self.state}{on} ({self.where})"
+
+
+def clock(at_ms: int) -> str:
+    return f"{time.strftime('%H:%M:%S', time.localtime(at_ms / 1000))}.{at_ms % 1000:03}"
+
+
+def read_transaction_log(servers: str) -> list[Written]:
+    """Every record, in the order of its time."""
+    log = read_topic(servers, TOPIC, "read_uncommitted")
+    found = []
+    for row, (key, value) in enumerate(zip(log.keys, log.values, strict=True)):
+        if key is not None and value is not None:
+            found.append(decode(key, value, f"{TOPIC}[{log.partition[row]}]@{log.offset[row]}"))
+    return sorted(found, key=lambda written: written.at_ms)
+
+
+def decode(key: bytes, value: bytes, where: str) -> Written:
+    """Raises ValueError for a version that is not known here."""
+    version, length = struct.unpack_from(">hh", key)
+    if version != 0:
+        raise ValueError(f"{where}: a key of version {version}")
+    fields = _Fields(value)
+    version = fields.take("h")
+    if version not in (0, 1):
+        raise ValueError(f"{where}: a value of version {version}")
+    fields.compact = version == 1
+    producer_id, epoch, _timeout_ms, state = (fields.take(kind) for kind in "qhib")
+    partitions = []
+    for _ in range(fields.length("i")):
+        topic = fields.text()
+        partitions += [f"{topic}[{fields.take('i')}]" for _ in range(fields.length("i"))]
+        fields.skip_tags()
+    updated_ms, began_ms = fields.take("q"), fields.take("q")
+    name = key[4 : 4 + length].decode()
+    return Written(updated_ms, name, producer_id, epoch, STATES[state], began_ms, tuple(partitions), where)
+
+
+class _Fields:
+    """A value's fields one after the other; `compact`: lengths as varints, plus one."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+        self.compact = False
+
+    def take(self, kind: str) -> int:
+        (found,) = struct.unpack_from(f">{kind}", self._data, self._at)
+        self._at += struct.calcsize(f">{kind}")
+        return int(found)
+
+    def _varint(self) -> int:
+        found = shift = 0
+        while True:
+            byte = self.take("B")
+            found |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return found
+
+    def length(self, kind: str) -> int:
+        """Of an array or string; a null one has none."""
+        return max(0, self._varint() - 1 if self.compact else self.take(kind))
+
+    def text(self) -> str:
+        length = self.length("h")
+        self._at += length
+        return self._data[self._at - length : self._at].decode()
+
+    def skip_tags(self) -> None:
+        """No known element of the array has any, but their number is written."""
+        if self.compact:
+            for _ in range(self._varint()):
+                self._varint()
+                self._at += self._varint()
