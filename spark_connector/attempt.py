@@ -161,6 +161,7 @@ class Attempt:
             options.transactional_id,
             self._transaction.identity,
             tuple((target.topic, target.partition, target.max_bytes) for target in targets),
+            self._shares(len(targets)),
             options.connection,
             self._server.office,
             options.compression,
@@ -168,7 +169,8 @@ class Attempt:
         )
         claims.begin(job.identity)
         try:
-            rows = route(self._df, targets, options.topic).mapInArrow(writer(job), RESULT_SCHEMA).collect()
+            packed = route(self._df, targets, options.topic, job.shares)
+            rows = packed.mapInArrow(writer(job), RESULT_SCHEMA).collect()
         except Exception as error:
             if claims.poison is not None:
                 raise Stopped(Answer.RESTART, claims.poison) from error
@@ -181,6 +183,10 @@ class Attempt:
         results = [Result(*row) for row in rows]
         _check(results, granted)
         return results
+
+    def _shares(self, targets: int) -> int:
+        """Of how many tasks each writes a share of the partitions: more than can run at once would only wait."""
+        return min(targets, self._df.sparkSession.sparkContext.defaultParallelism)
 
     def _mark(self, new: Marker) -> None:
         one = PartitionWriter(
@@ -267,7 +273,8 @@ class Attempt:
             state="CompleteCommit",
             rows=rows,
             bytes=sum(result.bytes for result in results),
-            partitions=len(results),
+            partitions=sum(result.partitions for result in results),
+            tasks=len(results),
             resent=sum(result.retries for result in results),
             tasks_ms=round(sum(result.seconds for result in results) * 1000),
             tasks_waited_ms=round(sum(result.waited for result in results) * 1000),
@@ -286,9 +293,9 @@ def _check(results: Sequence[Result], granted: frozenset[int]) -> None:
             raise Unreachable(result.sentence)
         if result.rows != result.sequences:
             raise Stopped(Answer.RESTART, f"a task had {result.rows} rows and wrote {result.sequences} sequences")
-    told = sorted(result.target for result in results)
+    told = sorted(result.share for result in results)
     if told != sorted(granted):
-        raise Stopped(Answer.RESTART, f"tasks claimed targets {sorted(granted)} and reported {told}")
+        raise Stopped(Answer.RESTART, f"tasks claimed shares {sorted(granted)} and reported {told}")
 
 
 def translated(error: Exception) -> Exception:
