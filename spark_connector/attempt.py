@@ -32,6 +32,7 @@ from spark_connector.marker import Decision, Marker, MarkerReader, WrongProgress
 from spark_connector.murmur2 import murmur2_column
 from spark_connector.options import Options
 from spark_connector.partition import PartitionWriter
+from spark_connector.progress import Progress
 from spark_connector.routing import route
 from spark_connector.targets import AUTHORIZATION_ERRORS, Target, Targets, ensure_marker_topic, longest_transaction_ms
 from spark_connector.task import RESULT_SCHEMA, Job, Result, writer
@@ -106,8 +107,8 @@ class Attempt:
         self._began: float | None = None  # of the transaction
         self._commit_sent = False
 
-    def run(self) -> int | None:
-        """Rows written; None: the batch is in Kafka already. Raises Again, EosError, or what Spark raised."""
+    def run(self) -> Progress | None:
+        """What was written; None: the batch is in Kafka already. Raises Again, EosError, or what Spark raised."""
         try:
             return self._run()
         except WrongProgress as error:
@@ -121,7 +122,7 @@ class Attempt:
         except Stopped as stopped:
             raise self._public(stopped) from stopped
 
-    def _run(self) -> int | None:
+    def _run(self) -> Progress | None:
         connected, batch = self._connected, self._batch
         self._timed("init", self._transaction.init)
         self._options.on_step("init")
@@ -148,8 +149,9 @@ class Attempt:
         self._commit_sent = True
         self._timed("commit", lambda: self._transaction.end(commit=True))
         self._options.on_step("commit")
-        self._report(rows, results)
-        return rows
+        progress = self._progress(rows, results)
+        log.info("batch committed", **self._who(), state="CompleteCommit", **progress.figures())
+        return progress
 
     def _find_marker(self) -> Marker | None:
         return None if self._batch.key is None else self._connected.markers.read(self._batch.key)
@@ -185,8 +187,12 @@ class Attempt:
         return results
 
     def _shares(self, targets: int) -> int:
-        """Of how many tasks each writes a share of the partitions: more than can run at once would only wait."""
-        return min(targets, self._df.sparkSession.sparkContext.defaultParallelism)
+        """How many tasks write, each a share of the partitions: more than can run at once would only wait. Where Spark
+        starts executors as tasks wait for them, one for each partition."""
+        session = self._df.sparkSession
+        if session.conf.get("spark.dynamicAllocation.enabled", "false") == "true":
+            return targets
+        return min(targets, session.sparkContext.defaultParallelism)
 
     def _mark(self, new: Marker) -> None:
         one = PartitionWriter(
@@ -266,19 +272,18 @@ class Attempt:
             "epoch": identity.epoch,
         }
 
-    def _report(self, rows: int, results: Sequence[Result]) -> None:
-        log.info(
-            "batch committed",
-            **self._who(),
-            state="CompleteCommit",
+    def _progress(self, rows: int, results: Sequence[Result]) -> Progress:
+        return Progress(
+            transactional_id=self._options.transactional_id,
+            batch=self._batch.name,
             rows=rows,
             bytes=sum(result.bytes for result in results),
             partitions=sum(result.partitions for result in results),
             tasks=len(results),
             resent=sum(result.retries for result in results),
-            tasks_ms=round(sum(result.seconds for result in results) * 1000),
-            tasks_waited_ms=round(sum(result.waited for result in results) * 1000),
-            **{f"{step}_ms": round(seconds * 1000) for step, seconds in self._seconds.items()},
+            seconds=self._seconds,
+            tasks_s=sum(result.seconds for result in results),
+            waited_s=sum(result.waited for result in results),
         )
 
 
