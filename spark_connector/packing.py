@@ -34,14 +34,19 @@ def packer(shares: int) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.Reco
 
         context = TaskContext.get()
         assert context is not None, "this runs in a task"
-        place = context.partitionId() << _PLACES
-        for batch in batches:
-            if batch.num_rows:
-                packed = pack_rows(batch, shares, place)
-                place += packed.num_rows
-                yield packed
+        return pack_partition(batches, shares, context.partitionId())
 
     return pack
+
+
+def pack_partition(batches: Iterator[pa.RecordBatch], shares: int, number: int) -> Iterator[pa.RecordBatch]:
+    """The rows of Spark partition `number` as PACKED."""
+    place = number << _PLACES
+    for batch in batches:
+        if batch.num_rows:
+            packed = pack_rows(batch, shares, place)
+            place += packed.num_rows
+            yield packed
 
 
 def pack_rows(rows: pa.RecordBatch, shares: int, place: int) -> pa.RecordBatch:

@@ -8,7 +8,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_connector.packing import ORDER, ROWS, SHARE, TARGET, numbers, pack_rows, split, unpack
+from spark_connector.packing import ORDER, ROWS, SHARE, TARGET, numbers, pack_partition, pack_rows, split, unpack
 
 KIND = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
@@ -45,7 +45,23 @@ def test_many_bytes_become_several_values_of_half_a_megabyte_at_most() -> None:
     packed = pack_rows(rows([i % 4 for i in range(20_000)], size=100), 2, 0)
     sizes = [len(value.as_buffer()) for value in packed.column(ROWS)]
     assert 250_000 < max(sizes) < 500_000
-    assert sum(piece.num_rows for piece in unpack(packed)) == 20_000
+    pieces = list(unpack(packed))
+    assert sum(piece.num_rows for piece in pieces) == 20_000
+    # Where a target has many rows a value holds those of one, and goes where its share does.
+    assert [set(numbers(piece, TARGET)) for piece in pieces] == [{0}, {0}, {1}, {1}, {2}, {2}, {3}, {3}]
+    assert packed.column(SHARE).to_pylist() == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
+def test_the_order_goes_on_from_batch_to_batch_and_from_partition_to_partition() -> None:
+    batches = [rows([0, 1, 2]), rows([0]).slice(1), rows([2, 1]), rows([1])]
+    orders = [
+        place
+        for number in (0, 1, 40_000)
+        for packed in pack_partition(iter(batches), 3, number)
+        for place in packed.column(ORDER).to_pylist()
+    ]
+    assert len(orders) == 3 * 6
+    assert orders == sorted(set(orders))
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60))
