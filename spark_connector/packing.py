@@ -13,6 +13,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from spark_connector.workers import spare_the_collector
+
 TARGET = "__eos_target"
 """The number of the row's Kafka partition."""
 SHARE, ORDER, ROWS = "share", "order", "rows"
@@ -32,6 +34,7 @@ def packer(shares: int) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.Reco
     def pack(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext
 
+        spare_the_collector()
         context = TaskContext.get()
         assert context is not None, "this runs in a task"
         return pack_partition(batches, shares, context.partitionId())

@@ -20,6 +20,7 @@ from spark_connector.claims import ClaimOffice
 from spark_connector.packing import TARGET, numbers, split, unpack
 from spark_connector.partition import PartitionWriter
 from spark_connector.recordbatch import Identity
+from spark_connector.workers import spare_the_collector
 
 REFUSAL = "__eos_refusal"
 RESULT_SCHEMA = (
@@ -65,6 +66,7 @@ def writer(job: Job) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordB
     """The function for mapInArrow: takes what `packing.packer` made."""
 
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        spare_the_collector()
         result = _write(job, batches)
         if result is not None:
             yield pa.RecordBatch.from_pylist([result._asdict()], schema=_ARROW_SCHEMA)
