@@ -17,7 +17,7 @@ from spark_connector.workers import spare_the_collector
 
 TARGET = "__eos_target"
 """The number of the row's Kafka partition."""
-SHARE, ORDER, ROWS = "share", "order", "rows"
+SHARE, ORDER, ROWS = "__eos_share", "__eos_order", "__eos_rows"
 PACKED = f"{SHARE} int, {ORDER} long, {ROWS} binary"
 _PACKED = pa.schema([(SHARE, pa.int32()), (ORDER, pa.int64()), (ROWS, pa.binary())])
 # Of one value: above half a region of the JVM's heap (1 MB at the smallest) an array costs the garbage collector more.

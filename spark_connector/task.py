@@ -29,7 +29,9 @@ RESULT_SCHEMA = (
 )
 # Rows of a partition wait for more of them up to this size: a record batch is 1 MB, and a request costs a millisecond.
 _WAITING_BYTES = 4_000_000
+# Of all partitions of a share: rows that wait, and record batches that are not acknowledged yet.
 _ALL_WAITING_BYTES = 32_000_000
+_IN_FLIGHT_BYTES = 32_000_000
 
 
 class Result(NamedTuple):
@@ -167,6 +169,11 @@ class _Share:
         if target not in self.partitions:
             self.partitions[target] = self._open(target)
         self.partitions[target].write(pa.concat_batches(self._waiting.pop(target)))
+        sizes = {number: partition.unacknowledged_bytes for number, partition in self.partitions.items()}
+        while sum(sizes.values()) > _IN_FLIGHT_BYTES:
+            most = max(sizes, key=sizes.__getitem__)
+            self.partitions[most].wait()
+            sizes[most] = self.partitions[most].unacknowledged_bytes
 
     def _open(self, target: int) -> PartitionWriter:
         job = self._job
