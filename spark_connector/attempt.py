@@ -3,7 +3,7 @@
     init       InitProducerId: fences every earlier attempt, ends what it left open
     decide     the progress marker says whether this batch is in Kafka already (marker.py)
     add        AddPartitionsToTxn: all target partitions and the marker's
-    produce    tasks write, one per Kafka partition, under this identity (task.py, claims.py)
+    produce    tasks write, each a share of the Kafka partitions, under this identity (task.py, claims.py)
     mark       the marker of this batch, in the same transaction
     commit     one EndTxn
 
