@@ -62,11 +62,12 @@ sweep: $(STAMP)
 
 # The repetitions: every step killed 20 times and more, each with a random delay.
 test-long: test test-matrix
-	$(PYTEST) tests/broker tests/shim -m long -n 2 --timeout 3600
+	$(PYTEST) tests/broker tests/shim tests/spark -m long -n 2 --timeout 3600
 
-# Apps and queries on Spark, the sink killed at its steps. Needs a JDK.
+# Apps and queries on Spark, the sink killed at its steps. Needs a JDK. Two files at a time, each process with a Spark and
+# brokers of its own.
 test-spark: $(STAMP)
-	$(PYTEST) tests/spark -m "not long" --timeout 600
+	$(PYTEST) tests/spark -m "not long" -n 2 --dist loadfile --timeout 600
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -2,12 +2,16 @@
 
 One query per load; in each of its micro-batches the same cached rows go through every sink, each time in another order,
 so that all meet the same minutes of this machine. Spark's own sink runs with its defaults and once more with a producer
-tuned for throughput. Prints rows/s, ratios and the fixed cost of a small batch. Nothing here asserts.
+tuned for throughput. Prints rows/s, ratios, CPU seconds and the fixed cost of a small batch. Nothing here asserts.
+
+CPU seconds are those of this process, Spark's JVM, its Python workers and the broker together, the collectors' and
+compilers' too. They say more than rows/s where something else runs on the machine, but grow with it as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import platform
 import statistics
 import sys
@@ -15,7 +19,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pyspark
@@ -32,6 +36,23 @@ OURS, OWN, TUNED = "exactly once", "Spark's own", "Spark's own, tuned"
 # The Java producer's batch.size of 16 KB is what most of its time at 100 B goes into.
 TUNING = {"kafka.batch.size": "262144", "kafka.linger.ms": "20"}
 Write = Callable[[Any, int], None]
+
+
+class Taken(NamedTuple):
+    """By one sink for one batch."""
+
+    seconds: float
+    cpu_s: float
+
+
+def cpu_seconds() -> float:
+    """Of this process and all below it since they began."""
+    total = 0.0
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def own_sink(bootstrap: str, topic: str, options: dict[str, str]) -> Write:
@@ -54,8 +75,8 @@ def rows_of(spark: Any, per_batch: int, value_bytes: int) -> Any:
     return source.select(key.cast("binary").alias("key"), value.cast("binary").alias("value"))
 
 
-def measure(spark: Any, bootstrap: str, per_batch: int, value_bytes: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each sink for each of `rounds` micro-batches, behind one that is not counted."""
+def measure(spark: Any, bootstrap: str, per_batch: int, value_bytes: int, rounds: int) -> dict[str, list[Taken]]:
+    """What each sink took for each of `rounds` micro-batches, behind one that is not counted."""
     prefix = f"bench-{uuid.uuid4().hex[:8]}"
     topics = [f"{prefix}-{index}" for index in range(3)]
     admin = AdminClient({"bootstrap.servers": bootstrap})
@@ -66,48 +87,55 @@ def measure(spark: Any, bootstrap: str, per_batch: int, value_bytes: int, rounds
         OWN: own_sink(bootstrap, topics[1], {}),
         TUNED: own_sink(bootstrap, topics[2], TUNING),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in sinks}
+    taken: dict[str, list[Taken]] = {name: [] for name in sinks}
 
     def batch(df: Any, number: int) -> None:
-        if len(seconds[OURS]) > rounds:
+        if len(taken[OURS]) > rounds:
             return
         rows = df.persist()
         rows.count()
         order = list(sinks)
         for name in order[number % 3 :] + order[: number % 3]:
-            began = time.monotonic()
+            began, cpu_began = time.monotonic(), cpu_seconds()
             sinks[name](rows, number)
-            seconds[name].append(time.monotonic() - began)
+            taken[name].append(Taken(time.monotonic() - began, cpu_seconds() - cpu_began))
         rows.unpersist(blocking=True)
 
     with tempfile.TemporaryDirectory() as checkpoint:
         stream = rows_of(spark, per_batch, value_bytes).writeStream.foreachBatch(batch)
         query = stream.option("checkpointLocation", checkpoint).start()
-        while query.isActive and min(map(len, seconds.values())) <= rounds:
+        while query.isActive and min(map(len, taken.values())) <= rounds:
             query.awaitTermination(0.2)
         if failed := query.exception():
             raise failed
         query.stop()
     admin.delete_topics(topics)
-    return {name: taken[1 : rounds + 1] for name, taken in seconds.items()}
+    return {name: all_taken[1 : rounds + 1] for name, all_taken in taken.items()}
 
 
-def throughput(console: Console, name: str, per_batch: int, taken: dict[str, list[float]]) -> None:
-    table = Table("sink", "median rows/s", "median of the rounds' ratios, ours/it", "all rounds", title=name)
-    for sink, all_seconds in taken.items():
-        rates = [per_batch / each for each in all_seconds]
-        ratios = [its / mine for mine, its in zip(taken[OURS], all_seconds, strict=True)]
+def throughput(console: Console, name: str, per_batch: int, taken: dict[str, list[Taken]]) -> None:
+    ratio = "median of the rounds' ratios, ours/it"
+    table = Table("sink", "median rows/s", ratio, "CPU s per 1M rows", "all rounds", title=name)
+    for sink, rounds in taken.items():
+        rates = [per_batch / each.seconds for each in rounds]
+        ratios = [its.seconds / mine.seconds for mine, its in zip(taken[OURS], rounds, strict=True)]
         shown = "" if sink == OURS else f"{statistics.median(ratios):.2f}"
-        table.add_row(sink, f"{statistics.median(rates):,.0f}", shown, " ".join(f"{r / 1000:.0f}k" for r in rates))
+        cpu = statistics.median(each.cpu_s for each in rounds) * 1_000_000 / per_batch
+        every = " ".join(f"{rate / 1000:.0f}k" for rate in rates)
+        table.add_row(sink, f"{statistics.median(rates):,.0f}", shown, f"{cpu:.2f}", every)
     console.print(table)
 
 
-def fixed_cost(console: Console, per_batch: int, taken: dict[str, list[float]]) -> None:
-    table = Table("sink", "median ms", "ms above Spark's own", "slowest", title=f"a batch of {per_batch} rows")
-    own = statistics.median(taken[OWN])
-    for sink, seconds in taken.items():
-        middle = statistics.median(seconds)
-        table.add_row(sink, f"{middle * 1000:.0f}", f"{(middle - own) * 1000:+.0f}", f"{max(seconds) * 1000:.0f}")
+def fixed_cost(console: Console, per_batch: int, taken: dict[str, list[Taken]]) -> None:
+    title = f"a batch of {per_batch} rows"
+    table = Table("sink", "median ms", "ms above Spark's own", "CPU ms", "slowest", title=title)
+    own = statistics.median(each.seconds for each in taken[OWN])
+    for sink, rounds in taken.items():
+        middle = statistics.median(each.seconds for each in rounds)
+        cpu = statistics.median(each.cpu_s for each in rounds)
+        slowest = max(each.seconds for each in rounds)
+        milliseconds = (f"{middle * 1000:.0f}", f"{(middle - own) * 1000:+.0f}", f"{cpu * 1000:.0f}")
+        table.add_row(sink, *milliseconds, f"{slowest * 1000:.0f}")
     console.print(table)
 
 

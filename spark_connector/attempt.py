@@ -3,7 +3,7 @@
     init       InitProducerId: fences every earlier attempt, ends what it left open
     decide     the progress marker says whether this batch is in Kafka already (marker.py)
     add        AddPartitionsToTxn: all target partitions and the marker's
-    produce    tasks write, one per Kafka partition, under this identity (task.py, claims.py)
+    produce    tasks write, each a share of the Kafka partitions, under this identity (task.py, claims.py)
     mark       the marker of this batch, in the same transaction
     commit     one EndTxn
 
@@ -32,6 +32,7 @@ from spark_connector.marker import Decision, Marker, MarkerReader, WrongProgress
 from spark_connector.murmur2 import murmur2_column
 from spark_connector.options import Options
 from spark_connector.partition import PartitionWriter
+from spark_connector.progress import Progress
 from spark_connector.routing import route
 from spark_connector.targets import AUTHORIZATION_ERRORS, Target, Targets, ensure_marker_topic, longest_transaction_ms
 from spark_connector.task import RESULT_SCHEMA, Job, Result, writer
@@ -106,8 +107,8 @@ class Attempt:
         self._began: float | None = None  # of the transaction
         self._commit_sent = False
 
-    def run(self) -> int | None:
-        """Rows written; None: the batch is in Kafka already. Raises Again, EosError, or what Spark raised."""
+    def run(self) -> Progress | None:
+        """What was written; None: the batch is in Kafka already. Raises Again, EosError, or what Spark raised."""
         try:
             return self._run()
         except WrongProgress as error:
@@ -121,7 +122,7 @@ class Attempt:
         except Stopped as stopped:
             raise self._public(stopped) from stopped
 
-    def _run(self) -> int | None:
+    def _run(self) -> Progress | None:
         connected, batch = self._connected, self._batch
         self._timed("init", self._transaction.init)
         self._options.on_step("init")
@@ -148,8 +149,9 @@ class Attempt:
         self._commit_sent = True
         self._timed("commit", lambda: self._transaction.end(commit=True))
         self._options.on_step("commit")
-        self._report(rows, results)
-        return rows
+        progress = self._progress(rows, results)
+        log.info("batch committed", **self._who(), state="CompleteCommit", **progress.figures())
+        return progress
 
     def _find_marker(self) -> Marker | None:
         return None if self._batch.key is None else self._connected.markers.read(self._batch.key)
@@ -161,6 +163,7 @@ class Attempt:
             options.transactional_id,
             self._transaction.identity,
             tuple((target.topic, target.partition, target.max_bytes) for target in targets),
+            self._shares(len(targets)),
             options.connection,
             self._server.office,
             options.compression,
@@ -168,7 +171,8 @@ class Attempt:
         )
         claims.begin(job.identity)
         try:
-            rows = route(self._df, targets, options.topic).mapInArrow(writer(job), RESULT_SCHEMA).collect()
+            packed = route(self._df, targets, options.topic, job.shares)
+            rows = packed.mapInArrow(writer(job), RESULT_SCHEMA).collect()
         except Exception as error:
             if claims.poison is not None:
                 raise Stopped(Answer.RESTART, claims.poison) from error
@@ -181,6 +185,14 @@ class Attempt:
         results = [Result(*row) for row in rows]
         _check(results, granted)
         return results
+
+    def _shares(self, targets: int) -> int:
+        """How many tasks write, each a share of the partitions: more than can run at once would only wait. Where Spark
+        starts executors as tasks wait for them, one for each partition."""
+        session = self._df.sparkSession
+        if session.conf.get("spark.dynamicAllocation.enabled", "false") == "true":
+            return targets
+        return min(targets, session.sparkContext.defaultParallelism)
 
     def _mark(self, new: Marker) -> None:
         one = PartitionWriter(
@@ -260,18 +272,18 @@ class Attempt:
             "epoch": identity.epoch,
         }
 
-    def _report(self, rows: int, results: Sequence[Result]) -> None:
-        log.info(
-            "batch committed",
-            **self._who(),
-            state="CompleteCommit",
+    def _progress(self, rows: int, results: Sequence[Result]) -> Progress:
+        return Progress(
+            transactional_id=self._options.transactional_id,
+            batch=self._batch.name,
             rows=rows,
             bytes=sum(result.bytes for result in results),
-            partitions=len(results),
+            partitions=sum(result.partitions for result in results),
+            tasks=len(results),
             resent=sum(result.retries for result in results),
-            tasks_ms=round(sum(result.seconds for result in results) * 1000),
-            tasks_waited_ms=round(sum(result.waited for result in results) * 1000),
-            **{f"{step}_ms": round(seconds * 1000) for step, seconds in self._seconds.items()},
+            seconds=self._seconds,
+            tasks_s=sum(result.seconds for result in results),
+            waited_s=sum(result.waited for result in results),
         )
 
 
@@ -286,9 +298,9 @@ def _check(results: Sequence[Result], granted: frozenset[int]) -> None:
             raise Unreachable(result.sentence)
         if result.rows != result.sequences:
             raise Stopped(Answer.RESTART, f"a task had {result.rows} rows and wrote {result.sequences} sequences")
-    told = sorted(result.target for result in results)
+    told = sorted(result.share for result in results)
     if told != sorted(granted):
-        raise Stopped(Answer.RESTART, f"tasks claimed targets {sorted(granted)} and reported {told}")
+        raise Stopped(Answer.RESTART, f"tasks claimed shares {sorted(granted)} and reported {told}")
 
 
 def translated(error: Exception) -> Exception:

@@ -1,9 +1,9 @@
-"""Each Kafka partition is written at most once per epoch: tasks ask the driver before their first record.
+"""Each share of the Kafka partitions is written at most once per epoch: tasks ask the driver before their first record.
 
 Owns the claims of the present attempt and the socket on which tasks ask. Why: a broker compares sequence numbers, not
 contents, so a second run of a task under the same (producer id, epoch) could be deduplicated in silence against other
 rows of the first; Spark runs a task again after a failure, a lost executor or a lost shuffle file, and does not say.
-A second claim poisons the epoch: the driver aborts the transaction and begins anew. It must never grant a partition
+A second claim poisons the epoch: the driver aborts the transaction and begins anew. It must never grant a share
 twice, and never answer for an attempt that is over.
 
 The socket takes only who knows the key (multiprocessing.connection's challenge); what travels on it is JSON, nothing is
@@ -41,22 +41,22 @@ class Claims:
             self._attempt, self._granted, self._poison = attempt, {}, None
 
     def end(self) -> tuple[frozenset[int], str | None]:
-        """Nothing is granted any more. Returns the granted targets, and why they must not be committed if so."""
+        """Nothing is granted any more. Returns the granted shares, and why they must not be committed if so."""
         with self._lock:
             self._attempt = None
             return frozenset(self._granted), self._poison
 
-    def claim(self, attempt: Identity, target: int, who: str) -> str | None:
+    def claim(self, attempt: Identity, share: int, who: str) -> str | None:
         """None: granted. Else why not, one sentence."""
         with self._lock:
             if attempt != self._attempt:
                 return f"epoch {attempt.epoch} of producer {attempt.producer_id} is over"
-            if target in self._granted:
-                self._poison = f"target {target} was claimed by {self._granted[target]} and again by {who}"
+            if share in self._granted:
+                self._poison = f"share {share} was claimed by {self._granted[share]} and again by {who}"
                 return self._poison
             if self._poison is not None:
                 return f"this epoch is given up: {self._poison}"
-            self._granted[target] = who
+            self._granted[share] = who
             return None
 
     @property
@@ -74,10 +74,10 @@ class ClaimOffice:
     port: int
     key: bytes
 
-    def claim(self, attempt: Identity, target: int, who: str) -> str | None:
+    def claim(self, attempt: Identity, share: int, who: str) -> str | None:
         """As `Claims.claim`. Raises OSError when the driver does not answer."""
         with Client((self.host, self.port), authkey=self.key) as connection:
-            connection.send_bytes(json.dumps([attempt.producer_id, attempt.epoch, target, who]).encode())
+            connection.send_bytes(json.dumps([attempt.producer_id, attempt.epoch, share, who]).encode())
             answer: str | None = json.loads(connection.recv_bytes(1 << 16))
         return answer
 
@@ -114,8 +114,8 @@ class ClaimServer:
             try:
                 deliver_challenge(connection, self._key)
                 answer_challenge(connection, self._key)
-                producer_id, epoch, target, who = json.loads(connection.recv_bytes(1 << 16))
-                answer = self.claims.claim(Identity(producer_id, epoch), target, who)
+                producer_id, epoch, share, who = json.loads(connection.recv_bytes(1 << 16))
+                answer = self.claims.claim(Identity(producer_id, epoch), share, who)
                 connection.send_bytes(json.dumps(answer).encode())
             except (OSError, EOFError, AuthenticationError, ValueError):
                 return  # not one of our tasks, or one that died: it got no grant, and a granted one counts as running

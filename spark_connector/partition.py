@@ -79,6 +79,15 @@ class PartitionWriter:
         except RecordRefused as error:
             raise Stopped(Answer.REFUSED, f"{self.topic}-{self.partition}: {error}") from error
 
+    @property
+    def unacknowledged_bytes(self) -> int:
+        """Of record batches that are kept, to be sent again if they must."""
+        return sum(len(sent.batch.data) for sent in self._sent)
+
+    def wait(self) -> None:
+        """Returns when the oldest batch in flight is acknowledged. Raises as `write`."""
+        self._settle(wait=True)
+
     def finish(self) -> None:
         """Returns when everything is acknowledged."""
         while self._sent:

@@ -26,10 +26,12 @@ _LINES_BEFORE_OFFSETS = 2  # of the log's format, and metadata with times that a
 
 @dataclass(frozen=True)
 class Query:
-    """`id` is kept in the checkpoint, so it is the same after a restart; `offsets` is a digest of the batch's end."""
+    """`id` is kept in the checkpoint, so it is the same after a restart; `offsets` is a digest of the batch's end;
+    `execution` is Spark's StreamExecution."""
 
     id: str
     offsets: str
+    execution: Any
 
 
 def current(df: DataFrame, batch: int) -> Query:
@@ -51,7 +53,7 @@ def current(df: DataFrame, batch: int) -> Query:
     finally:
         stream.close()
     offsets = "\n".join(text.splitlines()[_LINES_BEFORE_OFFSETS:])
-    return Query(query_id, hashlib.sha256(offsets.encode()).hexdigest()[:32])
+    return Query(query_id, hashlib.sha256(offsets.encode()).hexdigest()[:32], execution)
 
 
 def is_stop(df: DataFrame, error: Exception) -> bool:

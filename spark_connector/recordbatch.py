@@ -271,8 +271,9 @@ def _joined(*columns: _Varints) -> pa.Array:
 
 
 def _lz4(body: bytes) -> bytes:
-    # Kafka's readers refuse blocks that depend on each other.
-    compressor: Any = cramjam.lz4.Compressor(block_linked=False)
+    # Kafka's readers refuse blocks that depend on each other. Level 1 is what the Java client does; cramjam's own 4
+    # takes six times as long for 8 % fewer bytes.
+    compressor: Any = cramjam.lz4.Compressor(level=1, block_linked=False)
     compressor.compress(body)
     return bytes(compressor.finish())
 

@@ -1,4 +1,4 @@
-"""Gives each row its Kafka partition and brings all rows of one partition to one task, in order.
+"""Gives each row its Kafka partition and brings all rows of one share of the partitions to one task, in order.
 
 Owns the DataFrame's columns: what they may be called and be of, which partition a row belongs to (Java's default
 partitioner, as the worker's), and the order behind the shuffle. It must never compute a partition from anything but the
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from eos.errors import ConfigurationError
 from spark_connector.jvm import java_class, loaded_class
+from spark_connector.packing import ORDER, PACKED, SHARE, TARGET, packer
 from spark_connector.targets import Target
-from spark_connector.task import REFUSAL, TARGET
+from spark_connector.task import REFUSAL
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-_ORDER = "__eos_order"
 _HASH = "__eos_hash"
 _HEADERS = "array<struct<key:string,value:binary>>"
 _COLUMNS = {
@@ -33,11 +33,12 @@ _POSITIVE = 0x7FFFFFFF
 _KAFKA_UTILS = "org.apache.kafka.common.utils.Utils"
 
 
-def route(df: DataFrame, targets: Sequence[Target], topic: str | Sequence[str]) -> DataFrame:
-    """Rows with TARGET (int), `key` and `value` (binary), and `headers` and `timestamp` (ms) if they were there.
+def route(df: DataFrame, targets: Sequence[Target], topic: str | Sequence[str], shares: int) -> DataFrame:
+    """Packed rows (packing.py) with TARGET (int), `key` and `value` (binary), and `headers` and `timestamp` (ms) if
+    they were there.
 
-    Spark partition i holds the rows of `targets[i]` in the order of their source; partition `len(targets)`, if rows can
-    be refused at all, holds those without a target, with the reason in REFUSAL.
+    Spark partition i holds the rows of share i, which are those of every `targets[n]` with n % `shares` = i, in the
+    order of their source. Target `len(targets)` has the rows without one, with the reason in REFUSAL.
 
     `topic` a string: all rows go there, a `topic` column counts for nothing (as in Spark's own sink). A list: the
     `topic` column chooses among them. Raises ConfigurationError.
@@ -61,9 +62,10 @@ def route(df: DataFrame, targets: Sequence[Target], topic: str | Sequence[str]) 
         said = ", ".join(f"coalesce(cast(`{name}` as string), 'null')" for name in where)
         kept.append(f"if({place} = {len(targets)}, concat_ws('-', {said}), null) as {REFUSAL}")
     hashed = df.selectExpr(*rows, *(f"`{name}`" for name in where)).withColumn(_HASH, murmur2(df, sf.col("key")))
-    placed = hashed.selectExpr(f"{place} as {TARGET}", f"monotonically_increasing_id() as {_ORDER}", *kept)
+    placed = hashed.selectExpr(f"{place} as {TARGET}", *kept)
+    packed = placed.mapInArrow(packer(shares), PACKED)
     # Sorted by Spark's partition and by the place in it, which is the source's order; a shuffle mixes its blocks.
-    return placed.repartitionById(len(targets) + bool(where), TARGET).sortWithinPartitions(_ORDER).drop(_ORDER)
+    return packed.repartitionById(shares, SHARE).sortWithinPartitions(ORDER)
 
 
 def _place(targets: Sequence[Target], routed: bool, asked: bool) -> str:

@@ -18,6 +18,7 @@ from spark_connector.attempt import Again, Attempt, Batch, Connected, translated
 from spark_connector.claims import ClaimServer
 from spark_connector.marker import Decision, Marker, decide, sink_key
 from spark_connector.options import Options
+from spark_connector.progress import Progress, to_spark_metrics
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -34,6 +35,7 @@ def exactly_once_sink(
     compression: str = "none",
     adopt_at: int | None = None,
     on_step: Callable[[str], None] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
 ) -> Callable[[DataFrame, int], None]:
     """For `writeStream.foreachBatch(...)`: every micro-batch is in Kafka exactly once.
 
@@ -43,7 +45,8 @@ def exactly_once_sink(
     `settings`: Kafka's dotted names as for the worker (TLS, SASL, `transaction.timeout.ms`, whose default is here the
     broker's maximum: a batch's whole computation runs inside it). `compression`: none, gzip, snappy, lz4, zstd.
     `adopt_at`: the batch number at which this sink takes over a query that another sink wrote before. `on_step` is
-    called with "init", "add", "produce", "mark", "commit" when each of these is done.
+    called with "init", "add", "produce", "mark", "commit" when each of these is done, `on_progress` with a Progress
+    when a batch was committed (what it raises ends the query; the batch stays committed).
 
     Raises ConfigurationError at once for arguments that cannot be; out of the query, with one sentence: Unavailable,
     NotAuthorised, Fenced, Temporary, or ConfigurationError when marker and checkpoint do not belong together.
@@ -53,9 +56,14 @@ def exactly_once_sink(
     def write(df: DataFrame, batch: int) -> None:
         current = query.current(df, batch)
         try:
-            if sink.deliver(df, _MicroBatch(sink_key(transactional_id), batch, current, adopt_at)) is None:
+            progress = sink.deliver(df, _MicroBatch(sink_key(transactional_id), batch, current, adopt_at))
+            if progress is None:
                 # Its rows are in Kafka, but a stateful plan must run for its state, and Spark checks that it did.
                 df.write.format("noop").mode("overwrite").save()
+                return
+            to_spark_metrics(df, current.execution, progress)
+            if on_progress is not None:
+                on_progress(progress)
         except Exception as error:
             if query.is_stop(df, error):
                 raise error.with_traceback(None) from None
@@ -83,10 +91,13 @@ def exactly_once_write(
     batch = _Write(None if batch_id is None else sink_key(transactional_id, batch_id), batch_id or "")
     sink = _Sink(Options.of(topic, transactional_id, bootstrap_servers, settings, compression))
     try:
-        rows = sink.deliver(df, batch)
+        progress = sink.deliver(df, batch)
     finally:
         sink.close()
-    return batch.found.rows if rows is None and batch.found is not None else rows or 0
+    if progress is not None:
+        return progress.rows
+    assert batch.found is not None, "nothing was written, for it is in Kafka already"
+    return batch.found.rows
 
 
 @dataclass
@@ -143,12 +154,12 @@ class _Sink:
         if self._server is not None:
             self._server.close()
 
-    def deliver(self, df: DataFrame, batch: Batch) -> int | None:
-        """Rows written, None if they were in Kafka already."""
+    def deliver(self, df: DataFrame, batch: Batch) -> Progress | None:
+        """What was written, None if it was in Kafka already."""
         with self._one_at_a_time:
             return self._deliver(df, batch)
 
-    def _deliver(self, df: DataFrame, batch: Batch) -> int | None:
+    def _deliver(self, df: DataFrame, batch: Batch) -> Progress | None:
         server = self._claims(df)
         for attempt in range(1 + RESTARTS):
             try:

@@ -1,4 +1,4 @@
-"""The executor's half of the sink: one Spark task writes the rows of one Kafka partition.
+"""The executor's half of the sink: one Spark task writes one share of the Kafka partitions, alone.
 
 Owns the order of things in a task: claim, then write, then say what was written. It must never begin a transaction, end
 one, or write without a claim, and it imports nothing of `eos` and no other Kafka client: executors have kafka-python,
@@ -13,27 +13,34 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from spark_connector import wire
 from spark_connector.answers import Answer, Stopped
 from spark_connector.claims import ClaimOffice
+from spark_connector.packing import TARGET, numbers, split, unpack
 from spark_connector.partition import PartitionWriter
 from spark_connector.recordbatch import Identity
+from spark_connector.workers import spare_the_collector
 
-TARGET, REFUSAL = "__eos_target", "__eos_refusal"
+REFUSAL = "__eos_refusal"
 RESULT_SCHEMA = (
-    "target int, rows long, sequences long, bytes long, retries int, seconds double, waited double, answer string, "
-    "sentence string"
+    "share int, partitions int, rows long, sequences long, bytes long, retries int, seconds double, waited double, "
+    "answer string, sentence string"
 )
+# Rows of a partition wait for more of them up to this size: a record batch is 1 MB, and a request costs a millisecond.
+_WAITING_BYTES = 4_000_000
+# Of all partitions of a share: rows that wait, and record batches that are not acknowledged yet.
+_ALL_WAITING_BYTES = 32_000_000
+_IN_FLIGHT_BYTES = 32_000_000
 
 
 class Result(NamedTuple):
     """What a task tells the driver. `answer` is None, or an Answer's name: then nothing of it may be committed."""
 
-    target: int
+    share: int
+    partitions: int  # that it wrote
     rows: int  # that came in
-    sequences: int  # last sequence + 1, all acknowledged
+    sequences: int  # last sequence + 1 of each partition, all acknowledged
     bytes: int
     retries: int
     seconds: float
@@ -44,11 +51,13 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """All that a task needs; pickled once per micro-batch. `targets`: (topic, partition, max.message.bytes)."""
+    """All that a task needs; pickled once per micro-batch. `targets`: (topic, partition, max.message.bytes). Target i
+    is of share i % `shares`."""
 
     transactional_id: str
     identity: Identity
     targets: tuple[tuple[str, int, int], ...]
+    shares: int
     connection: Mapping[str, Any]  # Kafka's names
     office: ClaimOffice
     compression: str
@@ -56,9 +65,10 @@ class Job:
 
 
 def writer(job: Job) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """The function for mapInArrow."""
+    """The function for mapInArrow: takes what `packing.packer` made."""
 
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        spare_the_collector()
         result = _write(job, batches)
         if result is not None:
             yield pa.RecordBatch.from_pylist([result._asdict()], schema=_ARROW_SCHEMA)
@@ -68,7 +78,8 @@ def writer(job: Job) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordB
 
 _ARROW_SCHEMA = pa.schema(
     [
-        ("target", pa.int32()),
+        ("share", pa.int32()),
+        ("partitions", pa.int32()),
         ("rows", pa.int64()),
         ("sequences", pa.int64()),
         ("bytes", pa.int64()),
@@ -84,66 +95,104 @@ _ARROW_SCHEMA = pa.schema(
 def _write(job: Job, batches: Iterator[pa.RecordBatch]) -> Result | None:
     """None for a task without rows: it claims nothing."""
     started = time.monotonic()
-    target, rows = -1, 0
-    partition: PartitionWriter | None = None
+    share: _Share | None = None
+    rows = 0
     try:
         for batch in batches:
-            if batch.num_rows == 0:
-                continue
-            lowest, highest = pc.min_max(batch.column(TARGET)).as_py().values()
-            if partition is None:
-                target = lowest
-                partition = _open(job, target, batch)
-            if (lowest, highest) != (target, target):
-                raise Stopped(Answer.REFUSED, f"a task got rows of targets {target}, {lowest} and {highest}")
-            partition.write(batch)
-            rows += batch.num_rows
-        if partition is None:
+            for unpacked in unpack(batch):
+                if share is None:
+                    share = _Share(job, int(numbers(unpacked, TARGET)[0]) % job.shares)
+                share.write(unpacked)
+                rows += unpacked.num_rows
+        if share is None:
             return None
-        partition.finish()
+        share.finish()
     except (Stopped, wire.Unreachable, wire.Broken) as error:
         # A value and not an exception: Spark would run the task again, and the second claim would only repeat it.
         answer = error.answer if isinstance(error, Stopped) else Answer.RETRY
         wire.discard(job.connection)
         for _ in batches:
             pass
-        return Result(target, rows, 0, 0, 0, 0.0, 0.0, answer.name, str(error))
+        number = -1 if share is None else share.number
+        return Result(number, 0, rows, 0, 0, 0, 0.0, 0.0, answer.name, str(error))
     seconds = time.monotonic() - started
+    partitions = share.partitions.values()
     return Result(
-        target,
+        share.number,
+        len(partitions),
         rows,
-        partition.next_sequence,
-        partition.bytes,
-        partition.retries,
+        sum(partition.next_sequence for partition in partitions),
+        sum(partition.bytes for partition in partitions),
+        sum(partition.retries for partition in partitions),
         seconds,
-        partition.waited_s,
+        sum(partition.waited_s for partition in partitions),
         None,
         None,
     )
 
 
-def _open(job: Job, target: int, first: pa.RecordBatch) -> PartitionWriter:
-    if target == len(job.targets):
-        said = first.column(REFUSAL)[0].as_py()
-        known = ", ".join(sorted({topic for topic, _, _ in job.targets}))
-        raise Stopped(
-            Answer.REFUSED,
-            f"a row is for {said}, which is no partition of {known}: list every topic of the rows in topic=[...]",
+class _Share:
+    """The partitions that this task writes, and the rows that wait for them. Claimed when this is made, before anything
+    is known of the rows but the share."""
+
+    def __init__(self, job: Job, number: int) -> None:
+        self._job, self.number = job, number
+        refused = job.office.claim(job.identity, number, _who())
+        if refused is not None:
+            raise Stopped(Answer.RESTART, refused)
+        self.partitions: dict[int, PartitionWriter] = {}
+        self._waiting: dict[int, list[pa.RecordBatch]] = {}
+        self._waiting_bytes: dict[int, int] = {}
+
+    def write(self, rows: pa.RecordBatch) -> None:
+        for target, held in split(rows, numbers(rows, TARGET)):
+            if target % self._job.shares != self.number:
+                raise Stopped(Answer.REFUSED, f"the task of share {self.number} got rows of target {target}")
+            if target >= len(self._job.targets):
+                raise Stopped(Answer.REFUSED, self._refusal(held))
+            self._waiting.setdefault(target, []).append(held)
+            self._waiting_bytes[target] = self._waiting_bytes.get(target, 0) + held.nbytes
+            if self._waiting_bytes[target] >= _WAITING_BYTES:
+                self._send(target)
+        while sum(self._waiting_bytes.values()) >= _ALL_WAITING_BYTES:
+            self._send(max(self._waiting_bytes, key=self._waiting_bytes.__getitem__))
+
+    def finish(self) -> None:
+        """Returns when everything is acknowledged."""
+        for target in list(self._waiting):
+            self._send(target)
+        for partition in self.partitions.values():
+            partition.finish()
+
+    def _send(self, target: int) -> None:
+        del self._waiting_bytes[target]
+        if target not in self.partitions:
+            self.partitions[target] = self._open(target)
+        self.partitions[target].write(pa.concat_batches(self._waiting.pop(target)))
+        sizes = {number: partition.unacknowledged_bytes for number, partition in self.partitions.items()}
+        while sum(sizes.values()) > _IN_FLIGHT_BYTES:
+            most = max(sizes, key=sizes.__getitem__)
+            self.partitions[most].wait()
+            sizes[most] = self.partitions[most].unacknowledged_bytes
+
+    def _open(self, target: int) -> PartitionWriter:
+        job = self._job
+        topic, index, max_bytes = job.targets[target]
+        return PartitionWriter(
+            wire.shared(job.connection),
+            job.transactional_id,
+            job.identity,
+            topic,
+            index,
+            compression=job.compression,
+            max_bytes=max_bytes,
+            delivery_timeout_s=job.delivery_timeout_s,
         )
-    refused = job.office.claim(job.identity, target, _who())
-    if refused is not None:
-        raise Stopped(Answer.RESTART, refused)
-    topic, index, max_bytes = job.targets[target]
-    return PartitionWriter(
-        wire.shared(job.connection),
-        job.transactional_id,
-        job.identity,
-        topic,
-        index,
-        compression=job.compression,
-        max_bytes=max_bytes,
-        delivery_timeout_s=job.delivery_timeout_s,
-    )
+
+    def _refusal(self, rows: pa.RecordBatch) -> str:
+        said = rows.column(REFUSAL)[0].as_py()
+        known = ", ".join(sorted({topic for topic, _, _ in self._job.targets}))
+        return f"a row is for {said}, which is no partition of {known}: list every topic of the rows in topic=[...]"
 
 
 def _who() -> str:

@@ -34,7 +34,12 @@ def victim(who: str, query: Query) -> int:
 
 @pytest.mark.parametrize(
     ("who", "step"),
-    [("leader", "add"), ("coordinator", "add"), ("coordinator", "mark"), ("leader", "produce")],
+    [
+        ("leader", "add"),
+        pytest.param("coordinator", "add", marks=pytest.mark.long),
+        ("coordinator", "mark"),
+        pytest.param("leader", "produce", marks=pytest.mark.long),
+    ],
 )
 def test_a_broker_killed_in_mid_batch_costs_time_and_no_record(
     who: str, step: str, cluster: LocalKafka, queries: Queries, spark: Any

@@ -21,7 +21,19 @@ Drivers = Callable[..., Driver]
 Queries = Callable[..., Query]
 
 
-@pytest.mark.parametrize("step", ["init", "add", "produce", "mark", "commit"])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param("init", marks=LONG),
+        pytest.param("add", marks=LONG),
+        "produce",
+        pytest.param("mark", marks=LONG),
+        "commit",
+    ],
+)
 def test_a_driver_killed_behind_a_step_loses_and_doubles_nothing(
     step: str, cluster: LocalKafka, queries: Queries, drivers: Drivers, spark: Any
 ) -> None:

@@ -10,9 +10,11 @@ import pytest
 
 from eos.broker import LocalKafka
 from eos.testing.history import read_topic
-from spark_connector import marker
+from spark_connector import marker, task
 from spark_connector.answers import Answer, Stopped
+from spark_connector.claims import ClaimServer
 from spark_connector.identity import Transaction
+from spark_connector.packing import TARGET, pack_rows
 from spark_connector.partition import PartitionWriter
 from spark_connector.recordbatch import COMPRESSIONS
 from spark_connector.targets import ensure_marker_topic, longest_transaction_ms
@@ -62,6 +64,42 @@ def test_librdkafka_reads_what_was_written(compression: str, kafka: LocalKafka, 
     assert log.headers is not None
     assert log.headers[:2] == [b"1", None]
     assert log.values[2:] == [b"%0100d" % number for number in range(30_000)]
+
+
+@pytest.mark.parametrize("bound", [1, 100_000, 32_000_000])
+def test_a_share_of_many_partitions_is_written_within_its_memory(
+    bound: int, kafka: LocalKafka, names: Names, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Share 1 of two: the odd partitions, whose rows come mixed, in three values of each of four batches."""
+    monkeypatch.setattr(task, "_WAITING_BYTES", bound)
+    monkeypatch.setattr(task, "_ALL_WAITING_BYTES", 2 * bound)
+    monkeypatch.setattr(task, "_IN_FLIGHT_BYTES", bound)
+    topic, name = create_topic(kafka.bootstrap_servers, names("out"), 8), names("id")
+    transaction = Transaction(wire, name, 60_000, 30)
+    transaction.init()
+    transaction.add([(topic, partition) for partition in range(8)])
+    server = ClaimServer("127.0.0.1", "127.0.0.1")
+    server.claims.begin(transaction.identity)
+    targets = tuple((topic, partition, 1_000_000) for partition in range(8))
+    connection = {"bootstrap.servers": kafka.bootstrap_servers}
+    job = task.Job(name, transaction.identity, targets, 2, connection, server.office, "none", 30.0)
+    packed = []
+    for first in range(0, 12_000, 3_000):
+        values = rows(3_000, first)
+        places = pa.array([2 * (number % 4) + 1 for number in range(first, first + 3_000)], pa.int32())
+        packed.append(pack_rows(values.append_column(TARGET, places), 2, first))
+    (told,) = [batch.to_pylist()[0] for batch in task.writer(job)(iter(packed))]
+    assert told["sentence"] is None
+    assert (told["share"], told["partitions"], told["rows"], told["sequences"]) == (1, 4, 12_000, 12_000)
+    assert server.claims.end() == (frozenset({1}), None)
+    transaction.end(commit=True)
+    Transaction(wire, name, 60_000, 30).init()  # returns when the end is through
+    log = read_topic(kafka.bootstrap_servers, topic)
+    found: dict[int, list[int]] = {}
+    for partition, value in zip(log.partition.tolist(), log.values, strict=True):
+        found.setdefault(partition, []).append(int(value or 0))
+    assert found == {2 * place + 1: list(range(place, 12_000, 4)) for place in range(4)}
+    server.close()
 
 
 @pytest.mark.parametrize("fault", [Fault.CUT_BEFORE, Fault.CUT_AFTER])

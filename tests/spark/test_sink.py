@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from eos.broker import LocalKafka
 from eos.errors import ConfigurationError, Unavailable
 from eos.testing.history import read_topic
 from spark_connector import exactly_once_sink, exactly_once_write
+from spark_connector.progress import Progress
 from tests.support.reading import create_topic
 from tests.support.spark_query import Query
 
@@ -153,6 +155,50 @@ def test_an_empty_batch_moves_the_marker(kafka: LocalKafka, names: Names, tmp_pa
         "b'b'",
         "b'c'",
     ]
+
+
+# Progress
+
+
+def gauges(spark: Any, query: str) -> dict[str, Any]:
+    """What Spark's metrics system shows of the sink in this query, by JMX."""
+    management = spark._jvm.java.lang.management.ManagementFactory
+    beans = management.getPlatformMBeanServer()
+    pattern = spark._jvm.javax.management.ObjectName("metrics:*")
+    found = {}
+    for name in beans.queryNames(pattern, None).toArray():
+        metric = name.getKeyProperty("name")
+        _, is_ours, figure = metric.partition(f"spark.streaming.{query}.eos.")
+        if is_ours:
+            found[figure] = beans.getAttribute(name, "Value")
+    return found
+
+
+def test_each_batch_tells_its_rows_and_the_time_of_each_step(
+    kafka: LocalKafka, queries: Queries, spark: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("eos"), "propagate", True)
+    caplog.set_level(logging.INFO, "eos")
+    query = queries(kafka.bootstrap_servers, per_batch=700).create().load(2000)
+    told: list[Progress] = []
+    shown: list[dict[str, Any]] = []
+
+    def on_progress(progress: Progress) -> None:
+        told.append(progress)
+        shown.append(gauges(spark, spark.streams.active[0].id))
+
+    running = query.start(spark, on_progress=on_progress)
+    assert running.awaitTermination(240)
+    query.verify(2000)
+    rows = [progress.rows for progress in told]
+    assert len(rows) >= 3
+    assert sum(rows) == 2000
+    for progress, gauge in zip(told, shown, strict=True):
+        assert list(progress.seconds) == ["init", "decide", "targets", "add", "produce", "mark", "commit"]
+        assert min(progress.seconds.values()) > 0
+        assert gauge == progress.figures()
+    lines = [record.getMessage() for record in caplog.records if "batch committed" in record.getMessage()]
+    assert [f"rows={count} " in line for count, line in zip(rows, lines, strict=True)] == [True] * len(rows)
 
 
 # Restarts

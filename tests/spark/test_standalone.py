@@ -89,7 +89,9 @@ def standalone(tmp_path: Path) -> Iterator[Standalone]:
 def test_an_executor_killed_in_mid_batch_loses_and_doubles_nothing(
     kafka: LocalKafka, standalone: Standalone, queries: Callable[..., Query], drivers: Callable[..., Driver]
 ) -> None:
-    query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers).create(4).load(RECORDS)
+    # Several tasks read one source partition each, on two executors: what a writing task fetches comes in any order.
+    query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers, min_partitions=11).create(4)
+    query.load(RECORDS)
     port = int(kafka.proxied_servers.rpartition(":")[2])
     with HoldingProxy(port, kafka.proxied_upstream) as proxy:
         rule = proxy.on(ApiKey.Produce, Fault.HOLD_RESPONSE, nth=7, transactional_id=query.transactional_id)

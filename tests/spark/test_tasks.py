@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from eos.broker import LocalKafka
+from spark_connector.attempt import Attempt
 from tests.support.proxy import ApiKey, Fault, HoldingProxy, Rule
 from tests.support.spark_query import Query
 
@@ -92,10 +93,16 @@ def test_a_task_that_dies_behind_its_records_does_not_double_them(
 
 
 def test_shuffle_files_that_vanish_in_mid_stage_lose_and_double_nothing(
-    kafka: LocalKafka, queries: Queries, spark: Any, sink_log: pytest.LogCaptureFixture
+    kafka: LocalKafka,
+    queries: Queries,
+    spark: Any,
+    sink_log: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Spark makes the files anew and runs the stage's unfinished tasks again as attempt 0 of another stage attempt,
     while the held one of the first still runs."""
+    # More tasks than can run at once, as with dynamic allocation: some have not read their files yet.
+    monkeypatch.setattr(Attempt, "_shares", lambda _, targets: targets)
     query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers).create(PARTITIONS).load(RECORDS)
     held: Rule
     with answer_held(kafka, query, spark) as held:

@@ -9,18 +9,18 @@ from spark_connector.attempt import Attempt
 
 def marker_outside_the_transaction() -> None:
     """The marker follows in a transaction of its own, behind the rows' commit."""
-    mark, report = Attempt._mark, Attempt._report
+    mark, progress = Attempt._mark, Attempt._progress
     waiting: list[Any] = []
 
     def later(self: Attempt, new: Any) -> None:
         waiting.append(new)
 
-    def then(self: Attempt, rows: int, results: Any) -> None:
+    def then(self: Attempt, rows: int, results: Any) -> Any:
         self._transaction.init()
         self._transaction.add([("__eos_sinks", self._connected.markers.partition)])
         mark(self, waiting.pop())
         self._transaction.end(commit=True)
-        report(self, rows, results)
+        return progress(self, rows, results)
 
     Attempt._mark = later  # type: ignore[method-assign]
-    Attempt._report = then  # type: ignore[method-assign]
+    Attempt._progress = then  # type: ignore[method-assign]

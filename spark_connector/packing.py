@@ -1,0 +1,98 @@
+"""What goes through the shuffle: the rows of one writing task, a few thousand at a time, as one binary value.
+
+Owns the packing (map side), the unpacking (writing side) and the splitting of rows by a number. Why: Spark's shuffle
+and its sort take microseconds for each row, and Arrow nothing; the encoder wants columns anyway. It must never change
+the order of rows that go to the same place, and never need more of a task's rows at once than one batch of Arrow's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from spark_connector.workers import spare_the_collector
+
+TARGET = "__eos_target"
+"""The number of the row's Kafka partition."""
+SHARE, ORDER, ROWS = "__eos_share", "__eos_order", "__eos_rows"
+PACKED = f"{SHARE} int, {ORDER} long, {ROWS} binary"
+_PACKED = pa.schema([(SHARE, pa.int32()), (ORDER, pa.int64()), (ROWS, pa.binary())])
+# Of one value: above half a region of the JVM's heap (1 MB at the smallest) an array costs the garbage collector more.
+_VALUE_BYTES = 400_000
+# With so many rows for each target, a value holds those of one: the writing task need not take it apart again.
+_ROWS_OF_ONE_TARGET = 500
+_PLACES = 33  # bits below the number of a Spark partition, as in monotonically_increasing_id
+
+
+def packer(shares: int) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """The function for mapInArrow: rows with TARGET in, PACKED out. The values of a share in the order of ORDER hold
+    its rows in theirs: by Spark partition, and within it as they came."""
+
+    def pack(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext
+
+        spare_the_collector()
+        context = TaskContext.get()
+        assert context is not None, "this runs in a task"
+        return pack_partition(batches, shares, context.partitionId())
+
+    return pack
+
+
+def pack_partition(batches: Iterator[pa.RecordBatch], shares: int, number: int) -> Iterator[pa.RecordBatch]:
+    """The rows of Spark partition `number` as PACKED."""
+    place = number << _PLACES
+    for batch in batches:
+        if batch.num_rows:
+            packed = pack_rows(batch, shares, place)
+            place += packed.num_rows
+            yield packed
+
+
+def pack_rows(rows: pa.RecordBatch, shares: int, place: int) -> pa.RecordBatch:
+    """`rows` as PACKED, ORDER from `place` on."""
+    by = numbers(rows, TARGET)
+    if len(np.unique(by)) * _ROWS_OF_ONE_TARGET > len(by):
+        by = by % shares
+    pieces = []
+    for number, held in split(rows, by):
+        values = -(-held.nbytes // _VALUE_BYTES)
+        step = -(-held.num_rows // max(values, 1))
+        pieces += [(number % shares, held.slice(at, step)) for at in range(0, held.num_rows, step)]
+    out, ends = pa.BufferOutputStream(), [0]
+    for _, piece in pieces:
+        with pa.ipc.new_stream(out, piece.schema) as stream:
+            stream.write_batch(piece)
+        ends.append(out.tell())
+    offsets = pa.py_buffer(np.array(ends, np.int32))
+    packed = pa.Array.from_buffers(pa.binary(), len(pieces), [None, offsets, out.getvalue()])
+    where = pa.array([share for share, _ in pieces], pa.int32())
+    return pa.RecordBatch.from_arrays([where, pa.array(range(place, place + len(pieces))), packed], schema=_PACKED)
+
+
+def unpack(packed: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """The rows of each value, in order."""
+    for value in packed.column(ROWS):
+        with pa.ipc.open_stream(value.as_buffer()) as stream:
+            yield from stream
+
+
+def split(rows: pa.RecordBatch, by: NDArray[np.int32]) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """(number, its rows in their order), copies unless all rows have one number."""
+    lowest, highest = int(by.min()), int(by.max())
+    if lowest == highest:
+        yield lowest, rows
+        return
+    order = np.argsort(by, kind="stable")
+    numbered = by[order]
+    starts = np.flatnonzero(np.diff(numbered, prepend=numbered[0] - 1))
+    for start, stop in zip(starts, [*starts[1:], len(order)], strict=True):
+        yield int(numbered[start]), rows.take(pa.array(order[start:stop]))
+
+
+def numbers(rows: pa.RecordBatch, column: str) -> NDArray[np.int32]:
+    found: NDArray[np.int32] = rows.column(column).to_numpy()
+    return found

@@ -1,0 +1,74 @@
+"""What goes through the shuffle: every row once, in order, in values of a bounded size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spark_connector.packing import ORDER, ROWS, SHARE, TARGET, numbers, pack_partition, pack_rows, split, unpack
+
+KIND = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+
+
+def rows(targets: list[int], size: int = 3) -> pa.RecordBatch:
+    """Row i has the value i; every third no key, every fourth headers."""
+    count = len(targets)
+    columns: dict[str, Any] = {
+        TARGET: pa.array(targets, pa.int32()),
+        "key": pa.array([None if i % 3 == 0 else b"k%d" % i for i in range(count)], pa.binary()),
+        "value": pa.array([b"%0*d" % (size, i) for i in range(count)], pa.binary()),
+        "headers": pa.array([[("h", b"%d" % i), ("n", None)] if i % 4 == 0 else None for i in range(count)], KIND),
+    }
+    return pa.record_batch(columns)
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=60), st.integers(1, 5), st.integers(0, 9))
+@settings(max_examples=200, deadline=None)
+def test_every_row_comes_out_once_and_in_order_in_its_share(targets: list[int], shares: int, start: int) -> None:
+    given_rows = rows(targets).slice(min(start, len(targets) - 1))
+    packed = pack_rows(given_rows, shares, 7)
+    assert packed.column(ORDER).to_pylist() == list(range(7, 7 + packed.num_rows))
+    out: dict[int, list[Any]] = {}
+    for i in range(packed.num_rows):
+        for unpacked in unpack(packed.slice(i, 1)):
+            out.setdefault(packed.column(SHARE)[i].as_py(), []).extend(unpacked.to_pylist())
+    expected: dict[int, list[Any]] = {}
+    for row in given_rows.to_pylist():
+        expected.setdefault(row[TARGET] % shares, []).append(row)
+    assert out == expected
+
+
+def test_many_bytes_become_several_values_of_half_a_megabyte_at_most() -> None:
+    packed = pack_rows(rows([i % 4 for i in range(20_000)], size=100), 2, 0)
+    sizes = [len(value.as_buffer()) for value in packed.column(ROWS)]
+    assert 250_000 < max(sizes) < 500_000
+    pieces = list(unpack(packed))
+    assert sum(piece.num_rows for piece in pieces) == 20_000
+    # Where a target has many rows a value holds those of one, and goes where its share does.
+    assert [set(numbers(piece, TARGET)) for piece in pieces] == [{0}, {0}, {1}, {1}, {2}, {2}, {3}, {3}]
+    assert packed.column(SHARE).to_pylist() == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
+def test_the_order_goes_on_from_batch_to_batch_and_from_partition_to_partition() -> None:
+    batches = [rows([0, 1, 2]), rows([0]).slice(1), rows([2, 1]), rows([1])]
+    orders = [
+        place
+        for number in (0, 1, 40_000)
+        for packed in pack_partition(iter(batches), 3, number)
+        for place in packed.column(ORDER).to_pylist()
+    ]
+    assert len(orders) == 3 * 6
+    assert orders == sorted(set(orders))
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_rows_are_split_by_number_each_in_their_order(targets: list[int]) -> None:
+    whole = rows(targets)
+    found = dict(split(whole, numbers(whole, TARGET)))
+    assert list(found) == sorted(set(targets))
+    for target, held in found.items():
+        assert held.to_pylist() == [row for row in whole.to_pylist() if row[TARGET] == target]
