@@ -196,7 +196,9 @@ def test_a_frame_is_collected_when_one_job_needs_it_whole_and_streamed_when_none
     log: list[str] = []
     upper = Upper()
     exchange = Exchange(Connection(1, "c", "b", None), 3, 1, 1)
-    assert Pipeline([Recording("a", log, upper)], LIMIT).response(exchange, 10) is upper
+    streamed = Pipeline([Recording("a", log, upper)], LIMIT).response(exchange, 10)
+    assert not callable(streamed)
+    assert streamed.feed(b"x") == b"X"  # type: ignore[union-attr]
     mixed = Pipeline([Recording("a", log, upper), Recording("b", log)], LIMIT).response(exchange, 10)
     assert callable(mixed)
     assert mixed(b"x") == b"XB"

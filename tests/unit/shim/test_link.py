@@ -101,7 +101,9 @@ def test_what_comes_before_the_upstream_connection_is_there_goes_out_first_on_it
         began = shim._began
 
         def began_with_data(link: Link) -> None:
-            link.client.data_received(frame(FORWARDED, 0, b"early"))
+            early = frame(FORWARDED, 0, b"early")
+            link.client.get_buffer(-1)[: len(early)] = early
+            link.client.buffer_updated(len(early))
             began(link)
 
         shim._began = began_with_data  # type: ignore[method-assign]
