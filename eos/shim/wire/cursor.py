@@ -46,15 +46,16 @@ class Cursor:
 
     def uvarint(self) -> int:
         value = shift = 0
-        while True:
-            self.skip(1)
-            byte = self.data[self.pos - 1]
+        for at in range(self.pos, self.end):
+            byte = self.data[at]
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
+                self.pos = at + 1
                 return value
             shift += 7
             if shift > 28:
                 raise Malformed("a varint is longer than five bytes")
+        raise Malformed("a varint does not fit into its frame")
 
     def count(self) -> int:
         """An array's length; -1 for null. At least one byte per element must be left."""
