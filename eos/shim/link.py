@@ -214,6 +214,8 @@ class Link:
                 self.connecting.cancel()
             self._pipeline.closed(self.connection)
             self._ended(self)
+            # They lead back here. Without them the memory is free now, not when the collector comes.
+            del self.connection, self._requests, self._responses
 
 
 class ReadBuffer:
@@ -291,7 +293,10 @@ class _Side(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.gone = True
-        self._link.side_closed(self)
+        link = self._link
+        # asyncio is done with this side, and nothing the link may still call needs them: no circle is left.
+        del self._link, self._received, self.other
+        link.side_closed(self)
 
     # The link calls these.
 
