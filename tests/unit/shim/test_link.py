@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from eos.shim import Shim, ShimSettings
+from eos.shim.addresses.book import Endpoint
 from eos.shim.errors import ProtocolError
-from eos.shim.link import Link
-from eos.shim.pipeline import Exchange, Job
+from eos.shim.link import Link, ReadBuffer
+from eos.shim.pipeline import Exchange, Job, Pipeline
+from eos.shim.wire.frames import Piece
 from tests.shim.fake_broker import FakeBroker
 
 FORWARDED, ANSWERED, CHANGED, REFUSED = 36, 37, 38, 39
@@ -90,6 +95,47 @@ def test_a_job_that_refuses_ends_the_connection_and_nothing_of_the_frame_goes_on
     with FakeBroker(broker_answers) as broker, contextlib.suppress(ConnectionResetError):
         assert asyncio.run(through_a_shim(broker, frame(REFUSED, 1, b"body"), 0)) == b""
     assert seen == []
+
+
+class Keeping(asyncio.Transport):
+    """Sends nothing, and keeps what it was given as it is, as asyncio does since Python 3.12."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Piece] = []
+
+    def write(self, data: Any) -> None:
+        self.kept.append(data)
+
+    def get_write_buffer_size(self) -> int:
+        return sum(map(len, self.kept))
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def is_closing(self) -> bool:
+        return False
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 200_000)), min_size=2, max_size=12))
+def test_what_a_side_could_not_send_yet_is_not_overwritten_by_the_next_read(reads: list[tuple[int, int]]) -> None:
+    """Of whichever connection: they all read into one buffer."""
+    buffer, pipeline = ReadBuffer(), Pipeline([], 1 << 30)
+    links = [
+        Link(n, Endpoint(("127.0.0.1", 1)), pipeline, 1 << 30, lambda link: None, lambda link: None, buffer)
+        for n in range(3)
+    ]
+    transports = [Keeping() for _ in links]
+    for link, transport in zip(links, transports, strict=True):
+        link.upstream.connection_made(transport)
+    sent = [b"" for _ in links]
+    for number, (at, size) in enumerate(reads):
+        chunk = frame(FORWARDED, number, bytes([number]) * size)
+        view = links[at].client.get_buffer(-1)
+        view[: len(chunk)] = chunk
+        links[at].client.buffer_updated(len(chunk))
+        sent[at] += chunk
+    assert [b"".join(transport.kept) for transport in transports] == sent
 
 
 def test_what_comes_before_the_upstream_connection_is_there_goes_out_first_on_it() -> None:
