@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -166,3 +168,36 @@ def test_what_comes_before_the_upstream_connection_is_there_goes_out_first_on_it
 
     with FakeBroker(lambda request: request[10:]) as broker:
         assert asyncio.run(early_and_later(broker)) == answer(0, b"early") + answer(1, b"later")
+
+
+def test_a_link_that_is_over_is_freed_without_the_garbage_collector() -> None:
+    """Else the links of a thousand clients stay in memory until it comes, and the next thousand come on top."""
+    links: list[weakref.ref[Link]] = []
+
+    async def come_and_go(broker: FakeBroker) -> None:
+        shim = Shim(ShimSettings(upstream=(("127.0.0.1", broker.port),), listen=("127.0.0.1", 0)), [Meddling()])
+        began = shim._began
+
+        def noted(link: Link) -> None:
+            links.append(weakref.ref(link))
+            began(link)
+
+        shim._began = noted  # type: ignore[method-assign]
+        await shim.start()
+        for number in range(3):
+            reader, writer = await asyncio.open_connection(*shim.addresses[0])
+            writer.write(frame(CHANGED, number, b"body"))
+            await reader.readexactly(8)
+            writer.close()
+        async with asyncio.timeout(20):
+            while shim.connections or any(link() for link in links):
+                await asyncio.sleep(0.01)
+        await shim.stop()
+
+    gc.disable()
+    try:
+        with FakeBroker(lambda request: b"x") as broker:
+            asyncio.run(come_and_go(broker))
+    finally:
+        gc.enable()
+    assert len(links) == 3
