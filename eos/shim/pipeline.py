@@ -123,7 +123,6 @@ class Pipeline:
         if not jobs:
             return PASSING
         streams = [job.request_stream(exchange, size) for job in jobs]
-
         return self._passage(exchange, jobs, streams, size, [job.request for job in jobs])
 
     def response(self, exchange: Exchange, size: int) -> Passage:
@@ -138,7 +137,6 @@ class Pipeline:
         if not jobs:
             return PASSING
         streams = [job.response_stream(exchange, size) for job in jobs]
-
         return self._passage(exchange, jobs, streams, size, [job.response for job in jobs])
 
     def upstream(self, newest: Mapping[str, Mapping[int, int]]) -> None:
