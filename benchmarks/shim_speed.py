@@ -176,7 +176,7 @@ def memory(console: Console, shim_: ShimProcess, connections: int, at_once: int)
             sizes.append(shim_.rss_mb())
     console.print(f"{connections:,} connections opened and closed: " + " ".join(f"{mb:.1f}" for mb in sizes) + " MB")
     before = shim_.rss_mb()
-    for turn in range(2):
+    for turn in range(4):
         held = [_ask(address) for _ in range(at_once)]
         during = shim_.rss_mb()
         for each in held:

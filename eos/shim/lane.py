@@ -1,12 +1,15 @@
 """One direction of a link: frames leave in order, and a held one keeps everything behind it waiting.
 
-Owns that order and nothing else; it knows no sockets. What waits is bounded by what a client has under way.
+Owns that order and nothing else; it knows no sockets. What waits is bounded by what a client has under way, and is
+copied: the buffer it came in is used again.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+
+from eos.shim.wire.frames import Piece
 
 
 class Held(bytes):
@@ -26,7 +29,7 @@ class Held(bytes):
 class Lane:
     """`write` takes pieces of the stream and is given them in order."""
 
-    def __init__(self, write: Callable[[list[bytes]], None]) -> None:
+    def __init__(self, write: Callable[[Sequence[Piece]], None]) -> None:
         self._write = write
         self._waiting: deque[bytes] = deque()
 
@@ -34,14 +37,14 @@ class Lane:
     def is_held(self) -> bool:
         return bool(self._waiting)
 
-    def pass_on(self, pieces: list[bytes]) -> None:
+    def pass_on(self, pieces: Sequence[Piece]) -> None:
         if self._waiting:
-            self._waiting.extend(pieces)
+            self._keep(pieces)
             return
         for at, piece in enumerate(pieces):
             if type(piece) is Held:
                 self._write(pieces[:at])
-                self._waiting.extend(pieces[at:])
+                self._keep(pieces[at:])
                 self.go_on()
                 return
         self._write(pieces)
@@ -58,6 +61,9 @@ class Lane:
                         continue  # it may have been released, or everything dropped
                 return
             self._write([waiting.popleft()])
+
+    def _keep(self, pieces: Iterable[Piece]) -> None:
+        self._waiting.extend(piece if isinstance(piece, bytes) else bytes(piece) for piece in pieces)
 
     def drop(self) -> None:
         """Nothing that waits will ever leave."""

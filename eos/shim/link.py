@@ -3,6 +3,9 @@
 Owns both transports and the order of what passes between them. Back-pressure is the sockets' own: when one side cannot
 write, the other is not read. An end of one direction is passed on as such; what one side can still send is delivered
 before the other is closed. It must never buffer more than asyncio's write buffer and one collected frame per direction.
+
+What is read lies in one buffer that all connections of a shim share: it is dealt with, changed in place where that is
+needed, and written to the other side before the next read. A megabyte that passes is neither copied nor allocated here.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import socket
 import ssl
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from eos.shim import events
@@ -21,7 +24,7 @@ from eos.shim.errors import Malformed, ProtocolError
 from eos.shim.lane import Lane
 from eos.shim.pipeline import Connection, Exchange, Pipeline
 from eos.shim.wire import api
-from eos.shim.wire.frames import FrameSplitter, Passage
+from eos.shim.wire.frames import FrameSplitter, Passage, Piece
 from eos.shim.wire.headers import REQUEST_HEAD, RESPONSE_HEAD, implausible, produce_acks, request_head
 
 # How long the last bytes may take to a side that reads slowly once the other side is gone.
@@ -31,6 +34,8 @@ RESET_WAIT_S = 2.0
 # Linger on, for 0 seconds: closing sends a reset.
 _NO_LINGER = struct.pack("ii", 1, 0)
 _WRITE_BUFFER_BYTES = 1024 * 1024
+_READ_BYTES = 512 * 1024
+_JOINED_BYTES = 64 * 1024  # up to here one copy costs less than another system call
 
 
 class Link:
@@ -44,12 +49,13 @@ class Link:
         largest_frame: int,
         began: Callable[[Link], None],
         ended: Callable[[Link], None],
+        buffer: ReadBuffer,
     ) -> None:
         self.number, self.endpoint, self._pipeline, self._largest = number, endpoint, pipeline, largest_frame
         self.began, self._ended = began, ended
         self.connection = Connection(number, "", endpoint.name, endpoint.node_id)
-        self.client = _Side(self, self._from_client)
-        self.upstream = _Side(self, self._from_upstream)
+        self.client = _Side(self, self._from_client, buffer)
+        self.upstream = _Side(self, self._from_upstream, buffer)
         self.client.other, self.upstream.other = self.upstream, self.client
         self.connection.link = self
         self._up, self._down = Lane(self.upstream.write), Lane(self.client.write)
@@ -101,13 +107,13 @@ class Link:
 
     # From the client to the broker.
 
-    def _from_client(self, data: bytes) -> None:
+    def _from_client(self, data: Piece) -> None:
         pieces = self._requests.feed(data)
         if pieces:
             self._up.pass_on(pieces)
         self._send_own_answers()
 
-    def _open_request(self, data: bytes, pos: int) -> Passage | None:
+    def _open_request(self, data: Piece, pos: int) -> Passage | None:
         head = request_head(data, pos)
         if not self._requests_seen:
             reason = implausible(head, self._largest)
@@ -131,7 +137,7 @@ class Link:
 
     # From the broker to the client.
 
-    def _from_upstream(self, data: bytes) -> None:
+    def _from_upstream(self, data: Piece) -> None:
         pieces = self._responses.feed(data)
         if pieces:
             self._down.pass_on(pieces)
@@ -141,7 +147,7 @@ class Link:
         if self._draining:
             self._close_if_drained()
 
-    def _open_response(self, data: bytes, pos: int) -> Passage | None:
+    def _open_response(self, data: Piece, pos: int) -> Passage | None:
         size, correlation_id = RESPONSE_HEAD.unpack_from(data, pos)
         pending = self._pending
         while pending and pending[0].answer is not None:
@@ -208,15 +214,28 @@ class Link:
                 self.connecting.cancel()
             self._pipeline.closed(self.connection)
             self._ended(self)
+            # They lead back here. Without them the memory is free now, not when the collector comes.
+            del self.connection, self._requests, self._responses
 
 
-class _Side(asyncio.Protocol):
+class ReadBuffer:
+    """Where the connections of one shim are read into, one after the other."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(bytearray(_READ_BYTES))
+
+    def keep(self) -> None:
+        """Somebody still needs what was read: the next read gets other memory."""
+        self.view = memoryview(bytearray(_READ_BYTES))
+
+
+class _Side(asyncio.BufferedProtocol):
     """One of the two sockets of a link."""
 
     other: _Side
 
-    def __init__(self, link: Link, received: Callable[[bytes], None]) -> None:
-        self._link, self._received = link, received
+    def __init__(self, link: Link, received: Callable[[Piece], None], buffer: ReadBuffer) -> None:
+        self._link, self._received, self._buffer = link, received, buffer
         self._transport: asyncio.Transport | None = None
         self._unsent: list[bytes] = []
         self._unsent_end = False
@@ -246,9 +265,12 @@ class _Side(asyncio.Protocol):
         if self._unsent_end:
             self.write_end()
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer.view
+
+    def buffer_updated(self, count: int) -> None:
         try:
-            self._received(data)
+            self._received(self._buffer.view[:count])
         except ProtocolError as error:
             self._link.failed(self, error)
         except Exception as error:
@@ -271,21 +293,26 @@ class _Side(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.gone = True
-        self._link.side_closed(self)
+        link = self._link
+        # asyncio is done with this side, and nothing the link may still call needs them: no circle is left.
+        del self._link, self._received, self.other
+        link.side_closed(self)
 
     # The link calls these.
 
-    def write(self, pieces: list[bytes]) -> None:
+    def write(self, pieces: Sequence[Piece]) -> None:
         transport = self._transport
         if transport is None:
-            self._unsent += pieces  # what came before reading could be paused
+            self._unsent += map(bytes, pieces)  # what came before reading could be paused
             return
         if transport.is_closing():
             return
-        if len(pieces) == 1:
-            transport.write(pieces[0])
-        else:
-            transport.writelines(pieces)
+        if len(pieces) > 1 and sum(map(len, pieces)) <= _JOINED_BYTES:
+            pieces = [b"".join(pieces)]
+        for piece in pieces:
+            transport.write(piece)
+        if transport.get_write_buffer_size() and any(isinstance(piece, memoryview) for piece in pieces):
+            self._buffer.keep()  # since Python 3.12 a transport does not copy what it could not send yet
 
     def write_end(self) -> None:
         transport = self._transport

@@ -7,12 +7,13 @@ client's side to the broker's, responses the other way. It must never do I/O.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from eos.shim.addresses.book import Endpoint
 from eos.shim.errors import ProtocolError
-from eos.shim.wire.frames import PASSING, Passage, Stream
+from eos.shim.wire.frames import PASSING, Passage, Piece, Stream
 
 
 class Control(Protocol):
@@ -75,7 +76,10 @@ class Job:
         return frame
 
     def request_stream(self, exchange: Exchange, size: int) -> Stream | None:
-        """How to see this request (`size` bytes) while it passes; None: collect it and call `request`."""
+        """How to see this request (`size` bytes) while it passes; None: collect it and call `request`.
+
+        A stream that answers it sets `exchange.answer` with the last piece, and gives nothing of the frame out.
+        """
         return None
 
     def response_stream(self, exchange: Exchange, size: int) -> Stream | None:
@@ -119,14 +123,7 @@ class Pipeline:
         if not jobs:
             return PASSING
         streams = [job.request_stream(exchange, size) for job in jobs]
-
-        def run(job: Job, stream: Stream | None, frame: bytes) -> bytes:
-            made = job.request(exchange, frame) if stream is None else stream.feed(frame)
-            if not made and exchange.answer is not None:
-                exchange.answer = self._shown(exchange, exchange.answer, job)
-            return made
-
-        return self._passage(jobs, streams, size, run)
+        return self._passage(exchange, jobs, streams, size, [job.request for job in jobs])
 
     def response(self, exchange: Exchange, size: int) -> Passage:
         """How the response to `exchange`, `size` bytes long, passes."""
@@ -140,11 +137,7 @@ class Pipeline:
         if not jobs:
             return PASSING
         streams = [job.response_stream(exchange, size) for job in jobs]
-
-        def run(job: Job, stream: Stream | None, frame: bytes) -> bytes:
-            return job.response(exchange, frame) if stream is None else stream.feed(frame)
-
-        return self._passage(jobs, streams, size, run)
+        return self._passage(exchange, jobs, streams, size, [job.response for job in jobs])
 
     def upstream(self, newest: Mapping[str, Mapping[int, int]]) -> None:
         for job in self.jobs:
@@ -155,35 +148,49 @@ class Pipeline:
         for job in reversed(self.jobs[: self.jobs.index(by)]):
             if job.wants_response(exchange.api_key, exchange.version):
                 stream = job.response_stream(exchange, len(answer))
-                answer = job.response(exchange, answer) if stream is None else stream.feed(answer)
+                answer = job.response(exchange, answer) if stream is None else _whole(stream, answer)
         return answer
 
     def closed(self, connection: Connection) -> None:
         for job in self.jobs:
             job.closed(connection)
 
-    def _passage(self, jobs: Sequence[Job], streams: Sequence[Stream | None], size: int, run: Any) -> Passage:
-        streaming = [stream for stream in streams if stream is not None]
-        if len(streaming) == len(jobs):
-            return streaming[0] if len(streaming) == 1 else _Chain(streaming)
+    def _passage(
+        self,
+        exchange: Exchange,
+        jobs: Sequence[Job],
+        streams: Sequence[Stream | None],
+        size: int,
+        whole: Sequence[Callable[[Exchange, bytes], bytes]],
+    ) -> Passage:
+        streaming = None not in streams
+        steps = [
+            partial(hook, exchange) if stream is None else stream.feed if streaming else partial(_whole, stream)
+            for hook, stream in zip(whole, streams, strict=True)
+        ]
+
+        def run(piece: Any) -> Any:
+            for job, step in zip(jobs, steps, strict=True):
+                piece = step(piece)
+                if not piece:
+                    if exchange.answer is not None:
+                        exchange.answer = self._shown(exchange, exchange.answer, job)
+                    break
+            return piece
+
+        if streaming:
+            return _Streamed(run)
         if size > self._whole_limit:
             raise ProtocolError(f"a frame of {size} bytes is over the limit of {self._whole_limit} for what is decoded")
-
-        def handler(frame: bytes) -> bytes:
-            for job, stream in zip(jobs, streams, strict=True):
-                frame = run(job, stream, frame)
-                if not frame:
-                    break
-            return frame
-
-        return handler
+        return run
 
 
-class _Chain:
-    def __init__(self, streams: Sequence[Stream]) -> None:
-        self._streams = streams
+def _whole(stream: Stream, frame: bytes) -> bytes:
+    return bytes(stream.feed(frame))
 
-    def feed(self, piece: bytes) -> bytes:
-        for stream in self._streams:
-            piece = stream.feed(piece)
-        return piece
+
+class _Streamed:
+    """The streams of a frame, one behind the other."""
+
+    def __init__(self, feed: Callable[[Piece], Piece]) -> None:
+        self.feed = feed

@@ -14,7 +14,7 @@ from eos.shim import events, probe
 from eos.shim.addresses.book import AddressBook, Endpoint
 from eos.shim.addresses.job import AddressJob
 from eos.shim.errors import Unreachable
-from eos.shim.link import Link
+from eos.shim.link import Link, ReadBuffer
 from eos.shim.pipeline import Job, Pipeline, Traffic
 from eos.shim.settings import ShimSettings
 
@@ -33,6 +33,7 @@ class Shim:
         self.settings = settings
         self.connections_made = 0
         self._links: set[Link] = set()
+        self._buffer = ReadBuffer()
         self._sockets: dict[Endpoint, socket.socket] = {}
         self._servers: list[asyncio.Server] = []
         self._opening: set[asyncio.Task[None]] = set()
@@ -162,10 +163,11 @@ class Shim:
             upstream=endpoint.name,
         )
 
-    def _accept(self, endpoint: Endpoint) -> asyncio.Protocol:
+    def _accept(self, endpoint: Endpoint) -> asyncio.BaseProtocol:
         self.connections_made += 1
         largest = self.settings.largest_frame
-        return Link(self.connections_made, endpoint, self._pipeline, largest, self._began, self._ended).client
+        made = self.connections_made
+        return Link(made, endpoint, self._pipeline, largest, self._began, self._ended, self._buffer).client
 
     def _began(self, link: Link) -> None:
         self._links.add(link)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from eos.broker import LocalKafka
+from eos.broker import DEFAULT_VERSION, LocalKafka
 from eos.testing import sweep
 from eos.testing.sweeping import ACTIONS, every_txn_step
 
@@ -24,8 +24,9 @@ def main() -> int:
     parser.add_argument("--replace", default="auto", help="eos.replace.producer of the worker")
     parser.add_argument("--protect", action="store_true", help="with the shim's protection between faults and worker")
     parser.add_argument("--side", default="broker", help="with --protect: broker or client")
+    parser.add_argument("--kafka", default=DEFAULT_VERSION, help="its version")
     options = parser.parse_args()
-    with LocalKafka() as kafka:
+    with LocalKafka(version=options.kafka) as kafka:
         outcomes = sweep(
             APP,
             kafka.bootstrap_servers,

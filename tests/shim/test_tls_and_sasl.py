@@ -10,11 +10,9 @@ import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from eos.broker import LocalKafka
-from eos.broker.node import free_ports
 from tests.shim.shims import RunningShim, eventually, launch, running
 from tests.support.reading import transaction_of
-from tests.support.secure import PASSWORD, make_pki
+from tests.support.secure import ALICE, SecureKafka, make_pki, secure_kafka
 
 Names = Callable[[str], str]
 
@@ -26,48 +24,23 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def kafka(pki: Path) -> Iterator[LocalKafka]:
-    """PLAINTEXT on the first port; SASL over plaintext, TLS, and SASL over TLS on the next ones (`ports`)."""
-    client, controller, sasl, tls, both = free_ports(5)
-    listeners = {"PLAINTEXT": client, "SASL": sasl, "TLS": tls, "BOTH": both}
-    urls = [f"{name}://127.0.0.1:{port}" for name, port in listeners.items()]
-    jaas = (
-        "org.apache.kafka.common.security.plain.PlainLoginModule required "
-        'username="admin" password="a" user_admin="a" user_alice="wonder";'
-    )
-    scram = "org.apache.kafka.common.security.scram.ScramLoginModule required;"
-    config: dict[str, Any] = {
-        "listeners": ",".join([*urls, f"CONTROLLER://127.0.0.1:{controller}"]),
-        "advertised.listeners": ",".join(urls),
-        "controller.quorum.voters": f"0@127.0.0.1:{controller}",
-        "listener.security.protocol.map": (
-            "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,SASL:SASL_PLAINTEXT,TLS:SSL,BOTH:SASL_SSL"
-        ),
-        "sasl.enabled.mechanisms": "PLAIN,SCRAM-SHA-256",
-        "ssl.keystore.location": pki / "server.p12",
-        "ssl.keystore.type": "PKCS12",
-        "ssl.keystore.password": PASSWORD,
-        "ssl.key.password": PASSWORD,
+def secure(pki: Path) -> Iterator[SecureKafka]:
+    """Whoever gets in may do all: here it is about getting in."""
+    more = {
+        "super.users": "User:ANONYMOUS;User:alice",
+        "listener.name.tls.ssl.client.auth": "none",
         # A client must log in again within this time: those requests pass like the others.
         "connections.max.reauth.ms": 4000,
     }
-    for listener in ("sasl", "both"):
-        config[f"listener.name.{listener}.plain.sasl.jaas.config"] = jaas
-        config[f"listener.name.{listener}.scram-sha-256.sasl.jaas.config"] = scram
-    with LocalKafka(port=client, config=config) as broker:
-        broker.ports = listeners  # type: ignore[attr-defined]
-        yield broker
+    with secure_kafka(pki, more) as secure:
+        yield secure
 
 
-def upstream(kafka: LocalKafka, listener: str) -> str:
-    return f"127.0.0.1:{kafka.ports[listener]}"  # type: ignore[attr-defined]
-
-
-PLAIN = {"sasl.mechanism": "PLAIN", "sasl.username": "alice", "sasl.password": "wonder"}
+PLAIN = {"sasl.mechanism": "PLAIN", "sasl.username": "alice", "sasl.password": ALICE}
 
 
 def transactions_work(
-    kafka: LocalKafka, servers: str, names: Names, settings: dict[str, Any], protected: bool = True
+    secure: SecureKafka, servers: str, names: Names, settings: dict[str, Any], protected: bool = True
 ) -> None:
     """Creates a topic, commits, aborts, and reads it all back in a group; protected: an epoch for each."""
     common = {"bootstrap.servers": servers} | settings
@@ -77,7 +50,7 @@ def transactions_work(
         made.result(30)
     producer = Producer(common | {"transactional.id": name})
     producer.init_transactions(30)
-    epoch = transaction_of(kafka.bootstrap_servers, name).producer_epoch
+    epoch = transaction_of(secure.servers["PLAINTEXT"], name).producer_epoch
     expected = set[bytes]()
     for number, ended in enumerate([producer.commit_transaction, producer.abort_transaction] * 2):
         producer.begin_transaction()
@@ -87,7 +60,7 @@ def transactions_work(
         producer.flush(30)
         ended(30)
         expected |= values if number % 2 == 0 else set()
-    epochs = transaction_of(kafka.bootstrap_servers, name).producer_epoch - epoch
+    epochs = transaction_of(secure.servers["PLAINTEXT"], name).producer_epoch - epoch
     assert epochs == (4 if protected else 0)
     consumer = Consumer(common | {"group.id": names("g"), "auto.offset.reset": "earliest"})
     consumer.subscribe([topic])
@@ -109,14 +82,14 @@ def addresses_found_late(shim: RunningShim) -> None:
     assert shim.named("the cluster wants a login: its brokers get their ports as clients ask for them")
 
 
-def test_a_login_passes_through(kafka: LocalKafka, names: Names) -> None:
-    with running(upstream(kafka, "SASL")) as shim:
+def test_a_login_passes_through(secure: SecureKafka, names: Names) -> None:
+    with running(secure.servers["SASL"]) as shim:
         addresses_found_late(shim)
-        transactions_work(kafka, shim.bootstrap_servers, names, PLAIN | {"security.protocol": "sasl_plaintext"})
+        transactions_work(secure, shim.bootstrap_servers, names, PLAIN | {"security.protocol": "sasl_plaintext"})
 
 
-def test_a_wrong_password_is_refused_by_the_broker_through_the_shim(kafka: LocalKafka) -> None:
-    with running(upstream(kafka, "SASL")) as shim:
+def test_a_wrong_password_is_refused_by_the_broker_through_the_shim(secure: SecureKafka) -> None:
+    with running(secure.servers["SASL"]) as shim:
         errors: list[str] = []
         wrong = PLAIN | {"sasl.password": "wrong", "security.protocol": "sasl_plaintext", "log_level": 0}
         producer = Producer(
@@ -125,26 +98,20 @@ def test_a_wrong_password_is_refused_by_the_broker_through_the_shim(kafka: Local
         eventually(lambda: producer.poll(0.1) or "_AUTHENTICATION" in errors)
 
 
-def test_scram_and_a_second_login_on_the_same_connection_pass_through(kafka: LocalKafka, names: Names) -> None:
-    from confluent_kafka.admin import ScramCredentialInfo, ScramMechanism, UserScramCredentialUpsertion
-
-    admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
-    upsertion = UserScramCredentialUpsertion("bob", ScramCredentialInfo(ScramMechanism.SCRAM_SHA_256, 4096), b"builder")
-    for done in admin.alter_user_scram_credentials([upsertion]).values():
-        done.result(30)
+def test_scram_and_a_second_login_on_the_same_connection_pass_through(secure: SecureKafka, names: Names) -> None:
     login = {
         "security.protocol": "sasl_plaintext",
         "sasl.mechanism": "SCRAM-SHA-256",
-        "sasl.username": "bob",
-        "sasl.password": "builder",
+        "sasl.username": "alice",
+        "sasl.password": ALICE,
     }
-    with running(upstream(kafka, "SASL"), "--log-level", "debug") as shim:
-        transactions_work(kafka, shim.bootstrap_servers, names, login)
+    with running(secure.servers["SASL"], "--log-level", "debug") as shim:
+        transactions_work(secure, shim.bootstrap_servers, names, login)
 
 
 @pytest.mark.parametrize("client_side", ["plain", "tls"])
 @pytest.mark.parametrize("listener", ["PLAINTEXT", "TLS", "BOTH"])
-def test_tls_on_either_side(kafka: LocalKafka, pki: Path, names: Names, client_side: str, listener: str) -> None:
+def test_tls_on_either_side(secure: SecureKafka, pki: Path, names: Names, client_side: str, listener: str) -> None:
     options: list[str] = []
     protocol = "sasl_" if listener == "BOTH" else ""
     settings: dict[str, Any] = dict(PLAIN) if protocol else {}
@@ -155,33 +122,33 @@ def test_tls_on_either_side(kafka: LocalKafka, pki: Path, names: Names, client_s
         settings |= {"security.protocol": f"{protocol}plaintext"}
     if listener != "PLAINTEXT":
         options += ["--upstream-ca", str(pki / "ca.pem")]
-    with running(upstream(kafka, listener), *options) as shim:
-        transactions_work(kafka, shim.bootstrap_servers, names, settings)
+    with running(secure.servers[listener], *options) as shim:
+        transactions_work(secure, shim.bootstrap_servers, names, settings)
         assert not shim.named("connection closed")
 
 
-def test_an_upstream_whose_certificate_nobody_knows_ends_the_start_with_69(kafka: LocalKafka) -> None:
-    process = launch("shim", "--upstream", upstream(kafka, "TLS"), "--listen", "127.0.0.1:0", "--upstream-tls")
+def test_an_upstream_whose_certificate_nobody_knows_ends_the_start_with_69(secure: SecureKafka) -> None:
+    process = launch("shim", "--upstream", secure.servers["TLS"], "--listen", "127.0.0.1:0", "--upstream-tls")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 69
     assert "TLS failed: unable to get local issuer certificate" in errors
     assert "Traceback" not in errors
 
 
-def test_an_upstream_that_wants_tls_and_does_not_get_it_ends_the_start_with_69(kafka: LocalKafka) -> None:
-    process = launch("shim", "--upstream", upstream(kafka, "TLS"), "--listen", "127.0.0.1:0")
+def test_an_upstream_that_wants_tls_and_does_not_get_it_ends_the_start_with_69(secure: SecureKafka) -> None:
+    process = launch("shim", "--upstream", secure.servers["TLS"], "--listen", "127.0.0.1:0")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 69
     assert "it wants TLS" in errors
 
 
 def test_a_policy_knows_who_logged_in_and_a_copy_takes_tls_to_the_broker(
-    kafka: LocalKafka, pki: Path, names: Names, tmp_path: Path
+    secure: SecureKafka, pki: Path, names: Names, tmp_path: Path
 ) -> None:
     policy = tmp_path / "policy.toml"
     policy.write_text(f'[[principal]]\nname = "alice"\ntransactional_id_prefixes = ["{names("alices")}"]\n')
     login = PLAIN | {"security.protocol": "sasl_plaintext", "log_level": 0}
-    with running(upstream(kafka, "SASL"), "--policy", str(policy)) as shim:
+    with running(secure.servers["SASL"], "--policy", str(policy)) as shim:
         for name, refused in ((names("alices-own"), False), (names("bobs"), True)):
             producer = Producer({"bootstrap.servers": shim.bootstrap_servers, "transactional.id": name} | login)
             if not refused:
@@ -195,6 +162,6 @@ def test_a_policy_knows_who_logged_in_and_a_copy_takes_tls_to_the_broker(
     plan = tmp_path / "plan.toml"
     plan.write_text('[[rule]]\napi = "Produce"\naction = "duplicate"\nphase = "after_apply"\n')
     options = ("--upstream-ca", str(pki / "ca.pem"), "--faults", str(plan), "--no-protect")
-    with running(upstream(kafka, "TLS"), *options) as shim:
-        transactions_work(kafka, shim.bootstrap_servers, names, {"retry.backoff.ms": 20}, protected=False)
+    with running(secure.servers["TLS"], *options) as shim:
+        transactions_work(secure, shim.bootstrap_servers, names, {"retry.backoff.ms": 20}, protected=False)
         eventually(lambda: shim.named("duplicate delivered"))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from eos.broker import LocalKafka
-from tests.shim.test_tls_and_sasl import kafka as secured  # noqa: F401 - a fixture, and pki that it asks for
-from tests.shim.test_tls_and_sasl import pki  # noqa: F401
+from tests.shim.test_tls_and_sasl import pki, secure  # noqa: F401 - fixtures
+from tests.support.secure import ALICE, SecureKafka
 from tests.support.spark import SparkRuns
 
 pytestmark = pytest.mark.timeout(560)
@@ -29,8 +27,8 @@ APP = """
 
 
 @pytest.fixture
-def runs(secured: LocalKafka, names: Callable[[str], str], tmp_path: Path) -> Iterator[SparkRuns]:  # noqa: F811
-    made = SparkRuns(secured.bootstrap_servers.split(",")[0], "-".join(names("s").split("-")[-2:]), tmp_path)
+def runs(secure: SecureKafka, names: Callable[[str], str], tmp_path: Path) -> Iterator[SparkRuns]:  # noqa: F811
+    made = SparkRuns(secure.servers["PLAINTEXT"], "-".join(names("s").split("-")[-2:]), tmp_path)
     try:
         yield made
     finally:
@@ -39,7 +37,7 @@ def runs(secured: LocalKafka, names: Callable[[str], str], tmp_path: Path) -> It
 
 def test_an_app_runs_over_sasl_and_tls_with_the_settings_of_a_worker(
     runs: SparkRuns,
-    secured: Any,  # noqa: F811
+    secure: SecureKafka,  # noqa: F811
     pki: Path,  # noqa: F811
 ) -> None:
     source, target = runs.topic("in"), runs.topic("out")
@@ -51,16 +49,16 @@ def test_an_app_runs_over_sasl_and_tls_with_the_settings_of_a_worker(
         "ssl.ca.location": str(pki / "ca.pem"),
         "sasl.mechanism": "PLAIN",
         "sasl.username": "alice",
-        "sasl.password": "wonder",
+        "sasl.password": ALICE,
     }
     flags = [part for name, value in settings.items() for part in ("-X", f"{name}={value}")]
-    servers = ("--bootstrap-servers", f"127.0.0.1:{secured.ports['BOTH']}", "-X", "eos.startup.timeout.ms=15000")
+    servers = ("--bootstrap-servers", secure.servers["BOTH"], "-X", "eos.startup.timeout.ms=15000")
     run = runs.spark(app, "--until-end", *flags, *servers)
     assert run.wait(SPARK_S) == 0, run.log[-3_000:]
     found = runs.settled(target)
     assert sorted(m.value() for messages in found.values() for m in messages) == sorted(values)
-    wrong = [flag.replace("wonder", "wrong") for flag in flags]
+    wrong = [flag.replace(ALICE, "wrong") for flag in flags]
     refused = runs.spark(app, "--until-end", *wrong, *servers)
     assert refused.wait(SPARK_S) in (69, 77), refused.log[-3_000:]
-    assert "wonder" not in refused.log
+    assert ALICE not in refused.log
     assert "wrong" not in refused.log

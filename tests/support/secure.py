@@ -91,7 +91,8 @@ class SecureKafka:
 
 
 @contextmanager
-def secure_kafka(pki: Path) -> Iterator[SecureKafka]:
+def secure_kafka(pki: Path, more: Mapping[str, Any] | None = None) -> Iterator[SecureKafka]:
+    """`more`: settings of the broker that are added, or replace those here."""
     client, controller, sasl, tls, both = free_ports(5)
     ports = {"PLAINTEXT": client, "SASL": sasl, "TLS": tls, "BOTH": both}
     urls = [f"{name}://127.0.0.1:{port}" for name, port in ports.items()]
@@ -121,7 +122,7 @@ def secure_kafka(pki: Path) -> Iterator[SecureKafka]:
         config[f"listener.name.{listener}.plain.sasl.jaas.config"] = plain
         config[f"listener.name.{listener}.scram-sha-256.sasl.jaas.config"] = scram
         config[f"listener.name.{listener}.oauthbearer.sasl.jaas.config"] = tokens
-    with LocalKafka(port=client, config=config) as broker:
+    with LocalKafka(port=client, config=config | dict(more or {})) as broker:
         secure = SecureKafka(broker, ports)
         upsertion = UserScramCredentialUpsertion(
             "alice", ScramCredentialInfo(ScramMechanism.SCRAM_SHA_256, 4096), ALICE.encode()

@@ -12,6 +12,7 @@ from eos.shim.addresses.layouts import Found, tagged_endpoints
 from eos.shim.errors import Malformed
 from eos.shim.wire import walk
 from eos.shim.wire.cursor import Cursor
+from eos.shim.wire.frames import Piece
 from eos.shim.wire.headers import RESPONSE_HEAD
 from eos.shim.wire.walk import Layout, Walk
 
@@ -41,7 +42,7 @@ class HideEndpoints:
         self._hidden: list[tuple[int, int, int]] = []  # [start, end) is overwritten with this byte
         self._walk = Walk(self._layout)
 
-    def feed(self, piece: bytes) -> bytes:
+    def feed(self, piece: Piece) -> Piece:
         start = self._walk.position
         self._walk.feed(piece)
         self._left -= len(piece)

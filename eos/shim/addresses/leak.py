@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from eos.shim.errors import Leak
+from eos.shim.wire.frames import Piece
 
 
 def check(frame: bytes, needles: Mapping[bytes, str], what: str) -> None:
@@ -26,7 +27,7 @@ class LeakScan:
         self._keep = max(map(len, needles), default=1) - 1
         self._tail = b""
 
-    def feed(self, piece: bytes) -> bytes:
+    def feed(self, piece: Piece) -> Piece:
         seen = self._tail + piece
         check(seen, self._needles, self._what)
         self._tail = seen[max(0, len(seen) - self._keep) :]

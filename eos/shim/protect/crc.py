@@ -2,46 +2,66 @@
 
 A CRC is linear: the checksums of two messages of one length differ by the checksum, without its first and last
 inversion, of their difference. So a damaged batch stays damaged, compressed ones need no codec, and the cost grows with
-the logarithm of the batch's size.
+the logarithm of the batch's size: one table lookup per bit of it and byte of the checksum.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 _POLYNOMIAL = 0x82F63B78  # Castagnoli, reflected
-_ONE = 1 << 31  # the polynomial 1, reflected
+_Table = tuple[int, ...]
+_Operator = tuple[_Table, _Table, _Table, _Table]  # by each byte of the checksum it is applied to, lowest first
 
 
 def changed(crc: int, before: bytes, after: bytes, bytes_behind: int) -> int:
     """The CRC-32C once `before` is `after`, with `bytes_behind` unchanged bytes behind it and any number in front."""
     assert len(before) == len(after)
+    one_byte = _byte_table()
     difference = 0
     for old, new in zip(before, after, strict=True):
-        difference ^= old ^ new
+        difference = (difference >> 8) ^ one_byte[(difference ^ old ^ new) & 0xFF]
+    power = 0
+    while bytes_behind >> power and difference:
+        if bytes_behind >> power & 1:
+            difference = _applied(_zero_bytes(power), difference)
+        power += 1
+    return crc ^ difference
+
+
+def _applied(operator: _Operator, crc: int) -> int:
+    a, b, c, d = operator
+    return a[crc & 0xFF] ^ b[crc >> 8 & 0xFF] ^ c[crc >> 16 & 0xFF] ^ d[crc >> 24]
+
+
+@cache
+def _byte_table() -> _Table:
+    """What one more byte does to a checksum."""
+
+    def after(byte: int) -> int:
         for _ in range(8):
-            difference = (difference >> 1) ^ (_POLYNOMIAL if difference & 1 else 0)
-    return crc ^ _times(_zero_bytes(bytes_behind), difference)
+            byte = (byte >> 1) ^ (_POLYNOMIAL if byte & 1 else 0)
+        return byte
+
+    return tuple(map(after, range(256)))
 
 
-def _times(a: int, b: int) -> int:
-    """The product of two reflected polynomials modulo the CRC's."""
-    product, bit = 0, _ONE
-    while bit:
-        if a & bit:
-            product ^= b
-        bit >>= 1
-        b = (b >> 1) ^ (_POLYNOMIAL if b & 1 else 0)
-    return product
+@cache
+def _zero_bytes(power: int) -> _Operator:
+    """What 2**power zero bytes do to a checksum."""
+    if power == 0:
+        one_byte = _byte_table()
+        bits = [(bit >> 8) ^ one_byte[bit & 0xFF] for bit in (1 << at for at in range(32))]
+    else:
+        half = _zero_bytes(power - 1)
+        bits = [_applied(half, _applied(half, 1 << at)) for at in range(32)]
+    a, b, c, d = (_spanned(bits[at : at + 8]) for at in range(0, 32, 8))
+    return a, b, c, d
 
 
-@lru_cache(maxsize=4096)
-def _zero_bytes(count: int) -> int:
-    """x to the power of 8 * count: what that many zero bytes do to a checksum."""
-    power, result = _ONE >> 8, _ONE
-    while count:
-        if count & 1:
-            result = _times(power, result)
-        power = _times(power, power)
-        count >>= 1
-    return result
+def _spanned(bits: list[int]) -> _Table:
+    """The value for each of 256 bytes, from those for its eight bits: the operation is linear."""
+    values = [0]
+    for bit in bits:
+        values += [value ^ bit for value in values]
+    return tuple(values)

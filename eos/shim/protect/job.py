@@ -10,11 +10,13 @@ from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 from eos.shim import events
+from eos.shim.errors import Malformed
 from eos.shim.pipeline import Connection, Exchange, Job
 from eos.shim.protect import translate
 from eos.shim.protect.journal import Journal
-from eos.shim.protect.machine import INVALID_PRODUCER_EPOCH, End, Identity, Machine, Refused, State
+from eos.shim.protect.machine import INVALID_PRODUCER_EPOCH, End, Identity, Machine, Partition, Refused, State
 from eos.shim.wire import api
+from eos.shim.wire.frames import Piece, Stream
 
 
 class _Init(NamedTuple):
@@ -61,8 +63,6 @@ class ProtectJob(Job):
 
     def request(self, exchange: Exchange, frame: bytes) -> bytes:
         key, version = exchange.api_key, exchange.version
-        if key == api.PRODUCE:
-            return self._produce(exchange, frame)
         if key == api.API_VERSIONS:
             if translate.renews(frame, version):
                 self._renewing.add(exchange.connection.number)
@@ -103,23 +103,24 @@ class ProtectJob(Job):
     def closed(self, connection: Connection) -> None:
         self._renewing.discard(connection.number)
 
-    def _produce(self, exchange: Exchange, frame: bytes) -> bytes:
-        request = translate.produce(frame, exchange.version)
+    def request_stream(self, exchange: Exchange, size: int) -> Stream | None:
+        return _PassingProduce(self, exchange, size) if exchange.api_key == api.PRODUCE else None
+
+    def produce(
+        self, exchange: Exchange, request: translate.Produce
+    ) -> tuple[Identity, dict[Partition, int]] | bytes | None:
+        """How a Produce goes upstream, or what it is answered here; None: as it is."""
         if request.name is None or not request.batches:
-            return frame
+            return None
         try:
             virtual = max(request.identities)
             if len(request.identities) > 1:
                 raise Refused(INVALID_PRODUCER_EPOCH, "batches of more than one identity")
             connection, broker = exchange.connection.number, _broker(exchange)
-            real, bases = self.machine.produces(request.name, virtual, connection, broker, request.written)
+            return self.machine.produces(request.name, virtual, connection, broker, request.written)
         except Refused as refused:
             self._note(exchange, request.name, refused)
-            exchange.answer = translate.produce_refusal(
-                request, exchange.version, exchange.correlation_id, refused.code
-            )
-            return b""
-        return translate.produce_as(frame, request, real, bases)
+            return translate.produce_refusal(request, exchange.version, exchange.correlation_id, refused.code)
 
     def _identified(self, exchange: Exchange, frame: bytes, name: str, request: translate.Identified) -> bytes:
         """Raises Refused."""
@@ -183,7 +184,63 @@ class ProtectJob(Job):
         )
 
 
+class _PassingProduce:
+    """A `Stream` over one Produce of `size` bytes: changed and passed on as soon as its head tells how.
+
+    What is refused is swallowed, and answered when its client has sent all of it: before that no client waits for an
+    answer.
+    """
+
+    def __init__(self, job: ProtectJob, exchange: Exchange, size: int) -> None:
+        self._job, self._exchange, self._size = job, exchange, size
+        self._seen = 0
+        self._held: list[bytes] = []  # until it is decided
+        self._collects = False
+        self._decided = False
+        self._refusal: bytes | None = None
+
+    def feed(self, piece: Piece) -> Piece:
+        self._seen += len(piece)
+        if not self._decided:
+            piece = self._decide(piece)
+        if self._refusal is not None:
+            if self._seen == self._size:
+                self._exchange.answer = self._refusal
+            return b""
+        return piece
+
+    def _decide(self, piece: Piece) -> Piece:
+        """What goes on now."""
+        if self._held and not (self._collects and self._seen < self._size):
+            piece = b"".join([*self._held, piece])
+            self._held = []
+        request = self._read(piece)
+        if request is None:
+            self._held.append(bytes(piece))
+            return b""
+        self._decided = True
+        way = self._job.produce(self._exchange, request)
+        if isinstance(way, bytes):
+            self._refusal = way
+            return b""
+        return piece if way is None else translate.produce_as(piece, request, *way)
+
+    def _read(self, piece: Piece) -> translate.Produce | None:
+        version = self._exchange.version
+        if not self._collects:
+            try:
+                request = translate.produce_by_head(piece, version, self._size)
+                if request is not None:
+                    return request
+                self._collects = True
+            except Malformed:
+                # It ends within its head; or is wrong, and judged when all of it is there.
+                self._collects = len(piece) > _LONGEST_HEAD_BYTES
+        return translate.produce(piece, version) if self._seen == self._size else None
+
+
 _SPOKEN_BY_V2_CLIENTS = 5  # InitProducerId
+_LONGEST_HEAD_BYTES = 128 * 1024  # client id, transactional.id, topic: 32 KB each at most
 
 
 def _broker(exchange: Exchange) -> Hashable:

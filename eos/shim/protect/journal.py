@@ -55,11 +55,15 @@ class Journal:
     def opened(self, name: str) -> None:
         """The transaction of `name` is about to open upstream."""
         self._pairs.pop(name, None)
-        self._write(msgspec.json.encode(name) + b"\n")
+        line = _line(name)
+        if line is not None:
+            self._write(line)
 
     def pair(self, pair: Pair) -> None:
-        line = self._pairs[pair.name] = msgspec.json.encode(pair) + b"\n"
-        self._write(line)
+        line = _line(pair)
+        if line is not None:
+            self._pairs[pair.name] = line
+            self._write(line)
 
     def close(self) -> None:
         """What is written stays."""
@@ -130,3 +134,11 @@ def _write_all(number: int, lines: Iterable[bytes]) -> None:
     data = memoryview(b"".join(lines))
     while data:
         data = data[os.write(number, data) :]
+
+
+def _line(said: Pair | str) -> bytes | None:
+    """None where a name is no text, which brokers allow and JSON does not: its client is fenced by a restart."""
+    try:
+        return msgspec.json.encode(said) + b"\n"
+    except UnicodeEncodeError:
+        return None

@@ -17,6 +17,7 @@ from eos.shim.protect import crc
 from eos.shim.protect.machine import Identity, Partition, Written
 from eos.shim.wire import api
 from eos.shim.wire.cursor import Cursor, string, uvarint
+from eos.shim.wire.frames import Piece
 from eos.shim.wire.headers import REQUEST_HEAD, request_body, response_body
 
 # What clients that do not speak KIP-890 part 2 send; later versions are sent only by those that do, or by brokers.
@@ -155,7 +156,7 @@ class Produce:
         return [batch.written for batch in self.batches]
 
 
-def produce(frame: bytes, version: int) -> Produce:
+def produce(frame: Piece, version: int) -> Produce:
     """Empty of partitions when it is not transactional."""
     _, cursor = request_body(frame, api.PRODUCE, version)
     name = cursor.string()
@@ -179,34 +180,71 @@ def produce(frame: bytes, version: int) -> Produce:
     return Produce(name, partitions, batches)
 
 
-def _batches(frame: bytes, at: int, end: int, partition: Partition) -> list[_Batch]:
+def produce_by_head(head: Piece, version: int, size: int) -> Produce | None:
+    """What a Produce of `size` bytes says, read from its first bytes; None when these do not tell.
+
+    They do when it has no transactional.id, or one batch in all, as every Produce of librdkafka has: the sizes around
+    the batch's header leave no place for another one.
+    """
+    _, cursor = request_body(head, api.PRODUCE, version)
+    name = cursor.string()
+    if name is None:
+        return Produce(None, (), ())
+    cursor.skip(6)  # acks, timeout_ms
+    if cursor.count() != 1:
+        return None
+    topic = cursor.string() or ""
+    if cursor.count() != 1:
+        return None
+    partition = (topic, cursor.int32())
+    records = cursor.uvarint() - 1 if cursor.flexible else cursor.int32()
+    at = cursor.pos
+    cursor.skip(_BATCH.size)
+    end = at + records
+    tags = 3 if cursor.flexible else 0  # the shortest three sections of them: partition, topic, request
+    batch = _batch(head, at, end, partition)
+    if batch.size != records or end + tags > size:
+        return None
+    return Produce(name, (partition,), (batch,))
+
+
+def _batches(frame: Piece, at: int, end: int, partition: Partition) -> list[_Batch]:
     found = []
     while at < end:
         if end - at < _BATCH.size:
             raise Malformed("a record batch ends within its header")
-        fields = _BATCH.unpack_from(frame, at)
-        size, last_delta = fields[1] + _LENGTH_COUNTS_FROM, fields[6]
-        if fields[3] != _MAGIC or size < _BATCH.size or size > end - at or last_delta < 0:
-            raise Malformed("a record batch of a transaction that cannot be followed")
-        identity, sequence = Identity(fields[9], fields[10]), fields[11]
-        found.append(_Batch(at, size, identity, Written(partition, sequence, last_delta + 1)))
-        at += size
+        found.append(_batch(frame, at, end, partition))
+        at += found[-1].size
     return found
 
 
-def produce_as(frame: bytes, request: Produce, identity: Identity, bases: Mapping[Partition, int]) -> bytes:
-    """The request with `identity`, sequences counted from their partition's base, and checksums to match."""
-    made = bytearray(frame)
+def _batch(frame: Piece, at: int, end: int, partition: Partition) -> _Batch:
+    fields = _BATCH.unpack_from(frame, at)
+    size, last_delta = fields[1] + _LENGTH_COUNTS_FROM, fields[6]
+    if fields[3] != _MAGIC or size < _BATCH.size or size > end - at or last_delta < 0:
+        raise Malformed("a record batch of a transaction that cannot be followed")
+    identity, sequence = Identity(fields[9], fields[10]), fields[11]
+    return _Batch(at, size, identity, Written(partition, sequence, last_delta + 1))
+
+
+def produce_as(frame: Piece, request: Produce, identity: Identity, bases: Mapping[Partition, int]) -> Piece:
+    """The request with `identity`, sequences counted from their partition's base, and checksums to match.
+
+    `frame` may be its beginning, as far as the last batch's header. A writable view is changed in place.
+    """
+    in_place = isinstance(frame, memoryview) and not frame.readonly
+    made = frame if in_place else memoryview(bytearray(frame))
+    assert isinstance(made, memoryview)
     for batch in request.batches:
         at = batch.at
-        before = frame[at + _IDENTITY_AT : at + _CHANGED_END]
+        before = bytes(frame[at + _IDENTITY_AT : at + _CHANGED_END])
         sequence = (batch.written.first - bases[batch.written.partition]) % (1 << 31)
         after = _IDENTITY.pack(*identity) + struct.pack(">i", sequence)
         old = int.from_bytes(frame[at + _CRC_AT : at + _CRC_AT + 4], "big")
         made[at + _IDENTITY_AT : at + _CHANGED_END] = after
         new = crc.changed(old, before, after, batch.size - _CHANGED_END)
         made[at + _CRC_AT : at + _CRC_AT + 4] = new.to_bytes(4, "big")
-    return bytes(made)
+    return made
 
 
 # Refusals: the answers a broker would give with this error.

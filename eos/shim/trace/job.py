@@ -15,7 +15,7 @@ from eos.shim.trace import decode
 from eos.shim.trace.model import NO_ANSWER, History, Step
 from eos.shim.wire import api
 from eos.shim.wire.batches import Batch, ProduceHead, Topic, fetch_response, produce_request
-from eos.shim.wire.frames import Stream
+from eos.shim.wire.frames import Piece, Stream
 from eos.shim.wire.walk import Layout, Walk
 
 _NEWEST_FETCH, _OLDEST_FETCH = 18, 4
@@ -164,7 +164,7 @@ class _Watching:
         self._failed = failed
         self._walk: Walk | None = Walk(layout)
 
-    def feed(self, piece: bytes) -> bytes:
+    def feed(self, piece: Piece) -> Piece:
         if self._walk is not None:
             try:
                 self._walk.feed(piece)

@@ -5,6 +5,8 @@ Owns these tables only. They follow Kafka 4.3.1's message definitions (`common/m
 
 from __future__ import annotations
 
+from functools import cache
+
 from kafka import errors as kafka_errors
 from kafka.protocol.api_key import ApiKey
 
@@ -51,6 +53,7 @@ def is_flexible(api_key: int, version: int) -> bool:
     return version >= FIRST_FLEXIBLE[api_key]
 
 
+@cache
 def api_name(api_key: int) -> str:
     try:
         return str(ApiKey(api_key).name)

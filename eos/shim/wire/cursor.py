@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 
 from eos.shim.errors import Malformed
+from eos.shim.wire.frames import Piece
 
 _INT16, _INT32, _INT64 = struct.Struct(">h"), struct.Struct(">i"), struct.Struct(">q")
 
@@ -18,7 +19,7 @@ class Cursor:
 
     __slots__ = ("data", "end", "flexible", "pos")
 
-    def __init__(self, data: bytes, pos: int, flexible: bool) -> None:
+    def __init__(self, data: Piece, pos: int, flexible: bool) -> None:
         self.data, self.pos, self.end, self.flexible = data, pos, len(data), flexible
 
     def skip(self, count: int) -> None:
@@ -45,15 +46,16 @@ class Cursor:
 
     def uvarint(self) -> int:
         value = shift = 0
-        while True:
-            self.skip(1)
-            byte = self.data[self.pos - 1]
+        for at in range(self.pos, self.end):
+            byte = self.data[at]
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
+                self.pos = at + 1
                 return value
             shift += 7
             if shift > 28:
                 raise Malformed("a varint is longer than five bytes")
+        raise Malformed("a varint does not fit into its frame")
 
     def count(self) -> int:
         """An array's length; -1 for null. At least one byte per element must be left."""
@@ -76,7 +78,7 @@ class Cursor:
                 raise Malformed(f"a string of {length} bytes")
             return None
         self.skip(length)
-        return self.data[self.pos - length : self.pos].decode("utf-8", "surrogateescape")
+        return str(self.data[self.pos - length : self.pos], "utf-8", "surrogateescape")
 
     def skip_string(self) -> None:
         length = self.uvarint() - 1 if self.flexible else self.int16()

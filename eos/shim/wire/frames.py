@@ -1,7 +1,9 @@
 """Cuts a byte stream into frames and moves them: untouched, whole through a handler, or piece by piece.
 
 Owns the place in the stream. What nobody asked for is never copied: a chunk that holds only passing frames comes out as
-the object that went in. It must never hold more than one frame's bytes, nor look into a frame beyond its header.
+the object that went in. A chunk may be a view of a buffer that is used again after `feed`: what the splitter keeps it
+copies, what it gives out may be parts of that view. It must never hold more than one frame's bytes, nor look into a
+frame beyond its header.
 """
 
 from __future__ import annotations
@@ -11,11 +13,18 @@ from typing import Protocol
 
 from eos.shim.errors import Malformed
 
+# Bytes on their way; a view is of a buffer that is used again, so whoever keeps it copies it.
+Piece = bytes | memoryview
+
 
 class Stream(Protocol):
-    """Sees the pieces of one frame, its size prefix included, as they pass; may change bytes but not their number."""
+    """Sees the pieces of one frame, its size prefix included, as they pass; may change bytes but not their number.
 
-    def feed(self, piece: bytes) -> bytes: ...
+    What comes back goes on: the piece itself where nothing had to move (a writable view may be changed in place), b""
+    for what is given out later, or never when the request is answered here.
+    """
+
+    def feed(self, piece: Piece) -> Piece: ...
 
 
 # Takes a whole frame with its size prefix; what it returns goes on in its place (b"": nothing does).
@@ -41,7 +50,7 @@ class FrameSplitter:
         self,
         head: int,
         largest_frame: int,
-        open_frame: Callable[[bytes, int], Passage | None],
+        open_frame: Callable[[Piece, int], Passage | None],
     ) -> None:
         self._head, self._largest, self._open = head, largest_frame, open_frame
         self._left = 0  # bytes still to come of the frame under way
@@ -58,11 +67,11 @@ class FrameSplitter:
         """From `open_frame` or between feeds: a frame of ours that goes out before the one about to open."""
         self._inserted.append(frame)
 
-    def feed(self, data: bytes) -> list[bytes]:
+    def feed(self, data: Piece) -> list[Piece]:
         if self._carried:
-            data, self._carried = self._carried + data, b""
-        out: list[bytes] = []
-        pos = run = 0  # [run, pos) is passing and not yet in `out`
+            data, self._carried = b"".join((self._carried, data)), b""
+        out: list[Piece] = []
+        pos = run = 0  # [run, pos) goes on as it is and is not yet in `out`
         end = len(data)
         while pos < end:
             if self._left == 0:
@@ -83,38 +92,38 @@ class FrameSplitter:
                     out += self._inserted
                     self._inserted = []
             taken = min(self._left, end - pos)
+            self._left -= taken
             if self._passage is not PASSING:
-                _flush(out, data, run, pos)
-                run = pos + taken
-                self._hand_over(out, data[pos:run])
-            else:
-                self._left -= taken
+                piece = data[pos : pos + taken]
+                made = self._hand_over(piece)
+                if made is not piece:
+                    _flush(out, data, run, pos)
+                    run = pos + taken
+                    if made:
+                        out.append(made)
             pos += taken
         if run == 0 and pos == end and not out:
             return [data] if data else out
         _flush(out, data, run, pos)
-        self._carried = data[pos:]
+        self._carried = bytes(data[pos:])
         return out
 
-    def _hand_over(self, out: list[bytes], piece: bytes) -> None:
+    def _hand_over(self, piece: Piece) -> Piece:
+        """What goes on in place of the piece, which may be the last of its frame."""
         passage = self._passage
-        self._left -= len(piece)
         if not callable(passage):
             assert not isinstance(passage, Passing)
-            out.append(passage.feed(piece))
-            return
-        if self._left or self._whole:
-            self._whole.append(piece)
-        if self._left == 0:
-            if self._whole:
-                piece = b"".join(self._whole)  # one copy: a Produce has a megabyte
-                self._whole.clear()
-            made = passage(piece)
-            if made:
-                out.append(made)
+            return passage.feed(piece)
+        if self._left:
+            self._whole.append(bytes(piece))
+            return b""
+        if self._whole:
+            piece = b"".join([*self._whole, piece])
+            self._whole.clear()
+        return passage(bytes(piece))
 
 
-def _flush(out: list[bytes], data: bytes, start: int, end: int) -> None:
+def _flush(out: list[Piece], data: Piece, start: int, end: int) -> None:
     if start == 0 and end == len(data):
         if data:
             out.append(data)

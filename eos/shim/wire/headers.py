@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from eos.shim.wire import api
 from eos.shim.wire.cursor import Cursor
+from eos.shim.wire.frames import Piece
 
 # size, api_key, api_version, correlation_id; and the same of a response
 REQUEST_HEAD = struct.Struct(">ihhi")
@@ -27,7 +28,7 @@ class RequestHead(NamedTuple):
     correlation_id: int
 
 
-def request_head(data: bytes, pos: int) -> RequestHead:
+def request_head(data: Piece, pos: int) -> RequestHead:
     return RequestHead._make(REQUEST_HEAD.unpack_from(data, pos))
 
 
@@ -45,7 +46,7 @@ def implausible(head: RequestHead, largest_frame: int) -> str | None:
     return None
 
 
-def request_body(frame: bytes, api_key: int, version: int) -> tuple[str | None, Cursor]:
+def request_body(frame: Piece, api_key: int, version: int) -> tuple[str | None, Cursor]:
     """client_id, and a cursor at the body of a whole request frame; for the APIs of `api.FIRST_FLEXIBLE`."""
     cursor = Cursor(frame, REQUEST_HEAD.size, api.is_flexible(api_key, version))
     client_id = cursor.header_string()
@@ -61,7 +62,7 @@ def response_body(frame: bytes, api_key: int, version: int) -> Cursor:
     return cursor
 
 
-def produce_acks(data: bytes, pos: int, version: int) -> int | None:
+def produce_acks(data: Piece, pos: int, version: int) -> int | None:
     """The acks of a Produce request of which at least the head is there; None while more bytes are needed.
 
     With acks=0 the broker never answers, so this has to be known before the request goes on.
@@ -93,7 +94,7 @@ def produce_acks(data: bytes, pos: int, version: int) -> int | None:
     return int.from_bytes(data[pos : pos + 2], "big", signed=True)
 
 
-def _uvarint(data: bytes, pos: int) -> tuple[int, int] | None:
+def _uvarint(data: Piece, pos: int) -> tuple[int, int] | None:
     value = shift = 0
     while pos < len(data):
         byte = data[pos]
@@ -105,7 +106,7 @@ def _uvarint(data: bytes, pos: int) -> tuple[int, int] | None:
     return None
 
 
-def _skip_tags(data: bytes, pos: int) -> int | None:
+def _skip_tags(data: Piece, pos: int) -> int | None:
     count = _uvarint(data, pos)
     if count is None:
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 
 from eos.shim.errors import Malformed
+from eos.shim.wire.frames import Piece
 
 Layout = Generator[int, bytes, None]
 Field = Generator[int, bytes, int]
@@ -25,7 +26,7 @@ class Walk:
         self._wants = 0
         self._advance(None)
 
-    def feed(self, data: bytes) -> None:
+    def feed(self, data: Piece) -> None:
         """Raises Malformed when the layout does."""
         pos, end = 0, len(data)
         while pos < end and not self.done:
@@ -39,7 +40,7 @@ class Walk:
                     self._advance(b"")
                 continue
             taken = min(wants - len(self._partial), end - pos)
-            piece = data[pos : pos + taken]
+            piece = bytes(data[pos : pos + taken])
             pos += taken
             self.position += taken
             if self._partial:

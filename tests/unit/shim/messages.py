@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from hypothesis import strategies as st
@@ -11,6 +12,9 @@ from kafka.protocol.metadata import FindCoordinatorResponse, MetadataResponse
 from kafka.protocol.producer import ProduceResponse
 
 from eos.shim.wire import api
+
+# More than the usual number of examples, for a search that takes long.
+FUZZ_EXAMPLES = int(os.environ.get("EOS_FUZZ_EXAMPLES", "0"))
 
 RESPONSES: dict[int, Any] = {
     api.PRODUCE: ProduceResponse,
@@ -68,6 +72,14 @@ def frames(draw: st.DrawFn, cls: Any, version: int) -> bytes:
     """A whole response frame, as it is on the wire."""
     message = draw(instances(_Top(cls), version))
     message.with_header(correlation_id=draw(st.integers(0, 2**31 - 1)))
+    return bytes(message.encode(header=True, framed=True))
+
+
+@st.composite
+def requests(draw: st.DrawFn, cls: Any, version: int) -> bytes:
+    """A whole request frame of some client, as it is on the wire."""
+    message = draw(instances(_Top(cls), version))
+    message.with_header(correlation_id=draw(st.integers(0, 2**31 - 1)), client_id=draw(st.none() | _TEXT))
     return bytes(message.encode(header=True, framed=True))
 
 

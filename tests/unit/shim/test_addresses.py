@@ -18,10 +18,15 @@ from eos.shim.errors import Leak, Malformed
 from eos.shim.pipeline import Connection, Exchange
 from eos.shim.wire import api
 from eos.shim.wire.cursor import string
-from tests.unit.shim.messages import RESPONSES, decoded, frames, with_unknown_tag
+from tests.unit.shim.messages import FUZZ_EXAMPLES, RESPONSES, decoded, frames, with_unknown_tag
 
 # The same examples every time: each check demands that some of them have what it is about.
-FEW = settings(max_examples=25, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+FEW = settings(
+    max_examples=FUZZ_EXAMPLES or 25,
+    derandomize=not FUZZ_EXAMPLES,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 CASES = [
     pytest.param(key, version, id=f"{api.api_name(key)}-v{version}")
     for key in RESPONSES

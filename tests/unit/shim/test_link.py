@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import weakref
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from eos.shim import Shim, ShimSettings
+from eos.shim.addresses.book import Endpoint
 from eos.shim.errors import ProtocolError
-from eos.shim.link import Link
-from eos.shim.pipeline import Exchange, Job
+from eos.shim.link import Link, ReadBuffer
+from eos.shim.pipeline import Exchange, Job, Pipeline
+from eos.shim.wire.frames import Piece
 from tests.shim.fake_broker import FakeBroker
 
 FORWARDED, ANSWERED, CHANGED, REFUSED = 36, 37, 38, 39
@@ -92,6 +99,47 @@ def test_a_job_that_refuses_ends_the_connection_and_nothing_of_the_frame_goes_on
     assert seen == []
 
 
+class Keeping(asyncio.Transport):
+    """Sends nothing, and keeps what it was given as it is, as asyncio does since Python 3.12."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Piece] = []
+
+    def write(self, data: Any) -> None:
+        self.kept.append(data)
+
+    def get_write_buffer_size(self) -> int:
+        return sum(map(len, self.kept))
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def is_closing(self) -> bool:
+        return False
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 200_000)), min_size=2, max_size=12))
+def test_what_a_side_could_not_send_yet_is_not_overwritten_by_the_next_read(reads: list[tuple[int, int]]) -> None:
+    """Of whichever connection: they all read into one buffer."""
+    buffer, pipeline = ReadBuffer(), Pipeline([], 1 << 30)
+    links = [
+        Link(n, Endpoint(("127.0.0.1", 1)), pipeline, 1 << 30, lambda link: None, lambda link: None, buffer)
+        for n in range(3)
+    ]
+    transports = [Keeping() for _ in links]
+    for link, transport in zip(links, transports, strict=True):
+        link.upstream.connection_made(transport)
+    sent = [b"" for _ in links]
+    for number, (at, size) in enumerate(reads):
+        chunk = frame(FORWARDED, number, bytes([number]) * size)
+        view = links[at].client.get_buffer(-1)
+        view[: len(chunk)] = chunk
+        links[at].client.buffer_updated(len(chunk))
+        sent[at] += chunk
+    assert [b"".join(transport.kept) for transport in transports] == sent
+
+
 def test_what_comes_before_the_upstream_connection_is_there_goes_out_first_on_it() -> None:
     """An event loop may read although it was paused (Python 3.11.2 does, when the pause comes with the connection)."""
 
@@ -101,7 +149,9 @@ def test_what_comes_before_the_upstream_connection_is_there_goes_out_first_on_it
         began = shim._began
 
         def began_with_data(link: Link) -> None:
-            link.client.data_received(frame(FORWARDED, 0, b"early"))
+            early = frame(FORWARDED, 0, b"early")
+            link.client.get_buffer(-1)[: len(early)] = early
+            link.client.buffer_updated(len(early))
             began(link)
 
         shim._began = began_with_data  # type: ignore[method-assign]
@@ -118,3 +168,36 @@ def test_what_comes_before_the_upstream_connection_is_there_goes_out_first_on_it
 
     with FakeBroker(lambda request: request[10:]) as broker:
         assert asyncio.run(early_and_later(broker)) == answer(0, b"early") + answer(1, b"later")
+
+
+def test_a_link_that_is_over_is_freed_without_the_garbage_collector() -> None:
+    """Else the links of a thousand clients stay in memory until it comes, and the next thousand come on top."""
+    links: list[weakref.ref[Link]] = []
+
+    async def come_and_go(broker: FakeBroker) -> None:
+        shim = Shim(ShimSettings(upstream=(("127.0.0.1", broker.port),), listen=("127.0.0.1", 0)), [Meddling()])
+        began = shim._began
+
+        def noted(link: Link) -> None:
+            links.append(weakref.ref(link))
+            began(link)
+
+        shim._began = noted  # type: ignore[method-assign]
+        await shim.start()
+        for number in range(3):
+            reader, writer = await asyncio.open_connection(*shim.addresses[0])
+            writer.write(frame(CHANGED, number, b"body"))
+            await reader.readexactly(8)
+            writer.close()
+        async with asyncio.timeout(20):
+            while shim.connections or any(link() for link in links):
+                await asyncio.sleep(0.01)
+        await shim.stop()
+
+    gc.disable()
+    try:
+        with FakeBroker(lambda request: b"x") as broker:
+            asyncio.run(come_and_go(broker))
+    finally:
+        gc.enable()
+    assert len(links) == 3

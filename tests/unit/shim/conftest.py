@@ -1,0 +1,12 @@
+"""How hypothesis runs here: without a deadline; with EOS_FUZZ_EXAMPLES=50000 it searches for long."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+from tests.unit.shim.messages import FUZZ_EXAMPLES
+
+settings.register_profile(
+    "shim", deadline=None, max_examples=FUZZ_EXAMPLES or 100, suppress_health_check=list(HealthCheck)
+)
+settings.load_profile("shim")

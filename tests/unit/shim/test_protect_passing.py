@@ -1,0 +1,142 @@
+"""A Produce goes on as soon as its head tells how: the same bytes as if it were collected, however it is cut."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kafka.protocol import producer as protocol
+
+from eos.shim.errors import ProtocolError
+from eos.shim.pipeline import Connection, Exchange, Pipeline
+from eos.shim.protect import ProtectJob, translate
+from eos.shim.protect.machine import Identity
+from eos.shim.wire import api
+from eos.shim.wire.frames import FrameSplitter, Passage, Piece
+from eos.shim.wire.headers import REQUEST_HEAD
+from tests.unit.shim.test_frames import cut
+from tests.unit.shim.test_protect_frames import NEW, OLD, produce_request, records
+
+versions = st.sampled_from(list(translate.VERSIONS[api.PRODUCE]))
+cuts = st.lists(st.integers(1, 400), max_size=40)
+SHAPES: dict[str, dict[str, dict[int, bytes | None]]] = {
+    "one batch": {"a": {3: records(10, size=60)}},
+    "two batches": {"a": {3: records(10, 13)}},
+    "two partitions": {"a": {3: records(10), 4: records(2)}},
+    "two topics": {"a": {3: records(10)}, "b": {3: records(5)}},
+    "no records": {"a": {3: None}},
+}
+
+
+class Passed:
+    """Requests through the reader and protection, chunk by chunk out of one buffer that is used again."""
+
+    def __init__(self, upstream: Identity = NEW, known: bool = True) -> None:
+        self.job = ProtectJob()
+        self.job.upstream({"broker 1": {api.END_TXN: 5}})
+        if known:
+            self.job.machine.initialised("t", OLD, 1)
+            self.job.machine.opens("t", OLD, 1, "mark")
+            self.job.machine._known["t"].real = upstream
+        self.pipeline = Pipeline([self.job], 1 << 20)
+        self.exchanges: list[Exchange] = []
+        self.splitter = FrameSplitter(REQUEST_HEAD.size, 1 << 20, self._open)
+        self.out = b""
+        self._buffer = memoryview(bytearray(1 << 20))
+
+    def _open(self, data: Piece, pos: int) -> Passage:
+        size, key, version, correlation_id = REQUEST_HEAD.unpack_from(data, pos)
+        self.exchanges.append(Exchange(Connection(1, "c", "b", 0), key, version, correlation_id))
+        return self.pipeline.request(self.exchanges[-1], size + 4)
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What went on, copied before the buffer is overwritten as the next read does."""
+        self._buffer[: len(chunk)] = chunk
+        made = b"".join(self.splitter.feed(self._buffer[: len(chunk)]))
+        self._buffer[: len(chunk)] = b"\xee" * len(chunk)
+        self.out += made
+        return made
+
+
+def collected(frame: bytes, version: int) -> bytes:
+    request = translate.produce(frame, version)
+    return bytes(translate.produce_as(frame, request, NEW, dict.fromkeys(request.partitions, 0)))
+
+
+@given(st.lists(st.sampled_from(list(SHAPES)), min_size=1, max_size=4), versions, cuts)
+def test_what_goes_on_does_not_depend_on_how_it_came(shapes: list[str], version: int, steps: list[int]) -> None:
+    frames = [produce_request(version, "t", SHAPES[shape]) for shape in shapes]
+    passed = Passed()
+    for chunk in cut(b"".join(frames), steps):
+        passed.feed(chunk)
+    assert passed.out == b"".join(collected(frame, version) for frame in frames)
+    assert passed.splitter.between_frames
+    assert len(passed.exchanges) == len(frames)
+
+
+@pytest.mark.parametrize("version", translate.VERSIONS[api.PRODUCE])
+def test_records_go_on_before_the_last_of_them_is_there_when_it_is_one_batch(version: int) -> None:
+    for shape, at_once in (("one batch", True), ("two batches", False), ("two partitions", False)):
+        frame = produce_request(version, "t", SHAPES[shape])
+        passed = Passed()
+        assert bool(passed.feed(frame[:-5])) is at_once
+        passed.feed(frame[-5:])
+        assert passed.out == collected(frame, version)
+
+
+@given(versions, st.sampled_from(["one batch", "two topics"]), cuts)
+def test_a_refused_one_is_swallowed_and_answered_when_all_of_it_has_come(
+    version: int, shape: str, steps: list[int]
+) -> None:
+    frame = produce_request(version, "t", SHAPES[shape])
+    passed = Passed(known=False)
+    chunks = cut(frame, steps)
+    for chunk in chunks[:-1]:
+        passed.feed(chunk)
+    assert [exchange.answer for exchange in passed.exchanges] in ([], [None])
+    passed.feed(chunks[-1])
+    assert passed.out == b""
+    answer = passed.exchanges[0].answer
+    assert answer is not None
+    told = protocol.ProduceResponse.decode(answer, version=version, header=True, framed=True)
+    codes = {(t.name, each.index): each.error_code for t in told.responses for each in t.partition_responses}
+    assert codes == {(topic, index): 47 for topic, partitions in SHAPES[shape].items() for index in partitions}
+
+
+@given(versions, st.sampled_from(list(SHAPES)), st.data())
+def test_a_damaged_one_passes_as_collected_or_ends_the_connection(
+    version: int, shape: str, data: st.DataObject
+) -> None:
+    frame = bytearray(produce_request(version, "t", SHAPES[shape]))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(REQUEST_HEAD.size, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    passed = Passed()
+    try:
+        for chunk in cut(bytes(frame), data.draw(cuts)):
+            passed.feed(chunk)
+    except ProtocolError:
+        return
+    # Whatever was read, nothing but identity, sequence and checksum of a batch is another one.
+    different = [at for at, (old, new) in enumerate(zip(frame, passed.out, strict=False)) if old != new]
+    assert len(passed.out) in (0, len(frame))
+    allowed = 4 + 14
+    assert len(different) <= allowed * 2
+
+
+def test_one_without_a_transactional_id_passes_as_the_bytes_it_is() -> None:
+    frame = produce_request(9, None, SHAPES["two topics"])
+    passed = Passed()
+    assert passed.feed(frame[:50]) == frame[:50]
+    passed.feed(frame[50:])
+    assert passed.out == frame
+
+
+def test_a_head_that_never_becomes_one_is_collected_once_and_not_read_again_with_each_piece() -> None:
+    batch = records(1, size=60_000)
+    frame = bytearray(produce_request(9, "t", {"a": {0: batch}}))
+    frame[frame.index(batch) + 16] = 1  # its magic
+    passed = Passed()
+    with pytest.raises(ProtocolError):
+        for chunk in cut(bytes(frame), [1000] * 400):
+            passed.feed(chunk)
+    assert passed.out == b""

@@ -1,0 +1,102 @@
+"""Any request of the transaction protocol, as any client may send it: only what has to changes, and none breaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eos.shim.errors import ProtocolError
+from eos.shim.pipeline import Connection, Exchange
+from eos.shim.protect import Journal, ProtectJob, translate
+from eos.shim.protect.machine import Identity
+from eos.shim.wire import answers, api
+from tests.unit.shim.messages import requests
+from tests.unit.shim.test_protect_frames import CASES, NEW
+
+CLASSES = answers.REQUESTS
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    journal = Journal(tmp_path / "journal")
+    yield journal
+    journal.close()
+
+
+def protecting(journal: Journal, *known: str) -> ProtectJob:
+    job = ProtectJob(journal=journal)
+    job.upstream({"broker 1": {api.END_TXN: translate.END_TXN_VERSION}})
+    for name in known:
+        job.machine.initialised(name, Identity(1, 1), 1)
+    return job
+
+
+@pytest.mark.parametrize(("key", "version"), CASES)
+def test_whatever_a_request_holds_only_its_identity_changes(key: int, version: int) -> None:
+    examined = 0
+
+    @given(requests(CLASSES[key], version))
+    def check(frame: bytes) -> None:
+        nonlocal examined
+        found = translate.identified(frame, key, version)
+        if found.at < 0:
+            return
+        examined += 1
+        made = translate.with_identity(frame, found.at, NEW)
+        assert translate.identified(made, key, version).identity == NEW
+        assert translate.with_identity(made, found.at, found.identity) == frame
+        assert (made[: found.at], made[found.at + 10 :]) == (frame[: found.at], frame[found.at + 10 :])
+
+    check()
+    assert examined or (key, version < 3) == (api.INIT_PRODUCER_ID, True)
+
+
+@pytest.mark.parametrize(("key", "version"), CASES)
+def test_a_damaged_request_passes_is_answered_or_ends_its_connection(key: int, version: int, journal: Journal) -> None:
+    @given(requests(CLASSES[key], version), st.data())
+    def check(frame: bytes, data: st.DataObject) -> None:
+        damaged = bytearray(frame[: data.draw(st.integers(12, len(frame)))])
+        for _ in range(data.draw(st.integers(0, 3))):
+            damaged[data.draw(st.integers(8, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+        try:
+            name = translate.identified(bytes(damaged), key, version).name
+            job = protecting(journal, *([name] if name else []))
+            exchange = Exchange(Connection(1, "c", "b", 0), key, version, 77)
+            made = job.request(exchange, bytes(damaged))
+        except ProtocolError:
+            return
+        assert bool(made) != (exchange.answer is not None)
+
+    check()
+
+
+@given(st.binary(max_size=40))
+def test_a_name_that_is_no_text_is_one_all_the_same(raw: bytes) -> None:
+    """Brokers take any bytes for a transactional.id."""
+    body = len(raw).to_bytes(2, "big") + raw + (1).to_bytes(8, "big") + (1).to_bytes(2, "big") + b"\1"
+    payload = api.END_TXN.to_bytes(2, "big") + b"\0\1" + bytes(4) + b"\xff\xff" + body
+    frame = len(payload).to_bytes(4, "big") + payload
+    found = translate.identified(frame, api.END_TXN, 1)
+    assert found.name is not None
+    made = translate.end_txn(frame, 1, found.name, NEW, found.committed)
+    assert (len(raw) + 1).to_bytes(1, "big") + raw + NEW[0].to_bytes(8, "big") in made
+
+
+def test_a_name_that_is_no_text_is_not_kept_over_a_restart_and_stops_nothing(tmp_path: Path) -> None:
+    """Found by fuzzing: such a client lost its connection with each answer."""
+    name = b"t-\xff\xfe".decode("utf-8", "surrogateescape")
+    journal = Journal(tmp_path / "journal")
+    job = protecting(journal, name, "text")
+    for known in (name, "text"):
+        pair = job.machine.pair(known)
+        assert pair is not None
+        journal.pair(pair)
+    journal.opened(name)
+    journal.close()
+    again = Journal(tmp_path / "journal")
+    assert [restored.name for restored in again.restored] == ["text"]
+    again.close()
