@@ -28,6 +28,7 @@ from confluent_kafka import Consumer, TopicPartition
 
 from eos import log, ownership
 from eos.admin.cluster import ClusterAdmin
+from eos.admin.fence import end_left_open
 from eos.app import Fed, Feed, Record
 from eos.errors import (
     Action,
@@ -319,6 +320,7 @@ class TransactSession:
         """Fences every predecessor, in whichever way it used the two transactional.ids."""
         with ClusterAdmin(self.settings) as admin:
             old_brokers = admin.transaction_version() < OLD_TRANSACTIONS
+            end_left_open(admin, [self.transactional_id, alternate_of(self.transactional_id)])
         self._committer = Watchdog(f"eos-{self.transactional_id}-commit")
         first = TransactionalProducer(self.settings, self.transactional_id, alternate=old_brokers, pulse=self.pulse)
         self._producers = [first]
