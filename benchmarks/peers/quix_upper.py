@@ -36,8 +36,8 @@ def main(bootstrap: str, source: str, target: str, count: int, group: str, direc
             marks.append(time.monotonic())
         return value.upper()
 
-    frame = app.dataframe(inputs).apply(upper).to_topic(outputs)
-    app.run(frame, count=count, collect=False)
+    app.dataframe(inputs).apply(upper).to_topic(outputs)
+    app.run(count=count, collect=False)
     end = time.monotonic()
     print(f"{handled} {end - marks[0]:.4f} {end - marks[-1]:.4f}", flush=True)
 
