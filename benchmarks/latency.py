@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from confluent_kafka import Consumer
+from confluent_kafka import Consumer, Producer
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -30,8 +30,8 @@ from eos.broker import LocalKafka
 GOALS_MS = {50: 50, 99: 150}
 PERCENTILES = (50, 90, 99, 99.9)
 LOOPS = ("eos, two producers", "eos, one producer", "straight loop")
-# Not measured: the first transactions of a process, when partitions are assigned and connections are made.
-WARM_UP_S = 5.0
+WARM_UP_S = 5.0  # of the source, not measured: connections to all partitions are made
+START_LIMIT_S = 60.0
 Ages = NDArray[np.float64]
 
 
@@ -52,45 +52,62 @@ def measure(bootstrap: str, loop: str, per_second: int, seconds: float, interval
     create(bootstrap, source)
     create(bootstrap, target)
     names = {"EOS_BENCH_APP": group, "EOS_BENCH_SOURCE": source, "EOS_BENCH_TARGET": target}
-    feed = [sys.executable, "-m", "benchmarks.steady_source", bootstrap, source, str(per_second), f"{seconds}"]
     worker = subprocess.Popen(command_of(loop, bootstrap, source, target, group, interval_ms), env=os.environ | names)
-    feeding = subprocess.Popen(feed, stdout=subprocess.DEVNULL)
+    reader = Reader(bootstrap, target)
+    feeding: subprocess.Popen[bytes] | None = None
     try:
-        ages = read(bootstrap, target, int(per_second * seconds), time.monotonic() + seconds + 60)
-        took = psutil.Process(worker.pid).cpu_times()
+        # One record on its own first: how long a process takes to start is not what is measured here.
+        probe = Producer({"bootstrap.servers": bootstrap})
+        probe.produce(source, b"%019d" % time.monotonic_ns(), b"probe")
+        probe.flush()
+        reader.ages(1, START_LIMIT_S)
+        before = psutil.Process(worker.pid).cpu_times()
+        feed = [sys.executable, "-m", "benchmarks.steady_source", bootstrap, source, str(per_second), str(seconds)]
+        feeding = subprocess.Popen(feed, stdout=subprocess.DEVNULL)
+        ages = reader.ages(int(per_second * seconds), seconds + START_LIMIT_S)
+        after = psutil.Process(worker.pid).cpu_times()
     finally:
-        feeding.terminate()
-        feeding.wait(30)
-        worker.send_signal(signal.SIGTERM)
-        worker.wait(60)
-    return ages[int(per_second * WARM_UP_S) :], (took.user + took.system) / seconds
+        for process in (feeding, worker):
+            if process is not None:
+                process.send_signal(signal.SIGTERM)
+                process.wait(60)
+        reader.close()
+    took = after.user + after.system - before.user - before.system
+    return ages[int(per_second * WARM_UP_S) :], took / seconds
 
 
-def read(bootstrap: str, topic: str, count: int, deadline: float) -> Ages:
-    """The age in milliseconds of each of `count` records of the topic when it came, in the order of coming."""
-    consumer = Consumer(
-        {
-            "bootstrap.servers": bootstrap,
-            "group.id": f"{topic}-reader",
-            "isolation.level": "read_committed",
-            "auto.offset.reset": "earliest",
-            "enable.auto.commit": False,
-        }
-    )
-    consumer.subscribe([topic])
-    ages = np.empty(count)
-    seen = 0
-    while seen < count:
-        # One by one: consume(n, timeout) would wait for n of them.
-        message = consumer.poll(0.5)
-        now_ns = time.monotonic_ns()
-        if message is not None and message.error() is None:
-            ages[seen] = (now_ns - int(message.value()[:19])) / 1e6
-            seen += 1
-        elif time.monotonic() > deadline:
-            raise TimeoutError(f"{seen} of {count} records came")
-    consumer.close()
-    return ages
+class Reader:
+    """A read_committed consumer of the output; each value is the moment at which its record was due."""
+
+    def __init__(self, bootstrap: str, topic: str) -> None:
+        self._consumer = Consumer(
+            {
+                "bootstrap.servers": bootstrap,
+                "group.id": f"{topic}-reader",
+                "isolation.level": "read_committed",
+                "auto.offset.reset": "earliest",
+                "enable.auto.commit": False,
+            }
+        )
+        self._consumer.subscribe([topic])
+
+    def ages(self, count: int, limit_s: float) -> Ages:
+        """The age in milliseconds of each of the next `count` records when it came, in the order of coming."""
+        ages = np.empty(count)
+        seen, deadline = 0, time.monotonic() + limit_s
+        while seen < count:
+            # One by one: consume(n, timeout) would wait for n of them.
+            message = self._consumer.poll(0.5)
+            now_ns = time.monotonic_ns()
+            if message is not None and message.error() is None:
+                ages[seen] = (now_ns - int(message.value()[:19])) / 1e6
+                seen += 1
+            elif now_ns / 1e9 > deadline:
+                raise TimeoutError(f"{seen} of {count} records came")
+        return ages
+
+    def close(self) -> None:
+        self._consumer.close()
 
 
 def row(loop: str, ages: Ages, cpu: str) -> list[str]:

@@ -32,6 +32,8 @@ public final class StreamsUpper {
         settings.put("auto.offset.reset", "earliest");
         settings.put("default.key.serde", Serdes.ByteArraySerde.class.getName());
         settings.put("default.value.serde", Serdes.ByteArraySerde.class.getName());
+        // Without it every thread warns that the next major version will.
+        settings.put("processing.exception.handler.global.enabled", "true");
         StreamsBuilder builder = new StreamsBuilder();
         builder.<byte[], byte[]>stream(arguments[1]).mapValues(StreamsUpper::upper).to(arguments[2]);
         try (KafkaStreams streams = new KafkaStreams(builder.build(), settings);

@@ -39,7 +39,7 @@ STREAMS_JARS = [
     "org.slf4j:slf4j-simple:1.7.36",
 ]
 STREAMS_THREADS = 2
-LOADS = {"1M x 100 B": (1_000_000, 100), "300k x 1 KB": (300_000, 1_000)}
+LOADS = [(1_000_000, 100), (300_000, 1_000)]  # records, bytes of each
 _LIMIT_S = 300
 
 
@@ -68,7 +68,7 @@ class Run:
 def peers(build: Path, quix_python: Path) -> list[Peer]:
     python = [sys.executable, "-m"]
     streams = f"Kafka Streams, {STREAMS_THREADS} threads"
-    quix = [str(quix_python), str(HERE / "quix_upper.py")]
+    quix = [str(quix_python), "-W", "ignore", str(HERE / "quix_upper.py")]
     return [
         Peer("straight loop", [*python, "benchmarks.straight_loop"]),
         Peer("eos, Record handler", [*python, "benchmarks.eos_loop"], ("record",)),
@@ -154,11 +154,10 @@ class Line:
 HEADER = ["load", "loop", "median records/s", "ratio", "second half, records/s", "cpu s per million, with start"]
 
 
-def compare(
-    console: Console, bootstrap: str, peers: list[Peer], name: str, count: int, size: int, rounds: int
-) -> list[Line]:
+def compare(console: Console, bootstrap: str, peers: list[Peer], count: int, size: int, rounds: int) -> list[Line]:
+    name = f"{count:,} x {size:,} B"
     source = f"in-{size}-{uuid.uuid4().hex[:6]}"
-    console.print(f"{name}: loading {count:,} records of {size} B")
+    console.print(f"{name}: loading")
     load(bootstrap, source, count, size)
     runs: dict[str, list[Run]] = {peer.name: [] for peer in peers}
     for turn in range(rounds):
@@ -221,7 +220,7 @@ def main() -> None:
     parser.add_argument("--build", type=Path, default=Path("build/bench/peers"), help="for the compiled Java class")
     parser.add_argument("--plot", type=Path, default=Path("build/bench/peers.png"))
     options = parser.parse_args()
-    console = Console(width=140)
+    console = Console(width=200)
     found = peers(options.build, options.quix_python)
     versions = subprocess.run(
         [
@@ -241,11 +240,15 @@ def main() -> None:
     console.print(f"command: python -m benchmarks.peers.speed {' '.join(sys.argv[1:])}")
     lines: list[Line] = []
     with LocalKafka(nodes=1) as kafka:
-        for name, (count, size) in LOADS.items():
-            scaled = int(count * options.scale)
-            lines += compare(console, kafka.bootstrap_servers, found, name, scaled, size, options.rounds)
+        for whole, size in LOADS:
+            count = int(whole * options.scale)
+            lines += compare(console, kafka.bootstrap_servers, found, count, size, options.rounds)
     print(markdown(lines))
-    plot(options.plot, f"exactly once, upper-casing, 100 ms; {options.rounds} rounds; {where}", lines)
+    plot(
+        options.plot,
+        f"exactly once, upper-casing, commits every 100 ms; medians of {options.rounds} rounds\n{where}",
+        lines,
+    )
     console.print(f"plot: {options.plot}")
 
 
