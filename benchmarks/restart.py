@@ -32,7 +32,7 @@ from benchmarks.worker_speed import create
 from eos.broker import LocalKafka
 
 GOAL_S = 2.0
-RATE = 1_000
+RATE = 5_000  # so that a transaction is open nearly all the time
 SETTLE_S = 2.0  # of outputs without a pause before the next kill
 _LIMIT_S = 60.0
 # Lines of the worker's log; what comes before the first one is Python's start, the imports and the preflight.
