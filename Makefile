@@ -4,10 +4,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PLOTS := $(VENV)/.plots
 # A suite's whole time is printed at its end; make stops at the first suite that fails.
 PYTEST := $(BIN)/python -m pytest -q --durations=8
 
-.PHONY: demo demo-spark test test-unit test-broker test-shim test-containers test-spark test-matrix test-long chaos-shim matrix soak lint bench bench-spark clean engine image up down ps worker shim sweep bench-shim
+.PHONY: demo demo-spark test test-unit test-broker test-shim test-containers test-spark test-matrix test-long chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-spark clean engine image up down ps worker shim sweep bench-shim
 
 demo: $(STAMP)
 	$(BIN)/eos demo
@@ -77,6 +78,19 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.worker_speed
 
+# End-to-end latency at a steady rate, with a plot. A quiet machine, please; the same for the next two.
+bench-latency: $(PLOTS)
+	$(BIN)/python -m benchmarks.latency
+
+bench-restart: $(STAMP)
+	$(BIN)/python -m benchmarks.restart
+
+# The worker beside Kafka Streams (needs a JDK) and Quix Streams, which gets a virtual environment of its own: it is no
+# dependency of ours and wants another confluent-kafka.
+QUIX := build/bench/quix
+bench-peers: $(PLOTS) $(QUIX)/.installed
+	$(BIN)/python -m benchmarks.peers.speed --quix-python $(QUIX)/bin/python
+
 bench-spark: $(STAMP)
 	$(BIN)/python -m benchmarks.spark_sink
 
@@ -116,6 +130,16 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test]'
 	touch $(STAMP)
+
+# What only the plots of benchmarks need.
+$(PLOTS): $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[bench]'
+	touch $(PLOTS)
+
+$(QUIX)/.installed:
+	$(PYTHON) -m venv $(QUIX)
+	$(QUIX)/bin/python -m pip install -q --disable-pip-version-check 'quixstreams==3.28.1'
+	touch $@
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

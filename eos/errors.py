@@ -6,6 +6,7 @@ Importing it loads no Kafka client: a Spark executor that runs an App has none.
 
     EosError                    exit code
     ├── UsageError              64   the command line was wrong
+    │   └── ImportFailed             a user's module raised while it was imported
     ├── PoisonRecord            65   a record that cannot be handled stopped the worker
     ├── InputGone               66   the input at the committed offset does not exist any more
     ├── Unavailable             69   the cluster cannot be reached, or a preflight check failed
@@ -34,6 +35,10 @@ class EosError(Exception):
 
 class UsageError(EosError):
     exit_code = 64
+
+
+class ImportFailed(UsageError):
+    """A user's module raised while it was imported; what it raised is the `__cause__`."""
 
 
 class PoisonRecord(EosError):

@@ -28,6 +28,7 @@ from confluent_kafka import Consumer, TopicPartition
 
 from eos import log, ownership
 from eos.admin.cluster import ClusterAdmin
+from eos.admin.fence import end_left_open
 from eos.app import Fed, Feed, Record
 from eos.errors import (
     Action,
@@ -247,6 +248,7 @@ class TransactSession:
         self._ledger = ledger  # what the worker counts, committed beside the offsets
         self._open: Transaction | None = None
         self._began_at = 0.0
+        self._gathering_since = 0.0  # before it nothing waited for the next transaction
         self._first_timestamp_ms = -1  # of the first record that waited when the open transaction began
         self._failure: CallFailed | None = None  # of a send in the open transaction
         self._rebuilds_in_a_row = 0
@@ -322,6 +324,7 @@ class TransactSession:
         """Fences every predecessor, in whichever way it used the two transactional.ids."""
         with ClusterAdmin(self.settings) as admin:
             old_brokers = admin.transaction_version() < OLD_TRANSACTIONS
+            end_left_open(admin, [self.transactional_id, alternate_of(self.transactional_id)])
         self._committer = Watchdog(f"eos-{self.transactional_id}-commit")
         first = TransactionalProducer(self.settings, self.transactional_id, alternate=old_brokers, pulse=self.pulse)
         self._producers = [first]
@@ -432,9 +435,10 @@ class TransactSession:
             return self._begin()
         self._step("begun")
         self._began_at = time.monotonic()
+        room_s = room_of(self._interval_s, self._began_at - self._gathering_since)
         self._first_timestamp_ms = self._positions.first_timestamp_ms
         self._failure = self.membership.lost_sentence = None
-        self._open = Transaction(self, self._began_at + self._interval_s)
+        self._open = Transaction(self, self._began_at + room_s)
         return self._open
 
     def _must_be(self, txn: Transaction) -> None:
@@ -488,10 +492,12 @@ class TransactSession:
             self._recover(failure)
             return
         due = self._began_at + self._interval_s
+        self._gathering_since = time.monotonic()
         if not len(self._positions) and time.monotonic() >= due:
             self._poll(1, IDLE_POLL_S)  # idle: the first record starts a transaction at once
             if not len(self._positions):
                 return
+            self._gathering_since = time.monotonic()
         # At least one, even when there is no room: the callbacks must be served.
         room = max(1, self._most - len(self._positions))
         early_s = 0.0 if self._aborts_in_a_row else max(0.0, due - time.monotonic())
@@ -863,6 +869,13 @@ class TransactSession:
     def lag(self) -> int | None:
         """Records (and markers) between what is committed and the last stable offsets; None: not known yet."""
         return self.membership.lag()
+
+
+def room_of(interval_s: float, gathered_s: float) -> float:
+    """How long a transaction hands records out that were gathered for so long before it began. Both together take one
+    interval, so that a record does not wait for two; half an interval is left, or a slow function's transactions would
+    shrink to single records."""
+    return max(interval_s - gathered_s, interval_s / 2)
 
 
 def _stop_at_refused(record: Record, failure: CallFailed) -> None:

@@ -8,33 +8,53 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import typer
 
 from eos import log
-from eos.cli import broker, config, demo, doctor, reset, run, shim, spark, txn, verify
-from eos.errors import EosError, PoisonRecord
+from eos.errors import EosError, ImportFailed, PoisonRecord
 from eos.hooks import HookFailed
 
-app = typer.Typer(
-    name="eos",
-    help="Exactly-once consume-transform-produce over real Kafka.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-)
-app.add_typer(broker.app, name="broker", help="A real Kafka in a local JVM.")
-app.add_typer(txn.app, name="txn", help="Transactions of the cluster: list, describe, find hanging ones, abort.")
-app.command("run", help="Run an App: consume, transform, produce, exactly once.")(run.run)
-app.command("config", help="Every setting: its value, where it comes from, what it means.")(config.config)
-app.command("doctor", help="Is the cluster fit for an App? Open and hanging transactions too.")(doctor.doctor)
-app.command("reset", help="Move a group's offsets while no worker lives: replay, or step past a record.")(reset.reset)
-app.add_typer(spark.app, name="spark", help="Apps on Spark, where one machine is not enough.")
-app.command("shim", help="A Kafka-wire proxy in front of real brokers.")(shim.shim)
-app.command("verify", help="Does each committed input have exactly its outputs? Reads a live cluster.")(verify.verify)
-app.command("demo", help="Kill workers on real data and prove that nothing was lost or doubled.")(demo.demo)
+# In the order of the help. A command is the function of its name in its module, a group the module's `app`.
+COMMANDS = {
+    "broker": "A real Kafka in a local JVM.",
+    "txn": "Transactions of the cluster: list, describe, find hanging ones, abort.",
+    "run": "Run an App: consume, transform, produce, exactly once.",
+    "config": "Every setting: its value, where it comes from, what it means.",
+    "doctor": "Is the cluster fit for an App? Open and hanging transactions too.",
+    "reset": "Move a group's offsets while no worker lives: replay, or step past a record.",
+    "spark": "Apps on Spark, where one machine is not enough.",
+    "shim": "A Kafka-wire proxy in front of real brokers.",
+    "verify": "Does each committed input have exactly its outputs? Reads a live cluster.",
+    "demo": "Kill workers on real data and prove that nothing was lost or doubled.",
+}
+GROUPS = ("broker", "txn", "spark")
+
+
+def program(arguments: Sequence[str]) -> typer.Typer:
+    """The command that `arguments` begin with; all of them for the help, and for what is not a command.
+
+    Importing all takes as long again as everything else that a worker does until it is in its group.
+    """
+    app = typer.Typer(
+        name="eos",
+        help="Exactly-once consume-transform-produce over real Kafka.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(lambda: None)  # with one command alone typer would drop its name
+    for name in arguments[:1] if arguments[:1] and arguments[0] in COMMANDS else COMMANDS:
+        module = importlib.import_module(f"eos.cli.{name}")
+        if name in GROUPS:
+            app.add_typer(module.app, name=name, help=COMMANDS[name])
+        else:
+            app.command(name, help=COMMANDS[name])(getattr(module, name))
+    return app
+
 
 USAGE, INTERNAL, TEMPORARY = 64, 70, 75
 # typer brings click inside itself or uses the installed one, by version: either way this is its base error.
@@ -49,7 +69,7 @@ def main() -> None:
 def invoke(arguments: list[str]) -> int:
     """Runs one command; returns its exit code (the table is in eos.errors)."""
     try:
-        code = app(arguments, standalone_mode=False)
+        code = program(arguments)(arguments, standalone_mode=False)
         return code if isinstance(code, int) else 0
     except typer.Exit as ended:
         return ended.exit_code
@@ -61,7 +81,7 @@ def invoke(arguments: list[str]) -> int:
         print("eos: interrupted", file=sys.stderr)
         return TEMPORARY
     except EosError as error:
-        if isinstance(error, (PoisonRecord, HookFailed, run.ImportFailed)) and error.__cause__ is not None:
+        if isinstance(error, (PoisonRecord, HookFailed, ImportFailed)) and error.__cause__ is not None:
             _show_users_traceback(error.__cause__)
         log.debug("ended by", error=repr(error))
         print(f"eos: {error}", file=sys.stderr)

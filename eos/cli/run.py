@@ -19,7 +19,7 @@ from eos.admin import preflight
 from eos.app import App
 from eos.cli.live import line, live_view, table
 from eos.cli.reload import folders_of, reloading
-from eos.errors import EosError, UsageError
+from eos.errors import EosError, ImportFailed, UsageError
 from eos.health.board import Board
 from eos.health.observer import Observer
 from eos.health.report import Reporter, pipe_of_supervisor
@@ -141,10 +141,6 @@ def _supervise(
 def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise UsageError(f"{option} {value}: must be one of {', '.join(choices)}")
-
-
-class ImportFailed(UsageError):
-    """The user's module raised while it was imported; what it raised is the `__cause__`."""
 
 
 def load_app(target: str) -> App:

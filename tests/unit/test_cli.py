@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import eos
+from eos.cli import COMMANDS
 
 ROOT = Path(eos.__file__).resolve().parents[1]
 APP = """
@@ -276,3 +277,30 @@ def test_a_good_app_gets_as_far_as_the_cluster_which_is_unreachable(here: Path, 
     arguments = ("--bootstrap-servers", "127.0.0.1:1", "--instance", "i", "-X", "eos.startup.timeout.ms=1000")
     stderr = refused(69, here, "run", target, *arguments)
     assert stderr.startswith("eos: 127.0.0.1:1 cannot be reached: ")
+
+
+# ---- what is imported ----------------------------------------------------------------------------------------
+
+
+def test_a_command_imports_no_other_one(here: Path) -> None:
+    loaded = subprocess.run(
+        [sys.executable, "-c", "import sys, eos.cli; eos.cli.program(['run', 'x']); print(*sorted(sys.modules))"],
+        cwd=here,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout.split()
+    assert "eos.cli.run" in loaded
+    others = [name for name in loaded if name.startswith(("eos.shim", "eos.broker", "eos.demo", "eos.cli.spark"))]
+    assert others == []
+
+
+def test_the_help_shows_every_command_and_each_has_its_own(here: Path) -> None:
+    whole = program(here, "--help").stdout
+    for name in COMMANDS:
+        assert re.search(rf"^\W*{name} ", whole, re.MULTILINE), name
+    alone = program(here, "run", "--help")
+    assert alone.returncode == 0
+    assert "run [OPTIONS] " in alone.stdout

@@ -150,6 +150,7 @@ def test_every_row_of_the_table_names_a_call_and_a_code_that_exist() -> None:
 EXIT_CODES = {
     "EosError": 70,
     "UsageError": 64,
+    "ImportFailed": 64,
     "PoisonRecord": 65,
     "InputGone": 66,
     "Unavailable": 69,
@@ -171,7 +172,7 @@ def test_the_tree_in_the_docstring_names_every_error_with_its_exit_code() -> Non
     lines = {
         line.split()[1]: line for line in (errors.__doc__ or "").splitlines() if "──" in line and "EosE" not in line
     }
-    assert set(EXIT_CODES) - {"EosError", "CommitOutcomeUnknown"} <= set(lines)
+    assert set(EXIT_CODES) - {"EosError", "ImportFailed", "CommitOutcomeUnknown"} <= set(lines)
     for name, line in lines.items():
         assert str(EXIT_CODES.get(name, "")) in line
 

@@ -1,0 +1,186 @@
+"""`make bench-latency`: how old a record is when a read_committed consumer of the output sees it, at a steady rate.
+
+A source sends records at a fixed rate; each value is the moment at which it was due. A real worker process (`eos run`)
+and a straight loop handle them in turns with transactions of 20 ms, on one local broker that shares the cores with all
+of them. Prints percentiles per round and of all rounds, and plots the distributions. Nothing here asserts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import psutil
+from confluent_kafka import Consumer, Producer
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.worker_speed import create
+from eos.broker import LocalKafka
+
+GOALS_MS = {50: 50, 99: 150}
+PERCENTILES = (50, 90, 99, 99.9)
+LOOPS = ("eos, two producers", "eos, one producer", "straight loop")
+WARM_UP_S = 5.0  # of the source, not measured: connections to all partitions are made
+START_LIMIT_S = 60.0
+Ages = NDArray[np.float64]
+
+
+def command_of(loop: str, bootstrap: str, source: str, target: str, group: str, interval_ms: int) -> list[str]:
+    if loop == "straight loop":
+        return [sys.executable, "-m", "benchmarks.steady_straight", bootstrap, source, target, group, str(interval_ms)]
+    producers = "2" if "two" in loop else "1"
+    settings = [f"eos.transaction.interval.ms={interval_ms}", f"eos.producers={producers}"]
+    flags = [word for setting in settings for word in ("-X", setting)]
+    worker = ["run", "benchmarks.steady_app:app", "--instance", "bench", "--log-level", "warning"]
+    return [sys.executable, "-m", "eos", *worker, "--bootstrap-servers", bootstrap, *flags]
+
+
+def measure(bootstrap: str, loop: str, per_second: int, seconds: float, interval_ms: int) -> tuple[Ages, float]:
+    """Ages in milliseconds of one run's records, and the processor seconds that its worker took per second."""
+    group = f"latency-{uuid.uuid4().hex[:8]}"
+    source, target = f"{group}-in", f"{group}-out"
+    create(bootstrap, source)
+    create(bootstrap, target)
+    names = {"EOS_BENCH_APP": group, "EOS_BENCH_SOURCE": source, "EOS_BENCH_TARGET": target}
+    worker = subprocess.Popen(command_of(loop, bootstrap, source, target, group, interval_ms), env=os.environ | names)
+    reader = Reader(bootstrap, target)
+    feeding: subprocess.Popen[bytes] | None = None
+    try:
+        # One record on its own first: how long a process takes to start is not what is measured here.
+        probe = Producer({"bootstrap.servers": bootstrap})
+        probe.produce(source, b"%019d" % time.monotonic_ns(), b"probe")
+        probe.flush()
+        reader.ages(1, START_LIMIT_S)
+        before = psutil.Process(worker.pid).cpu_times()
+        feed = [sys.executable, "-m", "benchmarks.steady_source", bootstrap, source, str(per_second), str(seconds)]
+        feeding = subprocess.Popen(feed, stdout=subprocess.DEVNULL)
+        ages = reader.ages(int(per_second * seconds), seconds + START_LIMIT_S)
+        after = psutil.Process(worker.pid).cpu_times()
+    finally:
+        for process in (feeding, worker):
+            if process is not None:
+                process.send_signal(signal.SIGTERM)
+                process.wait(60)
+        reader.close()
+    took = after.user + after.system - before.user - before.system
+    return ages[int(per_second * WARM_UP_S) :], took / seconds
+
+
+class Reader:
+    """A read_committed consumer of the output; each value is the moment at which its record was due."""
+
+    def __init__(self, bootstrap: str, topic: str) -> None:
+        self._consumer = Consumer(
+            {
+                "bootstrap.servers": bootstrap,
+                "group.id": f"{topic}-reader",
+                "isolation.level": "read_committed",
+                "auto.offset.reset": "earliest",
+                "enable.auto.commit": False,
+            }
+        )
+        self._consumer.subscribe([topic])
+
+    def ages(self, count: int, limit_s: float) -> Ages:
+        """The age in milliseconds of each of the next `count` records when it came, in the order of coming."""
+        ages = np.empty(count)
+        seen, deadline = 0, time.monotonic() + limit_s
+        while seen < count:
+            # One by one: consume(n, timeout) would wait for n of them.
+            message = self._consumer.poll(0.5)
+            now_ns = time.monotonic_ns()
+            if message is not None and message.error() is None:
+                ages[seen] = (now_ns - int(message.value()[:19])) / 1e6
+                seen += 1
+            elif now_ns / 1e9 > deadline:
+                raise TimeoutError(f"{seen} of {count} records came")
+        return ages
+
+    def close(self) -> None:
+        self._consumer.close()
+
+
+def row(loop: str, ages: Ages, cpu: str) -> list[str]:
+    return [
+        loop,
+        f"{len(ages):,}",
+        *(f"{np.percentile(ages, p):.0f}" for p in PERCENTILES),
+        f"{ages.max():.0f}",
+        cpu,
+    ]
+
+
+def plot(path: Path, title: str, ages: dict[str, Ages]) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
+    for loop, all_ages in ages.items():
+        # Exceedance on two logarithmic axes: the tail is what a mean hides.
+        axes.plot(np.sort(all_ages)[::-1], np.arange(1, len(all_ages) + 1) / len(all_ages), label=loop)
+    for percentile, goal_ms in GOALS_MS.items():
+        axes.plot(goal_ms, 1 - percentile / 100, "kx")
+        axes.annotate(
+            f"goal: p{percentile} < {goal_ms} ms", (goal_ms, 1 - percentile / 100), (6, 4), textcoords="offset points"
+        )
+    axes.set(
+        xscale="log", yscale="log", xlabel="age when a reader sees it, ms", ylabel="part of the records that is older"
+    )
+    axes.set(title=title, ylim=(1e-5, 1.2))
+    axes.grid(which="major", alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=35.0, help="of one run, the first 5 are not measured")
+    parser.add_argument("--rate", type=int, default=5_000, help="records per second")
+    parser.add_argument("--interval-ms", type=int, default=20, help="of a transaction")
+    parser.add_argument("--loops", nargs="+", default=LOOPS, choices=LOOPS)
+    parser.add_argument("--plot", type=Path, default=Path("build/bench/latency.png"))
+    options = parser.parse_args()
+    console = Console(width=110)
+    console.print(
+        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {psutil.cpu_count()} cores, Python "
+        f"{platform.python_version()}, load {os.getloadavg()[0]:.1f}, command: python -m benchmarks.latency "
+        f"{' '.join(sys.argv[1:])}"
+    )
+    title = f"{options.rate:,} records/s of 100 B, transactions of {options.interval_ms} ms"
+    every: dict[str, list[Ages]] = {loop: [] for loop in options.loops}
+    cpu: dict[str, list[float]] = {loop: [] for loop in options.loops}
+    with LocalKafka(nodes=1) as kafka:
+        for turn in range(options.rounds):
+            for at in range(len(options.loops)):
+                loop = options.loops[(turn + at) % len(options.loops)]
+                ages, took = measure(kafka.bootstrap_servers, loop, options.rate, options.seconds, options.interval_ms)
+                every[loop].append(ages)
+                cpu[loop].append(took)
+                console.print("  " + "  ".join(row(f"round {turn + 1}, {loop}:", ages, f"cpu {took:.2f}")))
+    together = {loop: np.concatenate(rounds) for loop, rounds in every.items()}
+    table = Table("loop", "records", *(f"p{p} ms" for p in PERCENTILES), "max", "worker's cpu", title=title)
+    for loop, ages in together.items():
+        table.add_row(*row(loop, ages, f"{np.median(cpu[loop]):.2f}"))
+    console.print(table)
+    goals = ", ".join(f"p{percentile} < {goal} ms" for percentile, goal in GOALS_MS.items())
+    console.print(f"goals: {goals}; plot: {options.plot}")
+    plot(options.plot, title, together)
+
+
+if __name__ == "__main__":
+    main()

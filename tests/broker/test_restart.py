@@ -1,0 +1,66 @@
+"""A worker that is started again after a kill: what its predecessor left open, on real brokers, old and new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from eos.admin.cluster import ClusterAdmin
+from eos.admin.fence import end_left_open
+from eos.broker import LocalKafka
+from eos.settings import Settings
+from tests.support.raw import RawProducer, raw_producer
+from tests.support.reading import create_topic, transaction_of, visible_values, wait_until
+
+Names = Callable[[str], str]
+
+
+@pytest.fixture(params=["kafka", "kafka392"])
+def servers(request: pytest.FixtureRequest) -> str:
+    kafka: LocalKafka = request.getfixturevalue(request.param)
+    return kafka.bootstrap_servers
+
+
+def test_what_both_ids_of_a_killed_worker_have_open_is_aborted_once_and_the_init_finds_nothing_to_wait_for(
+    servers: str, names: Names
+) -> None:
+    topic, ids = names("t"), [names("p"), names("p-alternate")]
+    create_topic(servers, topic)
+    killed = [RawProducer(servers, name) for name in ids]  # never closed, as after a SIGKILL
+    for producer in killed:
+        producer.begin()
+        producer.send(topic, producer.transactional_id)
+    before = {name: transaction_of(servers, name) for name in ids}
+    assert [before[name].state for name in ids] == ["Ongoing", "Ongoing"]
+    with ClusterAdmin(Settings({"bootstrap.servers": servers})) as admin:
+        end_left_open(admin, ids)
+        after = {name: transaction_of(servers, name) for name in ids}
+        assert [after[name].state for name in ids] == ["CompleteAbort", "CompleteAbort"]
+        assert [after[name].producer_epoch - before[name].producer_epoch for name in ids] == [1, 1]
+        end_left_open(admin, ids)
+    assert {name: transaction_of(servers, name) for name in ids} == after, "nothing was open: nothing may change"
+    # A successor's init is answered at its first try, without the client's fixed back-off of 500 ms between two.
+    with raw_producer(servers, ids[0]) as successor:
+        brokers = successor.settle(2)["brokers"].values()
+        assert sum(broker["req"].get("InitProducerId", 0) for broker in brokers) == 1
+    assert visible_values(servers, topic) == {0: []}
+
+
+def test_ids_that_nobody_used_or_that_committed_are_left_as_they_are(servers: str, names: Names) -> None:
+    topic, used, unused = names("t"), names("used"), names("unused")
+    create_topic(servers, topic)
+    with raw_producer(servers, used) as producer:
+        producer.begin()
+        producer.send(topic, "a")
+        producer.commit()
+        wait_until("the markers", lambda: transaction_of(servers, used).state == "CompleteCommit")
+        before = transaction_of(servers, used)
+        with ClusterAdmin(Settings({"bootstrap.servers": servers})) as admin:
+            end_left_open(admin, [used, unused])
+            assert admin.describe(unused) is None
+        assert transaction_of(servers, used) == before
+        producer.begin()
+        producer.send(topic, "b")
+        producer.commit()
+    assert [v for values in visible_values(servers, topic).values() for v in values] == [b"a", b"b"]
