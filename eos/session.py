@@ -529,12 +529,11 @@ class TransactSession:
     def _fetch_ahead(self) -> bool:
         """While the producer is waited for: the next records of a backlog. False: there is nothing to do meanwhile."""
         before, newest = len(self._positions), self._positions.newest
-        size = len(newest.value or b"") if newest is not None else 0
-        room = min(_CHUNK, min(_AHEAD, self._most, _AHEAD_BYTES // max(1, size)) - before)
-        if room <= 0 or self._consumer_failure is not None:
+        most = room_ahead(before, len(newest.value or b"") if newest is not None else 0)
+        if most == 0 or before >= self._most or self._consumer_failure is not None:
             return False
         try:
-            self.membership.poll(room, 0.0)
+            self.membership.poll(most, 0.0)
         except CallFailed as failure:
             self._consumer_failure = failure  # the next poll's: what is waited for goes first
         return len(self._positions) > before
@@ -876,6 +875,11 @@ def room_of(interval_s: float, gathered_s: float) -> float:
     interval, so that a record does not wait for two; half an interval is left, or a slow function's transactions would
     shrink to single records."""
     return max(interval_s - gathered_s, interval_s / 2)
+
+
+def room_ahead(waiting: int, size: int) -> int:
+    """How many records to fetch while `waiting` ones, the last of `size` bytes, wait for the next transaction."""
+    return max(0, min(_CHUNK, min(_AHEAD, _AHEAD_BYTES // max(1, size)) - waiting))
 
 
 def _stop_at_refused(record: Record, failure: CallFailed) -> None:

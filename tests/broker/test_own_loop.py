@@ -15,7 +15,7 @@ from eos import Transaction, TransactSession
 from eos.broker import LocalKafka
 from eos.errors import Action, CallFailed, IllegalState
 from eos.plain import Transactions
-from tests.support.reading import create_topic, ends_of, settled_values, stable_offset
+from tests.support.reading import create_topic, ends_of, settled_values, stable_offset, wait_until
 
 COUNT = 10
 
@@ -26,16 +26,20 @@ class Loop:
         self.group, self.transactional_id, self._load = names("group"), names("tx"), names("load")
         create_topic(self.servers, self.source)
         create_topic(self.servers, self.target)
+        self.load(range(COUNT))
+
+    def load(self, numbers: range) -> None:
         with eos.transaction({"bootstrap.servers": self.servers, "transactional.id": self._load}) as txn:
-            for number in range(COUNT):
+            for number in numbers:
                 txn.send(self.source, str(number))
 
-    def session(self) -> TransactSession:
+    def session(self, **more: object) -> TransactSession:
         settings = {
             "bootstrap.servers": self.servers,
             "group.id": self.group,
             "transactional.id": self.transactional_id,
             "eos.transaction.interval.ms": 500,  # all records in one transaction, unless the body says otherwise
+            **more,
         }
         return TransactSession(settings, [self.source], until_end=True)
 
@@ -200,3 +204,28 @@ def test_a_consumer_that_cannot_go_back_is_given_up_and_the_group_joined_again(
                 txn.send(loop.target, record.value)
         assert session.consumer is not first
     assert loop.copied() == ALL
+
+
+def test_while_a_commit_is_waited_for_the_records_of_a_backlog_are_fetched(loop: Loop) -> None:
+    count = 8_000
+    loop.load(range(COUNT, count))
+    waiting: list[int] = []
+
+    with loop.session(**{"eos.producers": "1"}) as session:
+
+        def hold(step: str) -> None:
+            # On the thread that commits: the loop's own does what is looked for here.
+            if step == "offsets sent" and len(waiting) == 1:
+                wait_until("records to be fetched", lambda: len(session._positions) > waiting[0])
+                waiting.append(len(session._positions))
+
+        session.on_event = hold
+        for txn in session:
+            for record in txn.records:
+                txn.send(loop.target, record.value)
+                if not waiting:
+                    break
+            if not waiting:
+                waiting.append(len(session._positions))
+    assert len(waiting) == 2
+    assert loop.copied() == [b"%d" % number for number in range(count)]
