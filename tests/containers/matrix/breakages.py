@@ -172,6 +172,11 @@ def _a_late_end_of_transaction(transactional_id: str) -> Sequence[Rule]:
     return Case("EndTxn", "late copy, then abort").rules(transactional_id)
 
 
+def _a_refused_commit(transactional_id: str) -> Sequence[Rule]:
+    """An abort in which the member keeps its partitions: one that lost them begins at what is committed anyway."""
+    return [Rule("TxnOffsetCommit", "error", nth=5, error="ILLEGAL_GENERATION", transactional_id=transactional_id)]
+
+
 DOUBLED, LOST = frozenset({"no_duplicates"}), frozenset({"no_losses"})
 _LONG_INTERVAL = {"eos.transaction.interval.ms": "1000"}  # a rebalance falls into an open transaction
 _BUSY_MS = 4.0  # records wait in the worker, so that it goes on with some that are not its own any more
@@ -205,14 +210,16 @@ ALL: dict[str, Breakage] = {
     "rewind missing": Breakage(
         "after an abort the consumer goes on where it is",
         LOST,
-        Cell("pause", "transaction-coordinator", "classic-4.3.1", 1),
+        Cell("kill", "worker", "classic-4.3.1", 1),
         _rewind_missing,
+        requests=_a_refused_commit,
     ),
     "rewind to the committed offset": Breakage(
         "a rewind goes to what was committed when the partition was assigned, not to the transaction's start",
         DOUBLED,
-        Cell("pause", "transaction-coordinator", "classic-4.3.1", 1),
+        Cell("kill", "worker", "classic-4.3.1", 1),
         _rewind_to_the_committed_offset_of_the_assignment,
+        requests=_a_refused_commit,
     ),
     "stale group metadata": Breakage(
         "offsets are sent with group metadata from before the member joined, which the broker does not check",
