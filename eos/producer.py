@@ -490,8 +490,8 @@ _ABANDONED: list[_Client] = []
 
 def _destroy(client: _Client) -> None:
     producer = client.producer
-    # The client and its producer's callbacks hold each other. Left to the garbage collector, which a worker at rest does
-    # not run for hours, its threads and connections stay, and its statistics gather unread: 5 a second, megabytes.
+    # The client and its producer's callbacks hold each other. Left to the garbage collector, which a worker keeps from
+    # running, its threads and connections would stay, and its statistics gather unread: 5 a second, megabytes.
     del client.producer
     try:
         producer.purge()
