@@ -495,8 +495,11 @@ _ABANDONED: list[_Client] = []
 
 
 def _destroy(client: _Client) -> None:
+    producer = client.producer
+    # The client and its producer's callbacks hold each other. Left to the garbage collector, which a worker keeps from
+    # running, its threads and connections would stay, and its statistics gather unread: 5 a second, megabytes.
+    del client.producer
     try:
-        client.producer.purge()
+        producer.purge()
     except (KafkaException, SystemError) as error:
         log.event(logging.DEBUG, "purge of a replaced producer raised", error=describe_error(error))
-    del client

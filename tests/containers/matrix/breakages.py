@@ -32,6 +32,7 @@ class Breakage:
     settings: Mapping[str, str] = field(default_factory=dict)
     requests: Callable[[str], Sequence[Rule]] | None = None
     faults: int = 2
+    work_ms: float | None = None  # per record, instead of the matrix's
 
 
 def _replace(owner: type, name: str, by: Callable[..., Any]) -> None:
@@ -171,8 +172,14 @@ def _a_late_end_of_transaction(transactional_id: str) -> Sequence[Rule]:
     return Case("EndTxn", "late copy, then abort").rules(transactional_id)
 
 
+def _a_refused_commit(transactional_id: str) -> Sequence[Rule]:
+    """An abort in which the member keeps its partitions: one that lost them begins at what is committed anyway."""
+    return [Rule("TxnOffsetCommit", "error", nth=5, error="ILLEGAL_GENERATION", transactional_id=transactional_id)]
+
+
 DOUBLED, LOST = frozenset({"no_duplicates"}), frozenset({"no_losses"})
 _LONG_INTERVAL = {"eos.transaction.interval.ms": "1000"}  # a rebalance falls into an open transaction
+_BUSY_MS = 4.0  # records wait in the worker, so that it goes on with some that are not its own any more
 _LONG_TIMEOUT = {"transaction.timeout.ms": "600000"}  # a zombie finds its transaction open
 
 ALL: dict[str, Breakage] = {
@@ -189,6 +196,7 @@ ALL: dict[str, Breakage] = {
         _no_ownership_check,
         _LONG_INTERVAL,
         faults=6,
+        work_ms=_BUSY_MS,
     ),
     "a revoked partition's offsets committed": Breakage(
         "the revocation is not recorded: the partition's records and offsets stay in the transaction",
@@ -197,18 +205,21 @@ ALL: dict[str, Breakage] = {
         _revocation_not_recorded,
         _LONG_INTERVAL,
         faults=6,
+        work_ms=_BUSY_MS,
     ),
     "rewind missing": Breakage(
         "after an abort the consumer goes on where it is",
         LOST,
-        Cell("pause", "transaction-coordinator", "classic-4.3.1", 1),
+        Cell("kill", "worker", "classic-4.3.1", 1),
         _rewind_missing,
+        requests=_a_refused_commit,
     ),
     "rewind to the committed offset": Breakage(
         "a rewind goes to what was committed when the partition was assigned, not to the transaction's start",
         DOUBLED,
-        Cell("pause", "transaction-coordinator", "classic-4.3.1", 1),
+        Cell("kill", "worker", "classic-4.3.1", 1),
         _rewind_to_the_committed_offset_of_the_assignment,
+        requests=_a_refused_commit,
     ),
     "stale group metadata": Breakage(
         "offsets are sent with group metadata from before the member joined, which the broker does not check",

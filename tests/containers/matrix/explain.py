@@ -21,7 +21,7 @@ from tests.containers.matrix.transaction_log import Written, clock
 _ENTRIES = np.dtype(
     [("at_ns", "<i8"), ("transaction", "<i4"), ("step", "<i4"), ("partition", "<i4"), ("offset", "<i8")]
 )
-_UNFLUSHED_MS = 10_000
+_UNFLUSHED_MS = 1_000
 _CLOCKS_MS = 5  # brokers and workers share one clock, which they read in milliseconds
 
 

@@ -205,7 +205,7 @@ class Run:
             diary="",
             first=stage == 0,
             # So that a transaction is open for about half of the time, and a fault hits one as often.
-            work_ms=WORK_MS,
+            work_ms=(self._breakage and self._breakage.work_ms) or WORK_MS,
             breakage=self._breakage_name,
         )
 

@@ -157,6 +157,9 @@ def main() -> int:
         with Sampler(run) as sampler:
             try:
                 outcome = run.play(Size(0, 1, options.minutes, options.records_per_s))
+            except BaseException:
+                cluster.save_logs(directory)
+                raise
             finally:
                 plot(directory / "soak.png", run, sampler, f"seed {options.seed}, {len(run.faults.made)} faults")
     told = {"minutes": options.minutes, "seed": options.seed, "backend": choice.backend, **report(outcome, sampler)}
