@@ -35,7 +35,7 @@ RESET_WAIT_S = 2.0
 _NO_LINGER = struct.pack("ii", 1, 0)
 _WRITE_BUFFER_BYTES = 1024 * 1024
 _READ_BYTES = 512 * 1024
-_JOINED_BYTES = 64 * 1024  # up to here one copy costs less than another system call
+_JOINED_BYTES = 64 * 1024  # up to here a copy costs less than another system call, or than other memory to read into
 
 
 class Link:
@@ -310,9 +310,14 @@ class _Side(asyncio.BufferedProtocol):
         if len(pieces) > 1 and sum(map(len, pieces)) <= _JOINED_BYTES:
             pieces = [b"".join(pieces)]
         for piece in pieces:
+            if len(piece) <= _JOINED_BYTES or transport.get_write_buffer_size():
+                transport.write(bytes(piece))
+                continue
             transport.write(piece)
-        if transport.get_write_buffer_size() and any(isinstance(piece, memoryview) for piece in pieces):
-            self._buffer.keep()  # since Python 3.12 a transport does not copy what it could not send yet
+            if transport.get_write_buffer_size():
+                # Since Python 3.12 a transport does not copy what it could not send yet. A side that does not read has
+                # one such buffer at most: what comes behind it is copied above.
+                self._buffer.keep()
 
     def write_end(self) -> None:
         transport = self._transport

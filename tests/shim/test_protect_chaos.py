@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
+
 from tests.shim.chaos import Run
 
 
@@ -13,3 +17,17 @@ def test_random_faults_on_both_sides_lose_double_and_tear_nothing() -> None:
     assert run.ended >= 250
     assert run.done >= 50
     assert all(ledger.committed and ledger.aborted for ledger in run.ledgers)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_without_protection_the_same_chaos_loses_and_doubles_records() -> None:
+    """Else the runs that find nothing would say nothing."""
+    run = Run(
+        transactions=1_500, faults=500, seed=20261121, option="--no-protect", clients=8, kills=True, at_most_s=400
+    )
+    run.execute()
+    print(run.report())
+    wrong = " ".join(run.wrong)
+    assert re.search(r"lost \[\d", wrong), wrong
+    assert re.search(r"doubled \[\d", wrong), wrong

@@ -138,6 +138,9 @@ def test_what_a_side_could_not_send_yet_is_not_overwritten_by_the_next_read(read
         links[at].client.buffer_updated(len(chunk))
         sent[at] += chunk
     assert [b"".join(transport.kept) for transport in transports] == sent
+    # A side that does not read must not hold a whole buffer for each small piece it did not take.
+    for transport in transports:
+        assert sum(isinstance(piece, memoryview) for piece in transport.kept) <= 1
 
 
 def test_what_comes_before_the_upstream_connection_is_there_goes_out_first_on_it() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kafka.protocol import producer as protocol
 
 from eos.shim.errors import ProtocolError
-from eos.shim.pipeline import Connection, Exchange, Pipeline
+from eos.shim.health import CountingJob
+from eos.shim.pipeline import Connection, Exchange, Job, Pipeline
 from eos.shim.protect import ProtectJob, translate
 from eos.shim.protect.machine import Identity
+from eos.shim.trace import History, TraceJob
+from eos.shim.trace.model import NO_ANSWER, Step
 from eos.shim.wire import api
 from eos.shim.wire.frames import FrameSplitter, Passage, Piece
 from eos.shim.wire.headers import REQUEST_HEAD
@@ -31,14 +36,14 @@ SHAPES: dict[str, dict[str, dict[int, bytes | None]]] = {
 class Passed:
     """Requests through the reader and protection, chunk by chunk out of one buffer that is used again."""
 
-    def __init__(self, upstream: Identity = NEW, known: bool = True) -> None:
+    def __init__(self, upstream: Identity = NEW, known: bool = True, before: Sequence[Job] = ()) -> None:
         self.job = ProtectJob()
         self.job.upstream({"broker 1": {api.END_TXN: 5}})
         if known:
             self.job.machine.initialised("t", OLD, 1)
             self.job.machine.opens("t", OLD, 1, "mark")
             self.job.machine._known["t"].real = upstream
-        self.pipeline = Pipeline([self.job], 1 << 20)
+        self.pipeline = Pipeline([*before, self.job], 1 << 20)
         self.exchanges: list[Exchange] = []
         self.splitter = FrameSplitter(REQUEST_HEAD.size, 1 << 20, self._open)
         self.out = b""
@@ -140,3 +145,21 @@ def test_a_head_that_never_becomes_one_is_collected_once_and_not_read_again_with
         for chunk in cut(bytes(frame), [1000] * 400):
             passed.feed(chunk)
     assert passed.out == b""
+
+
+@pytest.mark.parametrize("shape", ["one batch", "two topics"])
+@pytest.mark.parametrize("step", [7, 1 << 20])
+def test_the_jobs_on_the_clients_side_see_what_the_client_sent_and_what_it_is_answered(shape: str, step: int) -> None:
+    for known in (True, False):
+        steps, counting = list[Step](), CountingJob()
+        passed = Passed(known=known, before=[counting, TraceJob(History(), steps.append)])
+        frame = produce_request(9, "t", SHAPES[shape])
+        for chunk in cut(frame, [step] * (len(frame) // step)):
+            passed.feed(chunk)
+        assert passed.out == (collected(frame, 9) if known else b"")
+        if known:
+            passed.pipeline.closed(passed.exchanges[0].connection)
+        (seen,) = steps
+        assert (seen.producer_id, seen.epoch) == OLD
+        assert seen.errors == ([NO_ANSWER] if known else ["INVALID_PRODUCER_EPOCH"])
+        assert dict(counting.errors) == ({} if known else {("Produce", "INVALID_PRODUCER_EPOCH"): 1})
