@@ -29,8 +29,7 @@ RESULT_SCHEMA = (
 )
 # Rows of a partition wait for more of them up to this size: a record batch is 1 MB, and a request costs a millisecond.
 _WAITING_BYTES = 4_000_000
-# Of all partitions of a share: rows that wait, and record batches that are not acknowledged yet.
-_ALL_WAITING_BYTES = 32_000_000
+# Of all partitions of a share: record batches that are not acknowledged yet.
 _IN_FLIGHT_BYTES = 32_000_000
 
 
@@ -104,6 +103,9 @@ def _write(job: Job, batches: Iterator[pa.RecordBatch]) -> Result | None:
                     share = _Share(job, int(numbers(unpacked, TARGET)[0]) % job.shares)
                 share.write(unpacked)
                 rows += unpacked.num_rows
+            if share is not None:
+                # Rows that wait are no copies: they would keep all of this batch, up to 64 MB by Spark's default.
+                share.send()
         if share is None:
             return None
         share.finish()
@@ -154,13 +156,14 @@ class _Share:
             self._waiting_bytes[target] = self._waiting_bytes.get(target, 0) + held.nbytes
             if self._waiting_bytes[target] >= _WAITING_BYTES:
                 self._send(target)
-        while sum(self._waiting_bytes.values()) >= _ALL_WAITING_BYTES:
-            self._send(max(self._waiting_bytes, key=self._waiting_bytes.__getitem__))
+
+    def send(self) -> None:
+        """What waits; returns before it is acknowledged."""
+        for target in list(self._waiting):
+            self._send(target)
 
     def finish(self) -> None:
         """Returns when everything is acknowledged."""
-        for target in list(self._waiting):
-            self._send(target)
         for partition in self.partitions.values():
             partition.finish()
 

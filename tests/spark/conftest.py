@@ -32,8 +32,6 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         "spark.log.level": "ERROR",
         "spark.sql.warehouse.dir": str(directory / "warehouse"),
         "spark.sql.adaptive.enabled": "true",
-        # Spark's metrics, for a test to read from outside of the sink.
-        "spark.metrics.conf.driver.sink.jmx.class": "org.apache.spark.metrics.sink.JmxSink",
         "spark.sql.streaming.metricsEnabled": "true",
     }
     session = spark_session("tests", master="local[2,4]", config=config)

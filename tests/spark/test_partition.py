@@ -72,7 +72,6 @@ def test_a_share_of_many_partitions_is_written_within_its_memory(
 ) -> None:
     """Share 1 of two: the odd partitions, whose rows come mixed, in three values of each of four batches."""
     monkeypatch.setattr(task, "_WAITING_BYTES", bound)
-    monkeypatch.setattr(task, "_ALL_WAITING_BYTES", 2 * bound)
     monkeypatch.setattr(task, "_IN_FLIGHT_BYTES", bound)
     topic, name = create_topic(kafka.bootstrap_servers, names("out"), 8), names("id")
     transaction = Transaction(wire, name, 60_000, 30)

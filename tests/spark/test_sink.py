@@ -161,16 +161,16 @@ def test_an_empty_batch_moves_the_marker(kafka: LocalKafka, names: Names, tmp_pa
 
 
 def gauges(spark: Any, query: str) -> dict[str, Any]:
-    """What Spark's metrics system shows of the sink in this query, by JMX."""
-    management = spark._jvm.java.lang.management.ManagementFactory
-    beans = management.getPlatformMBeanServer()
-    pattern = spark._jvm.javax.management.ObjectName("metrics:*")
+    """The sink's numbers of this query in the registry that all of Spark's metrics sinks report."""
+    system = spark._jvm.org.apache.spark.SparkEnv.get().metricsSystem()
+    field = system.getClass().getDeclaredField("registry")
+    field.setAccessible(True)
+    registered = field.get(system).getGauges()
     found = {}
-    for name in beans.queryNames(pattern, None).toArray():
-        metric = name.getKeyProperty("name")
-        _, is_ours, figure = metric.partition(f"spark.streaming.{query}.eos.")
+    for name in registered.keySet().toArray():
+        _, is_ours, figure = name.partition(f"spark.streaming.{query}.eos.")
         if is_ours:
-            found[figure] = beans.getAttribute(name, "Value")
+            found[figure] = registered.get(name).getValue()
     return found
 
 
