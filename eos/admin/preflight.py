@@ -7,6 +7,7 @@ while a worker runs.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -320,7 +321,12 @@ def require(settings: Settings, need: Need) -> None:
     if settings["eos.create.topics"] and (missing := [t for t in need.topics if facts.topics[t].exists is False]):
         most = max((facts.topics[t].partitions for t in need.inputs), default=0)
         create_topics(settings, dict.fromkeys(missing, most or -1), facts.brokers)
+        deadline = time.monotonic() + timeout_s
         facts = ask(settings, need.topics, need.group, need.transactional_ids, timeout_s)
+        # Another broker may answer this time, one that has not heard of the new topics yet.
+        while any(facts.topics[name].exists is False for name in missing) and time.monotonic() < deadline:
+            time.sleep(0.1)
+            facts = ask(settings, need.topics, need.group, need.transactional_ids, timeout_s)
     raise_first(judge(need, facts))
 
 

