@@ -9,10 +9,12 @@ A transaction in order: gather -> begin -> hand out records, send, poll for more
 the one before is committed -> member still in the group -> send_offsets -> commit. What a failure of each step leads to
 is eos/errors.py's answer; how it is carried out is `_recover`, `_abort`, `_rebuild` and `_settle` below.
 
-Two producers take turns (loop rule 18): while send_offsets and commit of one transaction are on their way on another
-thread, the next one is filled under the other transactional.id. It sends records only after the flush of the one
-before (order per partition) and offsets only after that one's commit returned; if that commit did not come to pass, it
-goes down with it (`_finish_leaving`). So what can be committed is always a beginning of what was read.
+The backlog's next records are fetched while a large transaction's flush and commit are waited for (`_fetch_ahead`).
+
+With `eos.producers=2` two producers take turns (loop rule 18): while send_offsets and commit of one transaction are on
+their way on another thread, the next one is filled under the other transactional.id. It sends records only after the
+flush of the one before (order per partition) and offsets only after that one's commit returned; if that commit did not
+come to pass, it goes down with it (`_finish_leaving`). So what can be committed is always a beginning of what was read.
 """
 
 from __future__ import annotations
@@ -526,8 +528,12 @@ class TransactSession:
         except CallFailed as failed:
             self._recover(failed)
 
-    def _fetch_ahead(self) -> bool:
-        """While the producer is waited for: the next records of a backlog. False: there is nothing to do meanwhile."""
+    def _fetch_ahead(self, taken: int) -> bool:
+        """While the producer is waited for, with a transaction that took so many records: the next ones of a backlog.
+        False: there is nothing to do meanwhile. A small transaction has no long wait, and the group's callbacks, which
+        a poll serves, had better come behind its commit: a partition that goes before makes it abort."""
+        if taken < _CHUNK:
+            return False
         before, newest = len(self._positions), self._positions.newest
         most = room_ahead(before, len(newest.value or b"") if newest is not None else 0)
         if most == 0 or before >= self._most or self._consumer_failure is not None:
@@ -553,7 +559,7 @@ class TransactSession:
             if self._failure is not None:
                 raise self._failure
             self._step("flush")
-            self.producer.flush(self._fetch_ahead)
+            self.producer.flush(lambda: self._fetch_ahead(self._positions.taken))
             self._step("flushed")
         except CallFailed as failure:
             self._recover(failure)
@@ -610,7 +616,7 @@ class TransactSession:
         if leaving is None:
             return True
         while not leaving.job.done.is_set():
-            if not self._fetch_ahead():
+            if not self._fetch_ahead(leaving.taken):
                 self.pulse.beat("calling", "commit")
                 leaving.job.done.wait(_BEAT_S)
         self._leaving = None

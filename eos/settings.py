@@ -74,7 +74,7 @@ OPTIONS: dict[str, Option] = {
         False, _boolean, "outputs name their input in a header, committed offsets count them, for `eos verify`"
     ),
     "eos.producers": Option(
-        "2", _one_of("1", "2"), "2: the next transaction is filled while the one before commits; 1: one by one"
+        "1", _one_of("1", "2"), "2: the next transaction is filled while the one before commits; 1: one by one"
     ),
     "eos.replace.producer": Option(
         "auto", _one_of("auto", "always", "never"), "when a producer is replaced (never is for experiments)"

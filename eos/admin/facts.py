@@ -23,6 +23,7 @@ from eos.settings import Settings
 T = TypeVar("T")
 Config = Mapping[str, str]
 _ASK_S = 5.0
+_ANSWER_S = _ASK_S + 5.0
 _UNKNOWN = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
 _DENIED = (
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
@@ -137,7 +138,10 @@ def _telling(errors: list[KafkaError]) -> KafkaError | None:
 
 
 def _answer(future: Future[T]) -> T:
-    return future.result(_ASK_S + 1)
+    try:
+        return future.result(_ANSWER_S)
+    except TimeoutError as error:  # the client's own timeout should have come first
+        raise Unavailable(f"the cluster did not answer within {_ANSWER_S:.0f} s what a preflight asks") from error
 
 
 def _topic(client: Any, name: str) -> Topic:

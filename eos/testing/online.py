@@ -12,7 +12,15 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, IsolationLevel, KafkaError, Message, TopicPartition
+from confluent_kafka import (
+    Consumer,
+    ConsumerGroupTopicPartitions,
+    IsolationLevel,
+    KafkaError,
+    KafkaException,
+    Message,
+    TopicPartition,
+)
 from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec  # type: ignore[attr-defined]
 
 from eos.app import App, Record
@@ -22,6 +30,7 @@ from eos.settings import Settings
 from eos.testing.offline import Ran, Sent, records_of
 from eos.worker import Worker
 
+_NOT_YET = (KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE, KafkaError.UNKNOWN_TOPIC_OR_PART)
 _TIMEOUT_S = 30.0
 Place = tuple[str, int]
 
@@ -82,7 +91,14 @@ def _ends(admin: AdminClient, places: Sequence[Place]) -> dict[Place, int]:
     """Where the partitions end, once no transaction is open on them: a commit is answered before it is visible."""
     deadline = time.monotonic() + _TIMEOUT_S
     while True:
-        stable, written = (_list(admin, places, level) for level in (1, 0))
+        try:
+            stable, written = (_list(admin, places, level) for level in (1, 0))
+        except KafkaException as error:
+            # Metadata may name a new partition's leader before that broker knows of it.
+            if error.args[0].code() not in _NOT_YET or time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+            continue
         if stable == written:
             return stable
         if time.monotonic() > deadline:

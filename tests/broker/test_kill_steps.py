@@ -151,6 +151,15 @@ def test_a_worker_killed_at_any_step_loses_and_doubles_nothing(
 
 
 @pytest.mark.parametrize("repetition", REPETITIONS)
+@pytest.mark.parametrize("step", STEPS, ids=str)
+def test_a_worker_with_two_producers_in_turn_killed_at_any_step_loses_and_doubles_nothing(
+    step: Step, repetition: int, kafka: LocalKafka, pipelines: Pipelines, chance: random.Random
+) -> None:
+    pipeline = pipelines.on(kafka, RECORDS)
+    kill_and_finish(step, chance.random() < 0.5, pipeline, chance, SESSION | {"eos.producers": "2"})
+
+
+@pytest.mark.parametrize("repetition", REPETITIONS)
 @pytest.mark.parametrize("step", SOME_STEPS, ids=str)
 def test_a_worker_killed_in_a_group_of_the_consumer_protocol_loses_and_doubles_nothing(
     step: Step, repetition: int, kafka: LocalKafka, pipelines: Pipelines, chance: random.Random

@@ -211,7 +211,7 @@ def test_while_a_commit_is_waited_for_the_records_of_a_backlog_are_fetched(loop:
     loop.load(range(COUNT, count))
     waiting: list[int] = []
 
-    with loop.session(**{"eos.producers": "1"}) as session:
+    with loop.session(**{"eos.producers": "1", "eos.transaction.interval.ms": 5_000}) as session:
 
         def hold(step: str) -> None:
             # On the thread that commits: the loop's own does what is looked for here.
@@ -223,7 +223,7 @@ def test_while_a_commit_is_waited_for_the_records_of_a_backlog_are_fetched(loop:
         for txn in session:
             for record in txn.records:
                 txn.send(loop.target, record.value)
-                if not waiting:
+                if not waiting and session.taken >= 2_500:  # no backlog is looked for behind less than 2,000
                     break
             if not waiting:
                 waiting.append(len(session._positions))
