@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
+from eos.admin import facts as asking
 from eos.admin.cluster import OFFSETS_LOG, TRANSACTION_LOG
 from eos.admin.facts import Facts, Topic
 from eos.admin.preflight import REQUIRED_APIS, Finding, Level, Need, judge, need_of, raise_first
@@ -254,3 +256,9 @@ def test_the_need_of_a_worker_comes_from_its_settings() -> None:
     assert need == Need(("in",), ("a", "b"), "g", ("g-1", "g-1-alternate"), 7000, 10_000, True)
     assert need.topics == ("in", "a", "b")
     assert need_of(Settings({"group.protocol": "consumer"}), [], []).session_timeout_ms is None
+
+
+def test_a_cluster_that_never_answers_is_unavailable_and_no_internal_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "_ANSWER_S", 0.01)
+    with pytest.raises(Unavailable, match="did not answer"):
+        asking._answer(Future[int]())
