@@ -183,7 +183,6 @@ class Membership:
         Raises what a callback met, InputGone, CallFailed(FENCED) when a newer static member took this one's place,
         and EosErrors for what the group or the cluster refuses for good.
         """
-        self._pulse.beat("polling")
         messages: list[Any] = []
         failed: KafkaError | None = None
         try:
@@ -446,8 +445,9 @@ class Membership:
 
     def nobody_took_our_place(self) -> bool:
         """No other member of the group holds our group.instance.id; without one: we still have our member id."""
+        mine = self._noted_member_id()  # another one than at the last commit, if librdkafka joined again by itself
         if self._instance_id is None:
-            return bool(self.consumer.memberid())
+            return bool(mine)
         with ClusterAdmin(self._settings) as admin:
             members = admin.members(self.group)
         ours = [m for m in members if m.get("group_instance_id") == self._instance_id]

@@ -163,22 +163,29 @@ class TransactionalProducer:
 
     # ---- life -------------------------------------------------------------------------------------------------
 
-    def start(self, deadline: float | None) -> None:
+    def start(self, deadline: float | None, before_init: Callable[[str], None] = lambda transactional_id: None) -> None:
         """Creates the client and initialises the transactional.id, which ends what a predecessor left open.
 
-        `deadline` is a time.monotonic(); without one an unreachable cluster is waited for. Raises Unavailable,
-        ConfigurationError, NotAuthorised.
+        `deadline` is a time.monotonic(); without one an unreachable cluster is waited for. `before_init` is called with
+        each transactional.id immediately before its init. Raises Unavailable, ConfigurationError, NotAuthorised.
         """
         for transactional_id in reversed(self._ids):
-            client = self._initialised(transactional_id, deadline)
+            client = self._initialised(transactional_id, deadline, before_init)
             if transactional_id != self._ids[0]:
                 _retire(client)
         self._client = client
         self._machine.fire(Event.INITIALISED)
         self._spent = None
 
-    def _initialised(self, transactional_id: str, deadline: float | None) -> _Client:
+    def _initialised(
+        self,
+        transactional_id: str,
+        deadline: float | None,
+        before_init: Callable[[str], None] = lambda transactional_id: None,
+    ) -> _Client:
         client = _Client(self._settings, transactional_id, self._reports)
+        # Behind the client: what its settings are refused for must not have fenced a healthy owner.
+        before_init(transactional_id)
         try:
             self._call(client, "init", client.producer.init_transactions, deadline=deadline)
         except CallFailed as failure:
@@ -343,24 +350,28 @@ class TransactionalProducer:
         `meanwhile` is called again and again while it answers True: it had something better to do than to wait.
         """
         deadline = time.monotonic() + self._settings.transaction_timeout_ms / 1000 + HANG_MARGIN_S
+        wait_s = _FLUSH_LOOK_S  # the first sets the client's threads on what is left in the queue
+        while self._flush_for(wait_s):
+            if time.monotonic() >= deadline:
+                raise self._fail("flush", Action.ABORT, TimeoutError("records are still in the queue"))
+            wait_s = _FLUSH_LOOK_S if meanwhile() else _FLUSH_WAIT_S
         client = self.client
+        if client.callback_error is not None:
+            latched, client.callback_error = client.callback_error, None
+            raise latched  # the user's own callback failed: that is theirs to know
+        self._raise_delivery_error()
+
+    def _flush_for(self, wait_s: float) -> int:
+        """How many records are still in the queue."""
+        self._pulse.beat("calling", "flush")
         try:
-            self._pulse.beat("calling", "flush")
-            wait_s = _FLUSH_LOOK_S  # the first sets the client's threads on what is left in the queue
-            while raising(client.producer.flush, wait_s):
-                wait_s = _FLUSH_LOOK_S if meanwhile() else _FLUSH_WAIT_S
-                self._pulse.beat("calling", "flush")
-                if time.monotonic() >= deadline:
-                    raise self._fail("flush", Action.ABORT, TimeoutError("records are still in the queue"))
+            left: int = raising(self.client.producer.flush, wait_s)
         except KafkaException as error:
             raise self._failed("flush", error) from error
         except SystemError as error:
             # A bare SystemError hides a fatal error: the abort that follows tells which.
             raise self._fail("flush", Action.ABORT, error) from error
-        if client.callback_error is not None:
-            latched, client.callback_error = client.callback_error, None
-            raise latched  # the user's own callback failed: that is theirs to know
-        self._raise_delivery_error()
+        return left
 
     def send_offsets(self, offsets: list[TopicPartition], group_metadata: Any) -> None:
         self._machine.fire(Event.SEND_OFFSETS)

@@ -324,17 +324,20 @@ class TransactSession:
 
     def _start_producers(self, deadline: float) -> None:
         """Fences every predecessor, in whichever way it used the two transactional.ids."""
-        with ClusterAdmin(self.settings) as admin:
-            old_brokers = admin.transaction_version() < OLD_TRANSACTIONS
-            end_left_open(admin, [self.transactional_id, alternate_of(self.transactional_id)])
         self._committer = Watchdog(f"eos-{self.transactional_id}-commit")
-        first = TransactionalProducer(self.settings, self.transactional_id, alternate=old_brokers, pulse=self.pulse)
-        self._producers = [first]
-        first.start(deadline)
-        if old_brokers:
-            return  # there the alternate id is for replacements
-        second = TransactionalProducer(self.settings, alternate_of(self.transactional_id), pulse=self.pulse)
-        second.start(deadline)
+        with ClusterAdmin(self.settings) as admin:
+
+            def end(transactional_id: str) -> None:
+                end_left_open(admin, [transactional_id])
+
+            old_brokers = admin.transaction_version() < OLD_TRANSACTIONS
+            first = TransactionalProducer(self.settings, self.transactional_id, alternate=old_brokers, pulse=self.pulse)
+            self._producers = [first]
+            first.start(deadline, end)
+            if old_brokers:
+                return  # there the alternate id is for replacements
+            second = TransactionalProducer(self.settings, alternate_of(self.transactional_id), pulse=self.pulse)
+            second.start(deadline, end)
         if self._takes_turns:
             self._producers.append(second)
         else:
@@ -485,13 +488,7 @@ class TransactSession:
         """Polls until the interval since the last transaction's begin is over; no transaction is open."""
         self.producer.poll(0)
         self._wait_out_pause()
-        # A partition that left and comes back begins behind what of it is on its way.
-        if self.membership.new_partitions and not self._finish_leaving():
-            return
-        try:
-            self.membership.begin_new_partitions()
-        except CallFailed as failure:
-            self._recover(failure)
+        if self.membership.new_partitions and not self._begin_partitions():
             return
         due = self._began_at + self._interval_s
         self._gathering_since = time.monotonic()
@@ -505,6 +502,17 @@ class TransactSession:
         early_s = 0.0 if self._aborts_in_a_row else max(0.0, due - time.monotonic())
         # A chunk is a backlog, also before the interval is over: the producer has nothing to send until we begin.
         self._poll(min(room, _CHUNK), early_s)
+
+    def _begin_partitions(self) -> bool:
+        # A partition that left and comes back begins behind what of it is on its way.
+        if not self._finish_leaving():
+            return False
+        try:
+            self.membership.begin_new_partitions()
+        except CallFailed as failure:
+            self._recover(failure)
+            return False
+        return True
 
     def _poll_on(self, most: int) -> None:
         """More for the open transaction, if there is a backlog: its queue may run dry for a moment."""
@@ -521,6 +529,7 @@ class TransactSession:
 
     def _poll(self, most: int, timeout_s: float) -> None:
         failure, self._consumer_failure = self._consumer_failure, None
+        self.pulse.beat("polling")
         try:
             if failure is not None:
                 raise failure
@@ -628,7 +637,9 @@ class TransactSession:
             self.producer.give_up("the transaction before it did not commit")
             self._producers.reverse()
         self._positions.returned()
-        self.membership.new_starts = leaving.new_starts | self.membership.new_starts
+        # Not those of a partition that went while its commit was on its way: it begins where its next owner says.
+        starts = {p: offset for p, offset in leaving.new_starts.items() if p in self.membership.owned}
+        self.membership.new_starts = starts | self.membership.new_starts
         if not isinstance(error, CallFailed):
             raise error
         self._in_doubt = leaving.offsets
@@ -774,10 +785,11 @@ class TransactSession:
         self._count_rebuild(reason, "group")
         self._open = None
         gone, self._consumer_failure = self.membership, None
+        starts = gone.new_starts  # its closing forgets them
         gone.abandon()
         self._positions.clear()
         self._membership = self._new_membership()
-        self._membership.begin_at(gone.new_starts)
+        self._membership.begin_at(starts)
         self.producer.replace(f"failure: {reason}")  # ends what was open
         self._membership.join()
         log.warning("joined the group again", reason=reason, group=self.group, **self.producer.who())

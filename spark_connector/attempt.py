@@ -137,10 +137,11 @@ class Attempt:
         partitions = [(target.topic, target.partition) for target in targets]
         if batch.key is not None:
             partitions.append((marker.TOPIC, connected.markers.partition))
+        shares = self._shares(len(targets))  # asks the JVM, so before anything is open that its end would leave open
         self._began = time.monotonic()
         self._timed("add", lambda: self._transaction.add(partitions))
         self._options.on_step("add")
-        results = self._timed("produce", lambda: self._produce(targets))
+        results = self._timed("produce", lambda: self._produce(targets, shares))
         rows = sum(result.rows for result in results)
         self._options.on_step("produce")
         if batch.key is not None:
@@ -156,14 +157,14 @@ class Attempt:
     def _find_marker(self) -> Marker | None:
         return None if self._batch.key is None else self._connected.markers.read(self._batch.key)
 
-    def _produce(self, targets: Sequence[Target]) -> list[Result]:
-        """Runs the Spark job; every row is acknowledged when this returns, each partition by one task."""
+    def _produce(self, targets: Sequence[Target], shares: int) -> list[Result]:
+        """Runs the Spark job; every row is acknowledged when this returns, each share of the partitions by one task."""
         claims, options = self._server.claims, self._options
         job = Job(
             options.transactional_id,
             self._transaction.identity,
             tuple((target.topic, target.partition, target.max_bytes) for target in targets),
-            self._shares(len(targets)),
+            shares,
             options.connection,
             self._server.office,
             options.compression,
@@ -190,7 +191,7 @@ class Attempt:
         """How many tasks write, each a share of the partitions: more than can run at once would only wait. Where Spark
         starts executors as tasks wait for them, one for each partition."""
         session = self._df.sparkSession
-        if session.conf.get("spark.dynamicAllocation.enabled", "false") == "true":
+        if str(session.conf.get("spark.dynamicAllocation.enabled", "false")).lower() == "true":
             return targets
         return min(targets, session.sparkContext.defaultParallelism)
 

@@ -198,6 +198,11 @@ class _Sink:
                     "spark.speculation=true runs a task twice at once, and two tasks must not write one partition: set "
                     "it to false for this application"
                 )
+            if str(configuration.get("spark.shuffle.push.enabled", "false")).lower() == "true":
+                raise ConfigurationError(
+                    "spark.shuffle.push.enabled=true keeps Spark from noticing that a task which ran again made other "
+                    "rows, and a batch could be made of both runs: set it to false for this application"
+                )
             bind = configuration.get("spark.driver.bindAddress") or ""
             self._server = ClaimServer(configuration.get("spark.driver.host") or "127.0.0.1", bind)
         return self._server
