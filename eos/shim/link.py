@@ -34,6 +34,8 @@ RESET_WAIT_S = 2.0
 # Linger on, for 0 seconds: closing sends a reset.
 _NO_LINGER = struct.pack("ii", 1, 0)
 _WRITE_BUFFER_BYTES = 1024 * 1024
+# Not less: at the end of a TLS connection asyncio reads out what it holds once, up to twice its 256 KiB, and drops the
+# rest.
 _READ_BYTES = 512 * 1024
 _JOINED_BYTES = 64 * 1024  # up to here a copy costs less than another system call, or than other memory to read into
 
@@ -314,7 +316,7 @@ class _Side(asyncio.BufferedProtocol):
                 transport.write(bytes(piece))
                 continue
             transport.write(piece)
-            if transport.get_write_buffer_size():
+            if isinstance(piece, memoryview) and transport.get_write_buffer_size():
                 # Since Python 3.12 a transport does not copy what it could not send yet. A side that does not read has
                 # one such buffer at most: what comes behind it is copied above.
                 self._buffer.keep()

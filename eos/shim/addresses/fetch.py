@@ -61,12 +61,15 @@ class HideEndpoints:
     def _layout(self, at: Walk) -> Layout:
         yield from _up_to_tags(at)
         for _ in range((yield from walk.uvarint())):
-            # NodeEndpoints is tag 0, so its tag is one byte, and it was read just now: it has not passed yet.
             tag_at = at.position
             tag = yield from walk.uvarint()
+            if tag == 0:
+                # NodeEndpoints' tag is one byte and was read just now. Its size may only come with the next piece: at
+                # once, then, or it would have passed.
+                self._hidden.append((tag_at, tag_at + 1, _UNKNOWN_TAG))
             size = yield from walk.uvarint()
             if tag == 0:
-                self._hidden += [(tag_at, tag_at + 1, _UNKNOWN_TAG), (at.position, at.position + size, 0)]
+                self._hidden.append((at.position, at.position + size, 0))
             yield -size
 
 
