@@ -49,6 +49,9 @@ T = TypeVar("T")
 BATCH_RECORDS = 10_000
 POLL_S = 0.1
 NO_PROGRESS_S = 30.0
+# What one broker just created another may not know for a moment.
+_NEW_TOPIC_S = 5.0
+_MAYBE_NEW = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC)
 
 _RAISED: dict[Action, type[EosError]] = {
     Action.UNAUTHORISED: NotAuthorised,
@@ -523,13 +526,17 @@ def _beginnings(admin: AdminClient, places: Sequence[Place]) -> list[TopicPartit
 
 def _until(what: str, timeout_s: float, ask: Callable[[], T]) -> T:
     """Ask until there is an answer: brokers are killed while histories are read. Raises what classify() says."""
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
     while True:
         try:
             return ask()
         except KafkaException as error:
             cause = error.args[0]
             action = classify("consume", cause)
-            if action is not Action.RETRY or time.monotonic() > deadline:
+            if cause.code() in _MAYBE_NEW:
+                patience_s = min(timeout_s, _NEW_TOPIC_S)
+            else:
+                patience_s = timeout_s if action is Action.RETRY else 0.0
+            if time.monotonic() - began >= patience_s:
                 raise _RAISED.get(action, Unavailable)(f"{what}: {cause.str()}") from error
         time.sleep(POLL_S)
