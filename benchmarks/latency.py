@@ -19,11 +19,12 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from confluent_kafka import Consumer, Producer
+from confluent_kafka import Producer
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.clients import reader
 from benchmarks.worker_speed import create
 from eos.broker import LocalKafka
 
@@ -80,16 +81,7 @@ class Reader:
     """A read_committed consumer of the output; each value is the moment at which its record was due."""
 
     def __init__(self, bootstrap: str, topic: str) -> None:
-        self._consumer = Consumer(
-            {
-                "bootstrap.servers": bootstrap,
-                "group.id": f"{topic}-reader",
-                "isolation.level": "read_committed",
-                "auto.offset.reset": "earliest",
-                "enable.auto.commit": False,
-            }
-        )
-        self._consumer.subscribe([topic])
+        self._consumer = reader(bootstrap, topic)
 
     def ages(self, count: int, limit_s: float) -> Ages:
         """The age in milliseconds of each of the next `count` records when it came, in the order of coming."""

@@ -24,10 +24,10 @@ from datetime import datetime
 from pathlib import Path
 
 import psutil
-from confluent_kafka import Consumer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.clients import reader
 from benchmarks.worker_speed import create
 from eos.broker import LocalKafka
 
@@ -43,16 +43,7 @@ class Reader:
     """Reads the output as committed; each value is the moment at which its record was due."""
 
     def __init__(self, bootstrap: str, topic: str) -> None:
-        self._consumer = Consumer(
-            {
-                "bootstrap.servers": bootstrap,
-                "group.id": f"{topic}-reader",
-                "isolation.level": "read_committed",
-                "auto.offset.reset": "earliest",
-                "enable.auto.commit": False,
-            }
-        )
-        self._consumer.subscribe([topic])
+        self._consumer = reader(bootstrap, topic)
 
     def first_due_after(self, moment_ns: int) -> float:
         """Seconds from `moment_ns` until the first record that was due after it is read."""

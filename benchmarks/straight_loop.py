@@ -10,32 +10,16 @@ import gc
 import sys
 import time
 
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import TopicPartition
+
+from benchmarks.clients import straight
 
 # 100 ms transactions need chunks well below 100 ms of work; larger ones only make larger transactions.
 CHUNK = 2_000
 
 
 def main(bootstrap: str, source: str, target: str, count: int, group: str) -> None:
-    consumer = Consumer(
-        {
-            "bootstrap.servers": bootstrap,
-            "group.id": group,
-            "isolation.level": "read_committed",
-            "enable.auto.commit": False,
-            "auto.offset.reset": "earliest",
-            "fetch.queue.backoff.ms": 5,
-        }
-    )
-    producer = Producer(
-        {
-            "bootstrap.servers": bootstrap,
-            "transactional.id": group,
-            "partitioner": "murmur2_random",
-            "delivery.report.only.error": True,
-        }
-    )
-    producer.init_transactions()
+    consumer, producer = straight(bootstrap, group)
     consumer.subscribe([source])
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)

@@ -1,0 +1,44 @@
+"""The plain confluent-kafka clients of the benchmarks: both straight loops are tuned alike, and readers read alike."""
+
+from __future__ import annotations
+
+from confluent_kafka import Consumer, Producer
+
+
+def straight(bootstrap: str, group: str) -> tuple[Consumer, Producer]:
+    """What a careful person sets by hand for speed; the producer is initialised, its transactional.id is the group."""
+    consumer = Consumer(
+        {
+            "bootstrap.servers": bootstrap,
+            "group.id": group,
+            "isolation.level": "read_committed",
+            "enable.auto.commit": False,
+            "auto.offset.reset": "earliest",
+            "fetch.queue.backoff.ms": 5,
+        }
+    )
+    producer = Producer(
+        {
+            "bootstrap.servers": bootstrap,
+            "transactional.id": group,
+            "partitioner": "murmur2_random",
+            "delivery.report.only.error": True,
+        }
+    )
+    producer.init_transactions()
+    return consumer, producer
+
+
+def reader(bootstrap: str, topic: str) -> Consumer:
+    """Reads `topic` from its beginning, as committed."""
+    consumer = Consumer(
+        {
+            "bootstrap.servers": bootstrap,
+            "group.id": f"{topic}-reader",
+            "isolation.level": "read_committed",
+            "auto.offset.reset": "earliest",
+            "enable.auto.commit": False,
+        }
+    )
+    consumer.subscribe([topic])
+    return consumer
