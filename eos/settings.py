@@ -24,6 +24,9 @@ from eos.errors import ConfigurationError
 MINIMUM_RETRY_BACKOFF_MS = 50  # below it a call that was retried cannot be told from a healthy one by its time
 RETRY_BACKOFF_DEFAULTS = {"retry.backoff.ms": 100, "retry.backoff.max.ms": 1000}  # librdkafka's
 STATISTICS_INTERVAL_MS = 200
+_MISSPELT = 0.9  # so much like a variable of ours that it was meant to be it
+# Kafka's settings whose numbers we reckon with ourselves, before a client could refuse what is none.
+READ_HERE = ("max.poll.interval.ms", "session.timeout.ms")
 
 
 @dataclass(frozen=True)
@@ -364,9 +367,13 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if servers := environment.get("KAFKA_BOOTSTRAP_SERVERS"):
         values["bootstrap.servers"] = servers
-    for name in OPTIONS:
-        if (value := environment.get(name.upper().replace(".", "_"))) is not None:
-            values[name] = value
+    variables = {name.upper().replace(".", "_"): name for name in OPTIONS}
+    for variable, value in environment.items():
+        if variable in variables:
+            values[variables[variable]] = value
+        elif variable.startswith("EOS_") and (meant := difflib.get_close_matches(variable, variables, 1, _MISSPELT)):
+            # Others may have variables that begin so; one that is all but ours would go unheard.
+            raise ConfigurationError(f"{variable} is not a setting; did you mean {meant[0]}?")
     return values
 
 
@@ -380,6 +387,8 @@ def _check(name: str, value: Any) -> None:
     known = names.CONSUMER_ONLY | names.PRODUCER_ONLY | names.COMMON | CALLBACKS
     if name not in known:
         raise ConfigurationError(f"{name} is not a setting of Kafka's clients{_suggest(name, known)}")
+    if name == "bootstrap.servers" and not str(value).strip(" ,"):
+        raise ConfigurationError("bootstrap.servers is empty: expected HOST:PORT[,HOST:PORT...]")
     refusal = REFUSALS.get(name)
     if refusal and not _values(name, value) <= refusal.allowed:
         allowed = " or ".join(sorted(refusal.allowed))
@@ -400,6 +409,9 @@ def _check_timeouts(settings: Settings) -> None:
     def number(name: str) -> int:
         return _number(name, settings.values[name])
 
+    for name in READ_HERE:
+        if name in settings.values:
+            number(name)
     timeout_ms = _number("transaction.timeout.ms", settings["transaction.timeout.ms"])
     if timeout_ms < 1_000:
         raise ConfigurationError(f"transaction.timeout.ms={timeout_ms} is below 1000, the least Kafka's client takes")

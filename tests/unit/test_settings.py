@@ -134,6 +134,9 @@ def test_an_option_that_cannot_be_read_is_refused(name: str, value: Any, reason:
         ({"eos.transaction.interval.ms": 5_001}, "at most half of transaction.timeout.ms=10000"),
         ({"retry.backoff.ms": 49}, "retry.backoff.ms=49 is below 50"),
         ({"retry.backoff.max.ms": 49}, "retry.backoff.max.ms=49 is below 50"),
+        ({"max.poll.interval.ms": "long"}, "max.poll.interval.ms=long is not a number"),
+        ({"session.timeout.ms": "long"}, "session.timeout.ms=long is not a number"),
+        ({"bootstrap.servers": " ,"}, "bootstrap.servers is empty: expected HOST:PORT"),
         ({"statistics.interval.ms": 0}, "must be between 1 and 1000"),
         ({"statistics.interval.ms": 1_001}, "must be between 1 and 1000"),
         ({"group.protocol": "consumer", "group.instance.id": "a"}, "locks the restarted member out"),
@@ -244,6 +247,12 @@ def test_every_option_of_ours_has_a_default_and_a_name_in_the_environment(name: 
         text = "true"
     settings = load({}, {name.upper().replace(".", "_"): text})
     assert settings[name] == OPTIONS[name].read(text) != OPTIONS[name].default
+
+
+def test_a_variable_that_is_all_but_ours_is_refused_with_what_was_meant() -> None:
+    with pytest.raises(ConfigurationError, match="EOS_INSTANCES is not a setting; did you mean EOS_INSTANCE\\?"):
+        load({}, {"EOS_INSTANCES": "a"})
+    assert load({}, {"EOS_APP": "hello:app", "EOS_INSTANCE_SERVICE_HOST": "10.0.0.1"}).values == {}
 
 
 def test_other_variables_of_the_environment_are_not_ours() -> None:
