@@ -159,7 +159,7 @@ class Supervisor:
     # ---- the loop -------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        with self._incidents, self._handling_signals():
+        with self._incidents, self.hearing_signals():
             for child in self.children:
                 self._start(child)
             try:
@@ -209,7 +209,8 @@ class Supervisor:
         if what is After.RESTART:
             self._plan_restart(child, lived_s)
             return
-        self._codes.append(code)
+        # One that our own SIGTERM killed did not listen yet: it had begun nothing, and was stopped on request.
+        self._codes.append(0 if self._stopping_since is not None and code == -signal.SIGTERM else code)
         if what is After.STOP:
             self.stop()
 
@@ -356,7 +357,9 @@ class Supervisor:
                 key.data()
 
     @contextlib.contextmanager
-    def _handling_signals(self) -> Iterator[None]:
+    def hearing_signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT are this supervisor's: those that come before `run` are not lost either."""
+
         def asked(number: int, _: Any) -> None:
             self._signals.append(number)
 

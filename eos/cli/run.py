@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import signal
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,19 +78,51 @@ def run(
     for name in ("group.id", "transactional.id"):
         if name in loaded.values:
             raise UsageError(f"{name} cannot be set for `eos run`: it is the App's id (and its instance)")
-    if workers is not None or reload:
-        command = ["run", target, "--log-format", log_format, "--log-level", log_level]
-        command += ["--until-end"] if until_end else []
-        command += [word for item in flags.items() if item[0] != "eos.instance" for word in ("-X", "=".join(item))]
-        watched = folders_of(target) if reload else []
-        return _supervise(command, loaded, workers, address, show, watched)
-    app = load_app(target)
-    _warn_of_random_host_name(loaded)
-    _run_worker(Worker(app, loaded, until_end=until_end), pipe, address, show)
+    with _stop_before_the_start() as begun:
+        if workers is not None or reload:
+            command = ["run", target, "--log-format", log_format, "--log-level", log_level]
+            command += ["--until-end"] if until_end else []
+            command += [word for item in flags.items() if item[0] != "eos.instance" for word in ("-X", "=".join(item))]
+            watched = folders_of(target) if reload else []
+            _warn_of_random_host_name(loaded)  # the workers are given theirs, and would not know
+            return _supervise(command, loaded, workers, address, show, watched, begun)
+        app = load_app(target)
+        _warn_of_random_host_name(loaded)
+        _run_worker(Worker(app, loaded, until_end=until_end), pipe, address, show, begun)
     return 0
 
 
-def _run_worker(worker: Worker, pipe: int | None, address: tuple[str, int] | None, show: bool) -> None:
+class _StoppedEarly(BaseException):
+    """Asked to stop while there was nothing to finish. No Exception, so that no `except` of a user's swallows it."""
+
+
+@contextlib.contextmanager
+def _stop_before_the_start() -> Iterator[Callable[[], None]]:
+    """SIGTERM and SIGINT end the block at once, and well, until what it yields was called: then whoever hears them now
+    has them, and what comes behind that one's end is over in a moment."""
+    waiting = True
+
+    def asked(number: int, _: Any) -> None:
+        if waiting:
+            raise _StoppedEarly(signal.Signals(number).name)
+
+    def begun() -> None:
+        nonlocal waiting
+        waiting = False
+
+    before = {number: signal.signal(number, asked) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield begun
+    except _StoppedEarly as stopped:
+        log.info("stopped before it began", signal=str(stopped))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run_worker(
+    worker: Worker, pipe: int | None, address: tuple[str, int] | None, show: bool, begun: Callable[[], None]
+) -> None:
     """In this process. Who does not look at it does not pay for it: without a watcher there is no observer."""
     with contextlib.ExitStack() as around:
         if pipe is not None or address is not None or show:
@@ -108,6 +142,7 @@ def _run_worker(worker: Worker, pipe: int | None, address: tuple[str, int] | Non
         app, values = worker.app, worker.settings
         preflight.require(values, preflight.need_of(values, app.topics, app.destinations))
         with StopSignals(worker.session):
+            begun()
             worker.run()
 
 
@@ -118,6 +153,7 @@ def _supervise(
     address: tuple[str, int] | None,
     show: bool,
     watched: list[Path],
+    begun: Callable[[], None],
 ) -> int:
     """Workers in processes of their own, each `command` with its instance; `watched`: see --reload."""
     names = [loaded.instance] if workers is None else [f"{loaded.instance}-{number}" for number in range(workers)]
@@ -135,7 +171,9 @@ def _supervise(
             around.enter_context(live_view(supervisor.statuses, table))
         if watched:
             around.enter_context(reloading(watched, supervisor.reload))
-        return supervisor.run()
+        with supervisor.hearing_signals():
+            begun()
+            return supervisor.run()
 
 
 def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:

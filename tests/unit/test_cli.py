@@ -136,7 +136,7 @@ def test_a_port_or_a_number_of_workers_that_is_none_is_refused(
 def test_a_port_that_cannot_be_listened_on_is_a_configuration_error_before_anything_starts(here: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        sentence = refused(78, here, "run", "good:app", "--workers", "2", "--http-port", address)
+        sentence = refused(78, here, "run", "good:app", "--workers", "2", "--instance", "i", "--http-port", address)
     assert sentence == f"eos: --http-port {address}: Address already in use\n"
 
 
@@ -144,6 +144,29 @@ def test_a_supervisor_ends_with_what_its_first_worker_says_and_each_line_says_wh
     ended = program(here, "run", "good:nope", "--workers", "2", "--instance", "w")
     assert ended.returncode == 64
     assert re.search(r"^w-[01] \| eos: nope in good is missing$", ended.stderr, re.MULTILINE), ended.stderr
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+def test_a_stop_while_the_app_is_loaded_is_a_stop_on_request(here: Path, number: str) -> None:
+    (here / "slow.py").write_text(f"import os, signal, time\nos.kill(os.getpid(), signal.{number})\ntime.sleep(50)\n")
+    assert f"stopped before it began signal={number}\n" in refused(0, here, "run", "slow:app", "--instance", "i")
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments"),
+    [
+        (69, ("good:app", "--bootstrap-servers", "127.0.0.1:1", "-X", "eos.startup.timeout.ms=1000")),
+        (64, ("good:nope", "--workers", "2")),
+    ],
+    ids=["one", "supervised"],
+)
+def test_in_a_container_without_an_instance_there_is_one_warning(
+    here: Path, code: int, arguments: tuple[str, ...]
+) -> None:
+    said = refused(code, here, "run", *arguments, KUBERNETES_SERVICE_HOST="10.0.0.1")
+    assert said.count("host names of containers are random") == 1
+    said = refused(code, here, "run", *arguments, "--instance", "i", KUBERNETES_SERVICE_HOST="10.0.0.1")
+    assert "host names" not in said
 
 
 @pytest.mark.parametrize("name", ["group.id", "transactional.id"])

@@ -27,7 +27,7 @@ from eos.supervisor import (
 from tests.support.reading import wait_until
 
 # Notes each life in a file; ends with the next of its codes (the last again and again), or waits for SIGTERM at "run",
-# ignoring the first SIGTERM at "deaf" (and both at "deaf for ever").
+# ignoring the first SIGTERM at "deaf" (and both at "deaf for ever") and not hearing of it yet at "starting".
 PROGRAM = """
 import os, signal, sys, time
 name, folder, *codes = sys.argv[1:]
@@ -42,8 +42,9 @@ def on_term(number, frame):
     asked.append(number)
     if do == "run" or (do == "deaf" and len(asked) == 2):
         sys.exit(0 if do == "run" else 75)
-if do in ("run", "deaf", "deaf for ever"):
-    signal.signal(signal.SIGTERM, on_term)
+if do in ("run", "deaf", "deaf for ever", "starting"):
+    if do != "starting":
+        signal.signal(signal.SIGTERM, on_term)
     open(f"{lives}.up{life}", "a").close()
     while True:
         time.sleep(0.05)
@@ -159,6 +160,24 @@ def test_a_signal_is_passed_on_to_all_and_nobody_is_started_again(tmp_path: Path
     meanwhile(ask)
     assert supervisor.run() == 0
     assert (lives(tmp_path, "a"), lives(tmp_path, "b")) == (1, 1)
+
+
+def test_a_worker_that_is_stopped_before_it_listens_was_stopped_on_request(tmp_path: Path) -> None:
+    supervisor = supervise(tmp_path, {"a": ["starting"], "b": ["run"]})
+
+    def ask() -> None:
+        wait_up(tmp_path, "a", "b")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    meanwhile(ask)
+    assert supervisor.run() == 0
+
+
+def test_a_signal_from_before_the_run_is_heard(tmp_path: Path) -> None:
+    supervisor = supervise(tmp_path, {"a": ["run"]})
+    with supervisor.hearing_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert supervisor.run() == 0
 
 
 def test_a_second_signal_is_passed_on_too_and_what_was_given_up_is_75(tmp_path: Path) -> None:
