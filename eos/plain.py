@@ -64,7 +64,9 @@ class PlainTransaction:
 
     def __init__(self, producer: TransactionalProducer) -> None:
         self._producer = producer
-        self._failure: CallFailed | None = None
+        self.failure: CallFailed | None = None
+        """Of a send: the transaction cannot commit any more."""
+        self.failed_topic = ""
         self.deliveries: list[Delivery] = []
 
     def send(
@@ -79,7 +81,8 @@ class PlainTransaction:
     ) -> Delivery:
         """Queues one record; values and keys are encoded as an App's are (bytes, str as UTF-8, None, else JSON).
 
-        Raises the transaction's failure as soon as it is known; the block's end aborts then.
+        Raises the transaction's failure as soon as it is known; the block's end aborts then, and raises it again if the
+        block went on.
         """
         if self._producer.state is not State.IN_TRANSACTION:
             raise IllegalState(f"send is not possible in state {self._producer.state.value}")
@@ -90,7 +93,7 @@ class PlainTransaction:
                 topic, encode(value), encode_key(key), where, timestamp_ms, list(headers), delivery._report
             )
         except CallFailed as failure:
-            self._failure = failure
+            self.failure, self.failed_topic = failure, topic
             delivery.error = str(failure)
             raise _public(failure, topic) from failure
         self.deliveries.append(delivery)
@@ -131,13 +134,18 @@ class Transactions:
             self._give_up()
             raise
         try:
+            if txn.failure is not None:
+                raise txn.failure  # a send's, which the block took for handled: without that record there is no commit
             producer.flush()
             producer.commit()
         except CallFailed as failure:
             self._give_up()
             if failure.call == "commit" and failure.action is Action.REBUILD:
                 raise CommitOutcomeUnknown(f"the commit's outcome is unknown: {failure}") from failure
-            raise _public(failure, "") from failure
+            raise _public(failure, txn.failed_topic) from failure
+        except BaseException:
+            self._give_up()  # a callback of the user's raised, or a signal's handler
+            raise
 
     def _give_up(self) -> None:
         if self._producer.may_abort:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +15,7 @@ from eos.errors import ConfigurationError, Fenced, IllegalState, PoisonRecord, U
 from eos.plain import Transactions
 from eos.states import State
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
-from tests.support.reading import create_topic, settled_values, transaction_of, visible_values
+from tests.support.reading import create_topic, settled_values, transaction_of, visible_values, wait_until
 
 
 @pytest.fixture
@@ -135,6 +137,42 @@ def test_a_record_that_is_too_large_aborts_all_of_its_transaction(
         with transactions.begin() as txn:
             txn.send(topic, "after", partition=0)
     assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"after"]
+
+
+def test_a_block_that_goes_on_after_a_refused_send_aborts_at_its_end_and_says_why(
+    kafka: LocalKafka, settings: dict[str, object], topic: str
+) -> None:
+    with Transactions(settings) as transactions:
+        with pytest.raises(PoisonRecord, match="MSG_SIZE_TOO_LARGE") as refused, transactions.begin() as txn:
+            txn.send(topic, "small", partition=0)
+            transactions._producer.flush()  # or an abort has nothing to abort
+            with contextlib.suppress(PoisonRecord):
+                txn.send(topic, b"x" * 2_000_000, partition=0)
+        assert refused.value.topic == topic
+        assert transaction_of(kafka.bootstrap_servers, str(settings["transactional.id"])).state != "Ongoing"
+        with transactions.begin() as txn:
+            txn.send(topic, "after", partition=0)
+    assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"after"]
+
+
+def test_a_callback_that_raises_in_the_flush_aborts_and_comes_out_unchanged(
+    kafka: LocalKafka, settings: dict[str, object], topic: str
+) -> None:
+    now = threading.Event()
+
+    def fail(statistics: str) -> None:
+        if now.is_set():
+            raise ZeroDivisionError
+
+    with Transactions(settings | {"stats_cb": fail, "statistics.interval.ms": 10}) as transactions:
+        with pytest.raises(ZeroDivisionError), transactions.begin() as txn:
+            txn.send(topic, "never seen", partition=0)
+            transactions._producer.flush()
+            now.set()
+            client = transactions._producer.client
+            wait_until("the callback", lambda: transactions._producer.poll(0.01) or client.callback_error, 30)
+        assert transaction_of(kafka.bootstrap_servers, str(settings["transactional.id"])).state != "Ongoing"
+    assert settled_values(kafka.bootstrap_servers, topic)[0] == []
 
 
 def test_a_transaction_timeout_above_the_brokers_maximum_is_a_configuration_error(settings: dict[str, object]) -> None:
