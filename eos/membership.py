@@ -335,7 +335,7 @@ class Membership:
         )
 
     def _resolve_starts(self, partitions: Sequence[Partition]) -> dict[Partition, TopicPartition] | None:
-        """Where each new partition begins: its stable committed offset, else by auto.offset.reset (loop rule 16)."""
+        """Where each new partition begins: its stable committed offset, else by auto.offset.reset."""
         starts = self.try_committed(partitions)
         if starts is None:
             return None
@@ -498,7 +498,7 @@ class Membership:
         last statistics; None: not known yet.
 
         Control markers take offsets too: with nothing left to fetch and nothing in hand, the lag is 0, whatever lies
-        between (loop rule 14).
+        between.
         """
         return {partition: self._lags.get(partition) for partition in self.owned}
 

@@ -201,7 +201,7 @@ class TransactionalProducer:
         return client
 
     def must_replace(self) -> str | None:
-        """Why this producer may not begin another transaction, or None (the replacement rule, facts H1-H3)."""
+        """Why this producer may not begin another transaction, or None (the replacement rule, eos/evidence.py)."""
         if self._mode == ALWAYS:
             return ALWAYS
         if self._machine.state is State.FATAL:
@@ -388,7 +388,8 @@ class TransactionalProducer:
         self._machine.fire(Event.ENDED)
 
     def abort(self, deadline: float | None = None) -> None:
-        """Aborts; afterwards this producer is spent: a purged record's sequence number may be reused wrongly (H2b).
+        """Aborts; afterwards this producer is spent: the client may use a purged record's sequence number
+        again, and the broker then takes the next record for a duplicate of it.
 
         An unreachable cluster is waited for until `deadline` (time.monotonic()), for ever without one.
         """

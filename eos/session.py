@@ -11,7 +11,7 @@ is eos/errors.py's answer; how it is carried out is `_recover`, `_abort`, `_rebu
 
 The backlog's next records are fetched while a large transaction's flush and commit are waited for (`_fetch_ahead`).
 
-With `eos.producers=2` two producers take turns (loop rule 18): while send_offsets and commit of one transaction are on
+With `eos.producers=2` two producers take turns: while send_offsets and commit of one transaction are on
 their way on another thread, the next one is filled under the other transactional.id. It sends records only after the
 flush of the one before (order per partition) and offsets only after that one's commit returned; if that commit did not
 come to pass, it goes down with it (`_finish_leaving`). So what can be committed is always a beginning of what was read.
@@ -669,7 +669,8 @@ class TransactSession:
             # Clocks differ: a record from the future is no age below zero.
             counters.end_to_end_seconds.observe(max(0.0, (ended_ms - leaving.first_timestamp_ms) / 1000))
         ms = round((ended_at - leaving.began_at) * 1000)
-        log.debug("committed", taken=leaving.taken, sent=leaving.transaction.sent, ms=ms)
+        who = leaving.producer.who()
+        log.debug("committed", taken=leaving.taken, sent=leaving.transaction.sent, ms=ms, **who)
 
     def _count_replacements(self) -> None:
         total: dict[str, int] = {}
@@ -843,7 +844,7 @@ class TransactSession:
                 break
             except Unavailable as error:
                 self.pulse.beat("calling", "DescribeTransactions")
-                log.warning("waiting for the cluster", call="DescribeTransactions", error=str(error))
+                log.warning("waiting for the cluster", call="DescribeTransactions", error=str(error), **producer.who())
                 time.sleep(0.5)
         log.warning("fenced", owner=owner.value, age_ms=round(age_ms), answer=answer, **producer.who())
         return owner, answer

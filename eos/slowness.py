@@ -10,7 +10,7 @@ Owns the judgement only; it must never measure, and never touch a transaction.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from eos import log
 from eos.app import Record, Route
@@ -46,15 +46,18 @@ class Slowness:
         """Whether a transaction that is open for `open_s` can still commit after a call that took `took_s`."""
         return open_s * 1000 > self._transaction_ms or took_s * 1000 > self._poll_ms
 
-    def strike(self, route: Route, records: list[Record], took_s: float) -> None:
+    def strike(
+        self, route: Route, records: list[Record], took_s: float, who: Mapping[str, object] | None = None
+    ) -> None:
         """These records took too long. Raises ConfigurationError when they did so before.
 
         Many records of a function that takes one at a time are no proof: they come again one by one.
+        `who`: fields that say whose transaction is lost.
         """
         sentence = self._sentence(route, records, took_s)
         if any(self._slow.get((record.topic, record.partition)) == record.offset for record in records):
             raise ConfigurationError(sentence)
-        log.warning("too slow: the transaction is lost, its records come again", why=sentence)
+        log.warning("too slow: the transaction is lost, its records come again", why=sentence, **(who or {}))
         many = route.batch or route.concurrent
         for record in reversed(records):
             place = record.topic, record.partition

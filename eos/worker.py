@@ -123,7 +123,8 @@ class Worker:
             ended = time.monotonic()
             waited_s = self._handler.room_s - room_s
             if self._slowness.too_slow(ended - begun - waited_s, ended - began):
-                self._slowness.strike(self._route_of(batch), batch, ended - began)
+                who = self.session.producer.who()
+                self._slowness.strike(self._route_of(batch), batch, ended - began, who)
             elif self._slowness.one_by_one:
                 self._slowness.passed(batch[-1], self.session.membership.owned)
             if halt is not None:

@@ -78,9 +78,8 @@ def end_left_open(admin: ClusterAdmin, transactional_ids: Sequence[str]) -> None
                 if row.state == "Ongoing" and row.transactional_id not in ended:
                     ended.add(row.transactional_id)
                     answer = admin.abort_if_ongoing(row)
-                    log.debug(
-                        "ended what a predecessor left open", transactional_id=row.transactional_id, answer=answer
-                    )
+                    who = {"transactional_id": row.transactional_id, "producer_id": row.producer_id, "epoch": row.epoch}
+                    log.debug("ended what a predecessor left open", answer=answer, **who, state=row.state)
             time.sleep(_LEFT_OPEN_PAUSE_S)
     except EosError as error:
         log.debug("cannot end what a predecessor left open", error=str(error))

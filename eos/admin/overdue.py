@@ -86,7 +86,7 @@ def end_if_overdue(admin: ClusterAdmin, transaction: Listed) -> bool:
         "epoch": transaction.epoch,
     }
     if answer != _ABORTING:
-        log.debug("an overdue transaction was not ended", answer=answer, **who)
+        log.debug("an overdue transaction was not ended", answer=answer, **who, state=transaction.state)
         return False
     log.info("ended the transaction of another member, which was past its timeout", state="PrepareAbort", **who)
     return True

@@ -61,8 +61,8 @@ def parse_target(texts: Sequence[str]) -> Target:
     wrong = [text for text, match in zip(texts, exact, strict=True) if match is None]
     if not texts or wrong:
         raise UsageError(
-            f"--from {wrong[0] if wrong else ''}: expected earliest, latest, a time such as 2013-07-04T12:00:00, "
-            "or any number of TOPIC:PARTITION:OFFSET"
+            f"--from {wrong[0] if wrong else 'is missing'}: expected earliest, latest, a time such as "
+            "2013-07-04T12:00:00, or any number of TOPIC:PARTITION:OFFSET"
         )
     offsets = {(m["topic"], int(m["partition"])): int(m["offset"]) for m in exact if m}
     if len(offsets) < len(texts):

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eos.broker.detached import Detached, default_directory
-from eos.errors import ConfigurationError, Unavailable, describe_error
+from eos.errors import ConfigurationError, Unavailable, UsageError, describe_error
 
 NOT_RUNNING = 69
 
@@ -41,6 +41,8 @@ def start(
     ] = None,
 ) -> None:
     """Start Kafka in the background and keep its data; does nothing if it is running."""
+    if nodes not in (None, 1, 3):
+        raise UsageError(f"--nodes {nodes}: must be 1 or 3")
     kafka = Detached(data or default_directory())
     started = kafka.start(nodes, version, port)
     state = kafka.state()

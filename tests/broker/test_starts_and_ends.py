@@ -5,6 +5,7 @@ Every test runs the real command line in a process of its own and judges by what
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -154,6 +155,10 @@ def test_sigterm_ends_the_batch_commits_and_exits_0(kafka: LocalKafka, pipelines
     assert worker.wait() == 0
     assert time.monotonic() - asked < 5
     assert "aborts=0" in worker.log
+    commits = [line for line in worker.log.splitlines() if " committed taken=" in line]
+    assert commits
+    for line in commits:
+        assert re.search(r" transactional_id=\S+ producer_id=\d+ epoch=\d+ state=\w+$", line), line
     assert pipeline.delivered < 2 * pipeline.loaded, "it was stopped in mid-run"
     assert pipeline.members() == 0, "a final stop takes a static member out of the group"
     pipeline.verify(complete=False)

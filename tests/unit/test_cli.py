@@ -111,6 +111,27 @@ def test_an_option_without_its_value_is_named(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("broker", "start", "--nodes", "2"), "--nodes 2: must be 1 or 3"),
+        (("reset", "good:app"), "--from is missing: expected earliest, latest, a time such as"),
+        (("reset", "good:app", "--from", "never"), "--from never: expected earliest, latest, a time such as"),
+        (("reset", "--group", "g", "--from", "earliest"), "--group needs --topic"),
+        (("txn", "abort", "--topic", "t"), "eos txn abort needs either --transactional-id, or --topic and --partition"),
+        (("doctor", "good:number"), "number in good is a int, not an App"),
+        (("config", "nosuch"), "there is no module nosuch"),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, tuple) else None,
+)
+def test_what_is_wrong_with_a_command_is_said_in_one_sentence(
+    here: Path, arguments: tuple[str, ...], sentence: str
+) -> None:
+    said = refused(64, here, *arguments)
+    assert said.startswith(f"eos: {sentence}")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
     ("option", "value", "choices"),
     [("--log-format", "xml", "human, json"), ("--log-level", "loud", "debug, info, warning, error")],
 )

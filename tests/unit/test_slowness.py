@@ -40,8 +40,9 @@ def test_what_is_too_slow_is_measured_against_both_settings() -> None:
 def test_the_same_record_twice_is_an_error_with_function_place_and_setting(caplog: pytest.LogCaptureFixture) -> None:
     slowness = Slowness(Settings(SETTINGS))
     with caplog.at_level(logging.WARNING, "eos"):
-        slowness.strike(route(), records(7), 3.5)
+        slowness.strike(route(), records(7), 3.5, {"transactional_id": "app-1", "epoch": 3})
     assert "too slow: the transaction is lost, its records come again" in caplog.text
+    assert caplog.text.endswith(" transactional_id=app-1 epoch=3\n")
     with pytest.raises(ConfigurationError) as e:
         slowness.strike(route(), records(7), 3.6)
     assert "took 3.6 s for in [0] offset 7, longer than transaction.timeout.ms=2000: raise it" in str(e.value)
