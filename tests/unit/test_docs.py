@@ -1,0 +1,119 @@
+"""What the documents say of the repository is so: the tests, files, settings, codes, examples they name are there."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import eos.testing
+from eos import errors
+from eos.cli import COMMANDS
+from eos.settings import OPTIONS
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+TESTS = ROOT / "tests"
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [path.name for path in paths]
+
+
+def code_blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+# ---- guarantees ----------------------------------------------------------------------------------------------
+
+
+def rows_of_guarantees() -> list[list[str]]:
+    lines = (ROOT / "docs" / "guarantees.md").read_text().splitlines()
+    return [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+
+
+def test_every_row_of_kip_98_is_among_the_guarantees() -> None:
+    assert [row[0] for row in rows_of_guarantees() if re.fullmatch(r"K\d+", row[0])] == [f"K{n}" for n in range(1, 21)]
+
+
+def test_every_test_that_a_guarantee_names_exists() -> None:
+    """Behind a file the part of a test's name that it names, in backticks; rules of the checker look the same."""
+    checker = (ROOT / "eos" / "testing" / "checker.py").read_text()
+    named = 0
+    for row in rows_of_guarantees():
+        file = ""
+        for path, test in re.findall(r"\b((?:unit|broker|containers|shim|spark)/[\w/]+(?:\.py)?)|`(…?\w+…?)`", row[-1]):
+            if path:
+                file = path
+                assert (TESTS / path).exists(), f"{row[0]}: tests/{path}"
+                named += 1
+            elif file.endswith(".py") and ("…" in test or test.count("_") > 1) and test not in checker:
+                found = re.findall(r"^def test_(\w+)", (TESTS / file).read_text(), re.MULTILINE)
+                assert any(test.strip("…") in name for name in found), f"{row[0]}: {test} in {file}"
+                named += 1
+    assert named > 60, named
+
+
+# ---- names in all documents ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=names(DOCUMENTS))
+def test_every_file_that_a_document_names_exists(document: Path) -> None:
+    text = document.read_text()
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (document.parent / link).exists(), link
+    for path in re.findall(
+        r"\b(?:eos|spark_connector|tests|examples|benchmarks|compose|docs)/[\w/.-]*\w\.(?:py|md|sh)\b", text
+    ):
+        assert (ROOT / path).exists(), path
+    for path in re.findall(r"(?<![\w/])((?:unit|broker|containers|shim|spark)/[\w/]*test_\w+\.py)", text):
+        assert (TESTS / path).exists(), path
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=names(DOCUMENTS))
+def test_every_setting_and_command_that_a_document_names_exists(document: Path) -> None:
+    text = document.read_text()
+    for name in re.findall(r"\b(eos\.[a-z]+(?:\.[a-z]+)*)=", text):
+        assert name in OPTIONS, name
+    for name in re.findall(r"`(eos\.[a-z]+(?:\.[a-z]+)*\.(?:ms|records|timeout))`", text):
+        assert name in OPTIONS, name
+    for command in re.findall(r"(?:`|^|\$ )eos ([a-z]+)\b", text, re.MULTILINE):
+        assert command in COMMANDS or f"There is no `eos {command}`" in text, command
+
+
+def test_every_target_of_make_that_a_document_names_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {name for path in DOCUMENTS for name in re.findall(r"`make ([a-z-]+)", path.read_text())}
+    assert len(named) > 10
+    assert named <= targets
+
+
+def test_the_exit_codes_of_the_readme_are_those_of_the_errors() -> None:
+    codes = set(map(int, re.findall(r"^\| (\d+) \|", README.read_text(), re.MULTILINE)))
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.EosError)]
+    assert codes == {0, *(kind.exit_code for kind in kinds)}
+
+
+# ---- examples ------------------------------------------------------------------------------------------------
+
+
+def test_every_python_example_compiles() -> None:
+    blocks = [(path.name, block) for path in DOCUMENTS for block in code_blocks(path.read_text(), "python")]
+    assert len(blocks) >= 8
+    for name, block in blocks:
+        compile(block, name, "exec")
+
+
+def test_hello_world_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (hello,) = [block for block in code_blocks(README.read_text(), "python") if block.startswith("# hello.py\n")]
+    assert 8 <= len(hello.splitlines()) <= 15
+    (tmp_path / "hello.py").write_text(hello)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "hello", raising=False)
+    app = importlib.import_module("hello").app
+    monkeypatch.delitem(sys.modules, "hello")
+    assert eos.testing.run(app, [("words", "to be")]).values("loud-words") == [b"TO BE"]
