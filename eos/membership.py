@@ -189,17 +189,18 @@ class Membership:
             messages = raising(self.consumer.consume, most, timeout_s)
         except KafkaException as error:
             failed = error.args[0]
-        if self._latched is not None:
-            latched, self._latched = self._latched, None
-            raise latched
-        if failed is not None:
-            self._failed(failed, None)
+        # Before anything is raised: what was fetched does not come a second time to who goes on all the same.
         records = [
             Record(m.topic(), m.partition(), m.offset(), m.timestamp()[1], m.key(), m.value(), m.headers() or ())
             for m in messages
             if m.error() is None
         ]
         self._positions.fetched(records)
+        if self._latched is not None:
+            latched, self._latched = self._latched, None
+            raise latched
+        if failed is not None:
+            self._failed(failed, None)
         if self._statistics is not None:
             # Now and not when it is asked for: what is committed later belongs to later ends.
             self._lags, self._statistics = self._lags_by(self._statistics), None
