@@ -7,6 +7,7 @@ whose answer never came stays unknown and is raised as CommitOutcomeUnknown.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -30,7 +31,9 @@ from eos.errors import (
 from eos.producer import TransactionalProducer
 from eos.serde import encode, encode_key
 from eos.settings import Settings
-from eos.states import State
+from eos.states import OPEN, State
+
+_IDLE_POLL_S = 0.5
 
 
 class Delivery:
@@ -108,13 +111,26 @@ class Transactions:
         if not self.settings.get("transactional.id"):
             raise ConfigurationError("transactional.id must be set for a transaction")
         self._producer = TransactionalProducer(self.settings, self.settings["transactional.id"], reports=True)
+        self._between = threading.Lock()  # held to begin, and to poll while no transaction is open
+        self._ended = threading.Event()
+        self._idle = threading.Thread(target=self._poll_while_idle, name="eos-idle", daemon=True)
 
     def __enter__(self) -> Transactions:
         self._producer.start(time.monotonic() + self.settings["eos.startup.timeout.ms"] / 1000)
+        self._idle.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._idle.join()
         self._producer.close()
+
+    def _poll_while_idle(self) -> None:
+        """Between two transactions, which may be days apart, nobody else takes what the client says."""
+        while not self._ended.wait(_IDLE_POLL_S):
+            with self._between:
+                if self._producer.state not in OPEN:
+                    self._producer.poll(0)
 
     @contextlib.contextmanager
     def begin(self) -> Iterator[PlainTransaction]:
@@ -124,9 +140,10 @@ class Transactions:
         then nothing of it is visible, and it may be tried again.
         """
         producer = self._producer
-        if reason := producer.must_replace():
-            producer.replace(reason)
-        producer.begin()
+        with self._between:
+            if reason := producer.must_replace():
+                producer.replace(reason)
+            producer.begin()
         txn = PlainTransaction(producer)
         try:
             yield txn

@@ -7,6 +7,7 @@ module never decides commit or abort, and never replaces itself inside a transac
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -40,6 +41,7 @@ ALWAYS = "always"  # the setting, and the reason it gives
 HANG_MARGIN_S = 5.0
 _WAIT_LOG_INTERVAL_S = 10.0
 _FLUSH_LOOK_S, _FLUSH_WAIT_S = 0.001, 0.5
+_ABANDONED_POLL_S = 0.5
 _REPORT_DELAY_S = 0.5  # a transaction fails a moment before the report of the record that made it fail
 
 
@@ -59,10 +61,14 @@ class _Client:
         self.delivery_error: tuple[KafkaError, str] | None = None
         self.delivery_errors = 0
         self.callback_error: BaseException | None = None
-        self._user_stats = settings.get("stats_cb")
+        self.user_stats = settings.get("stats_cb")
         configuration = settings.producer(transactional_id)
         configuration.setdefault("statistics.interval.ms", STATISTICS_INTERVAL_MS)
         configuration.setdefault("logger", log.client_logger)
+        if str(configuration["statistics.interval.ms"]).strip() == "0":
+            # A user who wants none (and always replaces) must have some all the same: they alone tell the producer's
+            # epoch, and whose epoch is not known takes its own timeout for a newer instance (exit 79).
+            configuration["statistics.interval.ms"], self.user_stats = STATISTICS_INTERVAL_MS, None
         configuration |= {
             "stats_cb": self._statistics,
             # A callback per record costs 20 %; errors are latched, the rest is counted.
@@ -83,8 +89,8 @@ class _Client:
                 self.identity = Identity(statistics.eos.producer_id, statistics.eos.producer_epoch)
             self.statistics_seen += 1
             self.evidence.statistics(statistics)
-            if self._user_stats is not None:
-                self._user_stats(text)
+            if self.user_stats is not None:
+                self.user_stats(text)
         except Exception as error:  # noqa: BLE001 - latched, raised at the transaction's end
             self.callback_error = self.callback_error or error
 
@@ -338,9 +344,15 @@ class TransactionalProducer:
             raise self._fail("delivery", classify("delivery", refusal), KafkaException(refusal), where)
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Serves callbacks. A fatal error that poll raises shows again, with flags, at the next transactional call."""
+        """Serves callbacks. A fatal error that poll raises shows again, with flags, at the next transactional call.
+
+        Statistics wait to be served, five a second of some 10 KB: who keeps a producer must poll it, idle or not.
+        """
+        self._serve(self.client, timeout_s)
+
+    def _serve(self, client: _Client, timeout_s: float = 0.0) -> None:
         try:
-            raising(self.client.producer.poll, timeout_s)
+            raising(client.producer.poll, timeout_s)
         except (KafkaException, SystemError) as error:
             log.debug("poll raised", error=describe_error(error), **self.who())
 
@@ -460,6 +472,7 @@ class TransactionalProducer:
                 if action is not Action.RETRY:
                     raise self._failed(name, error) from error
                 self._spent = f"failure: {name} had to be called again"
+                self._serve(client)  # a cluster may be away for days
                 now = time.monotonic()
                 if deadline is not None and now >= deadline:
                     late = Action.RETRY if name == "init" else Action.REBUILD
@@ -495,18 +508,17 @@ class TransactionalProducer:
 
 
 def _retire(client: _Client) -> None:
-    """Drops a client on another thread: destroying one can block, and one with a hung call must never be touched."""
-    if client.watchdog.hung:
-        _ABANDONED.append(client)
-        return
+    """Drops a client on another thread: destroying one can block, and one with a hung call must not be destroyed."""
     client.watchdog.close()
     threading.Thread(target=_destroy, args=(client,), name="eos-retire", daemon=True).start()
 
 
-_ABANDONED: list[_Client] = []
-
-
 def _destroy(client: _Client) -> None:
+    while not client.watchdog.ended(_ABANDONED_POLL_S):
+        # A call hangs in it, perhaps for ever: what the client says meanwhile concerns nobody, but must not gather.
+        client.user_stats = None
+        with contextlib.suppress(KafkaException, SystemError):
+            raising(client.producer.poll, 0)
     producer = client.producer
     # The client and its producer's callbacks hold each other. Left to the garbage collector, which a worker keeps from
     # running, its threads and connections would stay, and its statistics gather unread: 5 a second, megabytes.

@@ -421,6 +421,7 @@ class TransactSession:
         if self._leaving is not None:
             return
         for producer in self._producers:
+            producer.poll(0)  # the one whose turn it is not, too
             reason = producer.must_replace()
             if reason is not None and reason != ALWAYS:
                 producer.replace(reason)

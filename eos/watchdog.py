@@ -79,5 +79,11 @@ class Watchdog:
             raise job.error
         return job.result
 
+    def ended(self, timeout_s: float) -> bool:
+        """After `close`: whether no call is running any more, asked for up to `timeout_s`."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
     def close(self) -> None:
+        """Ends the thread, once the calls before have returned."""
         self._jobs.put(None)

@@ -1,4 +1,4 @@
-"""A replaced producer is gone: its threads, its connections and the statistics that nobody reads any more."""
+"""What librdkafka says while nobody asks does not gather: statistics of idle, hung and replaced producers."""
 
 from __future__ import annotations
 
@@ -6,22 +6,108 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from typing import Any
 
-from eos.producer import _Client, _retire
+import pytest
+
+from eos import plain, producer
+from eos.plain import Transactions
+from eos.producer import TransactionalProducer, _Client, _retire
+from eos.session import TransactSession
 from eos.settings import Settings
+from eos.states import Event
+from eos.watchdog import CallHung
+
+NOBODY: dict[str, Any] = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t"}
+OFTEN = NOBODY | {"statistics.interval.ms": 10}
 
 
+def wait_until(what: str, probe: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not probe():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def with_a_client(transactional: TransactionalProducer) -> _Client:
+    """As if it were initialised, which takes a broker."""
+    client = transactional._client = _Client(transactional._settings, "t", reports=False)
+    transactional._machine.fire(Event.INITIALISED)
+    return client
+
+
+@pytest.fixture
+def rarely() -> Any:
+    """No garbage collection, as good as it is in a worker that has frozen its objects and makes no new ones."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("rarely")
 def test_a_replaced_client_is_destroyed_without_the_garbage_collector() -> None:
-    settings = Settings({"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t"})
-    gc.disable()  # as good as it is in a worker that has frozen its objects and makes no new ones
+    client = _Client(Settings(NOBODY), "t", reports=False)
+    gone = weakref.ref(client)
+    _retire(client)
+    del client
+    wait_until("the client is still there, and with it librdkafka's threads", lambda: gone() is None)
+    wait_until("who retires it ends", lambda: all(t.name != "eos-retire" for t in threading.enumerate()))
+
+
+@pytest.mark.usefixtures("rarely")
+def test_a_client_in_which_a_call_hangs_is_read_until_it_returns_and_then_destroyed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(producer, "_ABANDONED_POLL_S", 0.01)
+    client = _Client(Settings(OFTEN), "t", reports=False)
+    hang = threading.Event()
+    with pytest.raises(CallHung):
+        client.watchdog.call(hang.wait, timeout_s=0.01)
+    _retire(client)
+    gone = weakref.ref(client)
+    del client
+    wait_until("its statistics are read, so it is not destroyed", lambda: getattr(gone(), "statistics_seen", 0) > 3)
+    hang.set()
+    wait_until("it is destroyed", lambda: gone() is None)
+
+
+def test_a_producer_without_an_input_is_read_between_its_transactions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "_IDLE_POLL_S", 0.01)
+    transactions = Transactions(OFTEN)
+    client = with_a_client(transactions._producer)
+    monkeypatch.setattr(transactions._producer, "start", lambda deadline: None)
+    with transactions:
+        wait_until("its statistics are read", lambda: client.statistics_seen > 3)
+    assert not transactions._idle.is_alive()
+
+
+def test_both_producers_of_an_idle_session_are_read() -> None:
+    session = TransactSession(OFTEN | {"eos.producers": "2"}, ["in"])
+    session._producers = [TransactionalProducer(session.settings, name) for name in ("t", "t-alternate")]
+    clients = [with_a_client(one) for one in session._producers]
+
+    def both_read() -> bool:
+        session._replace_while_idle()
+        return all(client.statistics_seen > 3 for client in clients)
+
     try:
-        client = _Client(settings, "t", reports=False)
-        gone = weakref.ref(client)
-        _retire(client)
-        del client
-        deadline = time.monotonic() + 30
-        while gone() is not None or any(t.name == "eos-retire" for t in threading.enumerate()):
-            assert time.monotonic() < deadline, "the client is still there, and with it librdkafka's threads"
-            time.sleep(0.01)
+        wait_until("the statistics of both are read", both_read)
     finally:
-        gc.enable()
+        session.close()
+
+
+def test_without_statistics_a_producer_takes_its_own_because_they_tell_its_epoch() -> None:
+    told: list[str] = []
+    settings = {"statistics.interval.ms": "0", "eos.replace.producer": "always", "stats_cb": told.append}
+    client = _Client(Settings(NOBODY | settings), "t", reports=False)
+
+    def seen() -> bool:
+        client.producer.poll(0.01)
+        return client.statistics_seen > 0
+
+    try:
+        wait_until("statistics", seen)
+    finally:
+        _retire(client)
+    assert told == [], "the user wanted none"
