@@ -49,22 +49,33 @@ class HumanFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
+    """`worker`: which of several on one machine; every line names it, as a prefix would for people."""
+
+    def __init__(self, worker: str | None = None) -> None:
+        super().__init__()
+        self._whose = {} if worker is None else {"worker": worker}
+
     def format(self, record: logging.LogRecord) -> str:
         fields: Mapping[str, Any] = getattr(record, "fields", {})
         message = getattr(record, "event", record.getMessage())
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
-        line = {"time": stamp, "level": record.levelname.lower(), "event": message, **fields}
+        line = {"time": stamp, "level": record.levelname.lower(), "event": message, **self._whose, **fields}
         return json.dumps(line, default=str)
 
 
-def configure(log_format: str = "human", level: str = "info", stream: Any = None) -> None:
+def configure(log_format: str = "human", level: str = "info", stream: Any = None, worker: str | None = None) -> None:
     """For the command line; a library user configures `logging` as usual."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter() if log_format == "json" else HumanFormatter())
+    handler.setFormatter(JsonFormatter(worker) if log_format == "json" else HumanFormatter())
     logger.handlers[:] = [handler]
     logger.propagate = False
     logger.setLevel(level.upper())
     client_logger.setLevel(logging.DEBUG if level.lower() == "debug" else _SILENT)
+
+
+def for_machines() -> bool:
+    """The command line was asked for JSON: its last words are a line of it too."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logger.handlers)
 
 
 def redirect(stream: Any) -> None:

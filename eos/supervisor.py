@@ -33,7 +33,7 @@ from eos.health.incidents import Incidents
 from eos.health.report import PIPE_VARIABLE
 from eos.health.status import Incident, Status, judge_report
 
-PREFIX_VARIABLE = "EOS_LOG_PREFIX"
+NAME_VARIABLE = "EOS_SUPERVISED_WORKER"
 MOST_RESTARTS = 8  # of one worker, without a life of SETTLED_S in between
 SETTLED_S = 60.0
 LONGEST_PAUSE_S = 30.0
@@ -278,7 +278,7 @@ class Supervisor:
 
     def _start(self, child: Child) -> None:
         reading, writing = os.pipe()
-        environment = {**os.environ, PIPE_VARIABLE: str(writing), PREFIX_VARIABLE: f"{child.instance} | "}
+        environment = {**os.environ, PIPE_VARIABLE: str(writing), NAME_VARIABLE: child.instance}
         stream = subprocess.PIPE if self._forwards else None
         child.process = subprocess.Popen(
             self._command(child.instance),
@@ -411,10 +411,15 @@ class PrefixedStream:
         return getattr(self._stream, name)
 
 
-def prefix_own_output() -> None:
+def own_name() -> str | None:
+    """In a supervised worker: its instance."""
+    return os.environ.pop(NAME_VARIABLE, None)
+
+
+def prefix_own_output(worker: str | None) -> None:
     """In a supervised worker: lines of its log, its user's prints and its last words say whose they are."""
-    prefix = os.environ.pop(PREFIX_VARIABLE, None)
-    if prefix is not None:
+    if worker is not None:
+        prefix = f"{worker} | "
         for name in ("stdout", "stderr"):
             stream = PrefixedStream(getattr(sys, name), prefix)
             setattr(sys, name, stream)

@@ -6,6 +6,7 @@ No traceback for anything but an internal error (70) and the user's own exceptio
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 import traceback
 from collections.abc import Sequence
@@ -81,26 +82,37 @@ def invoke(arguments: list[str]) -> int:
         print("eos: interrupted", file=sys.stderr)
         return TEMPORARY
     except EosError as error:
+        theirs = ""
         if isinstance(error, (PoisonRecord, HookFailed, ImportFailed)) and error.__cause__ is not None:
-            _show_users_traceback(error.__cause__)
+            theirs = _users_traceback(error.__cause__)
         log.debug("ended by", error=repr(error))
-        print(f"eos: {error}", file=sys.stderr)
+        _tell_end(str(error), error.exit_code, theirs)
         return error.exit_code
     except Exception:  # noqa: BLE001 - an internal error: its traceback and exit code 70
-        print("eos: internal error; please report this with the lines below", file=sys.stderr)
-        traceback.print_exc()
+        if log.for_machines():
+            _tell_end("internal error; please report this", INTERNAL, traceback.format_exc())
+        else:
+            print("eos: internal error; please report this with the lines below", file=sys.stderr)
+            traceback.print_exc()
         return INTERNAL
 
 
-def _show_users_traceback(error: BaseException) -> None:
+def _tell_end(sentence: str, code: int, trace: str) -> None:
+    """The last words: for people the traceback and below it the sentence, for machines one line as all others."""
+    if log.for_machines():
+        log.event(logging.ERROR, "ended", error=sentence, exit_code=code, **({"traceback": trace} if trace else {}))
+        return
+    print(f"{trace}eos: {sentence}", file=sys.stderr)
+
+
+def _users_traceback(error: BaseException) -> str:
     """The user's own frames only: ours above them, and those of `import`, tell nothing."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [f for f in frames if not f.filename.startswith(_NOT_THEIRS)]
-    if theirs:
-        print("Traceback (most recent call last):", file=sys.stderr)
-        print("".join(traceback.format_list(theirs)), end="", file=sys.stderr)
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(theirs)] if theirs else []
     if theirs or isinstance(error, SyntaxError):  # a SyntaxError brings its place itself
-        print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
+        lines += traceback.format_exception_only(error)
+    return "".join(lines)
 
 
 _PACKAGE = __file__.rsplit("cli", 1)[0]

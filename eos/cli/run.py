@@ -27,7 +27,7 @@ from eos.health.observer import Observer
 from eos.health.report import Reporter, pipe_of_supervisor
 from eos.health.server import HealthServer, parse_address
 from eos.health.status import Status
-from eos.supervisor import Supervisor, prefix_own_output
+from eos.supervisor import Supervisor, own_name, prefix_own_output
 from eos.worker import StopSignals, Worker
 
 
@@ -70,10 +70,12 @@ def run(
         flags["eos.instance"] = instance
     if create_topics:
         flags["eos.create.topics"] = "true"
-    prefix_own_output()
+    worker = own_name()
+    if log_format == "human":
+        prefix_own_output(worker)
     pipe = pipe_of_supervisor()
     show = log_format == "human" and sys.stderr.isatty() and pipe is None
-    log.configure(log_format, log_level, sys.stderr)
+    log.configure(log_format, log_level, sys.stderr, worker)
     loaded = settings.load(flags)
     for name in ("group.id", "transactional.id"):
         if name in loaded.values:

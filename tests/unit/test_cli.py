@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -311,6 +312,23 @@ def test_a_module_with_a_syntax_error_shows_where_it_is(here: Path) -> None:
 def test_a_name_that_cannot_be_imported_from_another_module_is_the_users_too(here: Path) -> None:
     (here / "importing.py").write_text("from good import nope\n")
     assert "eos: importing could not be imported: ImportError: " in users_failure(here, "run", "importing")
+
+
+# ---- for machines --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [(), ("--workers", "2")], ids=["one", "supervised"])
+def test_with_json_every_line_is_json_the_last_words_and_those_of_supervised_workers_too(
+    here: Path, workers: tuple[str, ...]
+) -> None:
+    (here / "bad.py").write_text('raise ValueError("boom")\n')
+    ended = program(here, "run", "bad:app", "--instance", "w", "--log-format", "json", *workers)
+    assert ended.returncode == 64, ended.stderr
+    lines = [json.loads(line) for line in ended.stderr.splitlines()]
+    last = next(line for line in lines if line["event"] == "ended")
+    assert (last["error"], last["exit_code"]) == ("bad could not be imported: ValueError: boom", 64)
+    assert last["traceback"].endswith('    raise ValueError("boom")\nValueError: boom\n')
+    assert last.get("worker") in ({"w-0", "w-1"} if workers else {None})
 
 
 # ---- the cluster: 69 ---------------------------------------------------------------------------------------
