@@ -109,9 +109,9 @@ class Loader:
         self._producer = Producer(
             {
                 "bootstrap.servers": servers,
-                # What is expected is read from the topic, doubled inputs and all. An idempotent producer has at most
-                # five requests on their way, and librdkafka (2.16) spins while it waits for one of them: at brokers
-                # that are slow after a fault that was a whole core, which the workers and the brokers were missing.
+                # What is expected is read from the topic, doubled inputs and all. An idempotent producer spins while it
+                # waits for slow brokers (confluentinc/librdkafka#3692, seen with 2.16): up to two cores, which the
+                # brokers that were coming back and the workers were missing.
                 "enable.idempotence": False,
                 "acks": "all",
                 "linger.ms": 20,
