@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import statistics
 import sys
@@ -105,8 +106,10 @@ def plot(file: Path, run: Run, sampler: Sampler, title: str) -> None:
     figure.suptitle(title)
     above.plot([at / 60 for at, _ in sampler.outputs], [count / FAN_OUT for _, count in sampler.outputs])
     above.set_ylabel("inputs handled and visible")
-    for worker in sorted({sample.worker for sample in sampler.memory}):
-        mine = [sample for sample in sampler.memory if sample.worker == worker]
+    # Guests come and go, each under a name of its own: an hour has dozens.
+    names = {sample.worker: re.sub(r"guest-\d+", "guests", sample.worker) for sample in sampler.memory}
+    for worker in sorted(set(names.values())):
+        mine = [sample for sample in sampler.memory if names[sample.worker] == worker]
         dots = [sample.at_s / 60 for sample in mine], [sample.rss_mib for sample in mine]
         below.plot(*dots, ".", markersize=2, label=worker)
     below.set_ylabel("resident memory of a worker, MiB")
