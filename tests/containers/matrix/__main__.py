@@ -68,9 +68,13 @@ class Clusters:
         self._stack = ExitStack()
         self._version: str | None = None
         self._cluster: Cluster | None = None
+        self._choices: dict[str, Choice] = {}
 
     def choice(self, version: str) -> Choice:
-        return choose(self._wanted, version)
+        """Made once: an engine that goes away later is a failure, and no reason for other brokers."""
+        if version not in self._choices:
+            self._choices[version] = choose(self._wanted, version)
+        return self._choices[version]
 
     def of(self, version: str) -> Cluster:
         """All its nodes up and in sync."""
@@ -105,10 +109,10 @@ class Clusters:
 
 def play(clusters: Clusters, cell: Cell, seed: int, size: Size, directory: Path) -> Result:
     began = time.monotonic()
-    backend = clusters.choice(cell.version).backend
-    result = Result(cell.name, cell.column, PASSED, seed, backend, time.strftime("%Y-%m-%d"))
+    result = Result(cell.name, cell.column, PASSED, seed, "", time.strftime("%Y-%m-%d"))
     directory.mkdir(parents=True)
     try:
+        result.backend = clusters.choice(cell.version).backend
         run = Run(clusters.of(cell.version), cell, seed, f"m{uuid.uuid4().hex[:8]}", directory)
         outcome = run.play(size)
         result.records, result.faults, result.slow = outcome.records, outcome.faults, outcome.slow
@@ -180,7 +184,7 @@ def main() -> int:
     parser.add_argument("--failed", action="store_true", help="run those again that failed")
     parser.add_argument("--directory", type=Path, default=Path("build/matrix"))
     options = parser.parse_args()
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 180)
     directory: Path = options.directory
     if options.again:
         shutil.rmtree(directory, ignore_errors=True)
