@@ -200,6 +200,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         with _closing(Clusters(options.kafka)) as clusters:
+            for version in sorted({cell.version for cell in cells}):
+                console.print(f"{version}: {clusters.choice(version).reason}", highlight=False)
             for number, cell in enumerate(cells, 1):
                 file = directory / f"{cell.name}.json"
                 if file.exists() or time.monotonic() > until:
