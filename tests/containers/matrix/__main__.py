@@ -111,13 +111,12 @@ def play(clusters: Clusters, cell: Cell, seed: int, size: Size, directory: Path)
     began = time.monotonic()
     result = Result(cell.name, cell.column, PASSED, seed, "", time.strftime("%Y-%m-%d"))
     directory.mkdir(parents=True)
+    run: Run | None = None
     try:
         result.backend = clusters.choice(cell.version).backend
         run = Run(clusters.of(cell.version), cell, seed, f"m{uuid.uuid4().hex[:8]}", directory)
         outcome = run.play(size)
-        result.records, result.faults, result.slow = outcome.records, outcome.faults, outcome.slow
-        result.in_transaction, result.restarts = outcome.in_transaction, outcome.restarts
-        result.phases = outcome.phases
+        result.records, result.in_transaction, result.phases = outcome.records, outcome.in_transaction, outcome.phases
         if not outcome.ok:
             result.result, result.reason = FAILED, f"{outcome.report}\n{outcome.explanation}"
         _try(lambda: clusters.forget(run.topics))
@@ -128,6 +127,9 @@ def play(clusters: Clusters, cell: Cell, seed: int, size: Size, directory: Path)
         (directory / "traceback.txt").write_text(traceback.format_exc())
         _try(lambda: clusters.save_logs(directory))
         _try(clusters.close)
+    if run is not None:
+        result.faults, result.slow = [str(fault) for fault in run.faults.made], run.faults.slow
+        result.restarts = run.crew.ends
     result.seconds = round(time.monotonic() - began, 1)
     if result.result == PASSED:
         shutil.rmtree(directory)  # logs and histories are kept for failures
@@ -156,10 +158,11 @@ def markdown(results: list[Result]) -> Iterator[str]:
     yield "| cell | column | result | backend | seed | records | faults | in a transaction | seconds | why not |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for r in results:
-        why = r.reason.partition("\n")[0].replace("|", "/")
+        why = r.reason.partition("\n")[0].replace("|", "/")[:300]
+        slow = f"a broker was slow to come back {len(r.slow)} times" if r.slow else ""
         yield (
             f"| {r.cell} | {r.column} | {r.result} | {r.backend} | {r.seed} | {r.records:,} | {len(r.faults)} | "
-            f"{r.in_transaction} | {r.seconds:.0f} | {why} |"
+            f"{r.in_transaction} | {r.seconds:.0f} | {'; '.join(filter(None, (why, slow)))} |"
         )
 
 
