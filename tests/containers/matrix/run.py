@@ -442,7 +442,7 @@ class Run:
         def moved() -> bool:
             return self._cluster.coordinator_of(transactional_id=name) != before
 
-        wait_until(f"the coordinator of {name} moves", moved, 60)
+        wait_until(f"the coordinator of {name} moves", moved, PROGRESS_S)
         member.process.go_on()
         self._steps_hit.append(step)
         self.faults.start_again(before)
