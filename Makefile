@@ -36,9 +36,11 @@ test-containers: $(STAMP)
 # Three cells here (not in `make test`), the pairwise cover by `make matrix` (it goes on where it stopped; table in
 # build/matrix/table.md).
 test-matrix: $(STAMP)
+	@compose/engine.sh start || true
 	$(PYTEST) tests/containers/matrix -m "not long"
 
 matrix: $(STAMP)
+	@compose/engine.sh start || true
 	$(BIN)/python -m tests.containers.matrix
 
 # Random faults from a seed on three brokers until the time is up; report and plot in build/soak.
@@ -46,6 +48,7 @@ MINUTES ?= 60
 SEED ?= 1
 
 soak: $(STAMP)
+	@compose/engine.sh start || true
 	$(BIN)/python -m tests.containers.matrix.soak --minutes $(MINUTES) --seed $(SEED)
 
 # The shim with clients nobody here wrote; two files at a time, each with clusters of its own.

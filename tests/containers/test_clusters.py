@@ -13,7 +13,7 @@ from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 from kafka import KafkaAdminClient
 
-from eos.errors import IllegalState
+from eos.errors import IllegalState, Unavailable
 from eos.testing.clusters import Cluster
 from tests.support.reading import wait_until
 
@@ -267,6 +267,18 @@ def test_the_controller_and_the_coordinators_are_those_that_kafka_names(
     assert quorum["partitions"][0]["leader_id"] == controller
     whole.kill(controller)
     wait_until("another controller", lambda: whole.controller() != controller, DEADLINE_S)
+
+
+@on("container-4.3.1")
+def test_a_node_that_is_slow_to_come_back_is_told_with_its_state_and_last_words_and_can_be_waited_for(
+    whole: Cluster,
+) -> None:
+    whole.kill(0)
+    with pytest.raises(Unavailable, match=r"it names no node; its container is running since .*; its log ends with: ."):
+        whole.start(0, timeout_s=0)
+    assert whole.running(0)
+    whole.wait_ready([0])
+    assert whole.wait_in_sync() > 0
 
 
 @newest

@@ -97,6 +97,10 @@ class Cluster(ABC):
         """Why node `i` ended by itself, None while it runs."""
         return None
 
+    def _state(self, i: int) -> str:
+        """What the backend says of the node's process, for the message about one that does not answer."""
+        return ""
+
     # The faults
 
     def kill(self, i: int) -> None:
@@ -115,13 +119,19 @@ class Cluster(ABC):
 
     def start(self, i: int, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Starts a node that is down on its data and its address; returns when it answers and names all nodes that
-        can be reached. Its replicas may still be catching up: `wait_in_sync`."""
+        can be reached. Its replicas may still be catching up: `wait_in_sync`. Unavailable with what was seen of it when
+        it does not: then it runs all the same, and `wait_ready` waits on; one that ended is down again."""
         self._check(i)
         if i not in self._down:
             raise IllegalState(f"node {i} is running")
         self._launch([i])
         self._down.discard(i)
-        self.wait_ready([i], timeout_s)
+        try:
+            self.wait_ready([i], timeout_s)
+        except Unavailable:
+            if self._ended(i) is not None:
+                self._is_down(i)  # it can be started again
+            raise
 
     def restart(self, i: int) -> None:
         """`stop`, then `start`."""
@@ -215,16 +225,8 @@ class Cluster(ABC):
 
     def wait_ready(self, nodes: Iterable[int], timeout_s: float = READY_TIMEOUT_S) -> None:
         """Until each of `nodes` itself answers and names every reachable node. At once Unavailable when one ended."""
-        expected = set(self.reachable())
         for i in nodes:
-
-            def named(i: int = i) -> bool:
-                why = self._ended(i)
-                if why is not None:
-                    raise Unavailable(f"Kafka node {i} ended while it started: {why}")
-                return expected <= self._brokers(i)
-
-            self._until(f"node {i} answers and names nodes {sorted(expected)}", named, timeout_s)
+            self._wait_named(i, set(self.reachable()), timeout_s)
 
     def wait_in_sync(self, *topics: str, timeout_s: float = READY_TIMEOUT_S) -> int:
         """Until every node says that all nodes are there, and that every partition, among them those of `topics`, has
@@ -326,8 +328,35 @@ class Cluster(ABC):
             except (KafkaException, OSError) as error:
                 why = str(error)
             if time.monotonic() > deadline:
-                raise Unavailable(f"not within {timeout_s:.0f} s: {what} ({why or details() or 'no'})")
+                seen = "; ".join(filter(None, (why, details()))) or "no"
+                raise Unavailable(f"not within {timeout_s:.0f} s: {what} ({seen})")
             time.sleep(_POLL_S)
+
+    def _wait_named(self, i: int, expected: set[int], timeout_s: float) -> None:
+        named: set[int] = set()
+
+        def names_all() -> bool:
+            nonlocal named
+            why = self._ended(i)
+            if why is not None:
+                raise Unavailable(f"Kafka node {i} ended while it started: {why}")
+            named = set()
+            named = self._brokers(i)
+            return expected <= named
+
+        def seen() -> str:
+            answer = f"it names nodes {sorted(named)}" if named else "it names no node"
+            return f"{answer}; {self._sight_of(i)}"
+
+        self._until(f"node {i} answers and names nodes {sorted(expected)}", names_all, timeout_s, seen)
+
+    def _sight_of(self, i: int) -> str:
+        """The node's state and its last words: whether it is slow, stuck or gone can be told from them."""
+        try:
+            lines = [line.strip()[:200] for line in self.log(i).splitlines() if line.strip()]
+            return f"{self._state(i)}; its log ends with: {' | '.join(lines[-3:]) or 'nothing'}"
+        except (EosError, OSError) as error:
+            return f"neither its state nor its log can be had: {error}"
 
 
 def examine(metadata: Any, topics: Iterable[str], who: str, late: list[str]) -> int:

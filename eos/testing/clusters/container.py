@@ -188,20 +188,31 @@ class ContainerCluster(Cluster):
         errors = [line for line in lines if " ERROR " in line or " FATAL " in line]
         return f"{container.status}: {(errors or lines or ['it wrote nothing'])[-1].strip()[:400]}"
 
+    def _state(self, i: int) -> str:
+        container = self._docker(i)
+        container.reload()
+        load = ", ".join(f"{number:.1f}" for number in os.getloadavg())
+        return f"its container is {container.status} since {container.attrs['State']['StartedAt']} (load {load})"
+
     def _kill(self, i: int) -> None:
         container = self._docker(i)
         if i in self._paused:
             # A frozen process takes no signal. It may run for the moment between the two.
             container.unpause()
         container.kill("SIGKILL")
-        container.wait(timeout=10)
+        container.wait(timeout=_WORK_TIMEOUT_S)
 
     def _stop(self, i: int, timeout_s: float) -> None:
         self._docker(i).stop(timeout=int(timeout_s))
 
     def _launch(self, nodes: list[int]) -> None:
+        import docker
+
         for i in nodes:
-            self._docker(i).start()
+            try:
+                self._docker(i).start()
+            except docker.errors.APIError as error:
+                raise Unavailable(f"the engine does not start node {i}: {error.explanation or error}") from error
 
     def _pause(self, i: int) -> None:
         self._docker(i).pause()

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 from eos.broker import DEFAULT_VERSION, LocalKafka
+from eos.errors import Unavailable
 from eos.testing.clusters.base import Cluster, NotSupported
 
 
@@ -49,7 +50,14 @@ class JvmCluster(Cluster):
 
     def _launch(self, nodes: list[int]) -> None:
         with ThreadPoolExecutor(len(nodes)) as pool:
-            list(pool.map(self._kafka.start, nodes))
+            list(pool.map(self._start, nodes))
+
+    def _start(self, i: int) -> None:
+        try:
+            self._kafka.start(i)
+        except Unavailable:
+            if not self._kafka.running(i):
+                raise  # else it is slow, and whoever waits says for how long
 
     def _pause(self, i: int) -> None:
         self._kafka.pause(i)

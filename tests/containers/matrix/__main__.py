@@ -11,24 +11,33 @@ import argparse
 import dataclasses
 import json
 import shutil
+import signal
 import sys
 import time
 import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from confluent_kafka.admin import AdminClient
 from rich.console import Console
 from rich.table import Table
 
 from eos.errors import EosError
 from eos.testing.clusters import Choice, Cluster, NotSupported, choose
 from tests.containers.matrix.cells import Cell, pairwise, product
+from tests.containers.matrix.faults import SESSION_TIMEOUT_S
 from tests.containers.matrix.run import Run, Size
 
-CONFIG = {"group.initial.rebalance.delay.ms": 0}
+CONFIG = {
+    "group.initial.rebalance.delay.ms": 0,
+    # With the consumer protocol the broker says how long a session is: as the classic ones, or no pause outlasts it.
+    "group.consumer.session.timeout.ms": int(SESSION_TIMEOUT_S * 1000),
+    "group.consumer.heartbeat.interval.ms": 1000,
+}
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+TO_BE_RUN = "its turn has not come"
 
 
 @dataclasses.dataclass
@@ -46,6 +55,8 @@ class Result:
     faults: list[str] = dataclasses.field(default_factory=list)
     in_transaction: int = 0
     restarts: list[str] = dataclasses.field(default_factory=list)
+    phases: dict[str, float] = dataclasses.field(default_factory=dict)
+    slow: list[str] = dataclasses.field(default_factory=list)
     reason: str = ""
 
 
@@ -57,18 +68,35 @@ class Clusters:
         self._stack = ExitStack()
         self._version: str | None = None
         self._cluster: Cluster | None = None
+        self._choices: dict[str, Choice] = {}
 
     def choice(self, version: str) -> Choice:
-        return choose(self._wanted, version)
+        """Made once: an engine that goes away later is a failure, and no reason for other brokers."""
+        if version not in self._choices:
+            self._choices[version] = choose(self._wanted, version)
+        return self._choices[version]
 
     def of(self, version: str) -> Cluster:
-        if self._version != version or self._cluster is None:
-            self.close()
-            self._cluster = self._stack.enter_context(self.choice(version).cluster(self._nodes, version, CONFIG))
-            self._version = version
-        self._cluster.repair()
-        self._cluster.wait_in_sync()
-        return self._cluster
+        """All its nodes up and in sync."""
+        if self._cluster is not None and self._version == version:
+            try:
+                self._cluster.repair()
+                self._cluster.wait_in_sync()
+                return self._cluster
+            except (EosError, OSError):
+                pass  # what the cell before did to it is not this cell's: a new one
+        self.close()
+        self._cluster = cluster = self._stack.enter_context(self.choice(version).cluster(self._nodes, version, CONFIG))
+        self._version = version
+        cluster.wait_in_sync()
+        return cluster
+
+    def forget(self, topics: list[str]) -> None:
+        """Deletes what nobody will look at again: a node that was killed reads all its logs before it answers."""
+        if self._cluster is not None:
+            admin = AdminClient({"bootstrap.servers": self._cluster.bootstrap_servers, "log_level": 0})
+            for future in admin.delete_topics(topics, operation_timeout=30).values():
+                future.result(60)
 
     def save_logs(self, directory: Path) -> None:
         if self._cluster is not None:
@@ -81,26 +109,39 @@ class Clusters:
 
 def play(clusters: Clusters, cell: Cell, seed: int, size: Size, directory: Path) -> Result:
     began = time.monotonic()
-    backend = clusters.choice(cell.version).backend
-    result = Result(cell.name, cell.column, PASSED, seed, backend, time.strftime("%Y-%m-%d"))
+    result = Result(cell.name, cell.column, PASSED, seed, "", time.strftime("%Y-%m-%d"))
     directory.mkdir(parents=True)
+    run: Run | None = None
     try:
-        outcome = Run(clusters.of(cell.version), cell, seed, f"m{uuid.uuid4().hex[:8]}", directory).play(size)
-        result.records, result.faults = outcome.records, outcome.faults
-        result.in_transaction, result.restarts = outcome.in_transaction, outcome.restarts
+        result.backend = clusters.choice(cell.version).backend
+        run = Run(clusters.of(cell.version), cell, seed, f"m{uuid.uuid4().hex[:8]}", directory)
+        outcome = run.play(size)
+        result.records, result.in_transaction, result.phases = outcome.records, outcome.in_transaction, outcome.phases
         if not outcome.ok:
             result.result, result.reason = FAILED, f"{outcome.report}\n{outcome.explanation}"
+        _try(lambda: clusters.forget(run.topics))
     except NotSupported as why:
         result.result, result.reason = NOT_RUN, str(why)
-    except (AssertionError, EosError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is this cell's, and the next one is played
         result.result, result.reason = FAILED, f"{type(error).__name__}: {error}"
         (directory / "traceback.txt").write_text(traceback.format_exc())
-        clusters.save_logs(directory)
-        clusters.close()
+        _try(lambda: clusters.save_logs(directory))
+        _try(clusters.close)
+    if run is not None:
+        result.faults, result.slow = [str(fault) for fault in run.faults.made], run.faults.slow
+        result.restarts = run.crew.ends
     result.seconds = round(time.monotonic() - began, 1)
     if result.result == PASSED:
         shutil.rmtree(directory)  # logs and histories are kept for failures
     return result
+
+
+def _try(tidy: Callable[[], object]) -> None:
+    """What is done afterwards must not change what the cell came to."""
+    try:
+        tidy()
+    except Exception:  # noqa: BLE001
+        traceback.print_exc()
 
 
 def table(results: list[Result]) -> Table:
@@ -117,10 +158,11 @@ def markdown(results: list[Result]) -> Iterator[str]:
     yield "| cell | column | result | backend | seed | records | faults | in a transaction | seconds | why not |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for r in results:
-        why = r.reason.partition("\n")[0].replace("|", "/")
+        why = r.reason.partition("\n")[0].replace("|", "/")[:300]
+        slow = f"a broker was slow to come back {len(r.slow)} times" if r.slow else ""
         yield (
             f"| {r.cell} | {r.column} | {r.result} | {r.backend} | {r.seed} | {r.records:,} | {len(r.faults)} | "
-            f"{r.in_transaction} | {r.seconds:.0f} | {why} |"
+            f"{r.in_transaction} | {r.seconds:.0f} | {'; '.join(filter(None, (why, slow)))} |"
         )
 
 
@@ -145,7 +187,7 @@ def main() -> int:
     parser.add_argument("--failed", action="store_true", help="run those again that failed")
     parser.add_argument("--directory", type=Path, default=Path("build/matrix"))
     options = parser.parse_args()
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 180)
     directory: Path = options.directory
     if options.again:
         shutil.rmtree(directory, ignore_errors=True)
@@ -157,26 +199,49 @@ def main() -> int:
     cells = [cell for cell in (product() if options.full else pairwise()) if options.only in cell.name]
     size = Size(options.records, options.faults)
     until = time.monotonic() + options.minutes * 60
-    with _closing(Clusters(options.kafka)) as clusters:
-        for number, cell in enumerate(cells, 1):
-            file = directory / f"{cell.name}.json"
-            if file.exists() or time.monotonic() > until:
-                continue
-            console.print(f"{number} of {len(cells)}: {cell.name} ...")
-            logs = directory / f"{cell.name}-{time.strftime('%H%M%S')}"
-            result = play(clusters, cell, options.seed, size, logs)
-            file.write_text(json.dumps(dataclasses.asdict(result), indent=1))
-            console.print(f"  {result.result} in {result.seconds:.0f} s, {result.records:,} records")
-            if result.reason:
-                console.print(f"  {result.reason}\n  kept: {logs}", markup=False)
-    files = [directory / f"{cell.name}.json" for cell in cells]
-    results = [Result(**json.loads(file.read_text())) for file in files if file.exists()]
-    console.print(table(results))
-    (directory / "table.md").write_text("\n".join(markdown(results)) + "\n")
-    counts = {kind: sum(r.result == kind for r in results) for kind in (PASSED, FAILED, NOT_RUN)}
-    left = len(cells) - len(results)
-    console.print(", ".join(f"{count} {kind}" for kind, count in counts.items()) + f", {left} still to be run")
+    # As an interrupt: what was started is ended, and the table tells how far it came.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        with _closing(Clusters(options.kafka)) as clusters:
+            for version in sorted({cell.version for cell in cells}):
+                console.print(f"{version}: {clusters.choice(version).reason}", highlight=False)
+            for number, cell in enumerate(cells, 1):
+                file = directory / f"{cell.name}.json"
+                if file.exists() or time.monotonic() > until:
+                    continue
+                console.print(f"{time.strftime('%H:%M:%S')} {number} of {len(cells)}: {cell.name} ...", highlight=False)
+                logs = directory / f"{cell.name}-{time.strftime('%H%M%S')}"
+                result = play(clusters, cell, options.seed, size, logs)
+                file.write_text(json.dumps(dataclasses.asdict(result), indent=1))
+                write_table(directory, cells, options.seed)
+                tell(console, result, logs)
+    finally:
+        results = write_table(directory, cells, options.seed)
+        console.print(table(results))
+        counts = {kind: sum(r.result == kind for r in results) for kind in (PASSED, FAILED, NOT_RUN)}
+        console.print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    left = any(r.reason == TO_BE_RUN for r in results)
     return 1 if counts[FAILED] or left or not counts[PASSED] else 0
+
+
+def tell(console: Console, result: Result, logs: Path) -> None:
+    phases = ", ".join(f"{name} {seconds:.0f}" for name, seconds in result.phases.items())
+    told = [f"{result.result} in {result.seconds:.0f} s ({phases}), {result.records:,} records"]
+    told += [f"slow: {broker}" for broker in result.slow]
+    if result.reason:
+        told += [result.reason, f"kept: {logs}"]
+    console.print("\n".join(f"  {line}" for line in told), markup=False, highlight=False)
+
+
+def write_table(directory: Path, cells: Sequence[Cell], seed: int) -> list[Result]:
+    """A row for every cell, those that are still to be run too."""
+    results = []
+    for cell in cells:
+        file = directory / f"{cell.name}.json"
+        missing = Result(cell.name, cell.column, NOT_RUN, seed, "", "", reason=TO_BE_RUN)
+        results.append(Result(**json.loads(file.read_text())) if file.exists() else missing)
+    (directory / "table.md").write_text("\n".join(markdown(results)) + "\n")
+    return results
 
 
 if __name__ == "__main__":

@@ -12,14 +12,15 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from eos.testing.clusters import NotSupported
 from tests.containers.matrix.stage_worker import ENVIRONMENT, Orders
 from tests.support.pipeline import WorkerProcess
 
-FIRST_GROUP_ID = 61_000
+GROUP_IDS = 10_000
+"""Group ids per process that runs a crew, from its pid times this on: two runs at a time must not share any."""
 RESTARTED = (69, 75)
 """Exit codes after which a supervisor starts a worker again: unreachable at its start, temporary."""
 
@@ -30,8 +31,14 @@ class Member:
     def __init__(self, stage: int, instance: str, number: int) -> None:
         self.stage, self.instance, self.number = stage, instance, number
         self.process: WorkerProcess | None = None
+        self.changes: dict[str, object] = {}  # in the orders of its process, and of the next one if that ends by itself
         self.wanted = True
         self.cut_off = False
+
+    @property
+    def group_id(self) -> int:
+        """By which the firewall tells one worker's packets from the others'."""
+        return os.getpid() % 100_000 * GROUP_IDS + self.number
 
     @property
     def name(self) -> str:
@@ -55,15 +62,19 @@ class Crew:
 
     def start(self, member: Member, **changes: object) -> None:
         self._starts += 1
+        member.changes = changes
         orders = self._orders(member.stage, member.instance)
         name = f"{member.name}-{self._starts}"
         orders = dataclasses.replace(orders, diary=str(self._directory / f"{name}.diary"), **changes)  # type: ignore[arg-type]
         environment = {ENVIRONMENT: json.dumps(dataclasses.asdict(orders))}
-        # A group id of its own, by which the firewall tells one worker's packets from the others'.
-        group = FIRST_GROUP_ID + member.number if os.geteuid() == 0 else None
+        group = member.group_id if os.geteuid() == 0 else None
         command = ["tests.containers.matrix.stage_worker"]
         member.process = WorkerProcess(name, command, environment, self._directory, group=group)
         member.wanted = True
+
+    @property
+    def wanted(self) -> list[Member]:
+        return [member for member in self.members if member.wanted]
 
     def tend(self) -> None:
         """Starts again what ended as a supervisor may expect; AssertionError for any other end."""
@@ -74,7 +85,7 @@ class Crew:
             code = process.process.returncode
             assert code in RESTARTED, f"{process.name} ended with {code}: {process.last_words or process.log[-2_000:]}"
             self.ends.append(f"{process.name} ended with {code}")
-            self.start(member)
+            self.start(member, **member.changes)
 
     def kill(self, member: Member) -> None:
         self.tend()  # one that just ended by itself would be killed in vain
@@ -82,16 +93,22 @@ class Crew:
         assert member.process is not None
         member.process.kill()
 
-    def stop(self, member: Member, timeout_s: float = 60.0) -> None:
-        """SIGTERM; it ends with 0, or with 75 if its last transaction could not be ended in time."""
+    def stop(self, *members: Member, timeout_s: float = 60.0) -> None:
+        """SIGTERM, to all at once; each ends with 0, or with 75 if its last transaction could not be ended in time."""
         self.tend()
-        member.wanted = False
-        assert member.process is not None
-        member.process.terminate()
-        code = member.process.wait(timeout_s)
-        assert code in (0, 75), f"{member.process.name} was stopped and ended with {code}: {member.process.last_words}"
-        if code:
-            self.ends.append(f"{member.process.name} was stopped and ended with {code}")
+        # Before it has begun a SIGTERM is the end of an interpreter, not of a worker.
+        self.wait_running(members)
+        for member in members:
+            member.wanted = False
+            assert member.process is not None
+            member.process.terminate()
+        for member in members:
+            assert member.process is not None
+            code = member.process.wait(timeout_s)
+            name, words = member.process.name, member.process.last_words
+            assert code in (0, 75), f"{name} was stopped and ended with {code}: {words}"
+            if code:
+                self.ends.append(f"{name} was stopped and ended with {code}")
 
     def pause(self, member: Member) -> None:
         self.tend()
@@ -114,9 +131,8 @@ class Crew:
         member.cut_off = False
 
     def _firewall(self, action: str, member: Member) -> None:
-        owner = str(FIRST_GROUP_ID + member.number)
-        rule = ["iptables", "-w", action, "OUTPUT", "-p", "tcp", "-m", "owner", "--gid-owner", owner, "-j", "DROP"]
-        subprocess.run(rule, check=True, capture_output=True)
+        rule = ["iptables", "-w", action, "OUTPUT", "-p", "tcp", "-m", "owner", "--gid-owner", str(member.group_id)]
+        subprocess.run([*rule, "-j", "DROP"], check=True, capture_output=True)
 
     def end(self) -> None:
         """Whatever happened: no process and no firewall rule stays."""
@@ -128,13 +144,13 @@ class Crew:
                     member.process.process.send_signal(signal.SIGCONT)
                 member.process.end()
 
-    def wait_running(self, timeout_s: float = 90.0) -> None:
-        """Until every member that is wanted has told that its session began."""
+    def wait_running(self, members: Sequence[Member] = (), timeout_s: float = 90.0) -> None:
+        """Until each of `members`, or every member that is wanted, has told that its session began."""
         deadline = time.monotonic() + timeout_s
-        for member in self.members:
+        for member in members or self.members:
             process = member.process
             while process is not None and member.wanted and "session started" not in process.log:
                 assert time.monotonic() < deadline, f"{process.name} did not start: {process.log[-2_000:]}"
                 self.tend()
-                process = member.process
                 time.sleep(0.05)
+                process = member.process

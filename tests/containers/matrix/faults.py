@@ -7,12 +7,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from eos.errors import Unavailable
 from eos.testing.clusters import Cluster
 from tests.containers.matrix.crew import Crew, Member
 
 TRANSACTION_TIMEOUT_S, SESSION_TIMEOUT_S = 10.0, 6.0  # the product's default; the least a broker allows
 OUTLASTS_S = (11.0, 14.0)  # past both
 SHORT_S = (0.5, 4.0)
+SLOW_S, BACK_S = 60.0, 600.0
+"""After how long it is told that a broker is slow to come back, and how long that may last: what a run judges is the
+workers, and they go on meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,10 @@ class Faults:
         self._cluster, self._crew, self._chance, self._tend = cluster, crew, chance, tend
         self.began = time.monotonic()
         self.made: list[Fault] = []
+        self.slow: list[str] = []  # brokers that took their time to come back, with what was seen of them
 
     def hit_worker(self, fault: str) -> None:
-        member = self._chance.choice([m for m in self._crew.members if m.wanted])
+        member = self._chance.choice(self._crew.wanted)
         crew = self._crew
         if fault == "kill":
             crew.kill(member)
@@ -68,7 +73,7 @@ class Faults:
             (cluster.kill if fault == "kill" else cluster.stop)(node)
             self.note(f"{fault} node {node}, {why}")
             self._tend(self._chance.uniform(*SHORT_S))
-            cluster.start(node)
+            self.start_again(node)
         else:
             begin, end = (cluster.pause, cluster.resume) if fault == "pause" else (cluster.partition, cluster.heal)
             seconds = self._chance.uniform(*OUTLASTS_S)
@@ -76,6 +81,22 @@ class Faults:
             self.note(f"{fault} node {node}, {why}, for {seconds:.1f} s")
             self._tend(seconds)
             end(node)
+
+    def start_again(self, node: int) -> None:
+        """Until it answers, however often it has to be asked or started within `BACK_S`; after that Unavailable."""
+        cluster, began = self._cluster, time.monotonic()
+        while True:
+            try:
+                if cluster.running(node):
+                    cluster.wait_ready([node], SLOW_S)
+                else:
+                    cluster.start(node, SLOW_S)
+                return
+            except Unavailable as late:
+                self.slow.append(f"{time.monotonic() - self.began:.0f} s: node {node}: {late}")
+                if time.monotonic() - began > BACK_S:
+                    raise
+                self._tend(1.0)
 
     def note(self, what: str, member: Member | None = None) -> None:
         """Called as soon as the fault is there."""

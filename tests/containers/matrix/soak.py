@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import signal
 import statistics
 import sys
 import threading
@@ -104,8 +106,10 @@ def plot(file: Path, run: Run, sampler: Sampler, title: str) -> None:
     figure.suptitle(title)
     above.plot([at / 60 for at, _ in sampler.outputs], [count / FAN_OUT for _, count in sampler.outputs])
     above.set_ylabel("inputs handled and visible")
-    for worker in sorted({sample.worker for sample in sampler.memory}):
-        mine = [sample for sample in sampler.memory if sample.worker == worker]
+    # Guests come and go, each under a name of its own: an hour has dozens.
+    names = {sample.worker: re.sub(r"guest-\d+", "guests", sample.worker) for sample in sampler.memory}
+    for worker in sorted(set(names.values())):
+        mine = [sample for sample in sampler.memory if names[sample.worker] == worker]
         dots = [sample.at_s / 60 for sample in mine], [sample.rss_mib for sample in mine]
         below.plot(*dots, ".", markersize=2, label=worker)
     below.set_ylabel("resident memory of a worker, MiB")
@@ -123,7 +127,8 @@ def report(outcome: Outcome, sampler: Sampler) -> dict[str, object]:
     counts = {verdict.rule: verdict.violations for verdict in outcome.report.verdicts}
     return {
         "ok": outcome.ok,
-        "seconds": outcome.seconds,
+        "seconds": round(sum(outcome.phases.values()), 1),
+        "slow_brokers": outcome.slow,
         "records": outcome.records,
         "lost": counts["no_losses"],
         "doubled": counts["no_duplicates"],
@@ -134,6 +139,19 @@ def report(outcome: Outcome, sampler: Sampler) -> dict[str, object]:
         "ended_and_started_again": outcome.restarts,
         "memory": memory_of(sampler.memory),
         "all_faults": outcome.faults,
+    }
+
+
+def broken_off(run: Run, sampler: Sampler, error: BaseException) -> dict[str, object]:
+    """Nothing could be judged: neither held nor violated."""
+    return {
+        "ok": False,
+        "broke_off": f"{type(error).__name__}: {error}",
+        "outputs_seen": run.outputs_seen,
+        "slow_brokers": run.faults.slow,
+        "ended_and_started_again": run.crew.ends,
+        "memory": memory_of(sampler.memory),
+        "all_faults": [str(fault) for fault in run.faults.made],
     }
 
 
@@ -152,18 +170,23 @@ def main() -> int:
     cell = Cell("random", "any", options.protocol, options.stages)
     choice = choose(options.kafka, cell.version)
     console.print(f"{options.minutes:g} minutes, seed {options.seed}; {choice.reason}; {directory}", highlight=False)
+    told: dict[str, object] = {"minutes": options.minutes, "seed": options.seed, "backend": choice.backend}
+    outcome = None
+    # As an interrupt: what was started is ended, and what there is, is told.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with choice.cluster(3, cell.version, CONFIG) as cluster:
         run = Run(cluster, cell, options.seed, f"s{uuid.uuid4().hex[:8]}", directory)
         with Sampler(run) as sampler:
             try:
                 outcome = run.play(Size(0, 1, options.minutes, options.records_per_s))
-            except BaseException:
+                told |= report(outcome, sampler)
+            except BaseException as error:
+                told |= broken_off(run, sampler, error)
                 cluster.save_logs(directory)
                 raise
             finally:
+                (directory / "report.json").write_text(json.dumps(told, indent=1))
                 plot(directory / "soak.png", run, sampler, f"seed {options.seed}, {len(run.faults.made)} faults")
-    told = {"minutes": options.minutes, "seed": options.seed, "backend": choice.backend, **report(outcome, sampler)}
-    (directory / "report.json").write_text(json.dumps(told, indent=1))
     for name, value in told.items():
         if name != "all_faults":
             console.print(f"{name}: {value}", highlight=False)

@@ -1,0 +1,57 @@
+"""What lets the matrix run for an hour with nobody there: one cell's trouble is one row of the table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+from confluent_kafka.admin import AdminClient
+
+from eos.testing.clusters import Cluster
+from tests.containers.matrix import faults
+from tests.containers.matrix.__main__ import FAILED, NOT_RUN, TO_BE_RUN, Clusters, play, write_table
+from tests.containers.matrix.cells import pairwise
+from tests.containers.matrix.crew import Crew
+from tests.containers.matrix.run import Size
+from tests.containers.matrix.stage_worker import Orders
+
+
+class WithoutAnEngine(Clusters):
+    def of(self, version: str) -> Cluster:
+        raise ConnectionError("the engine went away")
+
+
+def test_whatever_a_cell_raises_is_its_row_and_the_cells_behind_it_have_theirs(tmp_path: Path) -> None:
+    cells = pairwise()
+    result = play(WithoutAnEngine("jvm"), cells[0], 7, Size(), tmp_path / "logs")
+    assert (result.result, result.reason) == (FAILED, "ConnectionError: the engine went away")
+    assert "the engine went away" in (tmp_path / "logs" / "traceback.txt").read_text()
+
+    (tmp_path / f"{cells[0].name}.json").write_text(json.dumps(dataclasses.asdict(result)))
+    rows = write_table(tmp_path, cells, seed=7)
+    assert rows[0] == result
+    assert [(row.result, row.reason) for row in rows[1:]] == [(NOT_RUN, TO_BE_RUN)] * (len(cells) - 1)
+    assert len((tmp_path / "table.md").read_text().splitlines()) == 2 + len(cells)
+
+
+def no_orders(stage: int, instance: str) -> Orders:
+    raise AssertionError(f"there is no worker {instance} of stage {stage}")
+
+
+@pytest.mark.timeout(300)
+def test_a_broker_that_is_slow_to_come_back_is_told_of_and_waited_for(
+    single_nodes: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "SLOW_S", 0.1)
+    cluster = single_nodes.of("4.3.1")
+    made = faults.Faults(cluster, Crew(no_orders, tmp_path), random.Random(1), time.sleep)
+    cluster.kill(0)
+    made.start_again(0)
+    assert made.slow
+    assert "node 0 answers and names nodes [0]" in made.slow[0]
+    answer = AdminClient({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 0}).list_topics(timeout=10)
+    assert list(answer.brokers) == [0]
