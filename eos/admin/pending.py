@@ -50,10 +50,12 @@ def _cause(t: OpenTransaction) -> Cause:
     return Cause(f"{who}: {t.reason}", f"eos txn describe {who}")
 
 
-def partition_of(group: str, partitions: int) -> int:
-    """Kafka's: Utils.abs of Java's String.hashCode, over UTF-16 code units."""
+def partition_of(name: str, partitions: int) -> int:
+    """The partition of the offsets log that keeps a group, or of the transaction log that keeps a transactional.id: by
+    Kafka's Utils.abs (the smallest int counts as 0) of Java's String.hashCode, which is over UTF-16 code units."""
     hashed = 0
-    units = group.encode("utf-16-be")
+    units = name.encode("utf-16-be")
     for i in range(0, len(units), 2):
         hashed = (31 * hashed + int.from_bytes(units[i : i + 2])) & 0xFFFFFFFF
-    return (hashed & 0x7FFFFFFF) % partitions
+    signed = hashed - (hashed >> 31 << 32)
+    return (0 if signed == -(1 << 31) else abs(signed)) % partitions

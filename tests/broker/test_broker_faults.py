@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from eos.admin.pending import partition_of
 from eos.broker import LocalKafka
 from tests.support.reading import wait_until
 
@@ -111,10 +112,7 @@ def test_a_group_session_that_ended_while_no_broker_was_there_is_not_taken_for_a
 
 def coordinator(pipeline: Pipeline) -> int:
     """The node that coordinates the worker's transactional.id: the leader of its partition of the transaction log."""
-    hashed = 0
-    for character in pipeline.transactional_ids()[0]:
-        hashed = (31 * hashed + ord(character)) & 0xFFFFFFFF
-    partition = (hashed & 0x7FFFFFFF) % STATE_PARTITIONS  # Utils.abs of Java's String.hashCode
+    partition = partition_of(pipeline.transactional_ids()[0], STATE_PARTITIONS)
     log = pipeline.admin.list_topics("__transaction_state", timeout=10).topics["__transaction_state"]
     assert len(log.partitions) == STATE_PARTITIONS
     return int(log.partitions[partition].leader)

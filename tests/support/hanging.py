@@ -7,14 +7,24 @@ coordinator says Complete (or nothing at all), the partition is open. The broker
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+from confluent_kafka import Consumer, TopicPartition
 from kafka import KafkaAdminClient
 from kafka import errors as kafka_errors
 from kafka.protocol.producer import ProduceRequest, TxnOffsetCommitRequest
 from kafka.record.default_records import DefaultRecordBatchBuilder
 
 NO_VERIFICATION = {"transaction.partition.verification.enable": "false"}
+_NOT_READY = {
+    error.errno
+    for error in (
+        kafka_errors.NotCoordinatorError,
+        kafka_errors.CoordinatorLoadInProgressError,
+        kafka_errors.CoordinatorNotAvailableError,
+    )
+}
 
 
 def produce_late(
@@ -77,9 +87,23 @@ def commit_offset_late(
         ],
         max_version=3,
     )
-    answer = _send(servers, request, coordinator)
-    code = answer.topics[0].partitions[0].error_code
+    _make_offsets_log(servers, group, topic)
+    deadline = time.monotonic() + 30
+    while True:
+        code = _send(servers, request, coordinator).topics[0].partitions[0].error_code
+        if code == 0 or code not in _NOT_READY or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
     assert code == 0, kafka_errors.for_code(code)
+
+
+def _make_offsets_log(servers: str, group: str, topic: str) -> None:
+    """A fresh cluster has none until somebody looks for a group's coordinator."""
+    consumer = Consumer({"bootstrap.servers": servers, "group.id": group})
+    try:
+        consumer.committed([TopicPartition(topic, 0)], timeout=30)
+    finally:
+        consumer.close()
 
 
 def _send(servers: str, request: Any, node: int) -> Any:

@@ -80,6 +80,9 @@ def test_a_groups_partition_of_the_offsets_log_is_kafkas() -> None:
     assert partition_of("ä", 50) == 228 % 50
     assert partition_of("Aa", 50) == partition_of("BB", 50) == 2112 % 50
     assert partition_of("polygenelubricants", 50) == 0  # hashCode is Integer.MIN_VALUE
+    # Negative hash codes, as a JVM says: -771814909 and -1008770331.
+    assert partition_of("flights", 50) == 771814909 % 50
+    assert partition_of("orders", 50) == 1008770331 % 50
 
 
 def test_tokens_without_a_source_are_a_configuration_error() -> None:
