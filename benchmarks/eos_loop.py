@@ -1,12 +1,19 @@
-"""The worker under the same load: `python -m benchmarks.eos_loop BOOTSTRAP SOURCE TARGET COUNT GROUP record|batch`."""
+"""The worker, same load: `python -m benchmarks.eos_loop BOOTSTRAP SOURCE TARGET COUNT GROUP record|batch|typed`."""
 
 from __future__ import annotations
 
 import sys
 import time
 
+import msgspec
+
 from eos import App, Out, Record, Settings
 from eos.worker import Worker
+
+
+class Row(msgspec.Struct):
+    n: int
+    text: str
 
 
 def main(bootstrap: str, source: str, target: str, count: int, group: str, kind: str) -> None:
@@ -17,6 +24,12 @@ def main(bootstrap: str, source: str, target: str, count: int, group: str, kind:
         @app.process_batch(source, to=target)
         def upper_all(records: list[Record]) -> list[Out]:
             return [Out(record.value.upper(), record.key) for record in records if record.value is not None]
+
+    elif kind == "typed":
+        # JSON decoded into a struct and encoded again: what none of the other loops does.
+        @app.process(source, to=target)
+        def upper_typed(row: Row) -> Row:
+            return Row(row.n, row.text.upper())
 
     else:
 

@@ -28,18 +28,20 @@ LOOPS = {
     "straight loop": ["benchmarks.straight_loop"],
     "eos, Record handler": ["benchmarks.eos_loop", "record"],
     "eos, process_batch": ["benchmarks.eos_loop", "batch"],
+    "eos, typed handler": ["benchmarks.eos_loop", "typed"],
 }
 
 
 def load(bootstrap: str, topic: str, count: int, size: int) -> None:
-    """`count` records of `size` bytes (12-byte keys) into a new topic."""
+    """`count` records of `size` bytes (12-byte keys, values that are JSON) into a new topic."""
     create(bootstrap, topic)
     producer = Producer({"bootstrap.servers": bootstrap, "linger.ms": 20, "queue.buffering.max.messages": 500_000})
-    payload = b"x" * (size - 10)
+    rest = b',"text":"%s"}'
+    rest %= b"x" * (size - len(rest) + len(b"%s") - len(b'{"n":') - 10)
     for number in range(count):
         while True:
             try:
-                producer.produce(topic, b"%010d" % number + payload, b"key-%08d" % (number % 10_000))
+                producer.produce(topic, b'{"n":1%09d' % number + rest, b"key-%08d" % (number % 10_000))
                 break
             except BufferError:
                 producer.poll(0.1)
@@ -71,7 +73,7 @@ def compare(console: Console, bootstrap: str, name: str, count: int, size: int, 
     transactions = replaced = 0
     for turn in range(rounds):
         order = list(LOOPS)
-        # Each loop runs first, second and third as often: the disk is slower behind a neighbour's writes.
+        # Each loop runs first, second, third and last as often: the disk is slower behind a neighbour's writes.
         for loop in order[turn % len(order) :] + order[: turn % len(order)]:
             records, seconds, ended, *more = run(bootstrap, loop, source, count)
             rates[loop].append(records / seconds)

@@ -10,7 +10,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -47,7 +47,7 @@ def program(arguments: Sequence[str]) -> typer.Typer:
         rich_markup_mode="rich",
         pretty_exceptions_enable=False,
     )
-    app.callback()(lambda: None)  # with one command alone typer would drop its name
+    app.callback()(_before)  # with one command alone typer would drop its name
     for name in arguments[:1] if arguments[:1] and arguments[0] in COMMANDS else COMMANDS:
         module = importlib.import_module(f"eos.cli.{name}")
         if name in GROUPS:
@@ -55,6 +55,27 @@ def program(arguments: Sequence[str]) -> typer.Typer:
         else:
             app.command(name, help=COMMANDS[name])(getattr(module, name))
     return app
+
+
+def _tell_versions(asked: bool) -> None:
+    if not asked:
+        return
+    from importlib import metadata  # not on a worker's way to its group
+
+    from confluent_kafka import libversion
+
+    told = ", ".join(f"{name} {metadata.version(name)}" for name in ("eos-kafka", "confluent-kafka", "kafka-python"))
+    print(f"{told}, librdkafka {libversion()[0]}")
+    raise typer.Exit
+
+
+def _before(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_tell_versions, is_eager=True, help="The versions of eos and its clients."),
+    ] = False,
+) -> None:
+    """Options of the program itself."""
 
 
 USAGE, INTERNAL, TEMPORARY = 64, 70, 75

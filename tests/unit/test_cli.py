@@ -8,9 +8,11 @@ import re
 import socket
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from confluent_kafka import libversion
 
 import eos
 from eos.cli import COMMANDS
@@ -68,6 +70,14 @@ def test_help_shows_every_command_and_exits_with_0(here: Path) -> None:
         assert f" {command} " in ended.stdout
     assert "Exactly-once" in ended.stdout
     assert ended.stderr == ""
+
+
+def test_the_versions_that_a_report_needs_are_told(here: Path) -> None:
+    ended = program(here, "--version")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    for name in ("eos-kafka", "confluent-kafka", "kafka-python"):
+        assert f"{name} {metadata.version(name)}" in ended.stdout
+    assert f"librdkafka {libversion()[0]}" in ended.stdout
 
 
 def test_help_of_run_shows_its_options(here: Path) -> None:
