@@ -246,7 +246,7 @@ class _Side(asyncio.BufferedProtocol):
 
     @property
     def never_connected(self) -> bool:
-        return self._transport is None
+        return self._transport is None and not self.gone
 
     # asyncio calls these.
 
@@ -296,18 +296,20 @@ class _Side(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.gone = True
         link = self._link
-        # asyncio is done with this side, and nothing the link may still call needs them: no circle is left.
+        # asyncio is done with this side, and nothing the link may still call needs them: no circle is left. A transport
+        # of TLS leads to 256 KiB to read into, and the link may live on with its other side.
+        self._transport = None
         del self._link, self._received, self.other
         link.side_closed(self)
 
     # The link calls these.
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        transport = self._transport
-        if transport is None:
+        if self.never_connected:
             self._unsent += map(bytes, pieces)  # what came before reading could be paused
             return
-        if transport.is_closing():
+        transport = self._transport
+        if transport is None or transport.is_closing():
             return
         if len(pieces) > 1 and sum(map(len, pieces)) <= _JOINED_BYTES:
             pieces = [b"".join(pieces)]
@@ -323,9 +325,9 @@ class _Side(asyncio.BufferedProtocol):
 
     def write_end(self) -> None:
         transport = self._transport
-        if transport is None:
+        if self.never_connected:
             self._unsent_end = True
-        elif transport.is_closing():
+        elif transport is None or transport.is_closing():
             return
         elif transport.can_write_eof():
             transport.write_eof()
@@ -353,14 +355,14 @@ class _Side(asyncio.BufferedProtocol):
         if transport is not None and not transport.is_closing():
             transport.close()
             if transport.get_write_buffer_size():
-                asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
+                asyncio.get_running_loop().call_later(LINGER_S, self.abort)  # the transport itself may be gone by then
 
     def abort(self) -> None:
-        if self._transport is not None and not self.gone:
+        if self._transport is not None:
             self._transport.abort()
 
     def reset(self) -> None:
-        if self._transport is not None and not self.gone:
+        if self._transport is not None:
             if not self._transport.get_write_buffer_size():
                 self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
                 self._transport.abort()
