@@ -56,15 +56,18 @@ def main() -> int:
     console, outcomes, began = Console(width=150), list[Outcome](), time.monotonic()
     cases = every_case(options.over, options.actions, options.protocols or protocols_on(options.kafka))
     settings = {"eos.replace.producer": options.replace}
-    with LocalKafka(version=options.kafka) as kafka:
-        for way in options.ways or ways_on(options.kafka):
-            sweeper = Sweeper(APP, kafka.bootstrap_servers, RECORDS, settings=settings, **WAYS[way])
-            for case in cases:
-                outcome = sweeper.run(case)
-                outcomes.append(outcome)
-                console.print(f"{outcome.seconds:5.1f} s  {outcome}", highlight=False)
-    console.print(table(outcomes))
-    console.print(f"{len(outcomes)} runs on Kafka {options.kafka} in {(time.monotonic() - began) / 60:.0f} minutes")
+    try:
+        with LocalKafka(version=options.kafka) as kafka:
+            for way in options.ways or ways_on(options.kafka):
+                sweeper = Sweeper(APP, kafka.bootstrap_servers, RECORDS, settings=settings, **WAYS[way])
+                for case in cases:
+                    outcome = sweeper.run(case)
+                    outcomes.append(outcome)
+                    console.print(f"{outcome.seconds:5.1f} s  {outcome}", highlight=False)
+    finally:
+        # Also of a run that is broken off: half an hour's work.
+        console.print(table(outcomes))
+        console.print(f"{len(outcomes)} runs on Kafka {options.kafka} in {(time.monotonic() - began) / 60:.0f} minutes")
     return 1 if any(outcome.wrong for outcome in outcomes) else 0
 
 
