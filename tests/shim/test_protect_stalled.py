@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from kafka.protocol.metadata import FindCoordinatorRequest
 from kafka.protocol.producer import AddPartitionsToTxnRequest, EndTxnRequest, InitProducerIdRequest, ProduceRequest
 from kafka.record.memory_records import MemoryRecordsBuilder
 
@@ -47,6 +48,9 @@ class Client:
             wire.socket.close()
 
     def init(self) -> None:
+        # The first question of this kind makes the coordinators' topic.
+        where = FindCoordinatorRequest(version=1, key=self._name, key_type=1)
+        eventually(lambda: self.coordinator.ask(where).error_code == 0)
         request = InitProducerIdRequest(version=1, transactional_id=self._name, transaction_timeout_ms=60_000)
         told = eventually(lambda: (made := self.coordinator.ask(request)).error_code == 0 and made)
         self.producer_id, self.epoch = told.producer_id, told.producer_epoch
