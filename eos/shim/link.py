@@ -327,11 +327,12 @@ class _Side(asyncio.BufferedProtocol):
     # The link calls these.
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        if not self.takes_more:
-            return
         transport = self._transport
         if transport is None:
-            self._unsent += map(bytes, pieces)  # what came before reading could be paused
+            if self.takes_more:
+                self._unsent += map(bytes, pieces)  # what came before reading could be paused
+            return
+        if self._ended or transport.is_closing():
             return
         if len(pieces) > 1 and sum(map(len, pieces)) <= _JOINED_BYTES:
             pieces = [b"".join(pieces)]
