@@ -102,20 +102,27 @@ class Case:
         return f"{self.step}: {self.error or self.action} ({self.protocol})"
 
     def rules(self, transactional_id: str, side: str = "broker") -> list[Rule]:
-        """`transactional_id` is one producer's: requests are counted of that one, whatever others the worker has."""
+        """`transactional_id` is one producer's: the strike is counted of that one, whatever others the worker has.
+
+        What comes after it may be another's: before 4.0 a replaced producer goes on as `…-alternate`.
+        """
         nth = STEPS[self.step]
+        whose = f"{transactional_id}*"
         simple = {
             "reset before": Rule(self.step, "reset", nth=nth),
             "reset after": Rule(self.step, "reset", Phase.AFTER_APPLY, nth),
             "blackhole": Rule(self.step, "blackhole", nth=nth),
             "duplicate": Rule(self.step, "duplicate", Phase.AFTER_APPLY, nth),
-            "late copy": Rule(self.step, "reset", Phase.LATE, nth, until=_LATE[self.step]),
+            "late copy": Rule(
+                self.step, "reset", Phase.LATE, nth, until=replace(_LATE[self.step], transactional_id=whose)
+            ),
         }
         if self.error is not None:
             rules = [Rule(self.step, "error", nth=nth, error=self.error)]
         elif self.action == "late copy, then abort":
             # H1: the copy ends the next transaction half done, and what the client then aborts is not all of it.
-            abort = Rule("TxnOffsetCommit", "error", nth=nth + 1, error="ILLEGAL_GENERATION")
+            refusal = "ILLEGAL_GENERATION"
+            abort = Rule("TxnOffsetCommit", "error", nth=nth + 1, error=refusal, transactional_id=whose)
             rules = [simple["late copy"], abort]
         elif self.action == "lost acknowledgement, then abort":
             # H2b: appended but not acknowledged, and the transaction ends before the client asks again. The batch that
@@ -124,7 +131,7 @@ class Case:
             rules = [lost, Rule("Produce", "error", Phase.AFTER_APPLY, nth, partition="*-1", error="INVALID_REQUEST")]
         else:
             rules = [simple[self.action]]
-        return [replace(rule, side=side, transactional_id=transactional_id) for rule in rules]
+        return [replace(rule, side=side, transactional_id=rule.transactional_id or transactional_id) for rule in rules]
 
 
 def every_case(

@@ -106,8 +106,7 @@ class FaultJob(Job):
         for strike in list(self._waiting):
             until = strike.rule.until
             assert until is not None
-            same = strike.said.transactional_id is None or strike.said.transactional_id == asked.transactional_id
-            if asked.api_key != until.api_key or not same or until.outcome not in (None, asked.outcome):
+            if not until.fits(asked, strike.said):
                 continue
             strike.events_left -= 1
             if strike.events_left == 0:

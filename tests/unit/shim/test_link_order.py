@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eos.shim.addresses.book import Endpoint
-from eos.shim.faults import FaultJob, Plan, Rule
+from eos.shim.faults import Event, FaultJob, Plan, Rule
 from eos.shim.lane import Held
 from eos.shim.link import Link, ReadBuffer
 from eos.shim.pipeline import Exchange, Job, Pipeline
@@ -21,7 +21,7 @@ from eos.shim.wire import api
 from tests.shim.fake_broker import FakeBroker
 from tests.unit.shim.test_frames import cut
 from tests.unit.shim.test_link import answer, frame
-from tests.unit.shim.test_protect_frames import encoded, requests
+from tests.unit.shim.test_protect_frames import encoded, produce_request, requests
 
 PASSING, HELD, ANSWERED, RESET, ANSWER_HELD = 36, 37, 38, 39, 40
 
@@ -215,6 +215,34 @@ def test_a_request_a_fault_lets_go_arrives_although_its_client_has_ended_its_hal
     with FakeBroker(broker_answers) as broker:
         asyncio.run(test(broker.port))
     assert arrived == [end_txn[4:]] * (2 if action == "duplicate" else 1)
+    assert not plan.complaints()
+
+
+@pytest.mark.parametrize(("pattern", "opens"), [(None, "t"), ("t*", "t-alternate"), ("u", "u")])
+def test_a_delay_waits_for_an_event_of_its_own_transactional_id_or_of_those_it_names(
+    pattern: str | None, opens: str
+) -> None:
+    until = Event("Produce", when="arrives", transactional_id=pattern)
+    plan = Plan([Rule("EndTxn", "delay", until=until, side="broker")])
+    end_txn = encoded(requests(api.END_TXN, 1))
+    others = [produce_request(9, name, {"a": {0: None}}) for name in ("t", "t-alternate", "u", "v") if name != opens]
+    if pattern == "t*":
+        del others[0]
+    event = produce_request(9, opens, {"a": {0: None}})
+
+    async def test() -> None:
+        wired = Wired(FaultJob(plan.on("broker")))
+        wired.client_sends(end_txn)
+        for other in others:
+            wired.client_sends(other)
+        await asyncio.sleep(0)
+        assert [each.open for each in plan.progress] == [1]
+        wired.client_sends(event)
+        async with asyncio.timeout(20):
+            while wired.broker.sent != b"".join([end_txn, *others, event]):
+                await asyncio.sleep(0.01)
+
+    asyncio.run(test())
     assert not plan.complaints()
 
 
