@@ -78,7 +78,7 @@ class Holding(Job):
         self.held: list[Held] = []
 
     def wants_request(self, api_key: int, version: int) -> bool:
-        return api_key != PASSING
+        return api_key in (HELD, ANSWERED, RESET, ANSWER_HELD)
 
     def wants_response(self, api_key: int, version: int) -> bool:
         return api_key == ANSWER_HELD
@@ -284,6 +284,19 @@ def test_a_stop_lets_a_request_that_has_begun_to_pass_come_to_its_end_and_be_ans
     assert (wired.client.reading_stopped, wired.client.closed) == (True, False)
     wired.broker_sends(answer(1, b"done"))
     assert wired.client.sent == answer(1, b"done")
+    assert wired.client.closed
+
+
+def test_a_stop_waits_for_the_rest_of_a_request_that_nobody_answers() -> None:
+    wired = Wired()
+    sent = produce_request(9, None, {"a": {0: b"records" * 100}})
+    acks_at = sent.index(b"\0\xff\xff") + 1  # behind the transactional.id, which is null
+    sent = sent[:acks_at] + b"\0\0" + sent[acks_at + 2 :]
+    wired.client_sends(sent[:200])
+    wired.link.drain()
+    assert not wired.client.closed
+    wired.client_sends(sent[200:])
+    assert wired.broker.sent == sent
     assert wired.client.closed
 
 

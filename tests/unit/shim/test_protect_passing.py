@@ -166,6 +166,16 @@ def test_the_jobs_on_the_clients_side_see_what_the_client_sent_and_what_it_is_an
         assert dict(counting.errors) == ({} if known else {("Produce", "INVALID_PRODUCER_EPOCH"): 1})
 
 
+@pytest.mark.parametrize("step", [7, 1 << 20])
+def test_a_job_that_only_wants_answers_sees_those_of_protection_too(step: int) -> None:
+    counting = CountingJob()
+    assert not counting.wants_request(api.PRODUCE, 9)
+    passed = Passed(known=False, before=[counting])
+    for chunk in cut(produce_request(9, "t", SHAPES["one batch"]), [step] * 400):
+        passed.feed(chunk)
+    assert dict(counting.errors) == {("Produce", "INVALID_PRODUCER_EPOCH"): 1}
+
+
 # What a Produce that is still on its way does to its transaction, and its transaction to it.
 
 LATER = Identity(NEW.producer_id, NEW.epoch + 1)
