@@ -91,9 +91,9 @@ class Link:
         return None
 
     def drain(self) -> None:
-        """No further request is read; the link closes when those under way are answered."""
+        """No further request is read but the rest of one that has begun to pass; closes when all are answered."""
         self._draining = True
-        self.client.stop_reading()
+        self._stop_reading_between_requests()
         self._close_if_drained()
 
     def close(self) -> None:
@@ -110,10 +110,19 @@ class Link:
     # From the client to the broker.
 
     def _from_client(self, data: Piece) -> None:
+        if self._draining:
+            data = data[: self._requests.left]
         pieces = self._requests.feed(data)
         if pieces:
             self._up.pass_on(pieces)
         self._send_own_answers()
+        if self._draining:
+            self._stop_reading_between_requests()
+            self._close_if_drained()
+
+    def _stop_reading_between_requests(self) -> None:
+        if not self._requests.left:
+            self.client.stop_reading()
 
     def _open_request(self, data: Piece, pos: int) -> Passage | None:
         head = request_head(data, pos)
@@ -182,10 +191,14 @@ class Link:
     def _close_if_drained(self) -> None:
         if self._up.is_held or self._down.is_held:
             self.abort()  # a job keeps a frame: nobody knows for how long
-        elif not self._pending and self._responses.between_frames:
+        elif not self._pending and not self._requests.left and self._responses.between_frames:
             self.close()
 
     # What a job may do to a link (pipeline.Control).
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.upstream.takes_more
 
     def reset(self) -> None:
         """As a network does it: the client's connection is gone, and what is under way with it."""
@@ -202,7 +215,9 @@ class Link:
         self._reset_if_due()
 
     def _reset_if_due(self) -> None:
-        if (not self._pending or self._pending[0] is self._reset_before) and not self._down.is_held:
+        # An answer is taken from those that are awaited when it begins, and may still be on its way.
+        is_next = not self._pending or self._pending[0] is self._reset_before
+        if is_next and self._responses.between_frames and not self._down.is_held:
             self.reset()
 
     def _reset_if_late(self) -> None:
@@ -240,13 +255,20 @@ class _Side(asyncio.BufferedProtocol):
         self._link, self._received, self._buffer = link, received, buffer
         self._transport: asyncio.Transport | None = None
         self._unsent: list[bytes] = []
-        self._unsent_end = False
+        self._ended = False  # `write_end` was the last word
         self._stopped = False
         self.gone = False
 
     @property
     def never_connected(self) -> bool:
-        return self._transport is None
+        return self._transport is None and not self.gone
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether what is written now still goes out, as far as this side knows."""
+        transport = self._transport
+        closed = self.gone if transport is None else transport.is_closing()
+        return not closed and not self._ended
 
     # asyncio calls these.
 
@@ -264,7 +286,7 @@ class _Side(asyncio.BufferedProtocol):
         if self._unsent:
             transport.writelines(self._unsent)
             self._unsent = []
-        if self._unsent_end:
+        if self._ended:
             self.write_end()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -296,7 +318,9 @@ class _Side(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.gone = True
         link = self._link
-        # asyncio is done with this side, and nothing the link may still call needs them: no circle is left.
+        # asyncio is done with this side, and nothing the link may still call needs them: no circle is left. A transport
+        # of TLS leads to 256 KiB to read into, and the link may live on with its other side.
+        self._transport = None
         del self._link, self._received, self.other
         link.side_closed(self)
 
@@ -305,9 +329,10 @@ class _Side(asyncio.BufferedProtocol):
     def write(self, pieces: Sequence[Piece]) -> None:
         transport = self._transport
         if transport is None:
-            self._unsent += map(bytes, pieces)  # what came before reading could be paused
+            if self.takes_more:
+                self._unsent += map(bytes, pieces)  # what came before reading could be paused
             return
-        if transport.is_closing():
+        if self._ended or transport.is_closing():
             return
         if len(pieces) > 1 and sum(map(len, pieces)) <= _JOINED_BYTES:
             pieces = [b"".join(pieces)]
@@ -322,12 +347,15 @@ class _Side(asyncio.BufferedProtocol):
                 self._buffer.keep()
 
     def write_end(self) -> None:
+        """At once, whatever a lane holds: its client may be gone for good, and nobody would say so after this.
+
+        Nothing is written behind it; a fault that let go of a request then sends it on a connection of its own.
+        """
+        self._ended = True
         transport = self._transport
-        if transport is None:
-            self._unsent_end = True
-        elif transport.is_closing():
+        if transport is None or transport.is_closing():
             return
-        elif transport.can_write_eof():
+        if transport.can_write_eof():
             transport.write_eof()
         else:
             transport.close()  # TLS has no half-closed connections
@@ -353,14 +381,14 @@ class _Side(asyncio.BufferedProtocol):
         if transport is not None and not transport.is_closing():
             transport.close()
             if transport.get_write_buffer_size():
-                asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
+                asyncio.get_running_loop().call_later(LINGER_S, self.abort)  # the transport itself may be gone by then
 
     def abort(self) -> None:
-        if self._transport is not None and not self.gone:
+        if self._transport is not None:
             self._transport.abort()
 
     def reset(self) -> None:
-        if self._transport is not None and not self.gone:
+        if self._transport is not None:
             if not self._transport.get_write_buffer_size():
                 self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
                 self._transport.abort()

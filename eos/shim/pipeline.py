@@ -22,6 +22,11 @@ class Control(Protocol):
     @property
     def endpoint(self) -> Endpoint: ...
 
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a request that leaves now still reaches the broker."""
+        ...
+
     def reset(self) -> None: ...
 
     def reset_before(self, exchange: Exchange) -> None: ...
@@ -164,6 +169,9 @@ class Pipeline:
         whole: Sequence[Callable[[Exchange, bytes], bytes]],
     ) -> Passage:
         streaming = None not in streams
+        if streaming and len(jobs) == 1 and jobs[0] is self.jobs[0]:
+            assert streams[0] is not None
+            return streams[0]  # nobody is behind it, and nobody in front whom its answer is to be shown to
         steps = [
             partial(hook, exchange) if stream is None else stream.feed if streaming else partial(_whole, stream)
             for hook, stream in zip(whole, streams, strict=True)

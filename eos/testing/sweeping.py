@@ -102,20 +102,27 @@ class Case:
         return f"{self.step}: {self.error or self.action} ({self.protocol})"
 
     def rules(self, transactional_id: str, side: str = "broker") -> list[Rule]:
-        """`transactional_id` is one producer's: requests are counted of that one, whatever others the worker has."""
+        """`transactional_id` is one producer's: the strike is counted of that one, whatever others the worker has.
+
+        What comes after it may be another's: before 4.0 a replaced producer goes on as `…-alternate`.
+        """
         nth = STEPS[self.step]
+        whose = f"{transactional_id}*"
         simple = {
             "reset before": Rule(self.step, "reset", nth=nth),
             "reset after": Rule(self.step, "reset", Phase.AFTER_APPLY, nth),
             "blackhole": Rule(self.step, "blackhole", nth=nth),
             "duplicate": Rule(self.step, "duplicate", Phase.AFTER_APPLY, nth),
-            "late copy": Rule(self.step, "reset", Phase.LATE, nth, until=_LATE[self.step]),
+            "late copy": Rule(
+                self.step, "reset", Phase.LATE, nth, until=replace(_LATE[self.step], transactional_id=whose)
+            ),
         }
         if self.error is not None:
             rules = [Rule(self.step, "error", nth=nth, error=self.error)]
         elif self.action == "late copy, then abort":
             # H1: the copy ends the next transaction half done, and what the client then aborts is not all of it.
-            abort = Rule("TxnOffsetCommit", "error", nth=nth + 1, error="ILLEGAL_GENERATION")
+            refusal = "ILLEGAL_GENERATION"
+            abort = Rule("TxnOffsetCommit", "error", nth=nth + 1, error=refusal, transactional_id=whose)
             rules = [simple["late copy"], abort]
         elif self.action == "lost acknowledgement, then abort":
             # H2b: appended but not acknowledged, and the transaction ends before the client asks again. The batch that
@@ -124,7 +131,7 @@ class Case:
             rules = [lost, Rule("Produce", "error", Phase.AFTER_APPLY, nth, partition="*-1", error="INVALID_REQUEST")]
         else:
             rules = [simple[self.action]]
-        return [replace(rule, side=side, transactional_id=transactional_id) for rule in rules]
+        return [replace(rule, side=side, transactional_id=rule.transactional_id or transactional_id) for rule in rules]
 
 
 def every_case(
@@ -154,9 +161,13 @@ def every_case(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one case left. `wrong`: every reason why it does not count as exactly once; empty is good."""
+    """What one case left. `wrong`: every reason why it does not count as exactly once; empty is good.
+
+    `way`: through a shim that does not protect, or one that does, and on which side of it the faults were.
+    """
 
     case: Case
+    way: str
     wrong: tuple[str, ...]
     verification: Verification | None
     starts: int
@@ -165,7 +176,10 @@ class Outcome:
 
     def raise_if_wrong(self) -> None:
         """AssertionError with every reason, and where the worker's log is."""
-        assert not self.wrong, f"{self.case}: {'; '.join(self.wrong)} (worker's log: {self.log})"
+        assert not self.wrong, f"{self} (worker's log: {self.log})"
+
+    def __str__(self) -> str:
+        return f"{self.case}, {self.way}: {self.verdict}"
 
     @property
     def verdict(self) -> str:
@@ -220,6 +234,10 @@ class Sweeper:
             raise ConfigurationError(f"records: nothing is given for {', '.join(sorted(missing))}")
 
     @property
+    def _way(self) -> str:
+        return f"protected, {self._side} side" if self._protect else "unprotected"
+
+    @property
     def _instance(self) -> str:
         return f"sweep-{self._number}"
 
@@ -246,7 +264,7 @@ class Sweeper:
             wrong += _reasons(found, sum(map(len, self._records.values())) if codes[-1] == 0 else None)
         except EosError as error:
             wrong.append(str(error))
-        return Outcome(case, tuple(wrong), found, len(codes), time.monotonic() - began, log)
+        return Outcome(case, self._way, tuple(wrong), found, len(codes), time.monotonic() - began, log)
 
     def _make_topics(self) -> None:
         for future in self._admin.delete_topics(self._topics).values():
@@ -344,19 +362,21 @@ def sweep(
     outcomes = []
     for case in every_case(over, actions, protocols):
         outcomes.append(sweeper.run(case))
-        console.print(f"{outcomes[-1].seconds:5.1f} s  {case}: {outcomes[-1].verdict}", highlight=False)
+        console.print(f"{outcomes[-1].seconds:5.1f} s  {outcomes[-1]}", highlight=False)
     console.print(table(outcomes))
     return outcomes
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
-    """A row per step and action; a column per group protocol."""
-    protocols = sorted({outcome.case.protocol for outcome in outcomes})
-    made = Table("step", "fault", *protocols, title=f"{len(outcomes)} runs, {sum(not o.wrong for o in outcomes)} right")
-    rows: dict[tuple[str, str], dict[str, Outcome]] = {}
+    """A row per step and fault; a column per way through the shim and group protocol."""
+    columns = list(dict.fromkeys((outcome.way, outcome.case.protocol) for outcome in outcomes))
+    title = f"{len(outcomes)} runs, {sum(not outcome.wrong for outcome in outcomes)} right"
+    made = Table("step", "fault", *(f"{way}, {protocol}" for way, protocol in columns), title=title)
+    rows: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
     for outcome in outcomes:
         case = outcome.case
-        rows.setdefault((case.step, case.error or case.action), {})[case.protocol] = outcome
+        row = rows.setdefault((case.step, case.error or case.action), {})
+        row[outcome.way, case.protocol] = outcome.verdict
     for (step, fault), found in rows.items():
-        made.add_row(step, fault, *(found[p].verdict if p in found else "" for p in protocols))
+        made.add_row(step, fault, *(found.get(column, "") for column in columns))
     return made

@@ -1,44 +1,73 @@
-"""`make sweep`: our own worker through every fault at every step of a transaction, on real Kafka, with a table."""
+"""`make sweep`: our own worker through every fault at every step of a transaction, on real Kafka, with one table.
+
+Two ways through the shim: without its protection, so that the worker's own rules have to do; and with it, the faults
+between worker and shim, where the shim cannot tell a late request by its epoch. (Those between a protecting shim and
+the brokers are `--ways broker`.)
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from eos.broker import DEFAULT_VERSION, LocalKafka
-from eos.testing import sweep
-from eos.testing.sweeping import ACTIONS, every_txn_step
+from eos.testing.sweeping import ACTIONS, Outcome, Sweeper, every_case, every_txn_step, table
 
 APP = str(Path(__file__).parents[1] / "support" / "sweep_app.py") + ":app"
 RECORDS = {"sweep-in": [b"record %d" % number for number in range(60)]}
+
+# What the sweep is told of each way.
+WAYS: dict[str, dict[str, Any]] = {
+    "unprotected": {"protect": False},
+    "client": {"protect": True, "side": "client"},
+    "broker": {"protect": True, "side": "broker"},
+}
+
+
+def ways_on(version: str) -> list[str]:
+    """Before 4.0 no broker offers what protection is made of, and there is one protocol for groups."""
+    return ["unprotected", "client"] if _since_4(version) else ["unprotected"]
+
+
+def protocols_on(version: str) -> list[str]:
+    return ["classic", "consumer"] if _since_4(version) else ["classic"]
+
+
+def _since_4(version: str) -> bool:
+    return int(version.split(".")[0]) >= 4
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--over", nargs="*", default=list(every_txn_step))
     parser.add_argument("--actions", nargs="*", default=list(ACTIONS))
-    parser.add_argument("--protocols", nargs="*", default=["classic", "consumer"])
+    parser.add_argument("--protocols", nargs="*", help="classic, consumer; as a default what the brokers have")
+    parser.add_argument("--ways", nargs="*", choices=list(WAYS), help="as a default unprotected and client")
     parser.add_argument("--replace", default="auto", help="eos.replace.producer of the worker")
-    parser.add_argument("--protect", action="store_true", help="with the shim's protection between faults and worker")
-    parser.add_argument("--side", default="broker", help="with --protect: broker or client")
     parser.add_argument("--kafka", default=DEFAULT_VERSION, help="its version")
     options = parser.parse_args()
-    with LocalKafka(version=options.kafka) as kafka:
-        outcomes = sweep(
-            APP,
-            kafka.bootstrap_servers,
-            RECORDS,
-            over=options.over,
-            actions=options.actions,
-            protocols=options.protocols,
-            settings={"eos.replace.producer": options.replace},
-            protect=options.protect,
-            side=options.side,
-            console=Console(width=150),
-        )
+    if options.ways and not _since_4(options.kafka) and options.ways != ["unprotected"]:
+        parser.error(f"Kafka {options.kafka} has no EndTxn v5: there is no protection to go through")
+    console, outcomes, began = Console(width=150), list[Outcome](), time.monotonic()
+    cases = every_case(options.over, options.actions, options.protocols or protocols_on(options.kafka))
+    settings = {"eos.replace.producer": options.replace}
+    try:
+        with LocalKafka(version=options.kafka) as kafka:
+            for way in options.ways or ways_on(options.kafka):
+                sweeper = Sweeper(APP, kafka.bootstrap_servers, RECORDS, settings=settings, **WAYS[way])
+                for case in cases:
+                    outcome = sweeper.run(case)
+                    outcomes.append(outcome)
+                    console.print(f"{outcome.seconds:5.1f} s  {outcome}", highlight=False)
+    finally:
+        # Also of a run that is broken off: half an hour's work.
+        console.print(table(outcomes))
+        console.print(f"{len(outcomes)} runs on Kafka {options.kafka} in {(time.monotonic() - began) / 60:.0f} minutes")
     return 1 if any(outcome.wrong for outcome in outcomes) else 0
 
 

@@ -278,6 +278,31 @@ def test_a_stopped_shim_delivers_the_answers_under_way_and_exits_with_0(number: 
         assert shim.process.wait(10) == 0
 
 
+def test_a_stopped_shim_takes_the_rest_of_a_request_that_has_begun_to_pass() -> None:
+    """A Produce of a busy producer is always under way; without its rest the stop would last until its time is up."""
+    began = threading.Event()
+    sent = frame(36, 1, 9, bytes(MIB))
+
+    def take(connection: socket.socket) -> None:
+        left = len(sent)
+        while left > 0:
+            left -= len(connection.recv(MIB))
+            began.set()
+        connection.sendall(b"\0\0\0\x08" + (9).to_bytes(4, "big") + b"done")
+
+    with FakeBroker(take=take) as broker, running(broker.address) as shim:
+        idle, busy = Wire(shim.bootstrap_servers), Wire(shim.bootstrap_servers)
+        busy.socket.sendall(sent[: MIB // 2])
+        assert began.wait(10)
+        shim.process.send_signal(signal.SIGTERM)
+        assert idle.ended()
+        busy.socket.sendall(sent[MIB // 2 :] + frame(36, 1, 10, b"the next one is not taken any more"))
+        assert busy.receive()[8:] == b"done"
+        assert busy.ended()
+        assert shim.process.wait(30) == 0
+        assert not shim.named("closed without an answer"), "it waited until its time was up"
+
+
 def ended_with(*arguments: str) -> tuple[int, str]:
     process = launch("shim", *arguments)
     _, errors = process.communicate(timeout=60)

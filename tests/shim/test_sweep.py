@@ -13,8 +13,8 @@ import pytest
 
 from eos.broker import LocalKafka
 from eos.errors import ConfigurationError
-from eos.testing.sweeping import ACTIONS, ERRORS, Case, Sweeper, every_case, every_txn_step
-from tests.shim.sweep import APP, RECORDS
+from eos.testing.sweeping import ACTIONS, ERRORS, Case, Outcome, Sweeper, every_case, every_txn_step, table
+from tests.shim.sweep import APP, RECORDS, protocols_on, ways_on
 
 H1 = Case("EndTxn", "late copy, then abort")
 H2B = Case("Produce", "lost acknowledgement, then abort")
@@ -66,3 +66,29 @@ def test_every_case_is_each_step_with_each_fault_that_it_can_have() -> None:
     for wrong in ((["EndTx"],), (["EndTxn"], ["explode"]), (["EndTxn"], ["blackhole"], ["third"])):
         with pytest.raises(ConfigurationError):
             every_case(*wrong)
+
+
+def test_the_table_has_a_row_for_each_fault_and_a_column_for_each_way_and_protocol(tmp_path: Path) -> None:
+    ways = ("unprotected", "protected, client side")
+    cases = every_case(["EndTxn"], ["blackhole", "errors"], ["classic", "consumer"])
+    wrong = Case("EndTxn", "blackhole", protocol="consumer")
+    outcomes = [
+        Outcome(case, way, ("lost 1",) if case == wrong and way == ways[1] else (), None, 1, 1.0, tmp_path)
+        for way in ways
+        for case in cases
+    ]
+    made = table(outcomes)
+    headers = [f"{way}, {protocol}" for way in ways for protocol in ("classic", "consumer")]
+    assert [column.header for column in made.columns] == ["step", "fault", *headers]
+    assert made.title == f"{len(outcomes)} runs, {len(outcomes) - 1} right"
+    assert made.row_count == 1 + len(ERRORS["EndTxn"])
+    first = [next(iter(column.cells)) for column in made.columns]
+    assert first == ["EndTxn", "blackhole", "exactly once", "exactly once", "exactly once", "lost 1"]
+    assert not outcomes[0].wrong
+    with pytest.raises(AssertionError, match="lost 1"):
+        next(outcome for outcome in outcomes if outcome.wrong).raise_if_wrong()
+
+
+def test_a_sweep_asks_each_kafka_for_what_it_has() -> None:
+    assert (ways_on("4.3.1"), protocols_on("4.3.1")) == (["unprotected", "client"], ["classic", "consumer"])
+    assert (ways_on("3.9.2"), protocols_on("3.9.2")) == (["unprotected"], ["classic"])

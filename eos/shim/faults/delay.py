@@ -11,19 +11,21 @@ from eos.shim.lane import Held
 
 def request(strike: Strike, frame: bytes) -> bytes:
     held = strike.hold(frame)
-    strike.start(_let_go(strike, held, True))
+    strike.start(_request_goes_on(strike, held))
     return held
 
 
 def response(strike: Strike, frame: bytes) -> bytes:
     held = strike.hold(frame)
-    strike.start(_let_go(strike, held, False))
+    strike.start(_answer_goes_on(strike, held))
     return held
 
 
-async def _let_go(strike: Strike, held: Held, is_request: bool) -> None:
+async def _request_goes_on(strike: Strike, held: Held) -> None:
     await strike.opened.wait()
-    if is_request and strike.connection_gone:
-        await strike.deliver_copy("delayed request of a client that is gone")
-    else:
-        held.release()
+    await strike.let_go(held, "delayed request of a client that is gone")
+
+
+async def _answer_goes_on(strike: Strike, held: Held) -> None:
+    await strike.opened.wait()
+    held.release()

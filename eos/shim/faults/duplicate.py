@@ -22,11 +22,16 @@ def request(strike: Strike, frame: bytes) -> bytes:
 
 def response(strike: Strike, frame: bytes) -> bytes:
     held = strike.hold(frame)
-    strike.start(_copy_first(strike, held))
+    strike.start(_copy_before_the_answer(strike, held))
     return held
 
 
 async def _copy_first(strike: Strike, held: Held) -> None:
+    await strike.deliver_copy("duplicate")
+    await strike.let_go(held, "request whose duplicate was first, of a client that is gone")
+
+
+async def _copy_before_the_answer(strike: Strike, held: Held) -> None:
     await strike.deliver_copy("duplicate")
     held.release()
 

@@ -18,7 +18,7 @@ from eos.shim.faults.plan import Phase, Progress
 from eos.shim.faults.said import Said, said
 from eos.shim.faults.strike import Strike
 from eos.shim.lane import Held
-from eos.shim.pipeline import Connection, Exchange, Job
+from eos.shim.pipeline import Exchange, Job
 
 _ACTIONS: dict[str, Any] = {
     "reset": reset,
@@ -38,7 +38,6 @@ class FaultJob(Job):
         self.tls = tls
         self._waiting: list[Strike] = []  # for an event
         self._tasks: set[asyncio.Task[None]] = set()
-        self._strikes: dict[Connection, list[Strike]] = {}
         keys = {each.rule.api_key for each in self._rules}
         self._keys = keys | {each.rule.until.api_key for each in self._rules if each.rule.until}
 
@@ -76,10 +75,6 @@ class FaultJob(Job):
         opened = exchange.notes.get(_ANSWERED, ())
         return self._after(opened, frame) if opened else frame
 
-    def closed(self, connection: Connection) -> None:
-        for strike in self._strikes.pop(connection, ()):
-            strike.connection_gone = True
-
     def spawn(self, strike: Strike, work: Coroutine[Any, Any, None]) -> None:
         async def run() -> None:
             try:
@@ -103,7 +98,6 @@ class FaultJob(Job):
                 continue
             if found is None and each.due():
                 found = Strike(self, each, exchange, asked, frame)
-                self._strikes.setdefault(exchange.connection, []).append(found)
         return found
 
     def _events(self, asked: Said, exchange: Exchange) -> list[Strike]:
@@ -112,8 +106,7 @@ class FaultJob(Job):
         for strike in list(self._waiting):
             until = strike.rule.until
             assert until is not None
-            same = strike.said.transactional_id is None or strike.said.transactional_id == asked.transactional_id
-            if asked.api_key != until.api_key or not same or until.outcome not in (None, asked.outcome):
+            if not until.fits(asked, strike.said):
                 continue
             strike.events_left -= 1
             if strike.events_left == 0:

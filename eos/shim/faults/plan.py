@@ -54,7 +54,7 @@ _CODES = {api.error_name(code): code for code in range(-1, 135)}
 
 @dataclass(frozen=True)
 class Event:
-    """The `nth` request of `api` after the strike that has the struck request's transactional.id.
+    """The `nth` request of `api` after the strike, of transactional.ids that fit (default: the struck request's).
 
     `when`: it `arrives` or was `answered`. It waits there until what was late has been dealt with, so that the order is
     the same in every run.
@@ -64,6 +64,7 @@ class Event:
     nth: int = 1
     when: str = "answered"
     outcome: str | None = None
+    transactional_id: str | None = None
 
     def __post_init__(self) -> None:
         _api_key(self.api)
@@ -75,6 +76,13 @@ class Event:
     @property
     def api_key(self) -> int:
         return _api_key(self.api)
+
+    def fits(self, said: Said, struck: Said) -> bool:
+        if self.transactional_id is None and struck.transactional_id is not None:
+            same = said.transactional_id == struck.transactional_id
+        else:
+            same = _like(self.transactional_id, said.transactional_id)
+        return same and said.api_key == self.api_key and self.outcome in (None, said.outcome)
 
     def __str__(self) -> str:
         return f"{self.api} no. {self.nth} {'is' if self.when == 'answered' else ''} {self.when}".replace("  ", " ")

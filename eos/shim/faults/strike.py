@@ -30,7 +30,6 @@ class Strike:
         self.opened = asyncio.Event()
         self.done = asyncio.Event()
         self.events_left = self.rule.until.nth if self.rule.until else 0
-        self.connection_gone = False
         progress.struck += 1
 
     @property
@@ -48,6 +47,13 @@ class Strike:
         if self.rule.seconds is not None:
             asyncio.get_running_loop().call_later(self.rule.seconds, self.opened.set)
         self.job.spawn(self, work)
+
+    async def let_go(self, held: Held, what: str) -> None:
+        """The request leaves on its client's connection or, if that leads nowhere any more, on one of its own."""
+        if self.link.takes_requests:
+            held.release()
+        else:
+            await self.deliver_copy(what)
 
     async def deliver_copy(self, what: str) -> None:
         """The request's bytes on a connection of their own, and the answer into the log."""

@@ -113,8 +113,8 @@ class ProtectJob(Job):
         if request.name is None or not request.batches:
             return None
         try:
-            virtual = max(request.identities)
-            if len(request.identities) > 1:
+            virtual, *others = request.identities
+            if others:
                 raise Refused(INVALID_PRODUCER_EPOCH, "batches of more than one identity")
             connection, broker = exchange.connection.number, _broker(exchange)
             return self.machine.produces(request.name, virtual, connection, broker, request.written)

@@ -268,17 +268,14 @@ class Machine:
             # abort_transaction waits for it is neither sent nor given up until message.timeout.ms.
             marks: set[Hashable] = {(batch.partition, batch.first) for batch in batches}
             self._challenge(known, kind, connection, marks, NOT_ENOUGH_REPLICAS)
-        seen = known.challenged.get((kind, connection), set())
         bases = dict[Partition, int]()
-        for partition in {batch.partition for batch in batches}:
-            firsts = [batch.first for batch in batches if batch.partition == partition]
-            base = known.bases.get(partition)
-            if base is not None:
-                bases[partition] = base.sequence
-            elif known.bases_known:
-                bases[partition] = 0
-            else:
-                bases[partition] = _earliest([*firsts, *_firsts(seen, partition)])
+        for batch in batches:
+            partition = batch.partition
+            if partition not in bases:
+                base = known.bases.get(partition)
+                bases[partition] = (
+                    base.sequence if base else self._begins_at(known, kind, connection, partition, batches)
+                )
         for batch in batches:
             if (batch.first - bases[batch.partition]) % _SEQUENCES >= _EARLIER:
                 raise Refused(NOT_ENOUGH_REPLICAS, "a sequence of an earlier transaction")
@@ -286,6 +283,16 @@ class Machine:
             base = known.bases.setdefault(batch.partition, _Base(bases[batch.partition]))
             base.sent = max(base.sent, (batch.first - base.sequence) % _SEQUENCES + batch.records)
         return known.real, bases
+
+    def _begins_at(
+        self, known: _Transactional, kind: Hashable, connection: int, partition: Partition, batches: Sequence[Written]
+    ) -> int:
+        """The client's sequence that is 0 upstream, of a partition that has none in this transaction yet."""
+        if known.bases_known:
+            return 0
+        seen = known.challenged.get((kind, connection), set())
+        firsts = [batch.first for batch in batches if batch.partition == partition]
+        return _earliest([*firsts, *_firsts(seen, partition)])
 
     # Ends.
 

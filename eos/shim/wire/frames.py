@@ -53,7 +53,7 @@ class FrameSplitter:
         open_frame: Callable[[Piece, int], Passage | None],
     ) -> None:
         self._head, self._largest, self._open = head, largest_frame, open_frame
-        self._left = 0  # bytes still to come of the frame under way
+        self.left = 0  # bytes still to come of the frame under way
         self._passage: Passage = PASSING
         self._carried = b""  # the beginning of a frame that could not be opened yet
         self._whole: list[bytes] = []  # the frame under way, for a handler
@@ -61,7 +61,7 @@ class FrameSplitter:
 
     @property
     def between_frames(self) -> bool:
-        return self._left == 0 and not self._carried
+        return self.left == 0 and not self._carried
 
     def insert(self, frame: bytes) -> None:
         """From `open_frame` or between feeds: a frame of ours that goes out before the one about to open."""
@@ -74,7 +74,7 @@ class FrameSplitter:
         pos = run = 0  # [run, pos) goes on as it is and is not yet in `out`
         end = len(data)
         while pos < end:
-            if self._left == 0:
+            if self.left == 0:
                 if end - pos < self._head:
                     break
                 size = 4 + int.from_bytes(data[pos : pos + 4], "big", signed=True)
@@ -85,14 +85,14 @@ class FrameSplitter:
                     if end - pos >= size:
                         raise Malformed("a frame that ends within its header")
                     break
-                self._passage, self._left = passage, size
+                self._passage, self.left = passage, size
                 if self._inserted:
                     _flush(out, data, run, pos)
                     run = pos
                     out += self._inserted
                     self._inserted = []
-            taken = min(self._left, end - pos)
-            self._left -= taken
+            taken = min(self.left, end - pos)
+            self.left -= taken
             if self._passage is not PASSING:
                 piece = data[pos : pos + taken]
                 made = self._hand_over(piece)
@@ -114,7 +114,7 @@ class FrameSplitter:
         if not callable(passage):
             assert not isinstance(passage, Passing)
             return passage.feed(piece)
-        if self._left:
+        if self.left:
             self._whole.append(bytes(piece))
             return b""
         if self._whole:

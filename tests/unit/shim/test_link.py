@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import ssl
+import tracemalloc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +20,10 @@ from eos.shim.addresses.book import Endpoint
 from eos.shim.errors import ProtocolError
 from eos.shim.link import Link, ReadBuffer
 from eos.shim.pipeline import Exchange, Job, Pipeline
+from eos.shim.settings import server_tls
 from eos.shim.wire.frames import Piece
 from tests.shim.fake_broker import FakeBroker
+from tests.support.secure import make_pki
 
 FORWARDED, ANSWERED, CHANGED, REFUSED = 36, 37, 38, 39
 
@@ -105,6 +110,10 @@ class Keeping(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.kept: list[Piece] = []
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
 
     def write(self, data: Any) -> None:
         self.kept.append(data)
@@ -116,7 +125,7 @@ class Keeping(asyncio.Transport):
         pass
 
     def is_closing(self) -> bool:
-        return False
+        return self.closed
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 200_000)), min_size=2, max_size=12))
@@ -204,3 +213,67 @@ def test_a_link_that_is_over_is_freed_without_the_garbage_collector() -> None:
     finally:
         gc.enable()
     assert len(links) == 3
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_tls_connection_that_is_over_gives_its_memory_back_without_the_garbage_collector(
+    aborted: bool, tmp_path: Path
+) -> None:
+    """asyncio reads each of them into a buffer of 256 KiB, which lives as long as somebody knows the transport."""
+    pki = make_pki(tmp_path)
+    tls = server_tls(str(pki / "server.pem"), str(pki / "server.key"))
+    trusting = ssl.create_default_context(cafile=str(pki / "ca.pem"))
+    came = 0
+
+    async def come_and_go(shim: Shim, number: int) -> None:
+        nonlocal came
+        reader, writer = await asyncio.open_connection(*shim.addresses[0], ssl=trusting)
+        writer.write(frame(FORWARDED, number, b"body"))
+        came += len(await reader.readexactly(9))
+        writer.transport.abort() if aborted else writer.close()
+
+    async def grown_by(broker: FakeBroker) -> int:
+        upstream = (("127.0.0.1", broker.port),)
+        shim = Shim(ShimSettings(upstream=upstream, listen=("127.0.0.1", 0), tls=tls))
+        await shim.start()
+        await come_and_go(shim, 0)
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(20):
+            await come_and_go(shim, number)
+        async with asyncio.timeout(20):
+            while shim.connections:
+                await asyncio.sleep(0.01)
+        grown = tracemalloc.get_traced_memory()[0] - before
+        await shim.stop()
+        return grown
+
+    gc.disable()
+    tracemalloc.start()
+    try:
+        with FakeBroker(lambda request: b"x") as broker:
+            grown = asyncio.run(grown_by(broker))
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert came == 21 * 9
+    assert grown < 10 * 256 * 1024
+
+
+@pytest.mark.parametrize("gone", ["client", "upstream"])
+def test_what_comes_for_a_side_that_is_gone_goes_nowhere(gone: str) -> None:
+    """Its transport is forgotten then, which must not be taken for one that is still to come."""
+    endpoint, pipeline = Endpoint(("127.0.0.1", 1)), Pipeline([], 1 << 30)
+    link = Link(1, endpoint, pipeline, 1 << 30, lambda _: None, lambda _: None, ReadBuffer())
+    transports = {"client": Keeping(), "upstream": Keeping()}
+    link.client._transport, link.upstream._transport = transports.values()
+    side: Any = getattr(link, gone)
+    side.connection_lost(None)
+    assert (side.gone, side.never_connected) == (True, False)
+    assert [name for name, transport in transports.items() if transport.closed] == list({*transports} - {gone})
+    side.write([b"late"])
+    for late in (side.write_end, side.pause_reading, side.resume_reading, side.stop_reading):
+        late()
+    for late in (side.close, side.abort, side.reset):
+        late()
+    assert not any(transport.kept for transport in transports.values())
+    assert not side._unsent

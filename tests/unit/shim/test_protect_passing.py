@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from eos.shim.errors import ProtocolError
 from eos.shim.health import CountingJob
 from eos.shim.pipeline import Connection, Exchange, Job, Pipeline
 from eos.shim.protect import ProtectJob, translate
-from eos.shim.protect.machine import Identity
+from eos.shim.protect.machine import Identity, State
 from eos.shim.trace import History, TraceJob
 from eos.shim.trace.model import NO_ANSWER, Step
 from eos.shim.wire import api
@@ -163,3 +164,98 @@ def test_the_jobs_on_the_clients_side_see_what_the_client_sent_and_what_it_is_an
         assert (seen.producer_id, seen.epoch) == OLD
         assert seen.errors == ([NO_ANSWER] if known else ["INVALID_PRODUCER_EPOCH"])
         assert dict(counting.errors) == ({} if known else {("Produce", "INVALID_PRODUCER_EPOCH"): 1})
+
+
+@pytest.mark.parametrize("step", [7, 1 << 20])
+def test_a_job_that_only_wants_answers_sees_those_of_protection_too(step: int) -> None:
+    counting = CountingJob()
+    assert not counting.wants_request(api.PRODUCE, 9)
+    passed = Passed(known=False, before=[counting])
+    for chunk in cut(produce_request(9, "t", SHAPES["one batch"]), [step] * 400):
+        passed.feed(chunk)
+    assert dict(counting.errors) == {("Produce", "INVALID_PRODUCER_EPOCH"): 1}
+
+
+# What a Produce that is still on its way does to its transaction, and its transaction to it.
+
+LATER = Identity(NEW.producer_id, NEW.epoch + 1)
+
+
+def again(passed: Passed, frame: bytes, connection: int) -> tuple[bytes, bytes | None]:
+    """The same request on another connection: what goes upstream, and what it is answered."""
+    exchange = Exchange(Connection(connection, "c", "b", 0), api.PRODUCE, 9, 77)
+    passage: Any = passed.pipeline.request(exchange, len(frame))
+    return bytes(passage.feed(frame)), exchange.answer
+
+
+def sequences(sent: bytes) -> list[int]:
+    return [batch.written.first for batch in translate.produce(sent, 9).batches]
+
+
+def error(answer: bytes | None) -> int:
+    assert answer is not None
+    told = protocol.ProduceResponse.decode(answer, version=9, header=True, framed=True)
+    return int(told.responses[0].partition_responses[0].error_code)
+
+
+@pytest.mark.parametrize("renews", [True, False])
+@pytest.mark.parametrize("end", ["commit", "abort", "init"])
+def test_one_whose_transaction_ends_in_its_midst_keeps_that_ones_identity_to_its_last_byte(
+    end: str, renews: bool
+) -> None:
+    """The broker refuses it by that: none of it can come into the transaction that is open then."""
+    passed = Passed()
+    machine, (known,) = passed.job.machine, passed.job.machine._known.values()
+    known.renews = renews
+    frame = produce_request(9, "t", {"a": {3: records(7)}})
+    before = passed.feed(frame[:-9])
+    assert before
+    if end == "init":
+        machine.initialised("t", LATER, 2, renews)
+    elif machine.ended("t", machine.ends("t", OLD, 1, end == "commit", "end"), LATER):
+        assert machine.renewed("t", OLD, 1) == LATER
+    else:
+        machine.opens("t", OLD, 1, "next")
+    passed.feed(frame[-9:])
+    request = translate.produce(frame, 9)
+    assert passed.out == translate.produce_as(frame, request, NEW, {("a", 3): 0})
+    assert passed.splitter.between_frames
+    # The next one on this connection is judged anew.
+    _, answer = again(passed, frame, 1)
+    assert error(answer) == (47 if end == "init" or (end == "abort" and renews) else 19)
+
+
+@pytest.mark.parametrize("renews", [True, False])
+def test_one_that_breaks_off_is_counted_once_when_it_comes_again(renews: bool) -> None:
+    passed = Passed()
+    machine, (known,) = passed.job.machine, passed.job.machine._known.values()
+    known.renews = renews
+    frame = produce_request(9, "t", {"a": {3: records(0)}})
+    passed.feed(frame[:-9])
+    passed.pipeline.closed(passed.exchanges[0].connection)
+    sent, answer = again(passed, frame, 2)
+    if not renews:
+        assert (sent, error(answer)) == (b"", 19)
+        sent, answer = again(passed, frame, 2)
+    assert (sequences(sent), answer) == ([0], None)
+    machine.ended("t", machine.ends("t", OLD, 1, True, "end"), LATER)
+    machine.opens("t", OLD, 1, "next")
+    # Three records: what comes next is 0 upstream, and nothing was counted twice.
+    sent, _ = again(passed, produce_request(9, "t", {"a": {3: records(3)}}), 2)
+    assert sequences(sent) == [0]
+
+
+def test_one_that_was_refused_stays_refused_whatever_changes_before_its_last_byte() -> None:
+    """The connection it came on may be trusted by then; what was swallowed of it is gone."""
+    passed = Passed()
+    machine, (known,) = passed.job.machine, passed.job.machine._known.values()
+    known.trusted[("produce", 0)] = 2
+    frame = produce_request(9, "t", {"a": {3: records(0)}})
+    assert passed.feed(frame[:-9]) == b""
+    known.trusted[("produce", 0)] = 1
+    assert passed.feed(frame[-9:]) == b""
+    assert error(passed.exchanges[0].answer) == 19
+    assert known.bases == {}
+    assert machine.state("t") is State.OPEN
+    passed.feed(frame)
+    assert sequences(passed.out) == [0]

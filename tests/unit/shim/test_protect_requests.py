@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from eos.shim.protect import Journal, ProtectJob, translate
 from eos.shim.protect.machine import Identity
 from eos.shim.wire import answers, api
 from tests.unit.shim.messages import requests
-from tests.unit.shim.test_protect_frames import CASES, NEW
+from tests.unit.shim.test_protect_frames import CASES, NEW, OLD, encoded
+from tests.unit.shim.test_protect_frames import requests as request
 
 CLASSES = answers.REQUESTS
 
@@ -72,6 +74,45 @@ def test_a_damaged_request_passes_is_answered_or_ends_its_connection(key: int, v
         assert bool(made) != (exchange.answer is not None)
 
     check()
+
+
+@pytest.mark.parametrize(("key", "version"), [case for case in CASES if case[0] in (api.INIT_PRODUCER_ID, api.END_TXN)])
+def test_a_damaged_answer_passes_is_translated_or_ends_its_connection(key: int, version: int, journal: Journal) -> None:
+    """EndTxn went upstream as v5, and its answer comes back in the client's version."""
+    answered = answers.RESPONSES[key]
+    upstream = translate.END_TXN_VERSION if key == api.END_TXN else version
+    intact = set[bool]()
+
+    @given(st.integers(-1, 100), st.integers(-1, 2**63 - 1), st.integers(-1, 2**15 - 1), st.data())
+    def check(error: int, producer_id: int, epoch: int, data: st.DataObject) -> None:
+        job = protecting(journal)
+        job.machine.initialised("t", OLD, 1)
+        exchange = Exchange(Connection(1, "c", "b", 0), key, version, 77)
+        assert job.request(exchange, encoded(request(key, version)))
+        body = struct.pack(">iihqh", 77, 0, error, producer_id, epoch)
+        if api.is_flexible(key, upstream):
+            body = body[:4] + b"\0" + body[4:] + (struct.pack(">qh", *translate.NONE) if upstream == 6 else b"") + b"\0"
+        damaged = bytearray(len(body).to_bytes(4, "big") + body)
+        damages = data.draw(st.integers(0, 3))
+        for _ in range(damages):
+            damaged[data.draw(st.integers(8, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+        cut = data.draw(st.integers(0, 6))
+        intact.add(not damages and not cut)
+        try:
+            made = job.response(exchange, bytes(damaged[: len(damaged) - cut]))
+        except ProtocolError:
+            assert damages or cut
+            return
+        if key == api.INIT_PRODUCER_ID:
+            assert made == damaged[: len(damaged) - cut]
+            return
+        told = answered.decode(made, version=min(version, answered.max_version), header=True, framed=True)
+        if not damages and not cut:
+            expected = 47 if error == 90 and version < 2 else error
+            assert (told.error_code, told.throttle_time_ms) == (expected, 0)
+
+    check()
+    assert intact == {True, False}
 
 
 @given(st.binary(max_size=40))
