@@ -2,7 +2,7 @@
 
 Owns the packing (map side), the unpacking (writing side) and the splitting of rows by a number. Why: Spark's shuffle
 and its sort take microseconds for each row, and Arrow nothing; the encoder wants columns anyway. It must never change
-the order of rows that go to the same place, and never need more of a task's rows at once than one batch of Arrow's.
+the order of rows that go to the same place, and never copy more of a task's rows at once than 8 MB of them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ PACKED = f"{SHARE} int, {ORDER} long, {ROWS} binary"
 _PACKED = pa.schema([(SHARE, pa.int32()), (ORDER, pa.int64()), (ROWS, pa.binary())])
 # Of one value: above half a region of the JVM's heap (1 MB at the smallest) an array costs the garbage collector more.
 _VALUE_BYTES = 400_000
+# Of a batch of Arrow's, 64 MB by Spark's default, so much is packed at once: the copies that packing makes are of that.
+_SLICE_BYTES = 8_000_000
 # With so many rows for each target, a value holds those of one: the writing task need not take it apart again.
 _ROWS_OF_ONE_TARGET = 500
 _PLACES = 33  # bits below the number of a Spark partition, as in monotonically_increasing_id
@@ -46,8 +48,10 @@ def pack_partition(batches: Iterator[pa.RecordBatch], shares: int, number: int) 
     """The rows of Spark partition `number` as PACKED."""
     place = number << _PLACES
     for batch in batches:
-        if batch.num_rows:
-            packed = pack_rows(batch, shares, place)
+        slices = max(-(-batch.nbytes // _SLICE_BYTES), 1)
+        step = -(-batch.num_rows // slices)
+        for at in range(0, batch.num_rows, step or 1):
+            packed = pack_rows(batch.slice(at, step), shares, place)
             place += packed.num_rows
             yield packed
 

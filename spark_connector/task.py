@@ -8,17 +8,19 @@ pyarrow, numpy, crc32c and cramjam, and this package.
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+from kafka import errors as kafka_errors
 
 from spark_connector import wire
 from spark_connector.answers import Answer, Stopped
 from spark_connector.claims import ClaimOffice
 from spark_connector.packing import TARGET, numbers, split, unpack
-from spark_connector.partition import PartitionWriter
+from spark_connector.partition import IN_FLIGHT, PartitionWriter
 from spark_connector.recordbatch import Identity
 from spark_connector.workers import spare_the_collector
 
@@ -31,6 +33,10 @@ RESULT_SCHEMA = (
 _WAITING_BYTES = 4_000_000
 # Of all partitions of a share: record batches that are not acknowledged yet.
 _IN_FLIGHT_BYTES = 32_000_000
+# Of all partitions of a share. Below what their one connection takes: at its limit it takes no Metadata request either,
+# and a partition whose leader moved could not find the new one before the others' requests were answered.
+_IN_FLIGHT_REQUESTS = wire.MOST_IN_FLIGHT - 20
+_SENTENCE_CHARACTERS = 500
 
 
 class Result(NamedTuple):
@@ -109,14 +115,16 @@ def _write(job: Job, batches: Iterator[pa.RecordBatch]) -> Result | None:
         if share is None:
             return None
         share.finish()
-    except (Stopped, wire.Unreachable, wire.Broken) as error:
-        # A value and not an exception: Spark would run the task again, and the second claim would only repeat it.
-        answer = error.answer if isinstance(error, Stopped) else Answer.RETRY
+    except Exception as error:
+        if share is None and not isinstance(error, Stopped):
+            raise  # nothing is claimed: Spark may run the task again
+        # A value and not an exception: Spark would run the task again, and all that came of it would be a second claim.
+        answer, sentence = _told(error)
         wire.discard(job.connection)
         for _ in batches:
             pass
         number = -1 if share is None else share.number
-        return Result(number, 0, rows, 0, 0, 0, 0.0, 0.0, answer.name, str(error))
+        return Result(number, 0, rows, 0, 0, 0, 0.0, 0.0, answer.name, sentence)
     seconds = time.monotonic() - started
     partitions = share.partitions.values()
     return Result(
@@ -133,6 +141,20 @@ def _write(job: Job, batches: Iterator[pa.RecordBatch]) -> Result | None:
     )
 
 
+def _told(error: Exception) -> tuple[Answer, str]:
+    """What the driver is to do about it, and why."""
+    if isinstance(error, Stopped):
+        return error.answer, str(error)
+    if isinstance(error, (wire.Unreachable, wire.Broken)):
+        return Answer.RETRY, str(error)
+    if isinstance(error, (kafka_errors.AuthorizationError, kafka_errors.SaslAuthenticationFailedError)):
+        return Answer.UNAUTHORISED, str(error)
+    # Nobody foresaw it: the sentence goes to the driver, where it came from to the executor's log.
+    traceback.print_exception(error)
+    sentence = " ".join(f"{type(error).__name__}: {error}".split())[:_SENTENCE_CHARACTERS]
+    return Answer.RESTART, f"{_who()} failed behind its claim with {sentence}"
+
+
 class _Share:
     """The partitions that this task writes, and the rows that wait for them. Claimed when this is made, before anything
     is known of the rows but the share."""
@@ -143,6 +165,7 @@ class _Share:
         if refused is not None:
             raise Stopped(Answer.RESTART, refused)
         self.partitions: dict[int, PartitionWriter] = {}
+        self._in_flight: dict[int, PartitionWriter] = {}  # those with requests in flight, first sent to first
         self._waiting: dict[int, list[pa.RecordBatch]] = {}
         self._waiting_bytes: dict[int, int] = {}
 
@@ -171,12 +194,25 @@ class _Share:
         del self._waiting_bytes[target]
         if target not in self.partitions:
             self.partitions[target] = self._open(target)
+        self._wait(_IN_FLIGHT_REQUESTS - IN_FLIGHT, _IN_FLIGHT_BYTES)
         self.partitions[target].write(pa.concat_batches(self._waiting.pop(target)))
-        sizes = {number: partition.unacknowledged_bytes for number, partition in self.partitions.items()}
-        while sum(sizes.values()) > _IN_FLIGHT_BYTES:
-            most = max(sizes, key=sizes.__getitem__)
-            self.partitions[most].wait()
-            sizes[most] = self.partitions[most].unacknowledged_bytes
+        self._in_flight[target] = self.partitions[target]
+        self._wait(_IN_FLIGHT_REQUESTS, _IN_FLIGHT_BYTES)
+
+    def _wait(self, most_requests: int, most_bytes: int) -> None:
+        """Until no more than these are in flight."""
+        while self._in_flight:
+            writers = self._in_flight.values()
+            if (
+                sum(writer.unacknowledged for writer in writers) <= most_requests
+                and sum(writer.unacknowledged_bytes for writer in writers) <= most_bytes
+            ):
+                return
+            target, first = next(iter(self._in_flight.items()))
+            if first.unacknowledged:
+                first.wait()
+            else:
+                del self._in_flight[target]
 
     def _open(self, target: int) -> PartitionWriter:
         job = self._job
