@@ -33,9 +33,9 @@ from spark_connector.murmur2 import murmur2_column
 from spark_connector.options import Options
 from spark_connector.partition import PartitionWriter
 from spark_connector.progress import Progress
-from spark_connector.routing import route
+from spark_connector.routing import as_planned, route
 from spark_connector.targets import AUTHORIZATION_ERRORS, Target, Targets, ensure_marker_topic, longest_transaction_ms
-from spark_connector.task import RESULT_SCHEMA, Job, Result, writer
+from spark_connector.task import RESULT, Job, Result, writer
 from spark_connector.wire import Broken, Unreachable, Wire
 
 if TYPE_CHECKING:
@@ -159,6 +159,8 @@ class Attempt:
 
     def _produce(self, targets: Sequence[Target], shares: int) -> list[Result]:
         """Runs the Spark job; every row is acknowledged when this returns, each share of the partitions by one task."""
+        from pyspark.sql.pandas.types import from_arrow_schema
+
         claims, options = self._server.claims, self._options
         job = Job(
             options.transactional_id,
@@ -173,7 +175,9 @@ class Attempt:
         claims.begin(job.identity)
         try:
             packed = route(self._df, targets, options.topic, job.shares)
-            rows = packed.mapInArrow(writer(job), RESULT_SCHEMA).collect()
+            written = packed.mapInArrow(writer(job), from_arrow_schema(RESULT))
+            with as_planned(self._df):
+                rows = written.collect()
         except Exception as error:
             if claims.poison is not None:
                 raise Stopped(Answer.RESTART, claims.poison) from error

@@ -18,8 +18,7 @@ from spark_connector.workers import spare_the_collector
 TARGET = "__eos_target"
 """The number of the row's Kafka partition."""
 SHARE, ORDER, ROWS = "__eos_share", "__eos_order", "__eos_rows"
-PACKED = f"{SHARE} int, {ORDER} long, {ROWS} binary"
-_PACKED = pa.schema([(SHARE, pa.int32()), (ORDER, pa.int64()), (ROWS, pa.binary())])
+PACKED = pa.schema([(SHARE, pa.int32()), (ORDER, pa.int64()), (ROWS, pa.binary())])
 # Of one value: above half a region of the JVM's heap (1 MB at the smallest) an array costs the garbage collector more.
 _VALUE_BYTES = 400_000
 # Of a batch of Arrow's, 64 MB by Spark's default, so much is packed at once: the copies that packing makes are of that.
@@ -74,7 +73,7 @@ def pack_rows(rows: pa.RecordBatch, shares: int, place: int) -> pa.RecordBatch:
     offsets = pa.py_buffer(np.array(ends, np.int32))
     packed = pa.Array.from_buffers(pa.binary(), len(pieces), [None, offsets, out.getvalue()])
     where = pa.array([share for share, _ in pieces], pa.int32())
-    return pa.RecordBatch.from_arrays([where, pa.array(range(place, place + len(pieces))), packed], schema=_PACKED)
+    return pa.RecordBatch.from_arrays([where, pa.array(range(place, place + len(pieces))), packed], schema=PACKED)
 
 
 def unpack(packed: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

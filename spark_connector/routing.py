@@ -7,8 +7,9 @@ row: a lost shuffle file is made again, and a row must land where it was.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from eos.errors import ConfigurationError
 from spark_connector.jvm import java_class, loaded_class
@@ -19,7 +20,6 @@ from spark_connector.task import REFUSAL
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-_HASH = "__eos_hash"
 _HEADERS = "array<struct<key:string,value:binary>>"
 _COLUMNS = {
     "key": ("string", "binary"),
@@ -29,6 +29,7 @@ _COLUMNS = {
     "headers": (_HEADERS,),
     "timestamp": ("timestamp", "timestamp_ntz"),
 }
+_ADAPTIVE = "spark.sql.adaptive.enabled"
 _POSITIVE = 0x7FFFFFFF
 _KAFKA_UTILS = "org.apache.kafka.common.utils.Utils"
 
@@ -44,50 +45,72 @@ def route(df: DataFrame, targets: Sequence[Target], topic: str | Sequence[str], 
     `topic` column chooses among them. Raises ConfigurationError.
     """
     from pyspark.sql import functions as sf
+    from pyspark.sql.pandas.types import from_arrow_schema
 
     names = _check(df, topic)
     routed = not isinstance(topic, str) and "topic" in names
-    place = _place(targets, routed, "partition" in names)
-    rows = ["cast(key as binary) as key" if "key" in names else "cast(null as binary) as key"]
-    rows.append("cast(value as binary) as value")
-    kept = ["key", "value"]
+    key = sf.expr("cast(key as binary)" if "key" in names else "cast(null as binary)")
+    place = _place(df, key, targets, routed, "partition" in names)
+    columns = [place.alias(TARGET), key.alias("key"), sf.expr("cast(value as binary) as value")]
     if "headers" in names:
-        rows.append(f"cast(headers as {_HEADERS}) as headers")
-        kept.append("headers")
+        columns.append(sf.expr(f"cast(headers as {_HEADERS}) as headers"))
     if "timestamp" in names:
-        rows.append("unix_millis(cast(`timestamp` as timestamp)) as `timestamp`")
-        kept.append("`timestamp`")
+        columns.append(sf.expr("unix_millis(cast(`timestamp` as timestamp)) as `timestamp`"))
     where = [name for name, used in (("topic", routed), ("partition", "partition" in names)) if used]
     if where:
         said = ", ".join(f"coalesce(cast(`{name}` as string), 'null')" for name in where)
-        kept.append(f"if({place} = {len(targets)}, concat_ws('-', {said}), null) as {REFUSAL}")
-    hashed = df.selectExpr(*rows, *(f"`{name}`" for name in where)).withColumn(_HASH, murmur2(df, sf.col("key")))
-    placed = hashed.selectExpr(f"{place} as {TARGET}", *kept)
-    packed = placed.mapInArrow(packer(shares), PACKED)
+        columns.append(sf.when(place == len(targets), sf.expr(f"concat_ws('-', {said})")).alias(REFUSAL))
+    # In one step, for Spark analyses a plan anew at each; and a type, for its text would be parsed in the JVM.
+    packed = df.select(*columns).mapInArrow(packer(shares), from_arrow_schema(PACKED))
     # Sorted by Spark's partition and by the place in it, which is the source's order; a shuffle mixes its blocks.
     return packed.repartitionById(shares, SHARE).sortWithinPartitions(ORDER)
 
 
-def _place(targets: Sequence[Target], routed: bool, asked: bool) -> str:
-    """SQL for the number of a row's target, `len(targets)` for none."""
+@contextlib.contextmanager
+def as_planned(df: DataFrame) -> Iterator[None]:
+    """What is run inside, on rows of `df`, is not planned again in mid-run if `df` is what foreachBatch was given.
+
+    Adaptive execution has nothing to gain there: the user's part of a streaming query is a plan of its own, with
+    adaptive execution if that is on, and ours has the partitions that it must have. It costs a second job and plans
+    twice, tens of milliseconds of each batch.
+    """
+    # The session is the streaming query's own copy of the user's, and its one thread is here.
+    conf, frame = df.sparkSession.conf, cast("Any", df)
+    adaptive = conf.get(_ADAPTIVE)
+    if adaptive != "true" or frame._jdf.queryExecution().analyzed().getClass().getSimpleName() != "LogicalRDD":
+        yield
+        return
+    conf.set(_ADAPTIVE, "false")
+    try:
+        yield
+    finally:
+        conf.set(_ADAPTIVE, adaptive)
+
+
+def _place(df: DataFrame, key: Column, targets: Sequence[Target], routed: bool, asked: bool) -> Column:
+    """The number of a row's target, `len(targets)` for none."""
+    from pyspark.sql import functions as sf
+
     # Any partition will do for a row without a key, but always the same one.
-    number = f"if(key is null, xxhash64(value), cast({_HASH} as long)) & {_POSITIVE}"
-    branches = []
-    first = 0
+    keyless = sf.expr("xxhash64(cast(value as binary))")
+    number = sf.when(key.isNull(), keyless).otherwise(murmur2(df, key).cast("long")).bitwiseAND(sf.lit(_POSITIVE))
+    none, chosen, first = sf.lit(len(targets)), None, 0
     while first < len(targets):
         topic = targets[first].topic
         count = sum(target.topic == topic for target in targets)
-        within = f"cast(({number}) % {count} as int)"
+        within = (number % count).cast("int")
         if asked:
-            within = f"coalesce(cast(`partition` as int), {within})"
-            within = f"if({within} between 0 and {count - 1}, {within} + {first}, {len(targets)})"
+            within = sf.coalesce(sf.expr("cast(`partition` as int)"), within)
+            within = sf.when(within.between(0, count - 1), within + first).otherwise(none)
         elif first:
-            within = f"{within} + {first}"
+            within = within + first
         if not routed:
             return within
-        branches.append(f"when topic = '{topic}' then {within}")  # topics have no quotes
+        this = sf.col("topic") == topic
+        chosen = sf.when(this, within) if chosen is None else chosen.when(this, within)
         first += count
-    return f"case {' '.join(branches)} else {len(targets)} end"
+    assert chosen is not None, "there is a topic"
+    return chosen.otherwise(none)
 
 
 def _check(df: DataFrame, topic: str | Sequence[str]) -> frozenset[str]:

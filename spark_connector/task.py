@@ -25,10 +25,6 @@ from spark_connector.recordbatch import Identity
 from spark_connector.workers import spare_the_collector
 
 REFUSAL = "__eos_refusal"
-RESULT_SCHEMA = (
-    "share int, partitions int, rows long, sequences long, bytes long, retries int, seconds double, waited double, "
-    "answer string, sentence string"
-)
 # Rows of a partition wait for more of them up to this size: a record batch is 1 MB, and a request costs a millisecond.
 _WAITING_BYTES = 4_000_000
 # Of all partitions of a share: record batches that are not acknowledged yet.
@@ -54,6 +50,22 @@ class Result(NamedTuple):
     sentence: str | None
 
 
+RESULT = pa.schema(
+    [
+        ("share", pa.int32()),
+        ("partitions", pa.int32()),
+        ("rows", pa.int64()),
+        ("sequences", pa.int64()),
+        ("bytes", pa.int64()),
+        ("retries", pa.int32()),
+        ("seconds", pa.float64()),
+        ("waited", pa.float64()),
+        ("answer", pa.string()),
+        ("sentence", pa.string()),
+    ]
+)
+
+
 @dataclass(frozen=True)
 class Job:
     """All that a task needs; pickled once per micro-batch. `targets`: (topic, partition, max.message.bytes). Target i
@@ -76,25 +88,9 @@ def writer(job: Job) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordB
         spare_the_collector()
         result = _write(job, batches)
         if result is not None:
-            yield pa.RecordBatch.from_pylist([result._asdict()], schema=_ARROW_SCHEMA)
+            yield pa.RecordBatch.from_pylist([result._asdict()], schema=RESULT)
 
     return write
-
-
-_ARROW_SCHEMA = pa.schema(
-    [
-        ("share", pa.int32()),
-        ("partitions", pa.int32()),
-        ("rows", pa.int64()),
-        ("sequences", pa.int64()),
-        ("bytes", pa.int64()),
-        ("retries", pa.int32()),
-        ("seconds", pa.float64()),
-        ("waited", pa.float64()),
-        ("answer", pa.string()),
-        ("sentence", pa.string()),
-    ]
-)
 
 
 def _write(job: Job, batches: Iterator[pa.RecordBatch]) -> Result | None:
