@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from eos.errors import ConfigurationError
 from spark_connector.jvm import java_class, loaded_class
@@ -34,7 +34,9 @@ _POSITIVE = 0x7FFFFFFF
 _KAFKA_UTILS = "org.apache.kafka.common.utils.Utils"
 
 
-def route(df: DataFrame, targets: Sequence[Target], topic: str | Sequence[str], shares: int) -> DataFrame:
+def route(
+    df: DataFrame, targets: Sequence[Target], topic: str | Sequence[str], shares: int, most_packers: int | None = None
+) -> DataFrame:
     """Packed rows (packing.py) with TARGET (int), `key` and `value` (binary), and `headers` and `timestamp` (ms) if
     they were there.
 
@@ -42,7 +44,8 @@ def route(df: DataFrame, targets: Sequence[Target], topic: str | Sequence[str], 
     order of their source. Target `len(targets)` has the rows without one, with the reason in REFUSAL.
 
     `topic` a string: all rows go there, a `topic` column counts for nothing (as in Spark's own sink). A list: the
-    `topic` column chooses among them. Raises ConfigurationError.
+    `topic` column chooses among them. `most_packers`: in how many tasks rows are packed at most, where that can be
+    known beforehand. Raises ConfigurationError.
     """
     from pyspark.sql import functions as sf
     from pyspark.sql.pandas.types import from_arrow_schema
@@ -61,7 +64,13 @@ def route(df: DataFrame, targets: Sequence[Target], topic: str | Sequence[str], 
         said = ", ".join(f"coalesce(cast(`{name}` as string), 'null')" for name in where)
         columns.append(sf.when(place == len(targets), sf.expr(f"concat_ws('-', {said})")).alias(REFUSAL))
     # In one step, for Spark analyses a plan anew at each; and a type, for its text would be parsed in the JVM.
-    packed = df.select(*columns).mapInArrow(packer(shares), from_arrow_schema(PACKED))
+    rows = df.select(*columns)
+    given = _given(df)
+    if most_packers is not None and given is not None and given.rdd().getNumPartitions() > most_packers:
+        # A stateful query has spark.sql.shuffle.partitions of them, 200 by default, and each would pay for a task in
+        # Python. Partitions are read one behind the other, so what is ordered stays so.
+        rows = rows.coalesce(most_packers)
+    packed = rows.mapInArrow(packer(shares), from_arrow_schema(PACKED))
     # Sorted by Spark's partition and by the place in it, which is the source's order; a shuffle mixes its blocks.
     return packed.repartitionById(shares, SHARE).sortWithinPartitions(ORDER)
 
@@ -75,9 +84,9 @@ def as_planned(df: DataFrame) -> Iterator[None]:
     twice, tens of milliseconds of each batch.
     """
     # The session is the streaming query's own copy of the user's, and its one thread is here.
-    conf, frame = df.sparkSession.conf, cast("Any", df)
+    conf = df.sparkSession.conf
     adaptive = conf.get(_ADAPTIVE)
-    if adaptive != "true" or frame._jdf.queryExecution().analyzed().getClass().getSimpleName() != "LogicalRDD":
+    if adaptive != "true" or _given(df) is None:
         yield
         return
     conf.set(_ADAPTIVE, "false")
@@ -85,6 +94,13 @@ def as_planned(df: DataFrame) -> Iterator[None]:
         yield
     finally:
         conf.set(_ADAPTIVE, adaptive)
+
+
+def _given(df: DataFrame) -> Any:
+    """Spark's plan of `df` if that is rows which are made elsewhere, as what foreachBatch is given is; else None."""
+    frame: Any = df
+    plan = frame._jdf.queryExecution().analyzed()
+    return plan if plan.getClass().getSimpleName() == "LogicalRDD" else None
 
 
 def _place(df: DataFrame, key: Column, targets: Sequence[Target], routed: bool, asked: bool) -> Column:
