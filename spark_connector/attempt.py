@@ -193,7 +193,7 @@ class Attempt:
             granted, poison = claims.end()
         if poison is not None:
             raise Stopped(Answer.RESTART, poison)
-        results = [Result(*row) for row in rows]
+        results = [Result.decode(text) for (text,) in rows]
         _check(results, granted)
         return results
 

@@ -97,11 +97,12 @@ def test_a_share_of_many_partitions_is_written_within_its_bounds(
         values = rows(3_000, first)
         places = pa.array([2 * (number % 4) + 1 for number in range(first, first + 3_000)], pa.int32())
         packed.append(pack_rows(values.append_column(TARGET, places), 2, first))
-    (told,) = [batch.to_pylist()[0] for batch in task.writer(job)(iter(packed))]
-    assert told["sentence"] is None
+    (batch,) = task.writer(job)(iter(packed))
+    told = task.Result.decode(batch.to_pylist()[0]["result"])
+    assert told.sentence is None
     assert len(in_flight) > 4
     assert max(in_flight) <= requests
-    assert (told["share"], told["partitions"], told["rows"], told["sequences"]) == (1, 4, 12_000, 12_000)
+    assert (told.share, told.partitions, told.rows, told.sequences) == (1, 4, 12_000, 12_000)
     assert server.claims.end() == (frozenset({1}), None)
     transaction.end(commit=True)
     Transaction(wire, name, 60_000, 30).init()  # returns when the end is through

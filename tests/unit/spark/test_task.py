@@ -36,7 +36,7 @@ def run(server: ClaimServer, targets: list[int], connection: dict[str, Any] | No
     values = pa.array([b"v"] * len(targets), pa.binary())
     rows = pa.record_batch({TARGET: pa.array(targets, pa.int32()), "key": values, "value": values})
     (told,) = task.writer(job)(iter([pack_rows(rows, 2, 0)]))
-    return task.Result(**told.to_pylist()[0])
+    return task.Result.decode(told.to_pylist()[0]["result"])
 
 
 @pytest.mark.parametrize(
