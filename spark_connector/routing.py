@@ -83,6 +83,8 @@ def as_planned(df: DataFrame) -> Iterator[None]:
     adaptive execution if that is on, and ours has the partitions that it must have. It costs a second job and plans
     twice, tens of milliseconds of each batch.
     """
+    from py4j.protocol import Py4JError
+
     # The session is the streaming query's own copy of the user's, and its one thread is here.
     conf = df.sparkSession.conf
     adaptive = conf.get(_ADAPTIVE)
@@ -93,7 +95,8 @@ def as_planned(df: DataFrame) -> Iterator[None]:
     try:
         yield
     finally:
-        conf.set(_ADAPTIVE, adaptive)
+        with contextlib.suppress(Py4JError, OSError):  # a JVM that is gone needs it no more
+            conf.set(_ADAPTIVE, adaptive)
 
 
 def _given(df: DataFrame) -> Any:
