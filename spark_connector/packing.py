@@ -13,10 +13,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from spark_connector.placing import TARGET, Places
 from spark_connector.workers import spare_the_collector
 
-TARGET = "__eos_target"
-"""The number of the row's Kafka partition."""
 SHARE, ORDER, ROWS = "__eos_share", "__eos_order", "__eos_rows"
 PACKED = pa.schema([(SHARE, pa.int32()), (ORDER, pa.int64()), (ROWS, pa.binary())])
 # Of one value: above half a region of the JVM's heap (1 MB at the smallest) an array costs the garbage collector more.
@@ -28,8 +27,8 @@ _ROWS_OF_ONE_TARGET = 500
 _PLACES = 33  # bits below the number of a Spark partition, as in monotonically_increasing_id
 
 
-def packer(shares: int) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """The function for mapInArrow: rows with TARGET in, PACKED out. The values of a share in the order of ORDER hold
+def packer(shares: int, places: Places) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """The function for mapInArrow: rows in, PACKED out. The values of a share in the order of ORDER hold
     its rows in theirs: by Spark partition, and within it as they came."""
 
     def pack(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -38,7 +37,8 @@ def packer(shares: int) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.Reco
         spare_the_collector()
         context = TaskContext.get()
         assert context is not None, "this runs in a task"
-        return pack_partition(batches, shares, context.partitionId())
+        placed = (part for batch in batches if batch.num_rows for part in places.place(batch))
+        return pack_partition(placed, shares, context.partitionId())
 
     return pack
 

@@ -1,24 +1,23 @@
-"""Gives each row its Kafka partition and brings all rows of one share of the partitions to one task, in order.
+"""Brings all rows of one share of the Kafka partitions to one task, in order.
 
-Owns the DataFrame's columns: what they may be called and be of, which partition a row belongs to (Java's default
-partitioner, as the worker's), and the order behind the shuffle. It must never compute a partition from anything but the
-row: a lost shuffle file is made again, and a row must land where it was.
+Owns the DataFrame's columns, what they may be called and be of, and the order behind the shuffle. Which partition a row
+belongs to is placing.py's. It must never ask for an order or a distribution that a second run could not repeat.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from eos.errors import ConfigurationError
-from spark_connector.jvm import java_class, loaded_class
-from spark_connector.packing import ORDER, PACKED, SHARE, TARGET, packer
+from spark_connector.packing import ORDER, PACKED, SHARE, packer
+from spark_connector.placing import KEY, PARTITION, TOPIC, VALUE, Places
 from spark_connector.targets import Target
-from spark_connector.task import REFUSAL
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import DataFrame
 
 _HEADERS = "array<struct<key:string,value:binary>>"
 _COLUMNS = {
@@ -30,8 +29,6 @@ _COLUMNS = {
     "timestamp": ("timestamp", "timestamp_ntz"),
 }
 _ADAPTIVE = "spark.sql.adaptive.enabled"
-_POSITIVE = 0x7FFFFFFF
-_KAFKA_UTILS = "org.apache.kafka.common.utils.Utils"
 
 
 def route(
@@ -47,30 +44,27 @@ def route(
     `topic` column chooses among them. `most_packers`: in how many tasks rows are packed at most, where that can be
     known beforehand. Raises ConfigurationError.
     """
-    from pyspark.sql import functions as sf
     from pyspark.sql.pandas.types import from_arrow_schema
 
     names = _check(df, topic)
-    routed = not isinstance(topic, str) and "topic" in names
-    key = sf.expr("cast(key as binary)" if "key" in names else "cast(null as binary)")
-    place = _place(df, key, targets, routed, "partition" in names)
-    columns = [place.alias(TARGET), key.alias("key"), sf.expr("cast(value as binary) as value")]
+    routed = not isinstance(topic, str) and TOPIC in names
+    # No column that is not needed: Spark's way to Arrow costs for each of them. And all in one step, for Spark analyses a
+    # plan anew at each.
+    columns = [f"cast({name} as binary) as {name}" for name in (KEY, VALUE) if name in names]
     if "headers" in names:
-        columns.append(sf.expr(f"cast(headers as {_HEADERS}) as headers"))
+        columns.append(f"cast(headers as {_HEADERS}) as headers")
     if "timestamp" in names:
-        columns.append(sf.expr("unix_millis(cast(`timestamp` as timestamp)) as `timestamp`"))
-    where = [name for name, used in (("topic", routed), ("partition", "partition" in names)) if used]
-    if where:
-        said = ", ".join(f"coalesce(cast(`{name}` as string), 'null')" for name in where)
-        columns.append(sf.when(place == len(targets), sf.expr(f"concat_ws('-', {said})")).alias(REFUSAL))
-    # In one step, for Spark analyses a plan anew at each; and a type, for its text would be parsed in the JVM.
-    rows = df.select(*columns)
+        columns.append("unix_millis(cast(`timestamp` as timestamp)) as `timestamp`")
+    columns += [f"`{name}`" for name, used in ((TOPIC, routed), (PARTITION, PARTITION in names)) if used]
+    rows = df.selectExpr(*columns)
     given = _given(df)
     if most_packers is not None and given is not None and given.rdd().getNumPartitions() > most_packers:
         # A stateful query has spark.sql.shuffle.partitions of them, 200 by default, and each would pay for a task in
         # Python. Partitions are read one behind the other, so what is ordered stays so.
         rows = rows.coalesce(most_packers)
-    packed = rows.mapInArrow(packer(shares), from_arrow_schema(PACKED))
+    counts = Counter(target.topic for target in targets)  # in the targets' order
+    # A type, for the text of one would be parsed in the JVM.
+    packed = rows.mapInArrow(packer(shares, Places(tuple(counts.items()))), from_arrow_schema(PACKED))
     # Sorted by Spark's partition and by the place in it, which is the source's order; a shuffle mixes its blocks.
     return packed.repartitionById(shares, SHARE).sortWithinPartitions(ORDER)
 
@@ -106,32 +100,6 @@ def _given(df: DataFrame) -> Any:
     return plan if plan.getClass().getSimpleName() == "LogicalRDD" else None
 
 
-def _place(df: DataFrame, key: Column, targets: Sequence[Target], routed: bool, asked: bool) -> Column:
-    """The number of a row's target, `len(targets)` for none."""
-    from pyspark.sql import functions as sf
-
-    # Any partition will do for a row without a key, but always the same one.
-    keyless = sf.expr("xxhash64(cast(value as binary))")
-    number = sf.when(key.isNull(), keyless).otherwise(murmur2(df, key).cast("long")).bitwiseAND(sf.lit(_POSITIVE))
-    none, chosen, first = sf.lit(len(targets)), None, 0
-    while first < len(targets):
-        topic = targets[first].topic
-        count = sum(target.topic == topic for target in targets)
-        within = (number % count).cast("int")
-        if asked:
-            within = sf.coalesce(sf.expr("cast(`partition` as int)"), within)
-            within = sf.when(within.between(0, count - 1), within + first).otherwise(none)
-        elif first:
-            within = within + first
-        if not routed:
-            return within
-        this = sf.col("topic") == topic
-        chosen = sf.when(this, within) if chosen is None else chosen.when(this, within)
-        first += count
-    assert chosen is not None, "there is a topic"
-    return chosen.otherwise(none)
-
-
 def _check(df: DataFrame, topic: str | Sequence[str]) -> frozenset[str]:
     """The names of the columns."""
     types = dict(df.dtypes)
@@ -143,40 +111,3 @@ def _check(df: DataFrame, topic: str | Sequence[str]) -> frozenset[str]:
         if column in types and types[column] not in kinds:
             raise ConfigurationError(f"column {column} is {types[column]}, it must be {' or '.join(kinds)}")
     return frozenset(types)
-
-
-def murmur2(df: DataFrame, key: Column) -> Column:
-    """Kafka's own murmur2 of a binary column, called in the JVM, or in Python where Kafka's client is not on the class
-    path; null for null."""
-    session: Any = df.sparkSession
-    utils = loaded_class(session._jvm, _KAFKA_UTILS)
-    if utils is not None:
-        return _static_invoke(session._jvm, utils, "murmur2", key)
-    from pyspark.sql import functions as sf
-
-    from spark_connector.murmur2 import murmur2_column
-
-    functions: Any = sf  # its stubs do not know arrow_udf yet
-    in_python: Column = functions.arrow_udf(murmur2_column, "int")(key)
-    return in_python
-
-
-def _static_invoke(jvm: Any, owner: Any, method: str, argument: Column) -> Column:
-    """A call of a static Java method in the generated code; SQL's reflect() cannot pass bytes."""
-    from pyspark.sql.classic.column import Column as ClassicColumn
-
-    expressions = java_class(jvm, "org.apache.spark.sql.classic.ExpressionUtils")
-    to_seq = java_class(jvm, "PythonUtils").toSeq
-    column: Any = argument
-    call = java_class(jvm, "org.apache.spark.sql.catalyst.expressions.objects.StaticInvoke")(
-        owner,
-        java_class(jvm, "org.apache.spark.sql.types.DataTypes.IntegerType"),
-        method,
-        to_seq([expressions.expression(column._jc)]),
-        to_seq([]),
-        True,  # null for null
-        True,
-        True,
-        java_class(jvm, "scala.Option").empty(),
-    )
-    return ClassicColumn(expressions.column(call))

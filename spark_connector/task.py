@@ -20,12 +20,12 @@ from kafka import errors as kafka_errors
 from spark_connector import wire
 from spark_connector.answers import Answer, Stopped
 from spark_connector.claims import ClaimOffice
-from spark_connector.packing import TARGET, numbers, split, unpack
+from spark_connector.packing import numbers, split, unpack
 from spark_connector.partition import IN_FLIGHT, PartitionWriter
+from spark_connector.placing import REFUSAL, TARGET
 from spark_connector.recordbatch import Identity
 from spark_connector.workers import spare_the_collector
 
-REFUSAL = "__eos_refusal"
 # Rows of a partition wait for more of them up to this size: a record batch is 1 MB, and a request costs a millisecond.
 _WAITING_BYTES = 4_000_000
 # Of all partitions of a share: record batches that are not acknowledged yet.

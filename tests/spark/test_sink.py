@@ -79,21 +79,6 @@ def test_each_column_arrives_and_a_key_lands_where_the_java_client_puts_it(
     assert by_value[b"no key"].headers() is None
 
 
-def test_a_key_is_hashed_alike_without_kafkas_classes_in_the_jvm(
-    kafka: LocalKafka, names: Names, spark: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from spark_connector import routing
-
-    df = spark.range(500).selectExpr("cast(id * 7919 as string) as key", "if(id % 9 = 0, null, 'v') as value")
-    topics = [create_topic(kafka.bootstrap_servers, names(side), 4) for side in ("jvm", "python")]
-    where = {"transactional_id": names("id"), "bootstrap_servers": kafka.bootstrap_servers}
-    assert exactly_once_write(df, topic=topics[0], **where) == 500
-    monkeypatch.setattr(routing, "_KAFKA_UTILS", "org.apache.kafka.NotThere")
-    assert exactly_once_write(df, topic=topics[1], **where) == 500
-    jvm, python = (settled(kafka.bootstrap_servers, topic) for topic in topics)
-    assert sorted(zip(jvm.keys, jvm.partition, strict=True)) == sorted(zip(python.keys, python.partition, strict=True))
-
-
 def test_a_batch_id_is_written_once(kafka: LocalKafka, names: Names, spark: Any) -> None:
     topic = create_topic(kafka.bootstrap_servers, names("out"), 3)
     df = spark.range(1000).selectExpr("cast(id as string) as value")

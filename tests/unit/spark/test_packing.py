@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from kafka.record import MemoryRecords
 
 from spark_connector import packing
-from spark_connector.packing import ORDER, ROWS, SHARE, TARGET, numbers, pack_partition, pack_rows, split, unpack
+from spark_connector.packing import ORDER, ROWS, SHARE, numbers, pack_partition, pack_rows, split, unpack
+from spark_connector.placing import TARGET
 from spark_connector.recordbatch import Identity, encode
 
 KIND = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))

@@ -14,7 +14,8 @@ from spark_connector import task, wire
 from spark_connector.answers import Answer
 from spark_connector.attempt import _check
 from spark_connector.claims import ClaimServer
-from spark_connector.packing import TARGET, pack_rows
+from spark_connector.packing import pack_rows
+from spark_connector.placing import TARGET
 from spark_connector.recordbatch import Identity
 
 IDENTITY = Identity(5, 1)
