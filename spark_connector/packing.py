@@ -2,7 +2,7 @@
 
 Owns the packing (map side), the unpacking (writing side) and the splitting of rows by a number. Why: Spark's shuffle
 and its sort take microseconds for each row, and Arrow nothing; the encoder wants columns anyway. It must never change
-the order of rows that go to the same place, and never copy more of a task's rows at once than 8 MB of them.
+the order of rows that go to the same place, and never copy more of a task's rows at once than 4 MB of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PACKED = pa.schema([(SHARE, pa.int32()), (ORDER, pa.int64()), (ROWS, pa.binary()
 # Of one value: above half a region of the JVM's heap (1 MB at the smallest) an array costs the garbage collector more.
 _VALUE_BYTES = 400_000
 # Of a batch of Arrow's, 64 MB by Spark's default, so much is packed at once: the copies that packing makes are of that.
-_SLICE_BYTES = 8_000_000
+_SLICE_BYTES = 4_000_000
 # With so many rows for each target, a value holds those of one: the writing task need not take it apart again.
 _ROWS_OF_ONE_TARGET = 500
 _PLACES = 33  # bits below the number of a Spark partition, as in monotonically_increasing_id
