@@ -18,12 +18,16 @@ from spark_connector.workers import spare_the_collector
 
 SHARE, ORDER, ROWS = "__eos_share", "__eos_order", "__eos_rows"
 PACKED = pa.schema([(SHARE, pa.int32()), (ORDER, pa.int64()), (ROWS, pa.binary())])
-# Of one value: above half a region of the JVM's heap (1 MB at the smallest) an array costs the garbage collector more.
+# Of one value before compression: above half a region of the JVM's heap (1 MB at the smallest) an array costs the
+# garbage collector more.
 _VALUE_BYTES = 400_000
 # Of a batch of Arrow's, 64 MB by Spark's default, so much is packed at once: the copies that packing makes are of that.
 _SLICE_BYTES = 4_000_000
 # With so many rows for each target, a value holds those of one: the writing task need not take it apart again.
 _ROWS_OF_ONE_TARGET = 500
+# Each byte is copied a dozen times on its way through the JVM, the shuffle's own compression is one of them.
+_WRITE = pa.ipc.IpcWriteOptions(compression="lz4" if pa.Codec.is_available("lz4") else None, use_threads=False)
+_READ = pa.ipc.IpcReadOptions(use_threads=False)
 _PLACES = 33  # bits below the number of a Spark partition, as in monotonically_increasing_id
 
 
@@ -67,7 +71,7 @@ def pack_rows(rows: pa.RecordBatch, shares: int, place: int) -> pa.RecordBatch:
         pieces += [(number % shares, held.slice(at, step)) for at in range(0, held.num_rows, step)]
     out, ends = pa.BufferOutputStream(), [0]
     for _, piece in pieces:
-        with pa.ipc.new_stream(out, piece.schema) as stream:
+        with pa.ipc.new_stream(out, piece.schema, options=_WRITE) as stream:
             stream.write_batch(piece)
         ends.append(out.tell())
     offsets = pa.py_buffer(np.array(ends, np.int32))
@@ -79,7 +83,7 @@ def pack_rows(rows: pa.RecordBatch, shares: int, place: int) -> pa.RecordBatch:
 def unpack(packed: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     """The rows of each value, in order."""
     for value in packed.column(ROWS):
-        with pa.ipc.open_stream(value.as_buffer()) as stream:
+        with pa.ipc.open_stream(value.as_buffer(), options=_READ) as stream:
             yield from stream
 
 

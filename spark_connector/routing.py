@@ -48,7 +48,7 @@ def route(
 
     names = _check(df, topic)
     routed = not isinstance(topic, str) and TOPIC in names
-    # No column that is not needed: Spark's way to Arrow costs for each of them. And all in one step, for Spark analyses a
+    # No column that is not needed, for Spark's way to Arrow costs for each; and all in one step, for Spark analyses a
     # plan anew at each.
     columns = [f"cast({name} as binary) as {name}" for name in (KEY, VALUE) if name in names]
     if "headers" in names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pyarrow as pa
@@ -19,12 +20,13 @@ KIND = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
 
 def rows(targets: list[int], size: int = 3) -> pa.RecordBatch:
-    """Row i has the value i, every fifth none; every third no key, every fourth headers, every second a timestamp."""
-    count = len(targets)
+    """Row i has the value i, and behind it what does not compress, every fifth none; every third no key, every fourth
+    headers, every second a timestamp."""
+    count, noise = len(targets), random.Random(1).randbytes
     columns: dict[str, Any] = {
         TARGET: pa.array(targets, pa.int32()),
         "key": pa.array([None if i % 3 == 0 else b"k%d" % i for i in range(count)], pa.binary()),
-        "value": pa.array([None if i % 5 == 4 else b"%0*d" % (size, i) for i in range(count)], pa.binary()),
+        "value": pa.array([None if i % 5 == 4 else b"%d %b" % (i, noise(size)) for i in range(count)], pa.binary()),
         "timestamp": pa.array([1_700_000_000_000 + i if i % 2 else None for i in range(count)], pa.int64()),
         "headers": pa.array([[("h", b"%d" % i), ("n", None)] if i % 4 == 0 else None for i in range(count)], KIND),
     }
