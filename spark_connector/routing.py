@@ -28,6 +28,7 @@ _COLUMNS = {
     "headers": (_HEADERS,),
     "timestamp": ("timestamp", "timestamp_ntz"),
 }
+_AS_THEY_ARE = ("binary", "int", "smallint", "tinyint", _HEADERS)
 _ADAPTIVE = "spark.sql.adaptive.enabled"
 
 
@@ -46,17 +47,18 @@ def route(
     """
     from pyspark.sql.pandas.types import from_arrow_schema
 
-    names = _check(df, topic)
-    routed = not isinstance(topic, str) and TOPIC in names
-    # No column that is not needed, for Spark's way to Arrow costs for each; and all in one step, for Spark analyses a
-    # plan anew at each.
-    columns = [f"cast({name} as binary) as {name}" for name in (KEY, VALUE) if name in names]
-    if "headers" in names:
-        columns.append(f"cast(headers as {_HEADERS}) as headers")
-    if "timestamp" in names:
-        columns.append("unix_millis(cast(`timestamp` as timestamp)) as `timestamp`")
-    columns += [f"`{name}`" for name, used in ((TOPIC, routed), (PARTITION, PARTITION in names)) if used]
-    rows = df.selectExpr(*columns)
+    types = _check(df, topic)
+    routed = not isinstance(topic, str) and TOPIC in types
+    # No column that is not needed, for Spark's way to Arrow costs for each; and all in one step, or in none, for Spark
+    # analyses a plan anew at each.
+    columns = {name: f"cast({name} as binary) as {name}" for name in (KEY, VALUE) if name in types}
+    if "headers" in types:
+        columns["headers"] = f"cast(headers as {_HEADERS}) as headers"
+    if "timestamp" in types:
+        columns["timestamp"] = "unix_millis(cast(`timestamp` as timestamp)) as `timestamp`"
+    columns |= {name: f"`{name}`" for name, used in ((TOPIC, routed), (PARTITION, PARTITION in types)) if used}
+    as_they_are = columns.keys() == types.keys() and all(types[name] in _AS_THEY_ARE for name in columns)
+    rows = df if as_they_are else df.selectExpr(*columns.values())
     given = _given(df)
     if most_packers is not None and given is not None and given.rdd().getNumPartitions() > most_packers:
         # A stateful query has spark.sql.shuffle.partitions of them, 200 by default, and each would pay for a task in
@@ -100,8 +102,8 @@ def _given(df: DataFrame) -> Any:
     return plan if plan.getClass().getSimpleName() == "LogicalRDD" else None
 
 
-def _check(df: DataFrame, topic: str | Sequence[str]) -> frozenset[str]:
-    """The names of the columns."""
+def _check(df: DataFrame, topic: str | Sequence[str]) -> dict[str, str]:
+    """The types of the columns, by name."""
     types = dict(df.dtypes)
     if "value" not in types:
         raise ConfigurationError(f"the DataFrame needs a column value; its columns are {', '.join(types)}")
@@ -110,4 +112,4 @@ def _check(df: DataFrame, topic: str | Sequence[str]) -> frozenset[str]:
     for column, kinds in _COLUMNS.items():
         if column in types and types[column] not in kinds:
             raise ConfigurationError(f"column {column} is {types[column]}, it must be {' or '.join(kinds)}")
-    return frozenset(types)
+    return types
