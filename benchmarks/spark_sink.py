@@ -65,17 +65,21 @@ def own_sink(bootstrap: str, topic: str, options: dict[str, str]) -> Write:
     return write
 
 
-def rows_of(spark: Any, per_batch: int, value_bytes: int) -> Any:
-    """A stream of `per_batch` rows a batch: 12-byte keys, values of this size that do not compress to nothing."""
+def rows_of(spark: Any, per_batch: int, value_bytes: int, repeated: bool) -> Any:
+    """A stream of `per_batch` rows a batch: 12-byte keys, values of this size: 64 hexadecimal digits, over and over if
+    `repeated`, or digits that LZ4 cannot make shorter."""
     source = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", per_batch).load()
     number = sf.col("value")
-    noise = sf.sha2(number.cast("string"), 256)
+    salts = ["" if repeated else f"-{place}" for place in range(value_bytes // 64 + 1)]
+    parts = [sf.sha2(sf.concat(number.cast("string"), sf.lit(salt)), 256) for salt in salts]
     key = sf.format_string("key-%08d", number % 10_000)
-    value = sf.substring(sf.repeat(noise, value_bytes // 64 + 1), 1, value_bytes)
+    value = sf.substring(sf.concat(*parts), 1, value_bytes)
     return source.select(key.cast("binary").alias("key"), value.cast("binary").alias("value"))
 
 
-def measure(spark: Any, bootstrap: str, per_batch: int, value_bytes: int, rounds: int) -> dict[str, list[Taken]]:
+def measure(
+    spark: Any, bootstrap: str, per_batch: int, value_bytes: int, rounds: int, repeated: bool
+) -> dict[str, list[Taken]]:
     """What each sink took for each of `rounds` micro-batches, behind one that is not counted."""
     prefix = f"bench-{uuid.uuid4().hex[:8]}"
     topics = [f"{prefix}-{index}" for index in range(3)]
@@ -102,7 +106,7 @@ def measure(spark: Any, bootstrap: str, per_batch: int, value_bytes: int, rounds
         rows.unpersist(blocking=True)
 
     with tempfile.TemporaryDirectory() as checkpoint:
-        stream = rows_of(spark, per_batch, value_bytes).writeStream.foreachBatch(batch)
+        stream = rows_of(spark, per_batch, value_bytes, repeated).writeStream.foreachBatch(batch)
         query = stream.option("checkpointLocation", checkpoint).start()
         while query.isActive and min(map(len, taken.values())) <= rounds:
             query.awaitTermination(0.2)
@@ -143,6 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--scale", type=float, default=1.0, help="part of the rows, to try the script out")
+    parser.add_argument("--noise", action="store_true", help="values that LZ4 cannot compress, the sink's worst case")
     options = parser.parse_args()
     console = Console(width=110)
     console.print(
@@ -156,8 +161,8 @@ def main() -> None:
         servers = kafka.bootstrap_servers
         for name, rows, size in (("1M x 100 B", 1_000_000, 88), ("300k x 1 KB", 300_000, 1_012)):
             count = int(rows * options.scale)
-            throughput(console, name, count, measure(spark, servers, count, size, options.rounds))
-        fixed_cost(console, 100, measure(spark, servers, 100, 88, options.rounds * 3))
+            throughput(console, name, count, measure(spark, servers, count, size, options.rounds, not options.noise))
+        fixed_cost(console, 100, measure(spark, servers, 100, 88, options.rounds * 3, not options.noise))
         spark.stop()
 
 

@@ -33,15 +33,16 @@ from spark_connector.murmur2 import murmur2_column
 from spark_connector.options import Options
 from spark_connector.partition import PartitionWriter
 from spark_connector.progress import Progress
-from spark_connector.routing import route
+from spark_connector.routing import as_planned, route
 from spark_connector.targets import AUTHORIZATION_ERRORS, Target, Targets, ensure_marker_topic, longest_transaction_ms
-from spark_connector.task import RESULT_SCHEMA, Job, Result, writer
+from spark_connector.task import RESULT, Job, Result, writer
 from spark_connector.wire import Broken, Unreachable, Wire
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 T = TypeVar("T")
+_PACKERS_PER_CORE = 4  # tasks; with one, the slowest would be waited for
 
 
 class Again(Exception):
@@ -137,11 +138,11 @@ class Attempt:
         partitions = [(target.topic, target.partition) for target in targets]
         if batch.key is not None:
             partitions.append((marker.TOPIC, connected.markers.partition))
-        shares = self._shares(len(targets))  # asks the JVM, so before anything is open that its end would leave open
+        cores = self._cores()  # asks the JVM, so before anything is open that its end would leave open
         self._began = time.monotonic()
         self._timed("add", lambda: self._transaction.add(partitions))
         self._options.on_step("add")
-        results = self._timed("produce", lambda: self._produce(targets, shares))
+        results = self._timed("produce", lambda: self._produce(targets, cores))
         rows = sum(result.rows for result in results)
         self._options.on_step("produce")
         if batch.key is not None:
@@ -157,14 +158,20 @@ class Attempt:
     def _find_marker(self) -> Marker | None:
         return None if self._batch.key is None else self._connected.markers.read(self._batch.key)
 
-    def _produce(self, targets: Sequence[Target], shares: int) -> list[Result]:
-        """Runs the Spark job; every row is acknowledged when this returns, each share of the partitions by one task."""
+    def _produce(self, targets: Sequence[Target], cores: int | None) -> list[Result]:
+        """Runs the Spark job; every row is acknowledged when this returns, each share of the partitions by one task.
+
+        No more tasks write than can run at once: others would only wait. Nor is a batch packed in many more, each of
+        which starts with an overhead. Where Spark starts executors as tasks wait for them, each partition is a share.
+        """
+        from pyspark.sql.pandas.types import from_arrow_schema
+
         claims, options = self._server.claims, self._options
         job = Job(
             options.transactional_id,
             self._transaction.identity,
             tuple((target.topic, target.partition, target.max_bytes) for target in targets),
-            shares,
+            len(targets) if cores is None else min(len(targets), cores),
             options.connection,
             self._server.office,
             options.compression,
@@ -172,8 +179,11 @@ class Attempt:
         )
         claims.begin(job.identity)
         try:
-            packed = route(self._df, targets, options.topic, job.shares)
-            rows = packed.mapInArrow(writer(job), RESULT_SCHEMA).collect()
+            most = None if cores is None else cores * _PACKERS_PER_CORE
+            packed = route(self._df, targets, options.topic, job.shares, most)
+            written = packed.mapInArrow(writer(job), from_arrow_schema(RESULT))
+            with as_planned(self._df):
+                rows = written.collect()
         except Exception as error:
             if claims.poison is not None:
                 raise Stopped(Answer.RESTART, claims.poison) from error
@@ -183,17 +193,16 @@ class Attempt:
             granted, poison = claims.end()
         if poison is not None:
             raise Stopped(Answer.RESTART, poison)
-        results = [Result(*row) for row in rows]
+        results = [Result.decode(text) for (text,) in rows]
         _check(results, granted)
         return results
 
-    def _shares(self, targets: int) -> int:
-        """How many tasks write, each a share of the partitions: more than can run at once would only wait. Where Spark
-        starts executors as tasks wait for them, one for each partition."""
+    def _cores(self) -> int | None:
+        """How many tasks run at once; None: as many as there are."""
         session = self._df.sparkSession
         if str(session.conf.get("spark.dynamicAllocation.enabled", "false")).lower() == "true":
-            return targets
-        return min(targets, session.sparkContext.defaultParallelism)
+            return None
+        return session.sparkContext.defaultParallelism
 
     def _mark(self, new: Marker) -> None:
         one = PartitionWriter(

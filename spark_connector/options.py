@@ -15,10 +15,38 @@ from spark_connector import marker
 from spark_connector.recordbatch import COMPRESSIONS
 
 _DELIVERY_TIMEOUT_MS = 120_000
+_CHECKSUM = "spark.sql.shuffle.orderIndependentChecksum."
+# Spark's setting, what it must not be, and why. A setting that this Spark does not know is not set.
+_UNSAFE = (
+    ("spark.speculation", "true", "runs a task twice at once, and two tasks must not write one partition"),
+    (
+        "spark.shuffle.push.enabled",
+        "true",
+        "keeps Spark from noticing that a task which ran again made other rows, and a batch could be made of both runs",
+    ),
+    (
+        f"{_CHECKSUM}enabled",
+        "false",
+        "keeps Spark from noticing that a task which ran again made other rows, and a batch could be made of both runs",
+    ),
+    (
+        f"{_CHECKSUM}enableFullRetryOnMismatch",
+        "false",
+        "lets Spark go on when a task which ran again made other rows, and a batch could be made of both runs",
+    ),
+)
 
 
 def _nothing(_: str) -> None:
     pass
+
+
+def refuse_unsafe(settings: Callable[[str], str | None]) -> None:
+    """Raises ConfigurationError where the guarantee cannot be kept. `settings`: Spark's, None for what is not set."""
+    for name, unsafe, why in _UNSAFE:
+        if str(settings(name)).lower() == unsafe:
+            safe = "false" if unsafe == "true" else "true"
+            raise ConfigurationError(f"{name}={unsafe} {why}: set it to {safe} for this application")
 
 
 @dataclass(frozen=True, kw_only=True)

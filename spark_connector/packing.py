@@ -2,7 +2,7 @@
 
 Owns the packing (map side), the unpacking (writing side) and the splitting of rows by a number. Why: Spark's shuffle
 and its sort take microseconds for each row, and Arrow nothing; the encoder wants columns anyway. It must never change
-the order of rows that go to the same place, and never need more of a task's rows at once than one batch of Arrow's.
+the order of rows that go to the same place, and never copy more of a task's rows at once than 4 MB of them.
 """
 
 from __future__ import annotations
@@ -13,22 +13,26 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from spark_connector.placing import TARGET, Places
 from spark_connector.workers import spare_the_collector
 
-TARGET = "__eos_target"
-"""The number of the row's Kafka partition."""
 SHARE, ORDER, ROWS = "__eos_share", "__eos_order", "__eos_rows"
-PACKED = f"{SHARE} int, {ORDER} long, {ROWS} binary"
-_PACKED = pa.schema([(SHARE, pa.int32()), (ORDER, pa.int64()), (ROWS, pa.binary())])
-# Of one value: above half a region of the JVM's heap (1 MB at the smallest) an array costs the garbage collector more.
+PACKED = pa.schema([(SHARE, pa.int32()), (ORDER, pa.int64()), (ROWS, pa.binary())])
+# Of one value before compression: above half a region of the JVM's heap (1 MB at the smallest) an array costs the
+# garbage collector more.
 _VALUE_BYTES = 400_000
+# Of a batch of Arrow's, 64 MB by Spark's default, so much is packed at once: the copies that packing makes are of that.
+_SLICE_BYTES = 4_000_000
 # With so many rows for each target, a value holds those of one: the writing task need not take it apart again.
 _ROWS_OF_ONE_TARGET = 500
+# Each byte is copied a dozen times on its way through the JVM, the shuffle's own compression is one of them.
+_WRITE = pa.ipc.IpcWriteOptions(compression="lz4" if pa.Codec.is_available("lz4") else None, use_threads=False)
+_READ = pa.ipc.IpcReadOptions(use_threads=False)
 _PLACES = 33  # bits below the number of a Spark partition, as in monotonically_increasing_id
 
 
-def packer(shares: int) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """The function for mapInArrow: rows with TARGET in, PACKED out. The values of a share in the order of ORDER hold
+def packer(shares: int, places: Places) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """The function for mapInArrow: rows in, PACKED out. The values of a share in the order of ORDER hold
     its rows in theirs: by Spark partition, and within it as they came."""
 
     def pack(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -37,7 +41,8 @@ def packer(shares: int) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.Reco
         spare_the_collector()
         context = TaskContext.get()
         assert context is not None, "this runs in a task"
-        return pack_partition(batches, shares, context.partitionId())
+        placed = (part for batch in batches if batch.num_rows for part in places.place(batch))
+        return pack_partition(placed, shares, context.partitionId())
 
     return pack
 
@@ -46,8 +51,10 @@ def pack_partition(batches: Iterator[pa.RecordBatch], shares: int, number: int) 
     """The rows of Spark partition `number` as PACKED."""
     place = number << _PLACES
     for batch in batches:
-        if batch.num_rows:
-            packed = pack_rows(batch, shares, place)
+        slices = max(-(-batch.nbytes // _SLICE_BYTES), 1)
+        step = -(-batch.num_rows // slices)
+        for at in range(0, batch.num_rows, step or 1):
+            packed = pack_rows(batch.slice(at, step), shares, place)
             place += packed.num_rows
             yield packed
 
@@ -64,19 +71,19 @@ def pack_rows(rows: pa.RecordBatch, shares: int, place: int) -> pa.RecordBatch:
         pieces += [(number % shares, held.slice(at, step)) for at in range(0, held.num_rows, step)]
     out, ends = pa.BufferOutputStream(), [0]
     for _, piece in pieces:
-        with pa.ipc.new_stream(out, piece.schema) as stream:
+        with pa.ipc.new_stream(out, piece.schema, options=_WRITE) as stream:
             stream.write_batch(piece)
         ends.append(out.tell())
     offsets = pa.py_buffer(np.array(ends, np.int32))
     packed = pa.Array.from_buffers(pa.binary(), len(pieces), [None, offsets, out.getvalue()])
     where = pa.array([share for share, _ in pieces], pa.int32())
-    return pa.RecordBatch.from_arrays([where, pa.array(range(place, place + len(pieces))), packed], schema=_PACKED)
+    return pa.RecordBatch.from_arrays([where, pa.array(range(place, place + len(pieces))), packed], schema=PACKED)
 
 
 def unpack(packed: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     """The rows of each value, in order."""
     for value in packed.column(ROWS):
-        with pa.ipc.open_stream(value.as_buffer()) as stream:
+        with pa.ipc.open_stream(value.as_buffer(), options=_READ) as stream:
             yield from stream
 
 

@@ -80,6 +80,11 @@ class PartitionWriter:
             raise Stopped(Answer.REFUSED, f"{self.topic}-{self.partition}: {error}") from error
 
     @property
+    def unacknowledged(self) -> int:
+        """Record batches in flight or in doubt."""
+        return len(self._sent)
+
+    @property
     def unacknowledged_bytes(self) -> int:
         """Of record batches that are kept, to be sent again if they must."""
         return sum(len(sent.batch.data) for sent in self._sent)

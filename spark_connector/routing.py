@@ -1,25 +1,24 @@
-"""Gives each row its Kafka partition and brings all rows of one share of the partitions to one task, in order.
+"""Brings all rows of one share of the Kafka partitions to one task, in order.
 
-Owns the DataFrame's columns: what they may be called and be of, which partition a row belongs to (Java's default
-partitioner, as the worker's), and the order behind the shuffle. It must never compute a partition from anything but the
-row: a lost shuffle file is made again, and a row must land where it was.
+Owns the DataFrame's columns, what they may be called and be of, and the order behind the shuffle. Which partition a row
+belongs to is placing.py's. It must never ask for an order or a distribution that a second run could not repeat.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from eos.errors import ConfigurationError
-from spark_connector.jvm import java_class, loaded_class
-from spark_connector.packing import ORDER, PACKED, SHARE, TARGET, packer
+from spark_connector.packing import ORDER, PACKED, SHARE, packer
+from spark_connector.placing import KEY, PARTITION, TOPIC, VALUE, Places
 from spark_connector.targets import Target
-from spark_connector.task import REFUSAL
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import DataFrame
 
-_HASH = "__eos_hash"
 _HEADERS = "array<struct<key:string,value:binary>>"
 _COLUMNS = {
     "key": ("string", "binary"),
@@ -29,11 +28,13 @@ _COLUMNS = {
     "headers": (_HEADERS,),
     "timestamp": ("timestamp", "timestamp_ntz"),
 }
-_POSITIVE = 0x7FFFFFFF
-_KAFKA_UTILS = "org.apache.kafka.common.utils.Utils"
+_AS_THEY_ARE = ("binary", "int", "smallint", "tinyint", _HEADERS)
+_ADAPTIVE = "spark.sql.adaptive.enabled"
 
 
-def route(df: DataFrame, targets: Sequence[Target], topic: str | Sequence[str], shares: int) -> DataFrame:
+def route(
+    df: DataFrame, targets: Sequence[Target], topic: str | Sequence[str], shares: int, most_packers: int | None = None
+) -> DataFrame:
     """Packed rows (packing.py) with TARGET (int), `key` and `value` (binary), and `headers` and `timestamp` (ms) if
     they were there.
 
@@ -41,57 +42,68 @@ def route(df: DataFrame, targets: Sequence[Target], topic: str | Sequence[str], 
     order of their source. Target `len(targets)` has the rows without one, with the reason in REFUSAL.
 
     `topic` a string: all rows go there, a `topic` column counts for nothing (as in Spark's own sink). A list: the
-    `topic` column chooses among them. Raises ConfigurationError.
+    `topic` column chooses among them. `most_packers`: in how many tasks rows are packed at most, where that can be
+    known beforehand. Raises ConfigurationError.
     """
-    from pyspark.sql import functions as sf
+    from pyspark.sql.pandas.types import from_arrow_schema
 
-    names = _check(df, topic)
-    routed = not isinstance(topic, str) and "topic" in names
-    place = _place(targets, routed, "partition" in names)
-    rows = ["cast(key as binary) as key" if "key" in names else "cast(null as binary) as key"]
-    rows.append("cast(value as binary) as value")
-    kept = ["key", "value"]
-    if "headers" in names:
-        rows.append(f"cast(headers as {_HEADERS}) as headers")
-        kept.append("headers")
-    if "timestamp" in names:
-        rows.append("unix_millis(cast(`timestamp` as timestamp)) as `timestamp`")
-        kept.append("`timestamp`")
-    where = [name for name, used in (("topic", routed), ("partition", "partition" in names)) if used]
-    if where:
-        said = ", ".join(f"coalesce(cast(`{name}` as string), 'null')" for name in where)
-        kept.append(f"if({place} = {len(targets)}, concat_ws('-', {said}), null) as {REFUSAL}")
-    hashed = df.selectExpr(*rows, *(f"`{name}`" for name in where)).withColumn(_HASH, murmur2(df, sf.col("key")))
-    placed = hashed.selectExpr(f"{place} as {TARGET}", *kept)
-    packed = placed.mapInArrow(packer(shares), PACKED)
+    types = _check(df, topic)
+    routed = not isinstance(topic, str) and TOPIC in types
+    # No column that is not needed, for Spark's way to Arrow costs for each; and all in one step, or in none, for Spark
+    # analyses a plan anew at each.
+    columns = {name: f"cast({name} as binary) as {name}" for name in (KEY, VALUE) if name in types}
+    if "headers" in types:
+        columns["headers"] = f"cast(headers as {_HEADERS}) as headers"
+    if "timestamp" in types:
+        columns["timestamp"] = "unix_millis(cast(`timestamp` as timestamp)) as `timestamp`"
+    columns |= {name: f"`{name}`" for name, used in ((TOPIC, routed), (PARTITION, PARTITION in types)) if used}
+    as_they_are = columns.keys() == types.keys() and all(types[name] in _AS_THEY_ARE for name in columns)
+    rows = df if as_they_are else df.selectExpr(*columns.values())
+    given = _given(df)
+    if most_packers is not None and given is not None and given.rdd().getNumPartitions() > most_packers:
+        # A stateful query has spark.sql.shuffle.partitions of them, 200 by default, and each would pay for a task in
+        # Python. Partitions are read one behind the other, so what is ordered stays so.
+        rows = rows.coalesce(most_packers)
+    counts = Counter(target.topic for target in targets)  # in the targets' order
+    # A type, for the text of one would be parsed in the JVM.
+    packed = rows.mapInArrow(packer(shares, Places(tuple(counts.items()))), from_arrow_schema(PACKED))
     # Sorted by Spark's partition and by the place in it, which is the source's order; a shuffle mixes its blocks.
     return packed.repartitionById(shares, SHARE).sortWithinPartitions(ORDER)
 
 
-def _place(targets: Sequence[Target], routed: bool, asked: bool) -> str:
-    """SQL for the number of a row's target, `len(targets)` for none."""
-    # Any partition will do for a row without a key, but always the same one.
-    number = f"if(key is null, xxhash64(value), cast({_HASH} as long)) & {_POSITIVE}"
-    branches = []
-    first = 0
-    while first < len(targets):
-        topic = targets[first].topic
-        count = sum(target.topic == topic for target in targets)
-        within = f"cast(({number}) % {count} as int)"
-        if asked:
-            within = f"coalesce(cast(`partition` as int), {within})"
-            within = f"if({within} between 0 and {count - 1}, {within} + {first}, {len(targets)})"
-        elif first:
-            within = f"{within} + {first}"
-        if not routed:
-            return within
-        branches.append(f"when topic = '{topic}' then {within}")  # topics have no quotes
-        first += count
-    return f"case {' '.join(branches)} else {len(targets)} end"
+@contextlib.contextmanager
+def as_planned(df: DataFrame) -> Iterator[None]:
+    """What is run inside, on rows of `df`, is not planned again in mid-run if `df` is what foreachBatch was given.
+
+    Adaptive execution has nothing to gain there: the user's part of a streaming query is a plan of its own, with
+    adaptive execution if that is on, and ours has the partitions that it must have. It costs a second job and plans
+    twice, tens of milliseconds of each batch.
+    """
+    from py4j.protocol import Py4JError
+
+    # The session is the streaming query's own copy of the user's, and its one thread is here.
+    conf = df.sparkSession.conf
+    adaptive = conf.get(_ADAPTIVE)
+    if adaptive != "true" or _given(df) is None:
+        yield
+        return
+    conf.set(_ADAPTIVE, "false")
+    try:
+        yield
+    finally:
+        with contextlib.suppress(Py4JError, OSError):  # a JVM that is gone needs it no more
+            conf.set(_ADAPTIVE, adaptive)
 
 
-def _check(df: DataFrame, topic: str | Sequence[str]) -> frozenset[str]:
-    """The names of the columns."""
+def _given(df: DataFrame) -> Any:
+    """Spark's plan of `df` if that is rows which are made elsewhere, as what foreachBatch is given is; else None."""
+    frame: Any = df
+    plan = frame._jdf.queryExecution().analyzed()
+    return plan if plan.getClass().getSimpleName() == "LogicalRDD" else None
+
+
+def _check(df: DataFrame, topic: str | Sequence[str]) -> dict[str, str]:
+    """The types of the columns, by name."""
     types = dict(df.dtypes)
     if "value" not in types:
         raise ConfigurationError(f"the DataFrame needs a column value; its columns are {', '.join(types)}")
@@ -100,41 +112,4 @@ def _check(df: DataFrame, topic: str | Sequence[str]) -> frozenset[str]:
     for column, kinds in _COLUMNS.items():
         if column in types and types[column] not in kinds:
             raise ConfigurationError(f"column {column} is {types[column]}, it must be {' or '.join(kinds)}")
-    return frozenset(types)
-
-
-def murmur2(df: DataFrame, key: Column) -> Column:
-    """Kafka's own murmur2 of a binary column, called in the JVM, or in Python where Kafka's client is not on the class
-    path; null for null."""
-    session: Any = df.sparkSession
-    utils = loaded_class(session._jvm, _KAFKA_UTILS)
-    if utils is not None:
-        return _static_invoke(session._jvm, utils, "murmur2", key)
-    from pyspark.sql import functions as sf
-
-    from spark_connector.murmur2 import murmur2_column
-
-    functions: Any = sf  # its stubs do not know arrow_udf yet
-    in_python: Column = functions.arrow_udf(murmur2_column, "int")(key)
-    return in_python
-
-
-def _static_invoke(jvm: Any, owner: Any, method: str, argument: Column) -> Column:
-    """A call of a static Java method in the generated code; SQL's reflect() cannot pass bytes."""
-    from pyspark.sql.classic.column import Column as ClassicColumn
-
-    expressions = java_class(jvm, "org.apache.spark.sql.classic.ExpressionUtils")
-    to_seq = java_class(jvm, "PythonUtils").toSeq
-    column: Any = argument
-    call = java_class(jvm, "org.apache.spark.sql.catalyst.expressions.objects.StaticInvoke")(
-        owner,
-        java_class(jvm, "org.apache.spark.sql.types.DataTypes.IntegerType"),
-        method,
-        to_seq([expressions.expression(column._jc)]),
-        to_seq([]),
-        True,  # null for null
-        True,
-        True,
-        java_class(jvm, "scala.Option").empty(),
-    )
-    return ClassicColumn(expressions.column(call))
+    return types

@@ -17,7 +17,7 @@ from spark_connector import query
 from spark_connector.attempt import Again, Attempt, Batch, Connected, translated
 from spark_connector.claims import ClaimServer
 from spark_connector.marker import Decision, Marker, decide, sink_key
-from spark_connector.options import Options
+from spark_connector.options import Options, refuse_unsafe
 from spark_connector.progress import Progress, to_spark_metrics
 
 if TYPE_CHECKING:
@@ -193,16 +193,13 @@ class _Sink:
         if self._server is None:
             # An application's configuration does not change, and to read it takes a hundred calls into the JVM.
             configuration = df.sparkSession.sparkContext.getConf()
-            if str(configuration.get("spark.speculation", "false")).lower() == "true":
-                raise ConfigurationError(
-                    "spark.speculation=true runs a task twice at once, and two tasks must not write one partition: set "
-                    "it to false for this application"
-                )
-            if str(configuration.get("spark.shuffle.push.enabled", "false")).lower() == "true":
-                raise ConfigurationError(
-                    "spark.shuffle.push.enabled=true keeps Spark from noticing that a task which ran again made other "
-                    "rows, and a batch could be made of both runs: set it to false for this application"
-                )
+            session = df.sparkSession.conf
+
+            def setting(name: str) -> str | None:
+                # Spark SQL's belong to the session, the others to the application.
+                return session.get(name, None) if name.startswith("spark.sql.") else configuration.get(name)
+
+            refuse_unsafe(setting)
             bind = configuration.get("spark.driver.bindAddress") or ""
             self._server = ClaimServer(configuration.get("spark.driver.host") or "127.0.0.1", bind)
         return self._server

@@ -7,30 +7,33 @@ pyarrow, numpy, crc32c and cramjam, and this package.
 
 from __future__ import annotations
 
+import json
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+from kafka import errors as kafka_errors
 
 from spark_connector import wire
 from spark_connector.answers import Answer, Stopped
 from spark_connector.claims import ClaimOffice
-from spark_connector.packing import TARGET, numbers, split, unpack
-from spark_connector.partition import PartitionWriter
+from spark_connector.packing import numbers, split, unpack
+from spark_connector.partition import IN_FLIGHT, PartitionWriter
+from spark_connector.placing import REFUSAL, TARGET
 from spark_connector.recordbatch import Identity
 from spark_connector.workers import spare_the_collector
 
-REFUSAL = "__eos_refusal"
-RESULT_SCHEMA = (
-    "share int, partitions int, rows long, sequences long, bytes long, retries int, seconds double, waited double, "
-    "answer string, sentence string"
-)
 # Rows of a partition wait for more of them up to this size: a record batch is 1 MB, and a request costs a millisecond.
 _WAITING_BYTES = 4_000_000
 # Of all partitions of a share: record batches that are not acknowledged yet.
 _IN_FLIGHT_BYTES = 32_000_000
+# Of all partitions of a share. Below what their one connection takes: at its limit it takes no Metadata request either,
+# and a partition whose leader moved could not find the new one before the others' requests were answered.
+_IN_FLIGHT_REQUESTS = wire.MOST_IN_FLIGHT - 20
+_SENTENCE_CHARACTERS = 500
 
 
 class Result(NamedTuple):
@@ -46,6 +49,17 @@ class Result(NamedTuple):
     waited: float  # of these, for answers
     answer: str | None
     sentence: str | None
+
+    def encode(self) -> str:
+        return json.dumps(self)
+
+    @classmethod
+    def decode(cls, text: str) -> Result:
+        return cls(*json.loads(text))
+
+
+RESULT = pa.schema([("result", pa.string())])
+"""A Result as JSON: Spark generates code for each column and each task, which a small batch waits for."""
 
 
 @dataclass(frozen=True)
@@ -70,25 +84,9 @@ def writer(job: Job) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordB
         spare_the_collector()
         result = _write(job, batches)
         if result is not None:
-            yield pa.RecordBatch.from_pylist([result._asdict()], schema=_ARROW_SCHEMA)
+            yield pa.RecordBatch.from_arrays([pa.array([result.encode()])], schema=RESULT)
 
     return write
-
-
-_ARROW_SCHEMA = pa.schema(
-    [
-        ("share", pa.int32()),
-        ("partitions", pa.int32()),
-        ("rows", pa.int64()),
-        ("sequences", pa.int64()),
-        ("bytes", pa.int64()),
-        ("retries", pa.int32()),
-        ("seconds", pa.float64()),
-        ("waited", pa.float64()),
-        ("answer", pa.string()),
-        ("sentence", pa.string()),
-    ]
-)
 
 
 def _write(job: Job, batches: Iterator[pa.RecordBatch]) -> Result | None:
@@ -109,14 +107,16 @@ def _write(job: Job, batches: Iterator[pa.RecordBatch]) -> Result | None:
         if share is None:
             return None
         share.finish()
-    except (Stopped, wire.Unreachable, wire.Broken) as error:
-        # A value and not an exception: Spark would run the task again, and the second claim would only repeat it.
-        answer = error.answer if isinstance(error, Stopped) else Answer.RETRY
+    except Exception as error:
+        if share is None and not isinstance(error, Stopped):
+            raise  # nothing is claimed: Spark may run the task again
+        # A value and not an exception: Spark would run the task again, and all that came of it would be a second claim.
+        answer, sentence = _told(error)
         wire.discard(job.connection)
         for _ in batches:
             pass
         number = -1 if share is None else share.number
-        return Result(number, 0, rows, 0, 0, 0, 0.0, 0.0, answer.name, str(error))
+        return Result(number, 0, rows, 0, 0, 0, 0.0, 0.0, answer.name, sentence)
     seconds = time.monotonic() - started
     partitions = share.partitions.values()
     return Result(
@@ -133,6 +133,20 @@ def _write(job: Job, batches: Iterator[pa.RecordBatch]) -> Result | None:
     )
 
 
+def _told(error: Exception) -> tuple[Answer, str]:
+    """What the driver is to do about it, and why."""
+    if isinstance(error, Stopped):
+        return error.answer, str(error)
+    if isinstance(error, (wire.Unreachable, wire.Broken)):
+        return Answer.RETRY, str(error)
+    if isinstance(error, (kafka_errors.AuthorizationError, kafka_errors.SaslAuthenticationFailedError)):
+        return Answer.UNAUTHORISED, str(error)
+    # Nobody foresaw it: the sentence goes to the driver, where it came from to the executor's log.
+    traceback.print_exception(error)
+    sentence = " ".join(f"{type(error).__name__}: {error}".split())[:_SENTENCE_CHARACTERS]
+    return Answer.RESTART, f"{_who()} failed behind its claim with {sentence}"
+
+
 class _Share:
     """The partitions that this task writes, and the rows that wait for them. Claimed when this is made, before anything
     is known of the rows but the share."""
@@ -143,6 +157,7 @@ class _Share:
         if refused is not None:
             raise Stopped(Answer.RESTART, refused)
         self.partitions: dict[int, PartitionWriter] = {}
+        self._in_flight: dict[int, PartitionWriter] = {}  # those with requests in flight, first sent to first
         self._waiting: dict[int, list[pa.RecordBatch]] = {}
         self._waiting_bytes: dict[int, int] = {}
 
@@ -171,12 +186,25 @@ class _Share:
         del self._waiting_bytes[target]
         if target not in self.partitions:
             self.partitions[target] = self._open(target)
+        self._wait(_IN_FLIGHT_REQUESTS - IN_FLIGHT, _IN_FLIGHT_BYTES)
         self.partitions[target].write(pa.concat_batches(self._waiting.pop(target)))
-        sizes = {number: partition.unacknowledged_bytes for number, partition in self.partitions.items()}
-        while sum(sizes.values()) > _IN_FLIGHT_BYTES:
-            most = max(sizes, key=sizes.__getitem__)
-            self.partitions[most].wait()
-            sizes[most] = self.partitions[most].unacknowledged_bytes
+        self._in_flight[target] = self.partitions[target]
+        self._wait(_IN_FLIGHT_REQUESTS, _IN_FLIGHT_BYTES)
+
+    def _wait(self, most_requests: int, most_bytes: int) -> None:
+        """Until no more than these are in flight."""
+        while self._in_flight:
+            writers = self._in_flight.values()
+            if (
+                sum(writer.unacknowledged for writer in writers) <= most_requests
+                and sum(writer.unacknowledged_bytes for writer in writers) <= most_bytes
+            ):
+                return
+            target, first = next(iter(self._in_flight.items()))
+            if first.unacknowledged:
+                first.wait()
+            else:
+                del self._in_flight[target]
 
     def _open(self, target: int) -> PartitionWriter:
         job = self._job

@@ -25,6 +25,8 @@ from eos.settings import Settings
 T = TypeVar("T")
 
 _REQUEST_TIMEOUT_MS = 15_000
+MOST_IN_FLIGHT = 100
+"""Requests on one connection; with so many of them it takes no other."""
 BACKOFF_S = 0.02
 _BACKOFF_MAX_S = 0.5
 _METADATA_MAX_VERSION = 9  # by topic name, without topic ids
@@ -58,8 +60,8 @@ class Wire:
         request_timeout_ms: int = _REQUEST_TIMEOUT_MS,
     ) -> None:
         config = configuration(Settings(dict(connection)), request_timeout_ms)
-        # Ours are at most five per partition; metadata must not wait behind them.
-        config["max_in_flight_requests_per_connection"] = 100
+        # Ours are at most five per partition, and task.py bounds those of many; metadata must not wait behind them.
+        config["max_in_flight_requests_per_connection"] = MOST_IN_FLIGHT
         self._net = NetworkSelector(**config)
         self._manager = KafkaConnectionManager(self._net, receive_message_max_bytes=100_000_000, **config)
         try:

@@ -4,6 +4,7 @@ that most people read with. No Spark here."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -14,8 +15,9 @@ from spark_connector import marker, task
 from spark_connector.answers import Answer, Stopped
 from spark_connector.claims import ClaimServer
 from spark_connector.identity import Transaction
-from spark_connector.packing import TARGET, pack_rows
+from spark_connector.packing import pack_rows
 from spark_connector.partition import PartitionWriter
+from spark_connector.placing import TARGET
 from spark_connector.recordbatch import COMPRESSIONS
 from spark_connector.targets import ensure_marker_topic, longest_transaction_ms
 from spark_connector.wire import Unreachable, Wire
@@ -66,13 +68,22 @@ def test_librdkafka_reads_what_was_written(compression: str, kafka: LocalKafka, 
     assert log.values[2:] == [b"%0100d" % number for number in range(30_000)]
 
 
-@pytest.mark.parametrize("bound", [1, 100_000, 32_000_000])
-def test_a_share_of_many_partitions_is_written_within_its_memory(
-    bound: int, kafka: LocalKafka, names: Names, wire: Wire, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("bound", "requests"), [(1, 80), (100_000, 80), (32_000_000, 80), (1, 7)])
+def test_a_share_of_many_partitions_is_written_within_its_bounds(
+    bound: int, requests: int, kafka: LocalKafka, names: Names, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Share 1 of two: the odd partitions, whose rows come mixed, in three values of each of four batches."""
     monkeypatch.setattr(task, "_WAITING_BYTES", bound)
-    monkeypatch.setattr(task, "_IN_FLIGHT_BYTES", bound)
+    monkeypatch.setattr(task, "_IN_FLIGHT_BYTES", bound if requests > 7 else 32_000_000)
+    monkeypatch.setattr(task, "_IN_FLIGHT_REQUESTS", requests)
+    in_flight, start = [0], Wire.start
+
+    def counted(self: Wire, request: Any, node: int) -> Any:
+        future = start(self, request, node)
+        in_flight.append(len(self._manager._conns[node].in_flight_requests))
+        return future
+
+    monkeypatch.setattr(Wire, "start", counted)
     topic, name = create_topic(kafka.bootstrap_servers, names("out"), 8), names("id")
     transaction = Transaction(wire, name, 60_000, 30)
     transaction.init()
@@ -87,9 +98,12 @@ def test_a_share_of_many_partitions_is_written_within_its_memory(
         values = rows(3_000, first)
         places = pa.array([2 * (number % 4) + 1 for number in range(first, first + 3_000)], pa.int32())
         packed.append(pack_rows(values.append_column(TARGET, places), 2, first))
-    (told,) = [batch.to_pylist()[0] for batch in task.writer(job)(iter(packed))]
-    assert told["sentence"] is None
-    assert (told["share"], told["partitions"], told["rows"], told["sequences"]) == (1, 4, 12_000, 12_000)
+    (batch,) = task.writer(job)(iter(packed))
+    told = task.Result.decode(batch.to_pylist()[0]["result"])
+    assert told.sentence is None
+    assert len(in_flight) > 4
+    assert max(in_flight) <= requests
+    assert (told.share, told.partitions, told.rows, told.sequences) == (1, 4, 12_000, 12_000)
     assert server.claims.end() == (frozenset({1}), None)
     transaction.end(commit=True)
     Transaction(wire, name, 60_000, 30).init()  # returns when the end is through

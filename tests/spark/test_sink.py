@@ -21,7 +21,8 @@ from eos.errors import ConfigurationError, Unavailable
 from eos.testing.history import read_topic
 from spark_connector import exactly_once_sink, exactly_once_write
 from spark_connector.progress import Progress
-from tests.support.reading import create_topic
+from spark_connector.routing import as_planned
+from tests.support.reading import create_topic, wait_until
 from tests.support.spark_query import Query
 
 Names = Callable[[str], str]
@@ -76,21 +77,6 @@ def test_each_column_arrives_and_a_key_lands_where_the_java_client_puts_it(
     assert by_value[None].headers() == [("h", b"1"), ("h", None)]
     assert by_value[b"at"].partition() == 4
     assert by_value[b"no key"].headers() is None
-
-
-def test_a_key_is_hashed_alike_without_kafkas_classes_in_the_jvm(
-    kafka: LocalKafka, names: Names, spark: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from spark_connector import routing
-
-    df = spark.range(500).selectExpr("cast(id * 7919 as string) as key", "if(id % 9 = 0, null, 'v') as value")
-    topics = [create_topic(kafka.bootstrap_servers, names(side), 4) for side in ("jvm", "python")]
-    where = {"transactional_id": names("id"), "bootstrap_servers": kafka.bootstrap_servers}
-    assert exactly_once_write(df, topic=topics[0], **where) == 500
-    monkeypatch.setattr(routing, "_KAFKA_UTILS", "org.apache.kafka.NotThere")
-    assert exactly_once_write(df, topic=topics[1], **where) == 500
-    jvm, python = (settled(kafka.bootstrap_servers, topic) for topic in topics)
-    assert sorted(zip(jvm.keys, jvm.partition, strict=True)) == sorted(zip(python.keys, python.partition, strict=True))
 
 
 def test_a_batch_id_is_written_once(kafka: LocalKafka, names: Names, spark: Any) -> None:
@@ -155,6 +141,64 @@ def test_an_empty_batch_moves_the_marker(kafka: LocalKafka, names: Names, tmp_pa
         "b'b'",
         "b'c'",
     ]
+
+
+def test_a_batch_is_not_planned_again_in_mid_run_and_the_users_plans_are(
+    kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any
+) -> None:
+    adaptive = "spark.sql.adaptive.enabled"
+    seen: list[list[str]] = []
+
+    def batch(df: Any, _: int) -> None:
+        conf = df.sparkSession.conf
+        told = [conf.get(adaptive)]
+        for frame in (df, df.where("value > 0")):
+            with as_planned(frame):
+                told.append(conf.get(adaptive))
+        seen.append([*told, conf.get(adaptive)])
+
+    stream = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 10).load().writeStream
+    query = stream.foreachBatch(batch).option("checkpointLocation", str(tmp_path / "checkpoint")).start()
+    wait_until("a batch", lambda: seen or not query.isActive, 60)
+    query.stop()
+    assert query.exception() is None
+    assert seen[0] == ["true", "false", "true", "true"]
+
+
+@pytest.mark.parametrize("many", [3, 30])
+def test_rows_of_many_partitions_are_packed_in_few_tasks_and_in_order(
+    many: int, kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any
+) -> None:
+    """As a stateful query has them. The rows of each partition have one key, so that they go to one place."""
+    topic = create_topic(kafka.bootstrap_servers, names("out"), 3)
+    sink = exactly_once_sink(topic=topic, transactional_id=names("id"), bootstrap_servers=kafka.bootstrap_servers)
+    tracker = spark.sparkContext.statusTracker()
+    tasks: list[int] = []
+
+    def batch(df: Any, number: int) -> None:
+        if tasks:
+            return
+        group = df.sparkSession.sparkContext.getLocalProperty("spark.jobGroup.id")
+        before = set(tracker.getJobIdsForGroup(group))
+        sink(df, number)
+        (job,) = set(tracker.getJobIdsForGroup(group)) - before
+        tasks.extend(sorted(tracker.getStageInfo(stage).numTasks for stage in tracker.getJobInfo(job).stageIds))
+
+    source = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 3_000).option("numPartitions", many)
+    # Row n is in partition n % many.
+    rows = source.load().selectExpr(f"cast(value % {many} as string) as key", "cast(value as string) as value")
+    query = rows.writeStream.foreachBatch(batch).option("checkpointLocation", str(tmp_path / "checkpoint")).start()
+    wait_until("a batch", lambda: tasks or not query.isActive, 120)
+    query.stop()
+    assert query.exception() is None
+    assert tasks == [2, min(many, 8)]
+    log = settled(kafka.bootstrap_servers, topic)
+    assert len(log) == 3_000
+    by_key: dict[bytes | None, list[int]] = {}
+    for key, value in zip(log.keys, log.values, strict=True):
+        by_key.setdefault(key, []).append(int(value or 0))
+    assert len(by_key) == many
+    assert all(values == sorted(values) for values in by_key.values())
 
 
 # Progress

@@ -102,7 +102,7 @@ def test_shuffle_files_that_vanish_in_mid_stage_lose_and_double_nothing(
     """Spark makes the files anew and runs the stage's unfinished tasks again as attempt 0 of another stage attempt,
     while the held one of the first still runs."""
     # More tasks than can run at once, as with dynamic allocation: some have not read their files yet.
-    monkeypatch.setattr(Attempt, "_shares", lambda _, targets: targets)
+    monkeypatch.setattr(Attempt, "_cores", lambda _: None)
     query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers).create(PARTITIONS).load(RECORDS)
     held: Rule
     with answer_held(kafka, query, spark) as held:

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pyarrow as pa
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kafka.record import MemoryRecords
 
-from spark_connector.packing import ORDER, ROWS, SHARE, TARGET, numbers, pack_partition, pack_rows, split, unpack
+from spark_connector import packing
+from spark_connector.packing import ORDER, ROWS, SHARE, numbers, pack_partition, pack_rows, split, unpack
+from spark_connector.placing import TARGET
+from spark_connector.recordbatch import Identity, encode
 
 KIND = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
 
 def rows(targets: list[int], size: int = 3) -> pa.RecordBatch:
-    """Row i has the value i; every third no key, every fourth headers."""
-    count = len(targets)
+    """Row i has the value i, and behind it what does not compress, every fifth none; every third no key, every fourth
+    headers, every second a timestamp."""
+    count, noise = len(targets), random.Random(1).randbytes
     columns: dict[str, Any] = {
         TARGET: pa.array(targets, pa.int32()),
         "key": pa.array([None if i % 3 == 0 else b"k%d" % i for i in range(count)], pa.binary()),
-        "value": pa.array([b"%0*d" % (size, i) for i in range(count)], pa.binary()),
+        "value": pa.array([None if i % 5 == 4 else b"%d %b" % (i, noise(size)) for i in range(count)], pa.binary()),
+        "timestamp": pa.array([1_700_000_000_000 + i if i % 2 else None for i in range(count)], pa.int64()),
         "headers": pa.array([[("h", b"%d" % i), ("n", None)] if i % 4 == 0 else None for i in range(count)], KIND),
     }
     return pa.record_batch(columns)
@@ -50,6 +58,35 @@ def test_many_bytes_become_several_values_of_half_a_megabyte_at_most() -> None:
     # Where a target has many rows a value holds those of one, and goes where its share does.
     assert [set(numbers(piece, TARGET)) for piece in pieces] == [{0}, {0}, {1}, {1}, {2}, {2}, {3}, {3}]
     assert packed.column(SHARE).to_pylist() == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
+def test_a_large_batch_is_packed_a_slice_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_SLICE_BYTES", 100_000)
+    whole = rows([i % 7 for i in range(9_000)], size=100)
+    before, most, found = pa.total_allocated_bytes(), 0, []
+    for packed in pack_partition(iter([whole]), 3, 1):
+        most = max(most, pa.total_allocated_bytes() - before)
+        found += [
+            row for i in range(packed.num_rows) for piece in unpack(packed.slice(i, 1)) for row in piece.to_pylist()
+        ]
+        del packed
+    assert len(found) == 9_000
+    assert whole.nbytes > 1_000_000
+    # A slice as values, twice: the buffer that they were written to grows by doubling.
+    assert 100_000 < most < 300_000
+    for target in range(7):
+        assert [row for row in found if row[TARGET] == target] == whole.to_pylist()[target::7]
+
+
+def test_what_was_packed_is_written_with_its_nulls_and_timestamps() -> None:
+    whole, now_ms = rows([0] * 50), 1_800_000_000_000
+    packed = pack_rows(whole, 1, 0)
+    (batch,) = encode(next(unpack(packed)), Identity(1, 0), 0, now_ms=now_ms)
+    read = list(MemoryRecords(batch.data).next_batch())
+    assert [(record.key, record.value) for record in read] == [(row["key"], row["value"]) for row in whole.to_pylist()]
+    assert [record.value for record in read].count(None) == 10
+    assert [record.timestamp for record in read[:4]] == [now_ms, 1_700_000_000_001, now_ms, 1_700_000_000_003]
+    assert len(read) == 50
 
 
 def test_the_order_goes_on_from_batch_to_batch_and_from_partition_to_partition() -> None:

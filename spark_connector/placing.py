@@ -1,0 +1,100 @@
+"""Which Kafka partition a row belongs to: Java's default partitioner, as the worker's.
+
+Owns the number of a row's target, over Arrow columns and without a Python object per row: what Spark's own expressions
+need for it, a column more for Arrow and a copy of each key, costs several times as much. It must never compute a
+partition from anything but the row: a lost shuffle file is made again, and a row must land where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from crc32c import crc32c
+from numpy.typing import NDArray
+
+from spark_connector.murmur2 import murmur2_column
+
+TARGET, REFUSAL = "__eos_target", "__eos_refusal"
+KEY, VALUE, TOPIC, PARTITION = "key", "value", "topic", "partition"
+_POSITIVE = 0x7FFFFFFF
+_NOWHERE = -1
+
+
+@dataclass(frozen=True)
+class Places:
+    """`topics`: (name, number of partitions) in the targets' order: target i is partition i of the first topic, or goes
+    on in the next. A row with a column `topic` goes to the topic it names, else to the first; one with a `partition`
+    to that; others where their key says, and without a key where their value does."""
+
+    topics: tuple[tuple[str, int], ...]
+
+    def place(self, rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+        """`rows` with TARGET, a key that may be null, and without `topic` and `partition`; those that belong nowhere
+        apart, with the number behind the last target, and with the reason in REFUSAL."""
+        target, nowhere = self._targets(rows)
+        names = [name for name in rows.schema.names if name not in (KEY, TOPIC, PARTITION)]
+        columns = [pa.array(target), _keys(rows), *(rows.column(name) for name in names)]
+        placed = pa.RecordBatch.from_arrays(columns, names=[TARGET, KEY, *names])
+        if not nowhere.any():
+            yield placed
+            return
+        if not nowhere.all():
+            yield placed.filter(pa.array(~nowhere))
+        mask = pa.array(nowhere)
+        yield placed.filter(mask).append_column(REFUSAL, _said(rows.filter(mask)))
+
+    def _targets(self, rows: pa.RecordBatch) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """The number of each row's target, and which rows have none."""
+        counts = np.array([count for _, count in self.topics])
+        which, nowhere = np.zeros(rows.num_rows, np.int64), np.zeros(rows.num_rows, bool)
+        if TOPIC in rows.schema.names:
+            which = self._topics(rows.column(TOPIC))
+            nowhere = which == _NOWHERE
+        count = counts[which]
+        within = (_hashes(rows).astype(np.int64) & _POSITIVE) % count
+        if PARTITION in rows.schema.names:
+            within = pc.fill_null(rows.column(PARTITION).cast(pa.int64()), pa.array(within)).to_numpy()
+            nowhere = nowhere | (within < 0) | (within >= count)
+        first = np.cumsum(counts) - counts
+        return np.where(nowhere, counts.sum(), first[which] + within).astype(np.int32), nowhere
+
+    def _topics(self, column: pa.Array) -> NDArray[np.int64]:
+        """The place of each row's topic among ours."""
+        encoded = column.dictionary_encode()
+        ours = {name: place for place, (name, _) in enumerate(self.topics)}
+        places = [ours.get(name, _NOWHERE) for name in encoded.dictionary.to_pylist()]
+        null = len(places)
+        found: NDArray[np.int64] = np.array([*places, _NOWHERE], np.int64)[
+            pc.fill_null(encoded.indices, null).to_numpy()
+        ]
+        return found
+
+
+def _keys(rows: pa.RecordBatch) -> pa.Array:
+    if KEY not in rows.schema.names:
+        return pa.nulls(rows.num_rows, pa.binary())
+    keys = rows.column(KEY)
+    # spark.sql.execution.arrow.useLargeVarTypes makes it another.
+    return keys if pa.types.is_binary(keys.type) else keys.cast(pa.binary())
+
+
+def _hashes(rows: pa.RecordBatch) -> NDArray[np.int32]:
+    """Murmur2 of the key. Without one any number will do, but always the same one."""
+    keys = _keys(rows)
+    found: NDArray[np.int32] = pc.fill_null(murmur2_column(keys), 0).to_numpy(zero_copy_only=False)
+    if keys.null_count:
+        found = found.copy()
+        without = np.flatnonzero(keys.is_null().to_numpy(zero_copy_only=False))
+        values = rows.column(VALUE).take(pa.array(without))
+        found[without] = [crc32c(b"" if value is None else value) & _POSITIVE for value in values.to_pylist()]
+    return found
+
+
+def _said(rows: pa.RecordBatch) -> pa.Array:
+    """What each of these rows asked for."""
+    asked = [rows.column(name).cast(pa.string()) for name in (TOPIC, PARTITION) if name in rows.schema.names]
+    return pc.binary_join_element_wise(*asked, "-", null_handling="replace", null_replacement="null")

@@ -1,0 +1,99 @@
+"""The writing task without a broker: what the driver is told when it fails."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from kafka import errors as kafka_errors
+
+from spark_connector import task, wire
+from spark_connector.answers import Answer
+from spark_connector.attempt import _check
+from spark_connector.claims import ClaimServer
+from spark_connector.packing import pack_rows
+from spark_connector.placing import TARGET
+from spark_connector.recordbatch import Identity
+
+IDENTITY = Identity(5, 1)
+
+
+@pytest.fixture
+def server() -> Iterator[ClaimServer]:
+    server = ClaimServer("127.0.0.1", "127.0.0.1")
+    server.claims.begin(IDENTITY)
+    yield server
+    server.close()
+
+
+def run(server: ClaimServer, targets: list[int], connection: dict[str, Any] | None = None) -> task.Result:
+    """What a task of share 0 of two tells."""
+    connection = {"bootstrap.servers": "127.0.0.1:1"} | (connection or {})
+    where = tuple(("t", partition, 1_000_000) for partition in range(4))
+    job = task.Job("id", IDENTITY, where, 2, connection, server.office, "none", 1.0)
+    values = pa.array([b"v"] * len(targets), pa.binary())
+    rows = pa.record_batch({TARGET: pa.array(targets, pa.int32()), "key": values, "value": values})
+    (told,) = task.writer(job)(iter([pack_rows(rows, 2, 0)]))
+    return task.Result.decode(told.to_pylist()[0]["result"])
+
+
+@pytest.mark.parametrize(
+    ("error", "answer"),
+    [
+        (RuntimeError("never thought of"), Answer.RESTART),
+        (FileNotFoundError(2, "No such file or directory", "/ca.pem"), Answer.RESTART),
+        (kafka_errors.SaslAuthenticationFailedError("wrong password"), Answer.UNAUTHORISED),
+        (kafka_errors.TopicAuthorizationFailedError("t"), Answer.UNAUTHORISED),
+    ],
+)
+def test_what_nobody_foresaw_is_told_to_the_driver_and_not_run_again(
+    error: Exception,
+    answer: Answer,
+    server: ClaimServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(wire, "shared", fail)
+    told = run(server, [0, 2, 0])
+    assert told.answer == answer.name
+    assert str(error) in str(told.sentence)
+    assert type(error).__name__ in str(told.sentence)
+    granted, poison = server.claims.end()
+    assert (granted, poison) == ({0}, None)
+    # Where it came from is for the executor's log, unless the sentence says it all.
+    assert ("Traceback" in capsys.readouterr().err) == (answer is Answer.RESTART)
+    with pytest.raises(task.Stopped, match=re.escape(str(error))) as stopped:
+        _check([told], granted)
+    assert stopped.value.answer is answer
+
+
+def test_a_setting_that_only_the_executor_finds_wrong_is_named(server: ClaimServer) -> None:
+    told = run(server, [0], {"security.protocol": "SSL", "ssl.ca.location": "/nowhere/ca.pem"})
+    assert told.answer is not None
+    assert "/nowhere/ca.pem" in str(told.sentence) or "No such file" in str(told.sentence)
+
+
+def test_a_failure_before_the_claim_is_sparks_to_run_again(
+    server: ClaimServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Any) -> Any:
+        raise ValueError("not a packed value")
+
+    monkeypatch.setattr(task, "unpack", fail)
+    with pytest.raises(ValueError, match="not a packed value"):
+        run(server, [0])
+    assert server.claims.end() == (frozenset(), None)
+
+
+def test_rows_of_another_share_are_refused(server: ClaimServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = task.unpack
+    monkeypatch.setattr(task, "unpack", lambda packed: list(real(packed))[::-1])
+    told = run(server, [0, 1])
+    assert told.answer == Answer.REFUSED.name
+    assert "got rows of target" in str(told.sentence)
