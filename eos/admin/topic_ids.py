@@ -5,9 +5,10 @@ a word (measured: librdkafka 2.16 on 4.3.1). Owns the looking, once a second on 
 It never touches the consumer; what to do about it is the caller's.
 
 It asks with kafka-python, which asks any broker and waits between two attempts to connect. librdkafka's AdminClient
-asks the broker that its metadata, up to five minutes old, names as the controller. While that one is down, it connects
-at every change of a connection's state, the failure of its own attempt before too, and reconnect.backoff.ms does not
-hold (RD_KAFKA_OP_CONNECT sets rkb_ts_reconnect to 0): 200 attempts and 0.4 s of CPU a second, and no answer.
+asks the broker that the answer before named as the controller: in KRaft any that was thought alive. While that one is
+down, it connects at every change of a connection's state, the failure of its own attempt before too, and
+reconnect.backoff.ms does not hold (RD_KAFKA_OP_CONNECT sets rkb_ts_reconnect to 0): measured with each of three brokers
+killed, 3,500 attempts and 0.4 s of CPU a second, and no answer until it is back or five minutes are over.
 """
 
 from __future__ import annotations
