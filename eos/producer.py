@@ -8,7 +8,9 @@ module never decides commit or abort, and never replaces itself inside a transac
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -42,6 +44,7 @@ HANG_MARGIN_S = 5.0
 _WAIT_LOG_INTERVAL_S = 10.0
 _FLUSH_LOOK_S, _FLUSH_WAIT_S = 0.001, 0.5
 _ABANDONED_POLL_S = 0.5
+_LOOKS_UNTIL_COLLECTED = 20
 _REPORT_DELAY_S = 0.5  # a transaction fails a moment before the report of the record that made it fail
 
 
@@ -527,3 +530,13 @@ def _destroy(client: _Client) -> None:
         producer.purge()
     except (KafkaException, SystemError) as error:
         log.event(logging.DEBUG, "purge of a replaced producer raised", error=describe_error(error))
+    looks, nobodys = 0, object()
+    while sys.getrefcount(producer) > sys.getrefcount(nobodys):
+        # The traceback of the failure for which it was replaced holds it while the failure is dealt with. A traceback
+        # that is part of a circle would for ever, with six threads and what the client says.
+        with contextlib.suppress(KafkaException, SystemError):
+            raising(producer.poll, 0)
+        time.sleep(_ABANDONED_POLL_S)
+        looks += 1
+        if looks == _LOOKS_UNTIL_COLLECTED:
+            gc.collect()

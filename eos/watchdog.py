@@ -50,6 +50,9 @@ class Watchdog:
             except BaseException as error:  # noqa: BLE001 - it is raised again on the calling thread
                 job.error = error
             job.done.set()
+            # This frame is in the error's traceback. Were the job left in it, the two would hold each other, and with
+            # them the producer whose method was called, until a garbage collection: which a worker keeps from running.
+            del job
 
     def start(self, function: Callable[..., Any], *args: Any) -> Job:
         """Has the function called behind the jobs before it; does not wait."""
@@ -75,9 +78,12 @@ class Watchdog:
         if not finished:
             self.hung = True
             raise CallHung(f"{getattr(function, '__name__', 'call')} did not return within {timeout_s:.1f} s")
-        if job.error is not None:
-            raise job.error
-        return job.result
+        try:
+            if job.error is not None:
+                raise job.error
+            return job.result
+        finally:
+            del job  # as in `_work`
 
     def ended(self, timeout_s: float) -> bool:
         """After `close`: whether no call is running any more, asked for up to `timeout_s`."""

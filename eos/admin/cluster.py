@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from kafka import IsolationLevel, TopicPartition
 from kafka import errors as kafka_errors
 from kafka.admin import AbortTransactionSpec, KafkaAdminClient, MemberToRemove, OffsetSpec
+from kafka.net.compat import KafkaNetClient
 from kafka.protocol.producer import InitProducerIdRequest
 
 from eos.admin.security import configuration
@@ -60,17 +61,29 @@ class OpenProducer:
 
 
 class ClusterAdmin:
-    """A short-lived admin connection; use as a context manager."""
+    """An admin connection; use as a context manager."""
 
     def __init__(self, settings: Settings, timeout_ms: int = 10_000) -> None:
+        unfinished: list[KafkaNetClient] = []
+
+        def network(**given: Any) -> KafkaNetClient:
+            unfinished.append(KafkaNetClient(**given))
+            return unfinished[0]
+
         try:
-            self._client = KafkaAdminClient(**configuration(settings, timeout_ms))
+            self._client = KafkaAdminClient(**configuration(settings, timeout_ms), kafka_client=network)
+            unfinished.clear()
         except kafka_errors.SaslAuthenticationFailedError as error:
             raise NotAuthorised(f"the login at {settings.bootstrap_servers} was refused: {error}") from error
         except (kafka_errors.KafkaError, OSError) as error:
             raise Unavailable(f"{settings.bootstrap_servers} cannot be reached: {error}") from error
         except (AssertionError, TypeError, ValueError) as error:
             raise ConfigurationError(f"the admin client does not accept these settings: {error}") from error
+        finally:
+            for client in unfinished:
+                # Its thread and sockets would outlive a KafkaAdminClient that found no broker in time.
+                client.close()
+                client._net.stop()
 
     def __enter__(self) -> ClusterAdmin:
         return self
@@ -175,6 +188,12 @@ class ClusterAdmin:
             for partition in topic["partitions"]:
                 found[topic["name"], partition["partition_index"]] = partition["leader_id"]
         return found
+
+    def topic_ids(self, topics: Iterable[str]) -> dict[str, str]:
+        """The ids (KIP-516) of those topics that there are and that we may see."""
+        with _translated("Metadata"):
+            described = self._client.describe_topics(sorted(set(topics)))
+        return {topic["name"]: str(topic["topic_id"]) for topic in described if not topic["error_code"]}
 
     def open_producers(self, partitions: Mapping[Partition, int] | Iterable[Partition]) -> list[OpenProducer]:
         """Producers with an open transaction on these partitions; one without a leader is left out."""

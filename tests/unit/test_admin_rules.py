@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import pytest
 
-from eos.admin.cluster import Listed, OpenProducer
+from eos.admin.cluster import ClusterAdmin, Listed, OpenProducer
 from eos.admin.pending import partition_of
 from eos.admin.reset import parse_target
 from eos.admin.security import configuration
 from eos.admin.transactions import ENDED, ENDING, Verdict, judge
-from eos.errors import ConfigurationError, UsageError
+from eos.errors import ConfigurationError, Unavailable, UsageError
 from eos.ownership import ABORTING
 from eos.settings import Settings
 
@@ -109,3 +110,9 @@ def test_a_callback_gives_the_token_of_the_admin_client_too() -> None:
     provider = configuration(settings, 1000)["sasl_oauth_token_provider"]
     assert (provider.token(), provider.token()) == ("token", "token")
     assert asked == ["a=b"], "a token is asked for again before its time"
+
+
+def test_an_admin_connection_that_finds_no_broker_leaves_no_thread_behind() -> None:
+    with pytest.raises(Unavailable, match="cannot be reached"):
+        ClusterAdmin(Settings({"bootstrap.servers": "127.0.0.1:9"}), timeout_ms=100)
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kafka-io")] == []

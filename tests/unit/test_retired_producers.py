@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from eos import plain, producer
+from eos.errors import CallFailed
 from eos.plain import Transactions
 from eos.producer import TransactionalProducer, _Client, _retire
 from eos.session import TransactSession
@@ -70,6 +71,36 @@ def test_a_client_in_which_a_call_hangs_is_read_until_it_returns_and_then_destro
     wait_until("its statistics are read, so it is not destroyed", lambda: getattr(gone(), "statistics_seen", 0) > 3)
     hang.set()
     wait_until("it is destroyed", lambda: gone() is None)
+
+
+@pytest.mark.usefixtures("rarely")
+def test_a_client_whose_call_failed_is_destroyed_without_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(producer, "_LOOKS_UNTIL_COLLECTED", -1)
+    transactional = TransactionalProducer(Settings(NOBODY | {"eos.call.timeout.ms": "100"}), "t")
+    client = with_a_client(transactional)
+    with pytest.raises(CallFailed, match="init: _TIMED_OUT"):
+        transactional._call(client, "init", client.producer.init_transactions, deadline=time.monotonic())
+    gone = weakref.ref(client)
+    del client
+    transactional.close()
+    wait_until("the failure's traceback holds the client, and with it librdkafka's threads", lambda: gone() is None)
+
+
+@pytest.mark.usefixtures("rarely")
+def test_a_client_that_something_holds_is_read_and_a_circle_is_collected_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(producer, "_ABANDONED_POLL_S", 0.01)
+    monkeypatch.setattr(producer, "_LOOKS_UNTIL_COLLECTED", 50)
+    client = _Client(Settings(OFTEN), "t", reports=False)
+    held: list[Any] = [client.producer]
+    held.append(held)
+    _retire(client)
+    gone = weakref.ref(client)
+    del client, held
+    wait_until("its statistics are read while it is held", lambda: getattr(gone(), "statistics_seen", 0) > 3)
+    wait_until("it is collected and destroyed", lambda: gone() is None)
+    wait_until("who retires it ends", lambda: all(t.name != "eos-retire" for t in threading.enumerate()))
 
 
 def test_a_producer_without_an_input_is_read_between_its_transactions(monkeypatch: pytest.MonkeyPatch) -> None:

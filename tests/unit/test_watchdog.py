@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -140,3 +143,40 @@ def test_a_closed_watchdog_ends_its_thread_after_what_was_asked_before() -> None
     watchdog.close()
     watchdog._thread.join(10)
     assert not watchdog._thread.is_alive()
+
+
+class Failing:
+    def call(self) -> None:
+        raise ValueError("no")
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_a_call_that_raised_is_not_held_once_its_error_was_dealt_with(watchdog: Watchdog) -> None:
+    failing = Failing()
+    gone = weakref.ref(failing)
+    with contextlib.suppress(ValueError):
+        watchdog.call(failing.call, timeout_s=10)
+    del failing
+    watchdog.call(int, timeout_s=10)
+    assert gone() is None, "the error's traceback and the job hold each other"
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_a_job_that_raised_is_not_held_while_the_next_one_is_waited_for(watchdog: Watchdog) -> None:
+    failing = Failing()
+    gone = weakref.ref(failing)
+    job = watchdog.start(failing.call)
+    assert job.done.wait(10)
+    assert isinstance(job.error, ValueError)
+    del failing, job
+    deadline = time.monotonic() + 10
+    while gone() is not None:
+        assert time.monotonic() < deadline, "the watchdog's thread holds the job it has done"
+        time.sleep(0.01)

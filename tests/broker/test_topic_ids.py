@@ -1,0 +1,77 @@
+"""A worker looks whether its input was made anew, while a broker is down too."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+import pytest
+from confluent_kafka.admin import AdminClient
+
+from eos.admin.topic_ids import TopicIds
+from eos.broker import LocalKafka
+from eos.errors import InputGone
+from eos.settings import Settings
+from tests.support.reading import create_topic, wait_until
+
+ATTEMPTS = 100  # a few are made; without pauses between them it is hundreds a second
+
+
+class Refusing:
+    """Ends every connection to `port` at once, and counts them."""
+
+    def __init__(self, port: int) -> None:
+        self.attempts = 0
+        self._socket = socket.create_server(("127.0.0.1", port))
+        self._thread = threading.Thread(target=self._refuse, daemon=True)
+
+    def _refuse(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._socket.accept()
+                self.attempts += 1
+                connection.close()
+
+    def __enter__(self) -> Refusing:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._thread.join(10)
+
+
+@pytest.mark.parametrize("down", range(3))
+def test_while_a_broker_is_down_it_is_left_alone_and_a_topic_made_anew_is_seen(
+    down: int, cluster: LocalKafka, names: Callable[[str], str]
+) -> None:
+    servers = cluster.bootstrap_servers
+    port = int(servers.split(",")[down].rpartition(":")[2])
+    others = ",".join(server for i, server in enumerate(servers.split(",")) if i != down)
+    topic = create_topic(servers, names("t"), copies=3)
+    gone: list[InputGone] = []
+    ids = TopicIds(Settings({"bootstrap.servers": servers}), [topic], gone.append)
+    ids.start()
+    try:
+        wait_until("the topic's id", lambda: topic in ids._known)
+        cluster.kill(down)
+        with Refusing(port) as refusing:
+            admin = AdminClient({"bootstrap.servers": others, "log_level": 0})
+            # As long as it is in the metadata, it may be asked: librdkafka's AdminClient did not come off it any more.
+            wait_until("the cluster has missed it", lambda: len(admin.list_topics(timeout=10).brokers) == 2, 60)
+            admin.delete_topics([topic])[topic].result(30)
+            create_topic(others, topic)
+            wait_until("the topic was made anew", lambda: gone, 60)
+        assert f"topic {topic} was deleted and made anew" in str(gone[0])
+        assert refusing.attempts <= ATTEMPTS
+    finally:
+        ids.stop()
+        if not cluster.running(down):
+            cluster.start(down)
+            cluster.wait_in_sync()
