@@ -21,18 +21,22 @@ def metadata(port: int) -> bytes:
     return bytes(response.encode(version=4))
 
 
+def _is_shims_own(connection: socket.socket) -> bool:
+    """Its questions begin with ApiVersions v0; a connection that ended without a word may count as one."""
+    return connection.recv(8, socket.MSG_PEEK | socket.MSG_WAITALL)[4:] in (b"", b"\0\x12\0\0")
+
+
 class FakeBroker:
     """Answers ApiVersions v0 and Metadata v4 like a broker of its own; the rest is `answer`'s.
 
     `answer` gets a whole request and returns the body behind the correlation id; None: no answer. A connection that
-    `take` wants is its alone, bytes and all.
+    does not begin with ApiVersions v0, as the shim's own questions do, is `take`'s alone, bytes and all.
     """
 
     def __init__(
         self, answer: Answer = lambda frame: None, take: Callable[[socket.socket], None] | None = None
     ) -> None:
         self.answer, self.take = answer, take
-        self.served_probe = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.address = f"127.0.0.1:{self.port}"
@@ -52,10 +56,13 @@ class FakeBroker:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            self.served_probe += 1
-            # The shim's own question at its start comes first, on a connection of its own.
-            work = self.take if self.take is not None and self.served_probe > 1 else self._serve
-            threading.Thread(target=work, args=(connection,), daemon=True).start()
+            threading.Thread(target=self._begin, args=(connection,), daemon=True).start()
+
+    def _begin(self, connection: socket.socket) -> None:
+        if self.take is None or _is_shims_own(connection):
+            self._serve(connection)
+        else:
+            self.take(connection)
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, connection.makefile("rb") as reader:
