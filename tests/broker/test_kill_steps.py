@@ -18,6 +18,7 @@ import pytest
 
 from eos.broker import LocalKafka
 from tests.support.proxy import ApiKey, Fault, HoldingProxy, Rule
+from tests.support.reading import wait_until
 
 if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
     from tests.support.pipeline import Pipeline, Pipelines, WorkerProcess
@@ -100,10 +101,15 @@ def prove(step: Step, pipeline: Pipeline) -> None:
     pipeline.wait_state(*step.states, timeout_s=2.5)
     if step.offsets_registered is None:
         return
-    partitions = pipeline.open_partitions()
-    registered = any(topic == "__consumer_offsets" for topic, _ in partitions)
-    assert registered is step.offsets_registered, f"{step} has registered {partitions}"
-    assert any(topic in pipeline.destinations for topic, _ in partitions), partitions
+
+    def as_it_should() -> bool:
+        topics = {topic for topic, _ in pipeline.open_partitions()}
+        return ("__consumer_offsets" in topics) is step.offsets_registered and not topics.isdisjoint(
+            pipeline.destinations
+        )
+
+    # With two producers in turn the transaction before may still be about to commit, its offsets registered.
+    wait_until(f"{step} has registered what it should", as_it_should, 2.5)
 
 
 def arrive(rule: Rule) -> None:
