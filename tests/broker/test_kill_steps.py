@@ -104,9 +104,8 @@ def prove(step: Step, pipeline: Pipeline) -> None:
 
     def as_it_should() -> bool:
         topics = {topic for topic, _ in pipeline.open_partitions()}
-        return ("__consumer_offsets" in topics) is step.offsets_registered and not topics.isdisjoint(
-            pipeline.destinations
-        )
+        registered = "__consumer_offsets" in topics
+        return registered is step.offsets_registered and not topics.isdisjoint(pipeline.destinations)
 
     # With two producers in turn the transaction before may still be about to commit, its offsets registered.
     wait_until(f"{step} has registered what it should", as_it_should, 2.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -97,7 +98,7 @@ def test_without_a_journal_and_inside_a_transaction_a_killed_shim_fences_its_cli
                 client.begin()
                 client.send(topic, "never")
             client.end(True)
-        refusals = eventually(lambda: shim.named("refused"))  # the line may come after the answer
+        refusals = eventually(functools.partial(shim.named, "refused"))  # the line may come after the answer
         assert {event["error"] for event in refusals} == {"INVALID_PRODUCER_EPOCH"}
         with contextlib.suppress(*FENCED):
             client.close(1)
