@@ -120,7 +120,9 @@ class Shim:
         host, first = self.settings.listen
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         for _ in range(_PORTS_TRIED):
-            bound = socket.socket(family, socket.SOCK_STREAM)
+            # asyncio sets TCP_NODELAY only on sockets that say they are TCP, and accepted ones say what this one does:
+            # without it an answer behind another waits for the client's delayed ACK, 40 ms.
+            bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             port = self._next_port
             try:

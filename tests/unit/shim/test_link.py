@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import socket
 import ssl
 import tracemalloc
 import weakref
@@ -180,6 +181,29 @@ def test_what_comes_before_the_upstream_connection_is_there_goes_out_first_on_it
 
     with FakeBroker(lambda request: request[10:]) as broker:
         assert asyncio.run(early_and_later(broker)) == answer(0, b"early") + answer(1, b"later")
+
+
+def test_small_answers_wait_on_neither_side_for_an_acknowledgement() -> None:
+    """Nagle's algorithm and a delayed ACK cost 40 ms for each Produce whose answer comes behind another's."""
+
+    async def delays(broker: FakeBroker) -> list[int]:
+        shim = Shim(ShimSettings(upstream=(("127.0.0.1", broker.port),), listen=("127.0.0.1", 0)))
+        await shim.start()
+        try:
+            reader, writer = await asyncio.open_connection(*shim.addresses[0])
+            async with asyncio.timeout(20):
+                writer.write(frame(FORWARDED, 1))
+                await reader.readexactly(8)
+            (link,) = shim._links
+            transports = [side._transport for side in (link.client, link.upstream)]
+            sockets = [transport.get_extra_info("socket") for transport in transports if transport is not None]
+            writer.close()
+            return [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for each in sockets]
+        finally:
+            await shim.stop()
+
+    with FakeBroker(lambda request: b"x") as broker:
+        assert asyncio.run(delays(broker)) == [1, 1]
 
 
 def test_a_link_that_is_over_is_freed_without_the_garbage_collector() -> None:
