@@ -31,6 +31,7 @@ from eos.broker import LocalKafka
 GOALS_MS = {50: 50, 99: 150}
 PERCENTILES = (50, 90, 99, 99.9)
 LOOPS = ("eos, two producers", "eos, one producer", "straight loop")
+BROKER_WARM_UP_S = 20.0
 WARM_UP_S = 5.0  # of the source, not measured: connections to all partitions are made
 START_LIMIT_S = 60.0
 Ages = NDArray[np.float64]
@@ -157,6 +158,8 @@ def main() -> None:
     every: dict[str, list[Ages]] = {loop: [] for loop in options.loops}
     cpu: dict[str, list[float]] = {loop: [] for loop in options.loops}
     with LocalKafka(nodes=1) as kafka:
+        # A broker that has just started answers slowly: whoever comes first would fall behind by seconds.
+        measure(kafka.bootstrap_servers, "straight loop", options.rate, BROKER_WARM_UP_S, options.interval_ms)
         for turn in range(options.rounds):
             for at in range(len(options.loops)):
                 loop = options.loops[(turn + at) % len(options.loops)]
