@@ -520,8 +520,7 @@ def _destroy(client: _Client) -> None:
     while not client.watchdog.ended(_ABANDONED_POLL_S):
         # A call hangs in it, perhaps for ever: what the client says meanwhile concerns nobody, but must not gather.
         client.user_stats = None
-        with contextlib.suppress(KafkaException, SystemError):
-            raising(client.producer.poll, 0)
+        _unheard(client.producer)
     producer = client.producer
     # The client and its producer's callbacks hold each other. Left to the garbage collector, which a worker keeps from
     # running, its threads and connections would stay, and its statistics gather unread: 5 a second, megabytes.
@@ -534,9 +533,14 @@ def _destroy(client: _Client) -> None:
     while sys.getrefcount(producer) > sys.getrefcount(nobodys):
         # The traceback of the failure for which it was replaced holds it while the failure is dealt with. A traceback
         # that is part of a circle would for ever, with six threads and what the client says.
-        with contextlib.suppress(KafkaException, SystemError):
-            raising(producer.poll, 0)
+        _unheard(producer)
         time.sleep(_ABANDONED_POLL_S)
         looks += 1
         if looks == _LOOKS_UNTIL_COLLECTED:
             gc.collect()
+
+
+def _unheard(producer: Producer) -> None:
+    """Takes what a producer that is given up has to say."""
+    with contextlib.suppress(KafkaException, SystemError):
+        raising(producer.poll, 0)

@@ -35,9 +35,10 @@ class Places:
     def place(self, rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         """`rows` with TARGET, a key that may be null, and without `topic` and `partition`; those that belong nowhere
         apart, with the number behind the last target, and with the reason in REFUSAL."""
-        target, nowhere = self._targets(rows)
+        keys = _keys(rows)
+        target, nowhere = self._targets(rows, keys)
         names = [name for name in rows.schema.names if name not in (KEY, TOPIC, PARTITION)]
-        columns = [pa.array(target), _keys(rows), *(rows.column(name) for name in names)]
+        columns = [pa.array(target), keys, *(rows.column(name) for name in names)]
         placed = pa.RecordBatch.from_arrays(columns, names=[TARGET, KEY, *names])
         if not nowhere.any():
             yield placed
@@ -47,7 +48,7 @@ class Places:
         mask = pa.array(nowhere)
         yield placed.filter(mask).append_column(REFUSAL, _said(rows.filter(mask)))
 
-    def _targets(self, rows: pa.RecordBatch) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    def _targets(self, rows: pa.RecordBatch, keys: pa.Array) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """The number of each row's target, and which rows have none."""
         counts = np.array([count for _, count in self.topics])
         which, nowhere = np.zeros(rows.num_rows, np.int64), np.zeros(rows.num_rows, bool)
@@ -55,7 +56,7 @@ class Places:
             which = self._topics(rows.column(TOPIC))
             nowhere = which == _NOWHERE
         count = counts[which]
-        within = (_hashes(rows).astype(np.int64) & _POSITIVE) % count
+        within = (_hashes(rows, keys).astype(np.int64) & _POSITIVE) % count
         if PARTITION in rows.schema.names:
             within = pc.fill_null(rows.column(PARTITION).cast(pa.int64()), pa.array(within)).to_numpy()
             nowhere = nowhere | (within < 0) | (within >= count)
@@ -82,9 +83,8 @@ def _keys(rows: pa.RecordBatch) -> pa.Array:
     return keys if pa.types.is_binary(keys.type) else keys.cast(pa.binary())
 
 
-def _hashes(rows: pa.RecordBatch) -> NDArray[np.int32]:
+def _hashes(rows: pa.RecordBatch, keys: pa.Array) -> NDArray[np.int32]:
     """Murmur2 of the key. Without one any number will do, but always the same one."""
-    keys = _keys(rows)
     found: NDArray[np.int32] = pc.fill_null(murmur2_column(keys), 0).to_numpy(zero_copy_only=False)
     if keys.null_count:
         found = found.copy()

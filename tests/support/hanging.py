@@ -7,23 +7,21 @@ coordinator says Complete (or nothing at all), the partition is open. The broker
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from kafka import KafkaAdminClient
 from kafka import errors as kafka_errors
 from kafka.protocol.producer import ProduceRequest, TxnOffsetCommitRequest
 from kafka.record.default_records import DefaultRecordBatchBuilder
 
+from tests.support.reading import wait_until
+
 NO_VERIFICATION = {"transaction.partition.verification.enable": "false"}
 _NOT_READY = {
-    error.errno
-    for error in (
-        kafka_errors.NotCoordinatorError,
-        kafka_errors.CoordinatorLoadInProgressError,
-        kafka_errors.CoordinatorNotAvailableError,
-    )
+    KafkaError.NOT_COORDINATOR,
+    KafkaError.COORDINATOR_NOT_AVAILABLE,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
 }
 
 
@@ -87,21 +85,26 @@ def commit_offset_late(
         ],
         max_version=3,
     )
-    _make_offsets_log(servers, group, topic)
-    deadline = time.monotonic() + 30
-    while True:
-        code = _send(servers, request, coordinator).topics[0].partitions[0].error_code
-        if code == 0 or code not in _NOT_READY or time.monotonic() > deadline:
-            break
-        time.sleep(0.1)
+    _wait_for_coordinator(servers, group, topic)
+    code = _send(servers, request, coordinator).topics[0].partitions[0].error_code
     assert code == 0, kafka_errors.for_code(code)
 
 
-def _make_offsets_log(servers: str, group: str, topic: str) -> None:
-    """A fresh cluster has none until somebody looks for a group's coordinator."""
+def _wait_for_coordinator(servers: str, group: str, topic: str) -> None:
+    """A fresh cluster makes its offsets log when somebody looks for a group's coordinator, and then takes a moment."""
     consumer = Consumer({"bootstrap.servers": servers, "group.id": group})
+
+    def answers() -> bool:
+        try:
+            consumer.committed([TopicPartition(topic, 0)], timeout=30)
+        except KafkaException as error:
+            if error.args[0].code() not in _NOT_READY:
+                raise
+            return False
+        return True
+
     try:
-        consumer.committed([TopicPartition(topic, 0)], timeout=30)
+        wait_until("the group's coordinator answers", answers, 30)
     finally:
         consumer.close()
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,16 +19,13 @@ from eos.session import TransactSession
 from eos.settings import Settings
 from eos.states import Event
 from eos.watchdog import CallHung
+from tests.support import reading
 
 NOBODY: dict[str, Any] = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t"}
 OFTEN = NOBODY | {"statistics.interval.ms": 10}
 
 
-def wait_until(what: str, probe: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not probe():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
+wait_until = functools.partial(reading.wait_until, timeout=30)
 
 
 def with_a_client(transactional: TransactionalProducer) -> _Client:
