@@ -818,17 +818,17 @@ class TransactSession:
         self._rebuild(owner.value, "timeout")
 
     def _settle_place(self, failure: CallFailed) -> None:
-        """The group refuses our static member. A newer instance initialised our transactional.id before it joined; else
-        librdkafka fenced itself: its session ended unnoticed and it went on under its instance id alone."""
-        owner, answer = self._ask_owner(failure, place_too=True)
+        """The group refuses our static member. A newer instance initialised our transactional.id before it joined, so
+        who owns that decides. Else librdkafka fenced itself: its session ended unnoticed and it went on under its
+        instance id alone, or it joined again and the answer, with a new member id, was lost."""
+        owner, answer = self._ask_owner(failure)
         if owner is Owner.NEWER:
             raise self._fenced(str(failure), answer) from failure
         self._rejoin(str(failure))
 
-    def _ask_owner(self, failure: CallFailed, place_too: bool = False) -> tuple[Owner, Described | None]:
-        """Who owns the transactional.id now and, with `place_too`, our place in the group.
-
-        Waits for an unreachable cluster: without it nothing can be decided.
+    def _ask_owner(self, failure: CallFailed) -> tuple[Owner, Described | None]:
+        """Who owns the transactional.id now; where its coordinator's answer fits a newer instance too, our place in the
+        group decides. Waits for an unreachable cluster: without it nothing can be decided.
         """
         producer = self.producer
         age_ms = (time.monotonic() - producer.began_at) * 1000
@@ -840,7 +840,7 @@ class TransactSession:
             try:
                 with ClusterAdmin(self.settings) as admin:
                     owner, answer = ownership.settle(situation, lambda: self._describe_owner(admin))
-                if (place_too or owner is Owner.GHOST) and not self.membership.nobody_took_our_place():
+                if owner is Owner.GHOST and not self.membership.nobody_took_our_place():
                     owner = Owner.NEWER
                 break
             except Unavailable as error:
