@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 import pytest
-from confluent_kafka import KafkaException
+from confluent_kafka import Consumer, KafkaException
 
 from eos.admin.cluster import ClusterAdmin
 from eos.broker import LocalKafka
@@ -235,6 +235,35 @@ def test_a_zombie_whose_successor_was_killed_is_fenced_all_the_same(kafka: Local
     zombie.go_on()
     assert_fenced(zombie, before)
     pipeline.finish()
+    pipeline.verify()
+
+
+@pytest.mark.parametrize("broker", VERSIONS)
+def test_a_place_in_the_group_without_the_transactional_id_is_no_newer_instance(
+    broker: str, request: pytest.FixtureRequest, pipelines: Pipelines
+) -> None:
+    """As after a session that ended unnoticed, when the answer to librdkafka's own new join is lost: the group holds
+    the worker's instance under a member id that it was never told, and refuses it. Seen in the matrix; it ended with
+    79. Here another consumer joins under its instance, which goes away without leaving, as static members do."""
+    pipeline = pipelines.on(request.getfixturevalue(broker), RECORDS)
+    worker = pipeline.worker(until_end=True, holds=[("committed", 3)], settings={"transaction.timeout.ms": LONG_MS})
+    worker.wait_at("committed", 3)
+    with closing(
+        Consumer(
+            {
+                "bootstrap.servers": pipeline.servers,
+                "group.id": pipeline.app,
+                "group.instance.id": "one",
+                "partition.assignment.strategy": "cooperative-sticky",
+                "enable.auto.commit": False,
+            }
+        )
+    ) as other:
+        other.subscribe(pipeline.sources)
+        wait_until("the other one has its place", lambda: other.poll(0.1) is not None or bool(other.assignment()))
+    worker.go_on()
+    assert worker.wait() == 0, worker.last_words
+    assert "joined the group again" in worker.log
     pipeline.verify()
 
 
