@@ -61,6 +61,8 @@ def judge(situation: Situation, answer: Described | None) -> Owner:
     mine = situation.mine
     if (answer.producer_id, answer.epoch) == (mine.producer_id, mine.epoch):
         return Owner.ASK_AGAIN if answer.state in ABORTING else Owner.MINE
+    if _is_behind(answer, mine):
+        return Owner.ASK_AGAIN
     if (answer.producer_id, answer.epoch) != (mine.producer_id, mine.epoch + 1):
         return Owner.NEWER
     # Our own timeout bumps the epoch by exactly one and ends in CompleteAbort; 3.9.2 passes through Ongoing.
@@ -71,6 +73,12 @@ def judge(situation: Situation, answer: Described | None) -> Owner:
     if not situation.acknowledged:
         return Owner.GHOST
     return Owner.OWN_TIMEOUT if situation.age_ms >= situation.timeout_ms else Owner.NEWER
+
+
+def _is_behind(answer: Described, mine: Identity) -> bool:
+    """Nobody newer has an older epoch than ours: a broker that was cut off answers that does not know yet that it is no
+    coordinator any more."""
+    return answer.producer_id == mine.producer_id and answer.epoch < mine.epoch
 
 
 def settle(
@@ -84,8 +92,9 @@ def settle(
 
     While the coordinator aborts a transaction it is asked again for as long as that takes: the markers wait for the
     leaders of their partitions, on a cluster in trouble for minutes, and until then nobody can begin another one.
-    After that a transactional.id that stays busy for `patience_s` is being used by somebody else: NEWER. `describe`
-    may raise: an unreachable coordinator is the caller's to wait for.
+    After that a transactional.id that stays busy for `patience_s` is being used by somebody else: NEWER; one that stays
+    behind our epoch so long is nobody's but ours: MINE. `describe` may raise: an unreachable coordinator is the
+    caller's to wait for.
     """
     deadline: float | None = None
     first: tuple[Owner, float] | None = None
@@ -100,7 +109,8 @@ def settle(
         if owner is Owner.ASK_AGAIN:
             first = None
             if deadline is not None and clock() >= deadline:
-                return Owner.NEWER, answer
+                behind = answer is not None and _is_behind(answer, situation.mine)
+                return (Owner.MINE if behind else Owner.NEWER), answer
         elif first is None or first[0] is not owner:
             first = (owner, clock())
         elif asked - first[1] >= AGREEMENT_INTERVAL_S:

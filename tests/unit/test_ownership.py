@@ -58,6 +58,8 @@ ROWS = [
     Row("mine timed out, then a second one aborted", LATE, 2, "CompleteAbort", Owner.NEWER),
     Row("mine timed out, then a second one timed out", LATE, 3, "CompleteAbort", Owner.NEWER),
     Row("own ghost timed out while I was idle", IDLE, 1, "CompleteAbort", Owner.GHOST),
+    Row("a broker that was cut off answers of an epoch before mine", YOUNG, -1, "Empty", Owner.ASK_AGAIN),
+    Row("the same, of a transaction that it thinks is over", LATE, -2, "CompleteAbort", Owner.ASK_AGAIN),
 ]
 
 
@@ -218,6 +220,23 @@ def test_a_coordinator_busy_beyond_patience_is_somebody_elses(patience_s: float)
     owner, answer = coordinator.settle(IDLE, patience_s)
     assert (owner, answer) == (Owner.NEWER, Described("Ongoing", PRODUCER, E + 1))
     assert patience_s <= coordinator.asked_at[-1] < patience_s + 0.5
+
+
+BEHIND = Described("Empty", PRODUCER, E - 1)
+MINE = Described("Empty", PRODUCER, E)
+
+
+@pytest.mark.parametrize(("then", "owner"), [(MINE, Owner.MINE), (SUCCESSOR, Owner.NEWER)])
+def test_a_coordinator_of_the_past_is_asked_until_the_present_one_answers(then: Described, owner: Owner) -> None:
+    """Found by the failure matrix, transaction coordinator cut off: a worker took an epoch before its own for a newer
+    instance's."""
+    assert Coordinator({0: BEHIND, 4.0: then}).settle(YOUNG) == (owner, then)
+
+
+def test_a_transactional_id_that_stays_behind_our_epoch_is_nobody_elses() -> None:
+    coordinator = Coordinator({0: BEHIND})
+    assert coordinator.settle(YOUNG) == (Owner.MINE, BEHIND)
+    assert 10.0 <= coordinator.asked_at[-1] < 10.5
 
 
 def test_a_coordinator_that_cannot_be_asked_is_the_callers_to_wait_for() -> None:
