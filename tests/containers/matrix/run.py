@@ -202,9 +202,9 @@ class Run:
             "bootstrap.servers": self._workers_servers,
             "group.protocol": self._cell.group_protocol,
             "transaction.timeout.ms": f"{TRANSACTION_TIMEOUT_S * 1000:.0f}",
-            # On 2 cores a commit to three brokers takes 100 to 300 ms: with as short an interval a cell is one of waits.
+            # On 2 cores a commit to three brokers takes 100 to 300 ms: a cell of such intervals would be all waits.
             "eos.transaction.interval.ms": "300",
-            # Else six workers of 0.3 ms a record send 3,600 requests of a few records each second.
+            # By the record these workers are slow: batches of 5 ms were 3,600 requests a second from six of them.
             "linger.ms": "100",
         }
         if self._cell.group_protocol == "classic":
