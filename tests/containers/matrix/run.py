@@ -204,8 +204,10 @@ class Run:
             "transaction.timeout.ms": f"{TRANSACTION_TIMEOUT_S * 1000:.0f}",
             # On 2 cores a commit to three brokers takes 100 to 300 ms: a cell of such intervals would be all waits.
             "eos.transaction.interval.ms": "300",
-            # By the record these workers are slow: batches of 5 ms were 3,600 requests a second from six of them.
-            "linger.ms": "100",
+            # All of a transaction's records leave in its flush: behind a request that is not answered yet, librdkafka's
+            # idempotent producer spins as soon as more are due (confluentinc/librdkafka#4989); six workers that spin
+            # while a broker is paused leave nothing of 2 cores to the others.
+            "linger.ms": "1000",
         }
         if self._cell.group_protocol == "classic":
             settings |= {
