@@ -43,6 +43,7 @@ class Situation:
     acknowledged: bool  # the cluster confirmed a part of the present transaction: a record, or its offsets
     age_ms: float  # since the present transaction began
     timeout_ms: int  # transaction.timeout.ms
+    sent: bool = False  # something of it was handed to the client: it may have arrived, and the answer been lost
 
 
 class Owner(Enum):
@@ -70,9 +71,9 @@ def judge(situation: Situation, answer: Described | None) -> Owner:
         return Owner.ASK_AGAIN
     if answer.state != "CompleteAbort":
         return Owner.NEWER
-    if not situation.acknowledged:
-        return Owner.GHOST
-    return Owner.OWN_TIMEOUT if situation.age_ms >= situation.timeout_ms else Owner.NEWER
+    if situation.age_ms >= situation.timeout_ms and (situation.acknowledged or situation.sent):
+        return Owner.OWN_TIMEOUT
+    return Owner.NEWER if situation.acknowledged else Owner.GHOST
 
 
 def _is_behind(answer: Described, mine: Identity) -> bool:

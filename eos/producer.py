@@ -423,8 +423,15 @@ class TransactionalProducer:
     # ---- what is known of the transaction ------------------------------------------------------------------------
 
     @property
+    def sent(self) -> bool:
+        """Something of a transaction that is not over was handed to the client, and may have reached the cluster."""
+        return self._machine.state is not State.READY and bool(self._produced or self._offsets_sent)
+
+    @property
     def acknowledged(self) -> bool:
         """The cluster confirmed a part of this transaction: its offsets, or at least one record."""
+        if not self.sent:
+            return False
         if self._offsets_sent:
             return True
         self.poll(0)

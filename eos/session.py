@@ -835,7 +835,8 @@ class TransactSession:
         identity = producer.identity(fresh=True)
         if identity is None:
             raise self._fenced(f"{failure}; this producer's own epoch is not known", None) from failure
-        situation = Situation(identity, producer.acknowledged, age_ms, self.settings.transaction_timeout_ms)
+        timeout_ms = self.settings.transaction_timeout_ms
+        situation = Situation(identity, producer.acknowledged, age_ms, timeout_ms, producer.sent)
         while True:
             try:
                 with ClusterAdmin(self.settings) as admin:

@@ -18,6 +18,9 @@ PRODUCER = 4007
 LATE = Situation(Identity(PRODUCER, E), acknowledged=True, age_ms=10_500, timeout_ms=TIMEOUT_MS)
 YOUNG = Situation(Identity(PRODUCER, E), acknowledged=True, age_ms=400, timeout_ms=TIMEOUT_MS)
 IDLE = Situation(Identity(PRODUCER, E), acknowledged=False, age_ms=60_000, timeout_ms=TIMEOUT_MS)
+# Records were sent, and the broker that was to answer hangs.
+UNANSWERED = Situation(Identity(PRODUCER, E), acknowledged=False, age_ms=10_500, timeout_ms=TIMEOUT_MS, sent=True)
+YOUNG_UNANSWERED = Situation(Identity(PRODUCER, E), acknowledged=False, age_ms=400, timeout_ms=TIMEOUT_MS, sent=True)
 
 
 class Row(NamedTuple):
@@ -58,6 +61,14 @@ ROWS = [
     Row("mine timed out, then a second one aborted", LATE, 2, "CompleteAbort", Owner.NEWER),
     Row("mine timed out, then a second one timed out", LATE, 3, "CompleteAbort", Owner.NEWER),
     Row("own ghost timed out while I was idle", IDLE, 1, "CompleteAbort", Owner.GHOST),
+    Row(
+        "own timeout of a transaction whose requests were not answered",
+        UNANSWERED,
+        1,
+        "CompleteAbort",
+        Owner.OWN_TIMEOUT,
+    ),
+    Row("the same, younger than its timeout: the group is asked", YOUNG_UNANSWERED, 1, "CompleteAbort", Owner.GHOST),
     Row("a broker that was cut off answers of an epoch before mine", YOUNG, -1, "Empty", Owner.ASK_AGAIN),
     Row("the same, of a transaction that it thinks is over", LATE, -2, "CompleteAbort", Owner.ASK_AGAIN),
 ]
@@ -82,11 +93,12 @@ STATES = [  # Kafka's TransactionState
 
 @pytest.mark.parametrize("age_ms", [0, TIMEOUT_MS - 1, TIMEOUT_MS, 10 * TIMEOUT_MS])
 @pytest.mark.parametrize("acknowledged", [True, False])
-def test_it_was_my_own_timeout_only_if_every_condition_holds(acknowledged: bool, age_ms: float) -> None:
-    situation = Situation(Identity(PRODUCER, E), acknowledged, age_ms, TIMEOUT_MS)
+@pytest.mark.parametrize("sent", [True, False])
+def test_it_was_my_own_timeout_only_if_every_condition_holds(sent: bool, acknowledged: bool, age_ms: float) -> None:
+    situation = Situation(Identity(PRODUCER, E), acknowledged, age_ms, TIMEOUT_MS, sent)
     examined = 0
     for producer, epoch, state in itertools.product((PRODUCER, 9), range(E - 1, E + 5), STATES):
-        all_hold = acknowledged and age_ms >= TIMEOUT_MS
+        all_hold = (acknowledged or sent) and age_ms >= TIMEOUT_MS
         all_hold = all_hold and (producer, epoch, state) == (PRODUCER, E + 1, "CompleteAbort")
         answer = judge(situation, Described(state, producer, epoch))
         assert (answer is Owner.OWN_TIMEOUT) == all_hold
