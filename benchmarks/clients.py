@@ -5,8 +5,9 @@ from __future__ import annotations
 from confluent_kafka import Consumer, Producer
 
 
-def straight(bootstrap: str, group: str) -> tuple[Consumer, Producer]:
-    """What a careful person sets by hand for speed; the producer is initialised, its transactional.id is the group."""
+def straight(bootstrap: str, group: str, linger_ms: str = "5") -> tuple[Consumer, Producer]:
+    """What a careful person sets by hand for speed; the producer is initialised, its transactional.id is the group.
+    `linger_ms`: 5 is librdkafka's own."""
     consumer = Consumer(
         {
             "bootstrap.servers": bootstrap,
@@ -23,6 +24,7 @@ def straight(bootstrap: str, group: str) -> tuple[Consumer, Producer]:
             "transactional.id": group,
             "partitioner": "murmur2_random",
             "delivery.report.only.error": True,
+            "linger.ms": linger_ms,
         }
     )
     producer.init_transactions()

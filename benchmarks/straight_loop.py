@@ -1,7 +1,7 @@
 """The yardstick: a straight, tuned confluent-kafka exactly-once loop, as short as it can be.
 
 It has no recovery, no rebalance handling and no error policy: what a careful person writes by hand for speed.
-Run as a process by worker_speed.py: `python -m benchmarks.straight_loop BOOTSTRAP SOURCE TARGET COUNT GROUP`.
+Run as a process by worker_speed.py: `python -m benchmarks.straight_loop BOOTSTRAP SOURCE TARGET COUNT GROUP [LINGER]`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from benchmarks.clients import straight
 CHUNK = 2_000
 
 
-def main(bootstrap: str, source: str, target: str, count: int, group: str) -> None:
-    consumer, producer = straight(bootstrap, group)
+def main(bootstrap: str, source: str, target: str, count: int, group: str, linger_ms: str = "5") -> None:
+    consumer, producer = straight(bootstrap, group, linger_ms)
     consumer.subscribe([source])
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)
@@ -56,4 +56,4 @@ def main(bootstrap: str, source: str, target: str, count: int, group: str) -> No
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5])
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), *sys.argv[5:])

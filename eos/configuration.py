@@ -34,6 +34,7 @@ MEANINGS: dict[str, str] = {
     "transaction.max.timeout.ms",
     "retry.backoff.ms": "pause before a call is retried; a call that took longer may have been sent twice",
     "topic.metadata.propagation.max.ms": "how long a topic that does not exist may be a new one",
+    "linger.ms": "how long a record waits for others before it is sent; a transaction's end does not wait",
     "partitioner": "where a key goes: as Java's clients do it",
     "message.timeout.ms": "a record that was not acknowledged by then aborts the transaction",
     "partition.assignment.strategy": "how a classic group shares partitions",
