@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -216,7 +217,17 @@ class ContainerCluster(Cluster):
                 raise Unavailable(f"the engine does not start node {i}: {error.explanation or error}") from error
 
     def _pause(self, i: int) -> None:
-        self._docker(i).pause()
+        import docker
+
+        deadline = time.monotonic() + _WORK_TIMEOUT_S
+        while True:
+            try:
+                return self._docker(i).pause()
+            except docker.errors.APIError as error:
+                # runc gives up while a thread is in a call that cannot be frozen yet, and thaws the others again.
+                if "unable to freeze" not in str(error) or time.monotonic() > deadline:
+                    raise Unavailable(f"the engine does not pause node {i}: {error.explanation or error}") from error
+                time.sleep(0.5)
 
     def _resume(self, i: int) -> None:
         self._docker(i).unpause()
