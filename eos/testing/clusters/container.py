@@ -222,7 +222,8 @@ class ContainerCluster(Cluster):
         deadline = time.monotonic() + _WORK_TIMEOUT_S
         while True:
             try:
-                return self._docker(i).pause()
+                self._docker(i).pause()
+                return
             except docker.errors.APIError as error:
                 # runc gives up while a thread is in a call that cannot be frozen yet, and thaws the others again.
                 if "unable to freeze" not in str(error) or time.monotonic() > deadline:
