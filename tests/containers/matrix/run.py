@@ -252,6 +252,8 @@ class Run:
                     self._wait_progress(reader, 1_000)
                     if number % 2 == 1 and self._cell.fault != "join":
                         self._change_members(number)
+                    # What showed the progress was a commit: faults at once would all fall between two transactions.
+                    self._tend(self._chance.uniform(0, 1))
                     self._fault(number)
                 self._cluster.repair()
                 phases.end("faults")
