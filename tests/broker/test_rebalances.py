@@ -99,13 +99,19 @@ def test_a_rebalance_waits_for_the_open_transaction_of_a_slow_member(
     slow.wait_at("flush", 3)
     joining = pipeline.worker("joining", settings=settings)
     pipeline.wait_members(2)
+    if protocol == "cooperative-sticky":
+        # Here librdkafka joins anew in the background, whatever the worker does: the generation changes under the open
+        # transaction, and once more after the revocation. A change while offsets are on their way refuses them
+        # (ILLEGAL_GENERATION), so this one is waited for.
+        pipeline.wait_stable()
     slow.go_on()
     slow.wait_at("offsets sent", 5)
     slow.go_on()
     joining.wait_log("partitions assigned")
     slow.wait_log("partitions revoked")
     pipeline.wait_handled(pipeline.loaded)
-    assert "transaction aborted" not in slow.log or protocol == "consumer", "the broker waited, so nothing was in vain"
+    before = slow.log.partition("partitions revoked")[0]
+    assert "transaction aborted" not in before or protocol == "consumer", "the group waited, so nothing was in vain"
     stop_both(pipeline, slow, joining)
 
 

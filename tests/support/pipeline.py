@@ -25,7 +25,7 @@ from types import TracebackType
 import numpy as np
 import psutil
 import pytest
-from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka import Consumer, ConsumerGroupState, KafkaError, KafkaException, Message, Producer, TopicPartition
 from confluent_kafka.admin import (
     AdminClient,
     AlterConfigOpType,
@@ -466,6 +466,15 @@ class Pipeline:
 
     def wait_members(self, count: int, timeout_s: float = 30.0) -> None:
         wait_until(f"{count} members in the group", lambda: self.members() == count, timeout_s)
+
+    def wait_stable(self, timeout_s: float = 30.0) -> None:
+        """Until the group's members have their assignments: no rebalance is going on."""
+
+        def stable() -> bool:
+            described = self.admin.describe_consumer_groups([self.app])[self.app].result(10)
+            return bool(described.state == ConsumerGroupState.STABLE)
+
+        wait_until("a stable group", stable, timeout_s)
 
     def committed(self) -> dict[Place, int]:
         return committed_offsets(self.servers, self.app, self.sources)

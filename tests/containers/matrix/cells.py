@@ -1,7 +1,7 @@
 """What the matrix runs: which fault hits what, in how long a chain, over which group protocol. No I/O.
 
 The full product has 120 cells; `pairwise` is a cover in which every two values of two dimensions meet. The columns K12
-(the coordinator moves at each step of a transaction) and K19 (a partition whose leader is away) are cells of their own.
+(the coordinator moves at each step of a transaction) and K19 (an output partition is away) are cells of their own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,20 @@ STAGES = (1, 3)
 PROTOCOLS = ("classic-3.9.2", "classic-4.3.1", "consumer-4.3.1")
 STEPS = ("begun", "flush", "flushed", "offsets sent", "committed")
 """Where K12 moves the coordinator: the seam's names of the steps of one transaction (TransactSession.on_event)."""
+
+LEADERLESS, SILENT = "leaderless", "silent"
+"""The two ways of K19: the only replica is stopped, and nobody leads the partition; or it stands still for less than its
+broker's session, and is still the leader but answers nobody."""
+COLUMNS = {"move": "K12", LEADERLESS: "K19", SILENT: "K19"}
+
+KNOWN_DEFECTS = {
+    (
+        LEADERLESS,
+        "4.3.1",
+    ): "a defect of this Kafka: its coordinator skips the markers of partitions without a leader "
+    "(docs/guarantees.md, known limits)",
+}
+"""(fault, version of Kafka) -> why no client can pass. A newer version is played again: it is not in here."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +54,12 @@ class Cell:
 
     @property
     def column(self) -> str:
-        return {"move": "K12", "leaderless": "K19"}.get(self.fault, "faults")
+        return COLUMNS.get(self.fault, "faults")
+
+    @property
+    def why_not(self) -> str | None:
+        """Why it is not to be run, if so."""
+        return KNOWN_DEFECTS.get((self.fault, self.version))
 
 
 def pairwise() -> list[Cell]:
@@ -60,7 +79,7 @@ def product() -> list[Cell]:
 
 def _columns() -> list[Cell]:
     moved = [Cell("move", "transaction-coordinator", protocol, 1) for protocol in PROTOCOLS]
-    away = [Cell("leaderless", "output-partition", protocol, 1) for protocol in PROTOCOLS]
+    away = [Cell(fault, "output-partition", protocol, 1) for protocol in PROTOCOLS for fault in (LEADERLESS, SILENT)]
     return moved + away
 
 

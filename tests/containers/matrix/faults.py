@@ -14,6 +14,7 @@ from tests.containers.matrix.crew import Crew, Member
 TRANSACTION_TIMEOUT_S, SESSION_TIMEOUT_S = 10.0, 6.0  # the product's default; the least a broker allows
 OUTLASTS_S = (11.0, 14.0)  # past both
 SHORT_S = (0.5, 4.0)
+STILL_LEADER_S = (1.0, 4.0)  # shorter than a broker's session (6 s): the controller does not notice
 SLOW_S, BACK_S = 60.0, 600.0
 """After how long it is told that a broker is slow to come back, and how long that may last: what a run judges is the
 workers, and they go on meanwhile."""
@@ -66,8 +67,11 @@ class Faults:
         self._tend(seconds)
         end(member)
 
-    def hit_node(self, fault: str, node: int, why: str) -> None:
-        """The node is well again when this returns, though its replicas may lag behind."""
+    def hit_node(self, fault: str, node: int, why: str, seconds: float | None = None) -> None:
+        """The node is well again when this returns, though its replicas may lag behind.
+
+        `seconds`: how long a pause or a cut lasts; by default longer than sessions and transactions.
+        """
         cluster = self._cluster
         if fault in ("kill", "stop"):
             (cluster.kill if fault == "kill" else cluster.stop)(node)
@@ -76,7 +80,7 @@ class Faults:
             self.start_again(node)
         else:
             begin, end = (cluster.pause, cluster.resume) if fault == "pause" else (cluster.partition, cluster.heal)
-            seconds = self._chance.uniform(*OUTLASTS_S)
+            seconds = self._chance.uniform(*OUTLASTS_S) if seconds is None else seconds
             begin(node)
             self.note(f"{fault} node {node}, {why}, for {seconds:.1f} s")
             self._tend(seconds)

@@ -26,10 +26,16 @@ from eos.testing.clusters import Cluster
 from eos.testing.history import ConcurrentReader, committed_offsets, end_offsets, read_topic
 from eos.testing.shim import ShimThread
 from tests.containers.matrix.breakages import ALL
-from tests.containers.matrix.cells import FAULTS, STEPS, TARGETS, Cell
+from tests.containers.matrix.cells import FAULTS, LEADERLESS, STEPS, TARGETS, Cell
 from tests.containers.matrix.crew import Crew, Member
 from tests.containers.matrix.explain import count_in_transaction, explain
-from tests.containers.matrix.faults import OUTLASTS_S, SESSION_TIMEOUT_S, TRANSACTION_TIMEOUT_S, Faults
+from tests.containers.matrix.faults import (
+    OUTLASTS_S,
+    SESSION_TIMEOUT_S,
+    STILL_LEADER_S,
+    TRANSACTION_TIMEOUT_S,
+    Faults,
+)
 from tests.containers.matrix.stage_worker import Orders
 from tests.containers.matrix.transaction_log import Written, read_transaction_log
 from tests.support.pipeline import CommitWatcher, WorkerProcess
@@ -282,8 +288,8 @@ class Run:
         replicas = min(3, self._cluster.size)
         config = {"min.insync.replicas": str(min(2, replicas))}
         topics = [NewTopic(t, PARTITIONS, replicas, config=config) for t in self.topics]
-        if self._cell.fault == "leaderless":
-            # One copy only: while its node is away this partition has no leader at all.
+        if self._cell.column == "K19":
+            # One copy only: nobody can take over while its node is away.
             alone = [[p % self._cluster.size] for p in range(PARTITIONS)]
             one = {"min.insync.replicas": "1"}
             topics[-1] = NewTopic(self._outputs[-1], PARTITIONS, replica_assignment=alone, config=one)
@@ -379,9 +385,12 @@ class Run:
                 guest.process.wait_log("partitions assigned", PROGRESS_S)
         elif " at " in fault:
             self._hit_at(*fault.split(" at "))
-        elif fault == "leaderless":
-            node = self._chance.randrange(self._cluster.size)
-            self.faults.hit_node("stop", node, f"the only replica of some partitions of {self._outputs[-1]}")
+        elif self._cell.column == "K19":
+            node, why = self._chance.randrange(self._cluster.size), f"the only replica of parts of {self._outputs[-1]}"
+            if fault == LEADERLESS:
+                self.faults.hit_node("stop", node, why)
+            else:
+                self.faults.hit_node("pause", node, why, self._chance.uniform(*STILL_LEADER_S))
         elif target == "worker":
             self.faults.hit_worker(fault)
         else:
@@ -444,7 +453,7 @@ class Run:
         assert member.process is not None
         before = self._cluster.coordinator_of(transactional_id=name)
         self._cluster.kill(before)
-        self.faults.note(f"{name} held at {step!r}, its coordinator {before} killed", member)
+        self.faults.note(f"move the coordinator of {name}, held at {step!r}: kill node {before}", member)
 
         def moved() -> bool:
             return self._cluster.coordinator_of(transactional_id=name) != before
