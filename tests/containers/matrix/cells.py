@@ -19,8 +19,8 @@ STEPS = ("begun", "flush", "flushed", "offsets sent", "committed")
 """Where K12 moves the coordinator: the seam's names of the steps of one transaction (TransactSession.on_event)."""
 
 LEADERLESS, SILENT = "leaderless", "silent"
-"""The two ways of K19: the only replica is stopped, and nobody leads the partition; or it stands still for less than its
-broker's session, and is still the leader but answers nobody."""
+"""The two ways of K19: the only replica is stopped, and nobody leads the partition; or it stands still for less than
+its broker's session, and is still the leader but answers nobody."""
 COLUMNS = {"move": "K12", LEADERLESS: "K19", SILENT: "K19"}
 
 KNOWN_DEFECTS = {
