@@ -35,15 +35,22 @@ class Described:
     start_ms: int = -1
 
 
+class Reach(Enum):
+    """How far something of the present transaction came, as far as we know."""
+
+    NOTHING = "nothing was sent"
+    SENT = "handed to the client: it may have arrived, and the answer been lost"
+    ACKNOWLEDGED = "the cluster confirmed a record, or the offsets"
+
+
 @dataclass(frozen=True)
 class Situation:
     """What we know ourselves at the first fenced call."""
 
     mine: Identity
-    acknowledged: bool  # the cluster confirmed a part of the present transaction: a record, or its offsets
+    reach: Reach
     age_ms: float  # since the present transaction began
     timeout_ms: int  # transaction.timeout.ms
-    sent: bool = False  # something of it was handed to the client: it may have arrived, and the answer been lost
 
 
 class Owner(Enum):
@@ -71,9 +78,9 @@ def judge(situation: Situation, answer: Described | None) -> Owner:
         return Owner.ASK_AGAIN
     if answer.state != "CompleteAbort":
         return Owner.NEWER
-    if situation.age_ms >= situation.timeout_ms and (situation.acknowledged or situation.sent):
+    if situation.age_ms >= situation.timeout_ms and situation.reach is not Reach.NOTHING:
         return Owner.OWN_TIMEOUT
-    return Owner.NEWER if situation.acknowledged else Owner.GHOST
+    return Owner.NEWER if situation.reach is Reach.ACKNOWLEDGED else Owner.GHOST
 
 
 def _is_behind(answer: Described, mine: Identity) -> bool:

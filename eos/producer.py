@@ -33,7 +33,7 @@ from eos.errors import (
 )
 from eos.evidence import RetryEvidence, decode_statistics
 from eos.observe import Pulse
-from eos.ownership import Identity
+from eos.ownership import Identity, Reach
 from eos.raising import raising
 from eos.settings import STATISTICS_INTERVAL_MS, Settings
 from eos.states import OPEN, Event, Machine, State
@@ -422,21 +422,14 @@ class TransactionalProducer:
 
     # ---- what is known of the transaction ------------------------------------------------------------------------
 
-    @property
-    def sent(self) -> bool:
-        """Something of a transaction that is not over was handed to the client, and may have reached the cluster."""
-        return self._machine.state is not State.READY and bool(self._produced or self._offsets_sent)
-
-    @property
-    def acknowledged(self) -> bool:
-        """The cluster confirmed a part of this transaction: its offsets, or at least one record."""
-        if not self.sent:
-            return False
-        if self._offsets_sent:
-            return True
+    def reach(self) -> Reach:
+        """How far something of this transaction came; NOTHING as well when it is over."""
+        if self._machine.state is State.READY or not (self._produced or self._offsets_sent):
+            return Reach.NOTHING
         self.poll(0)
         client = self.client
-        return self._produced - len(client.producer) - client.delivery_errors > 0
+        confirmed = self._produced - len(client.producer) - client.delivery_errors
+        return Reach.ACKNOWLEDGED if self._offsets_sent or confirmed > 0 else Reach.SENT
 
     def identity(self, timeout_s: float = 2.0, fresh: bool = False) -> Identity | None:
         """Producer id and epoch of our init, from the statistics; None if they never came.

@@ -836,7 +836,7 @@ class TransactSession:
         if identity is None:
             raise self._fenced(f"{failure}; this producer's own epoch is not known", None) from failure
         timeout_ms = self.settings.transaction_timeout_ms
-        situation = Situation(identity, producer.acknowledged, age_ms, timeout_ms, producer.sent)
+        situation = Situation(identity, producer.reach(), age_ms, timeout_ms)
         while True:
             try:
                 with ClusterAdmin(self.settings) as admin:

@@ -246,7 +246,8 @@ class Attempt:
         connected = self._connected
         age_ms = 0.0 if self._began is None else (time.monotonic() - self._began) * 1000
         mine = ownership.Identity(*self._transaction.identity)
-        situation = ownership.Situation(mine, self._began is not None, age_ms, connected.transaction_ms)
+        reach = ownership.Reach.NOTHING if self._began is None else ownership.Reach.ACKNOWLEDGED
+        situation = ownership.Situation(mine, reach, age_ms, connected.transaction_ms)
         try:
             with ClusterAdmin(self._options.settings) as admin:
                 owner, answer = ownership.settle(situation, lambda: admin.describe(self._options.transactional_id))

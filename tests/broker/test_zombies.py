@@ -19,7 +19,7 @@ from confluent_kafka import Consumer, KafkaException
 from eos.admin.cluster import ClusterAdmin
 from eos.broker import LocalKafka
 from eos.errors import CallFailed
-from eos.ownership import Described, Identity, Owner, Situation, judge, settle
+from eos.ownership import Described, Identity, Owner, Reach, Situation, judge, settle
 from eos.producer import TransactionalProducer
 from eos.settings import Settings
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
@@ -309,7 +309,8 @@ def identity(raw: RawProducer) -> Identity:
 
 
 def situation(mine: Identity, acknowledged: bool = True, late: bool = False) -> Situation:
-    return Situation(mine, acknowledged, age_ms=1_500 if late else 10, timeout_ms=SHORT_MS)
+    reach = Reach.ACKNOWLEDGED if acknowledged else Reach.NOTHING
+    return Situation(mine, reach, age_ms=1_500 if late else 10, timeout_ms=SHORT_MS)
 
 
 def wait_for(ask: Ask, mine: Identity, bumps: int, state: str) -> Described:
@@ -534,7 +535,7 @@ def test_an_epoch_that_our_own_client_took_after_records_timed_out_is_known_as_o
             assert described.epoch == before.epoch + 1, "librdkafka took the next epoch by itself"
             known = producer.identity(fresh=True)
             assert known == Identity(described.producer_id, described.epoch)
-            situation = Situation(known, acknowledged=False, age_ms=2_000, timeout_ms=10_000)
+            situation = Situation(known, Reach.SENT, age_ms=2_000, timeout_ms=10_000)
             assert judge(situation, described) is Owner.MINE
         finally:
             producer.close()

@@ -8,19 +8,19 @@ from typing import NamedTuple
 
 import pytest
 
-from eos.ownership import AGREEMENT_INTERVAL_S, Described, Identity, Owner, Situation, judge, settle
+from eos.ownership import AGREEMENT_INTERVAL_S, Described, Identity, Owner, Reach, Situation, judge, settle
 
 TIMEOUT_MS = 10_000
 E = 7
 PRODUCER = 4007
 # What we know at the first fenced call: a transaction with something acknowledged, older or younger than its timeout;
 # and no transaction, or one of which nothing was acknowledged.
-LATE = Situation(Identity(PRODUCER, E), acknowledged=True, age_ms=10_500, timeout_ms=TIMEOUT_MS)
-YOUNG = Situation(Identity(PRODUCER, E), acknowledged=True, age_ms=400, timeout_ms=TIMEOUT_MS)
-IDLE = Situation(Identity(PRODUCER, E), acknowledged=False, age_ms=60_000, timeout_ms=TIMEOUT_MS)
+LATE = Situation(Identity(PRODUCER, E), Reach.ACKNOWLEDGED, age_ms=10_500, timeout_ms=TIMEOUT_MS)
+YOUNG = Situation(Identity(PRODUCER, E), Reach.ACKNOWLEDGED, age_ms=400, timeout_ms=TIMEOUT_MS)
+IDLE = Situation(Identity(PRODUCER, E), Reach.NOTHING, age_ms=60_000, timeout_ms=TIMEOUT_MS)
 # Records were sent, and the broker that was to answer hangs.
-UNANSWERED = Situation(Identity(PRODUCER, E), acknowledged=False, age_ms=10_500, timeout_ms=TIMEOUT_MS, sent=True)
-YOUNG_UNANSWERED = Situation(Identity(PRODUCER, E), acknowledged=False, age_ms=400, timeout_ms=TIMEOUT_MS, sent=True)
+UNANSWERED = Situation(Identity(PRODUCER, E), Reach.SENT, age_ms=10_500, timeout_ms=TIMEOUT_MS)
+YOUNG_UNANSWERED = Situation(Identity(PRODUCER, E), Reach.SENT, age_ms=400, timeout_ms=TIMEOUT_MS)
 
 
 class Row(NamedTuple):
@@ -92,13 +92,12 @@ STATES = [  # Kafka's TransactionState
 
 
 @pytest.mark.parametrize("age_ms", [0, TIMEOUT_MS - 1, TIMEOUT_MS, 10 * TIMEOUT_MS])
-@pytest.mark.parametrize("acknowledged", [True, False])
-@pytest.mark.parametrize("sent", [True, False])
-def test_it_was_my_own_timeout_only_if_every_condition_holds(sent: bool, acknowledged: bool, age_ms: float) -> None:
-    situation = Situation(Identity(PRODUCER, E), acknowledged, age_ms, TIMEOUT_MS, sent)
+@pytest.mark.parametrize("reach", Reach)
+def test_it_was_my_own_timeout_only_if_every_condition_holds(reach: Reach, age_ms: float) -> None:
+    situation = Situation(Identity(PRODUCER, E), reach, age_ms, TIMEOUT_MS)
     examined = 0
     for producer, epoch, state in itertools.product((PRODUCER, 9), range(E - 1, E + 5), STATES):
-        all_hold = (acknowledged or sent) and age_ms >= TIMEOUT_MS
+        all_hold = reach is not Reach.NOTHING and age_ms >= TIMEOUT_MS
         all_hold = all_hold and (producer, epoch, state) == (PRODUCER, E + 1, "CompleteAbort")
         answer = judge(situation, Described(state, producer, epoch))
         assert (answer is Owner.OWN_TIMEOUT) == all_hold
