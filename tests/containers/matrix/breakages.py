@@ -173,12 +173,16 @@ def _a_late_end_of_transaction(transactional_id: str) -> Sequence[Rule]:
 
 
 def _a_refused_commit(transactional_id: str) -> Sequence[Rule]:
-    """An abort in which the member keeps its partitions: one that lost them begins at what is committed anyway."""
-    return [Rule("TxnOffsetCommit", "error", nth=5, error="ILLEGAL_GENERATION", transactional_id=transactional_id)]
+    """An abort in which the member keeps its partitions: one that lost them begins at what is committed anyway. Not one
+    of the first: the two workers are still sharing out the partitions then."""
+    return [Rule("TxnOffsetCommit", "error", nth=12, error="ILLEGAL_GENERATION", transactional_id=transactional_id)]
 
 
 DOUBLED, LOST = frozenset({"no_duplicates"}), frozenset({"no_losses"})
 _LONG_INTERVAL = {"eos.transaction.interval.ms": "1000"}  # a rebalance falls into an open transaction
+# Many transactions before the first fault: a request of a certain number is one of the first process's, and what that
+# process committed since it was assigned its partitions is behind it.
+_SHORT_INTERVAL = {"eos.transaction.interval.ms": "50", "linger.ms": "5"}
 _BUSY_MS = 6.0  # less than is loaded: records wait in the worker, and it handles some that are not its own any more
 _LONG_TIMEOUT = {"transaction.timeout.ms": "600000"}  # a zombie finds its transaction open
 
@@ -212,14 +216,18 @@ ALL: dict[str, Breakage] = {
         LOST,
         Cell("kill", "worker", "classic-4.3.1", 1),
         _rewind_missing,
+        _SHORT_INTERVAL,
         requests=_a_refused_commit,
+        faults=5,
     ),
     "rewind to the committed offset": Breakage(
         "a rewind goes to what was committed when the partition was assigned, not to the transaction's start",
         DOUBLED,
         Cell("kill", "worker", "classic-4.3.1", 1),
         _rewind_to_the_committed_offset_of_the_assignment,
+        _SHORT_INTERVAL,
         requests=_a_refused_commit,
+        faults=5,
     ),
     "stale group metadata": Breakage(
         "offsets are sent with group metadata from before the member joined, which the broker does not check",
@@ -232,7 +240,7 @@ ALL: dict[str, Breakage] = {
         "the producer is kept after a retried EndTxn and after aborts",
         DOUBLED,
         Cell("kill", "worker", "classic-4.3.1", 1),
-        settings={"eos.replace.producer": "never"},
+        settings=_SHORT_INTERVAL | {"eos.replace.producer": "never"},
         requests=_a_late_end_of_transaction,
     ),
     "outputs before the function returned": Breakage(
