@@ -17,7 +17,7 @@ demo: $(STAMP)
 demo-spark: $(STAMP)
 	$(BIN)/eos demo --spark
 
-test: lint test-unit test-broker test-shim test-containers test-spark
+test: lint test-unit test-broker test-shim test-containers test-matrix test-spark
 
 test-unit: $(STAMP)
 	$(PYTEST) tests/unit --ignore tests/unit/shim
@@ -33,22 +33,21 @@ test-containers: $(STAMP)
 	$(PYTEST) tests/containers --ignore tests/containers/matrix -n 2
 
 # Real workers in one or three stages while workers and brokers are killed, paused and cut off; judged by the checker.
-# Three cells here (not in `make test`), the pairwise cover by `make matrix` (it goes on where it stopped; table in
-# build/matrix/table.md).
+# Three cells here, the pairwise cover by `make matrix` (it goes on where it stopped; table in build/matrix/table.md).
 test-matrix: $(STAMP)
-	@compose/engine.sh start || true
 	$(PYTEST) tests/containers/matrix -m "not long"
 
+SEED ?= 1
+
 matrix: $(STAMP)
-	@compose/engine.sh start || true
-	$(BIN)/python -m tests.containers.matrix
+	@$(IMAGES)
+	$(BIN)/python -m tests.containers.matrix --seed $(SEED)
 
 # Random faults from a seed on three brokers until the time is up; report and plot in build/soak.
 MINUTES ?= 60
-SEED ?= 1
 
 soak: $(STAMP)
-	@compose/engine.sh start || true
+	@$(IMAGES)
 	$(BIN)/python -m tests.containers.matrix.soak --minutes $(MINUTES) --seed $(SEED)
 
 # The shim with clients nobody here wrote; two files at a time, each with clusters of its own.
@@ -66,8 +65,9 @@ sweep: $(STAMP)
 	$(BIN)/python -m tests.shim.sweep
 
 # The repetitions: every step killed 20 times and more, each with a random delay.
-test-long: test test-matrix
+test-long: test
 	$(PYTEST) tests/broker tests/shim tests/spark -m long -n 2 --timeout 3600
+	$(PYTEST) tests/containers/matrix -m long
 
 # Apps and queries on Spark, the sink killed at its steps. Needs a JDK. Two files at a time, each process with a Spark and
 # brokers of its own.
@@ -105,6 +105,9 @@ bench-shim: $(STAMP)
 # Three brokers in containers (docs/containers.md). The engine is installed and started if none answers, which takes
 # root. KAFKA_IMAGE=apache/kafka:4.3.1 takes that image where a registry can be reached.
 VERSIONS ?= 4.3.1
+
+# What cannot be had of them is told: clusters are local JVMs then.
+IMAGES = compose/engine.sh start && $(MAKE) --no-print-directory image VERSIONS="4.3.1 3.9.2" || true
 
 engine:
 	@compose/engine.sh start

@@ -186,8 +186,8 @@ class WorkerProcess:
 class CommitWatcher:
     """A thread that looks at the group's stable committed offsets all the time, for the rule `no_rewind`."""
 
-    def __init__(self, servers: str, group: str, places: Sequence[Place]) -> None:
-        self._group, self._places = group, list(places)
+    def __init__(self, servers: str, group: str, places: Sequence[Place], interval_s: float = 0.05) -> None:
+        self._group, self._places, self._interval_s = group, list(places), interval_s
         self._settings = {
             "bootstrap.servers": servers,
             "group.id": group,
@@ -205,7 +205,7 @@ class CommitWatcher:
         consumer = Consumer(self._settings)
         last: dict[Place, int] = {}
         try:
-            while not self._stopping.wait(0.05):
+            while not self._stopping.wait(self._interval_s):
                 try:
                     found = consumer.committed([TopicPartition(*p) for p in self._places], timeout=2.0)
                 except KafkaException:

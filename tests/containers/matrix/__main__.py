@@ -1,7 +1,7 @@
 """`make matrix`: runs the cells one after the other, resumes where it stopped, and writes the table.
 
-Each cell's outcome is a JSON file as soon as it is known; a cell with a file is not run again (`--again` forgets them,
-`--failed` those that failed).
+Each cell's outcome is a JSON file as soon as it is known; a cell that was run with the same seed is not run again
+(`--again` forgets them all, `--failed` those that failed).
 Exit code 1 if a cell failed. A cell that the backend cannot do, or that a known defect of its Kafka makes red, is "not
 run", with the reason, never passed.
 """
@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import traceback
-import uuid
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -39,6 +39,7 @@ CONFIG = {
 }
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 TO_BE_RUN = "its turn has not come"
+BUDGET_S = 180.0
 
 
 @dataclasses.dataclass
@@ -117,17 +118,22 @@ def play(clusters: Clusters, cell: Cell, seed: int, size: Size, directory: Path)
         if cell.why_not:
             raise NotSupported(cell.why_not)
         result.backend = clusters.choice(cell.version).backend
-        run = Run(clusters.of(cell.version), cell, seed, f"m{uuid.uuid4().hex[:8]}", directory)
+        run = Run(clusters.of(cell.version), cell, seed, prefix_of(cell, seed), directory)
         outcome = run.play(size)
         result.records, result.in_transaction, result.phases = outcome.records, outcome.in_transaction, outcome.phases
         if not outcome.ok:
             result.result, result.reason = FAILED, f"{outcome.report}\n{outcome.explanation}"
-        _try(lambda: clusters.forget(run.topics))
+        elif outcome.records < size.records or len(outcome.faults) < size.faults:
+            result.result, result.reason = FAILED, "held, but too small to count"
+        else:
+            _try(lambda: clusters.forget(run.topics))
     except NotSupported as why:
         result.result, result.reason = NOT_RUN, str(why)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is this cell's, and the next one is played
         result.result, result.reason = FAILED, f"{type(error).__name__}: {error}"
         (directory / "traceback.txt").write_text(traceback.format_exc())
+        if run is not None:
+            _try(lambda: (directory / "explanation.txt").write_text(run.keep()))
         _try(lambda: clusters.save_logs(directory))
         _try(clusters.close)
     if run is not None:
@@ -137,6 +143,11 @@ def play(clusters: Clusters, cell: Cell, seed: int, size: Size, directory: Path)
     if result.result == PASSED:
         shutil.rmtree(directory)  # logs and histories are kept for failures
     return result
+
+
+def prefix_of(cell: Cell, seed: int) -> str:
+    """Names decide which node coordinates what: the same seed hits the same."""
+    return f"m{zlib.crc32(f'{cell.name} {seed}'.encode()):08x}"
 
 
 def _try(tidy: Callable[[], object]) -> None:
@@ -163,9 +174,10 @@ def markdown(results: list[Result]) -> Iterator[str]:
     for r in results:
         why = r.reason.partition("\n")[0].replace("|", "/")[:300]
         slow = f"a broker was slow to come back {len(r.slow)} times" if r.slow else ""
+        long = "longer than three minutes" if r.seconds > BUDGET_S else ""
         yield (
             f"| {r.cell} | {r.column} | {r.result} | {r.backend} | {r.seed} | {r.records:,} | {len(r.faults)} | "
-            f"{r.in_transaction} | {r.seconds:.0f} | {'; '.join(filter(None, (why, slow)))} |"
+            f"{r.in_transaction} | {r.seconds:.0f} | {'; '.join(filter(None, (why, slow, long)))} |"
         )
 
 
@@ -209,13 +221,12 @@ def main() -> int:
             for version in sorted({cell.version for cell in cells}):
                 console.print(f"{version}: {clusters.choice(version).reason}", highlight=False)
             for number, cell in enumerate(cells, 1):
-                file = directory / f"{cell.name}.json"
-                if file.exists() or time.monotonic() > until:
+                if time.monotonic() > until or was_run(known(directory, cell, options.seed), size):
                     continue
                 console.print(f"{time.strftime('%H:%M:%S')} {number} of {len(cells)}: {cell.name} ...", highlight=False)
                 logs = directory / f"{cell.name}-{time.strftime('%H%M%S')}"
                 result = play(clusters, cell, options.seed, size, logs)
-                file.write_text(json.dumps(dataclasses.asdict(result), indent=1))
+                (directory / f"{cell.name}.json").write_text(json.dumps(dataclasses.asdict(result), indent=1))
                 write_table(directory, cells, options.seed)
                 tell(console, result, logs)
     finally:
@@ -236,13 +247,26 @@ def tell(console: Console, result: Result, logs: Path) -> None:
     console.print("\n".join(f"  {line}" for line in told), markup=False, highlight=False)
 
 
+def known(directory: Path, cell: Cell, seed: int) -> Result | None:
+    """What an earlier run with this seed came to."""
+    file = directory / f"{cell.name}.json"
+    found = Result(**json.loads(file.read_text())) if file.exists() else None
+    return found if found is not None and found.seed == seed else None
+
+
+def was_run(result: Result | None, size: Size) -> bool:
+    """A cell that could not be run is tried again: there may be an engine now. So is one that was smaller."""
+    if result is None or result.result == NOT_RUN:
+        return False
+    return result.result == FAILED or (result.records >= size.records and len(result.faults) >= size.faults)
+
+
 def write_table(directory: Path, cells: Sequence[Cell], seed: int) -> list[Result]:
     """A row for every cell, those that are still to be run too."""
     results = []
     for cell in cells:
-        file = directory / f"{cell.name}.json"
         missing = Result(cell.name, cell.column, NOT_RUN, seed, "", "", reason=TO_BE_RUN)
-        results.append(Result(**json.loads(file.read_text())) if file.exists() else missing)
+        results.append(known(directory, cell, seed) or missing)
     (directory / "table.md").write_text("\n".join(markdown(results)) + "\n")
     return results
 

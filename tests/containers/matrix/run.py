@@ -21,7 +21,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from eos.errors import EosError
 from eos.shim.faults import Plan
-from eos.testing.checker import Inputs, Outputs, Report, check
+from eos.testing.checker import CommitSeries, Ends, Inputs, Outputs, Report, Verdict, check, verdict
 from eos.testing.clusters import Cluster
 from eos.testing.history import ConcurrentReader, committed_offsets, end_offsets, read_topic
 from eos.testing.shim import ShimThread
@@ -48,7 +48,7 @@ RECORDS_PER_S = 1_000
 WORK_MS = 0.3
 PROGRESS_S = 180.0
 END_S = 300.0
-QUIET_S = 30.0  # the transaction timeout, and the coordinator looks for expired ones every 10 s
+QUIET_S = 30.0  # the transaction timeout, and time for the coordinator to look for expired ones
 SETTLED_S = 40.0
 EVERY_FAULT = [*itertools.product(FAULTS, TARGETS), ("move", "transaction-coordinator")]
 HELD_AT = 5  # the occurrence of a step at which a worker is held: in the middle of its work
@@ -241,8 +241,7 @@ class Run:
         """Plays the cell out. AssertionError: a worker or the loader ended as it must not, or nothing moved on."""
         phases = Phases()
         self._create_topics()
-        places = [(self._sources[0], p) for p in range(PARTITIONS)]
-        commits = CommitWatcher(self._servers, self._groups[0], places)
+        commits = self._commit_watchers()
         self._reader = reader = ConcurrentReader(self._servers, self._outputs, {"log_level": 0})
         try:
             with reader, ExitStack() as ending:
@@ -273,7 +272,17 @@ class Run:
                 return self._judge(loader, reader, commits, phases)
         finally:
             self.crew.end()
-            commits.stop()
+            for watcher in commits:
+                watcher.stop()
+
+    def _commit_watchers(self) -> list[CommitWatcher]:
+        """One for each stage; together they ask as often as one alone."""
+        stages = zip(self._groups, self._sources, strict=True)
+        interval_s = 0.05 * self._cell.stages
+        return [
+            CommitWatcher(self._servers, group, [(source, p) for p in range(PARTITIONS)], interval_s)
+            for group, source in stages
+        ]
 
     def _plan(self, ending: ExitStack) -> Plan | None:
         """What is to happen to the workers' requests on their way: for some breakages only."""
@@ -465,16 +474,20 @@ class Run:
 
     # ---- at rest ----------------------------------------------------------------------------------------------------
 
-    def _judge(self, loader: Loader, reader: ConcurrentReader, commits: CommitWatcher, phases: Phases) -> Outcome:
+    def _judge(
+        self, loader: Loader, reader: ConcurrentReader, commits: Sequence[CommitWatcher], phases: Phases
+    ) -> Outcome:
         ends, deadline = end_offsets(self._servers, self.topics), time.monotonic() + SETTLED_S
         while ends.stable != ends.log_end and time.monotonic() < deadline:  # beyond that it is the rule `stable_end`'s
             time.sleep(0.2)
             ends = end_offsets(self._servers, self.topics)
         reader.wait_for_ends({p: e for p, e in ends.stable.items() if p[0] in self._outputs and e > 0})
-        commits.look_again()
+        for watcher in commits:
+            watcher.look_again()
         inputs = read_topic(self._servers, self._sources[0], contents=False).inputs()
         outputs = read_topic(self._servers, self._outputs).outputs()
         _must_contain(inputs, loader.acknowledged)
+        seen, series = reader.seen(), joined([watcher.series(tuple(self._sources)) for watcher in commits])
         report = check(
             inputs,
             outputs,
@@ -482,12 +495,14 @@ class Run:
             committed=committed_offsets(self._servers, self._groups[0], self._sources[0]),
             complete=True,
             ends=ends,
-            seen=reader.seen(),
-            commits=commits.series((self._sources[0],)),
+            seen=seen,
+            commits=series,
         )
+        if self._cell.stages > 1:
+            report = Report((*report.verdicts, self._middle_offsets(ends)))
         explanation = ""
         if not report.ok:
-            explanation = self._explain(inputs, outputs)
+            explanation = self._explain(inputs, outputs, seen, series)
         made = self.faults.made
         phases.end("judge")
         return Outcome(
@@ -502,19 +517,43 @@ class Run:
             self._steps_hit,
         )
 
-    def _explain(self, inputs: Inputs, outputs: Outputs) -> str:
+    def _middle_offsets(self, ends: Ends) -> Verdict:
+        """At rest each later stage has committed all that the stage before made visible: what is behind would come a
+        second time."""
+        examined, examples = 0, []
+        for group, source in zip(self._groups[1:], self._sources[1:], strict=True):
+            committed = committed_offsets(self._servers, group, source)
+            for (topic, partition), end in ends.stable.items():
+                if topic == source and end > 0:
+                    examined += 1
+                    if committed.get((topic, partition)) != end:
+                        at = committed.get((topic, partition), "nothing")
+                        examples.append(f"{group} committed {at} of {topic}[{partition}], which ends at {end}")
+        what = "partitions between the stages"
+        return verdict("middle_offsets", examined, what, len(examples), examples, "each is committed to its end")
+
+    def keep(self) -> str:
+        """Of a run that broke off, while its brokers still are: what was written so far, with the transaction log, and
+        the explanation if it is wrong already. Inputs that were on their way are told as lost."""
+        self._cluster.repair()
+        inputs = read_topic(self._servers, self._sources[0], contents=False).inputs()
+        outputs = read_topic(self._servers, self._outputs).outputs()
+        return self._explain(inputs, outputs)
+
+    def _explain(
+        self, inputs: Inputs, outputs: Outputs, seen: Outputs | None = None, commits: CommitSeries | None = None
+    ) -> str:
         """Of a violation; whatever fails here must not hide it."""
         try:
-            self._keep(inputs, outputs)
+            _save(self._directory / "inputs.npz", inputs, ("partition", "offset"))
+            _save(self._directory / "outputs.npz", outputs, OUTPUT_COLUMNS)
+            if seen is not None and commits is not None:
+                _save(self._directory / "seen.npz", seen, OUTPUT_COLUMNS)
+                _save(self._directory / "commits.npz", commits, ("topic", "partition", "offset"))
+            self._cluster.save_logs(self._directory)
             return explain(inputs, outputs, FAN_OUT, self._directory, self._transaction_log(), self._groups)
         except Exception as error:  # noqa: BLE001
             return f"no explanation: {type(error).__name__}: {error}"
-
-    def _keep(self, inputs: Inputs, outputs: Outputs) -> None:
-        np.savez_compressed(self._directory / "inputs.npz", partition=inputs.partition, offset=inputs.offset)
-        columns = ("topic", "partition", "offset", "source_partition", "source_offset", "copy")
-        np.savez_compressed(self._directory / "outputs.npz", **{name: getattr(outputs, name) for name in columns})
-        self._cluster.save_logs(self._directory)
 
     def _transaction_log(self) -> list[Written]:
         """What the coordinators wrote of this run's transactions; kept as a file too."""
@@ -522,6 +561,23 @@ class Run:
         log = [written for written in read_transaction_log(self._servers) if written.transactional_id.startswith(ours)]
         (self._directory / "transaction-log.txt").write_text("\n".join(map(str, log)) + "\n")
         return log
+
+
+OUTPUT_COLUMNS = ("topic", "partition", "offset", "source_partition", "source_offset", "copy")
+
+
+def _save(file: Path, history: object, columns: Sequence[str]) -> None:
+    np.savez_compressed(file, **{name: getattr(history, name) for name in columns})
+
+
+def joined(series: Sequence[CommitSeries]) -> CommitSeries:
+    """What several watchers saw, as one; they count into the same topics and share no partition."""
+    return CommitSeries(
+        topics=series[0].topics,
+        topic=np.concatenate([one.topic for one in series]),
+        partition=np.concatenate([one.partition for one in series]),
+        offset=np.concatenate([one.offset for one in series]),
+    )
 
 
 def _last_line(process: WorkerProcess) -> str:

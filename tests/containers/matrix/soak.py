@@ -15,6 +15,7 @@ import statistics
 import sys
 import threading
 import time
+import traceback
 import uuid
 from collections import Counter
 from collections.abc import Sequence
@@ -155,6 +156,14 @@ def broken_off(run: Run, sampler: Sampler, error: BaseException) -> dict[str, ob
     }
 
 
+def _keep(run: Run, directory: Path) -> None:
+    """Whatever fails here must not hide why the run broke off."""
+    try:
+        (directory / "explanation.txt").write_text(run.keep())
+    except Exception:  # noqa: BLE001
+        traceback.print_exc()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
@@ -182,6 +191,7 @@ def main() -> int:
                 told |= report(outcome, sampler)
             except BaseException as error:
                 told |= broken_off(run, sampler, error)
+                _keep(run, directory)
                 cluster.save_logs(directory)
                 raise
             finally:

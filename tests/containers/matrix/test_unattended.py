@@ -7,13 +7,26 @@ import json
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from confluent_kafka.admin import AdminClient
 
 from eos.testing.clusters import Cluster
 from tests.containers.matrix import faults
-from tests.containers.matrix.__main__ import FAILED, NOT_RUN, TO_BE_RUN, Clusters, play, write_table
+from tests.containers.matrix.__main__ import (
+    FAILED,
+    NOT_RUN,
+    PASSED,
+    TO_BE_RUN,
+    Clusters,
+    Result,
+    known,
+    play,
+    prefix_of,
+    was_run,
+    write_table,
+)
 from tests.containers.matrix.cells import pairwise
 from tests.containers.matrix.crew import Crew
 from tests.containers.matrix.run import Size
@@ -55,3 +68,30 @@ def test_a_broker_that_is_slow_to_come_back_is_told_of_and_waited_for(
     assert "node 0 answers and names nodes [0]" in made.slow[0]
     answer = AdminClient({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 0}).list_topics(timeout=10)
     assert list(answer.brokers) == [0]
+
+
+PLAYED = Result("c", "faults", PASSED, 7, "jvm", "2026-11-22", records=100_000, faults=["x"] * 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_kept"),
+    [
+        ({}, True),
+        ({"result": FAILED, "records": 0, "faults": []}, True),  # `--failed` asks for it again
+        ({"result": NOT_RUN}, False),
+        ({"records": 99_999}, False),
+        ({"faults": ["x"] * 4}, False),
+        ({"seed": 8}, False),
+    ],
+)
+def test_what_was_run_as_asked_is_not_run_again(changes: dict[str, Any], is_kept: bool, tmp_path: Path) -> None:
+    cell = pairwise()[0]
+    found = dataclasses.replace(PLAYED, **changes)
+    (tmp_path / f"{cell.name}.json").write_text(json.dumps(dataclasses.asdict(found)))
+    assert was_run(known(tmp_path, cell, seed=7), Size()) == is_kept
+
+
+def test_names_and_with_them_the_coordinators_nodes_come_from_the_seed() -> None:
+    first, second, *_ = pairwise()
+    assert prefix_of(first, 1) == prefix_of(first, 1)
+    assert len({prefix_of(first, 1), prefix_of(first, 2), prefix_of(second, 1)}) == 3
