@@ -96,6 +96,7 @@ class Membership:
         self._told_waiting = 0.0
         self._waiting_since = 0.0
         self._member_id: str | None = None
+        self._assigned_as: str | None = None  # the member id under which we got the first of what we have
         self._latched: BaseException | None = None  # out of a callback
         own = str(settings.get("transactional.id", ""))
         of_an_app = own.startswith(f"{self.group}-")  # else nothing tells whose another transactional.id is
@@ -244,6 +245,8 @@ class Membership:
 
     def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         try:
+            if not self.owned and not self._unresolved:
+                self._assigned_as = consumer.memberid()
             # An empty assignment: the partitions begin in `begin_new_partitions`, once it is known where.
             (consumer.incremental_assign if self._incremental else consumer.assign)([])
             self._unresolved |= {(p.topic, p.partition) for p in partitions}
@@ -419,12 +422,20 @@ class Membership:
         return None
 
     def metadata_to_commit(self, offsets: Mapping[Partition, int]) -> Any:
-        """Fresh group metadata of a live member that owns all these partitions; CallFailed(ABORT) if it is not."""
+        """Fresh group metadata of a live member that owns all these partitions. CallFailed if it is not: ABORT, or
+        FENCED when the group went on without this member and it must join anew."""
         metadata = self.consumer.consumer_group_metadata()
-        # The broker skips its check for a member without an id (generation -1), so we must not ask it then. Asked
-        # after the metadata was taken: a member that lost its id gets no new one before its callbacks ran.
-        if not self._noted_member_id():
+        # Asked after the metadata was taken, so it is not older. The broker skips its check for a member without an id
+        # (generation -1), so we must not ask it then.
+        member_id = self._noted_member_id()
+        if not member_id:
             raise self._cannot_commit("this consumer is not a member of its group any more")
+        # librdkafka tells of partitions that it lost when a heartbeat finds the member unknown; when it is a JoinGroup
+        # that does, it joins under a new id and goes on with the partitions it had (measured with 2.16, cooperative).
+        # Others may have handled them since, and the broker takes the new member's offsets.
+        if member_id != self._assigned_as:
+            sentence = "the group had removed this member, which joined again with the partitions of before"
+            raise CallFailed("consume", Action.FENCED, RuntimeError(sentence))
         if not self.owned.issuperset(offsets):
             raise self._cannot_commit("a partition of this transaction is not ours any more")
         return metadata

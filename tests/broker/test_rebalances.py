@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from eos.broker import LocalKafka
+from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.reading import wait_until
 
 if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
@@ -113,6 +114,31 @@ def test_a_rebalance_waits_for_the_open_transaction_of_a_slow_member(
     before = slow.log.partition("partitions revoked")[0]
     assert "transaction aborted" not in before or protocol == "consumer", "the group waited, so nothing was in vain"
     stop_both(pipeline, slow, joining)
+
+
+def test_a_member_that_joins_anew_unnoticed_commits_nothing_of_what_it_had(
+    kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    """Found by the failure matrix: 2,628 outputs doubled. A JoinGroup that finds the member unknown makes librdkafka
+    join under a new id without a word, with the partitions of before, and the broker takes this new member's offsets.
+    """
+    pipeline = prepared(pipelines, kafka, 3_000, "cooperative-sticky")
+    settings = PROTOCOLS["cooperative-sticky"] | {"transaction.timeout.ms": str(LONG_MS)}
+    with HoldingProxy(int(kafka.proxied_servers.rpartition(":")[2]), kafka.proxied_upstream) as proxy:
+        away = pipeline.worker("away", servers=kafka.proxied_servers, settings=settings, holds=[("flush", 3)])
+        away.wait_at("flush", 3)
+        pipeline.wait_state("Ongoing", instance="away")
+        joining_again = proxy.on(ApiKey.JoinGroup, Fault.HOLD_REQUEST)
+        taker = pipeline.worker("taker", settings=settings)
+        joining_again.wait(timeout=30)
+        pipeline.wait_members(1)
+        taker.wait_log("committed taken", count=3)
+        joining_again.release()
+        taker.wait_log("partitions revoked")  # for it; it does not know yet that it has them anew
+        away.go_on()
+        pipeline.wait_handled(pipeline.loaded)
+        stop_both(pipeline, away, taker)
+        assert "joined the group again" in away.log
 
 
 def stop_both(pipeline: Pipeline, *workers: WorkerProcess) -> None:
