@@ -70,8 +70,8 @@ def ask(
     internal = (TRANSACTION_LOG, OFFSETS_LOG)
     seen = {name: _topic(client, name) for name in dict.fromkeys([*topics, *internal])}
     brokers = client.list_topics(timeout=_ASK_S).brokers
-    configs = _configs(client, [name for name, topic in seen.items() if topic.exists], min(brokers))
-    found = {name: _with_config(topic, configs.get(("topic", name))) for name, topic in seen.items()}
+    asked = configs(client, [name for name, topic in seen.items() if topic.exists], min(brokers))
+    found = {name: _with_config(topic, asked.get(("topic", name))) for name, topic in seen.items()}
     operations, denied = _group(client, group) if group else (None, False)
     with ClusterAdmin(settings, timeout_ms=round(_ASK_S * 1000)) as admin:
         apis = admin.apis()
@@ -82,7 +82,7 @@ def ask(
         len(brokers),
         version,
         apis,
-        configs.get(("broker", str(min(brokers)))),
+        asked.get(("broker", str(min(brokers)))),
         found,
         operations,
         denied,
@@ -174,10 +174,11 @@ def _operations(found: Any) -> frozenset[str] | None:
     return None if found is None else frozenset(operation.name for operation in found)
 
 
-def _configs(client: Any, topics: list[str], broker: int) -> dict[tuple[str, str], Config]:
-    """Of the topics and of one broker; what may not be read is left out."""
+def configs(client: Any, topics: Collection[str], broker: int | None = None) -> dict[tuple[str, str], Config]:
+    """Of the topics and of one broker, by ("topic" or "broker", name); what may not be read is left out."""
     resources = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in topics]
-    resources.append(ConfigResource(ConfigResource.Type.BROKER, str(broker)))
+    if broker is not None:
+        resources.append(ConfigResource(ConfigResource.Type.BROKER, str(broker)))
     found: dict[tuple[str, str], Config] = {}
     for resource, future in client.describe_configs(resources, request_timeout=_ASK_S).items():
         kind = "topic" if resource.restype == ConfigResource.Type.TOPIC else "broker"

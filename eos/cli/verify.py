@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class NothingToExamine(EosError):
-    """No committed offset of the group carries lineage."""
+    """No committed offset of the group carries lineage, or all that was counted was removed."""
 
     exit_code = 65
 
@@ -56,10 +56,11 @@ def verify(
 def _tell(found: Verification, group: str) -> int:
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
-    if not found.inputs:
+    if not found.report.verdicts:
         raise NothingToExamine(
-            f"nothing to examine: no committed offset of group {group} on these inputs carries lineage. Run the worker "
-            "with eos.lineage=true; without it nobody can tell a filtered input from a lost output"
+            f"nothing to examine: no committed offset of group {group} on these inputs carries lineage, or retention "
+            "removed all that was counted (a note says so). Run the worker with eos.lineage=true; without it nobody "
+            "can tell a filtered input from a lost output"
         )
     console = Console()
     console.print(found.report.table())

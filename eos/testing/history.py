@@ -30,6 +30,7 @@ from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-d
 from numpy.typing import NDArray
 
 from eos._kafka_names import CONSUMER_ONLY
+from eos.admin import facts
 from eos.errors import (
     Action,
     ConfigurationError,
@@ -515,6 +516,15 @@ def beginnings(
     admin = _admin(bootstrap, config)
     found = _beginnings(admin, _partitions(admin, names, NO_PROGRESS_S))
     return {(at.topic, at.partition): at.offset for at in found}
+
+
+def cleanup_policies(
+    bootstrap: str, topics: str | Sequence[str], config: Mapping[str, Any] | None = None
+) -> dict[str, str | None]:
+    """Each topic's cleanup.policy; None where it cannot be read, most likely for want of the right to."""
+    names = (topics,) if isinstance(topics, str) else tuple(topics)
+    found = facts.configs(_admin(bootstrap, config), names)
+    return {name: found.get(("topic", name), {}).get("cleanup.policy") for name in names}
 
 
 def _beginnings(admin: AdminClient, places: Sequence[Place]) -> list[TopicPartition]:

@@ -1,16 +1,20 @@
 """The production face of the checker: reads a live cluster and says whether each committed input has its outputs.
 
-Owns the order of reading (committed offsets first, then the outputs up to an end that lies behind them) and the rules
-that lineage adds to the checker's. It must never call something held that it could not decide: outputs without
-lineage, inputs that retention removed and partitions that were committed without counts are notes, not verdicts.
-`judge` is pure.
+Owns the order of reading (committed offsets first, then the outputs up to an end that lies behind them, then where the
+partitions begin, because retention goes on meanwhile) and the rules that lineage adds to the checker's. It must never
+call something held that it could not decide, and never call lost what may have been removed: outputs without lineage,
+partitions that were committed without counts, and inputs and outputs that retention or compaction may have removed are
+notes, not verdicts. `judge` is pure.
+
+Known limits: that a topic was compacted once and is not any more cannot be seen. A second copy of an output that was
+removed is not found.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +30,7 @@ from eos.testing.checker import EXAMPLES, Inputs, Outputs, Report, Verdict
 Place = tuple[str, int]
 Progress = Callable[[str, int, int], None]
 _POLL_S = 0.2
+_TOLD = 3  # places that a note names
 _MARK = np.dtype([("partition", "<i4"), ("offset", "<i8"), ("i", "<i4"), ("n", "<i4"), ("number", "<i8")])
 assert _MARK.itemsize == lineage.FORMAT.size, "the bulk reader and the writer must agree on the header's width"
 
@@ -58,7 +63,8 @@ class Marks:
 
 @dataclass(frozen=True)
 class Verification:
-    """`report` has the verdicts; `notes` what could not be decided, and why; `inputs` and `outputs` were examined."""
+    """`report` has the verdicts, none if nothing could be decided; `notes` say what could not, and why. `inputs` were
+    there to be examined, and `outputs` were."""
 
     report: Report
     notes: tuple[str, ...]
@@ -96,7 +102,6 @@ def verify(
         place: Committed(offset, lineage.tally_of(metadata))
         for place, (offset, metadata) in history.committed_with_metadata(bootstrap, group, inputs, config).items()
     }
-    begins = history.beginnings(bootstrap, inputs, config)
     # After the offsets: the outputs of whatever they cover were written before, some markers maybe not yet.
     ends = _readable_ends(bootstrap, outputs, config, timeout_s)
     read = history.read_topic(
@@ -116,12 +121,22 @@ def verify(
         upto=ends,
         progress=lambda done, total: progress("outputs", done, total),
     )
+    # After both reads: what retention removed between this question and a read would look like a loss.
+    begins = history.beginnings(bootstrap, inputs, config)
+    output_begins = history.beginnings(bootstrap, outputs, config)
+    policies = history.cleanup_policies(bootstrap, [*inputs, *outputs], config)
+    compacted = [topic for topic, policy in policies.items() if policy is not None and "compact" in policy]
     marks, unmarked = marks_of(written)
-    verification = judge(read.inputs(), marks, committed, begins)
-    if not unmarked:
-        return verification
-    note = f"{unmarked:,} outputs carry no lineage: something else wrote them, or the worker before it was switched on"
-    return Verification(verification.report, (*verification.notes, note), verification.inputs, verification.outputs)
+    found = judge(read.inputs(), marks, committed, begins, output_begins, compacted)
+    notes = [
+        f"the cleanup.policy of {topic} cannot be read: decided as if {topic} was not compacted"
+        for topic, policy in policies.items()
+        if policy is None
+    ]
+    if unmarked:
+        who = "something else wrote them, or the worker before it was switched on"
+        notes.append(f"{unmarked:,} outputs carry no lineage: {who}")
+    return dataclasses.replace(found, notes=(*found.notes, *notes))
 
 
 def _readable_ends(
@@ -169,50 +184,130 @@ def marks_of(written: history.Log) -> tuple[Marks, int]:
 
 
 def judge(
-    inputs: Inputs, marks: Marks, committed: Mapping[Place, Committed], begins: Mapping[Place, int]
+    inputs: Inputs,
+    marks: Marks,
+    committed: Mapping[Place, Committed],
+    begins: Mapping[Place, int],
+    output_begins: Mapping[Place, int],
+    compacted: Collection[str] = (),
 ) -> Verification:
-    """`inputs`: the readable records below the committed offsets. `begins`: the first offset that each partition still
-    holds."""
+    """`inputs`: the readable records below the committed offsets. `begins` and `output_begins`: the first offset that
+    each partition still holds. `compacted`: the topics of which compaction may have removed any record."""
     tallies = {place: at.tally for place, at in committed.items() if at.tally is not None}
     notes = [
         f"{topic}[{partition}] is committed at {at.offset} without lineage: not decided"
         for (topic, partition), at in committed.items()
         if at.tally is None
     ]
-    lost, handled = _Findings(), _Findings()
-    judged = np.zeros(len(marks), np.bool_)
+    cuts = {place: begin for place, begin in output_begins.items() if begin > 0 or place[0] in compacted}
+    lost, handled, examined = _Findings(), _Findings(), 0
+    counted, judged, whole = (np.zeros(len(marks), np.bool_) for _ in range(3))
     covered = np.zeros(len(inputs), np.bool_)
     for place, tally in sorted(tallies.items()):
-        here = _of_place(marks, place)
-        end = committed[place].offset
+        name, end = f"{place[0]}[{place[1]}]", committed[place].offset
         begin = max(tally.begin, begins.get(place, 0))
         offsets = _offsets_of(inputs, place)
         covered |= _in(inputs, place) & (inputs.offset >= begin)
         offsets = offsets[offsets >= begin]
-        handled.examined += len(offsets)
-        if begin > tally.begin:
-            removed = f"{place[0]}[{place[1]}]: inputs before {begin} were removed by retention"
-            notes.append(f"{removed}; their outputs and the number of inputs are not decided")
-        elif len(offsets) != tally.inputs:
-            what = f"{place[0]}[{place[1]}] holds {len(offsets):,} inputs in {tally.begin}..{end - 1}"
-            handled.add(abs(len(offsets) - tally.inputs), iter([f"{what}, {tally.inputs:,} were handled"]))
-        within = here & (marks.fields["offset"] >= tally.begin) & (marks.fields["offset"] < end)
-        judged |= within & (marks.fields["offset"] >= begin)
-        lost.examined += tally.outputs
+        examined += len(offsets)
+        gone = _removed_inputs(tally, begin, len(offsets), place[0] in compacted)
+        if gone:
+            notes.append(f"{name}: {gone}; their outputs and the number of inputs are not decided")
+        else:
+            handled.examined += len(offsets)
+            if len(offsets) != tally.inputs:
+                what = f"{name} holds {len(offsets):,} inputs in {tally.begin}..{end - 1}"
+                handled.add(abs(len(offsets) - tally.inputs), iter([f"{what}, {tally.inputs:,} were handled"]))
+        before_end = _of_place(marks, place) & (marks.fields["offset"] < end)
+        within = before_end & (marks.fields["offset"] >= tally.begin)
+        counted |= within
+        known = within & (marks.fields["offset"] >= begin)
+        if gone and place[0] in compacted:
+            known &= np.isin(marks.fields["offset"], offsets)
+        judged |= known
         missing = np.setdiff1d(np.arange(tally.outputs), marks.fields["number"][within])
+        floor = _decidable_from(marks, before_end, tally, missing, cuts, compacted)
+        undecided, missing = missing[missing < floor], missing[missing >= floor]
+        if len(undecided):
+            what = f"{name}: {len(undecided):,} of its output numbers are not visible"
+            notes.append(f"{what}, and {_told(cuts, compacted)}: not decided")
+        lost.examined += tally.outputs - floor
         lost.add(len(missing), _missing_sentences(place, missing, marks.fields[within], offsets, end))
-    others = int(np.count_nonzero(~judged))
-    if others:
+        whole |= known & (marks.fields["number"] - marks.fields["i"] >= floor)
+    if others := int(np.count_nonzero(~counted)):
         notes.append(f"{others:,} outputs are of inputs that are not committed yet, or not of these partitions")
-    verdicts = [handled.verdict("all_inputs_counted", "committed inputs", "as many as were handled")]
+    verdicts = []
+    if handled.examined or handled.violations:
+        verdicts.append(handled.verdict("all_inputs_counted", "committed inputs", "as many as were handled"))
     if lost.examined:
         verdicts.append(lost.verdict("no_losses", "counted outputs", "all are visible"))
-        verdicts += _joined_verdicts(inputs, covered, marks.where(judged))
-    return Verification(Report(tuple(verdicts)), tuple(notes), handled.examined, lost.examined)
+    # Where no output is there to be judged, these are red. That is right if one is lost, not if all were removed.
+    if judged.any() or lost.violations:
+        verdicts += _joined_verdicts(inputs, covered, marks.where(judged), whole[judged])
+    return Verification(Report(tuple(verdicts)), tuple(notes), examined, lost.examined)
 
 
-def _joined_verdicts(inputs: Inputs, covered: NDArray[np.bool_], marks: Marks) -> list[Verdict]:
-    """The checker's own rules, with the number of outputs that the marks themselves say an input has."""
+def _removed_inputs(tally: Tally, begin: int, found: int, compacted: bool) -> str | None:
+    """What became of inputs that were handled, if they need not be there any more."""
+    if begin > tally.begin:
+        others = ", others maybe by compaction" if compacted else ""
+        return f"inputs before {begin} were removed by retention{others}"
+    if compacted and found < tally.inputs:
+        return f"{tally.inputs - found:,} of {tally.inputs:,} inputs are not there, and the topic is compacted"
+    return None
+
+
+def _decidable_from(
+    marks: Marks,
+    before_end: NDArray[np.bool_],
+    tally: Tally,
+    missing: NDArray[np.int64],
+    cuts: Mapping[Place, int],
+    compacted: Collection[str],
+) -> int:
+    """From which output number of an input partition on a missing one is lost; `tally.outputs`: nobody can say.
+
+    The numbers of one input partition ascend within each output partition, and retention removes the oldest. So
+    nothing is gone behind the first one that a partition still shows. A compacted partition may lack any of them.
+    """
+    if not cuts or not len(missing):
+        return 0
+    first = _first_rows(marks.outputs, np.flatnonzero(before_end))
+    floor = 0
+    for place in cuts:
+        row = first.get(place)
+        if row is None or place[0] in compacted:
+            return tally.outputs
+        # An output from before the counting stands before all that were counted: none of these was removed.
+        if marks.fields["offset"][row] >= tally.begin:
+            floor = max(floor, int(marks.fields["number"][row]))
+    return min(floor, tally.outputs) if missing[0] < floor else 0
+
+
+def _first_rows(outputs: Outputs, rows: NDArray[np.int64]) -> dict[Place, int]:
+    """Of these outputs, in offset order as they were read, the first one in each output partition."""
+    topic, partition = outputs.topic[rows].astype(np.int64), outputs.partition[rows]
+    width = int(partition.max(initial=0)) + 1
+    lanes, at = np.unique(topic * width + partition, return_index=True)
+    places = [(outputs.topics[lane // width], lane % width) for lane in lanes.tolist()]
+    return dict(zip(places, rows[at].tolist(), strict=True))
+
+
+def _told(cuts: Mapping[Place, int], compacted: Collection[str]) -> str:
+    """Why outputs may have been removed."""
+    reasons = dict.fromkeys(
+        f"{topic} is compacted" if topic in compacted else f"{topic}[{partition}] no longer begins at 0 but at {begin}"
+        for (topic, partition), begin in sorted(cuts.items())
+    )
+    more = f" and {len(reasons) - _TOLD} more" if len(reasons) > _TOLD else ""
+    return ", ".join(list(reasons)[:_TOLD]) + more
+
+
+def _joined_verdicts(
+    inputs: Inputs, covered: NDArray[np.bool_], marks: Marks, whole: NDArray[np.bool_]
+) -> list[Verdict]:
+    """The checker's own rules, with the number of outputs that the marks themselves say an input has. `whole` (one per
+    mark): none of its input's outputs can have been removed."""
     kept = inputs.take(np.flatnonzero(covered).astype(np.int64))
     index = {topic: number for number, topic in enumerate(kept.topics)}
     source = np.array([index.get(topic, -1) for topic in marks.topics], np.int32)
@@ -225,6 +320,11 @@ def _joined_verdicts(inputs: Inputs, covered: NDArray[np.bool_], marks: Marks) -
     np.maximum.at(fan_out, rows.row[known], marks.fields["n"][known])
     joined = checker.join(rows.inputs, outputs, fan_out)
     verdicts = [checker.no_duplicates(joined), checker.no_strangers(joined), checker.order(joined)]
+    removed = known & ~whole
+    if removed.any():
+        # Copies of these inputs are missing with good reason: to `atomic` they are inputs without outputs.
+        fan_out[rows.row[removed]] = 0
+        joined = checker.join(rows.inputs, outputs, fan_out)
     if (fan_out > 1).any():
         verdicts.append(checker.atomic(joined))
     return verdicts

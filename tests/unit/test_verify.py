@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from eos.app import App, Fed, Out, Record
+from eos.cli.verify import NothingToExamine, _tell
 from eos.errors import ConfigurationError
 from eos.lineage import HEADER, Ledger, Source, Tally, check_route, decode, encode, feed_with_lineage, tally_of
-from eos.testing.checker import Inputs
+from eos.testing import verify as verifying
+from eos.testing.checker import Ends
 from eos.testing.history import Log
-from eos.testing.verify import Committed, Verification, judge, marks_of
+from eos.testing.verify import Committed, Verification, judge, marks_of, verify
 
 # ---- formats ---------------------------------------------------------------------------------------------------
 
@@ -150,29 +152,26 @@ class History:
         outputs = sum(PER_INPUT) * COUNT // len(PER_INPUT)
         self.committed = {("in", p): Committed(COUNT, Tally(0, COUNT, outputs)) for p in range(2)}
         self.begins = {("in", 0): 0, ("in", 1): 0}
+        self.output_begins = {("out", 0): 0, ("out", 1): 0}
+        self.compacted: tuple[str, ...] = ()
+        self.lane: Callable[[Source], int] = lambda source: source.partition
         self.unmarked = 0
 
     def judged(self) -> Verification:
-        columns = np.array(self.inputs, np.int64).reshape(-1, 2)
-        inputs = Inputs(
-            topics=("in",), topic=np.zeros(len(columns), np.int32), partition=columns[:, 0], offset=columns[:, 1]
-        )
+        inputs = log_of("in", self.inputs).inputs()
         headers: list[bytes | None] = [encode(source) for source in self.sources]
         headers += [None] * self.unmarked
-        lanes = np.array([source.partition for source in self.sources] + [0] * self.unmarked, np.int32)
-        log = Log(
-            topics=("out",),
-            topic=np.zeros(len(headers), np.int32),
-            partition=lanes,
-            offset=np.arange(len(headers), dtype=np.int64),
-            timestamp=np.zeros(len(headers), np.int64),
-            keys=[],
-            values=[],
-            headers=headers,
-        )
-        marks, unmarked = marks_of(log)
+        lanes = [self.lane(source) for source in self.sources] + [0] * self.unmarked
+        marks, unmarked = marks_of(log_of("out", list(zip(lanes, range(len(lanes)), strict=True)), headers))
         assert unmarked == self.unmarked
-        return judge(inputs, marks, self.committed, self.begins)
+        return judge(inputs, marks, self.committed, self.begins, self.output_begins, self.compacted)
+
+    def cut(self, lane: int, count: int) -> list[Source]:
+        """As retention does: the oldest outputs of an output partition are gone. Returns them."""
+        gone = [source for source in self.sources if self.lane(source) == lane][:count]
+        self.sources = [source for source in self.sources if source not in gone]
+        self.output_begins["out", lane] = count
+        return gone
 
     def index(self, partition: int, offset: int, i: int) -> int:
         return next(k for k, s in enumerate(self.sources) if (s.partition, s.offset, s.i) == (partition, offset, i))
@@ -180,6 +179,20 @@ class History:
     def drop(self, partition: int, offset: int, *which: int) -> None:
         for i in which:
             del self.sources[self.index(partition, offset, i)]
+
+
+def log_of(topic: str, places: list[tuple[int, int]], headers: list[bytes | None] | None = None) -> Log:
+    columns = np.array(places, np.int64).reshape(-1, 2)
+    return Log(
+        topics=(topic,),
+        topic=np.zeros(len(columns), np.int32),
+        partition=columns[:, 0].astype(np.int32),
+        offset=columns[:, 1],
+        timestamp=np.zeros(len(columns), np.int64),
+        keys=[],
+        values=[],
+        headers=headers,
+    )
 
 
 def test_a_history_with_filtered_inputs_holds_and_says_how_much_was_examined() -> None:
@@ -294,8 +307,299 @@ def test_inputs_that_retention_removed_are_a_note() -> None:
     assert any("in[0]: inputs before 5 were removed by retention" in note for note in found.notes)
 
 
+def test_inputs_that_were_all_removed_leave_the_outputs_to_be_examined() -> None:
+    history = History()
+    history.inputs = []
+    history.begins = {("in", 0): COUNT, ("in", 1): COUNT}
+    found = history.judged()
+    assert found.report.ok, str(found.report)
+    assert [v.rule for v in found.report.verdicts] == ["no_losses"]
+    assert (found.inputs, found.outputs) == (0, 42)
+
+
 def test_nothing_committed_with_lineage_examines_nothing_and_does_not_hold() -> None:
     history = History()
     history.committed = {}
     found = history.judged()
     assert (found.inputs, found.report.ok) == (0, False)
+
+
+# ---- what retention and compaction remove ----------------------------------------------------------------------------
+
+
+def by_copy(source: Source) -> int:
+    """Outputs of one input in different output partitions."""
+    return source.i % 2
+
+
+def test_outputs_that_retention_removed_are_a_note_and_what_is_above_the_cut_is_examined() -> None:
+    history = History()
+    history.cut(0, 5)
+    found = history.judged()
+    assert found.report.ok, str(found.report)
+    assert found.outputs == 42 - 5
+    assert found.report["no_losses"].examined == 42 - 5
+    assert found.notes == (
+        "in[0]: 5 of its output numbers are not visible, and out[0] no longer begins at 0 but at 5: not decided",
+    )
+
+
+def test_a_loss_above_the_cut_is_still_one() -> None:
+    history = History()
+    history.cut(0, 5)
+    history.drop(0, 9, 1)
+    report = history.judged().report
+    assert report.violated == ("no_losses", "atomic")
+    assert report["no_losses"].violations == 1
+    assert "it is output 1 of in[0]@9" in report["no_losses"].sentence
+
+
+def test_a_loss_that_may_have_been_in_a_truncated_partition_is_not_decided() -> None:
+    history = History()
+    history.cut(0, 5)
+    history.drop(1, 9, 1)  # out[0] shows nothing of in[1]: this one may have been there
+    found = history.judged()
+    assert found.report.ok, str(found.report)
+    assert any(note.startswith("in[1]: 1 of its output numbers are not visible") for note in found.notes)
+
+
+def test_an_input_of_which_retention_removed_one_copy_and_left_the_other_is_not_torn() -> None:
+    history = History()
+    history.lane = by_copy
+    history.cut(0, 10)
+    found = history.judged()
+    assert found.report.ok, str(found.report)
+    assert found.report["atomic"].examined < 12
+    history.drop(1, 20, 1)  # far above the cut
+    assert history.judged().report.violated == ("no_losses", "atomic")
+
+
+def test_what_a_truncated_partition_does_not_show_at_all_cannot_be_decided() -> None:
+    history = History()
+    history.lane = by_copy
+    assert history.cut(1, 100)
+    found = history.judged()
+    assert found.report.ok, str(found.report)
+    assert found.outputs == 0
+    assert {v.rule for v in found.report.verdicts} == {"all_inputs_counted", "no_duplicates", "no_strangers", "order"}
+    assert len(found.notes) == 2
+    assert all("out[1] no longer begins at 0 but at 100: not decided" in note for note in found.notes)
+
+
+def test_outputs_that_were_all_removed_are_no_violation_but_the_same_without_a_cut_is_one() -> None:
+    history = History()
+    history.cut(0, 100)
+    history.cut(1, 100)
+    found = history.judged()
+    assert (found.report.violated, found.outputs) == ((), 0)
+    assert [v.rule for v in found.report.verdicts] == ["all_inputs_counted"]
+    history.output_begins = dict.fromkeys(history.output_begins, 0)
+    assert "no_losses" in history.judged().report.violated
+
+
+@pytest.mark.parametrize("cuts", [(6, 14), (20, 3)])
+def test_of_several_truncated_partitions_the_one_that_lost_most_says_what_can_be_decided(cuts: tuple[int, int]) -> None:
+    history = History()
+    history.lane = lambda source: source.number % 2
+    for lane, count in enumerate(cuts):
+        history.cut(lane, count)
+    assert history.judged().report.ok
+    kept = [[s.number for s in history.sources if (s.partition, s.number % 2) == (1, lane)] for lane in range(2)]
+    assert history.judged().outputs == 21 - max(numbers[0] for numbers in kept)
+
+
+def test_where_only_others_were_removed_every_output_is_examined_beside_a_loss() -> None:
+    history = History()
+    history.lane = by_copy
+    history.output_begins["out", 1] = 5
+    history.drop(0, 9, 1)
+    found = history.judged()
+    assert (found.report.violated, found.outputs) == (("no_losses", "atomic"), 42)
+
+
+def test_where_nothing_that_is_left_can_be_decided_there_is_no_verdict_and_nothing_to_examine() -> None:
+    history = History()
+    history.cut(0, 100)
+    history.cut(1, 100)
+    history.inputs = [(p, o) for p, o in history.inputs if o >= 5]
+    history.begins = {("in", 0): 5, ("in", 1): 5}
+    found = history.judged()
+    assert (found.report.verdicts, len(found.notes)) == ((), 4)
+    with pytest.raises(NothingToExamine):
+        _tell(found, "group")
+
+
+def test_inputs_that_are_all_gone_without_retention_are_a_violation() -> None:
+    history = History()
+    history.inputs = []
+    assert "all_inputs_counted" in history.judged().report.violated
+
+
+def test_a_truncated_partition_whose_part_was_of_others_hides_nothing() -> None:
+    history = History()
+    history.output_begins["out", 2] = 7
+    assert history.judged() == History().judged()
+
+
+def test_outputs_from_before_the_counting_show_that_none_of_the_counted_was_removed() -> None:
+    history = History()
+    history.committed["in", 0] = Committed(COUNT, Tally(7, COUNT - 7, 14))
+    history.sources = [s if s.partition or s.offset < 7 else s._replace(number=s.number - 7) for s in history.sources]
+    history.cut(0, 2)
+    assert history.judged().report.ok
+    history.drop(0, 7, 0)  # the first that was counted
+    assert "no_losses" in history.judged().report.violated
+
+
+def test_a_note_names_a_few_of_many_truncated_partitions() -> None:
+    history = History()
+    history.cut(0, 1)
+    history.output_begins |= {("out", partition): 9 for partition in range(2, 6)}
+    (note, *_) = history.judged().notes
+    assert "out[0] no longer begins at 0 but at 1, out[2] " in note
+    assert note.endswith(" and 2 more: not decided")
+
+
+def test_outputs_that_compaction_may_have_removed_are_not_decided() -> None:
+    history = History()
+    history.lane = by_copy
+    history.compacted = ("out",)
+    assert history.judged() == History().judged()  # nothing is missing
+    history.drop(0, 9, 1)
+    found = history.judged()
+    assert found.report.ok, str(found.report)
+    assert found.outputs == 21  # of the other input partition
+    assert found.notes == ("in[0]: 1 of its output numbers are not visible, and out is compacted: not decided",)
+
+
+def test_inputs_that_compaction_removed_are_not_decided_and_their_outputs_are_no_strangers() -> None:
+    history = History()
+    history.inputs.remove((0, 9))
+    assert history.judged().report.violated == ("all_inputs_counted", "no_strangers")
+    history.compacted = ("in",)
+    found = history.judged()
+    assert found.report.ok, str(found.report)
+    assert (found.report["all_inputs_counted"].examined, found.outputs) == (COUNT, 42)
+    assert found.notes == (
+        "in[0]: 1 of 21 inputs are not there, and the topic is compacted; "
+        "their outputs and the number of inputs are not decided",
+    )
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> History:
+    """Exact outputs in three output partitions, in which the two input partitions' outputs are mixed."""
+    history = History()
+    lanes: dict[Source, int] = {}
+    queues: list[list[Source]] = []
+    for p in range(2):
+        made = draw(st.lists(st.lists(st.integers(0, 2), max_size=3), min_size=1, max_size=8))
+        queues.append([])
+        for o, outputs in enumerate(made):
+            for i, lane in enumerate(outputs):
+                source = Source("in", p, o, i, len(outputs), len(queues[p]))
+                lanes[source] = lane
+                queues[p].append(source)
+        history.committed["in", p] = Committed(len(made), Tally(0, len(made), len(queues[p])))
+    history.inputs = [(p, o) for p in range(2) for o in range(history.committed["in", p].offset)]
+    turns = draw(st.permutations([p for p, queue in enumerate(queues) for _ in queue]))
+    history.sources = [queues[p].pop(0) for p in turns]
+    history.lane = lanes.__getitem__
+    history.output_begins = {("out", lane): 0 for lane in range(3)}
+    return history
+
+
+def remove_prefixes(history: History, draw: st.DrawFn) -> None:
+    for lane in range(3):
+        here = sum(history.lane(source) == lane for source in history.sources)
+        # Mostly a few: what is left of all three decides what can be decided.
+        history.cut(lane, draw(st.integers(0, min(here, 2)) | st.integers(0, here)))
+    for place, at in history.committed.items():
+        begin = history.begins[place] = draw(st.integers(0, at.offset))
+        history.inputs = [(p, o) for p, o in history.inputs if p != place[1] or o >= begin]
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_whatever_retention_removes_nothing_is_violated(data: st.DataObject) -> None:
+    history = data.draw(histories())
+    remove_prefixes(history, data.draw)
+    found = history.judged()
+    assert not found.report.violated, str(found.report)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_loss_that_retention_cannot_explain_is_always_found(data: st.DataObject) -> None:
+    history = data.draw(histories())
+    remove_prefixes(history, data.draw)
+    # One that stands behind another one of its input partition in each output partition that was cut.
+    ahead = {p: [next((s for s in history.sources if s.partition == p and history.lane(s) == lane), None)
+                 for (_, lane), begin in history.output_begins.items() if begin] for p in range(2)}  # fmt: skip
+    victims = [s for s in history.sources if all(first and first.number < s.number for first in ahead[s.partition])]
+    assume(victims)
+    victim = data.draw(st.sampled_from(victims))
+    history.sources.remove(victim)
+    assert "no_losses" in history.judged().report.violated
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+class Cluster:
+    """A stand-in for eos.testing.history: topics of one partition from which retention removes while they are read."""
+
+    def __init__(self) -> None:
+        self.places = {"in": [(0, o) for o in range(9)], "out": [(0, o) for o in range(9)]}
+        self.policies: dict[str, str | None] = {"in": "delete", "out": "delete"}
+        self.removed_before_reading = 0
+
+    def committed_with_metadata(self, *_: Any) -> Mapping[tuple[str, int], tuple[int, str]]:
+        return {("in", 0): (9, '{"lineage": [0, 9, 9]}')}
+
+    def beginnings(self, _: str, topics: list[str], config: Any) -> dict[tuple[str, int], int]:
+        return {(topic, 0): self.places[topic][0][1] for topic in topics}
+
+    def end_offsets(self, *_: Any) -> Ends:
+        return Ends({("out", 0): 9}, {("out", 0): 9})
+
+    def cleanup_policies(self, _: str, topics: list[str], config: Any) -> dict[str, str | None]:
+        return {topic: self.policies[topic] for topic in topics}
+
+    def read_topic(self, _: str, topics: list[str], **__: Any) -> Log:
+        self.places[topics[0]] = self.places[topics[0]][self.removed_before_reading :]
+        places = self.places[topics[0]]
+        return log_of(topics[0], places, [encode(Source("in", 0, o, 0, 1, o)) for _, o in places])
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    found = Cluster()
+    monkeypatch.setattr(verifying, "history", found)
+    return found
+
+
+def test_what_retention_removes_before_it_is_read_is_no_violation(cluster: Cluster) -> None:
+    cluster.removed_before_reading = 4
+    found = verify("servers", ["in"], ["out"], "group")
+    assert found.report.ok, str(found.report)
+    assert (found.inputs, found.outputs, len(found.notes)) == (5, 5, 2)
+
+
+def test_what_a_topic_s_policy_says_of_compaction_is_heeded(cluster: Cluster) -> None:
+    del cluster.places["out"][4], cluster.places["in"][6]
+    assert verify("servers", ["in"], ["out"], "group").report.violated == (
+        "all_inputs_counted",
+        "no_losses",
+        "no_strangers",
+    )
+    cluster.policies = {"in": "compact", "out": "compact,delete"}
+    assert not verify("servers", ["in"], ["out"], "group").report.violated
+
+
+def test_a_policy_that_cannot_be_read_is_a_note(cluster: Cluster) -> None:
+    cluster.policies["out"] = None
+    found = verify("servers", ["in"], ["out"], "group")
+    assert (found.report.ok, found.notes) == (
+        True, ("the cleanup.policy of out cannot be read: decided as if out was not compacted",)
+    )  # fmt: skip
