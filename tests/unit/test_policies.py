@@ -300,6 +300,17 @@ def test_a_batch_under_stop_is_not_run_again_and_names_its_range() -> None:
     assert "failed on one of 6 records (in [0] offsets 10 to 14, in [1] offsets 10 to 10)" in str(halt.error)
 
 
+def test_a_batch_is_bounded_whatever_other_functions_the_app_has() -> None:
+    calls: list[int] = []
+    app = batch_app(stop, calls)
+    app.process("other", to="out")(upper)
+    txn = Txn()
+    given = [*records(*[b"a"] * 7), *records(b"b", topic="other"), *records(*[b"c"] * 2)]
+    assert Handler(app, batch_most=3).handle(txn, given) is None
+    assert calls == [3, 3, 1, 2]
+    assert txn.values == [b"A"] * 7 + [b"B"] + [b"C"] * 2
+
+
 @pytest.mark.parametrize("policy", [skip, dlq])
 def test_a_batch_that_fails_is_run_again_record_by_record(policy: Policy) -> None:
     calls: list[int] = []
