@@ -69,7 +69,7 @@ def ask(
     client = connect(settings, timeout_s)
     internal = (TRANSACTION_LOG, OFFSETS_LOG)
     seen = {name: _topic(client, name) for name in dict.fromkeys([*topics, *internal])}
-    brokers = client.list_topics(timeout=_ASK_S).brokers
+    brokers = metadata(client, settings.bootstrap_servers, _ASK_S).brokers
     configs = _configs(client, [name for name, topic in seen.items() if topic.exists], min(brokers))
     found = {name: _with_config(topic, configs.get(("topic", name))) for name, topic in seen.items()}
     operations, denied = _group(client, group) if group else (None, False)
@@ -128,6 +128,14 @@ def connect(settings: Settings, timeout_s: float) -> Any:
         if time.monotonic() - told > _ASK_S:
             told = time.monotonic()
             log.info("waiting for the cluster", servers=settings.bootstrap_servers, error=error.str())
+
+
+def metadata(client: Any, servers: str, timeout_s: float) -> Any:
+    """What an AdminClient that has reached a broker knows of the cluster now; Unavailable when it reaches none more."""
+    try:
+        return client.list_topics(timeout=timeout_s)
+    except KafkaException as error:
+        raise Unavailable(f"{servers} cannot be reached any more: {describe_error(error)}") from error
 
 
 def _telling(errors: list[KafkaError]) -> KafkaError | None:

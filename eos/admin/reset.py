@@ -25,7 +25,7 @@ from confluent_kafka import (
 from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
 
 from eos.admin.cluster import Partition
-from eos.admin.facts import connect
+from eos.admin.facts import connect, metadata
 from eos.errors import ConfigurationError, NotAuthorised, Unavailable, UsageError, describe_error
 from eos.settings import Settings
 
@@ -85,7 +85,7 @@ class GroupOffsets:
 
     def __init__(self, settings: Settings, group: str, topics: Iterable[str], timeout_s: float = 5.0) -> None:
         self.group, self._topics = group, sorted(topics)
-        self._client = connect(settings, timeout_s)
+        self._client, self._servers = connect(settings, timeout_s), settings.bootstrap_servers
 
     def require_nobody(self, wait_s: float = 0.0) -> None:
         """Unavailable, naming the members, when the group still has some after `wait_s`."""
@@ -139,7 +139,7 @@ class GroupOffsets:
         return low if target.name == "earliest" else end
 
     def _partitions(self) -> list[Partition]:
-        known = self._client.list_topics(timeout=_ASK_S).topics
+        known = metadata(self._client, self._servers, _ASK_S).topics
         found: list[Partition] = []
         for topic in self._topics:
             if topic not in known or known[topic].error is not None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from confluent_kafka import KafkaError, KafkaException
 
 from eos.admin import facts as asking
 from eos.admin.cluster import OFFSETS_LOG, TRANSACTION_LOG
@@ -262,3 +264,11 @@ def test_a_cluster_that_never_answers_is_unavailable_and_no_internal_error(monke
     monkeypatch.setattr(asking, "_ANSWER_S", 0.01)
     with pytest.raises(Unavailable, match="did not answer"):
         asking._answer(Future[int]())
+
+
+def test_a_broker_that_goes_away_between_two_questions_is_unavailable_and_no_internal_error() -> None:
+    def list_topics(timeout: float) -> object:
+        raise KafkaException(KafkaError(KafkaError._TRANSPORT))
+
+    with pytest.raises(Unavailable, match=r"^b:9092 cannot be reached any more: _TRANSPORT"):
+        asking.metadata(SimpleNamespace(list_topics=list_topics), "b:9092", 1.0)
