@@ -28,9 +28,18 @@ if TYPE_CHECKING:
 
 
 class EosError(Exception):
-    """Base of every error this package raises on purpose; `exit_code` is what the command line ends with."""
+    """Base of every error this package raises on purpose; `exit_code` is what the command line ends with, `remedy`
+    what to change, said behind the sentence."""
 
     exit_code = 70
+
+    def __init__(self, *args: object, remedy: str = "") -> None:
+        super().__init__(*args)
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        sentence = super().__str__()
+        return f"{sentence}: {self.remedy}" if self.remedy else sentence
 
 
 class UsageError(EosError):

@@ -17,7 +17,7 @@ from kafka.admin import AbortTransactionSpec, KafkaAdminClient, MemberToRemove, 
 from kafka.net.compat import KafkaNetClient
 from kafka.protocol.producer import InitProducerIdRequest
 
-from eos.admin.security import configuration
+from eos.admin.security import configuration, login_refused, unreachable
 from eos.errors import ConfigurationError, NotAuthorised, Unavailable
 from eos.ownership import Described
 from eos.settings import Settings
@@ -74,9 +74,9 @@ class ClusterAdmin:
             self._client = KafkaAdminClient(**configuration(settings, timeout_ms), kafka_client=network)
             unfinished.clear()
         except kafka_errors.SaslAuthenticationFailedError as error:
-            raise NotAuthorised(f"the login at {settings.bootstrap_servers} was refused: {error}") from error
+            raise login_refused(settings, str(error)) from error
         except (kafka_errors.KafkaError, OSError) as error:
-            raise Unavailable(f"{settings.bootstrap_servers} cannot be reached: {error}") from error
+            raise unreachable(settings, str(error)) from error
         except (AssertionError, TypeError, ValueError) as error:
             raise ConfigurationError(f"the admin client does not accept these settings: {error}") from error
         finally:

@@ -17,6 +17,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic  # type:
 
 from eos import log
 from eos.admin.cluster import OFFSETS_LOG, TRANSACTION_LOG, ClusterAdmin
+from eos.admin.security import login_refused, no_tls, unreachable
 from eos.errors import ConfigurationError, EosError, NotAuthorised, Unavailable, describe_error
 from eos.settings import Settings
 
@@ -120,11 +121,11 @@ def connect(settings: Settings, timeout_s: float) -> Any:
             client.poll(0.1)  # serves error_cb, which is told more than the caller
             error = _telling(errors) or raised.args[0]
         if error.code() == KafkaError._AUTHENTICATION:
-            raise NotAuthorised(f"the login at {settings.bootstrap_servers} was refused: {error.str()}")
+            raise login_refused(settings, error.str())
         if error.code() == KafkaError._SSL:
-            raise Unavailable(f"no TLS connection to {settings.bootstrap_servers}: {error.str()}")
+            raise no_tls(settings, error.str())
         if left <= 0:
-            raise Unavailable(f"{settings.bootstrap_servers} cannot be reached: {describe_error(error)}")
+            raise unreachable(settings, describe_error(error))
         if time.monotonic() - told > _ASK_S:
             told = time.monotonic()
             log.info("waiting for the cluster", servers=settings.bootstrap_servers, error=error.str())

@@ -346,10 +346,10 @@ def need_of(settings: Settings, inputs: Iterable[str], outputs: Iterable[str]) -
     )
 
 
-def look(settings: Settings, need: Need, timeout_s: float) -> list[Finding]:
-    """Asks and judges. Raises only when nothing could be asked: Unavailable, NotAuthorised, ConfigurationError."""
+def look(settings: Settings, need: Need, timeout_s: float) -> Facts:
+    """What `judge` needs. Raises when it cannot be asked: Unavailable, NotAuthorised, ConfigurationError."""
     check_clients(settings)
-    return judge(need, ask(settings, need.topics, need.group, need.transactional_ids, timeout_s))
+    return ask(settings, need.topics, need.group, need.transactional_ids, timeout_s)
 
 
 def require(settings: Settings, need: Need) -> None:

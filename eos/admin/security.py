@@ -20,7 +20,7 @@ from typing import Any
 
 from kafka.net.sasl.oauth import AbstractTokenProvider
 
-from eos.errors import ConfigurationError, NotAuthorised
+from eos.errors import ConfigurationError, NotAuthorised, Unavailable
 from eos.settings import Settings
 
 _SASL = {
@@ -57,6 +57,32 @@ def configuration(settings: Settings, timeout_ms: int) -> dict[str, Any]:
         "bootstrap_timeout_ms": timeout_ms,
         "reconnect_backoff_max_ms": 1_000,
     }
+
+
+# ---- when no connection comes about ----------------------------------------------------------------------------
+
+
+def login_refused(settings: Settings, reason: str) -> NotAuthorised:
+    tokens = str(settings.get("sasl.mechanism", "")).upper() == "OAUTHBEARER"
+    return NotAuthorised(
+        f"the login at {settings.bootstrap_servers} was refused: {reason}",
+        remedy=f"check sasl.mechanism and {'sasl.oauthbearer.*' if tokens else 'sasl.username, sasl.password'}",
+    )
+
+
+def no_tls(settings: Settings, reason: str) -> Unavailable:
+    return Unavailable(
+        f"no TLS connection to {settings.bootstrap_servers}: {reason}",
+        remedy="check ssl.ca.location (who signed the brokers' certificates), ssl.certificate.location if they ask for "
+        "one, and that bootstrap.servers names a TLS listener",
+    )
+
+
+def unreachable(settings: Settings, reason: str) -> Unavailable:
+    return Unavailable(
+        f"{settings.bootstrap_servers} cannot be reached: {reason}",
+        remedy="check bootstrap.servers, security.protocol, and that a broker listens there for this machine",
+    )
 
 
 # ---- TLS ------------------------------------------------------------------------------------------------------

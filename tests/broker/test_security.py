@@ -275,6 +275,7 @@ def test_a_refused_login_is_exit_77_within_seconds(case: Case, token_endpoint: s
         assert ended.returncode == 77, ended.stderr
         assert time.monotonic() - began < 15
         assert "not-hers" not in ended.stderr
+        assert ": check sasl.mechanism and sasl." in ended.stderr.splitlines()[-1]
 
 
 def test_a_broker_whose_certificate_nobody_knows_is_exit_69_within_seconds(case: Case, pki: Path) -> None:
@@ -283,6 +284,7 @@ def test_a_broker_whose_certificate_nobody_knows_is_exit_69_within_seconds(case:
     ended = case.run("BOTH", settings)
     assert ended.returncode == 69, ended.stderr
     assert "certificate verify failed" in ended.stderr.splitlines()[-1]
+    assert ": check ssl.ca.location" in ended.stderr.splitlines()[-1]
     assert time.monotonic() - began < 15
 
 

@@ -10,7 +10,7 @@ import pytest
 from eos.admin.cluster import ClusterAdmin, Listed, OpenProducer
 from eos.admin.pending import partition_of
 from eos.admin.reset import parse_target
-from eos.admin.security import configuration
+from eos.admin.security import configuration, login_refused
 from eos.admin.transactions import ENDED, ENDING, Verdict, judge
 from eos.errors import ConfigurationError, Unavailable, UsageError
 from eos.ownership import ABORTING
@@ -112,7 +112,15 @@ def test_a_callback_gives_the_token_of_the_admin_client_too() -> None:
     assert asked == ["a=b"], "a token is asked for again before its time"
 
 
+@pytest.mark.parametrize(
+    ("mechanism", "settings"), [("PLAIN", "sasl.username, sasl.password"), ("OAUTHBEARER", "sasl.oauthbearer.*")]
+)
+def test_a_refused_login_names_the_settings_that_it_is_made_of(mechanism: str, settings: str) -> None:
+    refused = login_refused(Settings({"bootstrap.servers": "b:9092", "sasl.mechanism": mechanism}), "no")
+    assert str(refused) == f"the login at b:9092 was refused: no: check sasl.mechanism and {settings}"
+
+
 def test_an_admin_connection_that_finds_no_broker_leaves_no_thread_behind() -> None:
-    with pytest.raises(Unavailable, match="cannot be reached"):
+    with pytest.raises(Unavailable, match=r"cannot be reached: .*: check bootstrap\.servers"):
         ClusterAdmin(Settings({"bootstrap.servers": "127.0.0.1:9"}), timeout_ms=100)
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kafka-io")] == []
