@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from eos import log
 from eos.app import App, Each, Fed, Feed, Header, Produce, Record, Refused, Route, Send, feed_each
-from eos.dead_letters import class_name, dead_letter
+from eos.dead_letters import class_name, dead_letter, message_of
 from eos.errors import CallFailed, EosError, PoisonRecord
 from eos.lineage import Ledger, check_route, feed_with_lineage
 from eos.policies import stop
@@ -270,7 +270,7 @@ def by_route(app: App, records: list[Record]) -> Iterator[tuple[Route, list[Reco
 
 def _poison(route: Route, record: Record, error: Exception) -> PoisonRecord:
     where = f"{record.topic} [{record.partition}] offset {record.offset}"
-    sentence = f"{route.name} failed on {where}: {type(error).__name__}: {error}"
+    sentence = f"{route.name} failed on {where}: {type(error).__name__}: {message_of(error)}"
     return _because(PoisonRecord(sentence, record.topic, record.partition, record.offset), error)
 
 
@@ -281,7 +281,9 @@ def _poison_batch(route: Route, records: list[Record], error: Exception) -> Pois
         first, _ = spans.get((record.topic, record.partition), (record.offset, 0))
         spans[record.topic, record.partition] = (first, record.offset)
     where = ", ".join(f"{t} [{p}] offsets {first} to {last}" for (t, p), (first, last) in spans.items())
-    sentence = f"{route.name} failed on one of {len(records)} records ({where}): {type(error).__name__}: {error}"
+    sentence = (
+        f"{route.name} failed on one of {len(records)} records ({where}): {type(error).__name__}: {message_of(error)}"
+    )
     head = records[0]
     return _because(PoisonRecord(sentence, head.topic, head.partition, head.offset), error)
 
@@ -306,4 +308,4 @@ class _Told:
         self._lines += 1
         if self._lines <= _LINES:
             where = {"topic": record.topic, "partition": record.partition, "offset": record.offset}
-            log.warning(event, **where, error=f"{class_name(error)}: {error}", **more)
+            log.warning(event, **where, error=f"{class_name(error)}: {message_of(error)}", **more)

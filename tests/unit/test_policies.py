@@ -151,6 +151,25 @@ def test_stop_halts_just_before_the_record_with_its_place_and_cause() -> None:
     assert isinstance(halt.error.__cause__, ValueError)
 
 
+def test_what_is_logged_of_a_failing_record_is_cut_as_in_its_dead_letter(caplog: pytest.LogCaptureFixture) -> None:
+    def quotes(value: bytes) -> None:
+        raise ValueError(value.decode())
+
+    huge = b"x" * 1_000_000
+    cut = "x" * MESSAGE_BYTES + "..."
+    for policy in (skip, dlq, retry(1)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "eos"):
+            Handler(app_of(quotes, policy)).handle(Txn(), records(huge))
+        (line,) = caplog.messages
+        assert f"error=ValueError: {cut}" in line
+        assert len(line) < 2 * MESSAGE_BYTES
+    for app in (app_of(quotes), batch_app(stop)):
+        halt = Handler(app).handle(Txn(), records(b"bad" + huge, b"b"))
+        assert halt is not None
+        assert len(str(halt.error)) < 2 * MESSAGE_BYTES
+
+
 def test_skip_goes_on_behind_each_record_that_fails() -> None:
     txn = Txn()
     assert Handler(app_of(on_error=skip)).handle(txn, records(*VALUES)) is None
