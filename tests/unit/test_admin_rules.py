@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ssl
 import threading
 
 import pytest
@@ -90,6 +91,28 @@ def test_tokens_without_a_source_are_a_configuration_error() -> None:
     settings = Settings({"security.protocol": "sasl_ssl", "sasl.mechanism": "OAUTHBEARER"})
     with pytest.raises(ConfigurationError, match=r"sasl\.oauthbearer\.method=oidc"):
         configuration(settings, 1000)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sasl.oauthbearer.grant.type", "urn:ietf:params:oauth:grant-type:jwt-bearer"),
+        ("sasl.oauthbearer.metadata.authentication.type", "azure_imds"),
+    ],
+)
+def test_a_way_to_a_token_that_only_librdkafka_knows_is_refused_and_named(name: str, value: str) -> None:
+    given = {"security.protocol": "sasl_ssl", "sasl.mechanism": "OAUTHBEARER", "sasl.oauthbearer.method": "oidc"}
+    configuration(Settings(given | {"sasl.oauthbearer.grant.type": "client_credentials"}), 1000)
+    with pytest.raises(ConfigurationError, match=f"^{name}={value} cannot be used here: set .*client_credentials"):
+        configuration(Settings(given | {name: value}), 1000)
+
+
+def test_a_ca_that_librdkafka_is_to_probe_for_is_the_systems_own() -> None:
+    context = configuration(Settings({"security.protocol": "ssl", "ssl.ca.location": "probe"}), 1000)["ssl_context"]
+    assert context.verify_mode is ssl.CERT_REQUIRED
+    assert context.check_hostname
+    with pytest.raises(ConfigurationError, match=r"ssl\.ca\.location cannot be used"):
+        configuration(Settings({"security.protocol": "ssl", "ssl.ca.location": "/nowhere/probe"}), 1000)
 
 
 def test_a_callback_gives_the_token_of_the_admin_client_too() -> None:
