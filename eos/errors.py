@@ -167,6 +167,11 @@ def missing_right(resource: str, operation: str) -> tuple[str, str]:
     return f"{resource}: not authorised to {operation} it", f"add an ACL that allows {operation} on {resource}"
 
 
+def not_authorised(resource: str, operation: str) -> NotAuthorised:
+    sentence, remedy = missing_right(resource, operation)
+    return NotAuthorised(sentence, remedy=remedy)
+
+
 def describe_error(error: BaseException | KafkaError) -> str:
     """One line: the code's name and librdkafka's sentence, or the exception."""
     from confluent_kafka import KafkaError, KafkaException

@@ -69,7 +69,7 @@ def ask(
     """Unavailable when no broker answers within `timeout_s`; NotAuthorised as soon as one refuses the login."""
     client = connect(settings, timeout_s)
     internal = (TRANSACTION_LOG, OFFSETS_LOG)
-    seen = {name: _topic(client, name) for name in dict.fromkeys([*topics, *internal])}
+    seen = {name: describe_topic(client, name) for name in dict.fromkeys([*topics, *internal])}
     brokers = metadata(client, settings.bootstrap_servers, _ASK_S).brokers
     configs = _configs(client, [name for name, topic in seen.items() if topic.exists], min(brokers))
     found = {name: _with_config(topic, configs.get(("topic", name))) for name, topic in seen.items()}
@@ -153,7 +153,7 @@ def _answer(future: Future[T]) -> T:
         raise Unavailable(f"the cluster did not answer within {_ANSWER_S:.0f} s what a preflight asks") from error
 
 
-def _topic(client: Any, name: str) -> Topic:
+def describe_topic(client: Any, name: str) -> Topic:
     asked = client.describe_topics(TopicCollection([name]), include_authorized_operations=True, request_timeout=_ASK_S)
     try:
         found: Any = _answer(asked[name])
@@ -227,7 +227,7 @@ def create_topics(settings: Settings, wanted: Mapping[str, int], brokers: int, t
     for name, future in client.create_topics(new, request_timeout=timeout_s).items():
         _created(name, future.result)
     deadline = time.monotonic() + timeout_s
-    while missing := [name for name in wanted if not _topic(client, name).exists]:
+    while missing := [name for name in wanted if not describe_topic(client, name).exists]:
         if time.monotonic() > deadline:
             raise Unavailable(f"topic {missing[0]} was created and is not there after {timeout_s:.0f} s")
         time.sleep(0.05)

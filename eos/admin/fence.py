@@ -12,6 +12,7 @@ from confluent_kafka import KafkaException, Producer
 
 from eos import log
 from eos.admin.cluster import ClusterAdmin
+from eos.error_table import denied
 from eos.errors import Action, CallFailed, EosError, Temporary, Unavailable, classify, stop_error
 from eos.settings import Settings
 
@@ -53,7 +54,8 @@ def fence(settings: Settings, transactional_id: str, timeout_s: float = _TIMEOUT
         except KafkaException as error:
             action = classify("init", error.args[0])
             if action is not Action.RETRY:
-                raise stop_error(CallFailed("init", action, error)) from error
+                right = denied(error, transactional_id=transactional_id)
+                raise stop_error(CallFailed("init", action, error, right)) from error
             if time.monotonic() >= deadline:
                 raise Temporary(
                     f"{transactional_id}: its coordinator did not end the transaction within {timeout_s:.0f} s: a "
