@@ -27,7 +27,7 @@ def dead_letter(record: Record, error: BaseException) -> Send:
         "offset": str(record.offset),
         "timestamp": str(record.timestamp),
         "exception": class_name(error),
-        "message": _message(error),
+        "message": message_of(error),
     }
     # Lineage of the record itself is about an earlier step; this one's is written when the letter is sent.
     headers: list[Header] = [header for header in record.headers if header[0] != LINEAGE]
@@ -41,6 +41,7 @@ def class_name(error: BaseException) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _message(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
+    """What the exception says, cut to MESSAGE_BYTES: for a dead letter, and wherever else a failing record is told."""
     whole = str(error).encode(errors="replace")
     return whole.decode() if len(whole) <= MESSAGE_BYTES else whole[:MESSAGE_BYTES].decode(errors="ignore") + "..."

@@ -28,9 +28,18 @@ if TYPE_CHECKING:
 
 
 class EosError(Exception):
-    """Base of every error this package raises on purpose; `exit_code` is what the command line ends with."""
+    """Base of every error this package raises on purpose; `exit_code` is what the command line ends with, `remedy`
+    what to change, said behind the sentence."""
 
     exit_code = 70
+
+    def __init__(self, *args: object, remedy: str = "") -> None:
+        super().__init__(*args)
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        sentence = super().__str__()
+        return f"{sentence}: {self.remedy}" if self.remedy else sentence
 
 
 class UsageError(EosError):
@@ -156,6 +165,11 @@ class CallFailed(Exception):
 def missing_right(resource: str, operation: str) -> tuple[str, str]:
     """What is missing, and what to change."""
     return f"{resource}: not authorised to {operation} it", f"add an ACL that allows {operation} on {resource}"
+
+
+def not_authorised(resource: str, operation: str) -> NotAuthorised:
+    sentence, remedy = missing_right(resource, operation)
+    return NotAuthorised(sentence, remedy=remedy)
 
 
 def describe_error(error: BaseException | KafkaError) -> str:

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from eos import log
 from eos.app import App, Each, Fed, Feed, Header, Produce, Record, Refused, Route, Send, feed_each
-from eos.dead_letters import class_name, dead_letter
+from eos.dead_letters import class_name, dead_letter, message_of
 from eos.errors import CallFailed, EosError, PoisonRecord
 from eos.lineage import Ledger, check_route, feed_with_lineage
 from eos.policies import stop
@@ -83,12 +83,23 @@ class Halt(NamedTuple):
     pause_s: float = 0.0
 
 
+class Took(NamedTuple):
+    """One call of a route's function, or its calls one after the other on single records."""
+
+    route: Route
+    records: list[Record]
+    seconds: float
+
+
 class Handler:
     """The routes of one App with their policies; one per worker. An `async def` runs on at most `concurrent_most`
-    records at once."""
+    records at once, a batch function is handed at most `batch_most`."""
 
-    def __init__(self, app: App, ledger: Ledger | None = None, concurrent_most: int = 100) -> None:
-        self._app, self._ledger, self._concurrent_most = app, ledger, concurrent_most
+    def __init__(
+        self, app: App, ledger: Ledger | None = None, concurrent_most: int = 100, batch_most: int = 5_000
+    ) -> None:
+        self._app, self._ledger = app, ledger
+        self._concurrent_most, self._batch_most = concurrent_most, batch_most
         self._feeds: dict[Route, Feed] = {}
         for route in app.routes.values():
             if ledger is not None:
@@ -104,12 +115,14 @@ class Handler:
         self._told = _Told()
         self.room_s = 0.0
         """Seconds spent in feeds that waited for room in the client's queue."""
+        self.longest: Took | None = None
+        """What took longest since `begin`."""
 
     def _feed_of(self, each: Each) -> Feed:
         return feed_each(each) if self._ledger is None else feed_with_lineage(each, self._ledger)
 
     def _noted(self, route: Route, feed: Feed) -> Feed:
-        """The same feed; a CallFailed says which record it is about where that is known, and waiting is measured."""
+        """The same feed; a CallFailed says which record it is about where that is known, and time is measured."""
 
         def noted(records: list[Record], produce: Produce, refused: Refused) -> Fed:
             def timed(error: Exception, send: Send) -> object:
@@ -119,7 +132,11 @@ class Handler:
                 finally:
                     self.room_s += time.monotonic() - began
 
+            began = time.monotonic()
             fed = feed(records, produce, timed)
+            seconds = time.monotonic() - began
+            if self.longest is None or seconds > self.longest.seconds:
+                self.longest = Took(route, records, seconds)
             failure = fed.error
             # A delivery that failed is reported during the send of some other record.
             if isinstance(failure, CallFailed) and failure.call == "produce" and (not route.batch or len(records) == 1):
@@ -132,6 +149,7 @@ class Handler:
 
     def begin(self, owned: Collection[Partition], committed: Mapping[Partition, int]) -> None:
         """A transaction begins: what is known of records that are committed, or another member's now, is dropped."""
+        self.longest = None
         if self._special or self._failures:
             self._special = {p: error for p, error in self._special.items() if _is_due(p, owned, committed)}
             self._failures = {p: times for p, times in self._failures.items() if _is_due(p, owned, committed)}
@@ -159,7 +177,7 @@ class Handler:
         """As `handle`, for records of one route. The hot path is one turn of the loop."""
         feed = self._feeds[route]
         self._dead.clear()
-        at, most = 0, self._concurrent_most if route.concurrent and not route.batch else len(records)
+        at, most = 0, self._most_of(route, len(records))
         while at < len(records):
             size = self._together(records, at, most)
             part = records[at : at + size] if at or size < len(records) else records
@@ -181,6 +199,11 @@ class Handler:
                 return halt._replace(handled=at)
             at += 1
         return None
+
+    def _most_of(self, route: Route, records: int) -> int:
+        if route.batch:
+            return self._batch_most
+        return self._concurrent_most if route.concurrent else records
 
     def _together(self, records: list[Record], at: int, most: int) -> int:
         """How many records from `at` on are run at once: special ones alone."""
@@ -247,7 +270,7 @@ def by_route(app: App, records: list[Record]) -> Iterator[tuple[Route, list[Reco
 
 def _poison(route: Route, record: Record, error: Exception) -> PoisonRecord:
     where = f"{record.topic} [{record.partition}] offset {record.offset}"
-    sentence = f"{route.name} failed on {where}: {type(error).__name__}: {error}"
+    sentence = f"{route.name} failed on {where}: {type(error).__name__}: {message_of(error)}"
     return _because(PoisonRecord(sentence, record.topic, record.partition, record.offset), error)
 
 
@@ -258,7 +281,9 @@ def _poison_batch(route: Route, records: list[Record], error: Exception) -> Pois
         first, _ = spans.get((record.topic, record.partition), (record.offset, 0))
         spans[record.topic, record.partition] = (first, record.offset)
     where = ", ".join(f"{t} [{p}] offsets {first} to {last}" for (t, p), (first, last) in spans.items())
-    sentence = f"{route.name} failed on one of {len(records)} records ({where}): {type(error).__name__}: {error}"
+    sentence = (
+        f"{route.name} failed on one of {len(records)} records ({where}): {type(error).__name__}: {message_of(error)}"
+    )
     head = records[0]
     return _because(PoisonRecord(sentence, head.topic, head.partition, head.offset), error)
 
@@ -283,4 +308,4 @@ class _Told:
         self._lines += 1
         if self._lines <= _LINES:
             where = {"topic": record.topic, "partition": record.partition, "offset": record.offset}
-            log.warning(event, **where, error=f"{class_name(error)}: {error}", **more)
+            log.warning(event, **where, error=f"{class_name(error)}: {message_of(error)}", **more)

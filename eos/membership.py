@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -365,8 +365,8 @@ class Membership:
         }
 
     def _partitions_of(self, topic: str) -> list[Partition]:
-        metadata = self.consumer.list_topics(topic, timeout=10.0).topics[topic]
-        return [(topic, partition) for partition in metadata.partitions]
+        found = self._asked("metadata", topic, lambda: self.consumer.list_topics(topic, timeout=_ASK_S))
+        return [(topic, partition) for partition in found.topics[topic].partitions]
 
     # ---- the group's offsets ----------------------------------------------------------------------------------
 
@@ -478,15 +478,22 @@ class Membership:
 
     def _watermarks(self, partition: Partition) -> tuple[int, int]:
         """Low watermark and last stable offset of a partition (a read_committed consumer's end)."""
+        at = TopicPartition(*partition)
+        low, high = self._asked(
+            "list_offsets", partition[0], lambda: self.consumer.get_watermark_offsets(at, timeout=_ASK_S)
+        )
+        return low, high
+
+    def _asked(self, name: str, topic: str, ask: Callable[[], Any]) -> Any:
+        """What only the cluster can answer, asked until it does; EosError for what is refused for good."""
         while True:
-            self._pulse.beat("calling", "list_offsets")
+            self._pulse.beat("calling", name)
             try:
-                low, high = self.consumer.get_watermark_offsets(TopicPartition(*partition), timeout=5.0)
-                return low, high
+                return ask()
             except KafkaException as error:
                 action = classify("consume", error.args[0])
                 if action is not Action.RETRY:
-                    raise self._stop("consume", error.args[0], partition[0]) from error
+                    raise self._stop("consume", error.args[0], topic) from error
                 time.sleep(0.1)
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import socket
 import tomllib
 from collections.abc import Callable, Mapping
@@ -339,8 +340,8 @@ def parse_flag(text: str) -> tuple[str, str]:
     """`name=value` of -X; raises ConfigurationError when there is no equals sign."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
-        # Only the first word: the rest may be a password.
-        shown = text.split()[0] if text.split() else text
+        # As much of it as can be a name: the rest may be a password.
+        shown = re.split(r"[^\w.]", text.strip(), maxsplit=1)[0]
         raise ConfigurationError(f"-X {shown}: expected name=value, for example -X linger.ms=20")
     return name.strip(), value.strip()
 
@@ -383,7 +384,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 def _check(name: str, value: Any) -> None:
     if name.startswith("eos."):
         if name not in OPTIONS:
-            raise ConfigurationError(f"{name} is not a setting{_suggest(name, OPTIONS)}")
+            raise ConfigurationError(f"{name} is not a setting{_suggest(name, OPTIONS, cutoff=0.0)}")
         return
     if name in NOT_FOR_USERS:
         raise ConfigurationError(f"{name} cannot be set: {NOT_FOR_USERS[name]}")
@@ -459,8 +460,9 @@ def _number(name: str, value: Any) -> int:
         raise ConfigurationError(f"{name}={value} is not a number") from error
 
 
-def _suggest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
+def _suggest(name: str, known: Any, cutoff: float = 0.75) -> str:
+    """`cutoff` 0 names the nearest however far it is: of a few names of ours one is nearly always a help."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"; did you mean {close[0]}?" if close else ""
 
 

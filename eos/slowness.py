@@ -10,7 +10,7 @@ Owns the judgement only; it must never measure, and never touch a transaction.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from eos import log
 from eos.app import Record, Route
@@ -57,31 +57,53 @@ class Slowness:
         sentence = self._sentence(route, records, took_s)
         if any(self._slow.get((record.topic, record.partition)) == record.offset for record in records):
             raise ConfigurationError(sentence)
-        log.warning("too slow: the transaction is lost, its records come again", why=sentence, **(who or {}))
+        self._warn(sentence, who)
         many = route.batch or route.concurrent
-        for record in reversed(records):
+        if many or len(records) == 1:
+            for record in reversed(records):
+                self._slow[record.topic, record.partition] = record.offset
+        if not many:
+            self._run_alone(records)
+
+    def strike_nobody(
+        self, names: Sequence[str], records: list[Record], took_s: float, who: Mapping[str, object] | None = None
+    ) -> None:
+        """These records of several functions took too long, and no call did so by itself: run alone they will tell."""
+        limits, remedy = self._limits(took_s)
+        self._warn(f"{_took(', '.join(names), records, took_s)}, longer than {limits}: {remedy}", who)
+        self._run_alone(records)
+
+    def _warn(self, sentence: str, who: Mapping[str, object] | None) -> None:
+        log.warning("too slow: the transaction is lost, its records come again", why=sentence, **(who or {}))
+
+    def _run_alone(self, records: list[Record]) -> None:
+        for record in records:
             place = record.topic, record.partition
-            if many or len(records) == 1:
-                self._slow[place] = record.offset
-            if not many:
-                self._one_by_one[place] = max(record.offset, self._one_by_one.get(place, 0))
+            self._one_by_one[place] = max(record.offset, self._one_by_one.get(place, 0))
 
     def _sentence(self, route: Route, records: list[Record], took_s: float) -> str:
-        first = records[0]
+        limits, remedy = self._limits(took_s)
+        if len(records) > 1 and (route.batch or route.concurrent):
+            kind = "batch" if route.batch else "async"
+            remedy += f", or lower eos.{kind}.max.records={self._most[kind]}"
+        return (
+            f"{_took(route.name, records, took_s)}, longer than {limits}: {remedy} "
+            "(the broker takes transactions up to its transaction.max.timeout.ms)"
+        )
+
+    def _limits(self, took_s: float) -> tuple[str, str]:
+        """The settings that so long a call is above, and what to do about them."""
         limits = []
         if took_s * 1000 > self._poll_ms:
             limits.append(f"max.poll.interval.ms={self._poll_ms}")
         if took_s * 1000 > self._transaction_ms or not limits:
             limits.append(f"transaction.timeout.ms={self._transaction_ms}")
-        what, remedy = f"{first.topic} [{first.partition}] offset {first.offset}", "raise it"
-        if len(limits) > 1:
-            remedy = "raise both"
-        if len(records) > 1:
-            what = f"{len(records)} records from {what} on"
-            if route.batch or route.concurrent:
-                kind = "batch" if route.batch else "async"
-                remedy += f", or lower eos.{kind}.max.records={self._most[kind]}"
-        return (
-            f"{route.name} took {took_s:.1f} s for {what}, longer than {' and '.join(limits)}: {remedy} "
-            "(the broker takes transactions up to its transaction.max.timeout.ms)"
-        )
+        return " and ".join(limits), "raise both" if len(limits) > 1 else "raise it"
+
+
+def _took(name: str, records: list[Record], took_s: float) -> str:
+    first = records[0]
+    what = f"{first.topic} [{first.partition}] offset {first.offset}"
+    if len(records) > 1:
+        what = f"{len(records)} records from {what} on"
+    return f"{name} took {took_s:.1f} s for {what}"

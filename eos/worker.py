@@ -50,13 +50,13 @@ class Worker:
         )
         ledger = Ledger() if self.settings["eos.lineage"] else None
         self._concurrent_most: int = self.settings["eos.async.max.records"]
-        self._handler = Handler(app, ledger, self._concurrent_most)
+        self._batch_most: int = self.settings["eos.batch.max.records"]
+        self._handler = Handler(app, ledger, self._concurrent_most, self._batch_most)
         self.session = TransactSession(
             self.settings, app.topics, until_end=until_end, destinations=sorted(app.destinations), ledger=ledger
         )
         self.session.on_refused = self._handler.refused
         self._slice = 1
-        self._batch_most: int = self.settings["eos.batch.max.records"]
         routes = set(app.routes.values())
         self._single_route: Route | None = next(iter(routes)) if len(routes) == 1 else None
         self._slowness = Slowness(self.settings)
@@ -123,8 +123,7 @@ class Worker:
             ended = time.monotonic()
             waited_s = self._handler.room_s - room_s
             if self._slowness.too_slow(ended - begun - waited_s, ended - began):
-                who = self.session.producer.who()
-                self._slowness.strike(self._route_of(batch), batch, ended - began, who)
+                self._strike(batch, ended - begun - waited_s, ended - began)
             elif self._slowness.one_by_one:
                 self._slowness.passed(batch[-1], self.session.membership.owned)
             if halt is not None:
@@ -136,8 +135,16 @@ class Worker:
         if not self.session.stop_requested:
             self.session.pause(self._not_before - time.monotonic())
 
-    def _route_of(self, batch: list[Record]) -> Route:
-        return self.app.routes[batch[0].topic]
+    def _strike(self, batch: list[Record], open_s: float, took_s: float) -> None:
+        """Where a slice is several calls, the longest is to blame if it would have been too slow alone."""
+        who, longest = self.session.producer.who(), self._handler.longest
+        routes = {self.app.routes[record.topic] for record in batch}
+        if self._single_route is not None or len(batch) == 1:
+            self._slowness.strike(routes.pop(), batch, took_s, who)
+        elif longest and self._slowness.too_slow(open_s - took_s + longest.seconds, longest.seconds):
+            self._slowness.strike(longest.route, longest.records, longest.seconds, who)
+        else:
+            self._slowness.strike_nobody(sorted(route.name for route in routes), batch, took_s, who)
 
     def _slice_size(self) -> int:
         route = self._single_route

@@ -54,7 +54,8 @@ class Apply:
         spare_the_collector()
         if all(isinstance(handler, logging.NullHandler) for handler in log.logger.handlers):
             log.configure(level="warning")  # skipped records and dead letters, in the executor's stderr
-        handler, hooks, finished = Handler(self._app, None, self._concurrent_most), Hooks(self._app), False
+        handler = Handler(self._app, None, self._concurrent_most, self._batch_most)
+        hooks, finished = Hooks(self._app), False
         try:
             hooks.start()
             for batch in batches:

@@ -17,8 +17,8 @@ from kafka.admin import AbortTransactionSpec, KafkaAdminClient, MemberToRemove, 
 from kafka.net.compat import KafkaNetClient
 from kafka.protocol.producer import InitProducerIdRequest
 
-from eos.admin.security import configuration
-from eos.errors import ConfigurationError, NotAuthorised, Unavailable
+from eos.admin.security import configuration, login_refused, unreachable
+from eos.errors import ConfigurationError, NotAuthorised, Unavailable, not_authorised
 from eos.ownership import Described
 from eos.settings import Settings
 
@@ -74,9 +74,9 @@ class ClusterAdmin:
             self._client = KafkaAdminClient(**configuration(settings, timeout_ms), kafka_client=network)
             unfinished.clear()
         except kafka_errors.SaslAuthenticationFailedError as error:
-            raise NotAuthorised(f"the login at {settings.bootstrap_servers} was refused: {error}") from error
+            raise login_refused(settings, str(error)) from error
         except (kafka_errors.KafkaError, OSError) as error:
-            raise Unavailable(f"{settings.bootstrap_servers} cannot be reached: {error}") from error
+            raise unreachable(settings, str(error)) from error
         except (AssertionError, TypeError, ValueError) as error:
             raise ConfigurationError(f"the admin client does not accept these settings: {error}") from error
         finally:
@@ -96,7 +96,7 @@ class ClusterAdmin:
 
     def describe(self, transactional_id: str) -> Described | None:
         """The coordinator's view of one transactional.id, None when it knows none (never used, or expired)."""
-        with _translated("DescribeTransactions"):
+        with _translated("DescribeTransactions", f"transactional.id {transactional_id}", "DESCRIBE"):
             try:
                 found = self._client.describe_transactions([transactional_id])[transactional_id]
             except kafka_errors.TransactionalIdNotFoundError:
@@ -120,13 +120,15 @@ class ClusterAdmin:
         return [row for chunk in _chunks(transactional_ids) for row in self._described(chunk)]
 
     def _described(self, names: Sequence[str]) -> list[Listed]:
-        with _translated("DescribeTransactions"):
+        with _translated("DescribeTransactions", f"transactional.id {names[0]}", "DESCRIBE"):
             try:
                 found = self._client.describe_transactions(names)
-            except kafka_errors.TransactionalIdNotFoundError:
-                if len(names) == 1:
-                    return []  # expired since it was listed
-                return [row for name in names for row in self._described([name])]
+            except (kafka_errors.TransactionalIdNotFoundError, kafka_errors.AuthorizationError) as error:
+                if len(names) > 1:
+                    return [row for name in names for row in self._described([name])]
+                if isinstance(error, kafka_errors.AuthorizationError):
+                    raise
+                return []  # expired since it was listed
         return [
             Listed(
                 name,
@@ -167,7 +169,7 @@ class ClusterAdmin:
             min_version=3,
             max_version=4,
         )
-        with _translated("InitProducerId"):
+        with _translated("InitProducerId", f"transactional.id {transaction.transactional_id}", "WRITE"):
             answer = self._client._manager.run(self._send, request, transaction.coordinator)
         return str(kafka_errors.for_code(answer.error_code).__name__.removesuffix("Error"))
 
@@ -182,7 +184,7 @@ class ClusterAdmin:
         for topic in described:
             error = kafka_errors.for_code(topic["error_code"])
             if issubclass(error, kafka_errors.AuthorizationError):
-                raise NotAuthorised(f"topic {topic['name']}: not authorised to DESCRIBE it")
+                raise not_authorised(f"topic {topic['name']}", "DESCRIBE")
             if error is not kafka_errors.NoError and topics is not None:
                 raise Unavailable(f"topic {topic['name']}: {error.__name__.removesuffix('Error')}")
             for partition in topic["partitions"]:
@@ -214,8 +216,15 @@ class ClusterAdmin:
 
     def _open_producers(self, leader: int, partitions: Sequence[Partition]) -> list[OpenProducer]:
         asked = [TopicPartition(*p) for p in partitions]
-        with _translated("DescribeProducers"):
-            answers = self._client.describe_producers(asked, broker_id=leader)
+        topics = sorted({topic for topic, _ in partitions})
+        with _translated("DescribeProducers", f"topic {topics[0]}", "READ"):
+            try:
+                answers = self._client.describe_producers(asked, broker_id=leader)
+            except kafka_errors.AuthorizationError:
+                if len(topics) == 1:
+                    raise
+                each = ([p for p in partitions if p[0] == topic] for topic in topics)
+                return [row for those in each for row in self._open_producers(leader, those)]
         return [
             OpenProducer(
                 (tp.topic, tp.partition),
@@ -233,7 +242,8 @@ class ClusterAdmin:
     def held_back(self, partitions: Collection[Partition]) -> dict[Partition, int]:
         """Offsets between the last stable offset and the high watermark of each partition."""
         asked = {TopicPartition(*p): OffsetSpec.LATEST for p in partitions}
-        with _translated("ListOffsets"):
+        topics = ", ".join(sorted({topic for topic, _ in partitions}))
+        with _translated("ListOffsets", f"topic {topics}", "DESCRIBE"):
             high = self._client.list_partition_offsets(asked)
             stable = self._client.list_partition_offsets(asked, isolation_level=IsolationLevel.READ_COMMITTED)
         return {(tp.topic, tp.partition): high[tp].offset - stable[tp].offset for tp in asked}
@@ -252,7 +262,7 @@ class ClusterAdmin:
             producer.epoch,
             max(producer.coordinator_epoch, 0),
         )
-        with _translated("WriteTxnMarkers"):
+        with _translated("WriteTxnMarkers", "the cluster", "CLUSTER_ACTION"):
             self._client.abort_transaction(spec)
 
     def apis(self) -> frozenset[str]:
@@ -268,27 +278,30 @@ class ClusterAdmin:
 
     def members(self, group: str) -> list[dict[str, Any]]:
         """Members of a classic group, as DescribeGroups shows them."""
-        with _translated("DescribeGroups"):
+        with _translated("DescribeGroups", f"group {group}", "DESCRIBE"):
             described: dict[str, Any] = self._client.describe_groups([group])[group]
         return list(described["members"])
 
     def committed_metadata(self, group: str) -> list[str]:
         """What the committers of a group's offsets wrote beside them."""
-        with _translated("OffsetFetch"):
+        with _translated("OffsetFetch", f"group {group}", "DESCRIBE"):
             offsets = self._client.list_group_offsets(group)[group]
         return [str(committed.metadata) for committed in offsets.values() if committed.metadata]
 
     def remove_member(self, group: str, group_instance_id: str) -> None:
         """A static member leaves for good (its close() alone leaves it in the group until the session timeout)."""
-        with _translated("LeaveGroup"):
+        with _translated("LeaveGroup", f"group {group}", "READ"):
             self._client.remove_group_members(group, [MemberToRemove(group_instance_id=group_instance_id)])
 
 
 @contextlib.contextmanager
-def _translated(request: str) -> Iterator[None]:
+def _translated(request: str, resource: str = "", operation: str = "") -> Iterator[None]:
+    """`resource`, `operation`: the right without which brokers refuse this request; kafka-python does not name it."""
     try:
         yield
     except kafka_errors.AuthorizationError as error:
+        if resource:
+            raise not_authorised(resource, operation) from error
         raise NotAuthorised(f"{request} was refused: {error}") from error
     except kafka_errors.KafkaError as error:
         raise Unavailable(f"{request} failed: {error}") from error

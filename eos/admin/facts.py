@@ -17,6 +17,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic  # type:
 
 from eos import log
 from eos.admin.cluster import OFFSETS_LOG, TRANSACTION_LOG, ClusterAdmin
+from eos.admin.security import login_refused, no_tls, unreachable
 from eos.errors import ConfigurationError, EosError, NotAuthorised, Unavailable, describe_error
 from eos.settings import Settings
 
@@ -68,8 +69,8 @@ def ask(
     """Unavailable when no broker answers within `timeout_s`; NotAuthorised as soon as one refuses the login."""
     client = connect(settings, timeout_s)
     internal = (TRANSACTION_LOG, OFFSETS_LOG)
-    seen = {name: _topic(client, name) for name in dict.fromkeys([*topics, *internal])}
-    brokers = client.list_topics(timeout=_ASK_S).brokers
+    seen = {name: describe_topic(client, name) for name in dict.fromkeys([*topics, *internal])}
+    brokers = metadata(client, settings.bootstrap_servers, _ASK_S).brokers
     asked = configs(client, [name for name, topic in seen.items() if topic.exists], min(brokers))
     found = {name: _with_config(topic, asked.get(("topic", name))) for name, topic in seen.items()}
     operations, denied = _group(client, group) if group else (None, False)
@@ -120,14 +121,22 @@ def connect(settings: Settings, timeout_s: float) -> Any:
             client.poll(0.1)  # serves error_cb, which is told more than the caller
             error = _telling(errors) or raised.args[0]
         if error.code() == KafkaError._AUTHENTICATION:
-            raise NotAuthorised(f"the login at {settings.bootstrap_servers} was refused: {error.str()}")
+            raise login_refused(settings, error.str())
         if error.code() == KafkaError._SSL:
-            raise Unavailable(f"no TLS connection to {settings.bootstrap_servers}: {error.str()}")
+            raise no_tls(settings, error.str())
         if left <= 0:
-            raise Unavailable(f"{settings.bootstrap_servers} cannot be reached: {describe_error(error)}")
+            raise unreachable(settings, describe_error(error))
         if time.monotonic() - told > _ASK_S:
             told = time.monotonic()
             log.info("waiting for the cluster", servers=settings.bootstrap_servers, error=error.str())
+
+
+def metadata(client: Any, servers: str, timeout_s: float) -> Any:
+    """What an AdminClient that has reached a broker knows of the cluster now; Unavailable when it reaches none more."""
+    try:
+        return client.list_topics(timeout=timeout_s)
+    except KafkaException as error:
+        raise Unavailable(f"{servers} cannot be reached any more: {describe_error(error)}") from error
 
 
 def _telling(errors: list[KafkaError]) -> KafkaError | None:
@@ -144,7 +153,7 @@ def _answer(future: Future[T]) -> T:
         raise Unavailable(f"the cluster did not answer within {_ANSWER_S:.0f} s what a preflight asks") from error
 
 
-def _topic(client: Any, name: str) -> Topic:
+def describe_topic(client: Any, name: str) -> Topic:
     asked = client.describe_topics(TopicCollection([name]), include_authorized_operations=True, request_timeout=_ASK_S)
     try:
         found: Any = _answer(asked[name])
@@ -219,7 +228,7 @@ def create_topics(settings: Settings, wanted: Mapping[str, int], brokers: int, t
     for name, future in client.create_topics(new, request_timeout=timeout_s).items():
         _created(name, future.result)
     deadline = time.monotonic() + timeout_s
-    while missing := [name for name in wanted if not _topic(client, name).exists]:
+    while missing := [name for name in wanted if not describe_topic(client, name).exists]:
         if time.monotonic() > deadline:
             raise Unavailable(f"topic {missing[0]} was created and is not there after {timeout_s:.0f} s")
         time.sleep(0.05)

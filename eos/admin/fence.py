@@ -12,7 +12,9 @@ from confluent_kafka import KafkaException, Producer
 
 from eos import log
 from eos.admin.cluster import ClusterAdmin
+from eos.error_table import denied
 from eos.errors import Action, CallFailed, EosError, Temporary, Unavailable, classify, stop_error
+from eos.ownership import Described
 from eos.settings import Settings
 
 _TIMEOUT_S = 30.0
@@ -21,8 +23,8 @@ _LEFT_OPEN_PAUSE_S = 0.01
 _BUSY = ("Ongoing", "PrepareCommit", "PrepareAbort", "PrepareEpochFence")
 
 
-def end_of(admin: ClusterAdmin, settings: Settings, transactional_id: str) -> str:
-    """Aborts what `transactional_id` has open; returns what became of it, in one sentence.
+def end_of(admin: ClusterAdmin, settings: Settings, transactional_id: str) -> tuple[Described, Described | None]:
+    """Aborts what `transactional_id` has open; returns what its coordinator knew before and knows now.
 
     Unavailable: no coordinator knows it, so there is nothing to end (and none is made). Temporary: not within 30 s.
     """
@@ -33,11 +35,7 @@ def end_of(admin: ClusterAdmin, settings: Settings, transactional_id: str) -> st
     found = admin.describe_all([transactional_id])
     timeout_ms = found[0].timeout_ms if found else settings.transaction_timeout_ms
     fence(settings.with_values(**{"transaction.timeout.ms": timeout_ms}), transactional_id)
-    after = admin.describe(transactional_id)
-    return (
-        f"{transactional_id}: was {before.state} (producer id {before.producer_id}, epoch {before.epoch}), is "
-        f"{after.state if after else 'gone'}; its former owner is fenced"
-    )
+    return before, admin.describe(transactional_id)
 
 
 def fence(settings: Settings, transactional_id: str, timeout_s: float = _TIMEOUT_S) -> None:
@@ -53,7 +51,8 @@ def fence(settings: Settings, transactional_id: str, timeout_s: float = _TIMEOUT
         except KafkaException as error:
             action = classify("init", error.args[0])
             if action is not Action.RETRY:
-                raise stop_error(CallFailed("init", action, error)) from error
+                right = denied(error, transactional_id=transactional_id)
+                raise stop_error(CallFailed("init", action, error, right)) from error
             if time.monotonic() >= deadline:
                 raise Temporary(
                     f"{transactional_id}: its coordinator did not end the transaction within {timeout_s:.0f} s: a "

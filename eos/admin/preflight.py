@@ -249,30 +249,70 @@ def _durable(need: Need, facts: Facts) -> Iterator[Finding]:
             "run three brokers where that matters",
         )
         return
-    weak = False
-    for name in dict.fromkeys([*need.outputs, OFFSETS_LOG, TRANSACTION_LOG]):
-        topic = facts.topics[name]
-        if not topic.exists:
-            continue
-        for what, change in _weaknesses(topic):
-            weak = True
-            yield Finding(
-                "durability", level, f"topic {name} can lose acknowledged records: {what}", change, ConfigurationError
-            )
-    if not weak:
+    found = list(_durability(need, facts, level))
+    yield from found
+    if not found:
         yield Finding("durability", Level.OK, "outputs, offsets and transaction log outlive the loss of a broker")
+
+
+# The brokers' settings that a cluster's first transaction, or its first group, makes these topics by: copies, and how
+# many must be in sync. The offsets log has no setting of its own for the latter.
+_MADE_BY = {
+    TRANSACTION_LOG: ("transaction.state.log.replication.factor", "transaction.state.log.min.isr"),
+    OFFSETS_LOG: ("offsets.topic.replication.factor", "min.insync.replicas"),
+}
+
+
+def _durability(need: Need, facts: Facts, level: Level) -> Iterator[Finding]:
+    """What is wrong, and what we may not see: that is no reason to stop, unless it is to be certain."""
+    for name in dict.fromkeys([*need.outputs, OFFSETS_LOG, TRANSACTION_LOG]):
+        weaknesses, right = _examined(name, facts.topics[name], facts.broker_config)
+        for what, change in weaknesses:
+            sentence = f"topic {name} can lose acknowledged records: {what}"
+            yield Finding("durability", level, sentence, change, ConfigurationError)
+        if right:
+            yield Finding(
+                "durability",
+                Level.FAILED if need.strict else Level.UNKNOWN,
+                f"whether topic {name} can lose acknowledged records may not be seen by us",
+                f"add an ACL that allows {right}",
+                NotAuthorised,
+            )
+
+
+def _examined(name: str, topic: Topic, broker: Config | None) -> tuple[list[tuple[str, str]], str]:
+    """A topic's weaknesses, and the right without which there may be more ("": all is seen)."""
+    if topic.exists is None:
+        return [], f"DESCRIBE and DESCRIBE_CONFIGS on topic {name}"
+    if topic.exists:
+        return list(_weaknesses(topic)), "" if topic.config is not None else f"DESCRIBE_CONFIGS on topic {name}"
+    if name not in _MADE_BY:
+        return [], ""  # an output: said by `_topics`, and made as it should be by --create-topics
+    if broker is None:
+        return [], "DESCRIBE_CONFIGS on the cluster"
+    return list(_weaknesses_to_be(name, broker)), ""
 
 
 def _weaknesses(topic: Topic) -> Iterator[tuple[str, str]]:
     if topic.replicas < SAFE_COPIES:
         yield f"it has {topic.replicas} cop{'y' if topic.replicas == 1 else 'ies'}", "give it 3 replicas"
-    if topic.config is None:
-        return
-    least = _number(topic.config, "min.insync.replicas")
+    config = topic.config or {}
+    least = _number(config, "min.insync.replicas")
     if least is not None and least < SAFE_IN_SYNC:
         yield f"min.insync.replicas={least}", "set min.insync.replicas=2"
-    if topic.config.get("unclean.leader.election.enable") == "true":
+    if config.get("unclean.leader.election.enable") == "true":
         yield "unclean.leader.election.enable=true", "set unclean.leader.election.enable=false"
+
+
+def _weaknesses_to_be(name: str, broker: Config) -> Iterator[tuple[str, str]]:
+    """Of a topic that the brokers will make by their settings."""
+    for setting, safe in zip(_MADE_BY[name], (SAFE_COPIES, SAFE_IN_SYNC), strict=True):
+        value = _number(broker, setting)
+        if value is not None and value < safe:
+            yield f"it will be made with {setting}={value}", f"set {setting}={safe} on the brokers"
+    # The transaction log is made without, whatever the brokers say.
+    if name == OFFSETS_LOG and broker.get("unclean.leader.election.enable") == "true":
+        yield "unclean.leader.election.enable=true", "set unclean.leader.election.enable=false on the brokers"
 
 
 def _number(config: Config, name: str) -> int | None:
@@ -306,10 +346,10 @@ def need_of(settings: Settings, inputs: Iterable[str], outputs: Iterable[str]) -
     )
 
 
-def look(settings: Settings, need: Need, timeout_s: float) -> list[Finding]:
-    """Asks and judges. Raises only when nothing could be asked: Unavailable, NotAuthorised, ConfigurationError."""
+def look(settings: Settings, need: Need, timeout_s: float) -> Facts:
+    """What `judge` needs. Raises when it cannot be asked: Unavailable, NotAuthorised, ConfigurationError."""
     check_clients(settings)
-    return judge(need, ask(settings, need.topics, need.group, need.transactional_ids, timeout_s))
+    return ask(settings, need.topics, need.group, need.transactional_ids, timeout_s)
 
 
 def require(settings: Settings, need: Need) -> None:

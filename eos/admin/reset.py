@@ -25,8 +25,8 @@ from confluent_kafka import (
 from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
 
 from eos.admin.cluster import Partition
-from eos.admin.facts import connect
-from eos.errors import ConfigurationError, NotAuthorised, Unavailable, UsageError, describe_error
+from eos.admin.facts import connect, describe_topic, metadata
+from eos.errors import ConfigurationError, Unavailable, UsageError, describe_error, not_authorised
 from eos.settings import Settings
 
 _ASK_S, _LOOK_S = 10.0, 0.5
@@ -85,7 +85,7 @@ class GroupOffsets:
 
     def __init__(self, settings: Settings, group: str, topics: Iterable[str], timeout_s: float = 5.0) -> None:
         self.group, self._topics = group, sorted(topics)
-        self._client = connect(settings, timeout_s)
+        self._client, self._servers = connect(settings, timeout_s), settings.bootstrap_servers
 
     def require_nobody(self, wait_s: float = 0.0) -> None:
         """Unavailable, naming the members, when the group still has some after `wait_s`."""
@@ -139,10 +139,12 @@ class GroupOffsets:
         return low if target.name == "earliest" else end
 
     def _partitions(self) -> list[Partition]:
-        known = self._client.list_topics(timeout=_ASK_S).topics
+        known = metadata(self._client, self._servers, _ASK_S).topics
         found: list[Partition] = []
         for topic in self._topics:
             if topic not in known or known[topic].error is not None:
+                if describe_topic(self._client, topic).exists is None:
+                    raise not_authorised(f"topic {topic}", "READ")
                 raise Unavailable(f"topic {topic} does not exist")
             found += [(topic, number) for number in sorted(known[topic].partitions)]
         return found
@@ -158,7 +160,7 @@ class GroupOffsets:
             raise _translated(error, self.group) from error
         for tp in found:
             if tp.error is not None:
-                raise _translated(KafkaException(tp.error), self.group)
+                raise _translated(KafkaException(tp.error), self.group, tp.topic)
         return {(tp.topic, tp.partition): tp.offset for tp in found if tp.offset >= 0}
 
     def _ends(self, partitions: Sequence[Partition], spec: Any) -> dict[Partition, int]:
@@ -167,10 +169,13 @@ class GroupOffsets:
         answers = self._client.list_offsets(
             asked, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=_ASK_S
         )
-        try:
-            return {(tp.topic, tp.partition): future.result().offset for tp, future in answers.items()}
-        except KafkaException as error:
-            raise _translated(error, self.group) from error
+        ends: dict[Partition, int] = {}
+        for tp, future in answers.items():
+            try:
+                ends[tp.topic, tp.partition] = future.result().offset
+            except KafkaException as error:
+                raise _translated(error, self.group, tp.topic) from error
+        return ends
 
     def commit(self, moves: Sequence[Move]) -> None:
         """Writes the plan; the broker refuses it (Unavailable) when a member joined since."""
@@ -178,19 +183,20 @@ class GroupOffsets:
         request = [ConsumerGroupTopicPartitions(self.group, wanted)]
         try:
             answers = self._client.alter_consumer_group_offsets(request, request_timeout=_ASK_S)
-            for tp in answers[self.group].result().topic_partitions:
-                if tp.error is not None:
-                    raise KafkaException(tp.error)
+            answered = answers[self.group].result().topic_partitions
         except KafkaException as error:
             raise _translated(error, self.group) from error
+        for tp in answered:
+            if tp.error is not None:
+                raise _translated(KafkaException(tp.error), self.group, tp.topic)
 
 
-def _translated(error: KafkaException, group: str) -> Exception:
+def _translated(error: KafkaException, group: str, topic: str = "") -> Exception:
     code = error.args[0].code()
     if code == KafkaError.GROUP_AUTHORIZATION_FAILED:
-        return NotAuthorised(f"group {group}: not authorised to READ it (add an ACL that allows READ on group {group})")
+        return not_authorised(f"group {group}", "READ")
     if code == KafkaError.TOPIC_AUTHORIZATION_FAILED:
-        return NotAuthorised(f"a topic of group {group}: not authorised to READ it")
+        return not_authorised(f"topic {topic}" if topic else f"a topic of group {group}", "READ")
     if code == KafkaError.UNSTABLE_OFFSET_COMMIT:
         return Unavailable(
             f"a transaction pends on the offsets of group {group}: wait for its timeout, or see "

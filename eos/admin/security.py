@@ -20,7 +20,7 @@ from typing import Any
 
 from kafka.net.sasl.oauth import AbstractTokenProvider
 
-from eos.errors import ConfigurationError, NotAuthorised
+from eos.errors import ConfigurationError, NotAuthorised, Unavailable
 from eos.settings import Settings
 
 _SASL = {
@@ -31,6 +31,8 @@ _SASL = {
 }
 _REFRESH_AT = 0.8  # of a token's life, as librdkafka does
 _TOKEN_TIMEOUT_S = 10.0
+_PROBE = "probe"  # a CA's location that means: where this system keeps its own, as Python's default context does
+_CLIENT_CREDENTIALS = "client_credentials"
 
 # kafka-python writes its whole configuration, passwords too, into its debug log; and without a handler Python prints
 # a library's warnings on stderr, where our own sentences stand.
@@ -59,6 +61,32 @@ def configuration(settings: Settings, timeout_ms: int) -> dict[str, Any]:
     }
 
 
+# ---- when no connection comes about ----------------------------------------------------------------------------
+
+
+def login_refused(settings: Settings, reason: str) -> NotAuthorised:
+    tokens = str(settings.get("sasl.mechanism", "")).upper() == "OAUTHBEARER"
+    return NotAuthorised(
+        f"the login at {settings.bootstrap_servers} was refused: {reason}",
+        remedy=f"check sasl.mechanism and {'sasl.oauthbearer.*' if tokens else 'sasl.username, sasl.password'}",
+    )
+
+
+def no_tls(settings: Settings, reason: str) -> Unavailable:
+    return Unavailable(
+        f"no TLS connection to {settings.bootstrap_servers}: {reason}",
+        remedy="check ssl.ca.location (who signed the brokers' certificates), ssl.certificate.location if they ask for "
+        "one, and that bootstrap.servers names a TLS listener",
+    )
+
+
+def unreachable(settings: Settings, reason: str) -> Unavailable:
+    return Unavailable(
+        f"{settings.bootstrap_servers} cannot be reached: {reason}",
+        remedy="check bootstrap.servers, security.protocol, and that a broker listens there for this machine",
+    )
+
+
 # ---- TLS ------------------------------------------------------------------------------------------------------
 
 
@@ -74,8 +102,8 @@ def _tls(values: Mapping[str, Any]) -> ssl.SSLContext:
     context.check_hostname = verified and named
     context.verify_mode = ssl.CERT_REQUIRED if verified else ssl.CERT_NONE
     with _reading("ssl.ca.location"):
-        if "ssl.ca.location" in values:
-            path = str(values["ssl.ca.location"])
+        path = str(values.get("ssl.ca.location", _PROBE))
+        if path != _PROBE:
             context.load_verify_locations(**{"capath" if os.path.isdir(path) else "cafile": path})
         elif "ssl.ca.pem" in values:
             context.load_verify_locations(cadata=str(values["ssl.ca.pem"]))
@@ -136,6 +164,7 @@ def _token_source(values: Mapping[str, Any]) -> Callable[[], Token]:
     if "oauth_cb" in values:
         return lambda: _from_callback(values["oauth_cb"], text)
     if str(values.get("sasl.oauthbearer.method", "default")).lower() == "oidc":
+        _require_credentials(values)
         return lambda: _from_endpoint(values)
     if str(values.get("enable.sasl.oauthbearer.unsecure.jwt", "false")).lower() == "true":
         return lambda: _unsecured(text)
@@ -143,6 +172,21 @@ def _token_source(values: Mapping[str, Any]) -> Callable[[], Token]:
         "sasl.mechanism=OAUTHBEARER needs a token: set sasl.oauthbearer.method=oidc with its token endpoint, client id "
         "and secret, or give oauth_cb"
     )
+
+
+def _require_credentials(values: Mapping[str, Any]) -> None:
+    """Of librdkafka's ways to a token we know this one: by another it would come in, and the admin client would not."""
+    wanted = {
+        "sasl.oauthbearer.grant.type": _CLIENT_CREDENTIALS,
+        "sasl.oauthbearer.metadata.authentication.type": "none",
+    }
+    for name, only in wanted.items():
+        value = str(values.get(name, only))
+        if value.lower() != only:
+            raise ConfigurationError(
+                f"{name}={value} cannot be used here: set sasl.oauthbearer.grant.type={_CLIENT_CREDENTIALS} with a "
+                "client's id and secret, or give oauth_cb"
+            )
 
 
 def _from_callback(callback: Callable[[str], Any], text: str) -> Token:
@@ -157,7 +201,7 @@ def _from_endpoint(values: Mapping[str, Any]) -> Token:
     secret = values.get(
         "sasl.oauthbearer.client.secret", values.get("sasl.oauthbearer.client.credentials.client.secret", "")
     )
-    form = {"grant_type": "client_credentials"}
+    form = {"grant_type": _CLIENT_CREDENTIALS}
     if scope := values.get("sasl.oauthbearer.scope"):
         form["scope"] = str(scope)
     basic = base64.b64encode(f"{name}:{secret}".encode()).decode()
@@ -167,7 +211,8 @@ def _from_endpoint(values: Mapping[str, Any]) -> Token:
             urllib.parse.urlencode(form).encode(),
             {"Authorization": f"Basic {basic}", "Accept": "application/json"},
         )
-        context = ssl.create_default_context(cafile=values.get("https.ca.location")) if url[:6] == "https:" else None
+        ca = str(values.get("https.ca.location", _PROBE))
+        context = ssl.create_default_context(cafile=None if ca == _PROBE else ca) if url[:6] == "https:" else None
         with urllib.request.urlopen(request, timeout=_TOKEN_TIMEOUT_S, context=context) as answer:
             found = json.load(answer)
         return str(found["access_token"]), time.time() + float(found.get("expires_in", 300))

@@ -10,13 +10,14 @@ from rich.table import Table
 
 from eos import settings
 from eos.admin import preflight
-from eos.admin.cluster import ClusterAdmin
+from eos.admin.cluster import OFFSETS_LOG, ClusterAdmin
+from eos.admin.facts import Facts
 from eos.admin.preflight import Finding, Level, Need
 from eos.admin.transactions import OpenTransaction, Verdict, find_open, place
 from eos.cli.options import BootstrapServers, Json, Set, flags_of, print_json, print_table
 from eos.cli.run import load_app
 from eos.cli.txn import heal_command
-from eos.errors import EosError
+from eos.errors import EosError, NotAuthorised, Unavailable
 from eos.settings import Settings
 
 _TIMEOUT_S = 5.0
@@ -36,9 +37,7 @@ def doctor(
     flags = flags_of(bootstrap_servers, set_) | ({"eos.instance": instance} if instance is not None else {})
     loaded = settings.load(flags)
     need = _need(target, loaded)
-    findings = preflight.look(loaded, need, _TIMEOUT_S)
-    if not any(f.level is Level.FAILED for f in findings):
-        findings += _transactions(loaded, need)
+    findings = _findings(loaded, need)
     if json:
         print_json([_finding(f) for f in findings])
     else:
@@ -56,23 +55,36 @@ def _need(target: str | None, loaded: Settings) -> Need:
     return preflight.need_of(named, app.topics, app.destinations)
 
 
-def _transactions(loaded: Settings, need: Need) -> list[Finding]:
-    """Of the App's topics and of the offsets log; without an App of all topics."""
+def _findings(loaded: Settings, need: Need) -> list[Finding]:
+    """A cluster that cannot be asked is a finding too: who reads the JSON expects it there."""
+    try:
+        facts = preflight.look(loaded, need, _TIMEOUT_S)
+    except (Unavailable, NotAuthorised) as error:
+        check = "brokers" if isinstance(error, Unavailable) else "authorised"
+        return [Finding(check, Level.FAILED, str(error.args[0]), error.remedy, type(error))]
+    return [*preflight.judge(need, facts), *_transactions(loaded, need, facts)]
+
+
+def _transactions(loaded: Settings, need: Need, facts: Facts) -> list[Finding]:
+    """Of those of the App's topics that there are, and of the offsets log; without an App of all topics."""
+    asked: list[list[str] | None] = [None]
+    if need.topics:
+        there = [name for name in need.topics if facts.topics[name].exists]
+        log = [OFFSETS_LOG] if facts.topics[OFFSETS_LOG].exists is not False else []
+        asked = [topics for topics in (there, log) if topics]
     try:
         with ClusterAdmin(loaded) as admin:
-            found = find_open(admin, need.topics or None)
-            found += _offsets_log(admin) if need.topics else []
+            found = [finding for topics in asked for finding in _open_on(admin, topics)]
     except EosError as error:
         return [Finding("transactions", Level.UNKNOWN, str(error))]
-    if not found:
-        return [Finding("transactions", Level.OK, "none is open")]
-    return [_as_finding(t) for t in found]
+    return found or [Finding("transactions", Level.OK, "none is open")]
 
 
-def _offsets_log(admin: ClusterAdmin) -> list[OpenTransaction]:
-    from eos.admin.cluster import OFFSETS_LOG
-
-    return find_open(admin, [OFFSETS_LOG])
+def _open_on(admin: ClusterAdmin, topics: list[str] | None) -> list[Finding]:
+    try:
+        return [_as_finding(t) for t in find_open(admin, topics)]
+    except EosError as error:
+        return [Finding("transactions", Level.UNKNOWN, str(error))]
 
 
 def _as_finding(t: OpenTransaction) -> Finding:

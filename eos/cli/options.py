@@ -40,7 +40,7 @@ def confirm(what: str, yes: bool) -> None:
         return
     if not sys.stdin.isatty():
         raise UsageError(f"this would {what}: say --yes where nobody can be asked")
-    typer.confirm(f"This will {what}. Go on?", abort=True)
+    typer.confirm(f"This will {what}. Go on?", abort=True, err=True)  # stdout is for what was done
 
 
 def print_table(table: Table) -> None:

@@ -19,6 +19,7 @@ from eos.admin.fence import end_of
 from eos.admin.transactions import OpenTransaction, abort_hanging, find_open, hanging_among, place
 from eos.cli.options import BootstrapServers, Json, Set, Yes, confirm, load_settings, print_json, print_table
 from eos.errors import Unavailable, UsageError
+from eos.ownership import Described
 
 HANGING_FOUND = 1
 
@@ -110,6 +111,7 @@ def abort(
     topic: Annotated[str | None, typer.Option(help="A topic on which a transaction hangs.")] = None,
     partition: Annotated[int | None, typer.Option(min=0)] = None,
     yes: Yes = False,
+    json: Json = False,
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> None:
@@ -120,21 +122,38 @@ def abort(
     with ClusterAdmin(loaded) as admin:
         if transactional_id is not None:
             confirm(f"end what {transactional_id} has open, and fence its owner", yes)
-            print(end_of(admin, loaded, transactional_id))
+            before, after = end_of(admin, loaded, transactional_id)
+            if json:
+                print_json([_ended({"transactional_id": transactional_id}, before, after)])
+                return
+            was = f"was {before.state} (producer id {before.producer_id}, epoch {before.epoch})"
+            print(f"{transactional_id}: {was}, is {after.state if after else 'gone'}; its former owner is fenced")
             return
         assert topic is not None
         assert partition is not None
-        here = [t for t in find_open(admin, [topic]) if t.partition == (topic, partition)]
-        hanging = hanging_among(here)
-        if not hanging:
-            why = f": {here[0].reason} (transactional.id {here[0].transactional_id})" if here else ""
-            raise Unavailable(f"no transaction hangs on {topic} [{partition}]{why}")
+        _abort_hanging(admin, topic, partition, yes, json)
+
+
+def _abort_hanging(admin: ClusterAdmin, topic: str, partition: int, yes: bool, json: bool) -> None:
+    here = [t for t in find_open(admin, [topic]) if t.partition == (topic, partition)]
+    hanging = hanging_among(here)
+    if not hanging:
+        why = f": {here[0].reason} (transactional.id {here[0].transactional_id})" if here else ""
+        raise Unavailable(f"no transaction hangs on {topic} [{partition}]{why}")
+    done: list[dict[str, Any]] = []
+    try:
         for found in hanging:
             who = f"producer id {found.producer.producer_id}, epoch {found.producer.epoch}"
-            what = f"write an abort marker to {place(found.partition)} for {who} ({found.reason})"
-            confirm(what, yes)
+            confirm(f"write an abort marker to {place(found.partition)} for {who} ({found.reason})", yes)
             abort_hanging(admin, found)
-            print(f"{place(found.partition)}: aborted the transaction of {who}")
+            ids = (found.producer.producer_id, found.producer.epoch)
+            where = {"topic": topic, "partition": partition}
+            done.append(_ended(where, Described(found.verdict.value, *ids), Described("aborted", *ids)))
+            if not json:
+                print(f"{place(found.partition)}: aborted the transaction of {who}")
+    finally:
+        if json and done:  # what was aborted before one that could not be is said too
+            print_json(done)
 
 
 # ---- output ---------------------------------------------------------------------------------------------------
@@ -157,6 +176,14 @@ def heal_command(hanging: OpenTransaction) -> str:
 
 def _listed(row: Listed) -> dict[str, Any]:
     return dataclasses.asdict(row) | {"partitions": [list(p) for p in sorted(row.partitions)]}
+
+
+def _ended(what: dict[str, Any], before: Described, after: Described | None) -> dict[str, Any]:
+    return what | {"before": _known(before), "after": _known(after)}
+
+
+def _known(seen: Described | None) -> dict[str, Any] | None:
+    return None if seen is None else {"state": seen.state, "producer_id": seen.producer_id, "epoch": seen.epoch}
 
 
 def _open(t: OpenTransaction) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from eos import log
 from eos.health.status import Incident
 
 _KEPT = 50
+_MOST_CHARACTERS = 2_000  # of one incident: all are sent with every status, and an exception may quote a whole record
 # Said below a warning, and still what one looks for first when something went wrong.
 _TELLING = frozenset(
     {"producer replaced", "partitions assigned", "partitions revoked", "partitions lost", "session started", "stopping"}
@@ -34,7 +35,8 @@ class Incidents(logging.Handler):
             self.note(record.created, record.levelname.lower(), words(event, getattr(record, "fields", {})))
 
     def note(self, at: float, level: str, text: str) -> None:
-        self._kept.append(Incident(at, level, text))
+        cut = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+        self._kept.append(Incident(at, level, cut))
 
     def last(self) -> list[Incident]:
         """Oldest first."""

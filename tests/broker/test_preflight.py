@@ -161,10 +161,13 @@ def test_doctor_shows_open_and_hanging_transactions_of_the_apps_topics(kafka: Lo
 def test_a_cluster_that_is_not_there_is_exit_69_within_seconds(here: Directory) -> None:
     nowhere = f"127.0.0.1:{free_ports(1)[0]}"
     began = time.monotonic()
-    ended = here.eos("doctor", "theapp.py:app", nowhere)
-    assert (ended.returncode, ended.stdout) == (69, "")
-    assert ended.stderr.startswith(f"eos: {nowhere} cannot be reached: ")
+    ended = here.eos("doctor", "theapp.py:app", "--json", nowhere)
+    assert ended.returncode == 69, ended.stderr
     assert time.monotonic() - began < 20
+    (row,) = json.loads(ended.stdout)
+    assert (row["check"], row["level"], row["exit_code"]) == ("brokers", "failed", 69)
+    assert str(row["found"]).startswith(f"{nowhere} cannot be reached: ")
+    assert str(row["change"]).startswith("check bootstrap.servers")
 
 
 def test_topics_that_can_lose_acknowledged_records_are_a_warning_and_with_strict_a_refusal(

@@ -228,7 +228,7 @@ def test_doctor_names_every_missing_right_at_once(case: Case) -> None:
     assert [f for f in failed if "alternate" not in f] == wanted
 
 
-@pytest.mark.parametrize("which", ["output", "group", "id"])
+@pytest.mark.parametrize("which", ["input", "output", "group", "id"])
 def test_a_right_that_is_withdrawn_while_a_worker_runs_stops_it_with_77_and_the_resource(
     which: str, case: Case
 ) -> None:
@@ -263,6 +263,20 @@ def test_a_right_that_is_withdrawn_while_a_worker_runs_stops_it_with_77_and_the_
     assert sentence.split(":")[0] in words
 
 
+def test_a_command_without_its_right_is_exit_77_with_the_resource(case: Case) -> None:
+    """The topic may be described, which is not enough to see who has a transaction open on it."""
+    case.kafka.allow("TOPIC", case.input, "DESCRIBE")
+    for arguments, resource, operation in (
+        (("txn", "describe", f"{case.app}-one"), f"transactional.id {case.app}-one", "DESCRIBE"),
+        (("txn", "find-hanging", "--topic", case.input), f"topic {case.input}", "READ"),
+        (("reset", "theapp.py:app", "--from", "earliest", "--yes"), f"group {case.app}", "READ"),
+    ):
+        ended = case.eos("SASL", PLAIN, *arguments)
+        assert ended.returncode == 77, ended.stderr
+        right = f"add an ACL that allows {operation} on {resource}"
+        assert ended.stderr.splitlines()[-1] == f"eos: {resource}: not authorised to {operation} it: {right}"
+
+
 # ---- what is said of wrong logins and certificates ---------------------------------------------------------------
 
 
@@ -275,6 +289,7 @@ def test_a_refused_login_is_exit_77_within_seconds(case: Case, token_endpoint: s
         assert ended.returncode == 77, ended.stderr
         assert time.monotonic() - began < 15
         assert "not-hers" not in ended.stderr
+        assert ": check sasl.mechanism and sasl." in ended.stderr.splitlines()[-1]
 
 
 def test_a_broker_whose_certificate_nobody_knows_is_exit_69_within_seconds(case: Case, pki: Path) -> None:
@@ -283,6 +298,7 @@ def test_a_broker_whose_certificate_nobody_knows_is_exit_69_within_seconds(case:
     ended = case.run("BOTH", settings)
     assert ended.returncode == 69, ended.stderr
     assert "certificate verify failed" in ended.stderr.splitlines()[-1]
+    assert ": check ssl.ca.location" in ended.stderr.splitlines()[-1]
     assert time.monotonic() - began < 15
 
 

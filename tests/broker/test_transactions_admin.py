@@ -193,9 +193,13 @@ def test_a_transaction_is_ended_through_its_coordinator_and_its_owner_is_fenced(
     assert unasked.returncode == 64
     assert "say --yes" in unasked.stderr
     assert transaction_of(kafka.bootstrap_servers, name).state == "Ongoing"
-    ended = eos(kafka, "txn", "abort", "--transactional-id", name, "--yes")
+    ended = eos(kafka, "txn", "abort", "--transactional-id", name, "--yes", "--json")
     assert ended.returncode == 0, ended.stderr
-    assert f"{name}: was Ongoing" in ended.stdout
+    (row,) = json.loads(ended.stdout)
+    assert (row["transactional_id"], row["before"]["state"]) == (name, "Ongoing")
+    assert row["after"]["epoch"] > row["before"]["epoch"]
+    again = eos(kafka, "txn", "abort", "--transactional-id", name, "--yes")
+    assert f"{name}: was {row['after']['state']}" in again.stdout, again.stderr
     assert visible_values(kafka.bootstrap_servers, topic) == {0: []}
     after = transaction_of(kafka.bootstrap_servers, name)
     assert after.state in ("Empty", "CompleteAbort")

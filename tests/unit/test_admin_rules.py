@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ssl
 import threading
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from eos.admin.cluster import ClusterAdmin, Listed, OpenProducer
 from eos.admin.pending import partition_of
 from eos.admin.reset import parse_target
-from eos.admin.security import configuration
+from eos.admin.security import configuration, login_refused
 from eos.admin.transactions import ENDED, ENDING, Verdict, judge
 from eos.errors import ConfigurationError, Unavailable, UsageError
 from eos.ownership import ABORTING
@@ -92,6 +93,28 @@ def test_tokens_without_a_source_are_a_configuration_error() -> None:
         configuration(settings, 1000)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sasl.oauthbearer.grant.type", "urn:ietf:params:oauth:grant-type:jwt-bearer"),
+        ("sasl.oauthbearer.metadata.authentication.type", "azure_imds"),
+    ],
+)
+def test_a_way_to_a_token_that_only_librdkafka_knows_is_refused_and_named(name: str, value: str) -> None:
+    given = {"security.protocol": "sasl_ssl", "sasl.mechanism": "OAUTHBEARER", "sasl.oauthbearer.method": "oidc"}
+    configuration(Settings(given | {"sasl.oauthbearer.grant.type": "client_credentials"}), 1000)
+    with pytest.raises(ConfigurationError, match=f"^{name}={value} cannot be used here: set .*client_credentials"):
+        configuration(Settings(given | {name: value}), 1000)
+
+
+def test_a_ca_that_librdkafka_is_to_probe_for_is_the_systems_own() -> None:
+    context = configuration(Settings({"security.protocol": "ssl", "ssl.ca.location": "probe"}), 1000)["ssl_context"]
+    assert context.verify_mode is ssl.CERT_REQUIRED
+    assert context.check_hostname
+    with pytest.raises(ConfigurationError, match=r"ssl\.ca\.location cannot be used"):
+        configuration(Settings({"security.protocol": "ssl", "ssl.ca.location": "/nowhere/probe"}), 1000)
+
+
 def test_a_callback_gives_the_token_of_the_admin_client_too() -> None:
     asked: list[str] = []
 
@@ -112,7 +135,15 @@ def test_a_callback_gives_the_token_of_the_admin_client_too() -> None:
     assert asked == ["a=b"], "a token is asked for again before its time"
 
 
+@pytest.mark.parametrize(
+    ("mechanism", "settings"), [("PLAIN", "sasl.username, sasl.password"), ("OAUTHBEARER", "sasl.oauthbearer.*")]
+)
+def test_a_refused_login_names_the_settings_that_it_is_made_of(mechanism: str, settings: str) -> None:
+    refused = login_refused(Settings({"bootstrap.servers": "b:9092", "sasl.mechanism": mechanism}), "no")
+    assert str(refused) == f"the login at b:9092 was refused: no: check sasl.mechanism and {settings}"
+
+
 def test_an_admin_connection_that_finds_no_broker_leaves_no_thread_behind() -> None:
-    with pytest.raises(Unavailable, match="cannot be reached"):
+    with pytest.raises(Unavailable, match=r"cannot be reached: .*: check bootstrap\.servers"):
         ClusterAdmin(Settings({"bootstrap.servers": "127.0.0.1:9"}), timeout_ms=100)
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kafka-io")] == []

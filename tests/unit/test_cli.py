@@ -349,6 +349,7 @@ def test_a_good_app_gets_as_far_as_the_cluster_which_is_unreachable(here: Path, 
     arguments = ("--bootstrap-servers", "127.0.0.1:1", "--instance", "i", "-X", "eos.startup.timeout.ms=1000")
     stderr = refused(69, here, "run", target, *arguments)
     assert stderr.startswith("eos: 127.0.0.1:1 cannot be reached: ")
+    assert ": check bootstrap.servers, security.protocol, and that a broker listens there" in stderr
 
 
 # ---- what is imported ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from eos.health.server import parse_address
 from eos.settings import OPTIONS
 
 DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"
@@ -78,6 +80,15 @@ def test_the_unit_gives_a_worker_time_to_stop_and_restarts_only_what_a_restart_c
     assert found["Restart"] == ["on-failure"]
     never = set(map(int, found["RestartPreventExitStatus"][0].split()))
     assert never == {64, 65, 66, 70, 77, 78, 79}
+
+
+def test_every_instance_of_the_unit_listens_on_an_address_of_its_own() -> None:
+    (given,) = re.findall(r"--http-port (\S+)", UNIT.read_text())
+    addresses = [parse_address(given.replace("%i", str(number))) for number in range(1, 255)]
+    assert len(set(addresses)) == 254
+    for host, port in addresses:
+        assert ipaddress.ip_address(host).is_loopback
+        assert 1024 < port < 65536
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze on this machine")

@@ -154,6 +154,13 @@ def test_incidents_are_warnings_and_the_few_telling_events_in_words_whatever_the
     log.configure()
 
 
+def test_an_incident_that_quotes_a_whole_record_is_cut() -> None:
+    incidents = Incidents()
+    incidents.note(1.0, "warning", "x" * 1_000_000)
+    (kept,) = incidents.last()
+    assert kept.text == "x" * 2_000 + "..."
+
+
 def test_words_name_what_is_left_when_there_is_no_reason() -> None:
     assert words("worker stuck", {"seconds": 3, "group": "g"}) == "worker stuck (seconds 3)"
 

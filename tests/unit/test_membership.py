@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from confluent_kafka import KafkaError, KafkaException
 
 from eos.app import Record
+from eos.errors import NotAuthorised
 from eos.membership import Membership
 from eos.positions import Positions
 from eos.settings import Settings
@@ -44,3 +46,45 @@ def test_what_was_fetched_when_a_callback_failed_is_handed_out_to_who_goes_on_al
         membership.consumer = real
         membership.close(leave=False)
     assert [record.offset for record in positions.take(10)] == [5, 6]
+
+
+class _Cluster:
+    """A consumer whose first questions are answered with `errors`; the topic `in` has two partitions."""
+
+    def __init__(self, *errors: int) -> None:
+        self._errors = list(errors)
+
+    def list_topics(self, topic: str, timeout: float) -> Any:
+        if self._errors:
+            raise KafkaException(KafkaError(self._errors.pop(0)))
+        return SimpleNamespace(topics={topic: SimpleNamespace(partitions={0: None, 1: None})})
+
+    def get_watermark_offsets(self, partition: Any, timeout: float) -> tuple[int, int]:
+        return 0, 5
+
+    def committed(self, partitions: list[Any], timeout: float) -> list[Any]:
+        for partition in partitions:
+            partition.offset = 3 if partition.partition == 0 else -1001
+        return partitions
+
+
+def _of(cluster: _Cluster, **more: Any) -> Membership:
+    membership = Membership(Settings(SETTINGS | more), ["in"], Positions(), None, with_ends=False)
+    membership.close(leave=False)
+    membership.consumer = cluster  # type: ignore[assignment]
+    return membership
+
+
+def test_partitions_are_asked_for_again_while_no_broker_answers() -> None:
+    """At the start of --until-end, and before new partitions begin at the end: a broker may be away just then."""
+    away = (KafkaError._TRANSPORT, KafkaError._TIMED_OUT)
+    assert _of(_Cluster(*away)).stable_ends() == {("in", 0): 5, ("in", 1): 5}
+    latest = _of(_Cluster(*away), **{"auto.offset.reset": "latest"})
+    starts = latest._resolve_starts([("in", 1)])
+    assert starts is not None
+    assert starts["in", 1].offset == -2, "the group knows this topic: a new partition counts from its start"
+
+
+def test_partitions_that_may_not_be_seen_are_a_missing_right_with_its_topic() -> None:
+    with pytest.raises(NotAuthorised, match="topic in: not authorised to READ it"):
+        _of(_Cluster(KafkaError.TOPIC_AUTHORIZATION_FAILED)).stable_ends()

@@ -151,6 +151,25 @@ def test_stop_halts_just_before_the_record_with_its_place_and_cause() -> None:
     assert isinstance(halt.error.__cause__, ValueError)
 
 
+def test_what_is_logged_of_a_failing_record_is_cut_as_in_its_dead_letter(caplog: pytest.LogCaptureFixture) -> None:
+    def quotes(value: bytes) -> None:
+        raise ValueError(value.decode())
+
+    huge = b"x" * 1_000_000
+    cut = "x" * MESSAGE_BYTES + "..."
+    for policy in (skip, dlq, retry(1)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "eos"):
+            Handler(app_of(quotes, policy)).handle(Txn(), records(huge))
+        (line,) = caplog.messages
+        assert f"error=ValueError: {cut}" in line
+        assert len(line) < 2 * MESSAGE_BYTES
+    for app in (app_of(quotes), batch_app(stop)):
+        halt = Handler(app).handle(Txn(), records(b"bad" + huge, b"b"))
+        assert halt is not None
+        assert len(str(halt.error)) < 2 * MESSAGE_BYTES
+
+
 def test_skip_goes_on_behind_each_record_that_fails() -> None:
     txn = Txn()
     assert Handler(app_of(on_error=skip)).handle(txn, records(*VALUES)) is None
@@ -298,6 +317,17 @@ def test_a_batch_under_stop_is_not_run_again_and_names_its_range() -> None:
     assert halt is not None
     assert (halt.handled, txn.sends, calls) == (0, [], [6])
     assert "failed on one of 6 records (in [0] offsets 10 to 14, in [1] offsets 10 to 10)" in str(halt.error)
+
+
+def test_a_batch_is_bounded_whatever_other_functions_the_app_has() -> None:
+    calls: list[int] = []
+    app = batch_app(stop, calls)
+    app.process("other", to="out")(upper)
+    txn = Txn()
+    given = [*records(*[b"a"] * 7), *records(b"b", topic="other"), *records(*[b"c"] * 2)]
+    assert Handler(app, batch_most=3).handle(txn, given) is None
+    assert calls == [3, 3, 1, 2]
+    assert txn.values == [b"A"] * 7 + [b"B"] + [b"C"] * 2
 
 
 @pytest.mark.parametrize("policy", [skip, dlq])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from confluent_kafka import KafkaError, KafkaException
 
 from eos.admin import facts as asking
 from eos.admin.cluster import OFFSETS_LOG, TRANSACTION_LOG
@@ -224,8 +226,90 @@ def test_what_may_not_be_asked_is_not_a_failure() -> None:
         NEED, facts(in_=blind, out=blind, ids=hidden, offsets=hidden, broker_config=None, group_operations=None)
     )
     assert {f.level for f in found} == {Level.OK, Level.UNKNOWN}
-    assert [f.check for f in spoken(found)] == ["authorised", "transaction log", "transaction log", "timeouts"]
+    unseen = ["authorised", "transaction log", "transaction log", "timeouts", *["durability"] * 3]
+    assert [f.check for f in spoken(found)] == unseen
     raise_first(found)
+
+
+# What may not be seen, of which resource that is said, and the right that would show it.
+HIDDEN: list[tuple[str, dict[str, Any], str, str]] = [
+    ("an output's settings", {"out": topic(config=None)}, "topic out", "DESCRIBE_CONFIGS on topic out"),
+    (
+        "the transaction log",
+        {"ids": Topic(exists=None)},
+        f"topic {TRANSACTION_LOG}",
+        f"DESCRIBE and DESCRIBE_CONFIGS on topic {TRANSACTION_LOG}",
+    ),
+    (
+        "how the offsets log will be made",
+        {"offsets": GONE, "broker_config": None},
+        f"topic {OFFSETS_LOG}",
+        "DESCRIBE_CONFIGS on the cluster",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "whose", "right"), [h[1:] for h in HIDDEN], ids=[h[0] for h in HIDDEN])
+def test_durability_that_may_not_be_seen_is_not_called_safe_and_with_strict_a_refusal_that_names_the_right(
+    changes: dict[str, Any], whose: str, right: str
+) -> None:
+    found = [f for f in judge(NEED, facts(**changes)) if f.check == "durability"]
+    assert [(f.level, f.remedy) for f in found] == [(Level.UNKNOWN, f"add an ACL that allows {right}")]
+    assert f"whether {whose} can lose acknowledged records" in found[0].sentence
+    strict = judge(dataclasses.replace(NEED, strict=True), facts(**changes))
+    with pytest.raises(NotAuthorised, match=f"{right}$"):
+        raise_first([f for f in strict if f.check == "durability"])
+
+
+# Which log a fresh cluster has not made yet, the brokers' settings that it will be made by, and what to change.
+UNMADE: list[tuple[str, str, dict[str, str], dict[str, str]]] = [
+    (
+        "ids of one copy",
+        TRANSACTION_LOG,
+        {"transaction.state.log.replication.factor": "1", "transaction.state.log.min.isr": "1"},
+        {"transaction.state.log.replication.factor": "3", "transaction.state.log.min.isr": "2"},
+    ),
+    (
+        "ids with one in sync",
+        TRANSACTION_LOG,
+        {"transaction.state.log.min.isr": "1"},
+        {"transaction.state.log.min.isr": "2"},
+    ),
+    (
+        "offsets of two copies",
+        OFFSETS_LOG,
+        {"offsets.topic.replication.factor": "2"},
+        {"offsets.topic.replication.factor": "3"},
+    ),
+    ("offsets with one in sync", OFFSETS_LOG, {"min.insync.replicas": "1"}, {"min.insync.replicas": "2"}),
+    (
+        "offsets with unclean elections",
+        OFFSETS_LOG,
+        {"unclean.leader.election.enable": "true"},
+        {"unclean.leader.election.enable": "false"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "broker", "better"), [u[1:] for u in UNMADE], ids=[u[0] for u in UNMADE])
+def test_a_log_that_a_fresh_cluster_will_make_weakly_is_a_warning_and_with_strict_a_refusal(
+    name: str, broker: dict[str, str], better: dict[str, str]
+) -> None:
+    changes: dict[str, Any] = {{TRANSACTION_LOG: "ids", OFFSETS_LOG: "offsets"}[name]: GONE, "broker": broker}
+    found = spoken(judge(NEED, facts(**changes)))
+    assert [(f.check, f.level, f.remedy) for f in found] == [
+        ("durability", Level.WARNING, f"set {setting}={value} on the brokers") for setting, value in better.items()
+    ]
+    for finding, (setting, value) in zip(found, broker.items(), strict=True):
+        assert finding.sentence.startswith(f"topic {name} can lose acknowledged records: ")
+        assert finding.sentence.endswith(f"{setting}={value}")
+    with pytest.raises(ConfigurationError, match="can lose acknowledged records"):
+        raise_first(judge(dataclasses.replace(NEED, strict=True), facts(**changes)))
+
+
+def test_logs_that_a_fresh_cluster_will_make_well_are_no_finding() -> None:
+    strict = dataclasses.replace(NEED, strict=True)
+    assert spoken(judge(strict, facts(ids=GONE, offsets=GONE, broker={"min.insync.replicas": "2"}))) == []
 
 
 def test_a_partition_without_a_leader_or_short_of_replicas_is_a_warning_for_it_comes_back() -> None:
@@ -262,3 +346,11 @@ def test_a_cluster_that_never_answers_is_unavailable_and_no_internal_error(monke
     monkeypatch.setattr(asking, "_ANSWER_S", 0.01)
     with pytest.raises(Unavailable, match="did not answer"):
         asking._answer(Future[int]())
+
+
+def test_a_broker_that_goes_away_between_two_questions_is_unavailable_and_no_internal_error() -> None:
+    def list_topics(timeout: float) -> object:
+        raise KafkaException(KafkaError(KafkaError._TRANSPORT))
+
+    with pytest.raises(Unavailable, match=r"^b:9092 cannot be reached any more: _TRANSPORT"):
+        asking.metadata(SimpleNamespace(list_topics=list_topics), "b:9092", 1.0)

@@ -96,7 +96,9 @@ def test_every_name_that_is_not_for_users_is_tried_above() -> None:
             "eos.transaction.intervall.ms",
             "eos.transaction.intervall.ms is not a setting; did you mean eos.transaction.interval.ms?",
         ),
-        ("eos.zzz", "eos.zzz is not a setting"),
+        ("eos.commit.interval", "eos.commit.interval is not a setting; did you mean eos.transaction.interval.ms?"),
+        ("eos.strict.mode", "eos.strict.mode is not a setting; did you mean eos.strict?"),
+        ("eos.zzz", "eos.zzz is not a setting; did you mean eos.strict?"),
     ],
 )
 def test_an_unknown_name_is_refused_with_what_was_probably_meant(name: str, sentence: str) -> None:
@@ -273,9 +275,18 @@ def test_a_flag_without_name_or_equals_sign_is_refused_with_an_example(text: str
         parse_flag(text)
 
 
-def test_a_password_behind_a_flag_without_equals_sign_is_not_repeated() -> None:
-    with pytest.raises(ConfigurationError) as raised:
-        parse_flag("sasl.password hunter2")
+@pytest.mark.parametrize(
+    "text", ["sasl.password hunter2", "sasl.password:hunter2", " sasl.password, hunter2", "sasl.password>hunter2"]
+)
+def test_a_password_behind_a_flag_without_equals_sign_is_not_repeated(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"^-X sasl\.password: expected name=value") as raised:
+        parse_flag(text)
+    assert "hunter2" not in str(raised.value)
+
+
+def test_a_password_behind_a_flag_without_name_is_not_repeated() -> None:
+    with pytest.raises(ConfigurationError, match="expected name=value") as raised:
+        parse_flag("=hunter2")
     assert "hunter2" not in str(raised.value)
 
 

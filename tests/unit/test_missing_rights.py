@@ -1,0 +1,156 @@
+"""What an administrative command says when a right is missing: the resource and the operation, without Kafka."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+from kafka import errors as kafka_errors
+
+from eos.admin import fence as fencing
+from eos.admin import reset
+from eos.admin.cluster import ClusterAdmin, OpenProducer
+from eos.admin.facts import Topic
+from eos.admin.reset import GroupOffsets, parse_target
+from eos.errors import NotAuthorised
+from eos.settings import Settings
+
+
+def said(resource: str, operation: str) -> str:
+    return f"{resource}: not authorised to {operation} it: add an ACL that allows {operation} on {resource}"
+
+
+# ---- eos txn ------------------------------------------------------------------------------------------------------
+
+
+class Denying:
+    """kafka-python's admin on a cluster that denies what is about `denied`, and says as little of it as that does."""
+
+    def __init__(self, denied: str) -> None:
+        self._denied = denied
+
+    def describe_transactions(self, names: list[str]) -> dict[str, Any]:
+        if self._denied in names:
+            raise kafka_errors.TransactionalIdAuthorizationFailedError
+        state = SimpleNamespace(
+            producer_id=1,
+            producer_epoch=0,
+            state=SimpleNamespace(value="Empty"),
+            coordinator_id=0,
+            transaction_start_time_ms=-1,
+            transaction_timeout_ms=10_000,
+            topic_partitions=(),
+        )
+        return dict.fromkeys(names, state)
+
+    def describe_producers(self, partitions: list[Any], broker_id: int) -> dict[Any, Any]:
+        if self._denied in {tp.topic for tp in partitions}:
+            raise kafka_errors.TopicAuthorizationFailedError
+        return {}
+
+    def abort_transaction(self, _: object) -> None:
+        raise kafka_errors.ClusterAuthorizationFailedError
+
+    def describe_groups(self, groups: list[str]) -> dict[str, Any]:
+        raise kafka_errors.GroupAuthorizationFailedError
+
+
+def admin_denying(denied: str = "") -> ClusterAdmin:
+    admin = ClusterAdmin.__new__(ClusterAdmin)
+    admin._client = Denying(denied)
+    return admin
+
+
+def test_of_several_transactional_ids_the_one_that_may_not_be_seen_is_named() -> None:
+    admin = admin_denying("b")
+    assert [row.transactional_id for row in admin.describe_all(["a", "c"])] == ["a", "c"]
+    for ask in (lambda: admin.describe("b"), lambda: admin.describe_all(["a", "b", "c"])):
+        with pytest.raises(NotAuthorised) as raised:
+            ask()
+        assert str(raised.value) == said("transactional.id b", "DESCRIBE")
+
+
+def test_of_several_topics_the_one_whose_producers_may_not_be_seen_is_named() -> None:
+    admin = admin_denying("u")
+    assert admin.open_producers({("t", 0): 1, ("v", 0): 1}) == []
+    with pytest.raises(NotAuthorised) as raised:
+        admin.open_producers({("t", 0): 1, ("u", 0): 1, ("u", 1): 1, ("v", 0): 1})
+    assert str(raised.value) == said("topic u", "READ")
+
+
+def test_a_marker_that_may_not_be_written_and_a_group_that_may_not_be_seen_are_named() -> None:
+    with pytest.raises(NotAuthorised) as raised:
+        admin_denying().write_abort_marker(OpenProducer(("t", 0), 7, 3, 100, 0, 0))
+    assert str(raised.value) == said("the cluster", "CLUSTER_ACTION")
+    with pytest.raises(NotAuthorised) as raised:
+        admin_denying().members("g")
+    assert str(raised.value) == said("group g", "DESCRIBE")
+
+
+def test_an_id_that_may_not_be_fenced_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init_transactions(_: float) -> None:
+        raise KafkaException(KafkaError(KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED))
+
+    monkeypatch.setattr(fencing, "Producer", lambda _: SimpleNamespace(init_transactions=init_transactions))
+    with pytest.raises(NotAuthorised) as raised:
+        fencing.fence(Settings(), "app-one")
+    assert str(raised.value).startswith(said("transactional.id app-one", "WRITE"))
+
+
+# ---- eos reset ------------------------------------------------------------------------------------------------------
+
+
+class Offsets:
+    """confluent-kafka's admin; topics a and b. `denied`: the call and the topic that are refused."""
+
+    def __init__(self, *denied: str) -> None:
+        self._denied = denied
+
+    def list_topics(self, timeout: float) -> Any:
+        known = {"a", "b"} - ({self._denied[1]} if self._denied[0] == "list_topics" else set())
+        return SimpleNamespace(topics={name: SimpleNamespace(error=None, partitions=[0]) for name in known})
+
+    def _error(self, call: str, topic: str) -> KafkaError | None:
+        denied = self._denied == (call, topic)
+        return KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED) if denied else None
+
+    def _answered(self, call: str, asked: list[Any]) -> dict[str, Any]:
+        found = [
+            SimpleNamespace(topic=tp.topic, partition=0, offset=1, error=self._error(call, tp.topic))
+            for tp in asked[0].topic_partitions
+        ]
+        answer: Future[Any] = Future()
+        answer.set_result(SimpleNamespace(topic_partitions=found))
+        return {"g": answer}
+
+    def list_consumer_group_offsets(self, asked: list[Any], **_: object) -> dict[str, Any]:
+        return self._answered("list_consumer_group_offsets", asked)
+
+    def alter_consumer_group_offsets(self, asked: list[Any], **_: object) -> dict[str, Any]:
+        return self._answered("alter_consumer_group_offsets", asked)
+
+    def list_offsets(self, asked: dict[Any, Any], **_: object) -> dict[Any, Any]:
+        answers = {}
+        for tp in asked:
+            answers[tp] = Future()
+            error = self._error("list_offsets", tp.topic)
+            if error is None:
+                answers[tp].set_result(SimpleNamespace(offset=1))
+            else:
+                answers[tp].set_exception(KafkaException(error))
+        return answers
+
+
+@pytest.mark.parametrize(
+    "call", ["list_topics", "list_consumer_group_offsets", "list_offsets", "alter_consumer_group_offsets"]
+)
+def test_of_a_groups_topics_the_one_that_may_not_be_read_is_named(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reset, "connect", lambda *_: Offsets(call, "b"))
+    monkeypatch.setattr(reset, "describe_topic", lambda *_: Topic(exists=None))
+    offsets = GroupOffsets(Settings(), "g", ["a", "b"])
+    with pytest.raises(NotAuthorised) as raised:
+        offsets.commit(offsets.plan(parse_target(["earliest"])))
+    assert str(raised.value) == said("topic b", "READ")

@@ -1,0 +1,77 @@
+"""`eos txn abort` without a cluster: what it says of what it did, to people and to machines."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from eos.admin.cluster import OpenProducer
+from eos.admin.transactions import OpenTransaction, Verdict
+from eos.cli import txn
+from eos.errors import Temporary, Unavailable
+from eos.ownership import Described
+
+
+class Admin(SimpleNamespace):
+    def __enter__(self) -> Admin:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def admin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(txn, "ClusterAdmin", lambda _: Admin())
+
+
+def hanging(producer_id: int) -> OpenTransaction:
+    seen = OpenProducer(("t", 3), producer_id, 5, 100, 0, 0)
+    return OpenTransaction(seen, None, None, Verdict.HANGING, "nobody knows it", 4)
+
+
+def test_the_end_of_a_transactional_id_is_told_with_before_and_after(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = (Described("Ongoing", 7, 3), Described("CompleteAbort", 7, 4))
+    monkeypatch.setattr(txn, "end_of", lambda *_: known)
+    txn.abort("app-one", yes=True)
+    sentence = "app-one: was Ongoing (producer id 7, epoch 3), is CompleteAbort; its former owner is fenced\n"
+    assert capsys.readouterr().out == sentence
+    txn.abort("app-one", yes=True, json=True)
+    before = {"state": "Ongoing", "producer_id": 7, "epoch": 3}
+    after = {"state": "CompleteAbort", "producer_id": 7, "epoch": 4}
+    told = [{"transactional_id": "app-one", "before": before, "after": after}]
+    assert json.loads(capsys.readouterr().out) == told
+    monkeypatch.setattr(txn, "end_of", lambda *_: (known[0], None))
+    txn.abort("app-one", yes=True, json=True)
+    assert json.loads(capsys.readouterr().out)[0]["after"] is None
+
+
+def test_the_end_of_hanging_transactions_is_told_of_each_also_when_the_next_could_not_be_ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end(_: object, found: OpenTransaction) -> None:
+        if found.producer.producer_id == 8:
+            raise Temporary("it ended")
+
+    monkeypatch.setattr(txn, "abort_hanging", end)
+    monkeypatch.setattr(txn, "find_open", lambda *_: [hanging(7), hanging(8)])
+    with pytest.raises(Temporary):
+        txn.abort(topic="t", partition=3, yes=True, json=True)
+    before = {"state": "hanging", "producer_id": 7, "epoch": 5}
+    told = [{"topic": "t", "partition": 3, "before": before, "after": before | {"state": "aborted"}}]
+    assert json.loads(capsys.readouterr().out) == told
+    monkeypatch.setattr(txn, "find_open", lambda *_: [hanging(7)])
+    txn.abort(topic="t", partition=3, yes=True)
+    assert capsys.readouterr().out == "t [3]: aborted the transaction of producer id 7, epoch 5\n"
+
+
+def test_where_nothing_hangs_nothing_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(txn, "find_open", lambda *_: [])
+    with pytest.raises(Unavailable, match=r"no transaction hangs on t \[3\]"):
+        txn.abort(topic="t", partition=3, yes=True, json=True)
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,128 @@
+"""What of the worker can be said without Kafka: whose fault a slow slice is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import eos.handling
+import eos.worker
+from eos import App, Out, Record
+from eos.errors import ConfigurationError
+from eos.handling import Kept
+from eos.worker import Worker
+
+SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "transaction.timeout.ms": 2_000, "eos.batch.max.records": 3}
+
+
+class Clock:
+    """Goes on only when a function says how long it takes."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Txn(Kept):
+    """A transaction of 100 ms in which these records wait, handed out as the worker asks for them."""
+
+    def __init__(self, clock: Clock, records: list[Record]) -> None:
+        super().__init__()
+        self._clock, self._until, self._waiting = clock, clock.now + 0.1, records
+
+    def take(self, most: int) -> list[Record]:
+        if self._clock.now >= self._until:
+            return []
+        taken, self._waiting = self._waiting[:most], self._waiting[most:]
+        return taken
+
+    def give_back(self, count: int) -> None:
+        raise AssertionError("nothing fails here")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (eos.worker, eos.handling):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def worker_of(clock: Clock, seconds: Mapping[str, float]) -> Worker:
+    """`quick` takes one record of the topic a at a time, `batches` many of b; each call takes so many seconds."""
+    app = App("app")
+
+    @app.process("a", to="out")
+    def quick(value: bytes) -> bytes:
+        clock.now += seconds["quick"]
+        return value
+
+    @app.process_batch("b", to="out")
+    def batches(batch: list[Record]) -> list[Out]:
+        clock.now += seconds["batches"]
+        return [record.out(record.value) for record in batch]
+
+    worker = Worker(app, eos.Settings(SETTINGS))
+    session: Any = worker.session
+    session._membership = SimpleNamespace(owned={("a", 0), ("b", 0)})
+    session._producers = [SimpleNamespace(who=dict)]
+    worker._slice = 100
+    return worker
+
+
+def records(topic: str, count: int) -> list[Record]:
+    return [Record(topic, 0, offset, value=b"v") for offset in range(count)]
+
+
+def attempt(worker: Worker, clock: Clock, given: list[Record]) -> None:
+    worker._handle(Txn(clock, given))  # type: ignore[arg-type]
+
+
+def test_of_two_functions_the_slow_one_is_blamed_with_its_own_remedy(clock: Clock) -> None:
+    worker = worker_of(clock, {"quick": 0.001, "batches": 3.0})
+    given = [*records("a", 2), *records("b", 3)]
+    attempt(worker, clock, given)
+    with pytest.raises(ConfigurationError, match=r"^batches took 3\.0 s for 3 records from b \[0\] offset 0 on") as e:
+        attempt(worker, clock, given)
+    assert "or lower eos.batch.max.records=3" in str(e.value)
+
+
+def test_of_two_functions_one_that_takes_single_records_is_found_by_running_them_alone(clock: Clock) -> None:
+    worker = worker_of(clock, {"quick": 3.0, "batches": 0.001})
+    given = [*records("b", 3), *records("a", 2)]
+    attempt(worker, clock, given)
+    attempt(worker, clock, given)
+    with pytest.raises(ConfigurationError, match=r"^quick took 3\.0 s for a \[0\] offset 0,"):
+        attempt(worker, clock, given)
+
+
+def test_where_no_call_was_too_slow_by_itself_nobody_is_blamed_and_records_are_run_alone(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds = {"quick": 0.5, "batches": 0.5}
+    worker = worker_of(clock, seconds)
+    given = [*records("b", 9), *records("a", 2)]
+    with caplog.at_level(logging.WARNING, "eos"):
+        attempt(worker, clock, given)
+    assert "batches, quick took 2.5 s for 11 records from b [0] offset 0 on" in caplog.text
+    assert "eos.batch.max.records" not in caplog.text
+    assert worker._slice_size() == 1
+    seconds |= {"quick": 0.001, "batches": 0.001}  # what was away for a moment is back
+    attempt(worker, clock, given)
+    assert worker._slice_size() > 1
+
+
+def test_a_slice_of_one_of_several_functions_is_not_blamed_on_a_batch_that_was_fast_enough(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = worker_of(clock, {"batches": 0.5})
+    for _ in range(2):
+        with caplog.at_level(logging.WARNING, "eos"):
+            attempt(worker, clock, records("b", 15))
+    assert "batches took 2.5 s for 15 records" in caplog.text
