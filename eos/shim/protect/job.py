@@ -95,7 +95,7 @@ class ProtectJob(Job):
                 self.counts["transactions"] += 1
                 before = self.machine.state(noted.name)
                 if self.machine.ended(noted.name, noted.end, following):
-                    error = translate.UNKNOWN_PRODUCER_ID
+                    error = api.ABORTED_TAKE_THE_NEXT_IDENTITY
                 self._write_down(noted.name, before)
             return translate.end_txn_answer(exchange.correlation_id, exchange.version, throttle_ms, error)
         return frame
