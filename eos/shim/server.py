@@ -93,10 +93,10 @@ class Shim:
         for endpoint in self.book.endpoints:
             await self._serve(endpoint)
 
-    async def _newest_versions(self) -> dict[str, dict[int, int]]:
+    async def _newest_versions(self) -> dict[str, dict[int, int] | None]:
         names = {endpoint.upstream: endpoint.name for endpoint in self.book.endpoints}
         offered = await probe.newest_versions(names, self.settings.upstream_tls, self.settings.connect_timeout_s)
-        return {names[address]: versions for address, versions in offered.items()}
+        return {name: offered.get(address) for address, name in names.items()}
 
     async def stop(self) -> None:
         """No new connection, no new request; answers under way are delivered, for at most `drain_timeout_s`."""
