@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from kafka.protocol.metadata import MetadataResponse
 from kafka.protocol.sasl import SaslAuthenticateRequest, SaslAuthenticateResponse
 
 from eos.shim import events
-from eos.shim.errors import ProtocolError
+from eos.shim.errors import Malformed, ProtocolError
 from eos.shim.guard import login
 from eos.shim.guard.policy import ANONYMOUS, Policy
 from eos.shim.pipeline import Connection, Exchange, Job
@@ -26,7 +27,7 @@ INVALID_TRANSACTION_TIMEOUT = 50
 TRANSACTIONAL_ID_AUTHORIZATION_FAILED = 53
 UNKNOWN_TOPIC_ID = 100
 _NOT_LEADER = 6  # what a Produce's other partitions get: asked again without the refused ones
-_TOPIC_IDS_SINCE = 10  # Metadata
+_WITH_TOPIC_IDS = range(10, MetadataResponse.max_version + 1)  # Metadata; from newer ones no name is learned
 _READ_UNCOMMITTED = 0
 _NAMED = frozenset(
     {
@@ -71,13 +72,22 @@ class GuardJob(Job):
     def wants_response(self, api_key: int, version: int) -> bool:
         if api_key == api.METADATA:
             named = self.policy.transactional_topics or self.policy.committed_topics
-            return bool(named) and version >= _TOPIC_IDS_SINCE
+            return bool(named) and version in _WITH_TOPIC_IDS
         return api_key == api.SASL_AUTHENTICATE and bool(self.policy.prefixes)
 
     def request(self, exchange: Exchange, frame: bytes) -> bytes:
+        try:
+            return self._request(exchange, frame)
+        except ProtocolError:
+            raise
+        except Exception as error:  # a null, for one, where the protocol has none: read, and of no use
+            reason = f"{api.api_name(exchange.api_key)} v{exchange.version} cannot be judged ({type(error).__name__})"
+            raise Malformed(reason) from error
+
+    def _request(self, exchange: Exchange, frame: bytes) -> bytes:
         key, version = exchange.api_key, exchange.version
         if key == api.SASL_AUTHENTICATE:
-            asked = SaslAuthenticateRequest.decode(frame, version=version, header=True, framed=True)
+            asked = answers.decoded(SaslAuthenticateRequest, frame, version)
             exchange.notes[self] = login.name_of(bytes(asked.auth_bytes))
             return frame
         if not answers.known(key, version):
@@ -99,7 +109,7 @@ class GuardJob(Job):
             return frame
         name = exchange.notes.pop(self, None)
         if name is not None:
-            answer = SaslAuthenticateResponse.decode(frame, version=exchange.version, header=True, framed=True)
+            answer = answers.decoded(SaslAuthenticateResponse, frame, exchange.version)
             if not answer.error_code:
                 # The first name stays: brokers let no connection change its principal. In SCRAM the proof comes after
                 # this answer; until it has come and is right the broker answers nothing else here.

@@ -26,7 +26,7 @@ from kafka.protocol.producer import (
 )
 
 from eos.shim.trace.model import Step
-from eos.shim.wire import api
+from eos.shim.wire import answers, api
 from eos.shim.wire.batches import Topic
 
 _TRANSACTION_KEY = 1
@@ -75,7 +75,7 @@ def add_response(
 
 def topic_names(version: int, frame: bytes) -> dict[bytes, str]:
     """Topic ids and names of a Metadata response, v10 and later."""
-    response = MetadataResponse.decode(frame, version=version, header=True, framed=True)
+    response = answers.decoded(MetadataResponse, frame, version)
     return {topic.topic_id.bytes: topic.name for topic in response.topics if topic.name}
 
 
