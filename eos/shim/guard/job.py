@@ -70,8 +70,8 @@ class GuardJob(Job):
             api.INIT_PRODUCER_ID: policy.max_timeout_ms is not None,
         }
         named = bool(policy.prefixes) and api_key in _NAMED
-        login = bool(policy.prefixes) and api_key in (api.SASL_HANDSHAKE, api.SASL_AUTHENTICATE)
-        return wanted.get(api_key, False) or named or login
+        logs_in = bool(policy.prefixes) and api_key in (api.SASL_HANDSHAKE, api.SASL_AUTHENTICATE)
+        return wanted.get(api_key, False) or named or logs_in
 
     def wants_response(self, api_key: int, version: int) -> bool:
         if api_key == api.METADATA:
