@@ -90,8 +90,10 @@ class Job:
     def response_stream(self, exchange: Exchange, size: int) -> Stream | None:
         return None
 
-    def upstream(self, newest: Mapping[str, Mapping[int, int]]) -> None:
-        """Called once, before clients are served: per broker the newest version of each API it offers."""
+    def upstream(self, newest: Mapping[str, Mapping[int, int] | None]) -> None:
+        """Called once, before clients are served: per broker the newest version of each API it offers, None if it does
+        not answer.
+        """
 
     def closed(self, connection: Connection) -> None:
         """The connection is gone, and with it the requests that were not answered."""
@@ -144,7 +146,7 @@ class Pipeline:
         streams = [job.response_stream(exchange, size) for job in jobs]
         return self._passage(exchange, jobs, streams, size, [job.response for job in jobs])
 
-    def upstream(self, newest: Mapping[str, Mapping[int, int]]) -> None:
+    def upstream(self, newest: Mapping[str, Mapping[int, int] | None]) -> None:
         for job in self.jobs:
             job.upstream(newest)
 

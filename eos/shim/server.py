@@ -21,6 +21,8 @@ from eos.shim.settings import ShimSettings
 _BACKLOG = 1024
 # A broker that appears takes the next free local port; so many taken ones are stepped over.
 _PORTS_TRIED = 100
+# How long brokers of which none can be reached are left alone between two attempts.
+_TRY_AGAIN_S = 1.0
 
 
 class Shim:
@@ -38,6 +40,7 @@ class Shim:
         self._servers: list[asyncio.Server] = []
         self._opening: set[asyncio.Task[None]] = set()
         self._unreachable: set[Endpoint] = set()
+        self._waiting: asyncio.Task[None] | None = None  # for a broker, while none can be reached
         self._stopping = False
         self._all_links_ended = asyncio.Event()
         self._next_port = settings.listen[1]
@@ -70,7 +73,7 @@ class Shim:
             return "stopping"
         if not self._servers:
             return "not listening yet"
-        if all(endpoint in self._unreachable for endpoint in self.book.endpoints):
+        if self._none_reachable:
             return "no broker can be reached"
         return None
 
@@ -90,14 +93,16 @@ class Shim:
         for endpoint in self.book.endpoints:
             await self._serve(endpoint)
 
-    async def _newest_versions(self) -> dict[str, dict[int, int]]:
+    async def _newest_versions(self) -> dict[str, dict[int, int] | None]:
         names = {endpoint.upstream: endpoint.name for endpoint in self.book.endpoints}
         offered = await probe.newest_versions(names, self.settings.upstream_tls, self.settings.connect_timeout_s)
-        return {names[address]: versions for address, versions in offered.items()}
+        return {name: offered.get(address) for address, name in names.items()}
 
     async def stop(self) -> None:
         """No new connection, no new request; answers under way are delivered, for at most `drain_timeout_s`."""
         self._stopping = True
+        if self._waiting is not None:
+            self._waiting.cancel()
         for server in self._servers:
             server.close()
         self._close_sockets()
@@ -178,13 +183,38 @@ class Shim:
     async def _connect(self, link: Link) -> None:
         error = await link.connect(self.settings.upstream_tls, self.settings.connect_timeout_s)
         endpoint = link.endpoint
-        if error is not None and endpoint not in self._unreachable:
+        if error is None:
+            self._reached(endpoint)
+        elif endpoint not in self._unreachable:
             # Clients try again several times a second: said once, until it is back.
             self._unreachable.add(endpoint)
             events.warning("broker not reachable", broker=endpoint.name, reason=error)
-        elif error is None and endpoint in self._unreachable:
+        if self._none_reachable and not self._stopping and (self._waiting is None or self._waiting.done()):
+            self._waiting = asyncio.get_running_loop().create_task(self._wait_for_a_broker())
+
+    def _reached(self, endpoint: Endpoint) -> None:
+        if endpoint in self._unreachable:
             self._unreachable.discard(endpoint)
             events.info("broker reachable again", broker=endpoint.name)
+
+    @property
+    def _none_reachable(self) -> bool:
+        return all(endpoint in self._unreachable for endpoint in self.book.endpoints)
+
+    async def _wait_for_a_broker(self) -> None:
+        """Clients may be kept away by whoever asks /readyz: then nobody but the shim learns that a broker is back."""
+        while self._none_reachable:
+            await asyncio.sleep(_TRY_AGAIN_S)
+            await asyncio.gather(*map(self._try, self.book.endpoints))
+
+    async def _try(self, endpoint: Endpoint) -> None:
+        try:
+            async with asyncio.timeout(self.settings.connect_timeout_s):
+                _, writer = await asyncio.open_connection(*endpoint.upstream, ssl=self.settings.upstream_tls)
+        except OSError:  # TimeoutError and ssl.SSLError are OSErrors
+            return
+        writer.transport.abort()
+        self._reached(endpoint)
 
     def _ended(self, link: Link) -> None:
         self._links.discard(link)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable
@@ -34,10 +35,10 @@ class FakeBroker:
     """
 
     def __init__(
-        self, answer: Answer = lambda frame: None, take: Callable[[socket.socket], None] | None = None
+        self, answer: Answer = lambda frame: None, take: Callable[[socket.socket], None] | None = None, port: int = 0
     ) -> None:
         self.answer, self.take = answer, take
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", port))
         self.port = self._listener.getsockname()[1]
         self.address = f"127.0.0.1:{self.port}"
 
@@ -48,6 +49,8 @@ class FakeBroker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in `accept`, which would take one more
         self._listener.close()
 
     def _accept(self) -> None:

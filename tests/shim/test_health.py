@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from confluent_kafka import Producer
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -54,12 +55,13 @@ def transactions(servers: str, name: str, topic: str) -> None:
     producer.close()
 
 
-def test_the_counts_are_of_what_passed(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
+@pytest.mark.parametrize("protection", ["--no-protect", "--protect"])
+def test_the_counts_are_of_what_passed(kafka: LocalKafka, names: Names, tmp_path: Path, protection: str) -> None:
     topic, plan = create_topic(kafka.bootstrap_servers, names("out")), tmp_path / "plan.toml"
     plan.write_text('[[rule]]\napi = "AddPartitionsToTxn"\naction = "error"\nerror = "NOT_COORDINATOR"\n')
     policy = tmp_path / "policy.toml"
     policy.write_text(f'[[topic]]\nname = "{topic}"\ntransactional_only = true\n')
-    options = ("--faults", str(plan), "--policy", str(policy), "--no-protect")
+    options = ("--faults", str(plan), "--policy", str(policy), protection)
     with running(kafka.bootstrap_servers, *_OPTIONS, *options) as shim:
         assert ask(shim, "/livez") == (200, "ok\n")
         assert ask(shim, "/readyz") == (200, "ok\n")
@@ -75,6 +77,7 @@ def test_the_counts_are_of_what_passed(kafka: LocalKafka, names: Names, tmp_path
         assert found["eos_shim_refusals_total", "TOPIC_AUTHORIZATION_FAILED"] == 1
         assert found["eos_shim_errors_total", "AddPartitionsToTxn", "NOT_COORDINATOR"] == 1
         assert found["eos_shim_errors_total", "Produce", "TOPIC_AUTHORIZATION_FAILED"] == 1
+        assert [key for key in found if key[:2] == ("eos_shim_errors_total", "EndTxn")] == []
         assert found["eos_shim_frames_total", "EndTxn", "request"] == 3
         assert found["eos_shim_frames_total", "EndTxn", "answer"] == 3
         assert 3_000 < found["eos_shim_bytes_total", "Produce", "request"] < 10_000
@@ -87,12 +90,13 @@ def test_a_shim_that_hangs_is_not_alive_and_one_without_brokers_is_not_ready(nam
     with LocalKafka() as kafka, running(kafka.bootstrap_servers, *_OPTIONS) as shim:
         assert ask(shim, "/readyz")[0] == 200
         kafka.kill(0)
-        # A client has to come before the shim knows.
+        # A client has to come before the shim knows; none before it knows that the broker is back.
         client = Producer({"bootstrap.servers": shim.bootstrap_servers, "log_level": 0})
         eventually(lambda: client.poll(0.1) or ask(shim, "/readyz") == (503, "no broker can be reached\n"))
         assert ask(shim, "/livez")[0] == 200, "that is no reason to restart it"
+        client.close()
         kafka.start(0)
-        eventually(lambda: client.poll(0.1) or ask(shim, "/readyz")[0] == 200)
+        eventually(lambda: ask(shim, "/readyz")[0] == 200)
         shim.process.send_signal(signal.SIGSTOP)
         try:
             ask(shim, "/livez", 2.0)

@@ -8,7 +8,7 @@ the plan's seed does.
     [[rule]]
     api = "EndTxn"                  # Kafka's name of the API
     nth = 3                         # the third one that fits; times = 2: the third and the fourth
-    transactional_id = "orders-*"   # also: partition = "out-0", group, broker (node id), client (id), outcome = "abort"
+    transactional_id = "orders-*"   # also: partition = "out-0", group, broker (node id), outcome = "abort"
     phase = "late"                  # before_apply (default), after_apply, late
     action = "reset"                # blackhole, delay, error, duplicate, throttle
     until = { api = "Produce", nth = 1, when = "answered" }     # for late and delay: this event, or seconds = 1.5

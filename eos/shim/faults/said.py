@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from eos.shim.errors import Malformed
 from eos.shim.wire import answers, api
 
 
@@ -24,12 +25,15 @@ class Said:
 def said(frame: bytes, api_key: int, version: int) -> Said:
     if not answers.known(api_key, version):
         return Said(api_key)
-    request = answers.read(frame, api_key, version)
+    try:
+        request = answers.read(frame, api_key, version)
+    except Malformed:
+        return Said(api_key)
     name = getattr(request, "transactional_id", None)
     if api_key == api.ADD_PARTITIONS_TO_TXN:
         name = request.v3_and_below_transactional_id or name
     elif api_key == api.FIND_COORDINATOR and version >= 1 and request.key_type == 1:
-        name = request.coordinator_keys[0] if version >= 4 else request.key
+        name = next(iter(request.coordinator_keys or ()), None) if version >= 4 else request.key
     outcome = None
     if api_key == api.END_TXN:
         outcome = "commit" if request.committed else "abort"

@@ -7,18 +7,20 @@ it has only the id of is answered UNKNOWN_TOPIC_ID, and the client asks for Meta
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from kafka.protocol.sasl import SaslAuthenticateRequest, SaslAuthenticateResponse
+from kafka.protocol.metadata import MetadataResponse
+from kafka.protocol.sasl import SaslAuthenticateRequest, SaslAuthenticateResponse, SaslHandshakeRequest
 
 from eos.shim import events
-from eos.shim.errors import ProtocolError
+from eos.shim.errors import Malformed, ProtocolError
 from eos.shim.guard import login
 from eos.shim.guard.policy import ANONYMOUS, Policy
 from eos.shim.pipeline import Connection, Exchange, Job
 from eos.shim.trace.decode import topic_names
 from eos.shim.wire import answers, api
+from eos.shim.wire.batches import all_transactional
 
 TOPIC_AUTHORIZATION_FAILED = 29
 GROUP_AUTHORIZATION_FAILED = 30
@@ -26,7 +28,8 @@ INVALID_TRANSACTION_TIMEOUT = 50
 TRANSACTIONAL_ID_AUTHORIZATION_FAILED = 53
 UNKNOWN_TOPIC_ID = 100
 _NOT_LEADER = 6  # what a Produce's other partitions get: asked again without the refused ones
-_TOPIC_IDS_SINCE = 10  # Metadata
+_WITH_TOPIC_IDS = range(10, MetadataResponse.max_version + 1)  # Metadata; from newer ones no name is learned
+_BATCHED = 4  # AddPartitionsToTxn
 _READ_UNCOMMITTED = 0
 _NAMED = frozenset(
     {
@@ -54,6 +57,7 @@ class GuardJob(Job):
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.refused: Counter[str] = Counter()
+        self._mechanisms: dict[Connection, str] = {}
         self._principals: dict[Connection, str] = {}
         self._topics: dict[bytes, str] = {}
 
@@ -66,19 +70,33 @@ class GuardJob(Job):
             api.INIT_PRODUCER_ID: policy.max_timeout_ms is not None,
         }
         named = bool(policy.prefixes) and api_key in _NAMED
-        return wanted.get(api_key, False) or named or (bool(policy.prefixes) and api_key == api.SASL_AUTHENTICATE)
+        logs_in = bool(policy.prefixes) and api_key in (api.SASL_HANDSHAKE, api.SASL_AUTHENTICATE)
+        return wanted.get(api_key, False) or named or logs_in
 
     def wants_response(self, api_key: int, version: int) -> bool:
         if api_key == api.METADATA:
             named = self.policy.transactional_topics or self.policy.committed_topics
-            return bool(named) and version >= _TOPIC_IDS_SINCE
+            return bool(named) and version in _WITH_TOPIC_IDS
         return api_key == api.SASL_AUTHENTICATE and bool(self.policy.prefixes)
 
     def request(self, exchange: Exchange, frame: bytes) -> bytes:
+        try:
+            return self._request(exchange, frame)
+        except ProtocolError:
+            raise
+        except Exception as error:  # a null, for one, where the protocol has none: read, and of no use
+            reason = f"{api.api_name(exchange.api_key)} v{exchange.version} cannot be judged ({type(error).__name__})"
+            raise Malformed(reason) from error
+
+    def _request(self, exchange: Exchange, frame: bytes) -> bytes:
         key, version = exchange.api_key, exchange.version
+        if key == api.SASL_HANDSHAKE:
+            self._mechanisms[exchange.connection] = answers.decoded(SaslHandshakeRequest, frame, version).mechanism
+            return frame
         if key == api.SASL_AUTHENTICATE:
-            asked = SaslAuthenticateRequest.decode(frame, version=version, header=True, framed=True)
-            exchange.notes[self] = login.name_of(bytes(asked.auth_bytes))
+            asked = answers.decoded(SaslAuthenticateRequest, frame, version)
+            mechanism = self._mechanisms.get(exchange.connection)
+            exchange.notes[self] = login.name_of(mechanism, bytes(asked.auth_bytes))
             return frame
         if not answers.known(key, version):
             raise ProtocolError(f"{api.api_name(key)} v{version} is newer than this policy can judge")
@@ -99,7 +117,7 @@ class GuardJob(Job):
             return frame
         name = exchange.notes.pop(self, None)
         if name is not None:
-            answer = SaslAuthenticateResponse.decode(frame, version=exchange.version, header=True, framed=True)
+            answer = answers.decoded(SaslAuthenticateResponse, frame, exchange.version)
             if not answer.error_code:
                 # The first name stays: brokers let no connection change its principal. In SCRAM the proof comes after
                 # this answer; until it has come and is right the broker answers nothing else here.
@@ -108,22 +126,27 @@ class GuardJob(Job):
 
     def closed(self, connection: Connection) -> None:
         self._principals.pop(connection, None)
+        self._mechanisms.pop(connection, None)
 
     def _judge(self, exchange: Exchange, request: Any) -> None:
         """Raises _Refused."""
         policy, key = self.policy, exchange.api_key
         name = getattr(request, "transactional_id", None)
         if key == api.ADD_PARTITIONS_TO_TXN:
+            if exchange.version >= _BATCHED and policy.prefixes:
+                raise ProtocolError("AddPartitionsToTxn for several transactional.ids, which only brokers send")
             name = request.v3_and_below_transactional_id or name
         principal = self._principals.get(exchange.connection, ANONYMOUS)
         if name and not policy.may_use(principal, name):
             code = TRANSACTIONAL_ID_AUTHORIZATION_FAILED
             raise _Refused(code, code, f"{principal} may not use transactional.id {name}")
-        if key == api.PRODUCE and not name:
-            self._judge_topics(request, key, policy.transactional_only, "records only in transactions", _NOT_LEADER)
+        if key == api.PRODUCE:
+            plain = _plain_topics(request)
+            self._judge_topics(plain, policy.transactional_only, "records only in transactions", _NOT_LEADER)
         elif key == api.FETCH and getattr(request, "isolation_level", 0) == _READ_UNCOMMITTED:
             # Brokers read a group's and a topic's log without an isolation level too, but not through a shim.
-            self._judge_topics(request, key, policy.committed_only, "reading only with read_committed", 0)
+            topics = (topic for topic, _ in answers.partitions(request, key))
+            self._judge_topics(topics, policy.committed_only, "reading only with read_committed", 0)
         elif key == api.OFFSET_COMMIT and policy.transactional_offsets_only(request.group_id):
             reason = f"group {request.group_id} commits offsets only in transactions"
             raise _Refused(GROUP_AUTHORIZATION_FAILED, GROUP_AUTHORIZATION_FAILED, reason)
@@ -133,9 +156,11 @@ class GuardJob(Job):
                 reason = f"transaction.timeout.ms {asked} of {name} is above {policy.max_timeout_ms}"
                 raise _Refused(INVALID_TRANSACTION_TIMEOUT, INVALID_TRANSACTION_TIMEOUT, reason)
 
-    def _judge_topics(self, request: Any, key: int, guarded: Callable[[str], bool], rule: str, others: int) -> None:
+    def _judge_topics(
+        self, topics: Iterable[str | bytes], guarded: Callable[[str], bool], rule: str, others: int
+    ) -> None:
         codes: dict[str | bytes, int] = {}
-        for topic in dict.fromkeys(topic for topic, _ in answers.partitions(request, key)):
+        for topic in dict.fromkeys(topics):
             name = topic if isinstance(topic, str) else self._topics.get(topic)
             if name is None:
                 codes[topic] = UNKNOWN_TOPIC_ID
@@ -159,3 +184,13 @@ class GuardJob(Job):
             client=exchange.connection.client,
             principal=self._principals.get(exchange.connection, ANONYMOUS),
         )
+
+
+def _plain_topics(request: Any) -> Iterator[str | bytes]:
+    """Topics a Produce writes outside a transaction. Its transactional.id alone says nothing: brokers judge batches,
+    and append plain ones as such.
+    """
+    for topic in request.topic_data:
+        batches = (partition.records or b"" for partition in topic.partition_data)
+        if not request.transactional_id or not all(map(all_transactional, batches)):
+            yield answers.topic_of(topic)

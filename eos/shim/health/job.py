@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from eos.shim import events
+from eos.shim.errors import Malformed
 from eos.shim.pipeline import Exchange, Job
 from eos.shim.wire import answers, api
 
@@ -41,7 +42,12 @@ class CountingJob(Job):
         return api_key in _READ and answers.known(api_key, version)
 
     def request(self, exchange: Exchange, frame: bytes) -> bytes:
-        exchange.notes[self] = "commit" if answers.read(frame, api.END_TXN, exchange.version).committed else "abort"
+        try:
+            committed = answers.read(frame, api.END_TXN, exchange.version).committed
+        except Malformed as error:  # a transactional.id that is no text, for one: brokers take any bytes
+            self._complain(exchange, error)
+        else:
+            exchange.notes[self] = "commit" if committed else "abort"
         return frame
 
     def response(self, exchange: Exchange, frame: bytes) -> bytes:
@@ -49,13 +55,19 @@ class CountingJob(Job):
         try:
             codes = [code for code in answers.errors_of(frame, key, version) if code]
         except Exception as error:  # noqa: BLE001 - not ours to refuse
-            if (key, version) not in self._complained:
-                self._complained.add((key, version))
-                events.warning("not counted", api=f"{api.api_name(key)} v{version}", reason=repr(error))
+            self._complain(exchange, error)
             return frame
+        if key == api.END_TXN and codes == [api.ABORTED_TAKE_THE_NEXT_IDENTITY]:
+            codes = []
         # Once per answer and error, however many partitions it names.
         for code in set(codes):
             self.errors[api.api_name(key), api.error_name(code)] += 1
-        if key == api.END_TXN and not codes:
-            self.ends[str(exchange.notes.pop(self, "commit"))] += 1
+        if not codes and self in exchange.notes:
+            self.ends[str(exchange.notes.pop(self))] += 1
         return frame
+
+    def _complain(self, exchange: Exchange, error: Exception) -> None:
+        key = (exchange.api_key, exchange.version)
+        if key not in self._complained:
+            self._complained.add(key)
+            events.warning("not counted", api=f"{api.api_name(key[0])} v{key[1]}", reason=error)

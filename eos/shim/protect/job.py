@@ -30,7 +30,7 @@ class _Ending(NamedTuple):
 
 
 class ProtectJob(Job):
-    """Off until `upstream` was told that every broker takes EndTxn v5."""
+    """Off until `upstream` was told that every broker that answers takes EndTxn v5, and that one does."""
 
     def __init__(self, machine: Machine | None = None, journal: Journal | None = None) -> None:
         self.machine = machine or Machine()
@@ -41,17 +41,25 @@ class ProtectJob(Job):
         self.counts = {"transactions": 0, "challenged": 0, "fenced": 0, "renewed": 0}
         self._renewing = set[int]()  # connections whose client renews its identity after an abort
 
-    def upstream(self, newest: Mapping[str, Mapping[int, int]]) -> None:
-        old = sorted(b for b, offered in newest.items() if offered.get(api.END_TXN, 0) < translate.END_TXN_VERSION)
-        self.active = not old
-        if old:
+    def upstream(self, newest: Mapping[str, Mapping[int, int] | None]) -> None:
+        told = {broker: offered.get(api.END_TXN, 0) for broker, offered in newest.items() if offered is not None}
+        old = sorted(broker for broker, version in told.items() if version < translate.END_TXN_VERSION)
+        silent = sorted(newest.keys() - told.keys())
+        self.active = bool(told) and not old
+        if not self.active:
             events.warning(
                 "NO PROTECTION: late requests can still change the next transaction",
-                brokers=", ".join(old),
-                reason="they do not offer EndTxn v5 (Kafka 4.0 and later do)",
+                brokers=", ".join(old or silent),
+                reason="they do not offer EndTxn v5 (Kafka 4.0 and later do)" if old else "none says what it offers",
             )
-        else:
-            events.info("transactions are protected", brokers=len(newest))
+            return
+        events.info("transactions are protected", brokers=len(told))
+        if silent:
+            events.warning(
+                "taken for brokers that offer EndTxn v5 as the others do",
+                brokers=", ".join(silent),
+                reason="they did not answer",
+            )
 
     def wants_request(self, api_key: int, version: int) -> bool:
         if api_key == api.API_VERSIONS:
@@ -95,7 +103,7 @@ class ProtectJob(Job):
                 self.counts["transactions"] += 1
                 before = self.machine.state(noted.name)
                 if self.machine.ended(noted.name, noted.end, following):
-                    error = translate.UNKNOWN_PRODUCER_ID
+                    error = api.ABORTED_TAKE_THE_NEXT_IDENTITY
                 self._write_down(noted.name, before)
             return translate.end_txn_answer(exchange.correlation_id, exchange.version, throttle_ms, error)
         return frame

@@ -32,9 +32,6 @@ VERSIONS: Mapping[int, range] = {
 NAMED_SINCE = 3  # ApiVersions says which software it is
 END_TXN_VERSION = 5
 
-# Told after an abort to clients that renew their identity by themselves.
-UNKNOWN_PRODUCER_ID = 59
-
 NONE = Identity(-1, -1)
 _IDENTITY = struct.Struct(">qh")
 _PRODUCER_FENCED, _INVALID_PRODUCER_EPOCH = 90, 47

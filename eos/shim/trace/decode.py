@@ -26,7 +26,7 @@ from kafka.protocol.producer import (
 )
 
 from eos.shim.trace.model import Step
-from eos.shim.wire import api
+from eos.shim.wire import answers, api
 from eos.shim.wire.batches import Topic
 
 _TRANSACTION_KEY = 1
@@ -75,7 +75,7 @@ def add_response(
 
 def topic_names(version: int, frame: bytes) -> dict[bytes, str]:
     """Topic ids and names of a Metadata response, v10 and later."""
-    response = MetadataResponse.decode(frame, version=version, header=True, framed=True)
+    response = answers.decoded(MetadataResponse, frame, version)
     return {topic.topic_id.bytes: topic.name for topic in response.topics if topic.name}
 
 
@@ -183,12 +183,8 @@ def _offsets_committed(step: Step, response: Any, version: int) -> None:
             _note_error(step, partition.error_code)
 
 
-# No broker answers an EndTxn with it; protect does once the abort is done, so that the client takes its next identity.
-_DONE_TAKE_THE_NEXT_IDENTITY = 59
-
-
 def _ended(step: Step, response: Any, version: int) -> None:
-    if response.error_code != _DONE_TAKE_THE_NEXT_IDENTITY:
+    if response.error_code != api.ABORTED_TAKE_THE_NEXT_IDENTITY:
         _note_error(step, response.error_code)
     if version >= 5 and response.producer_id >= 0:
         step.new_producer_id, step.new_epoch = response.producer_id, response.producer_epoch

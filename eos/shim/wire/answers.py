@@ -12,7 +12,7 @@ from typing import Any
 from kafka.protocol import consumer, producer
 from kafka.protocol import metadata as cluster
 
-from eos.shim.errors import ProtocolError
+from eos.shim.errors import Malformed, ProtocolError
 from eos.shim.wire import api
 
 Of = Callable[[str | bytes, int], int]
@@ -37,21 +37,33 @@ def known(api_key: int, version: int) -> bool:
     return api_key in REQUESTS and version <= REQUESTS[api_key].max_version
 
 
+def decoded(cls: Any, frame: bytes, version: int) -> Any:
+    """A whole message of one of kafka-python's classes. Raises Malformed for whatever the class raises.
+
+    The reason says no more than the kind of error: some show the bytes they stumbled over, and those may be secret.
+    """
+    try:
+        return cls.decode(frame, version=version, header=True, framed=True)
+    except Exception as error:
+        raise Malformed(f"{cls.__name__} v{version} cannot be read ({type(error).__name__})") from error
+
+
 def read(frame: bytes, api_key: int, version: int) -> Any:
-    """A whole request, decoded."""
-    return REQUESTS[api_key].decode(frame, version=version, header=True, framed=True)
+    """A whole request. Raises Malformed."""
+    return decoded(REQUESTS[api_key], frame, version)
 
 
 def topic_of(topic: Any) -> str | bytes:
     """A topic's name, or the bytes of its id where this version has no name."""
     name = getattr(topic, "name", None) or getattr(topic, "topic", None)
-    return str(name) if name else bytes(topic.topic_id.bytes)
+    topic_id = getattr(topic, "topic_id", None)
+    return str(name or "") if name or topic_id is None else bytes(topic_id.bytes)
 
 
 def partitions(request: Any, api_key: int) -> Iterator[tuple[str | bytes, int]]:
     """The partitions a request of the transaction protocol, a Fetch or an OffsetCommit is about."""
     if api_key == api.PRODUCE:
-        topics: Iterable[Any] = request.topic_data
+        topics: Iterable[Any] = request.topic_data or ()
     elif api_key == api.ADD_PARTITIONS_TO_TXN:
         topics = request.v3_and_below_topics or ()
     else:
@@ -168,7 +180,7 @@ def throttled(frame: bytes, api_key: int, version: int, milliseconds: int) -> by
     """The same answer, with the time a broker's quota would ask the client to wait."""
     if api_key not in RESPONSES or version > RESPONSES[api_key].max_version:
         raise Unanswerable(f"{api.api_name(api_key)} v{version} cannot be throttled here")
-    answer = RESPONSES[api_key].decode(frame, version=version, header=True, framed=True)
+    answer = decoded(RESPONSES[api_key], frame, version)
     answer.throttle_time_ms = milliseconds
     made = bytes(answer.encode(header=True, framed=True))
     if made == frame:
@@ -180,7 +192,7 @@ def errors_of(frame: bytes, api_key: int, version: int) -> list[int]:
     """Every error code of an answer, in order."""
     if api_key not in RESPONSES or version > RESPONSES[api_key].max_version:
         return []
-    answer = RESPONSES[api_key].decode(frame, version=version, header=True, framed=True)
+    answer = decoded(RESPONSES[api_key], frame, version)
     return list(_codes(answer.to_dict()))
 
 

@@ -27,6 +27,10 @@ DESCRIBE_CLUSTER = 60
 SHARE_FETCH = 78
 SHARE_ACKNOWLEDGE = 79
 
+# UNKNOWN_PRODUCER_ID. No broker answers an EndTxn with it; protection does once an abort is done, to clients that then
+# take their next identity by themselves. Whoever reads EndTxn's answers takes it for an end, not for an error.
+ABORTED_TAKE_THE_NEXT_IDENTITY = 59
+
 # The newest API of Kafka 4.3.1; what lies beyond is unknown here.
 NEWEST_KNOWN = 92
 

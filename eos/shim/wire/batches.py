@@ -16,7 +16,7 @@ from eos.shim.wire.walk import Layout, Walk
 
 _HEADER = struct.Struct(">qiibIhiqqqhii")
 _HEADER_AFTER_LENGTH = _HEADER.size - 12
-_CONTROL = 0x20
+_TRANSACTIONAL, _CONTROL = 0x10, 0x20
 _MAGIC = 2
 
 Topic = str | bytes  # a name or a 16 byte topic id
@@ -88,6 +88,17 @@ def fetch_response(version: int, seen: Seen) -> Callable[[Walk], Layout]:
             yield from walk.tags(flexible)
 
     return layout
+
+
+def all_transactional(records: bytes) -> bool:
+    """Whether these are whole batches, each of a transaction; what cannot be followed is not."""
+    at = 0
+    while len(records) - at >= _HEADER.size:
+        _, length, _, magic, _, attributes, *_ = _HEADER.unpack_from(records, at)
+        at += 12 + length
+        if magic != _MAGIC or length < _HEADER_AFTER_LENGTH or not attributes & _TRANSACTIONAL:
+            return False
+    return at == len(records)
 
 
 def _batches(topic: Topic, partition: int, left: int, seen: Seen) -> Layout:

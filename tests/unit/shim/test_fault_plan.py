@@ -149,16 +149,17 @@ def test_a_policy_denies_nothing_that_it_does_not_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "name"),
+    ("mechanism", "message", "name"),
     [
-        (b"\0alice\0secret", "alice"),
-        (b"other\0alice\0secret", "alice"),
-        (b"n,,n=alice,r=nonce", "alice"),
-        (b"n,a=x,n=a=2Cb=3Dc,r=nonce", "a,b=c"),
-        (b"c=biws,r=nonce,p=proof", None),
-        (b"\0\0secret", None),
-        (b"", None),
+        ("PLAIN", b"\0alice\0secret", "alice"),
+        ("PLAIN", b"other\0alice\0secret", "alice"),
+        ("SCRAM-SHA-256", b"n,,n=alice,r=nonce", "alice"),
+        ("SCRAM-SHA-512", b"n,a=x,n=a=2Cb=3Dc,r=nonce", "a,b=c"),
+        ("SCRAM-SHA-512", b"c=biws,r=nonce,p=proof", None),
+        ("PLAIN", b"\0\0secret", None),
+        ("PLAIN", b"", None),
+        ("SCRAM-SHA-512", b"", None),
     ],
 )
-def test_who_logs_in_is_read_from_plain_and_scram(message: bytes, name: str | None) -> None:
-    assert login.name_of(message) == name
+def test_who_logs_in_is_read_from_plain_and_scram(mechanism: str, message: bytes, name: str | None) -> None:
+    assert login.name_of(mechanism, message) == name

@@ -234,6 +234,27 @@ def test_a_broker_without_version_5_of_the_end_is_said_loudly_and_nothing_is_tou
     assert [record.message.split(":")[0] for record in caplog.records] == ["NO PROTECTION"]
 
 
+@pytest.mark.parametrize("offered", [{}, {"broker 1": None, "broker 2": None}])
+def test_if_no_broker_says_what_it_offers_there_is_no_protection_and_that_is_said_loudly(
+    offered: dict[str, None], caplog: pytest.LogCaptureFixture
+) -> None:
+    job = ProtectJob()
+    job.upstream(offered)
+    assert not job.wants_request(api.END_TXN, 1)
+    (said,) = caplog.records
+    assert said.message.startswith("NO PROTECTION")
+    assert all(name in said.message for name in offered)
+
+
+def test_a_broker_that_does_not_answer_is_named_and_the_others_decide(caplog: pytest.LogCaptureFixture) -> None:
+    job = ProtectJob()
+    job.upstream({"broker 1": {api.END_TXN: 5}, "broker 2": None})
+    assert job.wants_request(api.END_TXN, 1)
+    (warned,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "broker 2" in warned.message
+    assert "broker 1" not in warned.message
+
+
 def test_clients_that_speak_part_2_themselves_pass_untouched() -> None:
     job = ProtectJob()
     job.upstream({"broker 1": {api.END_TXN: 5}})

@@ -1,0 +1,61 @@
+"""Whether clients would be served is found out without clients: behind a load balancer that asks first, none comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from eos.shim import Shim, ShimSettings
+from tests.shim.fake_broker import FakeBroker
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def come(shim: Shim) -> None:
+    """A client that stays until it is sent away."""
+    reader, writer = await asyncio.open_connection(*shim.addresses[0])
+    assert await reader.read() == b""
+    writer.close()
+
+
+def shim_to(broker: FakeBroker) -> Shim:
+    return Shim(ShimSettings(upstream=(("127.0.0.1", broker.port),), listen=("127.0.0.1", 0)))
+
+
+def test_a_shim_whose_broker_comes_back_is_ready_again_though_no_client_came() -> None:
+    async def run() -> None:
+        with FakeBroker() as broker:
+            shim = shim_to(broker)
+            await shim.start()
+            assert shim.not_ready is None
+        await come(shim)
+        assert shim.not_ready == "no broker can be reached"
+        made = shim.connections_made
+        with FakeBroker(port=broker.port):
+            await until(lambda: shim.not_ready is None)
+        assert shim.connections_made == made
+        # And a second time.
+        await come(shim)
+        assert shim.not_ready == "no broker can be reached"
+        with FakeBroker(port=broker.port):
+            await until(lambda: shim.not_ready is None)
+        await shim.stop()
+
+    asyncio.run(run())
+
+
+def test_a_shim_that_waits_for_its_brokers_can_be_stopped() -> None:
+    async def run() -> set[str]:
+        with FakeBroker() as broker:
+            shim = shim_to(broker)
+            await shim.start()
+        await come(shim)
+        await shim.stop()
+        assert shim.not_ready == "stopping"
+        return {task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}}
+
+    assert asyncio.run(run()) == set()

@@ -1,0 +1,148 @@
+"""Bytes no decoder reads: what only counts or breaks lets them pass, the guard ends the connection."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kafka.protocol.metadata import MetadataResponse
+from kafka.protocol.producer import EndTxnRequest, EndTxnResponse, ProduceRequest
+from kafka.protocol.sasl import SaslAuthenticateRequest, SaslHandshakeRequest
+
+from eos.shim.errors import ProtocolError
+from eos.shim.faults import FaultJob, Plan
+from eos.shim.faults.plan import Phase, Rule
+from eos.shim.guard import GuardJob, Policy
+from eos.shim.health import CountingJob
+from eos.shim.pipeline import Connection, Exchange, Job
+from eos.shim.wire import answers, api
+from tests.unit.shim.messages import requests
+
+POLICY = Policy(("*",), ("*",), ("*",), 1, (("*", ("p",)),))
+KEYS = sorted(
+    {
+        api.PRODUCE,
+        api.FETCH,
+        api.METADATA,
+        api.OFFSET_COMMIT,
+        api.FIND_COORDINATOR,
+        api.SASL_HANDSHAKE,
+        api.INIT_PRODUCER_ID,
+        api.ADD_PARTITIONS_TO_TXN,
+        api.ADD_OFFSETS_TO_TXN,
+        api.END_TXN,
+        api.TXN_OFFSET_COMMIT,
+        api.SASL_AUTHENTICATE,
+    }
+)
+_SASL = {api.SASL_HANDSHAKE: SaslHandshakeRequest, api.SASL_AUTHENTICATE: SaslAuthenticateRequest}
+CLASSES = {key: _SASL.get(key) or answers.REQUESTS[key] for key in KEYS}
+
+
+def faulty() -> Job:
+    named = [Rule(api=api.api_name(key), action="throttle", phase=Phase.AFTER_APPLY, nth=9) for key in KEYS]
+    plan = Plan([*named, Rule(api="EndTxn", action="reset", transactional_id="t")])
+    return FaultJob(plan.on("broker"))
+
+
+def exchange(key: int, version: int) -> Exchange:
+    return Exchange(Connection(1, "c", "b", 0), key, version, 7)
+
+
+def framed(message: Any, **header: Any) -> bytes:
+    message.with_header(correlation_id=7, **header)
+    return bytes(message.encode(header=True, framed=True))
+
+
+def unnamed_end() -> bytes:
+    """Brokers take any bytes for a transactional.id."""
+    request = EndTxnRequest(version=1, transactional_id="xyz", producer_id=1, producer_epoch=0, committed=True)
+    return framed(request, client_id="c").replace(b"xyz", b"\xff\xfe\xfd")
+
+
+@pytest.mark.parametrize("make", [CountingJob, faulty])
+def test_counting_and_faults_let_an_end_pass_whose_name_is_no_text(make: Any) -> None:
+    job, asked = make(), exchange(api.END_TXN, 1)
+    assert job.wants_request(api.END_TXN, 1)
+    assert job.request(asked, unnamed_end()) == unnamed_end()
+    answer = framed(EndTxnResponse(version=1, throttle_time_ms=0, error_code=0))
+    assert job.response(asked, answer) == answer
+
+
+def test_an_end_that_cannot_be_read_is_not_counted_as_either(caplog: pytest.LogCaptureFixture) -> None:
+    job = CountingJob()
+    for _ in range(2):
+        asked = exchange(api.END_TXN, 1)
+        job.request(asked, unnamed_end())
+        job.response(asked, framed(EndTxnResponse(version=1, throttle_time_ms=0, error_code=0)))
+    assert not job.ends
+    assert [record.message.split(" api=")[0] for record in caplog.records] == ["not counted"]
+
+
+def test_the_guard_ends_the_connection_of_an_end_whose_name_is_no_text() -> None:
+    job, asked = GuardJob(POLICY), exchange(api.END_TXN, 1)
+    with pytest.raises(ProtocolError):
+        job.request(asked, unnamed_end())
+
+
+def test_the_guard_learns_no_names_from_metadata_newer_than_it_can_read() -> None:
+    job, newest = GuardJob(POLICY), MetadataResponse.max_version
+    assert job.wants_response(api.METADATA, newest)
+    assert not job.wants_response(api.METADATA, newest + 1)
+
+
+@st.composite
+def damaged(draw: st.DrawFn, key: int) -> tuple[int, bytes]:
+    """A request in any version, with some bytes changed or its end lost, or nothing but noise behind its head."""
+    cls = CLASSES[key]
+    version = draw(st.integers(0, cls.max_version + 1))
+    head = struct.pack(">hhi", key, version, 7)
+    if version > cls.max_version or draw(st.booleans()):
+        body = head + draw(st.binary(max_size=80))
+        return version, len(body).to_bytes(4, "big") + body
+    made = bytearray(draw(requests(cls, version)))
+    made = made[: draw(st.integers(12, len(made)))]
+    for _ in range(draw(st.integers(0, 3))):
+        # Most often a length: null, none, or far too much.
+        made[draw(st.integers(4, len(made) - 1))] = draw(st.sampled_from((0xFF, 0, 0x80)) | st.integers(0, 255))
+    return version, bytes(made)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_whatever_bytes_come_no_job_raises_but_what_ends_the_connection(key: int) -> None:
+    examined = 0
+
+    @given(damaged(key), st.binary(max_size=60))
+    def check(sent: tuple[int, bytes], noise: bytes) -> None:
+        nonlocal examined
+        version, request = sent
+        answer = (len(noise) + 4).to_bytes(4, "big") + (7).to_bytes(4, "big") + noise
+        for job in (CountingJob(), faulty(), GuardJob(POLICY)):
+            asked = exchange(key, version)
+            try:
+                if job.wants_request(key, version):
+                    examined += 1
+                    made = job.request(asked, request)
+                    assert made in (request, b"")
+                    assert bool(made) != (asked.answer is not None)
+                if job.wants_response(key, version):
+                    job.response(asked, answer)
+            except ProtocolError:
+                assert isinstance(job, GuardJob)
+
+    check()
+    assert examined
+
+
+def test_a_produce_with_a_topic_of_no_name_is_judged_too() -> None:
+    topic = ProduceRequest.TopicProduceData
+    data = [topic.PartitionProduceData(index=0, records=b"")]
+    request = ProduceRequest(
+        version=9, transactional_id=None, acks=-1, timeout_ms=1, topic_data=[topic(name="", partition_data=data)]
+    )
+    asked = exchange(api.PRODUCE, 9)
+    assert GuardJob(POLICY).request(asked, framed(request, client_id="c")) == b""
+    assert asked.answer is not None
