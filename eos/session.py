@@ -47,7 +47,7 @@ from eos.errors import (
 from eos.lineage import Ledger
 from eos.membership import Finish, Membership
 from eos.observe import COMMIT_BOUNDS_S, END_TO_END_BOUNDS_S, Histogram, Pulse, add
-from eos.ownership import Described, Owner, Situation
+from eos.ownership import Described, Owner
 from eos.positions import Positions
 from eos.positions import TopicPartition as Partition
 from eos.producer import ALWAYS, TransactionalProducer, alternate_of
@@ -264,6 +264,7 @@ class TransactSession:
         self._committer: Watchdog | None = None
         self._leaving: _Leaving | None = None
         self._in_doubt: Mapping[Partition, int] | None = None  # offsets of a commit that failed
+        self._fenced_by: str | None = None  # for good: another begin would take the id back from the newer instance
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -396,6 +397,8 @@ class TransactSession:
         return self
 
     def __next__(self) -> Transaction:
+        if self._fenced_by is not None:
+            raise Fenced(self._fenced_by)
         if self._open is not None:
             self.end()
         while True:
@@ -831,12 +834,11 @@ class TransactSession:
         group decides. Waits for an unreachable cluster: without it nothing can be decided.
         """
         producer = self.producer
-        age_ms = (time.monotonic() - producer.began_at) * 1000
-        identity = producer.identity(fresh=True)
-        if identity is None:
+        # Until it is learnt: an exception out of here must not lead to a replacement, whose init would take the id.
+        self._fenced_by = f"{failure}: who owns transactional.id {producer.transactional_id} could not be learnt"
+        situation = producer.situation()
+        if situation is None:
             raise self._fenced(f"{failure}; this producer's own epoch is not known", None) from failure
-        timeout_ms = self.settings.transaction_timeout_ms
-        situation = Situation(identity, producer.reach(), age_ms, timeout_ms)
         while True:
             try:
                 with ClusterAdmin(self.settings) as admin:
@@ -848,7 +850,8 @@ class TransactSession:
                 self.pulse.beat("calling", "DescribeTransactions")
                 log.warning("waiting for the cluster", call="DescribeTransactions", error=str(error), **producer.who())
                 time.sleep(0.5)
-        log.warning("fenced", owner=owner.value, age_ms=round(age_ms), answer=answer, **producer.who())
+        log.warning("fenced", owner=owner.value, age_ms=round(situation.age_ms), answer=answer, **producer.who())
+        self._fenced_by = None
         return owner, answer
 
     def _describe_owner(self, admin: ClusterAdmin) -> Described | None:
@@ -875,10 +878,11 @@ class TransactSession:
             since = f" since {_clock(answer.start_ms / 1000)}" if answer.start_ms > 0 else ""
             theirs = f"; now producer id {answer.producer_id} epoch {answer.epoch} in state {answer.state}{since}"
         ours = f"producer id {mine.producer_id} epoch {mine.epoch}" if mine else "its epoch was not known yet"
-        return Fenced(
+        self._fenced_by = (
             f"a newer instance took over transactional.id {self.transactional_id} (ours: {ours}{theirs}){who}. "
             f"This one stops and has written nothing since. [{reason}]"
         )
+        return Fenced(self._fenced_by)
 
     @property
     def commit_under_way_s(self) -> float:
