@@ -92,8 +92,11 @@ def go_on_after_own_timeout(pipeline: Pipeline, step: str) -> None:
     pipeline.verify()
 
 
-def assert_fenced(worker: WorkerProcess, *idle_or_open: Described) -> None:
-    """It stopped by itself with 79, and its sentence names both epochs of one of its transactional.ids."""
+def assert_fenced(
+    worker: WorkerProcess, *idle_or_open: Described, since: str = "since|started|initialised after"
+) -> None:
+    """It stopped by itself with 79, and its sentence names both epochs of one of its transactional.ids, and since when
+    it is the newer one's: from its open transaction, its first commit, or our own last one."""
     assert worker.wait(30) == FENCED, worker.last_words
     sentence = worker.last_words
     ours = [d for d in idle_or_open if f"ours: producer id {d.producer_id} epoch {d.epoch};" in sentence]
@@ -101,6 +104,7 @@ def assert_fenced(worker: WorkerProcess, *idle_or_open: Described) -> None:
     theirs = re.search(r"now producer id (\d+) epoch (\d+) in state (\w+)", sentence)
     assert theirs is not None, sentence
     assert (int(theirs[1]), int(theirs[2])) > (ours[0].producer_id, ours[0].epoch), sentence
+    assert re.search(rf"\b({since}) \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d", sentence), sentence
     assert "Traceback" not in worker.log
 
 
@@ -143,7 +147,7 @@ def fence_by_a_busy_successor(pipeline: Pipeline, timeout_ms: int, settings: dic
     pipeline.wait_state("Ongoing")
     zombie.resume()
     zombie.go_on()
-    assert_fenced(zombie, before)
+    assert_fenced(zombie, before, since="in state Ongoing since")
     pipeline.wait_state("Ongoing", timeout_s=1)
     successor.go_on()
     assert_unaffected(successor)
@@ -175,7 +179,7 @@ def fence_by_an_idle_successor(pipeline: Pipeline, timeout_ms: int, settings: di
     pipeline.wait_not_open()
     zombie.resume()
     zombie.go_on()
-    assert_fenced(zombie, before)
+    assert_fenced(zombie, before, since="started")
     pipeline.load_transaction(300)
     pipeline.wait_handled(pipeline.loaded)
     successor.terminate()
@@ -195,7 +199,7 @@ def test_an_idle_zombie_is_fenced_by_an_idle_successor_without_any_input(
     successor = pipeline.worker()
     successor.wait_line("IDLE")
     zombie.resume()
-    assert_fenced(zombie, *before)
+    assert_fenced(zombie, *before, since="initialised after")
     pipeline.load_transaction(300)
     pipeline.wait_handled(pipeline.loaded)
     successor.terminate()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,6 +141,33 @@ def test_a_session_that_a_newer_instance_fenced_does_not_begin_again(monkeypatch
                 pass
         assert str(again.value) == str(first.value)
     assert asked.replacements == []
+
+
+def fenced_at_start_ms(monkeypatch: AnyPatch, start_ms: int, metadata: list[str]) -> str:
+    one = TransactSession(SETTINGS, ["in"])
+    producer = TransactionalProducer(Settings(SETTINGS), "t")
+    one._producers = [producer]
+    Asked(monkeypatch, producer, Owner.NEWER, "flush")
+    monkeypatch.setattr(producer, "identity", lambda: SITUATION.mine)
+    monkeypatch.setattr(Silent, "committed_metadata", lambda self, group: metadata)
+    state = "Ongoing" if start_ms > 0 else "Empty"
+    return str(one._fenced("why", Described(state, 1, 3, start_ms)))
+
+
+def committed_by(instance: str, since: int) -> str:
+    return json.dumps({"instance": instance, "host": "h", "since": since, "epoch": 1})
+
+
+def test_a_fenced_session_says_since_when(monkeypatch: AnyPatch) -> None:
+    when = r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d"
+    ours, mine = session._STARTED_AT, Settings(SETTINGS).instance
+    others = [committed_by(mine, ours), committed_by(mine, ours - 9_000), committed_by("another", ours + 9_000), "{}"]
+    told = fenced_at_start_ms(monkeypatch, ours, others)
+    assert re.search(rf"in state Ongoing since {when}\)\.", told), told
+    told = fenced_at_start_ms(monkeypatch, -1, others)
+    assert re.search(rf"in state Empty\); initialised after {when} \(our start\)\.", told), told
+    told = fenced_at_start_ms(monkeypatch, -1, [*others, committed_by(mine, ours + 5_000)])
+    assert re.search(rf"in state Empty\); the last commit is by instance {mine} on h, started {when}\.", told), told
 
 
 def test_a_session_that_timed_out_goes_on(monkeypatch: AnyPatch) -> None:
