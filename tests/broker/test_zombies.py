@@ -21,6 +21,7 @@ from eos.broker import LocalKafka
 from eos.errors import CallFailed
 from eos.ownership import Described, Identity, Owner, Reach, Situation, judge, settle
 from eos.producer import TransactionalProducer
+from eos.session import MOST_REBUILDS
 from eos.settings import Settings
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.raw import Background, RawProducer, raw_producer
@@ -31,9 +32,10 @@ if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain 
 pytest_plugins = ["tests.support.pipeline"]
 
 RECORDS = 2_000
-FENCED = 79
+FENCED, TEMPORARY = 79, 75
 TIMEOUT_MS = 2_000
 LONG_MS = 30_000
+SHORT_MS = 1_000
 CONSUMER = {"group.protocol": "consumer"}
 VERSIONS = ["kafka", "kafka392"]
 
@@ -89,6 +91,24 @@ def go_on_after_own_timeout(pipeline: Pipeline, step: str) -> None:
     worker.go_on()
     assert worker.wait() == 0, worker.last_words
     assert Owner.OWN_TIMEOUT.value in worker.log
+    pipeline.verify()
+
+
+def test_a_worker_whose_every_transaction_outlives_its_timeout_gives_up_and_a_healthy_one_finishes(
+    kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, RECORDS)
+    settings = {"transaction.timeout.ms": str(SHORT_MS), "session.timeout.ms": "10000"}
+    times = range(1, MOST_REBUILDS + 2)
+    worker = pipeline.worker(settings=settings, holds=[("flushed", nth) for nth in times])
+    for nth in times:
+        worker.wait_at("flushed", nth)
+        pipeline.wait_not_open()
+        worker.go_on()
+    assert worker.wait() == TEMPORARY, worker.last_words
+    assert f"{len(times)} rebuilds without one commit" in worker.last_words
+    assert worker.log.count("rebuilt from the committed offsets") == MOST_REBUILDS
+    pipeline.finish()
     pipeline.verify()
 
 
@@ -274,7 +294,6 @@ def test_a_place_in_the_group_without_the_transactional_id_is_no_newer_instance(
 # The rows of the ownership table, with bare producers.
 
 Start = Callable[..., RawProducer]
-SHORT_MS = 1_000
 
 
 @pytest.fixture
