@@ -854,7 +854,8 @@ class TransactSession:
                 log.warning("waiting for the cluster", call="DescribeTransactions", error=str(error), **producer.who())
                 time.sleep(0.5)
         log.warning("fenced", owner=owner.value, age_ms=round(situation.age_ms), answer=answer, **producer.who())
-        self._fenced_by = None
+        if owner is not Owner.NEWER:
+            self._fenced_by = None
         return owner, answer
 
     def _describe_owner(self, admin: ClusterAdmin) -> Described | None:
