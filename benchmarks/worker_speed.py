@@ -102,7 +102,7 @@ def compare(console: Console, bootstrap: str, name: str, count: int, size: int, 
 
 
 def memory(console: Console, bootstrap: str, millions: int) -> None:
-    """Slope of the resident size over the last 80 % of a long run; the same input is read ten times over."""
+    """Slope of the resident size over the last 80 % of a long run, whose input is loaded and read once."""
     source = f"in-memory-{uuid.uuid4().hex[:6]}"
     load(bootstrap, source, millions * 1_000_000, 100)
     group = f"bench-{uuid.uuid4().hex[:8]}"

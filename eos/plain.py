@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from confluent_kafka import KafkaError, Message
 
-from eos import log
+from eos import log, ownership
+from eos.admin.cluster import ClusterAdmin
 from eos.errors import (
     Action,
     CallFailed,
@@ -25,15 +26,18 @@ from eos.errors import (
     IllegalState,
     PoisonRecord,
     Temporary,
+    Unavailable,
     describe_error,
     stop_error,
 )
+from eos.ownership import Described, Owner
 from eos.producer import TransactionalProducer
 from eos.serde import encode, encode_key
 from eos.settings import Settings
 from eos.states import OPEN, State
 
 _IDLE_POLL_S = 0.5
+_ASK_PAUSE_S = 0.5
 
 
 class Delivery:
@@ -65,8 +69,8 @@ class Delivery:
 class PlainTransaction:
     """One transaction without an input; ends with its block."""
 
-    def __init__(self, producer: TransactionalProducer) -> None:
-        self._producer = producer
+    def __init__(self, producer: TransactionalProducer, public: Callable[[CallFailed, str], EosError]) -> None:
+        self._producer, self._public = producer, public
         self.failure: CallFailed | None = None
         """Of a send: the transaction cannot commit any more."""
         self.failed_topic = ""
@@ -98,7 +102,7 @@ class PlainTransaction:
         except CallFailed as failure:
             self.failure, self.failed_topic = failure, topic
             delivery.error = str(failure)
-            raise _public(failure, topic) from failure
+            raise self._public(failure, topic) from failure
         self.deliveries.append(delivery)
         return delivery
 
@@ -113,6 +117,7 @@ class Transactions:
         self._producer = TransactionalProducer(self.settings, self.settings["transactional.id"], reports=True)
         self._between = threading.Lock()  # held to begin, and to poll while no transaction is open
         self._ended = threading.Event()
+        self._fenced_by: str | None = None  # for good: another begin would take the id back from the newer instance
         self._idle = threading.Thread(target=self._poll_while_idle, name="eos-idle", daemon=True)
 
     def __enter__(self) -> Transactions:
@@ -136,15 +141,21 @@ class Transactions:
     def begin(self) -> Iterator[PlainTransaction]:
         """One transaction: the block's end commits, an exception out of it aborts and goes on up.
 
-        Raises Fenced, CommitOutcomeUnknown, NotAuthorised, ..., or Temporary when it was aborted for another reason:
-        then nothing of it is visible, and it may be tried again.
+        Raises Fenced (and from then on always: a newer instance owns the id), CommitOutcomeUnknown, NotAuthorised, ...,
+        or Temporary when it was aborted for another reason, its own timeout for one: then nothing of it is visible, and
+        it may be tried again.
         """
+        if self._fenced_by is not None:
+            raise Fenced(self._fenced_by)
         producer = self._producer
         with self._between:
-            if reason := producer.must_replace():
-                producer.replace(reason)
-            producer.begin()
-        txn = PlainTransaction(producer)
+            try:
+                if reason := producer.must_replace():
+                    producer.replace(reason)
+                producer.begin()
+            except CallFailed as failure:
+                raise self._public(failure) from failure
+        txn = PlainTransaction(producer, self._public)
         try:
             yield txn
         except BaseException:
@@ -159,7 +170,7 @@ class Transactions:
             self._give_up()
             if failure.call == "commit" and failure.action is Action.REBUILD:
                 raise CommitOutcomeUnknown(f"the commit's outcome is unknown: {failure}") from failure
-            raise _public(failure, txn.failed_topic) from failure
+            raise self._public(failure, txn.failed_topic) from failure
         except BaseException:
             self._give_up()  # a callback of the user's raised, or a signal's handler
             raise
@@ -170,21 +181,53 @@ class Transactions:
                 self._producer.abort()
             except CallFailed as failure:
                 if failure.action not in (Action.ABORT, Action.REBUILD, Action.RETRY):
-                    raise _public(failure, "") from failure  # fenced: there is nothing of ours left to abort
+                    raise self._public(failure) from failure  # fenced: there is nothing of ours left to abort
                 # Nobody will commit it: the next begin's new producer aborts it, or the broker at its timeout. It must
                 # not hide why the block ended. (An abort right behind the first send is refused: the coordinator may
                 # not have heard of the transaction yet.)
                 log.warning("the abort failed", error=str(failure), **self._producer.who())
 
+    def _public(self, failure: CallFailed, topic: str = "") -> EosError:
+        if failure.action in (Action.SETTLE, Action.FENCED):
+            return self._settle(failure)
+        if failure.action is Action.POISON:
+            return PoisonRecord(f"the record was refused: {failure}", topic, -1, -1)
+        if failure.action in (Action.ABORT, Action.REBUILD, Action.RETRY):
+            return Temporary(f"the transaction was aborted: {failure}")
+        return stop_error(failure)
 
-def _public(failure: CallFailed, topic: str) -> EosError:
-    if failure.action in (Action.SETTLE, Action.FENCED):
-        return Fenced(f"{failure}: a newer instance took over, or this transaction outlived transaction.timeout.ms")
-    if failure.action is Action.POISON:
-        return PoisonRecord(f"the record was refused: {failure}", topic, -1, -1)
-    if failure.action in (Action.ABORT, Action.REBUILD, Action.RETRY):
-        return Temporary(f"the transaction was aborted: {failure}")
-    return stop_error(failure)
+    def _settle(self, failure: CallFailed) -> EosError:
+        """Fenced: by our own timeout (the next begin replaces the producer) or by a newer instance (none does)."""
+        name, timeout_ms = self._producer.transactional_id, self.settings.transaction_timeout_ms
+        # Until it is learnt: an exception out of here must not lead to a replacement, whose init would take the id.
+        self._fenced_by = f"{failure}: who owns transactional.id {name} could not be learnt"
+        owner, answer = self._ask_owner()
+        log.warning("fenced", owner=owner.value, answer=answer, **self._producer.who())
+        # Without a group that could tell, a ghost may be a newer instance whose last transaction was aborted.
+        if owner in (Owner.NEWER, Owner.GHOST):
+            theirs = f" (now producer id {answer.producer_id} epoch {answer.epoch})" if answer is not None else ""
+            self._fenced_by = f"a newer instance took over transactional.id {name}{theirs}. [{failure}]"
+            return Fenced(self._fenced_by)
+        self._fenced_by = None
+        if owner is Owner.OWN_TIMEOUT:
+            return Temporary(f"the transaction outlived transaction.timeout.ms={timeout_ms} and was aborted: {failure}")
+        # Its client failed for good all the same; then a commit that was under way may have come to pass.
+        kind = CommitOutcomeUnknown if failure.call == "commit" else Temporary
+        return kind(f"the producer failed; {owner.value} (transaction.timeout.ms={timeout_ms}): {failure}")
+
+    def _ask_owner(self) -> tuple[Owner, Described | None]:
+        """As a session asks (eos/session.py), but that no place in a group can tell. Waits for an unreachable
+        cluster: without it nothing can be decided."""
+        situation = self._producer.situation()
+        if situation is None:
+            return Owner.NEWER, None  # our own epoch is not known: it may be
+        while True:
+            try:
+                with ClusterAdmin(self.settings) as admin:
+                    return ownership.settle(situation, lambda: admin.describe(self._producer.transactional_id))
+            except Unavailable as error:
+                log.warning("waiting for the cluster", error=str(error), **self._producer.who())
+                time.sleep(_ASK_PAUSE_S)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from eos.errors import (
 )
 from eos.evidence import RetryEvidence, decode_statistics
 from eos.observe import Pulse
-from eos.ownership import Identity, Reach
+from eos.ownership import Identity, Reach, Situation
 from eos.raising import raising
 from eos.settings import STATISTICS_INTERVAL_MS, Settings
 from eos.states import OPEN, Event, Machine, State
@@ -155,11 +155,6 @@ class TransactionalProducer:
         assert self._client is not None, "start() comes first"
         return self._client
 
-    @property
-    def began_at(self) -> float:
-        """time.monotonic() of the open transaction's begin."""
-        return self._began_at
-
     def who(self) -> dict[str, Any]:
         """Fields for a log line about this producer."""
         mine = self._client.identity if self._client else None
@@ -213,8 +208,8 @@ class TransactionalProducer:
         """Why this producer may not begin another transaction, or None (the replacement rule, eos/evidence.py)."""
         if self._mode == ALWAYS:
             return ALWAYS
-        if self._machine.state is State.FATAL:
-            return self._spent  # given up
+        if self._machine.state in (State.FATAL, State.FENCED):
+            return self._spent  # given up, or fenced by its own timeout: who was fenced by a newer one never asks
         if self._mode == "never":
             return None
         if self._spent is None and self.client.evidence.reason is not None:
@@ -446,6 +441,14 @@ class TransactionalProducer:
                 break
             self.poll(0.05)
         return client.identity
+
+    def situation(self) -> Situation | None:
+        """What is known here after a call was fenced, for `ownership.settle`; None if our own epoch is not known."""
+        age_ms = (time.monotonic() - self._began_at) * 1000  # before the statistics are waited for
+        identity = self.identity(fresh=True)
+        if identity is None:
+            return None
+        return Situation(identity, self.reach(), age_ms, self._settings.transaction_timeout_ms)
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ from eos.errors import (
 from eos.lineage import Ledger
 from eos.membership import Finish, Membership
 from eos.observe import COMMIT_BOUNDS_S, END_TO_END_BOUNDS_S, Histogram, Pulse, add
-from eos.ownership import Described, Owner, Situation
+from eos.ownership import Described, Owner
 from eos.positions import Positions
 from eos.positions import TopicPartition as Partition
 from eos.producer import ALWAYS, TransactionalProducer, alternate_of
@@ -264,6 +264,8 @@ class TransactSession:
         self._committer: Watchdog | None = None
         self._leaving: _Leaving | None = None
         self._in_doubt: Mapping[Partition, int] | None = None  # offsets of a commit that failed
+        self._ours_until, self._ours_by = time.time(), "our start"  # nobody newer owned the transactional.id then
+        self._fenced_by: str | None = None  # for good: another begin would take the id back from the newer instance
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -319,6 +321,7 @@ class TransactSession:
         except BaseException:
             self.close()
             raise
+        self._ours_until = time.time()
         self.producer.identity(0.5)  # comes with the first statistics; the log should name it from the start
         log.info("session started", group=self.group, topics=",".join(self.topics), **self.producer.who())
 
@@ -396,6 +399,8 @@ class TransactSession:
         return self
 
     def __next__(self) -> Transaction:
+        if self._fenced_by is not None:
+            raise Fenced(self._fenced_by)
         if self._open is not None:
             self.end()
         while True:
@@ -655,6 +660,7 @@ class TransactSession:
         if self._ledger is not None:
             self._ledger.commit()
         self._rebuilds_in_a_row = self._aborts_in_a_row = 0
+        self._ours_until, self._ours_by = time.time(), "our last commit"
         self._limit = min(self._most, self._limit * 2)
         counters = self.counters
         counters.transactions += 1
@@ -831,12 +837,11 @@ class TransactSession:
         group decides. Waits for an unreachable cluster: without it nothing can be decided.
         """
         producer = self.producer
-        age_ms = (time.monotonic() - producer.began_at) * 1000
-        identity = producer.identity(fresh=True)
-        if identity is None:
+        # Until it is learnt: an exception out of here must not lead to a replacement, whose init would take the id.
+        self._fenced_by = f"{failure}: who owns transactional.id {producer.transactional_id} could not be learnt"
+        situation = producer.situation()
+        if situation is None:
             raise self._fenced(f"{failure}; this producer's own epoch is not known", None) from failure
-        timeout_ms = self.settings.transaction_timeout_ms
-        situation = Situation(identity, producer.reach(), age_ms, timeout_ms)
         while True:
             try:
                 with ClusterAdmin(self.settings) as admin:
@@ -848,7 +853,9 @@ class TransactSession:
                 self.pulse.beat("calling", "DescribeTransactions")
                 log.warning("waiting for the cluster", call="DescribeTransactions", error=str(error), **producer.who())
                 time.sleep(0.5)
-        log.warning("fenced", owner=owner.value, age_ms=round(age_ms), answer=answer, **producer.who())
+        log.warning("fenced", owner=owner.value, age_ms=round(situation.age_ms), answer=answer, **producer.who())
+        if owner is not Owner.NEWER:
+            self._fenced_by = None
         return owner, answer
 
     def _describe_owner(self, admin: ClusterAdmin) -> Described | None:
@@ -867,18 +874,21 @@ class TransactSession:
         try:
             with ClusterAdmin(self.settings) as admin:
                 answer = answer or admin.describe(self.producer.transactional_id)
-                who = _newest_owner(admin.committed_metadata(self.group))
+                who = successor_of(self.settings.instance, _STARTED_AT, admin.committed_metadata(self.group))
         except EosError as error:
             log.debug("the owner could not be asked", error=str(error))
         theirs = ""
         if answer is not None:
             since = f" since {_clock(answer.start_ms / 1000)}" if answer.start_ms > 0 else ""
             theirs = f"; now producer id {answer.producer_id} epoch {answer.epoch} in state {answer.state}{since}"
+        if not who and (answer is None or answer.start_ms <= 0):
+            who = f"; initialised after {_clock(self._ours_until)} ({self._ours_by})"
         ours = f"producer id {mine.producer_id} epoch {mine.epoch}" if mine else "its epoch was not known yet"
-        return Fenced(
+        self._fenced_by = (
             f"a newer instance took over transactional.id {self.transactional_id} (ours: {ours}{theirs}){who}. "
             f"This one stops and has written nothing since. [{reason}]"
         )
+        return Fenced(self._fenced_by)
 
     @property
     def commit_under_way_s(self) -> float:
@@ -927,16 +937,18 @@ def _clock(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def _newest_owner(metadata: Sequence[str]) -> str:
-    """Who committed last, from the committed offsets' metadata: ", instance a on host b since ..."."""
+def successor_of(instance: str, our_start_ms: int, metadata: Sequence[str]) -> str:
+    """The process that was started after ours under the same name and has committed, from the committed offsets'
+    metadata: "; the last commit is by ..."; "" when there is none, as before its first commit."""
     owners = []
     for text in metadata:
         try:
             owner = json.loads(text.rstrip("\0"))
-            owners.append((owner["since"], owner["instance"], owner["host"]))
+            if owner["instance"] == instance and owner["since"] > our_start_ms:
+                owners.append((owner["since"], owner["host"]))
         except (ValueError, KeyError, TypeError):
             continue  # somebody else's metadata
     if not owners:
         return ""
-    since, instance, host = max(owners)
+    since, host = max(owners)
     return f"; the last commit is by instance {instance} on {host}, started {_clock(since / 1000)}"

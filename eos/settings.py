@@ -131,7 +131,7 @@ REFUSALS: dict[str, Refusal] = {
     "delivery.report.only.error": Refusal(_only("true"), "the session counts records itself"),
     "group.protocol": Refusal(_only("classic", "consumer"), "these are the group protocols there are"),
     "partition.assignment.strategy": Refusal(
-        _only("cooperative-sticky", "range", "roundrobin"), "these are the strategies that are tested"
+        _only("cooperative-sticky", "range"), "these are the strategies that are tested"
     ),
     "enable.gapless.guarantee": Refusal(_only("false"), "it ends the producer where an abort suffices"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 
@@ -18,6 +18,18 @@ from eos.raising import raising
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
     """A bare KafkaError (eos/raising.py) out of a test that uses the client itself would end pytest, not the test."""
     pyfuncitem.obj = functools.partial(raising, pyfuncitem.obj)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that failed says where the logs of its brokers are, however it came by them."""
+    report = yield
+    if report.failed and report.when in ("setup", "call"):
+        made = getattr(item, "funcargs", {}).items()
+        for name, kafka in ((name, one) for name, one in made if isinstance(one, LocalKafka)):
+            nodes = range(len(kafka.bootstrap_servers.split(",")))
+            report.sections.append((f"logs of {name}", "\n".join(str(kafka.log_path(node)) for node in nodes)))
+    return report
 
 
 @pytest.fixture(scope="session")

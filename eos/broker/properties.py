@@ -155,7 +155,10 @@ appender.file.layout.type = PatternLayout
 appender.file.layout.pattern = {_PATTERN}
 rootLogger.level = info
 rootLogger.appenderRef.file.ref = file
-""" + "".join(f"logger.n{number}.name = {name}\nlogger.n{number}.level = warn\n" for number, name in enumerate(_NOISY))
+""" + "".join(
+    f"logger.n{number}.name = {name}\nlogger.n{number}.level = {level}\n"
+    for number, (name, level) in enumerate(_LEVELS.items())
+)
 
 _LOG4J_1 = f"""\
 log4j.rootLogger=INFO, file

@@ -205,6 +205,28 @@ def test_an_abort_after_a_lost_acknowledgement_loses_the_next_record_unless_the_
     )
 
 
+@pytest.mark.parametrize("scenario", ["auto"], indirect=True)
+def test_a_record_whose_acknowledgement_was_lost_is_sent_again_and_is_there_once(scenario: Scenario) -> None:
+    """The idempotent producer's own case (K6): nothing is aborted, librdkafka sends the batch again. Without an input:
+    offsets may hang behind a cut connection, and then the transaction is aborted."""
+    servers, transactional_id = scenario.kafka.proxied_servers, scenario.transactional_id
+    settings = {"bootstrap.servers": servers, "transactional.id": transactional_id, "linger.ms": 0}
+    with Transactions(settings) as transactions:
+        for number in range(3):
+            with transactions.begin() as txn:
+                if number == 1:
+                    cut = scenario.proxy.on(ApiKey.Produce, Fault.CUT_AFTER, transactional_id=transactional_id)
+                txn.send(scenario.target, stamp(0, 0, number), partition=0)
+    assert cut.answer().error == 0, "it was appended"
+    first, again = scenario.proxy.seen(ApiKey.Produce, transactional_id)[1:3]
+    assert first == cut.request
+    assert again.fields["topic_data"] == first.fields["topic_data"], "the same batch, with its sequence number"
+    zeros = np.zeros(3, np.int32)
+    wanted = Inputs(topics=("sends",), topic=zeros, partition=zeros, offset=np.arange(3))
+    outputs = read_topic(scenario.kafka.bootstrap_servers, [scenario.target]).outputs()
+    check(wanted, outputs, complete=True).raise_if_violated()
+
+
 def wait_for_disconnect(transactions: Transactions) -> None:
     """Until the client noticed the cut: an abort before would send the in-flight record again first."""
     producer = transactions._producer

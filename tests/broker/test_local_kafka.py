@@ -21,6 +21,7 @@ from eos.broker import LocalKafka
 from eos.broker.node import free_ports, is_free
 from eos.errors import IllegalState, Unavailable
 from tests.support.proxy import HoldingProxy
+from tests.support.reading import TooSlow
 
 DEADLINE_S = 30.0
 
@@ -28,7 +29,8 @@ DEADLINE_S = 30.0
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        if time.monotonic() >= deadline:
+            raise TooSlow(f"not within {timeout_s} s: {what}")
         time.sleep(0.05)
 
 

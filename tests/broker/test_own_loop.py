@@ -13,7 +13,7 @@ from confluent_kafka import IsolationLevel, TopicPartition
 import eos
 from eos import Transaction, TransactSession
 from eos.broker import LocalKafka
-from eos.errors import Action, CallFailed, IllegalState
+from eos.errors import Action, CallFailed, Fenced, IllegalState
 from eos.plain import Transactions
 from tests.support.reading import create_topic, ends_of, settled_values, stable_offset, wait_until
 
@@ -116,6 +116,24 @@ def test_leaving_the_loop_aborts_unless_the_transaction_was_committed(loop: Loop
         one(session)
     assert loop.copied() == ALL[:1]
     loop.finish()
+    assert loop.copied() == ALL
+
+
+def test_a_loop_that_a_newer_instance_fenced_cannot_be_entered_again(loop: Loop) -> None:
+    with contextlib.closing(loop.session()) as new:
+        with loop.session() as old:
+            txn = next(old)
+            txn.send(loop.target, next(txn.records).value)
+            new.start()
+            with pytest.raises(Fenced):
+                txn.commit()
+            for _ in range(2):
+                with pytest.raises(Fenced):
+                    next(old)
+        for txn in new:
+            for record in txn.records:
+                txn.send(loop.target, record.value)
+        assert new.counters.rebuilds == 0, "the old one left the id alone"
     assert loop.copied() == ALL
 
 

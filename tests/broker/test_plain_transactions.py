@@ -11,7 +11,7 @@ from confluent_kafka import Producer
 
 import eos
 from eos.broker import LocalKafka
-from eos.errors import ConfigurationError, Fenced, IllegalState, PoisonRecord, Unavailable
+from eos.errors import ConfigurationError, Fenced, IllegalState, PoisonRecord, Temporary, Unavailable
 from eos.plain import Transactions
 from eos.states import State
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
@@ -124,7 +124,27 @@ def test_a_newer_producer_fences_the_older_which_writes_nothing_more(
                 txn.send(topic, "zombie", partition=0)
             with new.begin() as txn:
                 txn.send(topic, "new", partition=0)
-    assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"old", b"new"]
+            with pytest.raises(Fenced), old.begin() as txn:
+                txn.send(topic, "the zombie begins again", partition=0)
+            with new.begin() as txn:
+                txn.send(topic, "newer", partition=0)
+    assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"old", b"new", b"newer"]
+
+
+def test_a_transaction_that_outlives_its_own_timeout_may_be_tried_again(
+    kafka: LocalKafka, settings: dict[str, object], topic: str
+) -> None:
+    def timed_out() -> bool:
+        return transaction_of(kafka.bootstrap_servers, str(settings["transactional.id"])).state == "CompleteAbort"
+
+    with Transactions(settings | {"transaction.timeout.ms": 1_000}) as transactions:
+        with pytest.raises(Temporary, match=r"outlived transaction\.timeout\.ms=1000"), transactions.begin() as txn:
+            txn.send(topic, "too slow", partition=0)
+            transactions._producer.flush()
+            wait_until("the broker ends the transaction", timed_out)
+        with transactions.begin() as txn:
+            txn.send(topic, "again", partition=0)
+    assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"again"]
 
 
 def test_a_record_that_is_too_large_aborts_all_of_its_transaction(

@@ -48,7 +48,19 @@ def prepared(pipelines: Pipelines, kafka: LocalKafka, records: int, protocol: st
 def test_members_that_come_and_go_while_records_flow_lose_and_double_nothing(
     protocol: str, repetition: int, kafka: LocalKafka, pipelines: Pipelines, chance: random.Random
 ) -> None:
-    pipeline = prepared(pipelines, kafka, 2_000, protocol)
+    come_and_go(prepared(pipelines, kafka, 2_000, protocol), protocol, repetition, chance)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("protocol", ["cooperative-sticky", "range"])
+@pytest.mark.parametrize("repetition", range(1, 6))
+def test_members_that_come_and_go_on_a_broker_before_kip_890_lose_and_double_nothing(
+    protocol: str, repetition: int, kafka392: LocalKafka, pipelines: Pipelines, chance: random.Random
+) -> None:
+    come_and_go(prepared(pipelines, kafka392, 2_000, protocol), protocol, repetition, chance)
+
+
+def come_and_go(pipeline: Pipeline, protocol: str, repetition: int, chance: random.Random) -> None:
     # Every other repetition with the producers that take turns: there a commit is on its way while members change.
     settings = PROTOCOLS[protocol] | ({"eos.producers": "2"} if repetition % 2 else {})
     alive: dict[str, WorkerProcess] = {"a": pipeline.worker("a", settings=settings)}
@@ -157,6 +169,7 @@ def stop_both(pipeline: Pipeline, *workers: WorkerProcess) -> None:
         ("consumer", "offsets sent", LONG_MS),
         pytest.param("cooperative-sticky", "flushed", SHORT_MS, marks=pytest.mark.long),
         pytest.param("cooperative-sticky", "offsets sent", LONG_MS, marks=pytest.mark.long),
+        pytest.param("range", "flushed", LONG_MS, marks=pytest.mark.long),
         pytest.param("consumer", "flushed", LONG_MS, marks=pytest.mark.long),
         pytest.param("consumer", "offsets sent", SHORT_MS, marks=pytest.mark.long),
     ],

@@ -21,6 +21,7 @@ from eos.broker import LocalKafka
 from eos.errors import CallFailed
 from eos.ownership import Described, Identity, Owner, Reach, Situation, judge, settle
 from eos.producer import TransactionalProducer
+from eos.session import MOST_REBUILDS
 from eos.settings import Settings
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.raw import Background, RawProducer, raw_producer
@@ -31,9 +32,10 @@ if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain 
 pytest_plugins = ["tests.support.pipeline"]
 
 RECORDS = 2_000
-FENCED = 79
+FENCED, TEMPORARY = 79, 75
 TIMEOUT_MS = 2_000
 LONG_MS = 30_000
+SHORT_MS = 1_000
 CONSUMER = {"group.protocol": "consumer"}
 VERSIONS = ["kafka", "kafka392"]
 
@@ -92,8 +94,29 @@ def go_on_after_own_timeout(pipeline: Pipeline, step: str) -> None:
     pipeline.verify()
 
 
-def assert_fenced(worker: WorkerProcess, *idle_or_open: Described) -> None:
-    """It stopped by itself with 79, and its sentence names both epochs of one of its transactional.ids."""
+def test_a_worker_whose_every_transaction_outlives_its_timeout_gives_up_and_a_healthy_one_finishes(
+    kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, RECORDS)
+    settings = {"transaction.timeout.ms": str(SHORT_MS), "session.timeout.ms": "10000"}
+    times = range(1, MOST_REBUILDS + 2)
+    worker = pipeline.worker(settings=settings, holds=[("flushed", nth) for nth in times])
+    for nth in times:
+        worker.wait_at("flushed", nth)
+        pipeline.wait_not_open()
+        worker.go_on()
+    assert worker.wait() == TEMPORARY, worker.last_words
+    assert f"{len(times)} rebuilds without one commit" in worker.last_words
+    assert worker.log.count("rebuilt from the committed offsets") == MOST_REBUILDS
+    pipeline.finish()
+    pipeline.verify()
+
+
+def assert_fenced(
+    worker: WorkerProcess, *idle_or_open: Described, since: str = "since|started|initialised after"
+) -> None:
+    """It stopped by itself with 79, and its sentence names both epochs of one of its transactional.ids, and since when
+    it is the newer one's: from its open transaction, its first commit, or our own last one."""
     assert worker.wait(30) == FENCED, worker.last_words
     sentence = worker.last_words
     ours = [d for d in idle_or_open if f"ours: producer id {d.producer_id} epoch {d.epoch};" in sentence]
@@ -101,6 +124,7 @@ def assert_fenced(worker: WorkerProcess, *idle_or_open: Described) -> None:
     theirs = re.search(r"now producer id (\d+) epoch (\d+) in state (\w+)", sentence)
     assert theirs is not None, sentence
     assert (int(theirs[1]), int(theirs[2])) > (ours[0].producer_id, ours[0].epoch), sentence
+    assert re.search(rf"\b({since}) \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d", sentence), sentence
     assert "Traceback" not in worker.log
 
 
@@ -143,7 +167,7 @@ def fence_by_a_busy_successor(pipeline: Pipeline, timeout_ms: int, settings: dic
     pipeline.wait_state("Ongoing")
     zombie.resume()
     zombie.go_on()
-    assert_fenced(zombie, before)
+    assert_fenced(zombie, before, since="in state Ongoing since")
     pipeline.wait_state("Ongoing", timeout_s=1)
     successor.go_on()
     assert_unaffected(successor)
@@ -175,7 +199,7 @@ def fence_by_an_idle_successor(pipeline: Pipeline, timeout_ms: int, settings: di
     pipeline.wait_not_open()
     zombie.resume()
     zombie.go_on()
-    assert_fenced(zombie, before)
+    assert_fenced(zombie, before, since="started")
     pipeline.load_transaction(300)
     pipeline.wait_handled(pipeline.loaded)
     successor.terminate()
@@ -195,7 +219,7 @@ def test_an_idle_zombie_is_fenced_by_an_idle_successor_without_any_input(
     successor = pipeline.worker()
     successor.wait_line("IDLE")
     zombie.resume()
-    assert_fenced(zombie, *before)
+    assert_fenced(zombie, *before, since="initialised after")
     pipeline.load_transaction(300)
     pipeline.wait_handled(pipeline.loaded)
     successor.terminate()
@@ -270,7 +294,6 @@ def test_a_place_in_the_group_without_the_transactional_id_is_no_newer_instance(
 # The rows of the ownership table, with bare producers.
 
 Start = Callable[..., RawProducer]
-SHORT_MS = 1_000
 
 
 @pytest.fixture

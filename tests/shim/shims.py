@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 
+from tests.support.reading import TooSlow
+
 END_TIMEOUT_S = 20.0
 
 
@@ -116,13 +118,14 @@ def running(upstream: str, *options: str, brokers: int = 1) -> Iterator[RunningS
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
-    """The first true value of `condition`; AssertionError at the deadline."""
+    """The first true value of `condition`; TooSlow at the deadline."""
     deadline = time.monotonic() + timeout_s
     while True:
         value = condition()
         if value:
             return value
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
+        if time.monotonic() >= deadline:
+            raise TooSlow(f"not within {timeout_s:g} s")
         time.sleep(0.02)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.reading import TooSlow
 from tests.support.spark_query import Query
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +62,8 @@ class Driver:
                 if (at := found.rfind(line)) >= 0:
                     return found[at:]
             assert self.process.poll() is None, f"the driver ended before {line!r}: {self.tail()}"
-            assert time.monotonic() < deadline, f"no {line!r} within {timeout_s} s: {self.tail()}"
+            if time.monotonic() >= deadline:
+                raise TooSlow(f"no {line!r} within {timeout_s} s: {self.tail()}")
             time.sleep(0.05)
 
     def kill(self) -> None:

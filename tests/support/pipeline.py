@@ -19,6 +19,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -39,11 +40,12 @@ from confluent_kafka.admin import (
 
 from eos.admin.cluster import ClusterAdmin
 from eos.broker import LocalKafka
+from eos.errors import Unavailable
 from eos.ownership import Described
 from eos.settings import Settings
 from eos.testing.checker import CommitSeries, Inputs, Report, check
 from eos.testing.history import ConcurrentReader, committed_offsets, end_offsets, read_topic
-from tests.support.reading import transaction_of, wait_until
+from tests.support.reading import TooSlow, transaction_of, wait_until
 from tests.support.stepping_worker import ATTEMPT, Orders
 
 REPOSITORY = Path(__file__).parents[2]
@@ -53,6 +55,8 @@ TRANSACTION_TIMEOUT_MS = 3_000
 SESSION_TIMEOUT_MS = 6_000
 START_S = 30.0
 END_S = 60.0
+SETTLE_S = 15.0
+FENCED = 79
 RULES = {
     "no_duplicates",
     "no_losses",
@@ -126,7 +130,8 @@ class WorkerProcess:
                     return
             except queue.Empty:
                 assert self.running, f"{self.name} ended with {self.process.returncode} before it said {wanted!r}"
-                assert time.monotonic() < deadline, f"{self.name} did not say {wanted!r} within {timeout_s} s"
+                if time.monotonic() >= deadline:
+                    raise TooSlow(f"{self.name} did not say {wanted!r} within {timeout_s} s") from None
 
     def wait_at(self, step: str, nth: int, timeout_s: float = START_S) -> None:
         """Until it holds at the n-th occurrence of this step."""
@@ -169,7 +174,7 @@ class WorkerProcess:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.name} did not end within {timeout_s} s") from None
+            raise TooSlow(f"{self.name} did not end within {timeout_s} s") from None
 
     def end(self) -> None:
         if self.running:
@@ -301,7 +306,7 @@ class Pipeline:
         """What was loaded until now is not expected to be handled (`auto.offset.reset=latest`)."""
         self._loaded = []
 
-    def load(self, records: int, transactions: int = 6, aborted_tail: bool = False) -> None:
+    def load(self, records: int, transactions: int = 6) -> None:
         """Committed transactions with aborted ones between them, so that offsets have gaps and markers in them."""
         assert records >= transactions
         sizes = [len(part) for part in np.array_split(range(records), transactions)]
@@ -309,8 +314,6 @@ class Pipeline:
             self.load_transaction(size)
             if number % 3 == 1:
                 self.load_transaction(20, commit=False)
-        if aborted_tail:
-            self.load_transaction(20, commit=False)
 
     def load_transaction(self, records: int, commit: bool = True, places: Sequence[Place] | None = None) -> None:
         """One transaction of `records` input records, round robin over `places` (all source partitions)."""
@@ -481,14 +484,30 @@ class Pipeline:
 
     def wait_handled(self, records: int, timeout_s: float = END_S) -> None:
         """Until at least so many input records have visible outputs (by what the concurrent reader was given)."""
-        self._reader.wait_for_records(records * len(self.destinations), timeout_s)
+        fan_out = len(self.destinations)
+        try:
+            self._reader.wait_for_records(records * fan_out, timeout_s)
+            return
+        except Unavailable as error:
+            slow = TooSlow(str(error))
+        # Behind the `except`: what is found wrong here must not look like a wait that was too long.
+        ended = {w.name: w.process.returncode for w in self.workers if not w.running}
+        assert len(ended) < len(self.workers), f"no worker is left to handle them: {ended}"
+        strange = {name: code for name, code in ended.items() if code not in (0, -signal.SIGKILL, FENCED)}
+        assert not strange, f"workers ended: {strange}"
+        committed = self.committed()
+        handled = sum(offset < committed.get((self.sources[topic], p), 0) for topic, p, offset in self._loaded)
+        with suppress(Unavailable):  # a commit is visible a moment after its offsets are
+            self._reader.wait_for_records(handled * fan_out, SETTLE_S)
+        assert self.delivered >= handled * fan_out, f"{handled} inputs are committed, {self.delivered} outputs visible"
+        raise slow
 
     @property
     def delivered(self) -> int:
         """Output records that a read_committed reader was given so far."""
         return self._reader.records
 
-    def settle(self, timeout_s: float = 15.0) -> None:
+    def settle(self, timeout_s: float = SETTLE_S) -> None:
         """Until no transaction is open on the topics: EndTxn is answered before its markers are written."""
 
         def settled() -> bool:
@@ -521,7 +540,10 @@ class Pipeline:
 
         `complete`: every loaded record must have been handled; else what is committed and visible must agree.
         """
-        self.settle()
+        try:
+            self.settle()
+        except TooSlow as error:
+            raise AssertionError(f"transactions hang: {error}") from None
         outputs = read_topic(self.servers, self.destinations).outputs()
         ends = end_offsets(self.servers, [*self.sources, *self.destinations])
         self._reader.wait_for_ends({p: e for p, e in ends.stable.items() if p[0] in self.destinations and e > 0})

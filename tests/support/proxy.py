@@ -37,6 +37,8 @@ from kafka.protocol import producer as producer_protocol
 from kafka.protocol.api_header import ResponseClassRegistry
 from kafka.protocol.api_key import ApiKey
 
+from tests.support.reading import TooSlow
+
 __all__ = ["Answer", "ApiKey", "Fault", "HoldingProxy", "Request", "Rule"]
 
 T = TypeVar("T")
@@ -171,9 +173,9 @@ class Rule:
         return self._request
 
     def wait(self, timeout: float = 10.0) -> Request:
-        """Block until the request was caught, and return it; AssertionError when that does not happen."""
+        """Block until the request was caught, and return it; TooSlow when that does not happen."""
         if not self._caught.wait(timeout):
-            raise AssertionError(f"{self} never fired within {timeout} s; the proxy saw {self._proxy.summary()}")
+            raise TooSlow(f"{self} never fired within {timeout} s; the proxy saw {self._proxy.summary()}")
         return self.request
 
     def release(self) -> None:
@@ -187,7 +189,7 @@ class Rule:
         try:
             return self._answer.result(timeout)
         except TimeoutError:
-            raise AssertionError(f"{self} had no answer from the broker within {timeout} s") from None
+            raise TooSlow(f"{self} had no answer from the broker within {timeout} s") from None
 
     def deliver_late(self) -> Answer:
         """Send the caught bytes to the broker now, on a fresh connection, and return its answer.

@@ -14,6 +14,8 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 
+from tests.support.reading import TooSlow
+
 STATISTICS_MS = 200
 
 
@@ -84,7 +86,8 @@ class RawProducer:
         """Poll until `count` more statistics arrived; the last of them."""
         wanted, deadline = len(self.statistics) + count, time.monotonic() + 10
         while len(self.statistics) < wanted:
-            assert time.monotonic() < deadline, "no statistics within 10 s"
+            if time.monotonic() >= deadline:
+                raise TooSlow("no statistics within 10 s")
             self.producer.poll(0.05)
         return self.statistics[-1][1]
 
@@ -135,6 +138,7 @@ class Background:
     def result(self, timeout: float = 30) -> None:
         """Wait for the call to end and raise what it raised."""
         self._thread.join(timeout)
-        assert not self._thread.is_alive(), f"the call did not return within {timeout} s"
+        if self._thread.is_alive():
+            raise TooSlow(f"the call did not return within {timeout} s")
         if self._error is not None:
             raise self._error

@@ -20,7 +20,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from eos.testing.checker import Report, check
 from eos.testing.history import end_offsets, read_topic
 from spark_connector import exactly_once_sink
-from tests.support.reading import wait_until
+from tests.support.reading import TooSlow, wait_until
 
 SOURCE_PARTITIONS = 3
 KEYS = 97
@@ -107,7 +107,8 @@ class Query:
         """Until everything is read; raises what ended the query."""
         query = self.start(spark, on_step, **options)
         try:
-            assert query.awaitTermination(240), "the query did not end within 240 s"
+            if not query.awaitTermination(240):
+                raise TooSlow("the query did not end within 240 s")
         finally:
             query.stop()
 

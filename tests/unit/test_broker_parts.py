@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -88,6 +89,16 @@ def test_each_major_version_gets_the_logging_it_was_written_for() -> None:
         files, options = logging_options(version, LOG_DIR)
         assert list(files) == [name]
         assert options == [option, "-Deos.log=/data/server.log"]
+
+
+@pytest.mark.parametrize("version", ["3.9.2", "4.3.1"])
+def test_a_killed_nodes_refused_connections_do_not_fill_the_log_of_any_version(version: str) -> None:
+    files, _ = logging_options(version, LOG_DIR)
+    (text,) = files.values()
+    name = re.escape("org.apache.kafka.clients.NetworkClient")
+    one_line = rf"^log4j\.logger\.{name}=ERROR$"
+    two_lines = rf"^(logger\.\w+)\.name = {name}\n\1\.level = ERROR$"
+    assert re.search(f"{one_line}|{two_lines}", text, re.MULTILINE), text
 
 
 # Jars

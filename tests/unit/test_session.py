@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eos.session import room_ahead, room_of
+from eos.errors import Temporary
+from eos.session import MOST_REBUILDS, TransactSession, room_ahead, room_of
 
 
 @given(interval_ms=st.integers(1, 10_000), gathered_ms=st.integers(0, 20_000))
@@ -34,3 +39,28 @@ def test_what_is_fetched_ahead_has_an_end_in_records_and_in_bytes(waiting: int, 
 def test_small_records_are_fetched_ahead_in_whole_chunks() -> None:
     assert room_ahead(0, 1_000) == 2_000
     assert room_ahead(18_500, 100) == 1_500
+
+
+def rebuild(session: TransactSession, times: int) -> None:
+    for _ in range(times):
+        session._count_rebuild("timed out", "timeout")
+
+
+def commit_one(session: TransactSession) -> None:
+    sent = SimpleNamespace(sent=0, skipped=0, dead_letters=0)
+    job, producer = SimpleNamespace(result=2.0), SimpleNamespace(who=dict)
+    leaving: Any = SimpleNamespace(
+        producer=producer, transaction=sent, taken=0, began_at=0.0, first_timestamp_ms=-1, left_at=1.0, job=job
+    )
+    session._positions.leave({})
+    session._committed(leaving)
+
+
+def test_rebuilds_without_a_commit_between_them_come_to_an_end_and_a_commit_begins_the_count_anew() -> None:
+    session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"])
+    rebuild(session, MOST_REBUILDS)
+    commit_one(session)
+    rebuild(session, MOST_REBUILDS)
+    with pytest.raises(Temporary, match=rf"^{MOST_REBUILDS + 1} rebuilds without one commit, .*timed out.*--instance"):
+        rebuild(session, 1)
+    assert session.counters.rebuilds_by_cause == {"timeout": 2 * MOST_REBUILDS + 1}

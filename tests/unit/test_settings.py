@@ -36,6 +36,7 @@ CONTRADICTIONS = [
     ("delivery.report.only.error", "false", "counts records itself"),
     ("group.protocol", "share", "group protocols"),
     ("partition.assignment.strategy", "cooperative-sticky,mine", "tested"),
+    ("partition.assignment.strategy", "roundrobin", "tested"),
     ("enable.gapless.guarantee", "true", "where an abort suffices"),
 ]
 
@@ -455,7 +456,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"group.protocol": "classic"},
     {"group.protocol": "Consumer"},
     {"group.protocol": "consumer", "group.remote.assignor": "uniform"},
-    {"partition.assignment.strategy": "range,roundrobin"},
+    {"partition.assignment.strategy": "range"},
     {"auto.offset.reset": "latest", "enable.partition.eof": True, "delivery.report.only.error": True},
     {"isolation.level": "read_committed", "enable.auto.commit": "false", "enable.auto.offset.store": "false"},
     {"enable.idempotence": "true", "acks": -1, "enable.gapless.guarantee": "false"},

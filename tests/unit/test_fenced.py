@@ -1,0 +1,182 @@
+"""Who was fenced by a newer instance stays so, whatever its caller does next: a begin would take the id back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from eos import ownership, plain, session
+from eos.errors import Action, Call, CallFailed, CommitOutcomeUnknown, Fenced, Temporary
+from eos.ownership import Described, Identity, Owner, Reach, Situation
+from eos.plain import Transactions
+from eos.producer import TransactionalProducer
+from eos.session import TransactSession
+from eos.settings import Settings
+from eos.states import Event
+
+SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t"}
+SITUATION = Situation(Identity(1, 1), Reach.SENT, 1.0, 10_000)
+AnyPatch = pytest.MonkeyPatch
+
+
+class Silent:
+    """An admin that knows nothing."""
+
+    def describe(self, transactional_id: str) -> None:
+        return None
+
+    def committed_metadata(self, group: str) -> list[str]:
+        return []
+
+
+class Asked:
+    """A producer without a client whose calls are fenced, the answer who owns its id, and its replacements."""
+
+    def __init__(self, patch: AnyPatch, producer: TransactionalProducer, owner: Owner, fenced: Call) -> None:
+        self.replacements: list[str] = []
+        self.questions = 0
+        machine = producer._machine
+        silent: Any = SimpleNamespace(evidence=SimpleNamespace(reason=None), identity=None)
+        producer._client = silent
+        machine.fire(Event.INITIALISED)
+
+        def fail(call: Call) -> None:
+            if call == fenced:
+                raise producer._fail(call, Action.SETTLE, RuntimeError("fenced"))
+
+        def replace(reason: str) -> None:
+            machine.fire(Event.REPLACE)
+            machine.fire(Event.INITIALISED)
+            self.replacements.append(reason)
+
+        def settle(*_: object) -> tuple[Owner, Described | None]:
+            self.questions += 1
+            return owner, None
+
+        patch.setattr(producer, "begin", lambda: (fail("begin"), machine.fire(Event.BEGIN)))
+        patch.setattr(producer, "flush", lambda: fail("flush"))
+        patch.setattr(producer, "commit", lambda: fail("commit"))
+        patch.setattr(producer, "replace", replace)
+        patch.setattr(producer, "situation", lambda: SITUATION, raising=False)
+        patch.setattr(ownership, "settle", settle)
+        for module in (plain, session):
+            patch.setattr(module, "ClusterAdmin", lambda settings: contextlib.nullcontext(Silent()), raising=False)
+
+
+@pytest.mark.parametrize("call", ["begin", "flush", "commit"])
+@pytest.mark.parametrize("mode", ["auto", "always", "never"])
+# Without a group nothing tells a ghost from a newer instance whose last transaction was aborted.
+@pytest.mark.parametrize("owner", [Owner.NEWER, Owner.GHOST])
+def test_transactions_that_a_newer_instance_fenced_do_not_begin_again(
+    owner: Owner, mode: str, call: Call, monkeypatch: AnyPatch
+) -> None:
+    transactions = Transactions(SETTINGS | {"eos.replace.producer": mode})
+    asked = Asked(monkeypatch, transactions._producer, owner, call)
+    with pytest.raises(Fenced) as first, transactions.begin():
+        pass
+    asked.replacements.clear()  # `always` replaces before each
+    for _ in range(2):
+        with pytest.raises(Fenced) as again, transactions.begin():
+            pass
+        assert str(again.value) == str(first.value)
+    assert asked.replacements == []
+    assert asked.questions == 1
+
+
+@pytest.mark.parametrize("mode", ["auto", "never"])
+@pytest.mark.parametrize(
+    ("owner", "call", "kind"),
+    [
+        (Owner.OWN_TIMEOUT, "flush", Temporary),
+        (Owner.OWN_TIMEOUT, "commit", Temporary),
+        (Owner.NOBODY, "flush", Temporary),
+        (Owner.MINE, "flush", Temporary),
+        (Owner.MINE, "commit", CommitOutcomeUnknown),
+    ],
+)
+def test_a_transaction_that_nobody_took_over_may_be_tried_again(
+    owner: Owner, call: Call, kind: type[Temporary], mode: str, monkeypatch: AnyPatch
+) -> None:
+    transactions = Transactions(SETTINGS | {"transaction.timeout.ms": 10_000, "eos.replace.producer": mode})
+    asked = Asked(monkeypatch, transactions._producer, owner, call)
+    with pytest.raises(Temporary, match=r"transaction\.timeout\.ms=10000") as failed, transactions.begin():
+        pass
+    assert type(failed.value) is kind
+    with contextlib.suppress(Temporary), transactions.begin():
+        pass
+    assert len(asked.replacements) == 1
+
+
+def test_what_interrupts_the_question_who_owns_the_id_does_not_lead_to_another_begin(monkeypatch: AnyPatch) -> None:
+    transactions = Transactions(SETTINGS)
+    asked = Asked(monkeypatch, transactions._producer, Owner.OWN_TIMEOUT, "flush")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ownership, "settle", interrupted)
+    with pytest.raises(KeyboardInterrupt), transactions.begin():
+        pass
+    with pytest.raises(Fenced, match="could not be learnt"), transactions.begin():
+        pass
+    assert asked.replacements == []
+
+
+def test_a_session_that_a_newer_instance_fenced_does_not_begin_again(monkeypatch: AnyPatch) -> None:
+    one = TransactSession(SETTINGS, ["in"])
+    producer = TransactionalProducer(Settings(SETTINGS), "t")
+    one._producers = [producer]
+    asked = Asked(monkeypatch, producer, Owner.NEWER, "flush")
+    monkeypatch.setattr(producer, "identity", lambda: SITUATION.mine)
+    with pytest.raises(Fenced) as first:
+        one._settle(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")))
+    for _ in range(2):
+        with pytest.raises(Fenced) as again:
+            for _txn in one:
+                pass
+        assert str(again.value) == str(first.value)
+    assert asked.replacements == []
+
+
+def fenced_at_start_ms(monkeypatch: AnyPatch, start_ms: int, metadata: list[str]) -> str:
+    one = TransactSession(SETTINGS, ["in"])
+    producer = TransactionalProducer(Settings(SETTINGS), "t")
+    one._producers = [producer]
+    Asked(monkeypatch, producer, Owner.NEWER, "flush")
+    monkeypatch.setattr(producer, "identity", lambda: SITUATION.mine)
+    monkeypatch.setattr(Silent, "committed_metadata", lambda self, group: metadata)
+    state = "Ongoing" if start_ms > 0 else "Empty"
+    return str(one._fenced("why", Described(state, 1, 3, start_ms)))
+
+
+def committed_by(instance: str, since: int) -> str:
+    return json.dumps({"instance": instance, "host": "h", "since": since, "epoch": 1})
+
+
+def test_a_fenced_session_says_since_when(monkeypatch: AnyPatch) -> None:
+    when = r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d"
+    ours, mine = session._STARTED_AT, Settings(SETTINGS).instance
+    others = [committed_by(mine, ours), committed_by(mine, ours - 9_000), committed_by("another", ours + 9_000), "{}"]
+    told = fenced_at_start_ms(monkeypatch, ours, others)
+    assert re.search(rf"in state Ongoing since {when}\)\.", told), told
+    told = fenced_at_start_ms(monkeypatch, -1, others)
+    assert re.search(rf"in state Empty\); initialised after {when} \(our start\)\.", told), told
+    told = fenced_at_start_ms(monkeypatch, -1, [*others, committed_by(mine, ours + 5_000)])
+    assert re.search(rf"in state Empty\); the last commit is by instance {mine} on h, started {when}\.", told), told
+
+
+def test_a_session_that_timed_out_goes_on(monkeypatch: AnyPatch) -> None:
+    one = TransactSession(SETTINGS, ["in"])
+    producer = TransactionalProducer(Settings(SETTINGS), "t")
+    one._producers = [producer]
+    Asked(monkeypatch, producer, Owner.OWN_TIMEOUT, "flush")
+    rebuilt: list[Any] = []
+    monkeypatch.setattr(one, "_rebuild", lambda *why: rebuilt.append(why))
+    one._settle(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")))
+    assert rebuilt == [(Owner.OWN_TIMEOUT.value, "timeout")]
+    assert one._fenced_by is None
