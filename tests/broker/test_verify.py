@@ -10,11 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, Message, Producer
+from confluent_kafka import Consumer, Message, Producer, TopicPartition
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+)
 
 from eos import lineage
 from eos.broker import LocalKafka
-from eos.testing.history import committed_offsets
+from eos.testing.history import committed_offsets, end_offsets
 from tests.support.reading import create_topic, settled_values, wait_until
 
 COUNT, PARTITIONS = 40_000, 3
@@ -36,6 +42,7 @@ class Run:
 
     def __init__(self, kafka: LocalKafka, names: Callable[[str], str], directory: Path) -> None:
         self.servers, self.directory = kafka.bootstrap_servers, directory
+        self.admin = AdminClient({"bootstrap.servers": self.servers})
         self.group, self.source = names("group"), names("in")
         self.targets = [names("first"), names("second")]
         for topic in (self.source, *self.targets):
@@ -88,6 +95,18 @@ class Run:
             producer.poll(0)
         assert producer.flush(30) == 0
         return topic
+
+    def remove_half(self, topic: str) -> int:
+        """As retention does, of partition 0; returns where it begins now."""
+        begin = end_offsets(self.servers, topic).log_end[topic, 0] // 2
+        place = TopicPartition(topic, 0, begin)
+        self.admin.delete_records([place])[place].result(30)
+        return begin
+
+    def compact(self, topic: str) -> None:
+        entry = ConfigEntry("cleanup.policy", "compact", incremental_operation=AlterConfigOpType.SET)
+        resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=[entry])
+        self.admin.incremental_alter_configs([resource])[resource].result(30)
 
 
 def read_on(consumer: Consumer, messages: list[Message]) -> list[Message]:
@@ -145,6 +164,31 @@ def test_a_run_with_a_kill_in_it_holds_and_each_damage_to_its_outputs_is_named(
     code, told = run.verify(run.targets[0])  # one of the two topics is left out: half of its outputs are missing
     assert code == 1, told
     assert "no_losses" in told.rpartition("VIOLATED")[2]
+
+
+def test_outputs_that_retention_removed_are_a_note_and_a_loss_behind_them_is_still_found(
+    run: Run, names: Callable[[str], str]
+) -> None:
+    assert run.worker("-X", "eos.lineage=true").wait(120) == 0, (run.directory / "worker.log").read_text()
+
+    def without_the_newest_of_partition_0(messages: list[Message]) -> list[Message]:
+        newest = max(i for i, message in enumerate(messages) if message.partition() == 0)
+        return messages[:newest] + messages[newest + 1 :]
+
+    damaged = run.copy(names("damaged"), without_the_newest_of_partition_0)
+    begin = run.remove_half(run.targets[0])
+    code, told = run.verify()
+    assert code == 0, told
+    assert f"{run.targets[0]}[0] no longer begins at 0 but at {begin}: not decided" in told
+
+    run.remove_half(damaged)
+    code, told = run.verify(damaged, run.targets[1])
+    assert code == 1, told
+    assert "VIOLATED: no_losses" in told
+    run.compact(damaged)
+    code, told = run.verify(damaged, run.targets[1])
+    assert code == 0, told
+    assert f"{damaged} is compacted: not decided" in told
 
 
 def test_without_lineage_nothing_is_decided_and_a_missing_topic_is_named(run: Run) -> None:
