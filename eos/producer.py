@@ -387,7 +387,14 @@ class TransactionalProducer:
         self._machine.fire(Event.SEND_OFFSETS)
         send = self.client.producer.send_offsets_to_transaction
         deadline = self._began_at + self._settings.transaction_timeout_ms / 1000
-        self._timed("send_offsets", send, offsets, group_metadata, deadline=deadline)
+        try:
+            self._timed("send_offsets", send, offsets, group_metadata, deadline=deadline)
+        except CallFailed as failure:
+            # Their topics are the input's, which one must be allowed to read.
+            right = denied(failure.error, topic=", ".join(sorted({tp.topic for tp in offsets})))
+            if not right:
+                raise
+            raise CallFailed(failure.call, failure.action, failure.error, right) from failure
         self._offsets_sent = True
 
     def commit(self) -> None:

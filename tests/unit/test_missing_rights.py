@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from kafka import errors as kafka_errors
 
 from eos.admin import fence as fencing
@@ -15,8 +15,10 @@ from eos.admin import reset
 from eos.admin.cluster import ClusterAdmin, OpenProducer
 from eos.admin.facts import Topic
 from eos.admin.reset import GroupOffsets, parse_target
-from eos.errors import NotAuthorised
+from eos.errors import CallFailed, NotAuthorised, stop_error
+from eos.producer import TransactionalProducer
 from eos.settings import Settings
+from eos.states import Event
 
 
 def said(resource: str, operation: str) -> str:
@@ -98,6 +100,27 @@ def test_an_id_that_may_not_be_fenced_is_named(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(NotAuthorised) as raised:
         fencing.fence(Settings(), "app-one")
     assert str(raised.value).startswith(said("transactional.id app-one", "WRITE"))
+
+
+# ---- a worker -----------------------------------------------------------------------------------------------------
+
+
+def test_an_input_whose_offsets_may_not_be_committed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """READ on the input may be withdrawn between a fetch and the commit of what it brought."""
+    transactional = TransactionalProducer(Settings({"group.id": "g"}), "t")
+    transactional._client = SimpleNamespace(producer=SimpleNamespace(send_offsets_to_transaction=None))  # type: ignore[assignment]
+    transactional._machine.fire(Event.INITIALISED)
+    transactional._machine.fire(Event.BEGIN)
+
+    def refused(*_: object, **__: object) -> None:
+        raise transactional._failed("send_offsets", KafkaException(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)))
+
+    monkeypatch.setattr(transactional, "_timed", refused)
+    with pytest.raises(CallFailed) as raised:
+        transactional.send_offsets([TopicPartition("in", 0, 5)], None)
+    stopped = stop_error(raised.value)
+    assert isinstance(stopped, NotAuthorised)
+    assert str(stopped).startswith(said("topic in", "READ"))
 
 
 # ---- eos reset ------------------------------------------------------------------------------------------------------
