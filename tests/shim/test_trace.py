@@ -15,6 +15,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from eos.broker import LocalKafka
 from tests.shim import java
 from tests.shim.shims import RunningShim, eventually, running
+from tests.support.chromium import Chromium, needs_chromium
 
 Names = Callable[[str], str]
 STEPS = ["1", "2", "4.1", "4.2", "4.3", "4.4", "5.1"]
@@ -163,6 +164,37 @@ def test_the_page_is_kept_up_to_date_while_the_shim_runs(shim: RunningShim, page
     eventually(lambda: name in page.read_text())
     assert page.stat().st_mtime >= before
     assert "<svg" in page.read_text()
+
+
+@needs_chromium
+def test_the_page_is_seen_in_a_browser_without_anything_from_outside(
+    kafka: LocalKafka, names: Names, tmp_path: Path
+) -> None:
+    page, name, target = tmp_path / "trace.html", names("id"), names("out")
+    with running(kafka.bootstrap_servers, "--trace-html", str(page)) as shim:
+        make_topics(shim, target)
+        producer = Producer({"bootstrap.servers": shim.bootstrap_servers, "transactional.id": name})
+        producer.init_transactions(30)
+        producer.begin_transaction()
+        producer.produce(target, b"x" * 100, partition=0)
+        producer.commit_transaction(30)
+    with Chromium(tmp_path) as browser:
+        for scheme in ("light", "dark"):
+            browser.screen(1280, 1100, scheme)
+            browser.open(page.as_uri())
+            eventually(lambda: name in browser.text())
+            assert "committed" in browser.text()
+            drawn = browser.ask(
+                "[...document.querySelectorAll('svg text')].filter(e => e.getBoundingClientRect().width > 0)"
+                ".map(e => e.textContent)"
+            )
+            for wanted in ("producer", "transaction coordinator", "InitProducerId", "Produce", "EndTxn"):
+                assert any(wanted in each for each in drawn), (wanted, drawn)
+            browser.picture(tmp_path / f"trace-{scheme}.png")
+        outside = [url for url in browser.requested if not url.startswith((page.as_uri(), "data:", "about:"))]
+        assert not outside
+        assert browser.requested, "nothing was opened"
+        assert not browser.complaints
 
 
 def test_the_text_trace_is_readable_and_the_last_page_is_written_at_the_end(
