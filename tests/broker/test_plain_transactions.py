@@ -116,18 +116,18 @@ def test_calls_in_the_wrong_order_raise_and_change_nothing(
 def test_a_newer_producer_fences_the_older_which_writes_nothing_more(
     kafka: LocalKafka, settings: dict[str, object], topic: str
 ) -> None:
-    with Transactions(settings) as old:
+    with Transactions(settings) as old, contextlib.ExitStack() as newer:
         with old.begin() as txn:
             txn.send(topic, "old", partition=0)
-        with Transactions(settings) as new:
-            with pytest.raises(Fenced), old.begin() as txn:
-                txn.send(topic, "zombie", partition=0)
-            with new.begin() as txn:
-                txn.send(topic, "new", partition=0)
-            with pytest.raises(Fenced), old.begin() as txn:
-                txn.send(topic, "the zombie begins again", partition=0)
-            with new.begin() as txn:
-                txn.send(topic, "newer", partition=0)
+        with pytest.raises(Fenced), old.begin() as txn:
+            txn.send(topic, "zombie", partition=0)
+            new = newer.enter_context(Transactions(settings))
+        with new.begin() as txn:
+            txn.send(topic, "new", partition=0)
+        with pytest.raises(Fenced), old.begin() as txn:
+            txn.send(topic, "the zombie begins again", partition=0)
+        with new.begin() as txn:
+            txn.send(topic, "newer", partition=0)
     assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"old", b"new", b"newer"]
 
 
