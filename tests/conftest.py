@@ -7,11 +7,16 @@ import re
 import uuid
 from collections.abc import Callable, Generator, Iterator
 
+import hypothesis
 import pytest
 
 from eos.broker import DEFAULT_VERSION, LocalKafka
 from eos.broker.node import free_ports
 from eos.raising import raising
+
+# How long an example takes is the machine's; all else is as before (in CI: the same examples each time).
+hypothesis.settings.register_profile("untimed", parent=hypothesis.settings(), deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.hookimpl(tryfirst=True)
