@@ -33,7 +33,7 @@ test-containers: $(STAMP)
 	$(PYTEST) tests/containers --ignore tests/containers/matrix -n 2
 
 # Real workers in one or three stages while workers and brokers are killed, paused and cut off; judged by the checker.
-# Three cells here, the pairwise cover by `make matrix` (it goes on where it stopped; table in build/matrix/table.md).
+# Two cells here, the pairwise cover by `make matrix` (it goes on where it stopped; table in build/matrix/table.md).
 test-matrix: $(STAMP)
 	$(PYTEST) tests/containers/matrix -m "not long"
 
