@@ -126,16 +126,16 @@ def play(clusters: Clusters, cell: Cell, seed: int, size: Size, directory: Path)
         elif outcome.records < size.records or len(outcome.faults) < size.faults:
             result.result, result.reason = FAILED, "held, but too small to count"
         else:
-            _try(lambda: clusters.forget(run.topics))
+            try_to(lambda: clusters.forget(run.topics))
     except NotSupported as why:
         result.result, result.reason = NOT_RUN, str(why)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is this cell's, and the next one is played
         result.result, result.reason = FAILED, f"{type(error).__name__}: {error}"
         (directory / "traceback.txt").write_text(traceback.format_exc())
         if run is not None:
-            _try(lambda: (directory / "explanation.txt").write_text(run.keep()))
-        _try(lambda: clusters.save_logs(directory))
-        _try(clusters.close)
+            try_to(lambda: (directory / "explanation.txt").write_text(run.keep()))
+        try_to(lambda: clusters.save_logs(directory))
+        try_to(clusters.close)
     if run is not None:
         result.faults, result.slow = [str(fault) for fault in run.faults.made], run.faults.slow
         result.restarts = run.crew.ends
@@ -150,8 +150,8 @@ def prefix_of(cell: Cell, seed: int) -> str:
     return f"m{zlib.crc32(f'{cell.name} {seed}'.encode()):08x}"
 
 
-def _try(tidy: Callable[[], object]) -> None:
-    """What is done afterwards must not change what the cell came to."""
+def try_to(tidy: Callable[[], object]) -> None:
+    """What is done afterwards must not change what a run came to."""
     try:
         tidy()
     except Exception:  # noqa: BLE001

@@ -15,7 +15,6 @@ import statistics
 import sys
 import threading
 import time
-import traceback
 import uuid
 from collections import Counter
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ import psutil
 from rich.console import Console
 
 from eos.testing.clusters import choose
-from tests.containers.matrix.__main__ import CONFIG
+from tests.containers.matrix.__main__ import CONFIG, try_to
 from tests.containers.matrix.cells import PROTOCOLS, STAGES, Cell
 from tests.containers.matrix.run import FAN_OUT, Outcome, Run, Size
 
@@ -156,14 +155,6 @@ def broken_off(run: Run, sampler: Sampler, error: BaseException) -> dict[str, ob
     }
 
 
-def _keep(run: Run, directory: Path) -> None:
-    """Whatever fails here must not hide why the run broke off."""
-    try:
-        (directory / "explanation.txt").write_text(run.keep())
-    except Exception:  # noqa: BLE001
-        traceback.print_exc()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
@@ -191,7 +182,7 @@ def main() -> int:
                 told |= report(outcome, sampler)
             except BaseException as error:
                 told |= broken_off(run, sampler, error)
-                _keep(run, directory)
+                try_to(lambda: (directory / "explanation.txt").write_text(run.keep()))
                 cluster.save_logs(directory)
                 raise
             finally:
