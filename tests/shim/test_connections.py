@@ -15,7 +15,7 @@ from kafka.protocol.metadata import ApiVersionsRequest, MetadataRequest
 from eos.broker.node import free_ports
 from tests.shim.fake_broker import FakeBroker
 from tests.shim.shims import RunningShim, eventually, launch, running
-from tests.shim.wire import Wire
+from tests.support.wire import Wire
 
 MIB = 1024 * 1024
 

@@ -13,9 +13,9 @@ from eos.broker import LocalKafka
 from tests.shim.chaos import Ledger
 from tests.shim.protecting import CLIENTS, faulty, producer_of, send, texts
 from tests.shim.shims import InThread, eventually, running
-from tests.shim.wire import Wire
 from tests.support.proxy import ApiKey, Fault
 from tests.support.reading import create_topic, transaction_of
+from tests.support.wire import Wire
 
 Names = Callable[[str], str]
 

@@ -20,8 +20,8 @@ from eos.shim.wire import api
 from eos.testing.shim import ShimThread
 from tests.shim.protecting import texts
 from tests.shim.shims import eventually
-from tests.shim.wire import Wire, answer
 from tests.support.reading import create_topic
+from tests.support.wire import Wire, answer
 
 Names = Callable[[str], str]
 

@@ -18,7 +18,8 @@ from eos.broker.node import free_ports
 from eos.shim.wire.cursor import string
 from tests.shim.outside import only_through
 from tests.shim.shims import RunningShim, eventually, running
-from tests.shim.wire import Wire, answer
+from tests.support.reading import wait_known
+from tests.support.wire import Wire, answer
 
 Names = Callable[[str], str]
 NOT_LEADER_OR_FOLLOWER = 6
@@ -35,12 +36,7 @@ def make_topic(shim: RunningShim, name: str, partitions: int = 6, copies: int = 
     admin = AdminClient({"bootstrap.servers": shim.bootstrap_servers})
     for made in admin.create_topics([NewTopic(name, partitions, copies)]).values():
         made.result(30)
-
-    def led() -> bool:
-        known = admin.list_topics(name, timeout=10).topics[name].partitions
-        return len(known) == partitions and all(partition.leader >= 0 for partition in known.values())
-
-    eventually(led)
+    wait_known(",".join(shim.addresses), {name: partitions})
     return name
 
 

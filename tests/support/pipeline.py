@@ -45,7 +45,7 @@ from eos.ownership import Described
 from eos.settings import Settings
 from eos.testing.checker import CommitSeries, Inputs, Report, check
 from eos.testing.history import ConcurrentReader, committed_offsets, end_offsets, read_topic
-from tests.support.reading import TooSlow, transaction_of, wait_until
+from tests.support.reading import TooSlow, transaction_of, wait_known, wait_until
 from tests.support.stepping_worker import ATTEMPT, Orders
 
 REPOSITORY = Path(__file__).parents[2]
@@ -265,18 +265,7 @@ class Pipeline:
     def _create(self, topics: list[NewTopic]) -> None:
         for future in self.admin.create_topics(topics).values():
             future.result(30)
-        names = {topic.topic for topic in topics}
-
-        def have_leaders() -> bool:
-            known = self.admin.list_topics(timeout=10).topics
-            return all(
-                name in known
-                and len(known[name].partitions) == PARTITIONS
-                and all(p.leader >= 0 for p in known[name].partitions.values())
-                for name in names
-            )
-
-        wait_until("leaders of the topics", have_leaders)
+        wait_known(self.servers, {topic.topic: PARTITIONS for topic in topics})
 
     # ---- input --------------------------------------------------------------------------------------------------
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, Message, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec  # type: ignore[attr-defined]
 from kafka import KafkaAdminClient
+from kafka.protocol.metadata import MetadataRequest
+
+from tests.support.wire import Wire
 
 T = TypeVar("T")
 
@@ -34,11 +37,32 @@ def wait_until(what: str, probe: Callable[[], T | None], timeout: float = 15.0) 
         time.sleep(0.02)
 
 
+def wait_known(servers: str, topics: Mapping[str, int]) -> None:
+    """Wait until every one of `servers` names leaders for all partitions (name -> count) of the topics.
+
+    Each broker learns of a new topic at a moment of its own, and a client asks any of them. A client of librdkafka that
+    is given one server may ask another one that it heard of, so these questions go over bare connections.
+    """
+    asked = [MetadataRequest.MetadataRequestTopic(name=name) for name in topics]
+
+    def known(server: str) -> bool:
+        with Wire(server) as wire:
+            told = wire.ask(MetadataRequest(version=12, topics=asked, allow_auto_topic_creation=False)).topics
+        return all(
+            len(topic.partitions) == topics[topic.name] and all(p.leader_id >= 0 for p in topic.partitions)
+            for topic in told
+        )
+
+    for server in servers.split(","):
+        wait_until(f"leaders of {', '.join(topics)} at {server}", lambda server=server: known(server))  # type: ignore[misc]
+
+
 def create_topic(servers: str, topic: str, partitions: int = 1, copies: int = 1) -> str:
-    """Create the topic and wait until its partitions have leaders; returns its name."""
+    """Create the topic and wait until its partitions have leaders, as every server says; returns its name."""
     admin = AdminClient({"bootstrap.servers": servers})
     admin.create_topics([NewTopic(topic, partitions, copies)])[topic].result(30)
 
+    wait_known(servers, {topic: partitions})
     asked = [TopicPartition(topic, partition) for partition in range(partitions)]
 
     def leaders_answer() -> bool:
