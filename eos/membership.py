@@ -17,6 +17,7 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaExcepti
 
 from eos import log
 from eos.admin.cluster import ClusterAdmin
+from eos.admin.facts import NEW_TOPIC_S
 from eos.admin.overdue import OverdueWatch
 from eos.admin.pending import why_unstable
 from eos.admin.topic_ids import TopicIds
@@ -40,10 +41,12 @@ from eos.positions import Positions
 from eos.positions import TopicPartition as Partition
 from eos.raising import raising
 from eos.settings import Settings
+from eos.watchdog import CallHung, Watchdog
 
 _RESOLVE_TIMEOUT_S, _RESOLVE_PAUSE_S = 0.3, 0.2
 _DONE_PAUSE_S = 0.25
 _ASK_S = 5.0
+_CLOSE_S = 30.0
 _WAIT_LOG_INTERVAL_S = 10.0
 _TAKEOVER_LOG_INTERVAL_S = 2.0
 _STATISTICS_INTERVAL_MS = 1_000  # how old a lag may be
@@ -144,10 +147,16 @@ class Membership:
         self._topic_ids.stop()
         if self._overdue is not None:
             self._overdue.stop()
+        guard = Watchdog("eos-close")
         try:
-            self.consumer.close()
+            guard.call(self.consumer.close, timeout_s=_CLOSE_S)
+        except CallHung:
+            # Seen once: librdkafka ended its group while the revocation's callback gave the partitions back to it, and
+            # that call waits for an answer that nobody gives any more. The process is to end all the same.
+            log.warning("closing the consumer does not come to an end; it is left behind", group=self.group)
         except (KafkaException, RuntimeError) as error:
             log.debug("closing the consumer raised", error=describe_error(error))
+        guard.close()
         if not leave or self._instance_id is None:
             return
         try:
@@ -562,6 +571,15 @@ def _names(partitions: Iterable[Partition]) -> str:
 def check_topics(client: Any, servers: str, topics: Iterable[str], deadline: float) -> None:
     """Every topic named exists, or Unavailable with the name; so does an unreachable cluster. `client`: any of
     confluent-kafka's that has `list_topics`."""
+    patience = time.monotonic() + NEW_TOPIC_S
+    while (missing := _missing(client, servers, topics, deadline)) and time.monotonic() < patience:
+        time.sleep(0.1)
+    if missing:
+        raise Unavailable(missing)
+
+
+def _missing(client: Any, servers: str, topics: Iterable[str], deadline: float) -> str:
+    """The sentence about the first topic that is not there, by the broker that is asked; "" when all are."""
     try:
         known = client.list_topics(timeout=max(1.0, deadline - time.monotonic())).topics
     except KafkaException as error:
@@ -572,4 +590,5 @@ def check_topics(client: Any, servers: str, topics: Iterable[str], deadline: flo
     for topic in topics:
         if topic not in known or known[topic].error is not None:
             detail = f" ({known[topic].error.str()})" if topic in known and known[topic].error else ""
-            raise Unavailable(f"topic {topic} does not exist at {servers}{detail}")
+            return f"topic {topic} does not exist at {servers}{detail}"
+    return ""

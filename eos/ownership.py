@@ -83,6 +83,13 @@ def judge(situation: Situation, answer: Described | None) -> Owner:
     return Owner.NEWER if situation.reach is Reach.ACKNOWLEDGED else Owner.GHOST
 
 
+def went_on(mine: Identity, answer: Described | None) -> bool:
+    """Whether the coordinator left our epoch behind: a newer instance's init or our own timeout, `settle` tells."""
+    if answer is None or _is_behind(answer, mine):
+        return False
+    return (answer.producer_id, answer.epoch) != (mine.producer_id, mine.epoch)
+
+
 def _is_behind(answer: Described, mine: Identity) -> bool:
     """Nobody newer has an older epoch than ours: a broker that was cut off answers that does not know yet that it is no
     coordinator any more."""

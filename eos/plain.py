@@ -14,8 +14,8 @@ from typing import Any
 
 from confluent_kafka import KafkaError, Message
 
-from eos import log, ownership
-from eos.admin.cluster import ClusterAdmin
+from eos import log
+from eos.claim import Claim
 from eos.errors import (
     Action,
     CallFailed,
@@ -26,7 +26,6 @@ from eos.errors import (
     IllegalState,
     PoisonRecord,
     Temporary,
-    Unavailable,
     describe_error,
     stop_error,
 )
@@ -37,7 +36,6 @@ from eos.settings import Settings
 from eos.states import OPEN, State
 
 _IDLE_POLL_S = 0.5
-_ASK_PAUSE_S = 0.5
 
 
 class Delivery:
@@ -117,7 +115,7 @@ class Transactions:
         self._producer = TransactionalProducer(self.settings, self.settings["transactional.id"], reports=True)
         self._between = threading.Lock()  # held to begin, and to poll while no transaction is open
         self._ended = threading.Event()
-        self._fenced_by: str | None = None  # for good: another begin would take the id back from the newer instance
+        self._claim = Claim(self.settings, self._lost_to)
         self._idle = threading.Thread(target=self._poll_while_idle, name="eos-idle", daemon=True)
 
     def __enter__(self) -> Transactions:
@@ -145,13 +143,12 @@ class Transactions:
         or Temporary when it was aborted for another reason, its own timeout for one: then nothing of it is visible, and
         it may be tried again.
         """
-        if self._fenced_by is not None:
-            raise Fenced(self._fenced_by)
+        self._claim.hold()
         producer = self._producer
         with self._between:
             try:
                 if reason := producer.must_replace():
-                    producer.replace(reason)
+                    self._claim.replace(producer, reason)
                 producer.begin()
             except CallFailed as failure:
                 raise self._public(failure) from failure
@@ -198,36 +195,20 @@ class Transactions:
 
     def _settle(self, failure: CallFailed) -> EosError:
         """Fenced: by our own timeout (the next begin replaces the producer) or by a newer instance (none does)."""
-        name, timeout_ms = self._producer.transactional_id, self.settings.transaction_timeout_ms
-        # Until it is learnt: an exception out of here must not lead to a replacement, whose init would take the id.
-        self._fenced_by = f"{failure}: who owns transactional.id {name} could not be learnt"
-        owner, answer = self._ask_owner()
-        log.warning("fenced", owner=owner.value, answer=answer, **self._producer.who())
-        # Without a group that could tell, a ghost may be a newer instance whose last transaction was aborted.
-        if owner in (Owner.NEWER, Owner.GHOST):
-            theirs = f" (now producer id {answer.producer_id} epoch {answer.epoch})" if answer is not None else ""
-            self._fenced_by = f"a newer instance took over transactional.id {name}{theirs}. [{failure}]"
-            return Fenced(self._fenced_by)
-        self._fenced_by = None
+        timeout_ms = self.settings.transaction_timeout_ms
+        try:
+            owner = self._claim.settle(self._producer, str(failure))
+        except Fenced as fenced:
+            return fenced
         if owner is Owner.OWN_TIMEOUT:
             return Temporary(f"the transaction outlived transaction.timeout.ms={timeout_ms} and was aborted: {failure}")
         # Its client failed for good all the same; then a commit that was under way may have come to pass.
         kind = CommitOutcomeUnknown if failure.call == "commit" else Temporary
         return kind(f"the producer failed; {owner.value} (transaction.timeout.ms={timeout_ms}): {failure}")
 
-    def _ask_owner(self) -> tuple[Owner, Described | None]:
-        """As a session asks (eos/session.py), but that no place in a group can tell. Waits for an unreachable
-        cluster: without it nothing can be decided."""
-        situation = self._producer.situation()
-        if situation is None:
-            return Owner.NEWER, None  # our own epoch is not known: it may be
-        while True:
-            try:
-                with ClusterAdmin(self.settings) as admin:
-                    return ownership.settle(situation, lambda: admin.describe(self._producer.transactional_id))
-            except Unavailable as error:
-                log.warning("waiting for the cluster", error=str(error), **self._producer.who())
-                time.sleep(_ASK_PAUSE_S)
+    def _lost_to(self, reason: str, answer: Described | None) -> str:
+        theirs = f" (now producer id {answer.producer_id} epoch {answer.epoch})" if answer is not None else ""
+        return f"a newer instance took over transactional.id {self._producer.transactional_id}{theirs}. [{reason}]"
 
 
 @contextlib.contextmanager

@@ -28,26 +28,25 @@ from typing import Any
 
 from confluent_kafka import Consumer, TopicPartition
 
-from eos import log, ownership
+from eos import log
 from eos.admin.cluster import ClusterAdmin
 from eos.admin.fence import end_left_open
 from eos.app import Fed, Feed, Record
+from eos.claim import Claim
 from eos.errors import (
     Action,
     CallFailed,
     ConfigurationError,
     EosError,
-    Fenced,
     IllegalState,
     PoisonRecord,
     Temporary,
-    Unavailable,
     stop_error,
 )
 from eos.lineage import Ledger
 from eos.membership import Finish, Membership
 from eos.observe import COMMIT_BOUNDS_S, END_TO_END_BOUNDS_S, Histogram, Pulse, add
-from eos.ownership import Described, Owner
+from eos.ownership import Described
 from eos.positions import Positions
 from eos.positions import TopicPartition as Partition
 from eos.producer import ALWAYS, TransactionalProducer, alternate_of
@@ -57,7 +56,6 @@ from eos.watchdog import Job, Watchdog
 IDLE_POLL_S = 0.1
 _BEAT_S = 0.5
 _CLOSE_ABORT_S = 5.0
-_WAIT_LOG_INTERVAL_S = 10.0
 _CHUNK = 2_000  # records of one poll on a backlog: while it runs the producer is given nothing to send
 # Fetched while a flush or a commit is waited for, at most: what 20 ms of waiting fetch, and no memory full of giants.
 _AHEAD, _AHEAD_BYTES = 20_000, 32 << 20
@@ -256,7 +254,6 @@ class TransactSession:
         self._rebuilds_in_a_row = 0
         self._aborts_in_a_row = 0
         self._pause_until = 0.0
-        self._told_waiting = 0.0
         self._finish: Finish | None = None
         self._consumer_failure: CallFailed | None = None  # met while something else was waited for
         self._membership: Membership | None = None
@@ -265,7 +262,7 @@ class TransactSession:
         self._leaving: _Leaving | None = None
         self._in_doubt: Mapping[Partition, int] | None = None  # offsets of a commit that failed
         self._ours_until, self._ours_by = time.time(), "our start"  # nobody newer owned the transactional.id then
-        self._fenced_by: str | None = None  # for good: another begin would take the id back from the newer instance
+        self._claim = Claim(self.settings, self._lost_to, lambda: self.membership.nobody_took_our_place(), self.pulse)
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -399,8 +396,7 @@ class TransactSession:
         return self
 
     def __next__(self) -> Transaction:
-        if self._fenced_by is not None:
-            raise Fenced(self._fenced_by)
+        self._claim.hold()
         if self._open is not None:
             self.end()
         while True:
@@ -429,7 +425,7 @@ class TransactSession:
             producer.poll(0)  # the one whose turn it is not, too
             reason = producer.must_replace()
             if reason is not None and reason != ALWAYS:
-                producer.replace(reason)
+                self._claim.replace(producer, reason)
 
     def _step(self, name: str) -> None:
         if self.on_event is not None:
@@ -437,7 +433,7 @@ class TransactSession:
 
     def _begin(self) -> Transaction:
         if reason := self.producer.must_replace():
-            self.producer.replace(reason)
+            self._claim.replace(self.producer, reason)
         self._step("begin")
         try:
             self.producer.begin()
@@ -759,7 +755,7 @@ class TransactSession:
         in_doubt = self._in_doubt
         touched = self.membership.new_starts | self._positions.offsets() if in_doubt is None else in_doubt
         self._open = None
-        self.producer.replace(f"failure: {reason}")
+        self._claim.replace(self.producer, f"failure: {reason}")
         try:
             stable = self.membership.stable_committed(list(touched))
         except CallFailed as failure:
@@ -792,6 +788,7 @@ class TransactSession:
         """The consumer is dead and nobody took its place: a new one, whose partitions begin at what is committed."""
         self._count_rebuild(reason, "group")
         self._open = None
+        self._claim.confirm(self.producer, reason)
         gone, self._consumer_failure = self.membership, None
         starts = gone.new_starts  # its closing forgets them
         gone.abandon()
@@ -818,57 +815,20 @@ class TransactSession:
 
     def _settle(self, failure: CallFailed) -> None:
         """Fenced: by our own timeout (rebuild and go on) or by a newer instance (stop, touch nothing)."""
-        owner, answer = self._ask_owner(failure)
-        if owner is Owner.NEWER:
-            raise self._fenced(str(failure), answer) from failure
+        self._open = None
+        owner = self._claim.settle(self.producer, str(failure))
         self._rebuild(owner.value, "timeout")
 
     def _settle_place(self, failure: CallFailed) -> None:
         """The group refuses our static member. A newer instance initialised our transactional.id before it joined, so
         who owns that decides. Else librdkafka fenced itself: its session ended unnoticed and it went on under its
         instance id alone, or it joined again and the answer, with a new member id, was lost."""
-        owner, answer = self._ask_owner(failure)
-        if owner is Owner.NEWER:
-            raise self._fenced(str(failure), answer) from failure
+        self._open = None
+        self._claim.settle(self.producer, str(failure))
         self._rejoin(str(failure))
 
-    def _ask_owner(self, failure: CallFailed) -> tuple[Owner, Described | None]:
-        """Who owns the transactional.id now; where its coordinator's answer fits a newer instance too, our place in the
-        group decides. Waits for an unreachable cluster: without it nothing can be decided.
-        """
-        producer = self.producer
-        # Until it is learnt: an exception out of here must not lead to a replacement, whose init would take the id.
-        self._fenced_by = f"{failure}: who owns transactional.id {producer.transactional_id} could not be learnt"
-        situation = producer.situation()
-        if situation is None:
-            raise self._fenced(f"{failure}; this producer's own epoch is not known", None) from failure
-        while True:
-            try:
-                with ClusterAdmin(self.settings) as admin:
-                    owner, answer = ownership.settle(situation, lambda: self._describe_owner(admin))
-                if owner is Owner.GHOST and not self.membership.nobody_took_our_place():
-                    owner = Owner.NEWER
-                break
-            except Unavailable as error:
-                self.pulse.beat("calling", "DescribeTransactions")
-                log.warning("waiting for the cluster", call="DescribeTransactions", error=str(error), **producer.who())
-                time.sleep(0.5)
-        log.warning("fenced", owner=owner.value, age_ms=round(situation.age_ms), answer=answer, **producer.who())
-        if owner is not Owner.NEWER:
-            self._fenced_by = None
-        return owner, answer
-
-    def _describe_owner(self, admin: ClusterAdmin) -> Described | None:
-        answer = admin.describe(self.producer.transactional_id)
-        now = time.monotonic()
-        if answer is not None and now - self._told_waiting >= _WAIT_LOG_INTERVAL_S:
-            self._told_waiting = now
-            log.info("asking who owns the transactional.id", answer=answer, **self.producer.who())
-        return answer
-
-    def _fenced(self, reason: str, answer: Described | None) -> Fenced:
+    def _lost_to(self, reason: str, answer: Described | None) -> str:
         """Exit 79's sentence: producer id, epoch, since when, and who, as far as the cluster tells."""
-        self._open = None
         mine = self.producer.identity()
         who = ""
         try:
@@ -884,11 +844,10 @@ class TransactSession:
         if not who and (answer is None or answer.start_ms <= 0):
             who = f"; initialised after {_clock(self._ours_until)} ({self._ours_by})"
         ours = f"producer id {mine.producer_id} epoch {mine.epoch}" if mine else "its epoch was not known yet"
-        self._fenced_by = (
+        return (
             f"a newer instance took over transactional.id {self.transactional_id} (ours: {ours}{theirs}){who}. "
             f"This one stops and has written nothing since. [{reason}]"
         )
-        return Fenced(self._fenced_by)
 
     @property
     def commit_under_way_s(self) -> float:

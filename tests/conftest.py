@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 import functools
+import os
+import random
 import re
 import uuid
 from collections.abc import Callable, Generator, Iterator
 
 import hypothesis
 import pytest
+import pytest_timeout
 
-from eos.broker import DEFAULT_VERSION, LocalKafka
-from eos.broker.node import free_ports
+from eos.broker import DEFAULT_VERSION, LocalKafka, node
 from eos.raising import raising
 
 # How long an example takes is the machine's; all else is as before (in CI: the same examples each time).
 hypothesis.settings.register_profile("untimed", parent=hypothesis.settings(), deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_PROXIED_PORTS = 1_000  # of each process and version, to choose from
+
+
+def pytest_configure() -> None:
+    """Processes side by side choose ports apart: one that is chosen and not bound yet looks free to the other."""
+    first, last = node.PORT_RANGE
+    share = (last - first) // _WORKERS
+    node.PORT_RANGE = (first + _WORKER * share, first + (_WORKER + 1) * share)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A second try has a time of its own: the clock of pytest-timeout is set once for all tries of a test."""
+    if getattr(item, "execution_count", 1) > 1:
+        settings = pytest_timeout._get_item_settings(item)
+        if settings.timeout:
+            item.ihook.pytest_timeout_cancel_timer(item=item)
+            item.ihook.pytest_timeout_set_timer(item=item, settings=settings)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -66,9 +90,19 @@ def names(request: pytest.FixtureRequest) -> Callable[[str], str]:
 
 
 def _single_node(request: pytest.FixtureRequest, version: str) -> Iterator[LocalKafka]:
-    with LocalKafka(proxied_port=free_ports(1)[0], version=version) as kafka:
+    # Nobody kills it, and one that stood still for some seconds on a loaded machine must not be fenced by itself.
+    config = {"broker.session.timeout.ms": 30_000}
+    with LocalKafka(proxied_port=_proxied_port(version), version=version, config=config) as kafka:
         yield kafka
         kafka.keep = _failed(request)
+
+
+def _proxied_port(version: str) -> int:
+    """Below all ports that brokers get: until a test's proxy listens there, any other process takes it for free."""
+    block = 2 * _WORKER + (version != DEFAULT_VERSION)
+    first = 10_000 + _PROXIED_PORTS * block
+    ports = range(first, first + _PROXIED_PORTS)
+    return next(port for port in random.sample(ports, len(ports)) if node.is_free(port))
 
 
 def _failed(request: pytest.FixtureRequest) -> bool:

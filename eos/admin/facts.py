@@ -23,6 +23,7 @@ from eos.settings import Settings
 
 T = TypeVar("T")
 Config = Mapping[str, str]
+NEW_TOPIC_S = 2.0  # each broker learns of a new topic at a moment of its own, and any of them is asked
 _ASK_S = 5.0
 _ANSWER_S = _ASK_S + 5.0
 _UNKNOWN = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)

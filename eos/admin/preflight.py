@@ -14,7 +14,7 @@ from enum import Enum
 
 from eos import log
 from eos.admin.cluster import OFFSETS_LOG, TRANSACTION_LOG
-from eos.admin.facts import Config, Facts, Topic, ask, check_clients, create_topics
+from eos.admin.facts import NEW_TOPIC_S, Config, Facts, Topic, ask, check_clients, create_topics
 from eos.errors import ConfigurationError, EosError, NotAuthorised, Unavailable, missing_right
 from eos.settings import Settings
 
@@ -358,15 +358,15 @@ def require(settings: Settings, need: Need) -> None:
     check_clients(settings)
     timeout_s = settings["eos.startup.timeout.ms"] / 1000
     facts = ask(settings, need.topics, need.group, need.transactional_ids, timeout_s)
+    patience_s = NEW_TOPIC_S
     if settings["eos.create.topics"] and (missing := [t for t in need.topics if facts.topics[t].exists is False]):
         most = max((facts.topics[t].partitions for t in need.inputs), default=0)
         create_topics(settings, dict.fromkeys(missing, most or -1), facts.brokers)
-        deadline = time.monotonic() + timeout_s
+        facts, patience_s = ask(settings, need.topics, need.group, need.transactional_ids, timeout_s), timeout_s
+    deadline = time.monotonic() + patience_s
+    while any(facts.topics[name].exists is False for name in need.topics) and time.monotonic() < deadline:
+        time.sleep(0.1)
         facts = ask(settings, need.topics, need.group, need.transactional_ids, timeout_s)
-        # Another broker may answer this time, one that has not heard of the new topics yet.
-        while any(facts.topics[name].exists is False for name in missing) and time.monotonic() < deadline:
-            time.sleep(0.1)
-            facts = ask(settings, need.topics, need.group, need.transactional_ids, timeout_s)
     raise_first(judge(need, facts))
 
 

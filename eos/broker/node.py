@@ -29,7 +29,7 @@ _POLL_S = 0.05
 
 # Below the range that Linux (32768-) and macOS (49152-) take for outgoing connections: a node that is down for a
 # while would otherwise find its port taken by some client's socket, even by a client trying to reconnect to it.
-_PORT_RANGE = (15000, 32000)
+PORT_RANGE = (15000, 32000)
 
 
 class Node:
@@ -225,7 +225,7 @@ def free_ports(count: int, taken: Iterable[int] = ()) -> list[int]:
     for _ in range(10_000):
         if len(chosen) == count:
             return chosen
-        port = random.randrange(*_PORT_RANGE)
+        port = random.randrange(*PORT_RANGE)
         if port not in avoid and is_free(port):
             avoid.add(port)
             chosen.append(port)

@@ -203,6 +203,23 @@ def test_aborts_at_random_places_of_a_backlog_lose_nothing_and_keep_the_order(
     assert [stable_offset(servers, settings["group.id"], source, p) for p in range(partitions)] == ends
 
 
+def test_a_session_that_aborted_does_not_take_its_id_back_from_a_newer_one(loop: Loop) -> None:
+    """Its producer is replaced before the next transaction, and the replacement's init would take the id."""
+    with contextlib.closing(loop.session()) as newer:
+        with loop.session() as older:
+            txn = next(older)
+            txn.send(loop.target, next(txn.records).value)
+            txn.abort()
+            newer.start()
+            for _ in range(2):
+                with pytest.raises(Fenced, match="a newer instance took over"):
+                    next(older)
+        for txn in newer:
+            for record in txn.records:
+                txn.send(loop.target, record.value)
+    assert loop.copied() == ALL
+
+
 def test_a_consumer_that_cannot_go_back_is_given_up_and_the_group_joined_again(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,6 +131,25 @@ def test_a_newer_producer_fences_the_older_which_writes_nothing_more(
     assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"old", b"new", b"newer"]
 
 
+def test_one_that_aborted_does_not_take_the_id_back_from_a_newer_producer(
+    kafka: LocalKafka, settings: dict[str, object], topic: str
+) -> None:
+    """A producer that aborted is replaced before the next transaction, and the replacement's init would take the id."""
+    with Transactions(settings) as old:
+        with contextlib.suppress(ZeroDivisionError), old.begin() as txn:
+            txn.send(topic, "aborted", partition=0)
+            _ = 1 // 0
+        with Transactions(settings) as new:
+            with new.begin() as txn:
+                txn.send(topic, "new", partition=0)
+            for _ in range(2):
+                with pytest.raises(Fenced, match="a newer instance took over"), old.begin():
+                    pass
+            with new.begin() as txn:
+                txn.send(topic, "newer", partition=0)
+    assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"new", b"newer"]
+
+
 def test_a_transaction_that_outlives_its_own_timeout_may_be_tried_again(
     kafka: LocalKafka, settings: dict[str, object], topic: str
 ) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from eos import ownership, plain, session
+from eos import claim, ownership, session
+from eos.claim import Claim
 from eos.errors import Action, Call, CallFailed, CommitOutcomeUnknown, Fenced, Temporary
 from eos.ownership import Described, Identity, Owner, Reach, Situation
 from eos.plain import Transactions
-from eos.producer import TransactionalProducer
+from eos.producer import ALWAYS, TransactionalProducer
 from eos.session import TransactSession
 from eos.settings import Settings
 from eos.states import Event
@@ -38,6 +39,7 @@ class Asked:
     """A producer without a client whose calls are fenced, the answer who owns its id, and its replacements."""
 
     def __init__(self, patch: AnyPatch, producer: TransactionalProducer, owner: Owner, fenced: Call) -> None:
+        self.producer = producer
         self.replacements: list[str] = []
         self.questions = 0
         machine = producer._machine
@@ -64,8 +66,8 @@ class Asked:
         patch.setattr(producer, "replace", replace)
         patch.setattr(producer, "situation", lambda: SITUATION, raising=False)
         patch.setattr(ownership, "settle", settle)
-        for module in (plain, session):
-            patch.setattr(module, "ClusterAdmin", lambda settings: contextlib.nullcontext(Silent()), raising=False)
+        for module in (claim, session):
+            patch.setattr(module, "ClusterAdmin", lambda settings: contextlib.nullcontext(Silent()))
 
 
 @pytest.mark.parametrize("call", ["begin", "flush", "commit"])
@@ -151,7 +153,7 @@ def fenced_at_start_ms(monkeypatch: AnyPatch, start_ms: int, metadata: list[str]
     monkeypatch.setattr(producer, "identity", lambda: SITUATION.mine)
     monkeypatch.setattr(Silent, "committed_metadata", lambda self, group: metadata)
     state = "Ongoing" if start_ms > 0 else "Empty"
-    return str(one._fenced("why", Described(state, 1, 3, start_ms)))
+    return one._lost_to("why", Described(state, 1, 3, start_ms))
 
 
 def committed_by(instance: str, since: int) -> str:
@@ -179,4 +181,53 @@ def test_a_session_that_timed_out_goes_on(monkeypatch: AnyPatch) -> None:
     monkeypatch.setattr(one, "_rebuild", lambda *why: rebuilt.append(why))
     one._settle(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")))
     assert rebuilt == [(Owner.OWN_TIMEOUT.value, "timeout")]
-    assert one._fenced_by is None
+    one._claim.hold()
+
+
+def claimed(monkeypatch: AnyPatch, answer: Described | None, owner: Owner = Owner.NEWER) -> tuple[Claim, Asked]:
+    """A claim whose coordinator gives this answer, with a producer of epoch 1."""
+    producer = TransactionalProducer(Settings(SETTINGS), "t")
+    asked = Asked(monkeypatch, producer, owner, "flush")
+    monkeypatch.setattr(producer, "identity", lambda: SITUATION.mine)
+    monkeypatch.setattr(Silent, "describe", lambda self, name: answer)
+    return Claim(producer._settings, lambda reason, answer: f"lost: {reason}"), asked
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Described("CompleteCommit", 1, 1),
+        Described("Ongoing", 1, 0),  # a broker that does not know yet that it is no coordinator any more
+        None,
+    ],
+)
+def test_a_producer_is_replaced_while_the_id_is_ours(answer: Described | None, monkeypatch: AnyPatch) -> None:
+    ours, asked = claimed(monkeypatch, answer)
+    ours.replace(asked.producer, "retry: something")
+    assert (asked.replacements, asked.questions) == (["retry: something"], 0)
+    ours.hold()
+
+
+def test_a_producer_whose_id_timed_out_is_replaced(monkeypatch: AnyPatch) -> None:
+    ours, asked = claimed(monkeypatch, Described("CompleteAbort", 1, 2), Owner.OWN_TIMEOUT)
+    ours.replace(asked.producer, "failure: hung")
+    assert (asked.replacements, asked.questions) == (["failure: hung"], 1)
+    ours.hold()
+
+
+@pytest.mark.parametrize("reason", ["retry: something", "abort", "failure: hung"])
+def test_a_replacement_does_not_take_the_id_from_a_newer_instance(reason: str, monkeypatch: AnyPatch) -> None:
+    ours, asked = claimed(monkeypatch, Described("Empty", 1, 2))
+    with pytest.raises(Fenced, match=f"lost: {reason}"):
+        ours.replace(asked.producer, reason)
+    with pytest.raises(Fenced, match=f"lost: {reason}"):
+        ours.hold()
+    assert asked.replacements == []
+
+
+def test_who_was_just_asked_is_not_asked_again_before_the_replacement(monkeypatch: AnyPatch) -> None:
+    ours, asked = claimed(monkeypatch, Described("CompleteAbort", 1, 2), Owner.OWN_TIMEOUT)
+    asked.producer._machine.fire(Event.FENCE)
+    ours.replace(asked.producer, "failure: flush raised")
+    ours.replace(asked.producer, ALWAYS)
+    assert (len(asked.replacements), asked.questions) == (2, 0)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
+from eos import membership as membership_module
 from eos.app import Record
-from eos.errors import NotAuthorised
-from eos.membership import Membership
+from eos.errors import NotAuthorised, Unavailable
+from eos.membership import Membership, check_topics
 from eos.positions import Positions
 from eos.settings import Settings
 
@@ -46,6 +49,40 @@ def test_what_was_fetched_when_a_callback_failed_is_handed_out_to_who_goes_on_al
         membership.consumer = real
         membership.close(leave=False)
     assert [record.offset for record in positions.take(10)] == [5, 6]
+
+
+def test_a_consumer_whose_close_does_not_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """librdkafka can wait for ever in it: a worker that is stopped, or fenced, must end all the same."""
+    monkeypatch.setattr(membership_module, "_CLOSE_S", 0.2)
+    never = threading.Event()
+    one = Membership(Settings(SETTINGS), ["in"], Positions(), None, with_ends=False)
+    real, one.consumer = one.consumer, SimpleNamespace(close=never.wait)  # type: ignore[assignment]
+    try:
+        one.close(leave=False)
+    finally:
+        never.set()
+        real.close()
+
+
+class _Heard:
+    """Brokers of which the second that is asked knows the topic `in`, and none another one."""
+
+    def __init__(self) -> None:
+        self._known = False
+
+    def list_topics(self, timeout: float) -> Any:
+        known, self._known = self._known, True
+        return SimpleNamespace(topics={"in": SimpleNamespace(error=None)} if known else {})
+
+
+def test_a_topic_that_one_broker_has_not_heard_of_yet_is_asked_for_again() -> None:
+    check_topics(_Heard(), "servers", ["in"], time.monotonic() + 30)
+
+
+def test_a_topic_that_no_broker_knows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership_module, "NEW_TOPIC_S", 0.2)
+    with pytest.raises(Unavailable, match="topic no does not exist at servers"):
+        check_topics(_Heard(), "servers", ["in", "no"], time.monotonic() + 30)
 
 
 class _Cluster:

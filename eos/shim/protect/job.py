@@ -67,6 +67,8 @@ class ProtectJob(Job):
         return self.active and version in translate.VERSIONS.get(api_key, ())
 
     def wants_response(self, api_key: int, version: int) -> bool:
+        if api_key == api.DESCRIBE_TRANSACTIONS:
+            return self.active and version == translate.DESCRIBED_VERSION
         return api_key in (api.INIT_PRODUCER_ID, api.END_TXN) and self.wants_request(api_key, version)
 
     def request(self, exchange: Exchange, frame: bytes) -> bytes:
@@ -89,6 +91,8 @@ class ProtectJob(Job):
             return b""
 
     def response(self, exchange: Exchange, frame: bytes) -> bytes:
+        if exchange.api_key == api.DESCRIBE_TRANSACTIONS:
+            return translate.described(frame, self.machine.shown)
         noted = exchange.notes.pop(self, None)
         if isinstance(noted, _Init):
             error, identity = translate.initialised(frame, exchange.version)

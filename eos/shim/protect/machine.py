@@ -32,6 +32,11 @@ _SEQUENCES = 1 << 31
 _EARLIER = 1 << 30
 
 
+_LAST_EPOCH = (1 << 15) - 1
+# How a coordinator calls a transaction that an EndTxn ends; by whether that one commits.
+_END = {True: ("PrepareCommit", "CompleteCommit"), False: ("PrepareAbort", "CompleteAbort")}
+
+
 class Identity(NamedTuple):
     producer_id: int
     epoch: int
@@ -159,6 +164,21 @@ class Machine:
     def real(self, name: str) -> Identity | None:
         known = self._known.get(name)
         return None if known is None else known.real
+
+    def shown(self, name: str, seen: Identity, state: str) -> Identity:
+        """What a coordinator says of the id (DescribeTransactions), as its client behind us has to read it.
+
+        A client asks whether the identity it has, the virtual one, is still the newest: the real one is shown as that,
+        and as many epochs beyond it as the coordinator is beyond the real one.
+        """
+        known = self._known.get(name)
+        if known is None or seen.producer_id != known.real.producer_id:
+            return seen
+        ahead = seen.epoch - known.real.epoch
+        if ahead == 1 and known.state is State.ENDING and known.end is not None and state in _END[known.end.committed]:
+            ahead = 0  # our own EndTxn, whose answer is not here yet
+        epoch = known.virtual.epoch + ahead
+        return Identity(known.virtual.producer_id, epoch) if 0 <= epoch <= _LAST_EPOCH else seen
 
     # Between two transactions.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ VERSIONS: Mapping[int, range] = {
 }
 NAMED_SINCE = 3  # ApiVersions says which software it is
 END_TXN_VERSION = 5
+DESCRIBED_VERSION = 0  # DescribeTransactions has no other
 
 NONE = Identity(-1, -1)
 _IDENTITY = struct.Struct(">qh")
@@ -95,6 +96,26 @@ def end_txn_answer(correlation_id: int, version: int, throttle_ms: int, error: i
         error = _INVALID_PRODUCER_EPOCH
     tags = _tags(api.END_TXN, version)
     return _framed(struct.pack(">i", correlation_id) + tags + struct.pack(">ih", throttle_ms, error) + tags)
+
+
+def described(frame: bytes, shown: Callable[[str, Identity, str], Identity]) -> bytes:
+    """An answer to DescribeTransactions with each identity as `shown` (by transactional.id, identity, state) has it."""
+    cursor = response_body(frame, api.DESCRIBE_TRANSACTIONS, DESCRIBED_VERSION)
+    cursor.skip(4)  # throttle_time_ms
+    for _ in range(cursor.count()):
+        cursor.skip(2)  # error_code
+        name, state = cursor.string() or "", cursor.string() or ""
+        cursor.skip(12)  # timeout, start time
+        at = cursor.pos
+        identity = Identity(cursor.int64(), cursor.int16())
+        for _ in range(cursor.count()):
+            cursor.skip_string()
+            cursor.skip(4 * max(0, cursor.count()))
+            cursor.skip_tags()
+        cursor.skip_tags()
+        frame = with_identity(frame, at, shown(name, identity, state))
+    cursor.skip_tags()
+    return frame
 
 
 def initialised(frame: bytes, version: int) -> tuple[int, Identity]:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kafka.protocol import producer as protocol
+from kafka.protocol.admin import DescribeTransactionsResponse
 from kafka.protocol.metadata import ApiVersionsRequest
 from kafka.record._crc32c import crc as crc32c
 from kafka.record.memory_records import MemoryRecords, MemoryRecordsBuilder
@@ -18,6 +19,7 @@ from eos.shim.pipeline import Connection, Exchange
 from eos.shim.protect import Journal, ProtectJob, crc, translate
 from eos.shim.protect.machine import Identity
 from eos.shim.wire import api
+from tests.unit.shim.messages import decoded, frames
 
 OLD, NEW = Identity(4000, 7), Identity(2**40 + 5, 300)
 
@@ -196,6 +198,31 @@ def test_a_refused_produce_is_answered_for_each_of_its_partitions(version: int) 
     assert results == {("a", 0): 19, ("a", 4): 19, ("b", 0): 19}
     answer.with_header(correlation_id=77)
     assert bytes(answer.encode(header=True, framed=True)) == made
+
+
+@given(frames(DescribeTransactionsResponse, translate.DESCRIBED_VERSION))
+def test_only_the_identities_of_a_description_change(frame: bytes) -> None:
+    asked = list[tuple[str, Identity, str]]()
+
+    def shown(name: str, identity: Identity, state: str) -> Identity:
+        asked.append((name, identity, state))
+        return NEW
+
+    changed = translate.described(frame, shown)
+    wanted = decoded(DescribeTransactionsResponse, translate.DESCRIBED_VERSION, frame)
+    for state, (name, identity, called) in zip(wanted["transaction_states"], asked, strict=True):
+        assert (state["transactional_id"], state["transaction_state"]) == (name, called)
+        assert (state["producer_id"], state["producer_epoch"]) == identity
+        state["producer_id"], state["producer_epoch"] = NEW
+    assert decoded(DescribeTransactionsResponse, translate.DESCRIBED_VERSION, changed) == wanted
+    assert len(changed) == len(frame)
+
+
+@given(frames(DescribeTransactionsResponse, translate.DESCRIBED_VERSION), st.data())
+def test_a_description_that_breaks_off_is_malformed(frame: bytes, data: st.DataObject) -> None:
+    cut = frame[: data.draw(st.integers(8, len(frame) - 1))]
+    with pytest.raises(Malformed):
+        translate.described(cut, lambda name, identity, state: identity)
 
 
 @given(st.data())

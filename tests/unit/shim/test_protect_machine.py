@@ -375,6 +375,35 @@ def test_a_write_of_a_client_that_renews_is_never_challenged_but_a_late_one_is_r
     assert machine.produces("t", U, B, 0, [Written(P0, 3, 1)])[1] == {P0: 3}
 
 
+@pytest.mark.parametrize("ahead", [-1, 0, 1, 2])
+def test_what_a_coordinator_says_of_the_id_is_shown_as_the_client_counts(client: Client, ahead: int) -> None:
+    client.transaction(0)
+    client.transaction(1, committed=False)
+    for _ in range(2):
+        assert client.machine.shown("t", real(9 + ahead), "Ongoing") == real(7 + ahead)
+        client.add()
+    assert client.machine.shown("t", Identity(5000, 9), "Ongoing") == Identity(5000, 9), "another producer id"
+    assert client.machine.shown("u", real(9), "Ongoing") == real(9), "an id that nobody here knows"
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_the_epoch_that_our_own_end_takes_is_shown_as_the_clients_while_its_answer_is_not_here(
+    client: Client, committed: bool
+) -> None:
+    client.add()
+    end = client.ask_end(committed)
+    ours, others = ("Commit", "Abort") if committed else ("Abort", "Commit")
+    for step in ("Prepare", "Complete"):
+        assert client.machine.shown("t", real(8), step + ours) == V
+        assert client.machine.shown("t", real(8), step + others) == real(8), "somebody else's: a timeout, a successor"
+    client.answered(end)
+    assert client.machine.shown("t", real(8), f"Complete{ours}") == V
+
+
+def test_an_epoch_that_has_no_number_among_the_clients_is_shown_as_it_is(client: Client) -> None:
+    assert client.machine.shown("t", real(-1), "Empty") == real(-1)
+
+
 def test_the_longest_unused_transactional_id_is_forgotten() -> None:
     machine = Machine(keep=2)
     for name in ("a", "b"):

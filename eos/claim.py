@@ -1,0 +1,111 @@
+"""Our claim to a transactional.id: ours until a newer instance initialises it, and then lost for good.
+
+Owns the questions to its coordinator (eos/ownership.py judges the answers) and what follows: who lost it never begins
+again, and never initialises again, because an init takes the id back from whoever has it now.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from eos import log, ownership
+from eos.admin.cluster import ClusterAdmin
+from eos.errors import Fenced, Unavailable
+from eos.observe import Pulse
+from eos.ownership import Described, Owner
+from eos.producer import ALWAYS, TransactionalProducer
+from eos.settings import Settings
+from eos.states import State
+
+T = TypeVar("T")
+
+_PAUSE_S = 0.5
+_LOG_INTERVAL_S = 10.0
+
+
+class Claim:
+    """`lost_to`: the sentence for a claim that is lost, from why we asked and what the coordinator said.
+    `nobody_took_our_place`: a group's word on what the coordinator leaves open; without a group a ghost may be a newer
+    instance whose last transaction was aborted.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        lost_to: Callable[[str, Described | None], str],
+        nobody_took_our_place: Callable[[], bool] = lambda: False,
+        pulse: Pulse | None = None,
+    ) -> None:
+        self._settings, self._lost_to, self._nobody_took_our_place = settings, lost_to, nobody_took_our_place
+        self._pulse = pulse or Pulse()
+        self._lost: str | None = None
+        self._told = 0.0
+
+    def hold(self) -> None:
+        """Raises Fenced once it is lost."""
+        if self._lost is not None:
+            raise Fenced(self._lost)
+
+    def replace(self, producer: TransactionalProducer, reason: str) -> None:
+        """The producer's replacement; Fenced instead when a newer instance has its id, unknown to us until now."""
+        self.confirm(producer, reason)
+        producer.replace(reason)
+
+    def confirm(self, producer: TransactionalProducer, reason: str) -> None:
+        """Before an init of ours: Fenced when a newer instance has the id.
+
+        Not asked for each transaction of `eos.replace.producer=always`, nor when `settle` has just answered.
+        """
+        if reason == ALWAYS or producer.state is State.FENCED:
+            return
+        mine = producer.identity()  # None: a client younger than its first statistics
+        if mine is not None and self._ask(producer, lambda admin: ownership.went_on(mine, _owner(admin, producer))):
+            self.settle(producer, reason)
+
+    def settle(self, producer: TransactionalProducer, reason: str) -> Owner:
+        """Who owns the id, after a call that was fenced; raises Fenced if a newer instance does."""
+        # Until it is learnt: an exception out of here must not lead to a replacement, whose init would take the id.
+        self._lost = f"{reason}: who owns transactional.id {producer.transactional_id} could not be learnt"
+        situation = producer.situation()
+        owner, answer = Owner.NEWER, None  # it may be, if our own epoch is not known
+        if situation is not None:
+            asked = situation
+
+            def settled(admin: ClusterAdmin) -> tuple[Owner, Described | None]:
+                owner, answer = ownership.settle(asked, lambda: self._looked(admin, producer))
+                if owner is Owner.GHOST and not self._nobody_took_our_place():
+                    owner = Owner.NEWER
+                return owner, answer
+
+            owner, answer = self._ask(producer, settled)
+        age_ms = None if situation is None else round(situation.age_ms)
+        log.warning("fenced", owner=owner.value, age_ms=age_ms, answer=answer, **producer.who())
+        if owner is Owner.NEWER:
+            self._lost = self._lost_to(reason, answer)
+            raise Fenced(self._lost)
+        self._lost = None
+        return owner
+
+    def _ask(self, producer: TransactionalProducer, question: Callable[[ClusterAdmin], T]) -> T:
+        """Waits for an unreachable cluster: without it nothing can be decided."""
+        while True:
+            try:
+                with ClusterAdmin(self._settings) as admin:
+                    return question(admin)
+            except Unavailable as error:
+                self._pulse.beat("calling", "DescribeTransactions")
+                log.warning("waiting for the cluster", call="DescribeTransactions", error=str(error), **producer.who())
+                time.sleep(_PAUSE_S)
+
+    def _looked(self, admin: ClusterAdmin, producer: TransactionalProducer) -> Described | None:
+        answer, now = _owner(admin, producer), time.monotonic()
+        if answer is not None and now - self._told >= _LOG_INTERVAL_S:
+            self._told = now
+            log.info("asking who owns the transactional.id", answer=answer, **producer.who())
+        return answer
+
+
+def _owner(admin: ClusterAdmin, producer: TransactionalProducer) -> Described | None:
+    return admin.describe(producer.transactional_id)

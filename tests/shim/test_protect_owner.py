@@ -1,0 +1,94 @@
+"""Our own transactions behind a protecting shim: who owns a transactional.id is told in the client's own epochs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from eos.admin.cluster import ClusterAdmin
+from eos.broker import LocalKafka
+from eos.errors import Fenced, Temporary
+from eos.plain import Transactions
+from eos.settings import Settings
+from tests.shim.shims import RunningShim, running
+from tests.support.reading import create_topic, settled_values, transaction_of, wait_until
+
+Names = Callable[[str], str]
+
+
+@pytest.fixture(scope="module")
+def shim(kafka: LocalKafka) -> Iterator[RunningShim]:
+    with running(kafka.bootstrap_servers, "--protect") as shim:
+        yield shim
+
+
+@pytest.fixture
+def settings(shim: RunningShim, names: Names) -> dict[str, Any]:
+    return {"bootstrap.servers": shim.bootstrap_servers, "transactional.id": names("id"), "linger.ms": 0}
+
+
+@pytest.fixture
+def topic(kafka: LocalKafka, names: Names) -> str:
+    return create_topic(kafka.bootstrap_servers, names("out"))
+
+
+def send(transactions: Transactions, topic: str, *values: str) -> None:
+    for value in values:
+        with transactions.begin() as txn:
+            txn.send(topic, value, partition=0)
+
+
+def test_the_coordinators_epoch_is_shown_as_the_clients_own(
+    kafka: LocalKafka, settings: dict[str, Any], topic: str
+) -> None:
+    settings["eos.replace.producer"] = "never"  # a replacement, as on a slow machine, takes an epoch of its own
+    with Transactions(settings) as transactions, ClusterAdmin(Settings(settings)) as admin:
+        send(transactions, topic, "1", "2", "3")
+        mine = transactions._producer.identity()
+        assert mine is not None
+        real = transaction_of(kafka.bootstrap_servers, settings["transactional.id"])
+        assert (real.producer_id, real.producer_epoch) == (mine.producer_id, mine.epoch + 3)
+        seen = admin.describe(settings["transactional.id"])
+        assert seen is not None
+        assert (seen.producer_id, seen.epoch) == (mine.producer_id, mine.epoch)
+
+
+def test_a_transaction_that_outlives_its_own_timeout_may_be_tried_again(
+    kafka: LocalKafka, settings: dict[str, Any], topic: str
+) -> None:
+    def timed_out() -> bool:
+        return transaction_of(kafka.bootstrap_servers, settings["transactional.id"]).state == "CompleteAbort"
+
+    with Transactions(settings | {"transaction.timeout.ms": 3_000}) as transactions:
+        send(transactions, topic, "1", "2")
+        with pytest.raises(Temporary, match=r"outlived transaction\.timeout\.ms=3000"), transactions.begin() as txn:
+            txn.send(topic, "too slow", partition=0)
+            transactions._producer.flush()
+            wait_until("the broker ends the transaction", timed_out)
+            txn.send(topic, "later", partition=0)  # fenced by the timeout; a commit is told INVALID_TXN_STATE
+        send(transactions, topic, "again")
+    assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"1", b"2", b"again"]
+
+
+def test_one_that_aborted_goes_on_until_a_newer_instance_has_its_id(
+    kafka: LocalKafka, settings: dict[str, Any], topic: str
+) -> None:
+    with Transactions(settings) as old:
+        send(old, topic, "1", "2")
+        for _ in range(2):
+            with contextlib.suppress(ZeroDivisionError), old.begin() as txn:
+                txn.send(topic, "aborted", partition=0)
+                _ = 1 // 0
+            send(old, topic, "3")
+        with contextlib.suppress(ZeroDivisionError), old.begin() as txn:
+            txn.send(topic, "aborted", partition=0)
+            _ = 1 // 0
+        with Transactions(settings) as new:
+            send(new, topic, "new")
+            with pytest.raises(Fenced, match="a newer instance took over"), old.begin():
+                pass
+            send(new, topic, "newer")
+    assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"1", b"2", b"3", b"3", b"new", b"newer"]
