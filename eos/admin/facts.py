@@ -74,10 +74,10 @@ def ask(
     brokers = metadata(client, settings.bootstrap_servers, _ASK_S).brokers
     asked = configs(client, [name for name, topic in seen.items() if topic.exists], min(brokers))
     found = {name: _with_config(topic, asked.get(("topic", name))) for name, topic in seen.items()}
-    operations, denied = _group(client, group) if group else (None, False)
     with ClusterAdmin(settings, timeout_ms=round(_ASK_S * 1000)) as admin:
         apis = admin.apis()
         version = admin.transaction_version()
+        operations, denied = _group(admin, group) if group else (None, False)
         denied_ids = frozenset(name for name in transactional_ids if _is_denied(admin, name))
     return Facts(
         settings.bootstrap_servers,
@@ -201,13 +201,14 @@ def configs(client: Any, topics: Collection[str], broker: int | None = None) -> 
     return found
 
 
-def _group(client: Any, group: str) -> tuple[frozenset[str] | None, bool]:
-    asked = client.describe_consumer_groups([group], include_authorized_operations=True, request_timeout=_ASK_S)
+def _group(admin: ClusterAdmin, group: str) -> tuple[frozenset[str] | None, bool]:
     try:
-        return _operations(_answer(asked[group]).authorized_operations), False
-    except KafkaException as error:
-        log.debug("the group cannot be described", group=group, error=describe_error(error))
-        return None, error.args[0].code() in _DENIED
+        return admin.group_operations(group), False
+    except NotAuthorised:
+        return None, True
+    except EosError as error:
+        log.debug("the group cannot be described", group=group, error=str(error))
+        return None, False
 
 
 def _is_denied(admin: ClusterAdmin, transactional_id: str) -> bool:

@@ -1,0 +1,50 @@
+"""A group coordinator that answers when nobody waits any more: librdkafka's own question after a group ends the process
+then (a failed assertion), which is why the preflight does not ask it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from eos.broker import LocalKafka
+from tests.support.proxy import ApiKey, Fault, HoldingProxy
+
+ASKING = """
+import sys
+from confluent_kafka.admin import AdminClient
+from eos.admin import facts
+from eos.settings import Settings
+
+servers, group = sys.argv[1:]
+connect, clients = facts.connect, []  # kept: what was asked through them may still be answered
+facts.connect = lambda settings, timeout_s: clients.append(connect(settings, timeout_s)) or clients[-1]
+print(facts.ask(Settings({"bootstrap.servers": servers}), [], group, [], 20.0).group_operations, flush=True)
+sys.stdin.readline()
+for client in clients:
+    client.list_topics(timeout=20)
+"""
+
+
+@pytest.mark.parametrize("late", [ApiKey.FindCoordinator, ApiKey.DescribeGroups])
+def test_a_preflight_whose_question_after_the_group_is_answered_late_goes_on(
+    kafka: LocalKafka, names: Callable[[str], str], late: ApiKey
+) -> None:
+    with HoldingProxy(int(kafka.proxied_servers.rpartition(":")[2]), kafka.proxied_upstream) as proxy:
+        rule = proxy.on(late, Fault.HOLD_RESPONSE)
+        asking = subprocess.Popen(
+            [sys.executable, "-c", ASKING, kafka.proxied_servers, names("group")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        rule.wait(60)
+        assert asking.stdout is not None
+        told = asking.stdout.readline()
+        rule.release()
+        _, errors = asking.communicate("\n", timeout=60)
+    assert asking.returncode == 0, errors
+    assert told.strip() == "None", "what the coordinator did not say in time is not known"
