@@ -135,6 +135,8 @@ def test_a_cluster_goes_with_its_run_even_if_that_is_killed(docker: Any) -> None
     finally:
         run.kill()
         run.communicate()
-    wait_until("its containers are gone", lambda: not docker.containers.list(all=True, filters=filters), 30)
-    wait_until("its network is gone", lambda: not docker.networks.list(filters=filters), 30)
-    assert not {v.name for v in docker.volumes.list()} & set(volumes)
+    # Removed by the watcher or by another run, and maybe in the midst of being listed.
+    everything = {"all": True, "filters": filters, "ignore_removed": True}
+    wait_until("its containers are gone", lambda: not docker.containers.list(**everything), 120)
+    wait_until("its network is gone", lambda: not docker.networks.list(filters=filters), 60)
+    wait_until("its volumes are gone", lambda: not {v.name for v in docker.volumes.list()} & set(volumes), 60)
