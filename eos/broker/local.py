@@ -167,12 +167,20 @@ class LocalKafka:
         Its replicas may still be catching up: `wait_in_sync`. Raises IllegalState if it runs, Unavailable if it
         does not come up.
         """
+        self.launch(i)
+        alive = {other.index for other in self._nodes if other.running() and not other.paused}
+        wait_until_ready([self._node(i)], alive, timeout_s)
+
+    def launch(self, i: int) -> None:
+        """As `start`, without the wait: whether its JVM lives on is told by `running`, why it ended by `last_words`."""
         node = self._node(i)
         if node.running():
             raise IllegalState(f"Kafka node {i} is running")
         node.launch(heap_for(self._count), die_with_parent=True)
-        alive = {other.index for other in self._nodes if other.running() and not other.paused}
-        wait_until_ready([node], alive, timeout_s)
+
+    def last_words(self, i: int) -> str:
+        """The first error the node logged since its last launch, else the last thing its JVM printed."""
+        return self._node(i).last_words()
 
     def pause(self, i: int) -> None:
         """SIGSTOP: its connections stay open and nothing answers on them."""

@@ -15,6 +15,7 @@ from kafka import KafkaAdminClient
 
 from eos.errors import IllegalState, Unavailable
 from eos.testing.clusters import Cluster
+from eos.testing.clusters.jvm import JvmCluster
 from tests.support.reading import TooSlow, wait_until
 
 DEADLINE_S = 60.0
@@ -163,7 +164,7 @@ def test_a_killed_leader_is_replaced_and_comes_back_with_every_record(
     assert whole.wait_in_sync() >= 1
     assert whole.in_sync_of(topic) == {0, 1, 2}
     assert whole.bootstrap_servers == servers
-    assert a_new_connection_is_answered(whole.server(leader))
+    wait_until("it answers again", lambda: a_new_connection_is_answered(whole.server(leader)), DEADLINE_S)
     assert distinct_values(whole, topic) == ["before", "without the leader"]
 
 
@@ -270,15 +271,30 @@ def test_the_controller_and_the_coordinators_are_those_that_kafka_names(
     wait_until("another controller", lambda: whole.controller() != controller, DEADLINE_S)
 
 
-@on("container-4.3.1")
+@newest
 def test_a_node_that_is_slow_to_come_back_is_told_with_its_state_and_last_words_and_can_be_waited_for(
     whole: Cluster,
 ) -> None:
     whole.kill(0)
-    with pytest.raises(Unavailable, match=r"it names no node; its container is running since .*; its log ends with: ."):
+    with pytest.raises(Unavailable, match=r"it names no node; its (container|JVM) is running.*; its log ends with: ."):
         whole.start(0, timeout_s=0)
     assert whole.running(0)
     whole.wait_ready([0])
+    assert whole.wait_in_sync() > 0
+
+
+@on("jvm-4.3.1")
+def test_a_node_that_ends_as_it_starts_is_told_with_its_error_and_can_be_started_again(whole: Cluster) -> None:
+    assert isinstance(whole, JvmCluster)
+    properties = whole._kafka.log_path(0).with_name("server.properties")
+    whole.kill(0)
+    right = properties.read_text()
+    properties.write_text(right + "\nnum.io.threads=none\n")
+    with pytest.raises(Unavailable, match=r"node 0 ended while it started: .*num\.io\.threads"):
+        whole.start(0)
+    assert not whole.running(0)
+    properties.write_text(right)
+    whole.start(0)
     assert whole.wait_in_sync() > 0
 
 

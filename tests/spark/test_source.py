@@ -21,7 +21,12 @@ pytestmark = pytest.mark.timeout(400)
 def half_committed(kafka: LocalKafka, topic: str) -> Producer:
     """Two partitions with committed records, aborted ones and, at the end of one, an open transaction's."""
     create_topic(kafka.bootstrap_servers, topic, 2)
-    settings = {"bootstrap.servers": kafka.bootstrap_servers, "transactional.id": topic}
+    settings = {
+        "bootstrap.servers": kafka.bootstrap_servers,
+        "transactional.id": topic,
+        # The last one stays open while Spark reads, however long that takes.
+        "transaction.timeout.ms": 600_000,
+    }
     producer = Producer(settings)
     producer.init_transactions(30)
     for turn in range(6):

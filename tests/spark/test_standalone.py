@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,12 +34,16 @@ class Standalone:
         self._directory, self._processes = directory, list[subprocess.Popen[bytes]]()
         port, web = free_ports(2)
         self.master = f"spark://127.0.0.1:{port}"
-        self._launch("Master", "--host", "127.0.0.1", "--port", str(port), "--webui-port", str(web))
-        wait_until("the master is up", lambda: "Starting Spark master" in self.log("Master"), 90)
-        for i in range(2):
-            where = ["--host", "127.0.0.1", "--webui-port", "0", "-c", "1", "-m", "700m"]
-            self._launch("Worker", *where, "-d", str(directory / f"work-{i}"), self.master)
-        wait_until("two workers", lambda: self.log("Master").count("Registering worker") == 2, 90)
+        try:
+            self._launch("Master", "--host", "127.0.0.1", "--port", str(port), "--webui-port", str(web))
+            wait_until("the master is up", lambda: "Starting Spark master" in self.log("Master"), 90)
+            for i in range(2):
+                where = ["--host", "127.0.0.1", "--webui-port", "0", "-c", "1", "-m", "700m"]
+                self._launch("Worker", *where, "-d", str(directory / f"work-{i}"), self.master)
+            wait_until("two workers", lambda: len(self._registered()) == 2, 90)
+        except BaseException:
+            self.end()
+            raise
 
     def _launch(self, name: str, *arguments: str) -> None:
         home = Path(pyspark.__file__).parent
@@ -55,6 +60,10 @@ class Standalone:
                 command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
         self._processes.append(process)
+
+    def _registered(self) -> set[str]:
+        """The addresses of the workers; one that lost its connection registers a second time."""
+        return set(re.findall(r"Registering worker (\S+)", self.log("Master")))
 
     def log(self, name: str) -> str:
         return (self._directory / f"{name}.log").read_text(errors="replace")

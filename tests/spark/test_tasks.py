@@ -17,6 +17,7 @@ import pytest
 from eos.broker import LocalKafka
 from spark_connector.attempt import Attempt
 from tests.support.proxy import ApiKey, Fault, HoldingProxy, Rule
+from tests.support.reading import wait_until
 from tests.support.spark_query import Query
 
 RECORDS = 3000
@@ -28,20 +29,28 @@ Queries = Callable[..., Query]
 def answer_held(kafka: LocalKafka, query: Query, spark: Any) -> Any:
     """The query runs, and one task of its second batch waits for an answer of a broker that has the records."""
     with HoldingProxy(int(kafka.proxied_servers.rpartition(":")[2]), kafka.proxied_upstream) as proxy:
-        # Each batch sends one request per partition and one for the marker.
-        rule = proxy.on(
-            ApiKey.Produce, Fault.HOLD_RESPONSE, nth=PARTITIONS + 2, transactional_id=query.transactional_id
-        )
+        steps: list[str] = []
+        rules: list[Rule] = []
         raised: list[BaseException] = []
+
+        def on_step(step: str) -> None:
+            # At the step, not by a count of requests: a task may send its records in more than one.
+            steps.append(step)
+            if steps.count("add") == 2 and not rules:
+                rules.append(proxy.on(ApiKey.Produce, Fault.HOLD_RESPONSE, transactional_id=query.transactional_id))
 
         def run() -> None:
             try:
-                query.run(spark)
+                query.run(spark, on_step)
             except BaseException as error:  # noqa: BLE001 - raised again below
                 raised.append(error)
 
         running = threading.Thread(target=run, daemon=True)
         running.start()
+        wait_until("the second batch begins", lambda: rules or raised, 120)
+        if raised:
+            raise raised[0]
+        (rule,) = rules
         rule.wait(120)
         assert rule.answer().error == 0
         yield rule
@@ -116,7 +125,5 @@ def test_shuffle_files_that_vanish_in_mid_stage_lose_and_double_nothing(
 
 def poll_until_retried(log: pytest.LogCaptureFixture, held: Rule) -> None:
     """The second claim of the held partition ends the attempt; or all was read before the files went."""
-    from tests.support.reading import wait_until
-
     wait_until("the epoch is given up", lambda: begun_anew(log), 90)
     held.release()

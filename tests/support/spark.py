@@ -18,7 +18,7 @@ from kafka import KafkaAdminClient, TopicPartition
 
 from eos.broker import LocalKafka
 from tests.support.pipeline import WorkerProcess
-from tests.support.reading import create_topic, settled_values, transaction_of, visible_records, wait_until
+from tests.support.reading import TooSlow, create_topic, settled_values, transaction_of, visible_records, wait_until
 
 SPARK_S = 240.0
 _JVM_GONE_S = 60.0
@@ -73,7 +73,9 @@ class SparkRuns:
         assert not alive, f"still there {_JVM_GONE_S:.0f} s after their driver: {alive}"
 
     def loader(self, **settings: object) -> Producer:
-        return Producer({"bootstrap.servers": self.servers, "linger.ms": 5, **settings})
+        # Room for all that a test loads: a slow broker must not make `produce` fail of a full queue.
+        room = {"queue.buffering.max.messages": 1_000_000}
+        return Producer({"bootstrap.servers": self.servers, "linger.ms": 5, **room, **settings})
 
     def load(
         self, topic: str, values: list[bytes], keys: Callable[[int], bytes | None] = lambda n: b"%d" % (n % 50)
@@ -84,7 +86,7 @@ class SparkRuns:
             producer.produce(topic, value, keys(number), partition=number % 3)
             if number % 5_000 == 0:
                 producer.poll(0)
-        assert producer.flush(30) == 0
+        assert producer.flush(120) == 0
 
     def delete_before(self, topic: str, partition: int, offset: int) -> None:
         """As retention does."""
@@ -103,6 +105,8 @@ class SparkRuns:
         """Until the transaction is open and has records in the topic."""
 
         def is_writing() -> bool:
+            if process.process.poll() == 0:
+                raise TooSlow(f"{process.name} had done its work before it was seen at it")
             assert process.running, f"{process.name} ended with {process.process.returncode}: {process.last_words}"
             return self.is_open(transactional_id, topic, partitions)
 

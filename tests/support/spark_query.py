@@ -20,7 +20,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from eos.testing.checker import Report, check
 from eos.testing.history import end_offsets, read_topic
 from spark_connector import exactly_once_sink
-from tests.support.reading import TooSlow, wait_until
+from tests.support.reading import TooSlow, wait_known, wait_until
 
 SOURCE_PARTITIONS = 3
 KEYS = 97
@@ -59,6 +59,7 @@ class Query:
         admin = AdminClient({"bootstrap.servers": self.servers})
         for future in admin.create_topics(topics).values():
             future.result(30)
+        wait_known(self.servers, {topic.topic: topic.num_partitions for topic in topics})
         return self
 
     def load(self, records: int, first: int = 0) -> Query:

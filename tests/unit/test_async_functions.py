@@ -210,6 +210,8 @@ class Stop(BaseException):
 @pytest.mark.parametrize("busy", [False, True], ids=["while it waits", "while it works"])
 def test_what_a_signal_raises_comes_out_of_running_coroutines(busy: bool) -> None:
     async def f(value: bytes) -> None:
+        if value == b"a":
+            timer.start()  # not before: the signal must find them running
         while busy:
             await asyncio.sleep(0)
             time.sleep(0.001)
@@ -220,7 +222,6 @@ def test_what_a_signal_raises_comes_out_of_running_coroutines(busy: bool) -> Non
 
     before = signal.signal(signal.SIGUSR1, raising)
     timer = threading.Timer(0.1, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1))
-    timer.start()
     try:
         with pytest.raises(Stop):
             feed(route(f), records(b"a", b"b"))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import time
 from typing import Any
 
 import pytest
 from confluent_kafka import Producer
 
 from eos.evidence import COORDINATOR, RetryEvidence, Statistics, decode_statistics
+from tests.support.reading import wait_until
 
 # One statistics event in librdkafka's layout (STATISTICS.md), shortened where a value has no name of its own.
 WINDOW = {"min": 303, "max": 1205, "avg": 512, "sum": 9216, "stddev": 210, "p50": 479, "p99": 1207, "cnt": 18}
@@ -148,10 +148,14 @@ def test_librdkafka_itself_sends_statistics_that_can_be_decoded() -> None:
             "logger": quiet,
         }
     )
-    deadline = time.monotonic() + 20
-    while not texts and time.monotonic() < deadline:
+
+    def has_told_of_its_brokers() -> bool:
+        # The first text may come before the bootstrap broker is added.
         producer.poll(0.05)
-    decoded = decode_statistics(texts[0])
+        return bool(texts) and "127.0.0.1:1/bootstrap" in texts[-1]
+
+    wait_until("statistics with the bootstrap broker", has_told_of_its_brokers, 20)
+    decoded = decode_statistics(texts[-1])
     assert (decoded.eos.producer_id, decoded.eos.producer_epoch) == (-1, -1), "before the init"
     assert COORDINATOR in decoded.brokers
     assert "127.0.0.1:1/bootstrap" in decoded.brokers

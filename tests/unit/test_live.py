@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import pty
@@ -84,11 +85,13 @@ def test_on_a_terminal_the_supervisor_shows_its_workers_live(tmp_path: Path) -> 
     )
     os.close(theirs)
     seen, deadline = "", time.monotonic() + 60
+    # What is read at once may end in the middle of a character.
+    decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         while not re.search(r"w-0.*starting(.|\n)*w-1.*starting", seen):
             assert time.monotonic() < deadline, seen
             if select.select([ours], [], [], 1)[0]:
-                seen += os.read(ours, 65_536).decode()
+                seen += decoder.decode(os.read(ours, 65_536))
         assert "transactions" in seen
         shown.send_signal(signal.SIGTERM)
         assert shown.wait(60) == 0

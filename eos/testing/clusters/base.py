@@ -23,6 +23,7 @@ from eos.testing.clusters.questions import ANSWER_TIMEOUT_S, GROUP, TRANSACTION,
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 _POLL_S = 0.1
+_SHORTEST_QUESTION_S = 0.5  # time for a connection and an answer, and none for a node to start
 
 T = TypeVar("T")
 
@@ -124,14 +125,7 @@ class Cluster(ABC):
         self._check(i)
         if i not in self._down:
             raise IllegalState(f"node {i} is running")
-        self._launch([i])
-        self._down.discard(i)
-        try:
-            self.wait_ready([i], timeout_s)
-        except Unavailable:
-            if self._ended(i) is not None:
-                self._is_down(i)  # it can be started again
-            raise
+        self._start([i], timeout_s)
 
     def restart(self, i: int) -> None:
         """`stop`, then `start`."""
@@ -178,9 +172,7 @@ class Cluster(ABC):
             self.resume(i)
         down = sorted(self._down)
         if down:
-            self._launch(down)
-            self._down.clear()
-            self.wait_ready(down)
+            self._start(down, READY_TIMEOUT_S)
         self.wait_in_sync()
 
     def running(self, i: int) -> bool:
@@ -272,6 +264,17 @@ class Cluster(ABC):
         if not self.running(i):
             raise IllegalState(f"node {i} is down")
 
+    def _start(self, nodes: list[int], timeout_s: float) -> None:
+        self._launch(nodes)
+        self._down.difference_update(nodes)
+        try:
+            self.wait_ready(nodes, timeout_s)
+        except Unavailable:
+            for i in nodes:
+                if self._ended(i) is not None:
+                    self._is_down(i)  # it can be started again
+            raise
+
     def _is_down(self, i: int) -> None:
         self._down.add(i)
         self._paused.discard(i)
@@ -286,13 +289,10 @@ class Cluster(ABC):
     def _metadata(self) -> Any:
         return self._metadata_from(self._reachable_servers())
 
-    def _metadata_from(self, servers: list[str]) -> Any:
+    def _metadata_from(self, servers: list[str], timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
         # A new client for each question: one that knows the other nodes already would ask any of them.
-        client = AdminClient({"bootstrap.servers": ",".join(servers), "log_level": 0})
-        return client.list_topics(timeout=ANSWER_TIMEOUT_S)
-
-    def _brokers(self, i: int) -> set[int]:
-        return {int(broker.id) for broker in self._metadata_from([self.server(i)]).brokers.values()}
+        client = AdminClient({"bootstrap.servers": ",".join(servers), "reconnect.backoff.max.ms": 500, "log_level": 0})
+        return client.list_topics(timeout=timeout_s)
 
     def _partition_of(self, topic: str, partition: int) -> Any:
         def found() -> Any:
@@ -334,6 +334,7 @@ class Cluster(ABC):
 
     def _wait_named(self, i: int, expected: set[int], timeout_s: float) -> None:
         named: set[int] = set()
+        deadline = time.monotonic() + timeout_s
 
         def names_all() -> bool:
             nonlocal named
@@ -341,7 +342,9 @@ class Cluster(ABC):
             if why is not None:
                 raise Unavailable(f"Kafka node {i} ended while it started: {why}")
             named = set()
-            named = self._brokers(i)
+            # Not beyond the deadline: a node that comes back during a long question would be called in time.
+            left = min(max(deadline - time.monotonic(), _SHORTEST_QUESTION_S), ANSWER_TIMEOUT_S)
+            named = {int(broker.id) for broker in self._metadata_from([self.server(i)], left).brokers.values()}
             return expected <= named
 
         def seen() -> str:

@@ -7,11 +7,9 @@ can tell a node's packets from the others', and a network cut is NotSupported.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 from eos.broker import DEFAULT_VERSION, LocalKafka
-from eos.errors import Unavailable
 from eos.testing.clusters.base import Cluster, NotSupported
 
 
@@ -48,16 +46,16 @@ class JvmCluster(Cluster):
     def _stop(self, i: int, timeout_s: float) -> None:
         self._kafka.stop(i, timeout_s)
 
-    def _launch(self, nodes: list[int]) -> None:
-        with ThreadPoolExecutor(len(nodes)) as pool:
-            list(pool.map(self._start, nodes))
+    def _ended(self, i: int) -> str | None:
+        return None if self._kafka.running(i) else self._kafka.last_words(i)
 
-    def _start(self, i: int) -> None:
-        try:
-            self._kafka.start(i)
-        except Unavailable:
-            if not self._kafka.running(i):
-                raise  # else it is slow, and whoever waits says for how long
+    def _state(self, i: int) -> str:
+        return f"its JVM is {'running' if self._kafka.running(i) else 'gone'}"
+
+    def _launch(self, nodes: list[int]) -> None:
+        # Without a wait: whoever starts a node says how long it may take.
+        for i in nodes:
+            self._kafka.launch(i)
 
     def _pause(self, i: int) -> None:
         self._kafka.pause(i)

@@ -226,18 +226,20 @@ def test_hooks_run_around_a_task_and_an_async_function_keeps_the_order() -> None
     events: list[str] = []
     app.on_start(lambda: events.append("start"))
     app.on_stop(lambda: events.append("stop"))
+    # Each waits for the one behind it: one at a time, none would ever end.
+    done = [asyncio.Event() for _ in range(6)]
+    done[5].set()
 
     @app.process("in", to="out")
     async def slow(order: Order) -> str:
-        await asyncio.sleep(0.002 * (5 - order.number))
+        await asyncio.wait_for(done[order.number + 1].wait(), 60)
         events.append(f"done {order.number}")
+        done[order.number].set()
         return str(order.number)
 
     batches = Apply(app, 100)(iter([rows(*numbered("in", 5))]))
     assert [row["value"] for batch in batches for row in batch.to_pylist()] == [b"%d" % n for n in range(5)]
-    assert events[0] == "start"
-    assert events[-1] == "stop"
-    assert events[1] == "done 4", "they run at once"
+    assert events == ["start", "done 4", "done 3", "done 2", "done 1", "done 0", "stop"], "they run at once"
 
 
 def test_a_start_hook_that_fails_is_temporary_and_no_record_is_touched() -> None:
