@@ -59,7 +59,6 @@ class Result:
     restarts: list[str] = dataclasses.field(default_factory=list)
     phases: dict[str, float] = dataclasses.field(default_factory=dict)
     slow: list[str] = dataclasses.field(default_factory=list)
-    client_aborts: list[str] = dataclasses.field(default_factory=list)
     reason: str = ""
 
 
@@ -139,7 +138,7 @@ def play(clusters: Clusters, cell: Cell, seed: int, size: Size, directory: Path)
         try_to(clusters.close)
     if run is not None:
         result.faults, result.slow = [str(fault) for fault in run.faults.made], run.faults.slow
-        result.restarts, result.client_aborts = run.crew.ends, run.crew.client_aborts
+        result.restarts = run.crew.ends
     result.seconds = round(time.monotonic() - began, 1)
     if result.result == PASSED:
         shutil.rmtree(directory)  # logs and histories are kept for failures
@@ -163,7 +162,7 @@ def table(results: list[Result]) -> Table:
     shown = Table("cell", "column", "result", "seed", "records", "faults", "in a transaction", "s", "why")
     for r in results:
         colour = {PASSED: "green", FAILED: "bold red", NOT_RUN: "yellow"}[r.result]
-        why = "; ".join(filter(None, (r.reason.partition("\n")[0], aborts(r)))).replace("[", r"\[")
+        why = r.reason.partition("\n")[0].replace("[", r"\[")
         told = (r.cell, r.column, f"[{colour}]{r.result}[/]", r.seed, f"{r.records:,}", len(r.faults))
         shown.add_row(*map(str, (*told, r.in_transaction, r.seconds, why)))
     return shown
@@ -178,13 +177,8 @@ def markdown(results: list[Result]) -> Iterator[str]:
         long = "longer than three minutes" if r.seconds > BUDGET_S else ""
         yield (
             f"| {r.cell} | {r.column} | {r.result} | {r.backend} | {r.seed} | {r.records:,} | {len(r.faults)} | "
-            f"{r.in_transaction} | {r.seconds:.0f} | {'; '.join(filter(None, (why, slow, aborts(r), long)))} |"
+            f"{r.in_transaction} | {r.seconds:.0f} | {'; '.join(filter(None, (why, slow, long)))} |"
         )
-
-
-def aborts(result: Result) -> str:
-    """A cell that passed beside a defect of the client library says so."""
-    return f"client aborts: {len(result.client_aborts)}" if result.client_aborts else ""
 
 
 @contextmanager
@@ -248,7 +242,6 @@ def tell(console: Console, result: Result, logs: Path) -> None:
     phases = ", ".join(f"{name} {seconds:.0f}" for name, seconds in result.phases.items())
     told = [f"{result.result} in {result.seconds:.0f} s ({phases}), {result.records:,} records"]
     told += [f"slow: {broker}" for broker in result.slow]
-    told += [f"client abort: {said}" for said in result.client_aborts]
     if result.reason:
         told += [result.reason, f"kept: {logs}"]
     console.print("\n".join(f"  {line}" for line in told), markup=False, highlight=False)

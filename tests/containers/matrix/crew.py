@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -19,14 +18,11 @@ from pathlib import Path
 from eos.testing.clusters import NotSupported
 from tests.containers.matrix.stage_worker import ENVIRONMENT, Orders
 from tests.support.pipeline import WorkerProcess
-from tests.support.reading import TooSlow
 
 GROUP_IDS = 10_000
 """Group ids per process that runs a crew, from its pid times this on: two runs at a time must not share any."""
 RESTARTED = (69, 75)
 """Exit codes after which a supervisor starts a worker again: unreachable at its start, temporary."""
-_CLIENT_ABORT = re.compile(r"^.*\brdkafka\w*\.[ch]:\d+:.*\bassert.*$", re.IGNORECASE | re.MULTILINE)
-"""What librdkafka says as it ends its process: `rdkafka_queue.h:1086: rd_kafka_enq_once_…: Assertion `…' failed.`"""
 
 
 class Member:
@@ -56,7 +52,6 @@ class Crew:
         self._orders, self._directory = orders, directory
         self.members: list[Member] = []
         self.ends: list[str] = []  # how processes ended that were started again
-        self.client_aborts: list[str] = []  # those of them that a defect of librdkafka ended
         self._starts = 0
 
     def join(self, stage: int, instance: str, **changes: object) -> Member:
@@ -82,23 +77,15 @@ class Crew:
         return [member for member in self.members if member.wanted]
 
     def tend(self) -> None:
-        """Starts again what ended as a supervisor may expect, or by an assertion of librdkafka, which is counted: to
-        the cluster that is a SIGKILL, and exactly-once must hold. AssertionError for any other end."""
+        """Starts again what ended as a supervisor may expect; AssertionError for any other end."""
         for member in self.members:
             process = member.process
             if process is None or process.running or not member.wanted:
                 continue
             code = process.process.returncode
-            expected = code in RESTARTED or self._is_client_abort(process)
-            assert expected, f"{process.name} ended with {code}: {process.last_words or process.log[-2_000:]}"
+            assert code in RESTARTED, f"{process.name} ended with {code}: {process.last_words or process.log[-2_000:]}"
             self.ends.append(f"{process.name} ended with {code}")
             self.start(member, **member.changes)
-
-    def _is_client_abort(self, process: WorkerProcess) -> bool:
-        said = _CLIENT_ABORT.search(process.log) if process.process.returncode == -signal.SIGABRT else None
-        if said is not None:
-            self.client_aborts.append(f"{process.name}: {said[0].strip()[:300]}")
-        return said is not None
 
     def kill(self, member: Member) -> None:
         self.tend()  # one that just ended by itself would be killed in vain
@@ -107,8 +94,7 @@ class Crew:
         member.process.kill()
 
     def stop(self, *members: Member, timeout_s: float = 60.0) -> None:
-        """SIGTERM, to all at once; each ends with 0, or with 75 if its last transaction could not be ended in time.
-        One that librdkafka ended meanwhile is counted."""
+        """SIGTERM, to all at once; each ends with 0, or with 75 if its last transaction could not be ended in time."""
         self.tend()
         # Before it has begun a SIGTERM is the end of an interpreter, not of a worker.
         self.wait_running(members)
@@ -120,8 +106,7 @@ class Crew:
             assert member.process is not None
             code = member.process.wait(timeout_s)
             name, words = member.process.name, member.process.last_words
-            expected = code in (0, 75) or self._is_client_abort(member.process)
-            assert expected, f"{name} was stopped and ended with {code}: {words}"
+            assert code in (0, 75), f"{name} was stopped and ended with {code}: {words}"
             if code:
                 self.ends.append(f"{name} was stopped and ended with {code}")
 
@@ -165,8 +150,7 @@ class Crew:
         for member in members or self.members:
             process = member.process
             while process is not None and member.wanted and "session started" not in process.log:
-                if time.monotonic() >= deadline:
-                    raise TooSlow(f"{process.name} did not start: {process.log[-2_000:]}")
+                assert time.monotonic() < deadline, f"{process.name} did not start: {process.log[-2_000:]}"
                 self.tend()
                 time.sleep(0.05)
                 process = member.process

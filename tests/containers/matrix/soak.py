@@ -137,7 +137,6 @@ def report(outcome: Outcome, sampler: Sampler) -> dict[str, object]:
         "faults_by_kind": dict(Counter(fault.partition(": ")[2].split(" ")[0] for fault in outcome.faults)),
         "in_a_transaction": outcome.in_transaction,
         "ended_and_started_again": outcome.restarts,
-        "client_aborts": outcome.client_aborts,
         "memory": memory_of(sampler.memory),
         "all_faults": outcome.faults,
     }
@@ -151,7 +150,6 @@ def broken_off(run: Run, sampler: Sampler, error: BaseException) -> dict[str, ob
         "outputs_seen": run.outputs_seen,
         "slow_brokers": run.faults.slow,
         "ended_and_started_again": run.crew.ends,
-        "client_aborts": run.crew.client_aborts,
         "memory": memory_of(sampler.memory),
         "all_faults": [str(fault) for fault in run.faults.made],
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-import warnings
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,6 @@ def test_a_cell_of_the_matrix_loses_doubles_and_tears_nothing(cell: Cell, cluste
     run = Run(clusters.of(cell.version), cell, 1, f"m{uuid.uuid4().hex[:8]}", tmp_path)
     outcome = run.play(Size())
     print(*outcome.faults, f"{outcome.in_transaction} of them in a transaction", sep="\n")
-    if outcome.client_aborts:  # seen behind a test that passes too
-        warnings.warn(f"{cell.name}: client aborts: {'; '.join(outcome.client_aborts)}", stacklevel=1)
     print(outcome.report, outcome.explanation, f"kept: {tmp_path}", sep="\n")
     outcome.report.raise_if_violated()  # a verdict, which no second run may make good
     assert outcome.records >= 100_000
