@@ -18,6 +18,7 @@ from pathlib import Path
 from eos.testing.clusters import NotSupported
 from tests.containers.matrix.stage_worker import ENVIRONMENT, Orders
 from tests.support.pipeline import WorkerProcess
+from tests.support.reading import TooSlow
 
 GROUP_IDS = 10_000
 """Group ids per process that runs a crew, from its pid times this on: two runs at a time must not share any."""
@@ -150,7 +151,8 @@ class Crew:
         for member in members or self.members:
             process = member.process
             while process is not None and member.wanted and "session started" not in process.log:
-                assert time.monotonic() < deadline, f"{process.name} did not start: {process.log[-2_000:]}"
+                if time.monotonic() >= deadline:
+                    raise TooSlow(f"{process.name} did not start: {process.log[-2_000:]}")
                 self.tend()
                 time.sleep(0.05)
                 process = member.process

@@ -39,7 +39,7 @@ from tests.containers.matrix.faults import (
 from tests.containers.matrix.stage_worker import Orders
 from tests.containers.matrix.transaction_log import Written, read_transaction_log
 from tests.support.pipeline import CommitWatcher, WorkerProcess
-from tests.support.reading import wait_until
+from tests.support.reading import TooSlow, wait_until
 
 PARTITIONS = 6
 KEYS = 600
@@ -170,7 +170,8 @@ class Loader:
         """Until the least is loaded; how many were acknowledged."""
         self._enough.set()
         self._thread.join(400)
-        assert not self._thread.is_alive(), "the loader did not end"
+        if self._thread.is_alive():
+            raise TooSlow("the loader did not end within 400 s")
         assert not self.failed, f"loading failed: {self.failed[0]}"
         return len(self.acknowledged)
 
@@ -417,9 +418,14 @@ class Run:
             return cluster.controller(), "the controller"
         if target == "leader":
             topic, partition = chance.choice(self.topics), chance.randrange(PARTITIONS)
-            # None for a moment while the one before comes back.
-            wait_until("a leader to hit", lambda: cluster.leader_of(topic, partition) >= 0, PROGRESS_S)
-            return cluster.leader_of(topic, partition), f"leader of {topic}[{partition}]"
+
+            def led() -> tuple[int] | None:
+                # None for a moment while the one before comes back.
+                node = cluster.leader_of(topic, partition)
+                return (node,) if node >= 0 else None
+
+            (leader,) = wait_until("a leader to hit", led, PROGRESS_S)
+            return leader, f"leader of {topic}[{partition}]"
         stage = chance.randrange(self._cell.stages)
         group = self._groups[stage]
         if target == "group-coordinator":
