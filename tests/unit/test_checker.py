@@ -123,6 +123,10 @@ def source(o: Outputs, i: int) -> str:
     return f"{IN[o.source_topic[i]]}[{o.source_partition[i]}]@{o.source_offset[i]}"
 
 
+def told(place: tuple[str, int, int]) -> str:
+    return "{}[{}]@{}".format(*place)
+
+
 def of_same_source(o: Outputs, i: int) -> np.ndarray:
     same = (o.source_topic == o.source_topic[i]) & (o.source_partition == o.source_partition[i])
     return np.flatnonzero(same & (o.source_offset == o.source_offset[i]))
@@ -278,6 +282,7 @@ def test_two_outputs_of_one_source_partition_that_changed_places_are_out_of_orde
     report = h.check(seen=None)
     assert_only(report, "order", source(o, i), source(o, j), f"late[0]@{o.offset[j]}", f"late[0]@{o.offset[i]}")
     assert report["order"].violations == 1
+    assert [told(place) for place in report["order"].about] == [source(o, i), source(o, j)]
 
 
 def test_outputs_of_different_source_partitions_may_stand_in_any_order():
@@ -379,6 +384,7 @@ def test_a_record_that_a_reader_saw_and_that_is_gone_was_aborted():
     h = history(12)
     h.seen = appended(h.seen, **dict(zip(COLUMNS, (1, 0, 10**6, 0, 0, 0, 1), strict=True)))
     assert_only(h.check(), "no_aborted_seen", "audit[0]@1000000", "aborted")
+    assert h.check()["no_aborted_seen"].about == (("flights", 0, 0),)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -426,13 +432,15 @@ def test_a_committed_offset_that_went_back_is_told_with_both_values():
     offset = h.commits.offset.copy()
     offset[mine[-1]] = offset[mine[-2]] - 1
     h.commits = replace(h.commits, offset=offset)
-    said = f"weather[0] went back from {offset[mine[-2]]} to {offset[mine[-1]]}"
-    assert_only(h.check(), "no_rewind", said)
+    before, after = offset[mine[-2]], offset[mine[-1]]
+    assert_only(h.check(), "no_rewind", f"weather[0] went back from {before} to {after}")
+    assert h.check()["no_rewind"].about == (("weather", 0, before - 1), ("weather", 0, after - 1))
 
 
 def test_a_committed_offset_that_vanished_went_back():
     commits = CommitSeries(topics=IN, topic=[0, 0], partition=[1, 1], offset=[5, -1])
     assert "flights[1] went back from 5 to -1" in no_rewind(commits).sentence
+    assert no_rewind(commits).about == (("flights", 1, 4),)
 
 
 # --- nothing examined, nothing proved
