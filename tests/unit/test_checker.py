@@ -351,6 +351,7 @@ def test_a_committed_offset_that_stayed_behind_its_outputs_would_repeat_them():
     h.committed["flights", 2] = int(mine[-1])
     repeated = f"flights[2]@{mine[-1]}"
     assert_only(h.check(), "offsets_match_outputs", repeated, f"committed at {mine[-1]}", "handle it again")
+    assert [told(place) for place in h.check()["offsets_match_outputs"].about] == [repeated]
     del h.committed["flights", 2]
     assert_only(h.check(), "offsets_match_outputs", f"flights[2]@{mine[0]}", "not committed at all")
 
@@ -371,6 +372,7 @@ def test_a_committed_offset_that_ran_ahead_of_its_outputs_is_found_by_both_rules
     assert_only(report, "no_losses offsets_match_outputs", ahead)
     assert ahead in report["offsets_match_outputs"].sentence
     assert "nobody will handle it any more" in report["offsets_match_outputs"].sentence
+    assert [told(place) for place in report["offsets_match_outputs"].about] == [ahead]
 
 
 def test_a_committed_offset_may_lie_anywhere_in_a_gap():
@@ -394,6 +396,7 @@ def test_a_record_that_now_has_another_source_was_replaced(shuffle):
     changed_source[4] += 1
     h.seen = changed(h.seen, source_offset=changed_source)
     assert_only(h.check(), "no_aborted_seen", h.seen.name(4), "another source")
+    assert [told(place) for place in h.check()["no_aborted_seen"].about] == [source(h.seen, 4)]
 
 
 def test_a_record_that_a_reader_was_given_twice_or_late_is_told():
@@ -411,6 +414,7 @@ def test_a_record_that_a_reader_was_given_twice_or_late_is_told():
     early, late = h.seen.name(a), h.seen.name(b)
     h.seen = h.seen.take(turned)
     assert_only(h.check(), "no_aborted_seen", f"{early} was delivered behind {late}")
+    assert [told(place) for place in h.check()["no_aborted_seen"].about] == [source(h.seen, b)]
 
 
 def test_a_last_stable_offset_below_the_end_is_a_hanging_transaction():
