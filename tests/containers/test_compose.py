@@ -141,6 +141,7 @@ def test_three_brokers_and_a_worker_double_every_number_once_while_a_broker_is_k
     assert sorted_output(project) == doubled(200)
 
 
+@pytest.mark.timeout(600)
 def test_records_outlive_the_brokers_and_a_worker_leaves_the_brokers_as_they_are(project: Project) -> None:
     project("up")
     create(project, "numbers", "doubled")
