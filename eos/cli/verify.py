@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from eos import settings
+from eos.admin import facts
 from eos.errors import EosError, UsageError
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def verify(
     if bootstrap_servers is not None:
         flags["bootstrap.servers"] = bootstrap_servers
     loaded = settings.load(flags)
+    # Reading goes on for as long as a broker that was killed may need; whether one is there at all is known sooner.
+    facts.connect(loaded, loaded["eos.startup.timeout.ms"] / 1000)
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bars:
         tasks: dict[str, TaskID] = {}

@@ -15,7 +15,7 @@ partitions laid end to end), and each expected copy of it becomes a cell. Then e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -24,6 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 from rich.table import Table
 
 TopicPartition = tuple[str, int]
+Place = tuple[str, int, int]  # topic, partition, offset
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 Bools = NDArray[np.bool_]
@@ -77,6 +78,9 @@ class Records:
     def __len__(self) -> int:
         return len(self.offset)
 
+    def place(self, i: int) -> Place:
+        return self.topics[self.topic[i]], int(self.partition[i]), int(self.offset[i])
+
     def name(self, i: int) -> str:
         return _place(self.topics, self.topic[i], self.partition[i], self.offset[i])
 
@@ -128,7 +132,10 @@ class CommitSeries(Records):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one rule found; `examples` are one line each, for at most `EXAMPLES` of the `violations`."""
+    """What one rule found; `examples` are one line each, for at most `EXAMPLES` of the `violations`.
+
+    `about`: the inputs that the first example is about, of the rules for which counting outputs does not find them.
+    """
 
     rule: str
     holds: bool
@@ -136,6 +143,7 @@ class Verdict:
     violations: int
     sentence: str
     examples: tuple[str, ...] = ()
+    about: tuple[Place, ...] = ()
 
 
 class Violated(AssertionError):
@@ -332,7 +340,8 @@ def order(joined: Joined) -> Verdict:
         f"{joined.output_name(position[i])} stands behind {joined.output_name(position[i - 1])}"
         for i in wrong[:EXAMPLES]
     ]
-    return verdict("order", len(o), "outputs", len(wrong), examples, "all are in the order of their sources")
+    about = [joined.inputs.place(joined.row[position[i - back]]) for i in wrong[:1] for back in (0, 1)]
+    return verdict("order", len(o), "outputs", len(wrong), examples, "all are in the order of their sources", about)
 
 
 def atomic(joined: Joined) -> Verdict:
@@ -402,16 +411,18 @@ def offsets_match_outputs(
     for (topic, partition), end in list(beyond.items())[:EXAMPLES]:
         examples.append(f"{topic}[{partition}] is committed at {committed[topic, partition]}, behind its end at {end}")
     examined, violations = int(np.count_nonzero(expected)), len(ahead) + len(behind) + len(beyond)
+    about = [joined.inputs.place(row) for row in [*behind[:1], *ahead[:1]][:1]]
     return verdict(
-        "offsets_match_outputs", examined, "inputs", violations, examples, "outputs end where the offsets do"
+        "offsets_match_outputs", examined, "inputs", violations, examples, "outputs end where the offsets do", about
     )
 
 
-def no_aborted_seen(seen: Outputs, outputs: Outputs) -> Verdict:
+def no_aborted_seen(seen: Outputs, outputs: Outputs, sources: tuple[str, ...] = ()) -> Verdict:
     """What a read_committed reader was given during the run is still there afterwards, and came once and in order.
 
     `seen` is in the order of delivery; `outputs` is the final read of the same topics. A record that was seen and is
     gone was aborted (or truncated) after a reader acted on it; one that now has another source was replaced.
+    `sources`: the topics of the inputs, to name those.
     """
     if seen.topics != outputs.topics:
         raise ValueError(f"the concurrent reader read {seen.topics}, the final one {outputs.topics}")
@@ -435,9 +446,12 @@ def no_aborted_seen(seen: Outputs, outputs: Outputs) -> Verdict:
         for i in back[:EXAMPLES]
     ]
     violations = len(gone) + len(replaced) + len(back)
-    return verdict(
-        "no_aborted_seen", len(seen), "delivered records", violations, examples, "all are still there, once, in order"
-    )
+    about = []
+    for i in [*gone[:1], *replaced[:1], *by_lane[back[:1]]][:1]:
+        if 0 <= seen.source_topic[i] < len(sources):
+            about.append((sources[seen.source_topic[i]], int(seen.source_partition[i]), int(seen.source_offset[i])))
+    good = "all are still there, once, in order"
+    return verdict("no_aborted_seen", len(seen), "delivered records", violations, examples, good, about)
 
 
 def stable_end(ends: Ends) -> Verdict:
@@ -458,18 +472,23 @@ def stable_end(ends: Ends) -> Verdict:
 
 
 def no_rewind(commits: CommitSeries) -> Verdict:
-    """A partition's committed offset never goes back. Examined are the steps between two observations of one."""
+    """A partition's committed offset never goes back. Examined are the steps between two observations of one.
+
+    Such a step is about the last inputs of both commits.
+    """
     lanes, count = _lanes(commits)
     by_lane = _stable_argsort(lanes, count)
     lanes, offset = lanes[by_lane], commits.offset[by_lane]
     back = _descents(offset, lanes)
-    examples = []
+    examples: list[str] = []
+    about: list[Place] = []
     for i in back[:EXAMPLES]:
-        at = by_lane[i]
-        topic, partition = commits.topics[commits.topic[at]], commits.partition[at]
-        examples.append(f"{topic}[{partition}] went back from {offset[i - 1]} to {offset[i]} (observation {at})")
+        topic, partition, now = commits.place(by_lane[i])
+        before = int(offset[i - 1])
+        examples.append(f"{topic}[{partition}] went back from {before} to {now} (observation {by_lane[i]})")
+        about = about or [(topic, partition, end - 1) for end in (before, now) if end > 0]
     steps = int(np.count_nonzero(lanes[1:] == lanes[:-1]))
-    return verdict("no_rewind", steps, "steps of committed offsets", len(back), examples, "none goes back")
+    return verdict("no_rewind", steps, "steps of committed offsets", len(back), examples, "none goes back", about)
 
 
 def check(
@@ -503,7 +522,7 @@ def check(
     if committed is not None:
         verdicts.append(offsets_match_outputs(joined, committed, ends.log_end if ends else None))
     if seen is not None:
-        verdicts.append(no_aborted_seen(seen, outputs))
+        verdicts.append(no_aborted_seen(seen, outputs, inputs.topics))
     if ends is not None:
         verdicts.append(stable_end(ends))
     if commits is not None:
@@ -637,7 +656,9 @@ def _committed_at(inputs: Inputs, row: int, committed: Mapping[TopicPartition, i
     return "not committed at all" if offset is None else f"committed at {offset}"
 
 
-def verdict(rule: str, examined: int, what: str, violations: int, examples: list[str], good: str) -> Verdict:
+def verdict(
+    rule: str, examined: int, what: str, violations: int, examples: list[str], good: str, about: Sequence[Place] = ()
+) -> Verdict:
     """The one place that decides what holds: nothing examined never does."""
     if violations:
         count = "1 violation" if violations == 1 else f"{violations:,} violations"
@@ -646,4 +667,5 @@ def verdict(rule: str, examined: int, what: str, violations: int, examples: list
         sentence = f"{examined:,} {what}: {good}"
     else:
         sentence = f"examined nothing: there were no {what}"
-    return Verdict(rule, examined > 0 and not violations, examined, violations, sentence, tuple(examples[:EXAMPLES]))
+    holds = examined > 0 and not violations
+    return Verdict(rule, holds, examined, violations, sentence, tuple(examples[:EXAMPLES]), tuple(about))

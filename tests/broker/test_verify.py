@@ -34,13 +34,22 @@ def split(record: Record):
     outputs = int(record.value) // 7 % 3
     return [record.value, Out(record.value, topic={second!r})][:outputs]
 """
+HALF = """
+from eos import App, Record
+
+app = App({group!r})
+
+@app.process({source!r}, to=[{first!r}, {second!r}])
+def every_second(record: Record):
+    return record.value if int(record.value) // 3 % 2 else None
+"""
 OUTPUTS = sum(number // 7 % 3 for number in range(COUNT))
 
 
 class Run:
     """One App with lineage, its input, and what it left."""
 
-    def __init__(self, kafka: LocalKafka, names: Callable[[str], str], directory: Path) -> None:
+    def __init__(self, kafka: LocalKafka, names: Callable[[str], str], directory: Path, app: str = APP) -> None:
         self.servers, self.directory = kafka.bootstrap_servers, directory
         self.admin = AdminClient({"bootstrap.servers": self.servers})
         self.group, self.source = names("group"), names("in")
@@ -53,7 +62,7 @@ class Run:
             producer.poll(0)
         assert producer.flush(30) == 0
         names_in_app = {"group": self.group, "source": self.source, "first": self.targets[0], "second": self.targets[1]}
-        (directory / "app.py").write_text(APP.format(**names_in_app))
+        (directory / "app.py").write_text(app.format(**names_in_app))
 
     def worker(self, *more: str) -> subprocess.Popen[bytes]:
         options = ["--bootstrap-servers", self.servers, "--instance", "a", "--until-end"]
@@ -164,6 +173,22 @@ def test_a_run_with_a_kill_in_it_holds_and_each_damage_to_its_outputs_is_named(
     code, told = run.verify(run.targets[0])  # one of the two topics is left out: half of its outputs are missing
     assert code == 1, told
     assert "no_losses" in told.rpartition("VIOLATED")[2]
+
+
+def test_half_of_the_inputs_filtered_holds_and_half_of_the_outputs_lost_does_not(
+    kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path
+) -> None:
+    run = Run(kafka, names, tmp_path, HALF)
+    assert run.worker("-X", "eos.lineage=true").wait(120) == 0, (run.directory / "worker.log").read_text()
+    left = sum(number // 3 % 2 for number in range(COUNT))
+    code, told = run.verify()
+    assert code == 0, told
+    assert f"{COUNT:,} inputs and {left:,} outputs of group {run.group} examined: holds" in told
+
+    code, told = run.verify(run.copy(names("half"), lambda messages: messages[::2]), run.targets[1])
+    assert code == 1, told
+    assert "VIOLATED: no_losses" in told
+    assert f"{left // 2:,} violations in {left:,} counted outputs" in told
 
 
 def test_outputs_that_retention_removed_are_a_note_and_a_loss_behind_them_is_still_found(

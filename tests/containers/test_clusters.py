@@ -185,6 +185,32 @@ def test_a_stopped_leader_hands_over_before_it_goes(whole: Cluster, names: Calla
 
 
 @newest
+def test_a_restarted_node_is_a_new_process_with_its_old_address_and_every_record(
+    whole: Cluster, names: Callable[[str], str]
+) -> None:
+    topic, servers = new_topic(whole, names("t")), whole.bootstrap_servers
+    send(whole, topic, "before")
+    leader = whole.leader_of(topic)
+    with conversation(whole.server(leader)) as talk:
+        talk.ask()
+        assert talk.is_answered(10)
+        whole.restart(leader)
+        with pytest.raises(ConnectionError):
+            talk.ask()
+            talk.is_answered(10)
+    assert whole.running(leader)
+    assert whole.bootstrap_servers == servers
+    assert a_new_connection_is_answered(whole.server(leader))
+    assert "shut down completed" in whole.log(leader), "it was stopped, not killed"
+    whole.wait_in_sync(topic)
+    assert whole.in_sync_of(topic) == {0, 1, 2}
+    assert distinct_values(whole, topic) == ["before"]
+    whole.kill(leader)
+    with pytest.raises(IllegalState, match=f"node {leader} is down"):
+        whole.restart(leader)
+
+
+@newest
 def test_a_paused_leader_keeps_its_connections_and_says_nothing_until_it_is_resumed(
     whole: Cluster, names: Callable[[str], str]
 ) -> None:

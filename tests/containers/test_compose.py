@@ -19,6 +19,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 import eos
 from eos.broker.node import free_ports
 from eos.testing.clusters import choose
+from eos.testing.clusters.container import BASE_IMAGE
 from eos.testing.clusters.leftovers import OWNER_LABEL, owner
 from tests.support.reading import TooSlow, settled_values, wait_until
 
@@ -46,6 +47,18 @@ def free_ports_in_a_row(count: int) -> list[int]:
     raise AssertionError(f"no {count} free ports in a row")
 
 
+def composes() -> dict[str, list[str]]:
+    """The commands of the composes that are installed; what came after v2 is its own kind."""
+    found: dict[str, list[str]] = {}
+    for command in (["docker", "compose"], ["docker-compose"]):
+        if shutil.which(command[0]) is None:
+            continue
+        told = subprocess.run([*command, "version", "--short"], capture_output=True, text=True, check=False)
+        if told.returncode == 0:
+            found.setdefault("v1" if told.stdout.lstrip("v").startswith("1.") else "v2", command)
+    return found
+
+
 class Project:
     """A compose project of this test's own: name, ports and App folder."""
 
@@ -68,10 +81,10 @@ class Project:
             "COMPOSE_HTTP_TIMEOUT": "200",
         }
 
-    def __call__(self, *arguments: str) -> str:
+    def __call__(self, *arguments: str, **environment: str) -> str:
         run = subprocess.run(
             [str(COMPOSE / "cluster.sh"), *arguments],
-            env=self._environment,
+            env=self._environment | environment,
             capture_output=True,
             text=True,
             timeout=240,
@@ -98,8 +111,8 @@ def project(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Project]
     choice = choose()
     if wanted not in (None, "container") or choice.backend != "container":
         pytest.skip(f"not run: {choice.reason if wanted is None else f'--eos-kafka={wanted}'}")
-    if shutil.which("docker-compose") is None and shutil.which("docker") is None:
-        pytest.skip("not run: no compose")
+    if not composes():
+        pytest.skip("not run: the engine answers, but no compose is installed (compose/engine.sh start, as root)")
     (tmp_path / "doubling.py").write_text(APP)
     # The worker in the container is another user.
     tmp_path.chmod(0o755)
@@ -119,11 +132,7 @@ def test_three_brokers_and_a_worker_double_every_number_once_while_a_broker_is_k
     started = time.monotonic()
     assert f"KAFKA_BOOTSTRAP_SERVERS={project.servers}" in project("up")
     print(f"three brokers after {time.monotonic() - started:.1f} s")
-    admin = AdminClient({"bootstrap.servers": project.servers})
-    topics = [NewTopic(name, 2) for name in ("numbers", "doubled")]
-    for made in admin.create_topics(topics).values():
-        made.result(30)
-    wait_until("every broker knows both topics", lambda: all(map(knows_both, project.servers.split(","))), 30)
+    create(project, "numbers", "doubled")
     project("worker")
     load(project, range(100))
     wait_until("the first hundred are doubled", lambda: shows(project, doubled(100)), 60)
@@ -135,6 +144,49 @@ def test_three_brokers_and_a_worker_double_every_number_once_while_a_broker_is_k
     project("stop", "worker")
     assert "stopped" in project("logs", "worker")
     assert sorted_output(project) == doubled(200)
+
+
+@pytest.mark.timeout(600)
+def test_records_outlive_the_brokers_and_a_worker_leaves_the_brokers_as_they_are(project: Project) -> None:
+    project("up")
+    create(project, "numbers", "doubled")
+    load(project, range(50))
+    project("down")
+    assert not project.containers()
+    project("up")
+    assert sorted_values(project, "numbers") == list(range(50))
+    brokers = set(project.containers())
+    # An image that is here and is no Kafka: brokers made anew of it would not come back.
+    project("worker", KAFKA_IMAGE=BASE_IMAGE)
+    wait_until("what came before the worker is doubled", lambda: sorted_output(project) == doubled(50), 60)
+    assert len(brokers) == 3
+    assert brokers < set(project.containers())
+
+
+@pytest.mark.parametrize("generation", ["v1", "v2"])
+def test_the_file_is_read_by_both_generations_of_compose(generation: str) -> None:
+    if (command := composes().get(generation)) is None:
+        pytest.skip(f"not run: no compose {generation} is installed")
+    profiles = [*command, "--profile", "worker", "--profile", "shim"]
+
+    def names(what: str) -> set[str]:
+        told = subprocess.run(
+            [*profiles, "config", what], cwd=COMPOSE, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert told.returncode == 0, told.stderr
+        return set(told.stdout.split())
+
+    brokers = {"kafka-1", "kafka-2", "kafka-3"}
+    assert names("--services") == brokers | {"worker", "shim"}
+    assert names("--volumes") == brokers
+
+
+def test_docker_without_a_compose_is_no_compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    docker = tmp_path / "docker"
+    docker.write_text("#!/bin/sh\necho \"docker: 'compose' is not a docker command.\" >&2\nexit 1\n")
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert composes() == {}
 
 
 def test_everything_of_a_project_says_who_owns_it(project: Project) -> None:
@@ -160,11 +212,18 @@ def test_three_brokers_behind_one_shim_are_reached_through_it_only(project: Proj
         assert 'eos_shim_transactions_total{end="commit"} 1.0' in answer.read().decode()
 
 
-def knows_both(server: str) -> bool:
-    """Whether this broker has two partitions of each, with three replicas in sync."""
-    topics = AdminClient({"bootstrap.servers": server}).list_topics(timeout=10).topics
-    found = [topics[name].partitions for name in ("numbers", "doubled") if name in topics]
-    return [[len(p.isrs) for p in partitions.values()] for partitions in found] == [[3, 3], [3, 3]]
+def create(project: Project, *names: str) -> None:
+    """Topics of two partitions, known to every broker with three replicas in sync."""
+    admin = AdminClient({"bootstrap.servers": project.servers})
+    for made in admin.create_topics([NewTopic(name, 2) for name in names]).values():
+        made.result(30)
+
+    def known_to(server: str) -> bool:
+        topics = AdminClient({"bootstrap.servers": server}).list_topics(timeout=10).topics
+        found = [topics[name].partitions for name in names if name in topics]
+        return [[len(p.isrs) for p in partitions.values()] for partitions in found] == [[3, 3]] * len(names)
+
+    wait_until("every broker knows the topics", lambda: all(map(known_to, project.servers.split(","))), 30)
 
 
 def load(project: Project, numbers: range) -> None:
@@ -175,7 +234,11 @@ def load(project: Project, numbers: range) -> None:
 
 
 def sorted_output(project: Project) -> list[int]:
-    return sorted(int(v or b"-1") for values in settled_values(project.servers, "doubled").values() for v in values)
+    return sorted_values(project, "doubled")
+
+
+def sorted_values(project: Project, topic: str) -> list[int]:
+    return sorted(int(v or b"-1") for values in settled_values(project.servers, topic).values() for v in values)
 
 
 def shows(project: Project, expected: list[int]) -> bool:

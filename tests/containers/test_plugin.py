@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from eos.broker import LocalKafka
+from eos.testing.clusters import choose
 
 
 def run_pytest(folder: Path, test: str, *options: str, **environment: str) -> tuple[int, str]:
@@ -63,6 +66,31 @@ def test_a_cut(eos_kafka):
     assert "2 passed, 1 skipped" in said
     assert said.count("eos: brokers are local JVMs: no container engine answers") == 1
     assert "not run: local JVMs share one network address" in said
+
+
+@pytest.mark.parametrize("backend", ["jvm", "container"])
+def test_a_backend_that_was_asked_for_runs_a_users_test(tmp_path: Path, backend: str) -> None:
+    if backend == "container" and (choice := choose()).backend != backend:
+        pytest.skip(f"not run: {choice.reason}")
+    test = f"""
+from confluent_kafka.admin import AdminClient, NewTopic
+
+def test_a_topic_is_known_to_a_node_that_was_restarted(eos_kafka):
+    assert (eos_kafka.backend, eos_kafka.size, eos_kafka.version) == ({backend!r}, 1, "4.3.1")
+    admin = AdminClient({{"bootstrap.servers": eos_kafka.bootstrap_servers}})
+    admin.create_topics([NewTopic("t", 1)])["t"].result(60)
+    eos_kafka.restart(0)
+    assert eos_kafka.wait_in_sync("t") == 1
+    assert eos_kafka.leader_of("t") == 0
+
+def test_a_cut(eos_kafka):
+    eos_kafka.partition(0)
+    assert eos_kafka.reachable() == []
+"""
+    code, said = run_pytest(tmp_path, test, f"--eos-kafka={backend}", "--eos-kafka-nodes=1")
+    assert code == 0, said
+    assert ("2 passed" if backend == "container" else "1 passed, 1 skipped") in said
+    assert ("eos: brokers are containers of" if backend == "container" else "local JVMs, as asked for") in said
 
 
 def test_a_backend_that_was_asked_for_is_not_replaced(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from eos.broker.local import LocalKafka, choose_ports, persistent_cluster_id
 from eos.broker.node import free_ports, is_free, require_free
 from eos.broker.properties import NodePorts, logging_options, render, server_properties
 from eos.errors import ConfigurationError, Unavailable
+from eos.testing.clusters import NotSupported
+from eos.testing.clusters.jvm import JvmCluster
 
 ONE = [NodePorts(9092, 19092)]
 THREE = [NodePorts(9092 + i, 19092 + i) for i in range(3)]
@@ -288,3 +290,13 @@ def test_a_pid_that_now_belongs_to_another_program_is_neither_up_nor_signalled(t
 def test_the_command_line_of_a_process_is_read_and_that_of_none_is_empty() -> None:
     assert "python" in command_line(os.getpid()) or "pytest" in command_line(os.getpid())
     assert command_line(2**22 + 1) == ""
+
+
+# What local JVMs cannot do
+
+
+def test_local_jvms_say_that_they_cannot_be_cut_off_and_none_counts_as_cut() -> None:
+    cluster = JvmCluster(1)
+    with pytest.raises(NotSupported, match=r"^local JVMs .* a network cut needs the container backend$"):
+        cluster.partition(0)
+    assert cluster.reachable() == [0]

@@ -123,6 +123,10 @@ def source(o: Outputs, i: int) -> str:
     return f"{IN[o.source_topic[i]]}[{o.source_partition[i]}]@{o.source_offset[i]}"
 
 
+def told(place: tuple[str, int, int]) -> str:
+    return "{}[{}]@{}".format(*place)
+
+
 def of_same_source(o: Outputs, i: int) -> np.ndarray:
     same = (o.source_topic == o.source_topic[i]) & (o.source_partition == o.source_partition[i])
     return np.flatnonzero(same & (o.source_offset == o.source_offset[i]))
@@ -278,6 +282,7 @@ def test_two_outputs_of_one_source_partition_that_changed_places_are_out_of_orde
     report = h.check(seen=None)
     assert_only(report, "order", source(o, i), source(o, j), f"late[0]@{o.offset[j]}", f"late[0]@{o.offset[i]}")
     assert report["order"].violations == 1
+    assert [told(place) for place in report["order"].about] == [source(o, i), source(o, j)]
 
 
 def test_outputs_of_different_source_partitions_may_stand_in_any_order():
@@ -346,6 +351,7 @@ def test_a_committed_offset_that_stayed_behind_its_outputs_would_repeat_them():
     h.committed["flights", 2] = int(mine[-1])
     repeated = f"flights[2]@{mine[-1]}"
     assert_only(h.check(), "offsets_match_outputs", repeated, f"committed at {mine[-1]}", "handle it again")
+    assert [told(place) for place in h.check()["offsets_match_outputs"].about] == [repeated]
     del h.committed["flights", 2]
     assert_only(h.check(), "offsets_match_outputs", f"flights[2]@{mine[0]}", "not committed at all")
 
@@ -366,6 +372,7 @@ def test_a_committed_offset_that_ran_ahead_of_its_outputs_is_found_by_both_rules
     assert_only(report, "no_losses offsets_match_outputs", ahead)
     assert ahead in report["offsets_match_outputs"].sentence
     assert "nobody will handle it any more" in report["offsets_match_outputs"].sentence
+    assert [told(place) for place in report["offsets_match_outputs"].about] == [ahead]
 
 
 def test_a_committed_offset_may_lie_anywhere_in_a_gap():
@@ -379,6 +386,7 @@ def test_a_record_that_a_reader_saw_and_that_is_gone_was_aborted():
     h = history(12)
     h.seen = appended(h.seen, **dict(zip(COLUMNS, (1, 0, 10**6, 0, 0, 0, 1), strict=True)))
     assert_only(h.check(), "no_aborted_seen", "audit[0]@1000000", "aborted")
+    assert h.check()["no_aborted_seen"].about == (("flights", 0, 0),)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -388,6 +396,7 @@ def test_a_record_that_now_has_another_source_was_replaced(shuffle):
     changed_source[4] += 1
     h.seen = changed(h.seen, source_offset=changed_source)
     assert_only(h.check(), "no_aborted_seen", h.seen.name(4), "another source")
+    assert [told(place) for place in h.check()["no_aborted_seen"].about] == [source(h.seen, 4)]
 
 
 def test_a_record_that_a_reader_was_given_twice_or_late_is_told():
@@ -405,6 +414,7 @@ def test_a_record_that_a_reader_was_given_twice_or_late_is_told():
     early, late = h.seen.name(a), h.seen.name(b)
     h.seen = h.seen.take(turned)
     assert_only(h.check(), "no_aborted_seen", f"{early} was delivered behind {late}")
+    assert [told(place) for place in h.check()["no_aborted_seen"].about] == [source(h.seen, b)]
 
 
 def test_a_last_stable_offset_below_the_end_is_a_hanging_transaction():
@@ -426,13 +436,15 @@ def test_a_committed_offset_that_went_back_is_told_with_both_values():
     offset = h.commits.offset.copy()
     offset[mine[-1]] = offset[mine[-2]] - 1
     h.commits = replace(h.commits, offset=offset)
-    said = f"weather[0] went back from {offset[mine[-2]]} to {offset[mine[-1]]}"
-    assert_only(h.check(), "no_rewind", said)
+    before, after = offset[mine[-2]], offset[mine[-1]]
+    assert_only(h.check(), "no_rewind", f"weather[0] went back from {before} to {after}")
+    assert h.check()["no_rewind"].about == (("weather", 0, before - 1), ("weather", 0, after - 1))
 
 
 def test_a_committed_offset_that_vanished_went_back():
     commits = CommitSeries(topics=IN, topic=[0, 0], partition=[1, 1], offset=[5, -1])
     assert "flights[1] went back from 5 to -1" in no_rewind(commits).sentence
+    assert no_rewind(commits).about == (("flights", 1, 4),)
 
 
 # --- nothing examined, nothing proved

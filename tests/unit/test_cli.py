@@ -352,6 +352,12 @@ def test_a_good_app_gets_as_far_as_the_cluster_which_is_unreachable(here: Path, 
     assert ": check bootstrap.servers, security.protocol, and that a broker listens there" in stderr
 
 
+def test_a_cluster_that_is_to_be_verified_and_is_unreachable_is_named_at_once(here: Path) -> None:
+    examined = ("--input", "a", "--output", "b", "--group", "g")
+    soon = ("--bootstrap-servers", "127.0.0.1:1", "-X", "eos.startup.timeout.ms=1000")
+    assert refused(69, here, "verify", *examined, *soon).startswith("eos: 127.0.0.1:1 cannot be reached: ")
+
+
 # ---- what is imported ----------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -603,3 +610,50 @@ def test_a_policy_that_cannot_be_read_is_a_note(cluster: Cluster) -> None:
     assert (found.report.ok, found.notes) == (
         True, ("the cleanup.policy of out cannot be read: decided as if out was not compacted",)
     )  # fmt: skip
+
+
+# ---- the progress bar ------------------------------------------------------------------------------------------
+
+SLOW = """
+import sys
+from eos.admin import facts
+from eos.cli import invoke
+from eos.testing import verify as verifying
+from eos.testing.checker import Report, Verdict
+
+def slow(*_, progress):
+    progress("inputs", 300, 400)
+    sys.stdin.readline()
+    return verifying.Verification(Report((Verdict("no_losses", True, 4, 0, "all are visible"),)), (), 400, 4)
+
+facts.connect = lambda *_: None
+verifying.verify = slow
+sys.exit(invoke("verify --input a --output b --group g --bootstrap-servers 127.0.0.1:1".split()))
+"""
+
+
+def test_on_a_terminal_a_bar_shows_how_far_the_reading_is_and_goes_with_it() -> None:
+    ours, theirs = pty.openpty()
+    shown = subprocess.Popen(
+        [sys.executable, "-c", SLOW],
+        env=os.environ | {"COLUMNS": "120", "TERM": "xterm"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+    )
+    os.close(theirs)
+    seen, deadline = "", time.monotonic() + 60
+    try:
+        while not re.search(r"reading inputs.* 75%", seen):
+            assert time.monotonic() < deadline, seen
+            if select.select([ours], [], [], 1)[0]:
+                seen += os.read(ours, 65_536).decode()
+        told, _ = shown.communicate("\n", 60)
+        assert shown.returncode == 0
+        assert "400 inputs and 4 outputs of group g examined: holds" in told
+        assert "reading" not in told, "the bar is for the person, what was found for the pipe"
+    finally:
+        shown.kill()
+        shown.wait()
+        os.close(ours)

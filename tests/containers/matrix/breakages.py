@@ -6,6 +6,9 @@ the fault that makes use of what is missing: without it the broken worker is rig
 
 from __future__ import annotations
 
+import atexit
+import json
+import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -152,6 +155,33 @@ def _outputs_before_the_function_returned() -> None:
     _replace(Route, "__init__", eager)
 
 
+def _an_output_topic_outside_the_transaction() -> None:
+    """The second topic's outputs leave by a producer of their own, which waits for more of them."""
+    from confluent_kafka import Producer
+
+    from eos.app import Fed, Record, Route
+    from tests.containers.matrix.stage_worker import ENVIRONMENT
+
+    servers = json.loads(os.environ[ENVIRONMENT])["settings"]["bootstrap.servers"]
+    outside = Producer({"bootstrap.servers": servers, "linger.ms": 5_000})
+    atexit.register(outside.flush)  # a worker that ends in peace leaves nothing behind
+    original = Route.__init__
+
+    def with_a_topic_apart(self: Route, *arguments: Any) -> None:
+        original(self, *arguments)
+        feed, apart = self.feed, self.destinations[1]
+
+        def feed_both(records: list[Record], produce: Any, refused: Any) -> Fed:
+            def send(topic: str, *fields: Any) -> None:
+                (outside.produce if topic == apart else produce)(topic, *fields)
+
+            return feed(records, send, refused)
+
+        self.feed = feed_both
+
+    _replace(Route, "__init__", with_a_topic_apart)
+
+
 def _rewind_to_the_committed_offset_of_the_assignment() -> None:
     from eos.membership import Membership
     from eos.positions import Positions
@@ -179,6 +209,7 @@ def _a_refused_commit(transactional_id: str) -> Sequence[Rule]:
 
 
 DOUBLED, LOST = frozenset({"no_duplicates"}), frozenset({"no_losses"})
+TORN, OFFSET_REGRESSION = frozenset({"atomic"}), frozenset({"no_rewind"})
 _LONG_INTERVAL = {"eos.transaction.interval.ms": "1000"}  # a rebalance falls into an open transaction
 # Many transactions before the first fault: a request of a certain number is one of the first process's, and what that
 # process committed since it was assigned its partitions is behind it.
@@ -231,7 +262,7 @@ ALL: dict[str, Breakage] = {
     ),
     "stale group metadata": Breakage(
         "offsets are sent with group metadata from before the member joined, which the broker does not check",
-        DOUBLED,
+        DOUBLED | OFFSET_REGRESSION,
         Cell("pause at flush", "worker", "classic-4.3.1", 1),
         _stale_group_metadata,
         _LONG_TIMEOUT,
@@ -248,6 +279,13 @@ ALL: dict[str, Breakage] = {
         DOUBLED,
         Cell("stop", "worker", "classic-4.3.1", 1),
         _outputs_before_the_function_returned,
+    ),
+    "an output topic outside the transaction": Breakage(
+        "the outputs to one of two topics are sent by a producer without transactions",
+        LOST | TORN,
+        Cell("kill at committed", "worker", "classic-4.3.1", 1),
+        _an_output_topic_outside_the_transaction,
+        faults=1,
     ),
     "random transactional.id": Breakage(
         "a worker that starts again cannot end what its predecessor left open: readers stand before it",

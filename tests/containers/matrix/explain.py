@@ -6,14 +6,14 @@ decided. They meet by the clock: a transaction's first request lies between its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eos.testing.checker import Inputs, Outputs, join
+from eos.testing.checker import Inputs, Outputs, Place, Report, join
 from tests.containers.matrix.faults import Fault
 from tests.containers.matrix.stage_worker import ENTRY, STEPS
 from tests.containers.matrix.transaction_log import Written, clock
@@ -54,21 +54,55 @@ def first_damaged(inputs: Inputs, outputs: Outputs, fan_out: int) -> tuple[int, 
 
 
 def explain(
-    inputs: Inputs, outputs: Outputs, fan_out: int, directory: Path, log: Sequence[Written], groups: Sequence[str]
+    inputs: Inputs,
+    outputs: Outputs,
+    fan_out: int,
+    directory: Path,
+    log: Sequence[Written],
+    groups: Sequence[str],
+    report: Report | None = None,
+    origin: Callable[[Place], Place | None] = lambda place: None,
 ) -> str:
-    """`groups`: the consumer group of each stage; `log`: what the coordinators wrote."""
-    last = {written.transactional_id: written for written in log}
-    still_open = [f"still open: {written}" for written in last.values() if written.state == "Ongoing"]
+    """Of the lowest damaged input; where each has its outputs exactly once, of what the first red rule is about.
+
+    `groups`: the consumer group of each stage; `log`: what the coordinators wrote; `origin`: the input that a record
+    between two stages was made of.
+    """
+
+    def told(place: Place) -> Iterator[str]:
+        handlings = list(_handlings(directory, *place[1:]))
+        for handling in handlings:
+            yield f"  {handling}"
+            yield from (f"    coordinator: {decided}" for decided in _decided(handling, log, groups))
+        if not handlings:
+            yield "  no transaction"
+
     damaged = first_damaged(inputs, outputs, fan_out)
-    if damaged is None:
-        return "\n".join(["each input has its outputs exactly once", *still_open])
-    partition, offset, what = damaged
-    lines = [f"{inputs.topics[0]}[{partition}]@{offset}: {what}; it was handled in"]
-    handlings = list(_handlings(directory, partition, offset))
-    for handling in handlings:
-        lines.append(f"  {handling}")
-        lines += [f"    coordinator: {decided}" for decided in _decided(handling, log, groups)]
-    return "\n".join([*lines, *([] if handlings else ["  no transaction"]), *still_open])
+    red = next((v for v in (report.verdicts if report else ()) if v.about), None)
+    lines: list[str] = []
+    if damaged is not None:
+        partition, offset, what = damaged
+        place = (inputs.topics[0], partition, offset)
+        lines += [f"{_name(place)}: {what}; it was handled in", *told(place)]
+    elif red is not None:
+        lines.append(f"{red.rule}: {red.examples[0]}")
+        for place in dict.fromkeys(red.about):
+            source = place if place[0] == inputs.topics[0] else origin(place)
+            if source is None:
+                lines.append(f"{_name(place)}: no input is known that it was made of")
+                continue
+            made = "" if source == place else f", made of {_name(source)},"
+            lines += [f"{_name(place)}{made} was handled in", *told(source)]
+    else:
+        lines.append("each input has its outputs exactly once")
+    last = {written.transactional_id: written for written in log}
+    lines += [f"still open: {written}" for written in last.values() if written.state == "Ongoing"]
+    return "\n".join(lines)
+
+
+def _name(place: Place) -> str:
+    topic, partition, offset = place
+    return f"{topic}[{partition}]@{offset}"
 
 
 def _decided(handling: Handling, log: Sequence[Written], groups: Sequence[str]) -> Iterator[str]:

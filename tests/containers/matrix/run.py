@@ -21,7 +21,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from eos.errors import EosError
 from eos.shim.faults import Plan
-from eos.testing.checker import CommitSeries, Inputs, Outputs, Report, Verdict, check, verdict
+from eos.testing.checker import CommitSeries, Inputs, Outputs, Place, Report, Verdict, check, verdict
 from eos.testing.clusters import Cluster
 from eos.testing.history import ConcurrentReader, committed_offsets, end_offsets, read_topic
 from eos.testing.shim import ShimThread
@@ -513,7 +513,7 @@ class Run:
             report = Report((*report.verdicts, self._middle_offsets()))
         explanation = ""
         if not report.ok:
-            explanation = self._explain(inputs, outputs, seen, series)
+            explanation = self._explain(inputs, outputs, seen, series, report)
         made = self.faults.made
         phases.end("judge")
         return Outcome(
@@ -531,7 +531,7 @@ class Run:
     def _middle_offsets(self) -> Verdict:
         """At rest each later stage has committed all that the stage before made visible: what is behind would come a
         second time."""
-        examined, examples = 0, []
+        examined, examples, about = 0, [], []
         for group, source in zip(self._groups[1:], self._sources[1:], strict=True):
             committed = committed_offsets(self._servers, group, source)
             records = read_topic(self._servers, source, contents=False).inputs()
@@ -540,8 +540,9 @@ class Run:
                 last = int(records.offset[records.partition == partition].max())
                 if (at := committed.get((source, partition), 0)) <= last:
                     examples.append(f"{group} committed {at} of {source}[{partition}], whose last record is {last}")
-        what = "partitions between the stages"
-        return verdict("middle_offsets", examined, what, len(examples), examples, "each is committed to its end")
+                    about.append((source, partition, last))
+        what, good = "partitions between the stages", "each is committed to its end"
+        return verdict("middle_offsets", examined, what, len(examples), examples, good, about[:1])
 
     def keep(self) -> str:
         """Of a run that broke off, while its brokers still are: what was written so far, with the transaction log, and
@@ -552,7 +553,12 @@ class Run:
         return self._explain(inputs, outputs)
 
     def _explain(
-        self, inputs: Inputs, outputs: Outputs, seen: Outputs | None = None, commits: CommitSeries | None = None
+        self,
+        inputs: Inputs,
+        outputs: Outputs,
+        seen: Outputs | None = None,
+        commits: CommitSeries | None = None,
+        report: Report | None = None,
     ) -> str:
         """Of a violation; whatever fails here must not hide it."""
         try:
@@ -562,9 +568,20 @@ class Run:
                 _save(self._directory / "seen.npz", seen, OUTPUT_COLUMNS)
                 _save(self._directory / "commits.npz", commits, ("topic", "partition", "offset"))
             self._cluster.save_logs(self._directory)
-            return explain(inputs, outputs, FAN_OUT, self._directory, self._transaction_log(), self._groups)
+            log = self._transaction_log()
+            return explain(inputs, outputs, FAN_OUT, self._directory, log, self._groups, report, self._origin)
         except Exception as error:  # noqa: BLE001
             return f"no explanation: {type(error).__name__}: {error}"
+
+    def _origin(self, place: Place) -> Place | None:
+        """Where a record between two stages came from; of a marker, the record before it."""
+        topic, partition, offset = place
+        made = read_topic(self._servers, topic).outputs()
+        upto = np.flatnonzero((made.partition == partition) & (made.offset <= offset))
+        if not upto.size:
+            return None
+        row = upto[np.argmax(made.offset[upto])]
+        return self._sources[0], int(made.source_partition[row]), int(made.source_offset[row])
 
     def _transaction_log(self) -> list[Written]:
         """What the coordinators wrote of this run's transactions; kept as a file too."""

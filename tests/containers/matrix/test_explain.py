@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from eos.testing.checker import Inputs, Outputs
+from eos.testing.checker import CommitSeries, Inputs, Outputs, check
 from tests.containers.matrix.explain import count_in_transaction, explain
 from tests.containers.matrix.faults import Fault
 from tests.containers.matrix.stage_worker import ENTRY, STEPS
@@ -102,3 +104,73 @@ def test_the_explanation_names_the_offset_its_transaction_and_what_the_coordinat
     still_open = explain(inputs, outputs, 1, tmp_path, log[:3], ["g"]).splitlines()[-1]
     assert still_open.startswith("still open: ")
     assert "g-one producer 1001 epoch 7: Ongoing" in still_open
+
+
+def history(first: int, second: int) -> tuple[Inputs, Outputs]:
+    """Inputs 10 and 11 with an output each, which stand at these offsets."""
+    inputs = Inputs(topics=("in",), topic=[0, 0], partition=[0, 0], offset=[10, 11])
+    outputs = Outputs(
+        topics=("out",), topic=[0, 0], partition=[0, 0], offset=[first, second],
+        source_topic=[0, 0], source_partition=[0, 0], source_offset=[10, 11], copy=[0, 0],
+    )  # fmt: skip
+    return inputs, outputs
+
+
+def commits(topic: str, *offsets: int) -> CommitSeries:
+    zeros = [0] * len(offsets)
+    return CommitSeries(
+        topics=("in", "middle"), topic=[("in", "middle").index(topic)] * len(offsets), partition=zeros, offset=offsets
+    )
+
+
+def test_outputs_out_of_order_are_explained_by_the_transactions_of_both_inputs(tmp_path: Path) -> None:
+    diary(tmp_path)
+    inputs, outputs = history(1, 0)
+    told = explain(inputs, outputs, 1, tmp_path, [], ["g"], check(inputs, outputs)).splitlines()
+    assert told[0] == "order: out[0]@1 (copy 0 of in[0]@10) stands behind out[0]@0 (copy 0 of in[0]@11)"
+    assert told[1] == "in[0]@10 was handled in"
+    assert told[2].strip().startswith("transaction 4 of stage-0-one-7 (begin ")
+    assert told[2].endswith(": committed")
+    assert told[3] == "in[0]@11 was handled in"
+    assert told[4].endswith("its last step was 'flush'")
+    assert len(told) == 5
+
+
+def test_an_aborted_record_that_was_seen_is_explained_by_the_transaction_that_wrote_it(tmp_path: Path) -> None:
+    diary(tmp_path)
+    inputs, outputs = history(0, 2)
+    seen = replace(outputs, offset=np.array([0, 1]))
+    log = [Written(T0_MS + 9_000, "g-one", 1001, 8, "CompleteAbort", T0_MS + 2_140, (), "there")]
+    report = check(inputs, outputs, seen=seen)
+    told = explain(inputs, outputs, 1, tmp_path, log, ["g"], report).splitlines()
+    assert told[0] == "no_aborted_seen: out[0]@1 was delivered and is not there any more: it was aborted"
+    assert told[1] == "in[0]@11 was handled in"
+    assert told[2].strip().startswith("transaction 5 of stage-0-one-7")
+    assert "epoch 8: CompleteAbort" in told[3]
+    assert len(told) == 4
+
+
+def test_a_committed_offset_that_went_back_is_explained_by_the_transactions_of_both_commits(tmp_path: Path) -> None:
+    diary(tmp_path)
+    inputs, outputs = history(0, 1)
+    report = check(inputs, outputs, commits=commits("in", 12, 11))
+    told = explain(inputs, outputs, 1, tmp_path, [], ["g"], report).splitlines()
+    assert told[0] == "no_rewind: in[0] went back from 12 to 11 (observation 1)"
+    assert [line.partition(" of stage")[0].strip() for line in told[1:]] == [
+        "in[0]@11 was handled in",
+        "transaction 5",
+        "in[0]@10 was handled in",
+        "transaction 4",
+    ]
+
+
+def test_a_record_between_two_stages_is_explained_by_the_input_that_it_was_made_of(tmp_path: Path) -> None:
+    diary(tmp_path)
+    inputs, outputs = history(0, 1)
+    report = check(inputs, outputs, commits=commits("middle", 70, 60))
+    origins = {("middle", 0, 69): ("in", 0, 11)}
+    told = explain(inputs, outputs, 1, tmp_path, [], ["g"], report, origins.get).splitlines()
+    assert told[1] == "middle[0]@69, made of in[0]@11, was handled in"
+    assert told[2].strip().startswith("transaction 5 of stage-0-one-7")
+    assert told[3] == "middle[0]@59: no input is known that it was made of"
+    assert len(told) == 4
