@@ -143,7 +143,11 @@ class InThread:
             self._result.put((None, error))
 
     def result(self, timeout_s: float = 60.0) -> Any:
-        value, error = self._result.get(timeout=timeout_s)
+        """TooSlow when there is none within that time."""
+        try:
+            value, error = self._result.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TooSlow(f"the call did not return within {timeout_s:g} s") from None
         if error is not None:
             raise error
         return value
