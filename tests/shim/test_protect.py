@@ -207,7 +207,9 @@ def test_h2b_a_produce_that_was_given_up_costs_the_next_transaction_nothing(
         cut.wait()
         client.notices_the_cut()
         client.end(False)
-        if option == "--no-protect" and len(way.proxy.seen(ApiKey.Produce, way.name, cut.request.seen_at)) > 1:
+        sent = way.proxy.seen(ApiKey.Produce, way.name, cut.request.seen_at)
+        # By a client that takes other sequences after an abort it may be.
+        if option == "--no-protect" and client.reuses_sequences and len(sent) > 1:
             raise TooSlow("the record was sent again before the abort")
         client.begin()
         error = None
