@@ -286,7 +286,9 @@ class Run:
         began = told = killed = time.monotonic()
 
         def enough() -> bool:
-            reached = self.ended >= self.transactions and self.done >= self.faults
+            # Of every client: their sum may be the work of the fast ones.
+            both = all(each.committed and each.aborted for each in self.ledgers)
+            reached = both and self.ended >= self.transactions and self.done >= self.faults
             return reached or time.monotonic() - began > self.at_most_s
 
         threads = [threading.Thread(target=each.run, args=(enough,), daemon=True) for each in self.ledgers]

@@ -27,13 +27,19 @@ def start(main_class: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def run(main_class: str, *arguments: str, input: str = "", timeout_s: float = 60.0) -> str:
-    """Its standard output; AssertionError with what it said when it fails or does not end."""
+def ended(main_class: str, *arguments: str, input: str = "", timeout_s: float = 60.0) -> tuple[int, str, str]:
+    """Its exit code, standard output and standard error; TimeoutExpired when it does not end, and then it is killed."""
     process = start(main_class, *arguments)
     try:
         output, errors = process.communicate(input, timeout_s)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 0, f"{main_class} ended with {process.returncode}: {output[-500:]} {errors[-2000:]}"
+    return process.returncode, output, errors
+
+
+def run(main_class: str, *arguments: str, input: str = "", timeout_s: float = 60.0) -> str:
+    """Its standard output; AssertionError with what it said when it fails, TimeoutExpired when it does not end."""
+    code, output, errors = ended(main_class, *arguments, input=input, timeout_s=timeout_s)
+    assert code == 0, f"{main_class} ended with {code}: {output[-500:]} {errors[-2000:]}"
     return output

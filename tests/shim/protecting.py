@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import queue
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,7 @@ from eos.broker import LocalKafka
 from eos.broker.node import free_ports
 from tests.shim.shims import InThread, RunningShim, eventually, running
 from tests.support.proxy import HoldingProxy
-from tests.support.reading import settled_values
+from tests.support.reading import TooSlow, settled_values
 
 
 def producer_of(servers: str, name: str, **more: Any) -> Producer:
@@ -28,12 +27,18 @@ def producer_of(servers: str, name: str, **more: Any) -> Producer:
     return producer
 
 
+def flush(producer: Producer) -> None:
+    """Waits for the answers, good or bad. After a restart of the shim the client waits before it connects again."""
+    if left := producer.flush(30):
+        raise TooSlow(f"{left} records had no answer within 30 s")
+
+
 def send(producer: Producer, topic: str, *values: str, partition: int = 0) -> list[Any]:
     """Produces and waits for the acknowledgements; the delivery errors."""
     errors: list[Any] = []
     for value in values:
         producer.produce(topic, value, partition=partition, on_delivery=lambda error, _: errors.append(error))
-    assert producer.flush(30) == 0
+    flush(producer)
     assert len(errors) == len(values)
     return [error for error in errors if error is not None]
 
@@ -118,7 +123,7 @@ class Confluent:
         self.producer.produce(topic, value, partition=0)
 
     def flush(self) -> None:
-        assert self.producer.flush(30) == 0
+        flush(self.producer)
 
     def notices_the_cut(self) -> None:
         """An abort before would send the record again first, or wait for it (docs/protect.md, limits)."""
@@ -134,7 +139,7 @@ class Confluent:
         call = InThread(lambda: self.producer.send_offsets_to_transaction(positions, metadata, 10))
         try:
             call.result(25)
-        except queue.Empty:
+        except TooSlow:
             # It waits for a coordinator that was away, past its time-out (librdkafka issues 5456 and 5511), and a
             # producer inside a call cannot be closed.
             self.hung = True

@@ -48,9 +48,9 @@ class RunningShim:
         return [event for event in list(self.events) if event.get("event") == name]
 
     def connections(self) -> list[tuple[int, int]]:
-        """(local port, remote port) of its established TCP connections."""
+        """(local port, remote port) of its TCP connections; a half-closed one counts, it holds a descriptor too."""
         found = psutil.Process(self.process.pid).net_connections("tcp")
-        return [(c.laddr.port, c.raddr.port) for c in found if c.status == psutil.CONN_ESTABLISHED]
+        return [(c.laddr.port, c.raddr.port) for c in found if c.raddr]
 
     def stop(self) -> int:
         """SIGTERM; its exit code."""
@@ -143,7 +143,11 @@ class InThread:
             self._result.put((None, error))
 
     def result(self, timeout_s: float = 60.0) -> Any:
-        value, error = self._result.get(timeout=timeout_s)
+        """TooSlow when there is none within that time."""
+        try:
+            value, error = self._result.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TooSlow(f"the call did not return within {timeout_s:g} s") from None
         if error is not None:
             raise error
         return value

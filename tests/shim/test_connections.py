@@ -142,7 +142,7 @@ def test_a_huge_frame_streams_through_without_being_kept() -> None:
         for _ in range(total // MIB - 1):
             wire.socket.sendall(bytes(MIB))
             most = max(most, memory(shim))
-        assert received.wait(20)
+        eventually(received.is_set)
         got = 0
         while got < total + 8:
             got += len(wire.socket.recv(MIB))
@@ -200,7 +200,7 @@ def test_a_side_that_does_not_read_stops_the_other_from_filling_memory(slow: str
             left = 60 * MIB
             while left > 0:
                 left -= len(wire.socket.recv(MIB))
-        assert ended.wait(20)
+        eventually(ended.is_set)
 
 
 def test_a_client_that_closes_its_half_still_gets_its_answer() -> None:
@@ -217,7 +217,7 @@ def test_a_client_that_closes_its_half_still_gets_its_answer() -> None:
     with FakeBroker(take=take) as broker, running(broker.address) as shim, Wire(shim.bootstrap_servers) as wire:
         wire.socket.sendall(frame(36, 1, 9))
         wire.socket.shutdown(socket.SHUT_WR)
-        assert saw_end.wait(10), "the end of the client's half did not reach the broker"
+        eventually(saw_end.is_set)  # the end of the client's half reaches the broker
         assert wire.receive()[8:] == b"late"
         assert wire.ended()
         eventually(lambda: not shim.connections())
@@ -251,7 +251,8 @@ def test_many_connections_leave_nothing_behind(broker: FakeBroker) -> None:
         files, size = psutil.Process(shim.process.pid).num_fds(), memory(shim)
         for _ in range(4):
             burst(200)
-        assert psutil.Process(shim.process.pid).num_fds() <= files
+        # The last descriptor is closed a moment after its connection is over.
+        eventually(lambda: psutil.Process(shim.process.pid).num_fds() <= files)
         assert memory(shim) - size < 8 * MIB
 
 
@@ -261,14 +262,14 @@ def test_a_stopped_shim_delivers_the_answers_under_way_and_exits_with_0(number: 
 
     def answer(request: bytes) -> bytes:
         asked.set()
-        go.wait(10)
+        go.wait(60)
         return b"answered"
 
     with FakeBroker(answer) as broker, running(broker.address) as shim:
         idle, busy = Wire(shim.bootstrap_servers), Wire(shim.bootstrap_servers)
         idle.ask(ApiVersionsRequest(version=0))
         busy.socket.sendall(frame(36, 1, 9))
-        assert asked.wait(10)
+        eventually(asked.is_set)
         shim.process.send_signal(number)
         assert idle.ended(), "a connection with nothing under way stayed open"
         assert shim.process.poll() is None
@@ -293,7 +294,7 @@ def test_a_stopped_shim_takes_the_rest_of_a_request_that_has_begun_to_pass() -> 
     with FakeBroker(take=take) as broker, running(broker.address) as shim:
         idle, busy = Wire(shim.bootstrap_servers), Wire(shim.bootstrap_servers)
         busy.socket.sendall(sent[: MIB // 2])
-        assert began.wait(10)
+        eventually(began.is_set)
         shim.process.send_signal(signal.SIGTERM)
         assert idle.ended()
         busy.socket.sendall(sent[MIB // 2 :] + frame(36, 1, 10, b"the next one is not taken any more"))

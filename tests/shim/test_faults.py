@@ -79,7 +79,7 @@ def test_a_late_commit_arrives_when_the_next_transaction_has_a_record_and_commit
         producer.flush(30)
         producer.abort_transaction(30)
         producer.close()
-        (late,) = shim.named("late copy delivered")
+        (late,) = eventually(lambda: shim.named("late copy delivered"))
         assert late["answer"] == "ok", "the coordinator obeyed the late copy"
     assert texts(kafka.bootstrap_servers, topic) == ["first", "left"], "every call was ok, and yet"
 
@@ -103,7 +103,7 @@ def test_the_broker_has_ended_the_transaction_only_if_the_fault_came_after_it(
             producer.commit_transaction(3)
         state = transaction_of(kafka.bootstrap_servers, name).state
         assert state == ("CompleteCommit" if applied else "Ongoing")
-        assert shim.named("fault")[0]["rule"].startswith(f"{action} {phase} at EndTxn")
+        assert eventually(lambda: shim.named("fault"))[0]["rule"].startswith(f"{action} {phase} at EndTxn")
 
 
 def test_a_held_request_keeps_what_is_behind_it_and_goes_on_after_its_time(
@@ -151,7 +151,8 @@ def test_an_error_before_is_the_shims_and_after_is_in_place_of_the_brokers(
         assert not send(producer, topic, "x"), "it is retriable"
         producer.commit_transaction(30)
         producer.close()
-        assert [fault["rule"].split(" ")[0] for fault in shim.named("fault")] == ["error", "error"]
+        faults = eventually(lambda: len(found := shim.named("fault")) >= 2 and found)
+        assert [fault["rule"].split(" ")[0] for fault in faults] == ["error", "error"]
         # The trace stands on the clients' side of the faults, so it sees them as the clients do.
         eventually(lambda: any("CONCURRENT_TRANSACTIONS" in line and "EndTxn" in line for line in shim.output))
     assert texts(kafka.bootstrap_servers, topic) == ["x"]
@@ -171,8 +172,7 @@ def test_a_duplicate_produce_is_one_record_because_the_broker_knows_its_sequence
         producer.commit_transaction(30)
         producer.close()
         name = "late duplicate delivered" if phase == "late" else "duplicate delivered"
-        eventually(lambda: shim.named(name))
-        assert shim.named(name)[0]["answer"] == "ok"
+        assert eventually(lambda: shim.named(name))[0]["answer"] == "ok"
     assert texts(kafka.bootstrap_servers, topic) == ["x"]
 
 

@@ -82,7 +82,16 @@ class Chromium:
             self.complaints.append(parameters["entry"]["text"])
 
     def open(self, url: str) -> None:
-        self._call("Page.navigate", url=url)
+        """Returns when the page is loaded."""
+        loader = self._call("Page.navigate", url=url)["loaderId"]
+
+        def loaded() -> bool:
+            # Until the new page is there, the page before it answers, and that one is complete.
+            if self._call("Page.getFrameTree")["frameTree"]["frame"]["loaderId"] != loader:
+                return False
+            return bool(self.ask("document.readyState") == "complete")
+
+        wait_until("the page is loaded", loaded, 60)
 
     def screen(self, width: int, height: int, scheme: str) -> None:
         """A window of so many CSS pixels, its reader preferring `light` or `dark`."""
