@@ -18,7 +18,7 @@ from eos.testing import history
 from eos.testing.checker import Ends, check, no_aborted_seen
 from eos.testing.history import ConcurrentReader, committed_offsets, end_offsets, read_topic
 from eos.testing.lineage import HEADER, stamp
-from tests.support.reading import create_topic
+from tests.support.reading import create_topic, settled_ends, wait_until
 
 Names = Callable[[str], str]
 
@@ -81,6 +81,7 @@ def test_committed_records_are_read_aborted_ones_only_uncommitted_and_tails_do_n
     assert [len(values_of(everything, p)) for p in range(4)] == [4, 4, 1, 0]
     assert everything.offset[everything.partition == 0].tolist() == [0, 1, 3, 5]
 
+    settled_ends(kafka.bootstrap_servers, [topic])
     ends = end_offsets(kafka.bootstrap_servers, topic)
     assert ends.stable == ends.log_end == {(topic, 0): 7, (topic, 1): 6, (topic, 2): 2, (topic, 3): 0}
 
@@ -95,12 +96,15 @@ def test_an_open_transaction_ends_the_committed_read_and_shows_in_the_ends(kafka
     with transaction(other):
         write(other, topic, 0, [b"waits behind it"])
 
+    # The marker of the second producer is the last: behind it nothing moves.
+    wait_until("both markers", lambda: end_offsets(kafka.bootstrap_servers, [topic]).log_end[topic, 0] == 5)
     ends = end_offsets(kafka.bootstrap_servers, [topic])
     assert (ends.stable[topic, 0], ends.log_end[topic, 0]) == (2, 5)
     assert (ends.stable[topic, 1], ends.log_end[topic, 1]) == (0, 0)
     assert read_topic(kafka.bootstrap_servers, topic).values == [b"before"]
     assert len(read_topic(kafka.bootstrap_servers, topic, "read_uncommitted")) == 3
     one.abort_transaction(30)
+    settled_ends(kafka.bootstrap_servers, [topic])
     assert read_topic(kafka.bootstrap_servers, topic).values == [b"before", b"waits behind it"]
 
 
@@ -185,6 +189,7 @@ def run(kafka: LocalKafka, names: Names, worker: Producer, records: int, lose: i
 def test_a_real_run_is_judged_by_what_is_in_kafka(kafka, names, producer, lose):
     servers = kafka.bootstrap_servers
     source, left, right, group = run(kafka, names, producer("worker"), 30, lose)
+    settled_ends(servers, [source, left, right])
     ends = end_offsets(servers, [source, left, right])
     with ConcurrentReader(servers, [left, right]) as reader:
         reader.wait_for_ends({at: end for at, end in ends.stable.items() if at[0] != source})
@@ -218,7 +223,7 @@ def test_committed_offsets_are_the_stable_ones_and_partitions_without_one_are_le
     one.begin_transaction()
     one.send_offsets_to_transaction([TopicPartition(topic, 0, 9), TopicPartition(topic, 1, 9)], metadata, 30)
     with pytest.raises(Unavailable, match=f"committed offsets of group {group}"):
-        committed_offsets(servers, group, topic, timeout_s=1.0)  # neither 4 nor 9 is certain now
+        committed_offsets(servers, group, topic, timeout_s=5.0)  # neither 4 nor 9 is certain now
     one.abort_transaction(30)
     assert committed_offsets(servers, group, topic) == {(topic, 0): 4}
     consumer.close()
@@ -234,6 +239,7 @@ def test_the_concurrent_reader_sees_only_what_stays(kafka, names, producer):
                 write(one, topic, i % 3, [stamp(0, 0, i)])
             if i == 4:
                 reader.wait_for_records(3)  # during the run, not after it
+        settled_ends(servers, [topic])
         reader.wait_for_ends(end_offsets(servers, topic).stable)
         assert reader.positions == end_offsets(servers, topic).stable
         seen = reader.seen()

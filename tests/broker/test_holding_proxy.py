@@ -135,8 +135,10 @@ def test_a_commit_survives_a_cut_around_end_txn(
     cut = proxy.on(ApiKey.EndTxn, fault, transactional_id=raw.transactional_id)
     commit_one(raw, topic, "one")
     cut.wait()
-    first, retry = proxy.seen(ApiKey.EndTxn, raw.transactional_id)
-    assert first.connection != retry.connection
+    # More than one: while the markers are being written, the retry of a commit that arrived is told to come again.
+    first, *retries = proxy.seen(ApiKey.EndTxn, raw.transactional_id)
+    assert retries
+    assert first.connection not in {retry.connection for retry in retries}
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
 
 
@@ -224,8 +226,9 @@ def test_a_late_end_txn_copy_is_refused_once_a_new_producer_took_the_transaction
 
 @pytest.fixture
 def patient(kafka: LocalKafka, proxy: HoldingProxy, names: Callable[[str], str]) -> Iterator[RawProducer]:
-    """A producer that waits 2 s (less 20 %) before it sends a record again: time to abort first."""
-    with raw_producer(kafka.proxied_servers, names("tx"), retry_backoff_ms=2000, retry_backoff_max_ms=2000) as raw:
+    """A producer that waits 5 s (give or take 20 %) before it sends a record again: time to abort first. The abort
+    waits them out: longer ones only cost time."""
+    with raw_producer(kafka.proxied_servers, names("tx"), retry_backoff_ms=5000, retry_backoff_max_ms=5000) as raw:
         yield raw
 
 
@@ -359,7 +362,9 @@ def test_a_call_that_retried_is_never_faster_than_the_backoff(
         return raw.durations_s[call][-1]
 
     consume_and_produce()  # the first one also finds the coordinators
-    assert consume_and_produce() < at_least_s, "a healthy call should be faster, or the sign is worth nothing"
+    # The fastest of a few: a machine that does other things too makes a healthy call slow now and then.
+    fastest_s = min(consume_and_produce() for _ in range(5))
+    assert fastest_s < at_least_s, "a healthy call should be faster, or the sign is worth nothing"
     late = proxy.on(api, Fault.LATE_COPY, transactional_id=raw.transactional_id)
     assert consume_and_produce() >= at_least_s
     assert late.hit

@@ -20,10 +20,11 @@ from eos.testing.checker import Inputs, Report, check
 from eos.testing.history import committed_offsets, end_offsets, read_topic
 from eos.testing.lineage import stamp
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
-from tests.support.reading import create_topic, transaction_of, wait_until
+from tests.support.reading import create_topic, settled_ends, transaction_of, wait_until
 
 INVALID_PRODUCER_EPOCH = 47
 COPIES = 2
+SHORT = {"transaction.timeout.ms": 3_000}  # where the broker's abort at the timeout is waited for
 
 
 class Scenario:
@@ -50,7 +51,7 @@ class Scenario:
             "bootstrap.servers": servers,
             "group.id": self.group,
             "transactional.id": self.transactional_id,
-            "transaction.timeout.ms": 3_000,
+            "transaction.timeout.ms": 10_000,
             "eos.replace.producer": self.replace,
             "eos.producers": "1",  # the next transaction is the same producer's; with two it is the one after
             "eos.transaction.max.records": 1,
@@ -66,6 +67,7 @@ class Scenario:
                 for record in txn.records:
                     send(txn, self.target, record, range(COPIES))
         servers = self.kafka.bootstrap_servers
+        settled_ends(servers, [self.target])
         return check(
             read_topic(servers, [self.source]).inputs(),
             read_topic(servers, [self.target]).outputs(),
@@ -179,9 +181,10 @@ def test_an_abort_after_a_lost_acknowledgement_loses_the_next_record_unless_the_
         "transactional.id": scenario.transactional_id,
         "eos.replace.producer": scenario.replace,
         "linger.ms": 0,
-        # 2 s before a Produce is sent again: time to abort first.
-        "retry.backoff.ms": 2_000,
-        "retry.backoff.max.ms": 2_000,
+        # 5 s before a Produce is sent again: time to abort first. The abort waits them out, and must not be too late.
+        "retry.backoff.ms": 5_000,
+        "retry.backoff.max.ms": 5_000,
+        "transaction.timeout.ms": 30_000,
     }
     with Transactions(settings) as transactions:
         with transactions.begin() as txn:
@@ -198,6 +201,7 @@ def test_an_abort_after_a_lost_acknowledgement_loses_the_next_record_unless_the_
             sent = txn.send(scenario.target, stamp(0, 0, 2), partition=0)
     assert sent.error is None, "the record is reported to be committed in either case"
     servers = scenario.kafka.bootstrap_servers
+    settled_ends(servers, [scenario.target])
     zeros = np.zeros(2, np.int32)
     wanted = Inputs(topics=("sends",), topic=zeros, partition=zeros, offset=np.array([0, 2]))
     judged(
@@ -223,6 +227,7 @@ def test_a_record_whose_acknowledgement_was_lost_is_sent_again_and_is_there_once
     assert again.fields["topic_data"] == first.fields["topic_data"], "the same batch, with its sequence number"
     zeros = np.zeros(3, np.int32)
     wanted = Inputs(topics=("sends",), topic=zeros, partition=zeros, offset=np.arange(3))
+    settled_ends(scenario.kafka.bootstrap_servers, [scenario.target])
     outputs = read_topic(scenario.kafka.bootstrap_servers, [scenario.target]).outputs()
     check(wanted, outputs, complete=True).raise_if_violated()
 
@@ -275,7 +280,7 @@ def test_a_late_add_partitions_starts_a_ghost_that_an_idle_session_survives(scen
     scenario.load(1)
     servers, transactional_id = scenario.kafka.bootstrap_servers, scenario.transactional_id
     late = scenario.proxy.on(ApiKey.AddPartitionsToTxn, Fault.LATE_COPY, transactional_id=transactional_id)
-    with scenario.session() as session:
+    with scenario.session(**SHORT) as session:
         assert handle(session, scenario.target).commit()
         assert late.hit
         ghosts: list[str] = []
@@ -306,7 +311,7 @@ def test_a_late_add_partitions_starts_a_ghost_that_an_idle_session_survives(scen
 def test_a_consumer_that_cannot_reach_its_coordinator_any_more_is_replaced(scenario: Scenario) -> None:
     """It is the only one who cannot: another client is asked, and its answer says that waiting would be for ever."""
     scenario.load(3)
-    with scenario.session() as session:
+    with scenario.session(**SHORT) as session:
         assert handle(session, scenario.target).commit()
         txn = handle(session, scenario.target)
         session.producer.flush()

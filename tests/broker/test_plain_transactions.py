@@ -156,8 +156,8 @@ def test_a_transaction_that_outlives_its_own_timeout_may_be_tried_again(
     def timed_out() -> bool:
         return transaction_of(kafka.bootstrap_servers, str(settings["transactional.id"])).state == "CompleteAbort"
 
-    with Transactions(settings | {"transaction.timeout.ms": 1_000}) as transactions:
-        with pytest.raises(Temporary, match=r"outlived transaction\.timeout\.ms=1000"), transactions.begin() as txn:
+    with Transactions(settings | {"transaction.timeout.ms": 3_000}) as transactions:
+        with pytest.raises(Temporary, match=r"outlived transaction\.timeout\.ms=3000"), transactions.begin() as txn:
             txn.send(topic, "too slow", partition=0)
             transactions._producer.flush()
             wait_until("the broker ends the transaction", timed_out)

@@ -138,8 +138,11 @@ def killed_among_dead_letters(pipeline: Pipeline, settings: dict[str, str]) -> N
         worker = pipeline.worker(holds=[(step, nth)], **orders)
         worker.wait_at(step, nth)
         pipeline.wait_state("Ongoing", timeout_s=5)
-        registered = {topic for topic, _ in pipeline.open_partitions()}
-        assert registered & set(letters), f"the open transaction holds no dead letter, but {registered}"
+        wait_until(
+            "a dead letter in the open transaction",
+            lambda: not {topic for topic, _ in pipeline.open_partitions()}.isdisjoint(letters),
+            2.5,
+        )
         worker.kill()
     pipeline.finish(**orders)
     dead = judge(pipeline, letters, one_of_many, dead=True)

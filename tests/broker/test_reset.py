@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from confluent_kafka import Consumer, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicCollection, TopicPartition
+from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic  # type: ignore[attr-defined]
 
 from eos.broker import LocalKafka
 from tests.support.raw import raw_producer
-from tests.support.reading import create_topic, visible_values, wait_until
+from tests.support.reading import create_topic, visible_values, wait_known, wait_until
 
 Names = Callable[[str], str]
 ROOT = Path(__file__).parents[2]
@@ -70,9 +70,31 @@ class Life:
 
     def make_input_anew(self, values: Sequence[bytes]) -> None:
         admin = AdminClient({"bootstrap.servers": self.servers})
+
+        def id_now() -> str | None:
+            try:
+                return str(admin.describe_topics(TopicCollection([self.input]))[self.input].result(10).topic_id)
+            except KafkaException:
+                return None
+
+        def create() -> bool:
+            try:
+                admin.create_topics([NewTopic(self.input, 2, 1)])[self.input].result(30)
+            except KafkaException as error:
+                # The controller may take a moment to forget the old one.
+                if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                    raise
+                return False
+            return True
+
+        was = id_now()
+        assert was is not None
+        # By one client that is connected, and at once: a worker's client that looks between the two finds no topic at
+        # all, which is another end (69) than that of a topic made anew (66).
         admin.delete_topics([self.input])[self.input].result(30)
-        wait_until("it is gone", lambda: self.input not in admin.list_topics(timeout=10).topics, 30)
-        create_topic(self.servers, self.input, 2)
+        wait_until("the creation", create, 30)
+        wait_until("the new topic", lambda: id_now() not in (None, was), 30)
+        wait_known(self.servers, {self.input: 2})
         self.load(values)
 
     def reset(self, *more: str) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ from eos.admin.fence import end_left_open
 from eos.broker import LocalKafka
 from eos.settings import Settings
 from tests.support.raw import RawProducer, raw_producer
-from tests.support.reading import create_topic, transaction_of, visible_values, wait_until
+from tests.support.reading import create_topic, settled_values, transaction_of, visible_values, wait_until
 
 Names = Callable[[str], str]
 
@@ -64,4 +64,4 @@ def test_ids_that_nobody_used_or_that_committed_are_left_as_they_are(servers: st
         producer.begin()
         producer.send(topic, "b")
         producer.commit()
-    assert [v for values in visible_values(servers, topic).values() for v in values] == [b"a", b"b"]
+    assert [v for values in settled_values(servers, topic).values() for v in values] == [b"a", b"b"]

@@ -136,7 +136,7 @@ def source_of(message: Message) -> lineage.Source:
 def test_a_run_with_a_kill_in_it_holds_and_each_damage_to_its_outputs_is_named(
     run: Run, names: Callable[[str], str]
 ) -> None:
-    killed = run.worker("-X", "eos.lineage=true", "-X", "eos.transaction.max.records=500")
+    killed = run.worker("-X", "eos.lineage=true", "-X", "eos.transaction.max.records=100")
     try:
         wait_until("a committed part", lambda: run.committed() > 3_000, timeout=60)
     finally:

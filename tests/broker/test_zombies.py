@@ -35,7 +35,10 @@ RECORDS = 2_000
 FENCED, TEMPORARY = 79, 75
 TIMEOUT_MS = 2_000
 LONG_MS = 30_000
-SHORT_MS = 1_000
+SHORT_MS = 2_000  # within it a record must be acknowledged, too
+# After a slow last commit an idle zombie would replace its own producer while the test looks who owns the id.
+KEEPS_ITS_PRODUCER = {"eos.replace.producer": "never"}
+HAS_TIME = {"transaction.timeout.ms": str(LONG_MS)}  # for who must not abort, however slow the machine is
 CONSUMER = {"group.protocol": "consumer"}
 VERSIONS = ["kafka", "kafka392"]
 
@@ -157,10 +160,8 @@ def fence_by_a_busy_successor(pipeline: Pipeline, timeout_ms: int, settings: dic
     if settings == CONSUMER:
         pipeline.set_group_session_timeout(2_000)
     zombie, before = paused_in_transaction(pipeline, "flush", settings | {"transaction.timeout.ms": str(timeout_ms)})
-    # The successor's own timeout is long, so that the hold below does not outlast it.
-    successor = pipeline.worker(
-        settings=settings | {"transaction.timeout.ms": str(LONG_MS)}, until_end=True, holds=[("offsets sent", 1)]
-    )
+    # The hold below must not outlast the successor's own timeout either.
+    successor = pipeline.worker(settings=settings | HAS_TIME, until_end=True, holds=[("offsets sent", 1)])
     successor.wait_at("offsets sent", 1)
     if timeout_ms == TIMEOUT_MS:
         wait_until_past(before, timeout_ms)
@@ -192,7 +193,7 @@ def fence_by_an_idle_successor(pipeline: Pipeline, timeout_ms: int, settings: di
     if settings == CONSUMER:
         pipeline.set_group_session_timeout(2_000)
     zombie, before = paused_in_transaction(pipeline, "flushed", settings | {"transaction.timeout.ms": str(timeout_ms)})
-    successor = pipeline.worker(settings=settings)
+    successor = pipeline.worker(settings=settings | HAS_TIME)
     pipeline.wait_handled(pipeline.loaded)
     if timeout_ms == TIMEOUT_MS:
         wait_until_past(before, timeout_ms)
@@ -211,12 +212,12 @@ def test_an_idle_zombie_is_fenced_by_an_idle_successor_without_any_input(
     kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(kafka, RECORDS)
-    zombie = pipeline.worker()
+    zombie = pipeline.worker(settings=KEEPS_ITS_PRODUCER)
     pipeline.wait_handled(pipeline.loaded)
     pipeline.wait_not_open()
     before = pipeline.describe()
     zombie.pause()
-    successor = pipeline.worker()
+    successor = pipeline.worker(settings=HAS_TIME)
     successor.wait_line("IDLE")
     zombie.resume()
     assert_fenced(zombie, *before, since="initialised after")
@@ -232,11 +233,11 @@ def test_an_idle_zombie_of_the_consumer_protocol_is_fenced_at_its_next_record(
 ) -> None:
     pipeline = pipelines.on(kafka, RECORDS)
     pipeline.set_group_session_timeout(2_000)
-    zombie = pipeline.worker(settings=CONSUMER)
+    zombie = pipeline.worker(settings=CONSUMER | KEEPS_ITS_PRODUCER)
     pipeline.wait_handled(pipeline.loaded)
     pipeline.wait_not_open()
     before = pipeline.describe()
-    successor = pipeline.worker(settings=CONSUMER)
+    successor = pipeline.worker(settings=CONSUMER | HAS_TIME)
     pipeline.wait_members(2)
     successor.wait_log("partitions assigned")
     pipeline.load_transaction(300)
@@ -333,7 +334,7 @@ def identity(raw: RawProducer) -> Identity:
 
 def situation(mine: Identity, acknowledged: bool = True, late: bool = False) -> Situation:
     reach = Reach.ACKNOWLEDGED if acknowledged else Reach.NOTHING
-    return Situation(mine, reach, age_ms=1_500 if late else 10, timeout_ms=SHORT_MS)
+    return Situation(mine, reach, age_ms=SHORT_MS + 500 if late else 10, timeout_ms=SHORT_MS)
 
 
 def wait_for(ask: Ask, mine: Identity, bumps: int, state: str) -> Described:
@@ -515,7 +516,7 @@ def test_a_ghost_of_an_idle_producer_that_timed_out_is_a_ghost(kafka: LocalKafka
     with (
         ClusterAdmin(Settings({"bootstrap.servers": servers})) as admin,
         HoldingProxy(port, kafka.proxied_upstream) as proxy,
-        raw_producer(kafka.proxied_servers, name, transaction_timeout_ms=SHORT_MS, message_timeout_ms=SHORT_MS) as raw,
+        raw_producer(kafka.proxied_servers, name, transaction_timeout_ms=3_000, message_timeout_ms=3_000) as raw,
     ):
         late = proxy.on(ApiKey.AddPartitionsToTxn, Fault.LATE_COPY, transactional_id=name)
         raw.begin()

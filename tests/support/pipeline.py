@@ -145,8 +145,9 @@ class WorkerProcess:
 
     def wait_log(self, text: str, timeout_s: float = START_S, count: int = 1) -> None:
         def said() -> bool:
+            running = self.running  # asked first: whoever has ended has written all of its log
             there = self.log.count(text) >= count
-            assert there or self.running, f"{self.name} ended with {self.process.returncode} without {text!r}"
+            assert there or running, f"{self.name} ended with {self.process.returncode} without {text!r}"
             return there
 
         wait_until(f"{self.name} logs {text!r}", said, timeout_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, Message, TopicPartition
@@ -182,3 +182,30 @@ def transaction_of(servers: str, transactional_id: str) -> TransactionState:
         found.producer_epoch,
         sorted((p.topic, p.partition) for p in found.topic_partitions),
     )
+
+
+def took_under(limit_s: float, began: float, what: str) -> None:
+    """TooSlow when more than `limit_s` have passed since `began` (monotonic).
+
+    A machine under load takes longer and is given a second try; what hangs does so the second time too.
+    """
+    took_s = time.monotonic() - began
+    if took_s > limit_s:
+        raise TooSlow(f"{what}: {took_s:.1f} s, not under {limit_s} s")
+
+
+def settled_ends(servers: str, topics: Sequence[str]) -> dict[tuple[str, int], int]:
+    """Where each partition of the topics ends, (topic, partition) -> offset, once no transaction is open on them.
+
+    As in `settled_values`: EndTxn is answered before its markers are written, and who looks at once finds a last
+    stable offset that lies behind the end.
+    """
+    partitions = [place for topic in topics for place in partitions_of(servers, topic)]
+    found: list[int] = []
+
+    def settled() -> bool:
+        found[:] = ends_of(servers, partitions, IsolationLevel.READ_COMMITTED)
+        return found == ends_of(servers, partitions, IsolationLevel.READ_UNCOMMITTED)
+
+    wait_until(f"the end of every transaction on {', '.join(topics)}", settled)
+    return {(place.topic, place.partition): end for place, end in zip(partitions, found, strict=True)}
