@@ -125,11 +125,12 @@ class WorkerProcess:
         """Until it prints this line; anything else it prints before is dropped."""
         deadline = time.monotonic() + timeout_s
         while True:
+            running = self.running  # asked first: whoever has ended has said all
             try:
                 if self._lines.get(timeout=0.05) == wanted:
                     return
             except queue.Empty:
-                assert self.running, f"{self.name} ended with {self.process.returncode} before it said {wanted!r}"
+                assert running, f"{self.name} ended with {self.process.returncode} before it said {wanted!r}"
                 if time.monotonic() >= deadline:
                     raise TooSlow(f"{self.name} did not say {wanted!r} within {timeout_s} s") from None
 
