@@ -14,7 +14,7 @@ from eos import log, ownership
 from eos.admin.cluster import ClusterAdmin
 from eos.errors import Fenced, Unavailable
 from eos.observe import Pulse
-from eos.ownership import Described, Owner
+from eos.ownership import Described, Identity, Owner
 from eos.producer import ALWAYS, TransactionalProducer
 from eos.settings import Settings
 from eos.states import State
@@ -26,21 +26,21 @@ _LOG_INTERVAL_S = 10.0
 
 
 class Claim:
-    """`lost_to`: the sentence for a claim that is lost, from why we asked and what the coordinator said.
-    `nobody_took_our_place`: a group's word on what the coordinator leaves open; without a group a ghost may be a newer
-    instance whose last transaction was aborted.
+    """`lost_to`: the sentence for a claim that is lost, from the producer, why we asked and what the coordinator said.
+    `nobody_took_our_place`: a group's word on what the coordinator leaves open.
     """
 
     def __init__(
         self,
         settings: Settings,
-        lost_to: Callable[[str, Described | None], str],
-        nobody_took_our_place: Callable[[], bool] = lambda: False,
+        lost_to: Callable[[TransactionalProducer, str, Described | None], str],
+        nobody_took_our_place: Callable[[], bool] | None = None,
         pulse: Pulse | None = None,
     ) -> None:
         self._settings, self._lost_to, self._nobody_took_our_place = settings, lost_to, nobody_took_our_place
         self._pulse = pulse or Pulse()
         self._lost: str | None = None
+        self._left_at: dict[str, Identity] = {}  # where `settle` last found an id that is still ours
         self._told = 0.0
 
     def hold(self) -> None:
@@ -56,16 +56,31 @@ class Claim:
     def confirm(self, producer: TransactionalProducer, reason: str) -> None:
         """Before an init of ours: Fenced when a newer instance has the id.
 
-        Not asked for each transaction of `eos.replace.producer=always`, nor when `settle` has just answered.
+        Not asked for each transaction of `eos.replace.producer=always`, nor where our own client may have taken the
+        next epoch unheard: that looks like a newer instance's init.
         """
-        if reason == ALWAYS or producer.state is State.FENCED:
+        if reason == ALWAYS or producer.may_have_bumped:
             return
-        mine = producer.identity()  # None: a client younger than its first statistics
-        if mine is not None and self._ask(producer, lambda admin: ownership.went_on(mine, _owner(admin, producer))):
-            self.settle(producer, reason)
+        fenced = producer.state is State.FENCED  # and `settle` has found since when
+        mine = self._left_at.get(producer.transactional_id) if fenced else None
+        mine = mine or producer.identity()  # None: a client younger than its first statistics
+        if mine is None:
+            return
+        answer = self._ask(producer, lambda admin: _owner(admin, producer))
+        if not ownership.went_on(mine, answer):
+            return
+        # Records that timed out make librdkafka take the next epoch by itself (KIP-360).
+        if not fenced and not ownership.went_on(producer.identity(fresh=True) or mine, answer):
+            return
+        # Without a group a ghost of our own cannot be told from a newer instance whose last transaction was aborted.
+        # Who is not fenced yet goes on, as it would if nobody had asked.
+        self._settle(producer, reason, ghost_is_ours=True)
 
     def settle(self, producer: TransactionalProducer, reason: str) -> Owner:
-        """Who owns the id, after a call that was fenced; raises Fenced if a newer instance does."""
+        """Who owns the id, after a call that was fenced; raises Fenced if a newer instance does, or may."""
+        return self._settle(producer, reason, ghost_is_ours=False)
+
+    def _settle(self, producer: TransactionalProducer, reason: str, ghost_is_ours: bool) -> Owner:
         # Until it is learnt: an exception out of here must not lead to a replacement, whose init would take the id.
         self._lost = f"{reason}: who owns transactional.id {producer.transactional_id} could not be learnt"
         situation = producer.situation()
@@ -75,28 +90,35 @@ class Claim:
 
             def settled(admin: ClusterAdmin) -> tuple[Owner, Described | None]:
                 owner, answer = ownership.settle(asked, lambda: self._looked(admin, producer))
-                if owner is Owner.GHOST and not self._nobody_took_our_place():
-                    owner = Owner.NEWER
+                if owner is Owner.GHOST:
+                    ours = ghost_is_ours if self._nobody_took_our_place is None else self._nobody_took_our_place()
+                    owner = Owner.GHOST if ours else Owner.NEWER
                 return owner, answer
 
             owner, answer = self._ask(producer, settled)
         age_ms = None if situation is None else round(situation.age_ms)
         log.warning("fenced", owner=owner.value, age_ms=age_ms, answer=answer, **producer.who())
         if owner is Owner.NEWER:
-            self._lost = self._lost_to(reason, answer)
+            self._lost = self._lost_to(producer, reason, answer)
             raise Fenced(self._lost)
         self._lost = None
+        if answer is not None:
+            self._left_at[producer.transactional_id] = Identity(answer.producer_id, answer.epoch)
         return owner
 
     def _ask(self, producer: TransactionalProducer, question: Callable[[ClusterAdmin], T]) -> T:
         """Waits for an unreachable cluster: without it nothing can be decided."""
+        told = time.monotonic() - _LOG_INTERVAL_S
         while True:
             try:
                 with ClusterAdmin(self._settings) as admin:
                     return question(admin)
             except Unavailable as error:
                 self._pulse.beat("calling", "DescribeTransactions")
-                log.warning("waiting for the cluster", call="DescribeTransactions", error=str(error), **producer.who())
+                producer.poll(0)  # what the client says must not gather, the cluster may be away for days
+                if time.monotonic() - told >= _LOG_INTERVAL_S:
+                    told, call = time.monotonic(), "DescribeTransactions"
+                    log.warning("waiting for the cluster", call=call, error=str(error), **producer.who())
                 time.sleep(_PAUSE_S)
 
     def _looked(self, admin: ClusterAdmin, producer: TransactionalProducer) -> Described | None:

@@ -46,7 +46,7 @@ from eos.watchdog import CallHung, Watchdog
 _RESOLVE_TIMEOUT_S, _RESOLVE_PAUSE_S = 0.3, 0.2
 _DONE_PAUSE_S = 0.25
 _ASK_S = 5.0
-_CLOSE_S = 30.0
+_CLOSE_S = 10.0
 _WAIT_LOG_INTERVAL_S = 10.0
 _TAKEOVER_LOG_INTERVAL_S = 2.0
 _STATISTICS_INTERVAL_MS = 1_000  # how old a lag may be

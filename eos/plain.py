@@ -115,7 +115,7 @@ class Transactions:
         self._producer = TransactionalProducer(self.settings, self.settings["transactional.id"], reports=True)
         self._between = threading.Lock()  # held to begin, and to poll while no transaction is open
         self._ended = threading.Event()
-        self._claim = Claim(self.settings, self._lost_to)
+        self._claim = Claim(self.settings, _lost_to)
         self._idle = threading.Thread(target=self._poll_while_idle, name="eos-idle", daemon=True)
 
     def __enter__(self) -> Transactions:
@@ -206,9 +206,10 @@ class Transactions:
         kind = CommitOutcomeUnknown if failure.call == "commit" else Temporary
         return kind(f"the producer failed; {owner.value} (transaction.timeout.ms={timeout_ms}): {failure}")
 
-    def _lost_to(self, reason: str, answer: Described | None) -> str:
-        theirs = f" (now producer id {answer.producer_id} epoch {answer.epoch})" if answer is not None else ""
-        return f"a newer instance took over transactional.id {self._producer.transactional_id}{theirs}. [{reason}]"
+
+def _lost_to(producer: TransactionalProducer, reason: str, answer: Described | None) -> str:
+    theirs = f" (now producer id {answer.producer_id} epoch {answer.epoch})" if answer is not None else ""
+    return f"a newer instance took over transactional.id {producer.transactional_id}{theirs}. [{reason}]"
 
 
 @contextlib.contextmanager

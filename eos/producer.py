@@ -45,6 +45,8 @@ _WAIT_LOG_INTERVAL_S = 10.0
 _FLUSH_LOOK_S, _FLUSH_WAIT_S = 0.001, 0.5
 _ABANDONED_POLL_S = 0.5
 _LOOKS_UNTIL_COLLECTED = 20
+_IDENTITY_S = 2.0  # how long the first statistics are waited for, five a second
+_FRESH_S = 10.0  # and the next ones, on a machine that does other things: an old epoch would look like a predecessor's
 _REPORT_DELAY_S = 0.5  # a transaction fails a moment before the report of the record that made it fail
 
 
@@ -134,6 +136,8 @@ class TransactionalProducer:
         self._produced = 0
         self._began_at = 0.0
         self._offsets_sent = False
+        self.may_have_bumped = False
+        """An abort did not come to its end: the client may have taken the next epoch in it (KIP-360) and not know."""
         self.replacements: dict[str, int] = {}
         """How often the producer was replaced, by reason class: "abort", "retry", "failure", "always"."""
 
@@ -233,7 +237,7 @@ class TransactionalProducer:
             self._ids.reverse()
         self._client = self._initialised(self._ids[0], None)
         self._machine.fire(Event.INITIALISED)
-        self._spent = None
+        self._spent, self.may_have_bumped = None, False
         if old is not None:
             _retire(old)
         level = logging.DEBUG if self._mode == ALWAYS else logging.INFO
@@ -413,8 +417,9 @@ class TransactionalProducer:
         self._machine.fire(Event.ABORT)
         client = self.client
         self._expect_end_txn()
-        self._spent = "abort"
+        self._spent, self.may_have_bumped = "abort", True
         self._call(client, "abort", client.producer.abort_transaction, deadline=deadline)
+        self.may_have_bumped = False
         self._machine.fire(Event.ENDED)
 
     def _expect_end_txn(self) -> None:
@@ -433,14 +438,14 @@ class TransactionalProducer:
         confirmed = self._produced - len(client.producer) - client.delivery_errors
         return Reach.ACKNOWLEDGED if self._offsets_sent or confirmed > 0 else Reach.SENT
 
-    def identity(self, timeout_s: float = 2.0, fresh: bool = False) -> Identity | None:
+    def identity(self, timeout_s: float = _IDENTITY_S, fresh: bool = False) -> Identity | None:
         """Producer id and epoch of our init, from the statistics; None if they never came.
 
         `fresh`: from statistics that were made after this call. An abort of records that timed out makes librdkafka
         take the next epoch by itself (KIP-360), and what is known from before would look like a predecessor's.
         """
         client = self.client
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + (_FRESH_S if fresh else timeout_s)
         self.poll(0)  # all that wait to be served were made before
         before = client.statistics_seen
         while time.monotonic() < deadline:

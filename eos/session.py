@@ -827,13 +827,13 @@ class TransactSession:
         self._claim.settle(self.producer, str(failure))
         self._rejoin(str(failure))
 
-    def _lost_to(self, reason: str, answer: Described | None) -> str:
+    def _lost_to(self, producer: TransactionalProducer, reason: str, answer: Described | None) -> str:
         """Exit 79's sentence: producer id, epoch, since when, and who, as far as the cluster tells."""
-        mine = self.producer.identity()
+        mine = producer.identity()
         who = ""
         try:
             with ClusterAdmin(self.settings) as admin:
-                answer = answer or admin.describe(self.producer.transactional_id)
+                answer = answer or admin.describe(producer.transactional_id)
                 who = successor_of(self.settings.instance, _STARTED_AT, admin.committed_metadata(self.group))
         except EosError as error:
             log.debug("the owner could not be asked", error=str(error))

@@ -85,6 +85,8 @@ class Worker:
             try:
                 # A process that is done takes its partitions out of the group; one that failed is expected back soon.
                 session.close(leave_group=finished)
+            except ShutdownExpired as expired:
+                log.warning("the stop took too long: the clients are left behind", reason=str(expired))
             finally:
                 hooks.stop(failed=not finished)
         self._log_totals(time.monotonic() - began)

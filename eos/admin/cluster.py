@@ -291,7 +291,8 @@ class ClusterAdmin:
             described = self._client._manager.run(self._describe_group, group)
             if described.error_code:
                 raise kafka_errors.for_code(described.error_code)()
-        found = {ACLOperation(code).name for code in described.authorized_operations if code >= ACLOperation.READ}
+        codes = described.authorized_operations or ()  # None: a broker that does not say
+        found = {ACLOperation(code).name for code in codes if code >= ACLOperation.READ}
         return frozenset(found) or None
 
     async def _describe_group(self, group: str) -> Any:

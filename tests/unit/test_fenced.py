@@ -65,6 +65,7 @@ class Asked:
         patch.setattr(producer, "commit", lambda: fail("commit"))
         patch.setattr(producer, "replace", replace)
         patch.setattr(producer, "situation", lambda: SITUATION, raising=False)
+        patch.setattr(producer, "identity", lambda **_: SITUATION.mine)
         patch.setattr(ownership, "settle", settle)
         for module in (claim, session):
             patch.setattr(module, "ClusterAdmin", lambda settings: contextlib.nullcontext(Silent()))
@@ -134,7 +135,6 @@ def test_a_session_that_a_newer_instance_fenced_does_not_begin_again(monkeypatch
     producer = TransactionalProducer(Settings(SETTINGS), "t")
     one._producers = [producer]
     asked = Asked(monkeypatch, producer, Owner.NEWER, "flush")
-    monkeypatch.setattr(producer, "identity", lambda: SITUATION.mine)
     with pytest.raises(Fenced) as first:
         one._settle(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")))
     for _ in range(2):
@@ -150,10 +150,9 @@ def fenced_at_start_ms(monkeypatch: AnyPatch, start_ms: int, metadata: list[str]
     producer = TransactionalProducer(Settings(SETTINGS), "t")
     one._producers = [producer]
     Asked(monkeypatch, producer, Owner.NEWER, "flush")
-    monkeypatch.setattr(producer, "identity", lambda: SITUATION.mine)
     monkeypatch.setattr(Silent, "committed_metadata", lambda self, group: metadata)
     state = "Ongoing" if start_ms > 0 else "Empty"
-    return one._lost_to("why", Described(state, 1, 3, start_ms))
+    return one._lost_to(producer, "why", Described(state, 1, 3, start_ms))
 
 
 def committed_by(instance: str, since: int) -> str:
@@ -184,13 +183,19 @@ def test_a_session_that_timed_out_goes_on(monkeypatch: AnyPatch) -> None:
     one._claim.hold()
 
 
-def claimed(monkeypatch: AnyPatch, answer: Described | None, owner: Owner = Owner.NEWER) -> tuple[Claim, Asked]:
-    """A claim whose coordinator gives this answer, with a producer of epoch 1."""
+def claimed(
+    monkeypatch: AnyPatch,
+    answer: Described | None,
+    owner: Owner = Owner.NEWER,
+    fresh: Identity = SITUATION.mine,
+    **more: Any,
+) -> tuple[Claim, Asked]:
+    """A claim whose coordinator gives this answer, with a producer of epoch 1, or of `fresh` once it is asked again."""
     producer = TransactionalProducer(Settings(SETTINGS), "t")
     asked = Asked(monkeypatch, producer, owner, "flush")
-    monkeypatch.setattr(producer, "identity", lambda: SITUATION.mine)
+    monkeypatch.setattr(producer, "identity", lambda **how: fresh if how else SITUATION.mine)
     monkeypatch.setattr(Silent, "describe", lambda self, name: answer)
-    return Claim(producer._settings, lambda reason, answer: f"lost: {reason}"), asked
+    return Claim(producer._settings, lambda producer, reason, answer: f"lost: {reason}", **more), asked
 
 
 @pytest.mark.parametrize(
@@ -225,9 +230,47 @@ def test_a_replacement_does_not_take_the_id_from_a_newer_instance(reason: str, m
     assert asked.replacements == []
 
 
-def test_who_was_just_asked_is_not_asked_again_before_the_replacement(monkeypatch: AnyPatch) -> None:
-    ours, asked = claimed(monkeypatch, Described("CompleteAbort", 1, 2), Owner.OWN_TIMEOUT)
+def test_an_epoch_that_our_own_client_took_by_itself_is_ours(monkeypatch: AnyPatch) -> None:
+    ours, asked = claimed(monkeypatch, Described("Empty", 1, 2), fresh=Identity(1, 2))
+    ours.replace(asked.producer, "abort")
+    assert (asked.replacements, asked.questions) == (["abort"], 0)
+
+
+def test_an_abort_without_an_end_may_have_taken_an_epoch_so_nothing_is_asked(monkeypatch: AnyPatch) -> None:
+    ours, asked = claimed(monkeypatch, Described("Empty", 1, 2))
+    asked.producer.may_have_bumped = True
+    ours.replace(asked.producer, "failure: abort raised")
+    assert asked.replacements == ["failure: abort raised"]
+
+
+@pytest.mark.parametrize(("group", "ours"), [(None, True), (True, True), (False, False)])
+def test_a_ghost_is_ours_unless_the_group_says_otherwise_while_nobody_fenced_us(
+    group: bool | None, ours: bool, monkeypatch: AnyPatch
+) -> None:
+    more = {} if group is None else {"nobody_took_our_place": lambda: group}
+    one, asked = claimed(monkeypatch, Described("CompleteAbort", 1, 2), Owner.GHOST, **more)
+    with contextlib.nullcontext() if ours else pytest.raises(Fenced):
+        one.replace(asked.producer, "retry: something")
+    assert asked.replacements == (["retry: something"] if ours else [])
+
+
+def test_who_was_fenced_is_asked_since_when_the_id_is_another_ones(monkeypatch: AnyPatch) -> None:
+    """A transaction timed out, its caller waits before the next one, and meanwhile a newer instance starts."""
+    ours, asked = claimed(monkeypatch, None, Owner.OWN_TIMEOUT)
+    timed_out = Described("CompleteAbort", 1, 2)
+    monkeypatch.setattr(ownership, "settle", lambda *_: (Owner.OWN_TIMEOUT, timed_out))
     asked.producer._machine.fire(Event.FENCE)
-    ours.replace(asked.producer, "failure: flush raised")
+    assert ours.settle(asked.producer, "fenced") is Owner.OWN_TIMEOUT
+    monkeypatch.setattr(ownership, "settle", lambda *_: (Owner.NEWER, None))
+    monkeypatch.setattr(Silent, "describe", lambda self, name: timed_out)
+    ours.confirm(asked.producer, "failure: flush raised")
+    monkeypatch.setattr(Silent, "describe", lambda self, name: Described("Empty", 1, 3))
+    with pytest.raises(Fenced):
+        ours.replace(asked.producer, "failure: flush raised")
+    assert asked.replacements == []
+
+
+def test_a_replacement_before_each_transaction_asks_nothing(monkeypatch: AnyPatch) -> None:
+    ours, asked = claimed(monkeypatch, Described("Empty", 1, 2))
     ours.replace(asked.producer, ALWAYS)
-    assert (len(asked.replacements), asked.questions) == (2, 0)
+    assert (asked.replacements, asked.questions) == ([ALWAYS], 0)

@@ -169,16 +169,18 @@ class Machine:
         """What a coordinator says of the id (DescribeTransactions), as its client behind us has to read it.
 
         A client asks whether the identity it has, the virtual one, is still the newest: the real one is shown as that,
-        and as many epochs beyond it as the coordinator is beyond the real one.
+        and as many epochs beyond it as the coordinator is beyond the real one. Of an id whose client nobody here knows
+        (a restart without a journal) no epoch can be told: -1, which is none that a newer instance could have.
         """
         known = self._known.get(name)
-        if known is None or seen.producer_id != known.real.producer_id:
+        if known is None:
+            return Identity(seen.producer_id, -1)
+        if seen.producer_id != known.real.producer_id:
             return seen
         ahead = seen.epoch - known.real.epoch
         if ahead == 1 and known.state is State.ENDING and known.end is not None and state in _END[known.end.committed]:
             ahead = 0  # our own EndTxn, whose answer is not here yet
-        epoch = known.virtual.epoch + ahead
-        return Identity(known.virtual.producer_id, epoch) if 0 <= epoch <= _LAST_EPOCH else seen
+        return Identity(known.virtual.producer_id, max(-1, min(known.virtual.epoch + ahead, _LAST_EPOCH)))
 
     # Between two transactions.
 

@@ -383,7 +383,7 @@ def test_what_a_coordinator_says_of_the_id_is_shown_as_the_client_counts(client:
         assert client.machine.shown("t", real(9 + ahead), "Ongoing") == real(7 + ahead)
         client.add()
     assert client.machine.shown("t", Identity(5000, 9), "Ongoing") == Identity(5000, 9), "another producer id"
-    assert client.machine.shown("u", real(9), "Ongoing") == real(9), "an id that nobody here knows"
+    assert client.machine.shown("u", real(9), "Ongoing") == real(-1), "an id whose client nobody here knows"
 
 
 @pytest.mark.parametrize("committed", [True, False])
@@ -400,8 +400,10 @@ def test_the_epoch_that_our_own_end_takes_is_shown_as_the_clients_while_its_answ
     assert client.machine.shown("t", real(8), f"Complete{ours}") == V
 
 
-def test_an_epoch_that_has_no_number_among_the_clients_is_shown_as_it_is(client: Client) -> None:
-    assert client.machine.shown("t", real(-1), "Empty") == real(-1)
+def test_an_answer_out_of_the_past_is_before_every_epoch_of_the_client(client: Client) -> None:
+    client.machine.initialised("t", Identity(4100, 0), A)
+    client.machine.ended("t", client.machine.ends("t", Identity(4100, 0), A, True, "end"), Identity(4100, 1))
+    assert client.machine.shown("t", Identity(4100, 0), "Empty") == Identity(4100, -1)
 
 
 def test_the_longest_unused_transactional_id_is_forgotten() -> None:
