@@ -10,10 +10,11 @@ import pytest
 
 from eos.admin.cluster import ClusterAdmin
 from eos.broker import LocalKafka
+from eos.broker.node import free_ports
 from eos.errors import Fenced, Temporary
 from eos.plain import Transactions
 from eos.settings import Settings
-from tests.shim.shims import RunningShim, running
+from tests.shim.shims import RunningShim, running, start
 from tests.support.reading import create_topic, settled_values, transaction_of, wait_until
 
 Names = Callable[[str], str]
@@ -92,3 +93,27 @@ def test_one_that_aborted_goes_on_until_a_newer_instance_has_its_id(
                 pass
             send(new, topic, "newer")
     assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"1", b"2", b"3", b"3", b"new", b"newer"]
+
+
+def test_a_restart_of_the_shim_without_a_journal_is_no_newer_instance(
+    kafka: LocalKafka, names: Names, topic: str
+) -> None:
+    """It cannot tell the epochs of clients from before, and must not give one that looks newer than theirs."""
+    listen = ("--protect", "--listen", f"127.0.0.1:{free_ports(1)[0]}")
+    first = start(kafka.bootstrap_servers, *listen)
+    settings = {"bootstrap.servers": first.bootstrap_servers, "transactional.id": names("id"), "linger.ms": 0}
+    with Transactions(settings) as transactions:
+        send(transactions, topic, "1", "2", "3")
+        first.process.kill()
+        first.process.wait()
+        with running(kafka.bootstrap_servers, *listen):
+
+            def goes_on() -> bool:
+                try:
+                    send(transactions, topic, "4")
+                except Temporary:
+                    return False  # fenced by the restart: it asks who owns the id, and may be tried again
+                return True
+
+            wait_until("a transaction behind the new shim", goes_on, 60)
+    assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"1", b"2", b"3", b"4"]
