@@ -14,7 +14,6 @@ from tests.support.proxy import ApiKey, Fault, HoldingProxy
 
 ASKING = """
 import sys
-from confluent_kafka.admin import AdminClient
 from eos.admin import facts
 from eos.settings import Settings
 

@@ -15,13 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 from confluent_kafka import Consumer, KafkaException, Message, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient, NewTopic
+from confluent_kafka.admin import AdminClient
 
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports, is_free
 from eos.errors import IllegalState, Unavailable
 from tests.support.proxy import HoldingProxy
-from tests.support.reading import TooSlow, took_under, wait_known
+from tests.support.reading import TooSlow, create_topic, took_under
 
 DEADLINE_S = 30.0
 
@@ -32,12 +32,6 @@ def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = DEADLI
         if time.monotonic() >= deadline:
             raise TooSlow(f"not within {timeout_s} s: {what}")
         time.sleep(0.05)
-
-
-def create_topic(servers: str, topic: str, replicas: int = 1) -> None:
-    admin = AdminClient({"bootstrap.servers": servers, "log_level": 0})
-    admin.create_topics([NewTopic(topic, 1, replicas)])[topic].result(DEADLINE_S)
-    wait_known(servers, {topic: 1})
 
 
 def commit(servers: str, topic: str, transactional_id: str, *values: str) -> None:
@@ -226,7 +220,7 @@ def test_three_nodes_serve_on_when_the_leader_is_killed_and_it_comes_back(
     cluster: LocalKafka, names: Callable[[str], str]
 ) -> None:
     servers, topic = cluster.bootstrap_servers, names("out")
-    create_topic(servers, topic, replicas=3)
+    create_topic(servers, topic, copies=3)
     commit(servers, topic, names("tx"), "before")
     admin = AdminClient({"bootstrap.servers": servers, "log_level": 0})
     leader = admin.list_topics(topic, timeout=DEADLINE_S).topics[topic].partitions[0].leader

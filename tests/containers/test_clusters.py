@@ -128,6 +128,18 @@ def conversation(server: str) -> Iterator[Conversation]:
         talk.close()
 
 
+@contextmanager
+def ended_conversation(server: str) -> Iterator[None]:
+    """A connection that was answered before the block, and has ended with it."""
+    with conversation(server) as talk:
+        talk.ask()
+        assert talk.is_answered(10)
+        yield
+        with pytest.raises(ConnectionError):
+            talk.ask()
+            talk.is_answered(10)
+
+
 def a_new_connection_is_answered(server: str) -> bool:
     try:
         with conversation(server) as talk:
@@ -144,13 +156,8 @@ def test_a_killed_leader_is_replaced_and_comes_back_with_every_record(
     topic, servers = new_topic(whole, names("t")), whole.bootstrap_servers
     send(whole, topic, "before")
     leader = whole.leader_of(topic)
-    with conversation(whole.server(leader)) as talk:
-        talk.ask()
-        assert talk.is_answered(10)
+    with ended_conversation(whole.server(leader)):
         whole.kill(leader)
-        with pytest.raises(ConnectionError):
-            talk.ask()
-            talk.is_answered(10)
     assert not whole.running(leader)
     assert not a_new_connection_is_answered(whole.server(leader))
     send(whole, topic, "without the leader")
@@ -191,13 +198,8 @@ def test_a_restarted_node_is_a_new_process_with_its_old_address_and_every_record
     topic, servers = new_topic(whole, names("t")), whole.bootstrap_servers
     send(whole, topic, "before")
     leader = whole.leader_of(topic)
-    with conversation(whole.server(leader)) as talk:
-        talk.ask()
-        assert talk.is_answered(10)
+    with ended_conversation(whole.server(leader)):
         whole.restart(leader)
-        with pytest.raises(ConnectionError):
-            talk.ask()
-            talk.is_answered(10)
     assert whole.running(leader)
     assert whole.bootstrap_servers == servers
     assert a_new_connection_is_answered(whole.server(leader))

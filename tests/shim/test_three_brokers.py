@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka import Consumer, Producer
-from confluent_kafka.admin import AdminClient, NewTopic
+from confluent_kafka.admin import AdminClient
 from kafka.protocol.admin import DescribeClusterRequest
 from kafka.protocol.consumer import FetchRequest
 from kafka.protocol.metadata import FindCoordinatorRequest, MetadataRequest
@@ -18,7 +18,7 @@ from eos.broker.node import free_ports
 from eos.shim.wire.cursor import string
 from tests.shim.outside import only_through
 from tests.shim.shims import RunningShim, eventually, running
-from tests.support.reading import wait_known
+from tests.support.reading import create_topic
 from tests.support.wire import Wire, answer
 
 Names = Callable[[str], str]
@@ -33,11 +33,7 @@ def shim(cluster: LocalKafka) -> Iterator[RunningShim]:
 
 
 def make_topic(shim: RunningShim, name: str, partitions: int = 6, copies: int = 3) -> str:
-    admin = AdminClient({"bootstrap.servers": shim.bootstrap_servers})
-    for made in admin.create_topics([NewTopic(name, partitions, copies)]).values():
-        made.result(30)
-    wait_known(",".join(shim.addresses), {name: partitions})
-    return name
+    return create_topic(",".join(shim.addresses), name, partitions, copies)
 
 
 def needles(cluster: LocalKafka) -> list[bytes]:

@@ -45,7 +45,7 @@ from eos.ownership import Described
 from eos.settings import Settings
 from eos.testing.checker import CommitSeries, Inputs, Report, check
 from eos.testing.history import ConcurrentReader, committed_offsets, end_offsets, read_topic
-from tests.support.reading import TooSlow, transaction_of, wait_known, wait_until
+from tests.support.reading import TooSlow, create_topics, transaction_of, wait_until
 from tests.support.stepping_worker import ATTEMPT, Orders
 
 REPOSITORY = Path(__file__).parents[2]
@@ -259,15 +259,11 @@ class Pipeline:
         self._loader: Producer | None = None
         self._cluster: ClusterAdmin | None = None
         self.admin = AdminClient({"bootstrap.servers": self.servers, "log_level": 0})
-        self._create([NewTopic(topic, PARTITIONS, replicas) for topic in [*self.sources, *self.destinations]])
+        topics = [*self.sources, *self.destinations]
+        create_topics(self.servers, [NewTopic(topic, PARTITIONS, replicas) for topic in topics])
         self._commits = CommitWatcher(self.servers, self.app, [(t, p) for t in self.sources for p in range(PARTITIONS)])
         self._reader = ConcurrentReader(self.servers, self.destinations, {"log_level": 0})
         self._reader.start()
-
-    def _create(self, topics: list[NewTopic]) -> None:
-        for future in self.admin.create_topics(topics).values():
-            future.result(30)
-        wait_known(self.servers, {topic.topic: PARTITIONS for topic in topics})
 
     # ---- input --------------------------------------------------------------------------------------------------
 

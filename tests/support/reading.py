@@ -57,12 +57,17 @@ def wait_known(servers: str, topics: Mapping[str, int]) -> None:
         wait_until(f"leaders of {', '.join(topics)} at {server}", lambda server=server: known(server))  # type: ignore[misc]
 
 
+def create_topics(servers: str, topics: Sequence[NewTopic]) -> None:
+    """Create the topics and `wait_known`."""
+    admin = AdminClient({"bootstrap.servers": servers})  # kept until it has answered
+    for made in admin.create_topics(list(topics)).values():
+        made.result(30)
+    wait_known(servers, {topic.topic: topic.num_partitions for topic in topics})
+
+
 def create_topic(servers: str, topic: str, partitions: int = 1, copies: int = 1) -> str:
     """Create the topic and wait until its partitions have leaders, as every server says; returns its name."""
-    admin = AdminClient({"bootstrap.servers": servers})
-    admin.create_topics([NewTopic(topic, partitions, copies)])[topic].result(30)
-
-    wait_known(servers, {topic: partitions})
+    create_topics(servers, [NewTopic(topic, partitions, copies)])
     asked = [TopicPartition(topic, partition) for partition in range(partitions)]
 
     def leaders_answer() -> bool:
@@ -92,19 +97,26 @@ def ends_of(servers: str, partitions: list[TopicPartition], isolation: Isolation
     return [answers[TopicPartition(p.topic, p.partition)].result(10).offset for p in partitions]
 
 
-def settled_values(servers: str, topic: str) -> dict[int, list[bytes | None]]:
-    """The committed values of each partition in offset order, once no transaction is open on the topic.
+def settled_ends(servers: str, topics: Sequence[str]) -> dict[tuple[str, int], int]:
+    """Where each partition of the topics ends, (topic, partition) -> offset, once no transaction is open on them.
 
-    EndTxn is answered before its markers are written; a reader that does not wait for the last stable offset to
-    reach the high watermark takes a commit under way for a lost one.
+    EndTxn is answered before its markers are written; a reader that does not wait for the last stable offset to reach
+    the high watermark takes a commit under way for a lost one.
     """
-    partitions = partitions_of(servers, topic)
+    partitions = [place for topic in topics for place in partitions_of(servers, topic)]
+    found: list[int] = []
 
     def settled() -> bool:
-        stable = ends_of(servers, partitions, IsolationLevel.READ_COMMITTED)
-        return stable == ends_of(servers, partitions, IsolationLevel.READ_UNCOMMITTED)
+        found[:] = ends_of(servers, partitions, IsolationLevel.READ_COMMITTED)
+        return found == ends_of(servers, partitions, IsolationLevel.READ_UNCOMMITTED)
 
-    wait_until(f"the end of every transaction on {topic}", settled)
+    wait_until(f"the end of every transaction on {', '.join(topics)}", settled)
+    return {(place.topic, place.partition): end for place, end in zip(partitions, found, strict=True)}
+
+
+def settled_values(servers: str, topic: str) -> dict[int, list[bytes | None]]:
+    """The committed values of each partition in offset order, once no transaction is open on the topic."""
+    settled_ends(servers, [topic])
     return visible_values(servers, topic)
 
 
@@ -192,20 +204,3 @@ def took_under(limit_s: float, began: float, what: str) -> None:
     took_s = time.monotonic() - began
     if took_s > limit_s:
         raise TooSlow(f"{what}: {took_s:.1f} s, not under {limit_s} s")
-
-
-def settled_ends(servers: str, topics: Sequence[str]) -> dict[tuple[str, int], int]:
-    """Where each partition of the topics ends, (topic, partition) -> offset, once no transaction is open on them.
-
-    As in `settled_values`: EndTxn is answered before its markers are written, and who looks at once finds a last
-    stable offset that lies behind the end.
-    """
-    partitions = [place for topic in topics for place in partitions_of(servers, topic)]
-    found: list[int] = []
-
-    def settled() -> bool:
-        found[:] = ends_of(servers, partitions, IsolationLevel.READ_COMMITTED)
-        return found == ends_of(servers, partitions, IsolationLevel.READ_UNCOMMITTED)
-
-    wait_until(f"the end of every transaction on {', '.join(topics)}", settled)
-    return {(place.topic, place.partition): end for place, end in zip(partitions, found, strict=True)}

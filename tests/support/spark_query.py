@@ -15,12 +15,12 @@ from typing import Any
 
 import pyarrow as pa
 from confluent_kafka import Producer
-from confluent_kafka.admin import AdminClient, NewTopic
+from confluent_kafka.admin import NewTopic
 
 from eos.testing.checker import Report, check
 from eos.testing.history import end_offsets, read_topic
 from spark_connector import exactly_once_sink
-from tests.support.reading import TooSlow, wait_known, wait_until
+from tests.support.reading import TooSlow, create_topics, wait_until
 
 SOURCE_PARTITIONS = 3
 KEYS = 97
@@ -56,10 +56,7 @@ class Query:
     def create(self, partitions: int = 4, replicas: int = 1, **config: str) -> Query:
         topics = [NewTopic(self.source, SOURCE_PARTITIONS, replicas)]
         topics += [NewTopic(target, partitions, replicas, config=config) for target in self.targets]
-        admin = AdminClient({"bootstrap.servers": self.servers})
-        for future in admin.create_topics(topics).values():
-            future.result(30)
-        wait_known(self.servers, {topic.topic: topic.num_partitions for topic in topics})
+        create_topics(self.servers, topics)
         return self
 
     def load(self, records: int, first: int = 0) -> Query:
