@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import pyspark
-from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
+from confluent_kafka.admin import AdminClient, NewTopic
 from pyspark.sql import functions as sf
 from rich.console import Console
 from rich.table import Table

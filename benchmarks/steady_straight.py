@@ -44,4 +44,5 @@ def main(bootstrap: str, source: str, target: str, group: str, interval_s: float
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:5], float(sys.argv[5]) / 1000)
+    servers, in_topic, out_topic, group_id, interval_ms = sys.argv[1:]
+    main(servers, in_topic, out_topic, group_id, float(interval_ms) / 1000)

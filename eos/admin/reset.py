@@ -22,7 +22,7 @@ from confluent_kafka import (
     KafkaException,
     TopicPartition,
 )
-from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
+from confluent_kafka.admin import OffsetSpec
 
 from eos.admin.cluster import Partition
 from eos.admin.facts import connect, describe_topic, metadata

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
+from confluent_kafka.admin import NewTopic
 
 from eos.demo import data, topics
 from eos.demo.faults import MOST_ATTEMPTS, Hit, NotProven, Witness

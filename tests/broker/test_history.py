@@ -274,7 +274,9 @@ def test_records_that_retention_removed_under_a_reader_are_an_error_and_not_a_sh
     for deleted in admin.delete_records([TopicPartition(topic, 0, 2)]).values():
         assert deleted.result(30).low_watermark == 2
     # As if the records had gone between the question where the log begins and the first fetch.
-    monkeypatch.setattr(history, "_beginnings", lambda admin, places: [TopicPartition(*at, 0) for at in places])
+    monkeypatch.setattr(
+        history, "_beginnings", lambda admin, places: [TopicPartition(topic, at, 0) for topic, at in places]
+    )
     with pytest.raises(InputGone, match="the reader cannot go on"):
         read_topic(servers, topic)
     with ConcurrentReader(servers, topic) as reader:

@@ -186,6 +186,7 @@ def test_aborts_at_random_places_of_a_backlog_lose_nothing_and_keep_the_order(
     aborted = 0
     with TransactSession(settings, [source], until_end=True) as session:
         for txn in session:
+            assert isinstance(txn, Transaction)
             for _ in range(chance.randint(1, 8)):
                 records = txn.take(chance.randint(1, 4_000))
                 txn.give_back(kept := chance.randint(0, len(records)))

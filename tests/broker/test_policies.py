@@ -23,7 +23,7 @@ from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 from eos.broker import LocalKafka
 from eos.testing.checker import Inputs, Outputs, check
 from eos.testing.history import end_offsets, read_topic
-from tests.support.reading import wait_until
+from tests.support.reading import create_topics, wait_until
 from tests.support.stepping_worker import is_poison
 
 if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
@@ -40,7 +40,7 @@ Place = tuple[str, int, int]
 def with_dead_letters(pipeline: Pipeline, max_bytes: int | None = None) -> list[str]:
     """Creates the topics of dead letters; `max_bytes`: the largest batch that they take."""
     topics = [f"{source}.dlq" for source in pipeline.sources]
-    pipeline._create([NewTopic(topic, 3, 1) for topic in topics])
+    create_topics(pipeline.servers, [NewTopic(topic, 3, 1) for topic in topics])
     for topic in topics if max_bytes else []:
         limit_bytes(pipeline, topic, max_bytes or 0)
     return topics
@@ -273,7 +273,6 @@ def test_a_function_slower_than_the_transaction_timeout_ends_with_78_that_names_
     assert_ended(worker, CONFIGURATION, "transaction.timeout.ms=1500", f"{topic} [{partition}] offset {offset}")
     # Once with others, if it was among others; once alone.
     assert worker.log.count("too slow: the transaction is lost") in (1, 2)
-    pipeline.verify(complete=False)
     pipeline.finish()
     pipeline.verify()
 
@@ -287,7 +286,6 @@ def test_a_function_slower_than_the_poll_interval_ends_with_78_that_names_both_s
     settings = {"session.timeout.ms": "6000", "max.poll.interval.ms": "6000", "transaction.timeout.ms": "30000"}
     worker = pipeline.worker(slow_at=(*place, 8.0), settings=settings)
     assert_ended(worker, CONFIGURATION, "max.poll.interval.ms=6000", f"offset {place[2]}")
-    pipeline.verify(complete=False)
     pipeline.finish()
     pipeline.verify()
 

@@ -155,7 +155,7 @@ class Confluent:
             self.producer.close()
         else:
             self.producer.purge()
-            self.producer.close(timeout_s)
+            self.producer.close(timeout_s)  # type: ignore[call-arg]  # the stubs know no timeout
 
 
 class Python:

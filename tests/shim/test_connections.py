@@ -60,13 +60,13 @@ def test_garbage_before_the_first_request_is_closed_with_one_line(
 
 def test_an_upstream_address_in_an_answer_of_an_unknown_version_ends_the_connection_with_one_line() -> None:
     def answer(request: bytes) -> bytes:
-        return b"\0\0\0\x01" + b"\0\x09127.0.0.1" + broker.port.to_bytes(4, "big") + b"more"
+        return b"\0\0\0\x01" + b"\0\x09127.0.0.1" + upstream.port.to_bytes(4, "big") + b"more"
 
-    with FakeBroker(answer) as broker, running(broker.address) as shim:
+    with FakeBroker(answer) as upstream, running(upstream.address) as shim:
         with Wire(shim.bootstrap_servers) as wire:
             wire.socket.sendall(frame(3, 99, 5))
             assert wire.ended(), "the answer reached the client"
-        closed(shim, f"the upstream address {broker.address} is in a response to Metadata v99")
+        closed(shim, f"the upstream address {upstream.address} is in a response to Metadata v99")
 
 
 def test_an_answer_that_cannot_be_followed_is_not_passed_on() -> None:

@@ -66,8 +66,9 @@ def test_micro_batches_end_at_the_last_stable_offset_and_go_on_when_it_moves(
 
     def run() -> None:
         stream = read_committed(spark, topic, bootstrap_servers=kafka.bootstrap_servers, max_records=70)
-        query = stream.writeStream.trigger(availableNow=True).option("checkpointLocation", str(tmp_path))
-        query = query.foreachBatch(lambda df, _: seen.extend(bytes(row.value).decode() for row in df.collect())).start()
+        writer = stream.writeStream.trigger(availableNow=True).option("checkpointLocation", str(tmp_path))
+        writer = writer.foreachBatch(lambda df, _: seen.extend(bytes(row.value).decode() for row in df.collect()))
+        query = writer.start()
         assert query.awaitTermination(180), "no end in 180 s"
         assert len(query.recentProgress) > 1 or len(seen) > len(COMMITTED)
 

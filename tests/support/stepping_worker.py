@@ -136,7 +136,7 @@ def main() -> int:
             self.session.on_event = steps
             self.session.on_idle = steps.idle
 
-    run_command.Worker = SteppingWorker  # type: ignore[misc]
+    run_command.Worker = SteppingWorker  # type: ignore[attr-defined, misc]
     run_command.load_app = lambda target: app  # type: ignore[assignment]
     arguments = ["run", "stepping:app", "--instance", orders.instance, "--log-level", "debug"]
     arguments += ["--until-end"] if orders.until_end else []

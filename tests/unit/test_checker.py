@@ -426,7 +426,7 @@ def test_a_last_stable_offset_below_the_end_is_a_hanging_transaction():
 
 def test_a_partition_with_one_end_unknown_is_not_taken_for_stable():
     h = history(13)
-    del h.ends.stable["late", 2]
+    del h.ends.stable["late", 2]  # type: ignore[attr-defined]
     assert_only(h.check(), "stable_end", "late[2] has only one of its two ends")
 
 

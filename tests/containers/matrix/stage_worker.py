@@ -127,7 +127,7 @@ def main() -> int:
 
             session._leave = leaving  # type: ignore[method-assign]
 
-    run_command.Worker = StageWorker  # type: ignore[misc]
+    run_command.Worker = StageWorker  # type: ignore[attr-defined, misc]
     run_command.load_app = lambda target: app  # type: ignore[assignment]
     arguments = ["run", "stage:app", "--instance", orders.instance]
     for name, value in orders.settings.items():

@@ -11,10 +11,10 @@ import pytest
 from kafka import errors as kafka_errors
 
 from spark_connector import task, wire
-from spark_connector.answers import Answer
+from spark_connector.answers import Answer, Stopped
 from spark_connector.attempt import _check
 from spark_connector.claims import ClaimServer
-from spark_connector.packing import pack_rows
+from spark_connector.packing import pack_rows, unpack
 from spark_connector.placing import TARGET
 from spark_connector.recordbatch import Identity
 
@@ -68,7 +68,7 @@ def test_what_nobody_foresaw_is_told_to_the_driver_and_not_run_again(
     assert (granted, poison) == ({0}, None)
     # Where it came from is for the executor's log, unless the sentence says it all.
     assert ("Traceback" in capsys.readouterr().err) == (answer is Answer.RESTART)
-    with pytest.raises(task.Stopped, match=re.escape(str(error))) as stopped:
+    with pytest.raises(Stopped, match=re.escape(str(error))) as stopped:
         _check([told], granted)
     assert stopped.value.answer is answer
 
@@ -92,7 +92,7 @@ def test_a_failure_before_the_claim_is_sparks_to_run_again(
 
 
 def test_rows_of_another_share_are_refused(server: ClaimServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = task.unpack
+    real = unpack
     monkeypatch.setattr(task, "unpack", lambda packed: list(real(packed))[::-1])
     told = run(server, [0, 1])
     assert told.answer == Answer.REFUSED.name
