@@ -40,6 +40,7 @@ class Step:
     api: ApiKey | None = None  # or the proxy holds this request; with an event: the first one after it
     fault: Fault = Fault.HOLD_REQUEST
     nth: int = 3
+    then: str = ""  # with an event and a request: the worker is let into this step too before it is killed
     offsets_registered: bool | None = None  # whether the transaction already has the group's offsets; None: any
 
     def __str__(self) -> str:
@@ -49,8 +50,9 @@ class Step:
 STEPS = [
     Step("after-begin", (), event="begun"),
     Step("after-produce", ONGOING, event="flush", offsets_registered=False),
-    # Counted from the third begin: how many Produce requests a transaction takes depends on the machine.
-    Step("in-flush", ONGOING, event="begun", api=ApiKey.Produce, offsets_registered=False),
+    # Counted from the third begin: how many Produce requests a transaction takes depends on the machine. One is held,
+    # so that the flush, which begins behind its step, cannot end.
+    Step("in-flush", ONGOING, event="begun", api=ApiKey.Produce, then="flush", offsets_registered=False),
     Step("after-send-offsets", ONGOING, event="offsets sent", offsets_registered=True),
     Step("commit-before-it-arrives", ONGOING, api=ApiKey.EndTxn, offsets_registered=True),
     Step("commit-before-its-answer", COMMITTED, api=ApiKey.EndTxn, fault=Fault.HOLD_RESPONSE),
@@ -79,10 +81,13 @@ def held_at(step: Step, pipeline: Pipeline, settings: dict[str, str]) -> Iterato
             return proxy.on(step.api, step.fault, nth=nth, match=lambda request: request.transactional_id in ids)
 
         if step.event:
-            holds = [(step.event, step.nth)]
-            worker = pipeline.worker(servers=kafka.proxied_servers, settings=settings, holds=holds)
-            worker.wait_at(step.event, step.nth)
+            places = [(event, step.nth) for event in (step.event, step.then) if event]
+            worker = pipeline.worker(servers=kafka.proxied_servers, settings=settings, holds=places)
+            worker.wait_at(*places[0])
             rule = arm(1)
+            for place in places[1:]:
+                worker.go_on()
+                worker.wait_at(*place)
             worker.go_on()
         else:
             rule = arm(step.nth)

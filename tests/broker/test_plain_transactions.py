@@ -11,7 +11,15 @@ from confluent_kafka import Producer
 
 import eos
 from eos.broker import LocalKafka
-from eos.errors import ConfigurationError, Fenced, IllegalState, PoisonRecord, Temporary, Unavailable
+from eos.errors import (
+    CommitOutcomeUnknown,
+    ConfigurationError,
+    Fenced,
+    IllegalState,
+    PoisonRecord,
+    Temporary,
+    Unavailable,
+)
 from eos.plain import Transactions
 from eos.states import State
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
@@ -164,6 +172,28 @@ def test_a_transaction_that_outlives_its_own_timeout_may_be_tried_again(
         with transactions.begin() as txn:
             txn.send(topic, "again", partition=0)
     assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"again"]
+
+
+def test_a_commit_that_is_refused_without_its_outcome_is_said_to_be_unknown_and_the_next_transaction_is_well(
+    kafka: LocalKafka, settings: dict[str, object], topic: str
+) -> None:
+    """H1, row 5: a late EndTxn ends the next transaction; its own gets INVALID_TXN_STATE, which tells no outcome."""
+    port = int(kafka.proxied_servers.rpartition(":")[2])
+    proxied = settings | {"bootstrap.servers": kafka.proxied_servers, "eos.replace.producer": "never"}
+    with HoldingProxy(port, kafka.proxied_upstream) as proxy, Transactions(proxied) as transactions:
+        late = proxy.on(ApiKey.EndTxn, Fault.LATE_COPY)
+        with pytest.raises(ZeroDivisionError), transactions.begin() as txn:
+            txn.send(topic, "aborted", partition=0)
+            assert transactions._producer.client.producer.flush(30) == 0, "the broker has it"
+            _ = 1 // 0
+        late.wait()
+        with pytest.raises(CommitOutcomeUnknown, match="INVALID_TXN_STATE"), transactions.begin() as txn:
+            txn.send(topic, "perhaps", partition=0)
+            assert transactions._producer.client.producer.flush(30) == 0, "the broker has it"
+            late.deliver_late()
+        with transactions.begin() as txn:
+            txn.send(topic, "seen", partition=1)
+    assert settled_values(kafka.bootstrap_servers, topic) == {0: [], 1: [b"seen"]}
 
 
 def test_a_record_that_is_too_large_aborts_all_of_its_transaction(

@@ -128,6 +128,32 @@ def test_a_rebalance_waits_for_the_open_transaction_of_a_slow_member(
     stop_both(pipeline, slow, joining)
 
 
+@pytest.mark.parametrize(
+    "protocol",
+    ["cooperative-sticky", *(pytest.param(name, marks=pytest.mark.long) for name in ("range", "consumer"))],
+)
+def test_partitions_revoked_in_mid_transaction_take_the_transaction_with_them(
+    protocol: str, kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    """A transaction of a backlog polls on: there a revocation reaches it while it is open."""
+    pipeline = prepared(pipelines, kafka, 3_600, protocol)
+    # Once there are two members its work goes on for seven seconds: the group needs a heartbeat or two to tell it.
+    long = {"eos.transaction.interval.ms": "15000", "eos.transaction.max.records": "100000"}
+    settings = PROTOCOLS[protocol] | {"transaction.timeout.ms": str(LONG_MS)} | long
+    place = pipeline.record((pipeline.sources[0], 1), 20)
+    slow = pipeline.worker("slow", settings=settings, hold_at=place, work_ms=2.0)
+    slow.wait_at("record", 1)
+    joining = pipeline.worker("joining", settings=PROTOCOLS[protocol])
+    pipeline.wait_members(2)
+    pipeline.wait_state("Ongoing", instance="slow")
+    slow.go_on()
+    slow.wait_log("transaction aborted")
+    first_end = next(line for line in slow.log.splitlines() if "committed" in line or "transaction aborted" in line)
+    assert "partitions of this transaction were revoked" in first_end, first_end
+    pipeline.wait_handled(pipeline.loaded)
+    stop_both(pipeline, slow, joining)
+
+
 def test_a_member_that_joins_anew_unnoticed_commits_nothing_of_what_it_had(
     kafka: LocalKafka, pipelines: Pipelines
 ) -> None:

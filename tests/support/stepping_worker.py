@@ -5,7 +5,8 @@ decide: the seam `TransactSession.on_event`, an App made from the parent's order
 never change what a worker does.
 
 Protocol: one JSON object in the environment variable `EOS_STEPPING` (`Orders`); on stdout a line `AT <step> <n>` when
-the n-th occurrence of a step is held, after which one line on stdin lets it go on; `IDLE` when there was nothing to
+the n-th occurrence of a step is held (`AT record <n>`: on the record of `hold_at`), after which one line on stdin lets
+it go on; `IDLE` when there was nothing to
 do for the first time since a step. It dies with its parent.
 """
 
@@ -47,6 +48,7 @@ class Orders:
     holds: list[tuple[str, int]] = dataclasses.field(default_factory=list)
     work_ms: float = 0.0  # how long the function works on one record
     slow_at: tuple[str, int, int, float] | None = None  # on this record it works so many seconds
+    hold_at: tuple[str, int, int] | None = None  # on this record the function waits for a line, the first time
     raise_at: tuple[str, int, int] | None = None
     large_at: tuple[str, int, int, int] | None = None  # this record's outputs have so many bytes
     on_error: str = "stop"  # a name in POLICIES
@@ -104,6 +106,8 @@ def build_app(orders: Orders, steps: Steps) -> App:
         if orders.slow_at and at == tuple(orders.slow_at[:3]):
             print("SLOW", flush=True)
             time.sleep(orders.slow_at[3])
+        if orders.hold_at and at == tuple(orders.hold_at):
+            steps("record")
         if orders.raise_at and at == tuple(orders.raise_at):
             raise ValueError("this record is poison")
         if is_poison(record.offset, orders.poison_every):
@@ -127,7 +131,7 @@ def build_app(orders: Orders, steps: Steps) -> App:
 def main() -> int:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives its test
     orders = Orders(**json.loads(os.environ["EOS_STEPPING"]))
-    steps = Steps([(step, nth) for step, nth in orders.holds])
+    steps = Steps([(step, nth) for step, nth in [*orders.holds, ("record", 1)]])
     app = build_app(orders, steps)
 
     class SteppingWorker(Worker):

@@ -1,0 +1,37 @@
+"""A producer queue that is too small for a transaction: each record waits for room, and none is left out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from eos.broker import LocalKafka
+from tests.support.proxy import ApiKey, Fault, HoldingProxy
+
+if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+    from tests.support.pipeline import Pipelines
+pytest_plugins = ["tests.support.pipeline"]
+
+# A transaction has up to 200 records with two outputs each, all of them offered within milliseconds.
+SMALL = {"queue.buffering.max.messages": "50"}
+
+
+def test_a_full_queue_is_waited_for(kafka: LocalKafka, pipelines: Pipelines) -> None:
+    pipeline = pipelines.on(kafka, 2_000)
+    pipeline.finish(settings=SMALL)
+    assert "aborted" not in pipeline.workers[-1].log
+    pipeline.verify()
+
+
+def test_a_queue_that_stays_full_costs_the_transaction_and_no_record(kafka: LocalKafka, pipelines: Pipelines) -> None:
+    pipeline = pipelines.on(kafka, 2_000)
+    ids = pipeline.transactional_ids()
+    with HoldingProxy(int(kafka.proxied_servers.rpartition(":")[2]), kafka.proxied_upstream) as proxy:
+        held = proxy.on(ApiKey.Produce, Fault.HOLD_REQUEST, nth=3, match=lambda r: r.transactional_id in ids)
+        worker = pipeline.worker(servers=kafka.proxied_servers, settings=SMALL)
+        held.wait(30)
+        worker.wait_log("producer replaced")  # the broker or the worker aborted it: their timeout is the same
+        held.release()
+        pipeline.wait_handled(pipeline.loaded)
+        worker.terminate()
+        assert worker.wait() == 0, worker.last_words
+    pipeline.verify()
