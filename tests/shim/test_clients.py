@@ -1,4 +1,4 @@
-"""Clients nobody here wrote, through a shim in front of one real broker, on the oldest and the newest Kafka."""
+"""Clients nobody here wrote, through a shim in front of three real brokers, on the oldest and the newest Kafka."""
 
 from __future__ import annotations
 
@@ -12,34 +12,31 @@ from pathlib import Path
 
 import pytest
 from confluent_kafka import Consumer, Producer
-from confluent_kafka.admin import AdminClient, NewTopic
 
 from eos.broker import LocalKafka
 from tests.shim import java
 from tests.shim.outside import only_through
 from tests.shim.shims import InThread, RunningShim, eventually, launch, running
+from tests.support.reading import create_topic, wait_known
 
 Names = Callable[[str], str]
 
 
 @pytest.fixture(scope="module", params=["4.3.1", "3.9.2"])
 def broker(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
-    with LocalKafka(version=request.param) as kafka:
+    with LocalKafka(version=request.param, nodes=3) as kafka:
         yield kafka
 
 
 @pytest.fixture(scope="module")
 def shim(broker: LocalKafka) -> Iterator[RunningShim]:
-    with running(broker.bootstrap_servers) as shim:
+    with running(broker.bootstrap_servers.split(",")[0], brokers=3) as shim:
         yield shim
         assert not shim.named("connection closed"), shim.named("connection closed")
 
 
-def make_topic(shim: RunningShim, name: str, partitions: int = 2) -> str:
-    admin = AdminClient({"bootstrap.servers": shim.bootstrap_servers})
-    for made in admin.create_topics([NewTopic(name, partitions, 1)]).values():
-        made.result(30)
-    return name
+def make_topic(shim: RunningShim, name: str, partitions: int = 6) -> str:
+    return create_topic(",".join(shim.addresses), name, partitions, 3)
 
 
 def read(consumer: Consumer, count: int) -> list[str]:
@@ -145,10 +142,10 @@ def test_kafka_python_administers_produces_transactions_and_consumes(
     topic, servers = names("t"), shim.bootstrap_servers
     with only_through(shim, broker):
         admin = KafkaAdminClient(bootstrap_servers=servers)
-        admin.create_topics({topic: {"num_partitions": 1, "replication_factor": 1}})
+        admin.create_topics({topic: {"num_partitions": 1, "replication_factor": 3}})
+        wait_known(",".join(shim.addresses), {topic: 1})
         cluster = admin.describe_cluster()
-        (node,) = cluster["brokers"]
-        assert f"{node['host']}:{node['port']}" == servers
+        assert {f"{node['host']}:{node['port']}" for node in cluster["brokers"]} == set(shim.addresses)
         producer = KafkaProducer(bootstrap_servers=servers, transactional_id=names("id"))
         producer.init_transactions()
         for number, ended in enumerate([producer.commit_transaction, producer.abort_transaction] * 2):
@@ -290,7 +287,7 @@ def test_kcat_lists_produces_and_consumes(broker: LocalKafka, shim: RunningShim,
         output = staying.stdout
         assert output is not None
         assert InThread(lambda: [output.readline(), output.readline()]).result() == ["one\n", "two\n"]
-    assert [each["name"] for each in listed["brokers"]] == [servers]
+    assert {each["name"] for each in listed["brokers"]} == set(shim.addresses)
 
 
 def test_our_own_worker_runs_an_app(broker: LocalKafka, shim: RunningShim, names: Names, tmp_path: Path) -> None:
