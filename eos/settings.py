@@ -72,7 +72,8 @@ OPTIONS: dict[str, Option] = {
     "eos.input.topics": Option("", str, "source topics of a TransactSession, separated by commas"),
     "eos.transaction.interval.ms": Option(100, _at_least(1), "how long one transaction gathers and handles records"),
     "eos.transaction.max.records": Option(200_000, _at_least(1), "most input records of one transaction"),
-    "eos.batch.max.records": Option(5_000, _at_least(1), "most records handed to a batch function at once"),
+    # A batch that lies in the processor's cache: 5,000 of 1 KB cost a tenth more (docs/performance.md).
+    "eos.batch.max.records": Option(250, _at_least(1), "most records handed to a batch function at once"),
     "eos.async.max.records": Option(100, _at_least(1), "most records on which an `async def` function runs at once"),
     "eos.lineage": Option(
         False, _boolean, "outputs name their input in a header, committed offsets count them, for `eos verify`"

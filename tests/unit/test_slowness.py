@@ -84,7 +84,7 @@ def test_partitions_that_the_group_took_away_are_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize(("made", "setting"), [
-    (route(batch=True), "eos.batch.max.records=5000"), (route(function=one), "eos.async.max.records=100")
+    (route(batch=True), "eos.batch.max.records=250"), (route(function=one), "eos.async.max.records=100")
 ])  # fmt: skip
 def test_a_batch_that_comes_again_and_is_slow_again_names_how_to_make_it_smaller(made: Route, setting: str) -> None:
     slowness = Slowness(Settings(SETTINGS))
