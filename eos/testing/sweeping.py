@@ -126,9 +126,12 @@ class Case:
             rules = [simple["late copy"], abort]
         elif self.action == "lost acknowledgement, then abort":
             # H2b: appended but not acknowledged, and the transaction ends before the client asks again. The batch that
-            # makes it end was appended too: a gap in its sequence numbers would make librdkafka take a new epoch.
-            lost = Rule("Produce", "error", Phase.AFTER_APPLY, nth, partition="*-0", error="REQUEST_TIMED_OUT")
-            rules = [lost, Rule("Produce", "error", Phase.AFTER_APPLY, nth, partition="*-1", error="INVALID_REQUEST")]
+            # makes it end was appended too: a gap in its sequence numbers would make librdkafka take a new epoch. And
+            # the client has to hear of the lost one first: a record it takes back for a retry after its transaction
+            # failed is not given up but waited for, until it times out, and for that there is a new epoch, too. So
+            # the first batch, whichever it is, is lost, and the one of another partition ends the transaction.
+            lost = Rule("Produce", "error", Phase.AFTER_APPLY, error="REQUEST_TIMED_OUT")
+            rules = [lost, replace(lost, error="INVALID_REQUEST", beside=1, until=Event(rule=1))]
         else:
             rules = [simple[self.action]]
         return [replace(rule, side=side, transactional_id=rule.transactional_id or transactional_id) for rule in rules]
@@ -197,8 +200,9 @@ _SETTINGS = {
     "socket.timeout.ms": "2500",
     "linger.ms": "20",
 }
-# A retry has to come later than the abort that overtakes it.
-_SLOW_RETRY = {"retry.backoff.ms": "2000", "retry.backoff.max.ms": "2000"}
+# A retry has to come later than the abort that overtakes it. A transaction is one batch for each partition: the flush
+# at its end, which does not linger, sends all of it.
+_SLOW_RETRY = {"retry.backoff.ms": "2000", "retry.backoff.max.ms": "2000", "linger.ms": "1000"}
 
 
 class Sweeper:

@@ -1,8 +1,12 @@
-"""error: the client is answered with an error code, whether the broker acted (after_apply) or not (before_apply)."""
+"""error: the client is answered with an error code, whether the broker acted (after_apply) or not (before_apply).
+
+After_apply it may have to wait for a time or an event: what is behind it waits too.
+"""
 
 from __future__ import annotations
 
 from eos.shim.faults.strike import Strike
+from eos.shim.lane import Held
 from eos.shim.wire import answers
 
 
@@ -12,7 +16,16 @@ def request(strike: Strike, frame: bytes) -> bytes:
 
 
 def response(strike: Strike, frame: bytes) -> bytes:
-    return _answer(strike)
+    if strike.rule.until is None and strike.rule.seconds is None:
+        return _answer(strike)
+    held = strike.hold(_answer(strike))
+    strike.start(_answer_goes_on(strike, held))
+    return held
+
+
+async def _answer_goes_on(strike: Strike, held: Held) -> None:
+    await strike.opened.wait()
+    held.release()
 
 
 def _answer(strike: Strike) -> bytes:

@@ -31,6 +31,7 @@ class Strike:
         self.done = asyncio.Event()
         self.events_left = self.rule.until.nth if self.rule.until else 0
         progress.struck += 1
+        progress.first = progress.first or said
 
     @property
     def link(self) -> Any:
