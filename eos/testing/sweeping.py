@@ -33,7 +33,7 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException, Producer
 from confluent_kafka.admin import AdminClient, NewTopic
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from eos.cli.run import load_app
 from eos.errors import ConfigurationError, EosError, Unavailable
@@ -422,7 +422,8 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     """A row per step and fault; a column per way through the shim and group protocol. Of repeated runs a wrong one."""
     columns = list(dict.fromkeys((outcome.way, outcome.case.protocol) for outcome in outcomes))
     title = f"{len(outcomes)} runs, {sum(not outcome.wrong for outcome in outcomes)} right"
-    made = Table("step", "fault", *(f"{way}, {protocol}" for way, protocol in columns), title=title)
+    names = (Column(name, no_wrap=True) for name in ("step", "fault"))
+    made = Table(*names, *(f"{way}, {protocol}" for way, protocol in columns), title=title)
     rows: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
     for outcome in outcomes:
         case = outcome.case

@@ -6,7 +6,6 @@ After_apply it may have to wait for a time or an event: what is behind it waits 
 from __future__ import annotations
 
 from eos.shim.faults.strike import Strike
-from eos.shim.lane import Held
 from eos.shim.wire import answers
 
 
@@ -18,14 +17,7 @@ def request(strike: Strike, frame: bytes) -> bytes:
 def response(strike: Strike, frame: bytes) -> bytes:
     if strike.rule.until is None and strike.rule.seconds is None:
         return _answer(strike)
-    held = strike.hold(_answer(strike))
-    strike.start(_answer_goes_on(strike, held))
-    return held
-
-
-async def _answer_goes_on(strike: Strike, held: Held) -> None:
-    await strike.opened.wait()
-    held.release()
+    return strike.hold_answer(_answer(strike))
 
 
 def _answer(strike: Strike) -> bytes:

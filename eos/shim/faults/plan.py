@@ -178,6 +178,7 @@ class Rule:
         what = f"{self.action} {self.error}" if self.error is not None else self.action
         conditions = (self.transactional_id, self.group, self.partition, self.outcome)
         who = "".join(f" of {value}" for value in conditions if value is not None)
+        who += f" beside rule {self.beside}" if self.beside is not None else ""
         when = f" until {self.until}" if self.until else f" for {self.seconds:g} s" if self.seconds else ""
         return f"{what} {self.phase.value} at {self.api} no. {self.nth}{who}{when}"
 

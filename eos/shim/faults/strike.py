@@ -42,6 +42,16 @@ class Strike:
         held.reached = reached
         return held
 
+    def hold_answer(self, frame: bytes) -> Held:
+        """Until its time or event has come."""
+        held = self.hold(frame)
+        self.start(self._let_answer_go(held))
+        return held
+
+    async def _let_answer_go(self, held: Held) -> None:
+        await self.opened.wait()
+        held.release()
+
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Goes on in the background; an exception of it makes the run fail."""
         self.progress.open += 1
