@@ -206,7 +206,7 @@ class Outcome:
     """What one case left. `wrong`: every reason why it does not count as exactly once; empty is good.
 
     `way`: through a shim that does not protect, or one that does, and on which side of it the faults were; with the
-    settings the sweeper was given.
+    eos.* settings the sweeper was given.
     """
 
     case: Case
@@ -283,7 +283,9 @@ class Sweeper:
     @property
     def _way(self) -> str:
         way = f"protected, {self._side} side" if self._protect else "unprotected"
-        return ", ".join([way, *(f"{name}={value}" for name, value in sorted(self._more.items()))])
+        # Of the client's settings nothing: passwords are among them.
+        own = {name: value for name, value in sorted(self._more.items()) if name.startswith("eos.")}
+        return ", ".join([way, *(f"{name}={value}" for name, value in own.items())])
 
     @property
     def _instance(self) -> str:

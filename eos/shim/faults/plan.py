@@ -140,9 +140,10 @@ class Rule:
         if self.chance is not None and not 0 < self.chance <= 1:
             raise Misconfigured(f"chance = {self.chance}: must be above 0 and at most 1")
         waits = self.action == "delay" or self.phase is Phase.LATE
-        # What was struck after the broker acted may be answered at its time; the error is then the answer's.
-        may_wait = self.action == "error" and self.phase is Phase.AFTER_APPLY and None in (self.seconds, self.until)
-        if not may_wait and waits != ((self.seconds is None) != (self.until is None)):
+        # The answer of a broker that acted may come later, as an error too.
+        may_wait = waits or (self.action == "error" and self.phase is Phase.AFTER_APPLY)
+        times_given = (self.seconds is not None) + (self.until is not None)
+        if times_given > 1 or (waits and not times_given) or (times_given and not may_wait):
             what = f"{self.action} {self.phase.value}"
             raise Misconfigured(f"{what}: needs seconds or until" if waits else f"{what}: has no seconds or until")
         if (self.action == "error") != (self.error is not None):

@@ -142,7 +142,9 @@ def test_a_plan_of_a_file_is_the_plan_of_python(tmp_path: Path) -> None:
         {"side": "left"},
         {"chance": 0.0},
         {"seconds": 1.0},
+        {"seconds": 1.0, "until": Event("EndTxn")},
         {"phase": Phase.LATE},
+        {"phase": Phase.LATE, "seconds": 1.0, "until": Event("EndTxn")},
         {"error": 3},
     ],
 )
