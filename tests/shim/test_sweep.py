@@ -66,7 +66,8 @@ from eos.testing.sweeping import Sweeper, every_case
 
 @pytest.mark.parametrize("case", every_case(["EndTxn"], ["duplicate", "reset after"], ["classic"]), ids=str)
 def test_no_fault_loses_or_doubles(case, eos_kafka):
-    Sweeper({APP!r}, eos_kafka.bootstrap_servers, {RECORDS!r}).run(case).raise_if_wrong()
+    settings = {{"client.rack": "s3cr3t"}}
+    Sweeper({APP!r}, eos_kafka.bootstrap_servers, {RECORDS!r}, settings=settings).run(case).raise_if_wrong()
 
 def test_something_else():
     pass
@@ -82,6 +83,7 @@ def test_the_summary_of_pytest_has_the_table_of_all_cases(
     assert "3 passed" in said
     assert "eos: every fault at every step" in said
     assert "2 runs, 2 right" in said
+    assert "s3cr3t" not in said, "passwords are among the client's settings"
     rows = [line.split() for line in said.splitlines() if "exactly once" in line]
     assert sorted(" ".join(row[3:-4]) for row in rows) == ["duplicate", "reset after"], said
 
