@@ -61,7 +61,7 @@ chaos-shim: $(STAMP)
 	$(BIN)/python -m tests.shim.chaos
 
 # Our own worker through every fault at every step of a transaction, with the shim's protection and without it; prints a
-# table. About 260 runs of 6 s and more. A few cases are in test-shim.
+# table. About 390 runs of 5 s and more. A few cases are in test-shim.
 sweep: $(STAMP)
 	$(BIN)/python -m tests.shim.sweep
 

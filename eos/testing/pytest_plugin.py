@@ -28,11 +28,15 @@ _ADDRESSES = re.compile(r"[^\s,:]+:\d+(,[^\s,:]+:\d+)*")
 
 @dataclass
 class _State:
-    """Of one pytest process. `reasons`: what the summary says about the brokers, those of xdist's workers too."""
+    """Of one pytest process. `reasons`: what the summary says about the brokers, those of xdist's workers too.
+
+    `swept`: what those workers' sweeps found (eos.testing.sweeping.recorded).
+    """
 
     choices: dict[str | None, Choice] = field(default_factory=dict)
     shared: Cluster | None = None
     reasons: set[str] = field(default_factory=set)
+    swept: list[tuple[Any, ...]] = field(default_factory=list)
 
 
 _STATE = pytest.StashKey[_State]()
@@ -182,14 +186,30 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     for reason in sorted(config.stash[_STATE].reasons):
         terminalreporter.write_line(f"eos: {reason}")
+    found = [*config.stash[_STATE].swept, *_swept()]
+    if found:
+        from eos.testing.sweeping import summary
+
+        terminalreporter.section("eos: every fault at every step")
+        for line in summary(found, max(100, terminalreporter._tw.fullwidth)):
+            terminalreporter.write_line(line)
+
+
+def _swept() -> list[tuple[Any, ...]]:
+    # Only what was imported can have run.
+    sweeping = sys.modules.get("eos.testing.sweeping")
+    return sweeping.recorded() if sweeping is not None else []
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["eos_reasons"] = sorted(session.config.stash[_STATE].reasons)
+        session.config.workeroutput["eos_swept"] = _swept()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    node.config.stash[_STATE].reasons.update(getattr(node, "workeroutput", {}).get("eos_reasons", ()))
+    output, state = getattr(node, "workeroutput", {}), node.config.stash[_STATE]
+    state.reasons.update(output.get("eos_reasons", ()))
+    state.swept += output.get("eos_swept", ())

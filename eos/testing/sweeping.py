@@ -10,6 +10,7 @@ worker says of itself: what counts is what Kafka holds, and that the fault reall
 
     @pytest.mark.parametrize("case", every_case(), ids=str)
     def test_no_fault_loses_or_doubles(case, sweeper): sweeper.run(case).raise_if_wrong()
+    # pytest's summary has the table of all cases
 
     # or all of it, with a table at the end
     from eos.testing import sweep
@@ -25,13 +26,14 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 from confluent_kafka.admin import AdminClient, NewTopic
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from eos.cli.run import load_app
 from eos.errors import ConfigurationError, EosError, Unavailable
@@ -41,6 +43,7 @@ from eos.testing.verify import Verification, verify
 
 # The steps of KIP-98's data flow that are requests, and which of each is struck: in the middle of the work.
 STEPS: Mapping[str, int] = {
+    "FindCoordinator": 1,
     "InitProducerId": 1,
     "AddPartitionsToTxn": 2,
     "Produce": 2,
@@ -51,24 +54,56 @@ STEPS: Mapping[str, int] = {
 every_txn_step: tuple[str, ...] = tuple(STEPS)
 
 _COORDINATOR = ("COORDINATOR_LOAD_IN_PROGRESS", "COORDINATOR_NOT_AVAILABLE", "NOT_COORDINATOR")
-# What brokers answer at each step (KIP-98, KIP-890 and Kafka's handlers); each once, the next request is answered well.
+# Another instance has the id (the second name is the same, for newer versions of a request), or its state is gone.
+_FENCED = ("INVALID_PRODUCER_EPOCH", "PRODUCER_FENCED")
+_FORGOTTEN = ("INVALID_PRODUCER_ID_MAPPING", "UNKNOWN_PRODUCER_ID")
+# What brokers answer at each step (KIP-98, KIP-890, handlers of Kafka 4.3 and its TransactionManager); each once, and
+# the next request is answered well. Left out: errors that do not go away by themselves (rights, sizes, formats), which
+# a worker has to stop for; and what clients without KIP-890 part 2 are not told (TRANSACTION_ABORTABLE is
+# INVALID_TXN_STATE for them, STALE_MEMBER_EPOCH is ILLEGAL_GENERATION).
 ERRORS: Mapping[str, tuple[str, ...]] = {
-    "InitProducerId": (*_COORDINATOR, "CONCURRENT_TRANSACTIONS"),
-    "AddPartitionsToTxn": (*_COORDINATOR, "CONCURRENT_TRANSACTIONS", "INVALID_PRODUCER_ID_MAPPING"),
+    "FindCoordinator": ("COORDINATOR_NOT_AVAILABLE", "COORDINATOR_LOAD_IN_PROGRESS"),
+    "InitProducerId": (*_COORDINATOR, "CONCURRENT_TRANSACTIONS", "PRODUCER_FENCED"),
+    "AddPartitionsToTxn": (
+        *_COORDINATOR,
+        "CONCURRENT_TRANSACTIONS",
+        "UNKNOWN_TOPIC_OR_PARTITION",
+        "INVALID_TXN_STATE",
+        *_FORGOTTEN,
+        *_FENCED,
+    ),
     "Produce": (
         "LEADER_NOT_AVAILABLE",
         "NOT_LEADER_FOR_PARTITION",
+        "UNKNOWN_TOPIC_OR_PARTITION",
         "REQUEST_TIMED_OUT",
         "NOT_ENOUGH_REPLICAS",
+        "NOT_ENOUGH_REPLICAS_AFTER_APPEND",
+        "KAFKA_STORAGE_ERROR",
+        "CORRUPT_MESSAGE",
         "OUT_OF_ORDER_SEQUENCE_NUMBER",
-        "INVALID_PRODUCER_EPOCH",
+        "DUPLICATE_SEQUENCE_NUMBER",
         "INVALID_TXN_STATE",
+        *_FORGOTTEN,
+        *_FENCED,
     ),
-    "AddOffsetsToTxn": (*_COORDINATOR, "CONCURRENT_TRANSACTIONS", "INVALID_PRODUCER_ID_MAPPING"),
-    "TxnOffsetCommit": (*_COORDINATOR, "ILLEGAL_GENERATION", "UNKNOWN_MEMBER_ID", "INVALID_PRODUCER_EPOCH"),
-    "EndTxn": (*_COORDINATOR, "CONCURRENT_TRANSACTIONS", "INVALID_PRODUCER_ID_MAPPING", "INVALID_PRODUCER_EPOCH"),
+    "AddOffsetsToTxn": (*_COORDINATOR, "CONCURRENT_TRANSACTIONS", "INVALID_TXN_STATE", *_FORGOTTEN, *_FENCED),
+    "TxnOffsetCommit": (
+        *_COORDINATOR,
+        "UNKNOWN_TOPIC_OR_PARTITION",
+        "REQUEST_TIMED_OUT",
+        "ILLEGAL_GENERATION",
+        "UNKNOWN_MEMBER_ID",
+        "FENCED_INSTANCE_ID",
+        "INVALID_TXN_STATE",
+        "INVALID_PRODUCER_ID_MAPPING",
+        *_FENCED,
+    ),
+    "EndTxn": (*_COORDINATOR, "CONCURRENT_TRANSACTIONS", "INVALID_TXN_STATE", *_FORGOTTEN, *_FENCED),
 }
-# When the late copy of a step arrives: inside what comes after it.
+# What brokers say of a request that is in the log already.
+_AFTER_APPLY = ("REQUEST_TIMED_OUT", "NOT_ENOUGH_REPLICAS_AFTER_APPEND", "DUPLICATE_SEQUENCE_NUMBER")
+# When the late copy of a step arrives: inside what comes after it. A FindCoordinator changes nothing.
 _LATE: Mapping[str, Event] = {
     "InitProducerId": Event("Produce"),
     "AddPartitionsToTxn": Event("EndTxn"),
@@ -107,18 +142,21 @@ class Case:
         What comes after it may be another's: before 4.0 a replaced producer goes on as `…-alternate`.
         """
         nth = STEPS[self.step]
+        # Whoever asks for a transactional.id's state looks its coordinator up as well: enough for its producer, too.
+        times = 4 if self.step == "FindCoordinator" else 1
         whose = f"{transactional_id}*"
         simple = {
-            "reset before": Rule(self.step, "reset", nth=nth),
-            "reset after": Rule(self.step, "reset", Phase.AFTER_APPLY, nth),
-            "blackhole": Rule(self.step, "blackhole", nth=nth),
-            "duplicate": Rule(self.step, "duplicate", Phase.AFTER_APPLY, nth),
-            "late copy": Rule(
-                self.step, "reset", Phase.LATE, nth, until=replace(_LATE[self.step], transactional_id=whose)
-            ),
+            "reset before": Rule(self.step, "reset", Phase.BEFORE_APPLY, nth, times),
+            "reset after": Rule(self.step, "reset", Phase.AFTER_APPLY, nth, times),
+            "blackhole": Rule(self.step, "blackhole", Phase.BEFORE_APPLY, nth, times),
+            "duplicate": Rule(self.step, "duplicate", Phase.AFTER_APPLY, nth, times),
         }
+        if self.step in _LATE:
+            late = replace(_LATE[self.step], transactional_id=whose)
+            simple["late copy"] = Rule(self.step, "reset", Phase.LATE, nth, until=late)
         if self.error is not None:
-            rules = [Rule(self.step, "error", nth=nth, error=self.error)]
+            phase = Phase.AFTER_APPLY if self.error in _AFTER_APPLY else Phase.BEFORE_APPLY
+            rules = [Rule(self.step, "error", phase, nth, times, error=self.error)]
         elif self.action == "late copy, then abort":
             # H1: the copy ends the next transaction half done, and what the client then aborts is not all of it.
             refusal = "ILLEGAL_GENERATION"
@@ -126,9 +164,12 @@ class Case:
             rules = [simple["late copy"], abort]
         elif self.action == "lost acknowledgement, then abort":
             # H2b: appended but not acknowledged, and the transaction ends before the client asks again. The batch that
-            # makes it end was appended too: a gap in its sequence numbers would make librdkafka take a new epoch.
-            lost = Rule("Produce", "error", Phase.AFTER_APPLY, nth, partition="*-0", error="REQUEST_TIMED_OUT")
-            rules = [lost, Rule("Produce", "error", Phase.AFTER_APPLY, nth, partition="*-1", error="INVALID_REQUEST")]
+            # makes it end was appended too: a gap in its sequence numbers would make librdkafka take a new epoch. And
+            # the client has to hear of the lost one first: a record it takes back for a retry after its transaction
+            # failed is not given up but waited for, until it times out, and for that there is a new epoch, too. So
+            # the first batch, whichever it is, is lost, and the one of another partition ends the transaction.
+            lost = Rule("Produce", "error", Phase.AFTER_APPLY, error="REQUEST_TIMED_OUT")
+            rules = [lost, replace(lost, error="INVALID_REQUEST", beside=1, until=Event(rule=1))]
         else:
             rules = [simple[self.action]]
         return [replace(rule, side=side, transactional_id=rule.transactional_id or transactional_id) for rule in rules]
@@ -152,7 +193,8 @@ def every_case(
                 if action == "errors":
                     found += [Case(step, action, error, protocol) for error in ERRORS[step]]
                 elif not (
-                    (action == "late copy, then abort" and step != "EndTxn")
+                    (action == "late copy" and step not in _LATE)
+                    or (action == "late copy, then abort" and step != "EndTxn")
                     or (action == "lost acknowledgement, then abort" and step != "Produce")
                 ):
                     found.append(Case(step, action, None, protocol))
@@ -163,7 +205,8 @@ def every_case(
 class Outcome:
     """What one case left. `wrong`: every reason why it does not count as exactly once; empty is good.
 
-    `way`: through a shim that does not protect, or one that does, and on which side of it the faults were.
+    `way`: through a shim that does not protect, or one that does, and on which side of it the faults were; with the
+    eos.* settings the sweeper was given.
     """
 
     case: Case
@@ -186,6 +229,9 @@ class Outcome:
         return "; ".join(self.wrong) or "exactly once"
 
 
+# Of every sweeper of this process, without what was read of Kafka: for the table in pytest's summary.
+_outcomes: list[Outcome] = []
+
 # A worker whose restart a supervisor would try: temporary, or fenced by what looks like a newer instance.
 _START_AGAIN = (75, 79)
 _STARTS = 6
@@ -197,8 +243,9 @@ _SETTINGS = {
     "socket.timeout.ms": "2500",
     "linger.ms": "20",
 }
-# A retry has to come later than the abort that overtakes it.
-_SLOW_RETRY = {"retry.backoff.ms": "2000", "retry.backoff.max.ms": "2000"}
+# A retry has to come later than the abort that overtakes it. A transaction is one batch for each partition: the flush
+# at its end, which does not linger, sends all of it.
+_SLOW_RETRY = {"retry.backoff.ms": "2000", "retry.backoff.max.ms": "2000", "linger.ms": "1000"}
 
 
 class Sweeper:
@@ -235,7 +282,10 @@ class Sweeper:
 
     @property
     def _way(self) -> str:
-        return f"protected, {self._side} side" if self._protect else "unprotected"
+        way = f"protected, {self._side} side" if self._protect else "unprotected"
+        # Of the client's settings nothing: passwords are among them.
+        own = {name: value for name, value in sorted(self._more.items()) if name.startswith("eos.")}
+        return ", ".join([way, *(f"{name}={value}" for name, value in own.items())])
 
     @property
     def _instance(self) -> str:
@@ -264,7 +314,9 @@ class Sweeper:
             wrong += _reasons(found, sum(map(len, self._records.values())) if codes[-1] == 0 else None)
         except EosError as error:
             wrong.append(str(error))
-        return Outcome(case, self._way, tuple(wrong), found, len(codes), time.monotonic() - began, log)
+        outcome = Outcome(case, self._way, tuple(wrong), found, len(codes), time.monotonic() - began, log)
+        _outcomes.append(replace(outcome, verification=None))
+        return outcome
 
     def _make_topics(self) -> None:
         for future in self._admin.delete_topics(self._topics).values():
@@ -369,15 +421,37 @@ def sweep(
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
-    """A row per step and fault; a column per way through the shim and group protocol."""
+    """A row per step and fault; a column per way through the shim and group protocol. Of repeated runs a wrong one."""
     columns = list(dict.fromkeys((outcome.way, outcome.case.protocol) for outcome in outcomes))
     title = f"{len(outcomes)} runs, {sum(not outcome.wrong for outcome in outcomes)} right"
-    made = Table("step", "fault", *(f"{way}, {protocol}" for way, protocol in columns), title=title)
+    names = (Column(name, no_wrap=True) for name in ("step", "fault"))
+    made = Table(*names, *(f"{way}, {protocol}" for way, protocol in columns), title=title)
     rows: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
     for outcome in outcomes:
         case = outcome.case
         row = rows.setdefault((case.step, case.error or case.action), {})
-        row[outcome.way, case.protocol] = outcome.verdict
+        if outcome.wrong or (outcome.way, case.protocol) not in row:
+            row[outcome.way, case.protocol] = outcome.verdict
     for (step, fault), found in rows.items():
         made.add_row(step, fault, *(found.get(column, "") for column in columns))
     return made
+
+
+def recorded() -> list[tuple[Any, ...]]:
+    """What this process's sweepers found, as plain values that another process's `summary` reads."""
+    return [
+        (*astuple(each.case), each.way, list(each.wrong), each.starts, each.seconds, str(each.log))
+        for each in _outcomes
+    ]
+
+
+def summary(found: Iterable[Sequence[Any]], width: int) -> list[str]:
+    """The lines of the table of what was `recorded`."""
+    outcomes = [
+        Outcome(Case(*case), way, tuple(wrong), None, starts, seconds, Path(log))
+        for *case, way, wrong, starts, seconds, log in found
+    ]
+    console = Console(width=width, color_system=None)
+    with console.capture() as captured:
+        console.print(table(outcomes))
+    return captured.get().splitlines()

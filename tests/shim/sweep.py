@@ -55,7 +55,7 @@ def main() -> int:
         parser.error(f"Kafka {options.kafka} has no EndTxn v5: there is no protection to go through")
     console, outcomes, began = Console(width=150), list[Outcome](), time.monotonic()
     cases = every_case(options.over, options.actions, options.protocols or protocols_on(options.kafka))
-    settings = {"eos.replace.producer": options.replace}
+    settings = {} if options.replace == "auto" else {"eos.replace.producer": options.replace}
     try:
         with LocalKafka(version=options.kafka) as kafka:
             for way in options.ways or ways_on(options.kafka):

@@ -158,6 +158,70 @@ def test_an_error_before_is_the_shims_and_after_is_in_place_of_the_brokers(
     assert texts(kafka.bootstrap_servers, topic) == ["x"]
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_fault_beside_another_strikes_the_other_partition_whichever_was_first(
+    kafka: LocalKafka, names: Names, tmp_path: Path, first: int
+) -> None:
+    topic = create_topic(kafka.bootstrap_servers, names("out"), partitions=2)
+    plan = """
+    [[rule]]
+    api = "Produce"
+    action = "error"
+    error = "NOT_LEADER_FOR_PARTITION"
+    [[rule]]
+    api = "Produce"
+    action = "error"
+    error = "INVALID_REQUEST"
+    beside = 1
+    """
+    with faulty(kafka, tmp_path, plan) as shim:
+        producer = Producer({"bootstrap.servers": shim.bootstrap_servers, "linger.ms": 0, "log_level": 0})
+        assert not send(producer, topic, "struck and sent again", partition=first)
+        assert not send(producer, topic, "the same partition", partition=first)
+        assert [error.name() for error in send(producer, topic, "x", partition=1 - first)] == ["INVALID_REQUEST"]
+        assert not send(producer, topic, "x", partition=1 - first)
+        producer.close()
+
+
+def test_an_answer_that_waits_for_another_rule_is_given_when_that_one_has_struck(
+    kafka: LocalKafka, names: Names, tmp_path: Path
+) -> None:
+    topic = create_topic(kafka.bootstrap_servers, names("out"), partitions=2)
+    plan = """
+    [[rule]]
+    api = "Produce"
+    action = "error"
+    phase = "after_apply"
+    error = 10
+    partition = "*-1"
+    [[rule]]
+    api = "Produce"
+    action = "error"
+    phase = "after_apply"
+    error = "INVALID_REQUEST"
+    partition = "*-0"
+    until = { rule = 1 }
+    """
+    with faulty(kafka, tmp_path, plan) as shim:
+        told: list[tuple[int, str]] = []
+        producer = Producer({"bootstrap.servers": shim.bootstrap_servers, "linger.ms": 0, "log_level": 0})
+
+        def report(error: Any, message: Any) -> None:
+            told.append((message.partition(), error.name()))
+
+        producer.produce(topic, "waits", partition=0, on_delivery=report)
+        eventually(lambda: texts(kafka.bootstrap_servers, topic))
+        other = Producer({"bootstrap.servers": shim.bootstrap_servers, "linger.ms": 0, "log_level": 0})
+        assert not send(other, topic, "of another client, asked later and answered", partition=0)
+        other.close()
+        producer.poll(0)
+        assert not told, "it was applied, and is not answered"
+        producer.produce(topic, "opens", partition=1, on_delivery=report)
+        assert producer.flush(30) == 0
+        assert sorted(told) == [(0, "INVALID_REQUEST"), (1, "MSG_SIZE_TOO_LARGE")]
+        producer.close()
+
+
 @pytest.mark.parametrize("phase", ["before_apply", "after_apply", "late"])
 def test_a_duplicate_produce_is_one_record_because_the_broker_knows_its_sequence(
     kafka: LocalKafka, names: Names, tmp_path: Path, phase: str
@@ -226,6 +290,9 @@ def test_a_late_copy_whose_event_never_came_fails_the_run(kafka: LocalKafka, nam
         ("[[rule]]\napi = 'EndTxn'\naction = 'throttle'", "throttle has no phase before_apply: after_apply"),
         ("[[rule]]\napi = 'EndTxn'\naction = 'error'\nerror = 'NO_SUCH'", "Kafka has no error of this name"),
         ("[[rule]]\napi = 'EndTxn'\naction = 'reset'\nnht = 1", "nht is not known"),
+        ("[[rule]]\napi = 'EndTxn'\naction = 'reset'\nbeside = 1", "not the number of another rule of side broker"),
+        ("[[rule]]\napi = 'EndTxn'\naction = 'delay'\nuntil = { rule = 2 }", "not the number of another rule"),
+        ("[[rule]]\napi = 'EndTxn'\naction = 'delay'\nuntil = { rule = 1, api = 'Produce' }", "goes with nth alone"),
         ("[[rule]]\napi = 'EndTxn'\naction = 'reset'\nnth = 'x'", "nth = 'x': expected int"),
         ("rule = [", "cannot be read"),
     ],

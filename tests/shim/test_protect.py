@@ -148,7 +148,9 @@ def test_h1_a_late_end_does_not_end_the_next_transaction(
 @BOTH_CLIENTS
 @SIDES
 @OPTIONS
-@pytest.mark.parametrize("rest", ["offsets and a commit", "the same partition", "a crash"])
+@pytest.mark.parametrize(
+    "rest", ["offsets and a commit", "the same partition and a commit", "the same partition and an abort", "a crash"]
+)
 def test_h1_whatever_the_next_transaction_goes_on_with_it_is_whole(
     kafka: LocalKafka, names: Names, client_name: str, side: str, option: str, rest: str
 ) -> None:
@@ -169,12 +171,12 @@ def test_h1_whatever_the_next_transaction_goes_on_with_it_is_whole(
         if rest == "offsets and a commit":
             client.send_offset(group, source, 5)
             client.end(True)
-        elif rest == "the same partition":
+        elif rest != "a crash":
             if not protected:
                 settled_values(servers, topic)  # an EndTxn is answered before its marker is written
             with contextlib.nullcontext() if protected else pytest.raises(FAILURES):
                 client.send(topic, "right")
-                client.end(False)
+                client.end(rest.endswith("a commit"))
         # A successor takes over: what the first client left open is aborted.
         producer_of(servers, way.name).close()
         with contextlib.suppress(*FAILURES):
@@ -183,8 +185,39 @@ def test_h1_whatever_the_next_transaction_goes_on_with_it_is_whole(
     if rest == "offsets and a commit":
         assert stable_offset(servers, group, source) == 5
         assert found == (["left"] if protected else []), "every call was ok, and yet"
+    elif rest == "the same partition and a commit":
+        assert found == (["first", "left", "right"] if protected else ["first", "left"]), "half of it is committed"
     else:
         assert found == (["first"] if protected else ["first", "left"])
+
+
+@BOTH_CLIENTS
+@pytest.mark.parametrize("outcome", ["commit", "abort"])
+def test_an_end_whose_answer_is_lost_three_times_ends_its_transaction_once_and_not_the_next(
+    kafka: LocalKafka, names: Names, client_name: str, outcome: str
+) -> None:
+    topic, commits = create_topic(kafka.bootstrap_servers, names("out")), outcome == "commit"
+    with faulty(kafka, "broker", "--protect", names("id")) as way:
+        client = CLIENTS[client_name](way.servers, way.name)
+        before = transaction_of(kafka.bootstrap_servers, way.name).producer_epoch
+        client.begin()
+        client.send(topic, "first")
+        lost = [
+            way.proxy.on(ApiKey.EndTxn, Fault.CUT_AFTER, nth=number, transactional_id=way.name) for number in (1, 2, 3)
+        ]
+        client.end(commits)
+        for each in lost:
+            each.wait()
+        sent = [request.fields for request in way.proxy.seen(ApiKey.EndTxn, way.name)]
+        assert len(sent) >= 4
+        assert [fields == sent[0] for fields in sent] == [True] * len(sent), "each with the identity it belongs to"
+        assert transaction_of(kafka.bootstrap_servers, way.name).producer_epoch == before + 1
+        client.begin()
+        client.send(topic, "second")
+        client.end(True)
+        client.close()
+    assert transaction_of(kafka.bootstrap_servers, way.name).producer_epoch == before + 2
+    assert texts(kafka.bootstrap_servers, topic) == [*(["first"] if commits else []), "second"]
 
 
 @BOTH_CLIENTS

@@ -16,16 +16,9 @@ def request(strike: Strike, frame: bytes) -> bytes:
 
 
 def response(strike: Strike, frame: bytes) -> bytes:
-    held = strike.hold(frame)
-    strike.start(_answer_goes_on(strike, held))
-    return held
+    return strike.hold_answer(frame)
 
 
 async def _request_goes_on(strike: Strike, held: Held) -> None:
     await strike.opened.wait()
     await strike.let_go(held, "delayed request of a client that is gone")
-
-
-async def _answer_goes_on(strike: Strike, held: Held) -> None:
-    await strike.opened.wait()
-    held.release()

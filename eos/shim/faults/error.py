@@ -1,4 +1,7 @@
-"""error: the client is answered with an error code, whether the broker acted (after_apply) or not (before_apply)."""
+"""error: the client is answered with an error code, whether the broker acted (after_apply) or not (before_apply).
+
+After_apply it may have to wait for a time or an event: what is behind it waits too.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ def request(strike: Strike, frame: bytes) -> bytes:
 
 
 def response(strike: Strike, frame: bytes) -> bytes:
-    return _answer(strike)
+    if strike.rule.until is None and strike.rule.seconds is None:
+        return _answer(strike)
+    return strike.hold_answer(_answer(strike))
 
 
 def _answer(strike: Strike) -> bytes:

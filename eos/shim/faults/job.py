@@ -37,9 +37,11 @@ class FaultJob(Job):
         self._rules = list(rules)
         self.tls = tls
         self._waiting: list[Strike] = []  # for an event
+        self._waiting_for_rules: list[Strike] = []
         self._tasks: set[asyncio.Task[None]] = set()
         keys = {each.rule.api_key for each in self._rules}
-        self._keys = keys | {each.rule.until.api_key for each in self._rules if each.rule.until}
+        events_of = [each.rule.until for each in self._rules if each.rule.until and each.rule.until.rule is None]
+        self._keys = keys | {event.api_key for event in events_of}
 
     def wants_request(self, api_key: int, version: int) -> bool:
         return api_key in self._keys
@@ -59,11 +61,12 @@ class FaultJob(Job):
                 connection=exchange.connection.number,
             )
             if strike.rule.until is not None:
-                self._waiting.append(strike)
+                (self._waiting if strike.rule.until.rule is None else self._waiting_for_rules).append(strike)
             if strike.rule.phase is Phase.AFTER_APPLY:
                 exchange.notes[self] = strike
             else:
-                frame = _ACTIONS[strike.rule.action].request(strike, frame)
+                frame = self._made(strike, _ACTIONS[strike.rule.action].request(strike, frame))
+            self._open_what_waits_for_rules()
         if opened:
             frame = self._after(opened, frame)
         return frame
@@ -71,9 +74,26 @@ class FaultJob(Job):
     def response(self, exchange: Exchange, frame: bytes) -> bytes:
         strike = exchange.notes.get(self)
         if isinstance(strike, Strike):
-            frame = _ACTIONS[strike.rule.action].response(strike, frame)
+            frame = self._made(strike, _ACTIONS[strike.rule.action].response(strike, frame))
         opened = exchange.notes.get(_ANSWERED, ())
         return self._after(opened, frame) if opened else frame
+
+    def _made(self, strike: Strike, frame: bytes) -> bytes:
+        strike.progress.made += 1
+        self._open_what_waits_for_rules()
+        return frame
+
+    def _open_what_waits_for_rules(self) -> None:
+        for strike in list(self._waiting_for_rules):
+            until = strike.rule.until
+            assert until is not None
+            assert until.rule is not None
+            if self._number(until.rule).made >= until.nth:
+                self._waiting_for_rules.remove(strike)
+                strike.opened.set()
+
+    def _number(self, number: int) -> Progress:
+        return next(each for each in self._rules if each.number == number)
 
     def spawn(self, strike: Strike, work: Coroutine[Any, Any, None]) -> None:
         async def run() -> None:
@@ -95,6 +115,8 @@ class FaultJob(Job):
         found = None
         for each in self._rules:
             if not each.rule.fits(asked, exchange.connection):
+                continue
+            if each.rule.beside is not None and not self._number(each.rule.beside).is_beside(asked):
                 continue
             if found is None and each.due():
                 found = Strike(self, each, exchange, asked, frame)

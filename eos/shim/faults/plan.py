@@ -12,6 +12,8 @@ the plan's seed does.
     phase = "late"                  # before_apply (default), after_apply, late
     action = "reset"                # blackhole, delay, error, duplicate, throttle
     until = { api = "Produce", nth = 1, when = "answered" }     # for late and delay: this event, or seconds = 1.5
+    until = { rule = 1 }            # or: until the first rule of this plan has struck
+    beside = 1                      # only after the first rule struck, and on other partitions than it did
 """
 
 from __future__ import annotations
@@ -58,16 +60,23 @@ class Event:
 
     `when`: it `arrives` or was `answered`. It waits there until what was late has been dealt with, so that the order is
     the same in every run.
+
+    Or, with `rule` in place of `api`: the plan's rule of this number (from 1, of the same side) struck its `nth`
+    request, be it before or after. After_apply has struck when the broker's answer is there.
     """
 
-    api: str
+    api: str = ""
     nth: int = 1
     when: str = "answered"
     outcome: str | None = None
     transactional_id: str | None = None
+    rule: int | None = None
 
     def __post_init__(self) -> None:
-        _api_key(self.api)
+        if self.rule is None:
+            _api_key(self.api)
+        elif self.api or self.when != "answered" or self.outcome or self.transactional_id:
+            raise Misconfigured(f"rule = {self.rule}: goes with nth alone")
         if self.when not in ("arrives", "answered"):
             raise Misconfigured(f"when = {self.when}: must be arrives or answered")
         if self.nth < 1:
@@ -85,12 +94,18 @@ class Event:
         return same and said.api_key == self.api_key and self.outcome in (None, said.outcome)
 
     def __str__(self) -> str:
+        if self.rule is not None:
+            return f"rule {self.rule} struck"
         return f"{self.api} no. {self.nth} {'is' if self.when == 'answered' else ''} {self.when}".replace("  ", " ")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One fault. `side`, with protection on: between clients and shim, or (default) between shim and brokers."""
+    """One fault. `side`, with protection on: between clients and shim, or (default) between shim and brokers.
+
+    `beside`: the number of another rule; only requests count that come after the first one this rule struck, and that
+    name other partitions. Which of two partitions a client writes first is its own affair.
+    """
 
     api: str
     action: str
@@ -102,6 +117,7 @@ class Rule:
     partition: str | None = None
     outcome: str | None = None
     broker: int | None = None
+    beside: int | None = None
     seconds: float | None = None
     until: Event | None = None
     error: str | int | None = None
@@ -124,7 +140,10 @@ class Rule:
         if self.chance is not None and not 0 < self.chance <= 1:
             raise Misconfigured(f"chance = {self.chance}: must be above 0 and at most 1")
         waits = self.action == "delay" or self.phase is Phase.LATE
-        if waits != ((self.seconds is None) != (self.until is None)):
+        # The answer of a broker that acted may come later, as an error too.
+        may_wait = waits or (self.action == "error" and self.phase is Phase.AFTER_APPLY)
+        times_given = (self.seconds is not None) + (self.until is not None)
+        if times_given > 1 or (waits and not times_given) or (times_given and not may_wait):
             what = f"{self.action} {self.phase.value}"
             raise Misconfigured(f"{what}: needs seconds or until" if waits else f"{what}: has no seconds or until")
         if (self.action == "error") != (self.error is not None):
@@ -160,6 +179,7 @@ class Rule:
         what = f"{self.action} {self.error}" if self.error is not None else self.action
         conditions = (self.transactional_id, self.group, self.partition, self.outcome)
         who = "".join(f" of {value}" for value in conditions if value is not None)
+        who += f" beside rule {self.beside}" if self.beside is not None else ""
         when = f" until {self.until}" if self.until else f" for {self.seconds:g} s" if self.seconds else ""
         return f"{what} {self.phase.value} at {self.api} no. {self.nth}{who}{when}"
 
@@ -177,14 +197,25 @@ def _api_key(name: str) -> int:
 
 @dataclass
 class Progress:
-    """How far a rule has come: `fitted` requests fitted, `struck` were struck, `open` of these are not dealt with."""
+    """How far a rule has come: `fitted` requests fitted, `struck` were struck, `open` of these are not dealt with.
+
+    `number` is the rule's in the plan, from 1. `made` counts the strikes whose fault was made: with after_apply these
+    are fewer than `struck` until the broker has answered.
+    """
 
     rule: Rule
     chances: random.Random
+    number: int = 1
+    made: int = 0
+    first: Said | None = None  # what the first request said that was struck
     fitted: int = 0
     struck: int = 0
     open: int = 0
     failed: list[str] = field(default_factory=list)
+
+    def is_beside(self, said: Said) -> bool:
+        """For rules that have to strike beside this one."""
+        return self.first is not None and bool(said.partitions) and not said.partitions & self.first.partitions
 
     def due(self) -> bool:
         """Counts a request that fits; True: this one is struck."""
@@ -204,7 +235,12 @@ class Plan:
             raise Misconfigured("a plan of faults needs at least one rule")
         self.seed = seed
         # A generator per rule: whether it strikes its k-th request does not depend on other requests.
-        self.progress = [Progress(rule, random.Random(f"{seed}:{at}")) for at, rule in enumerate(rules)]
+        self.progress = [Progress(rule, random.Random(f"{seed}:{at}"), at + 1) for at, rule in enumerate(rules)]
+        for each in self.progress:
+            known = [one.number for one in self.on(each.rule.side) if one is not each]
+            for other in (each.rule.beside, each.rule.until.rule if each.rule.until else None):
+                if other is not None and other not in known:
+                    raise Misconfigured(f"rule {other}: not the number of another rule of side {each.rule.side}")
 
     @property
     def rules(self) -> list[Rule]:

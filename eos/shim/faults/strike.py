@@ -31,6 +31,7 @@ class Strike:
         self.done = asyncio.Event()
         self.events_left = self.rule.until.nth if self.rule.until else 0
         progress.struck += 1
+        progress.first = progress.first or said
 
     @property
     def link(self) -> Any:
@@ -40,6 +41,16 @@ class Strike:
         held = Held(frame)
         held.reached = reached
         return held
+
+    def hold_answer(self, frame: bytes) -> Held:
+        """Until its time or event has come."""
+        held = self.hold(frame)
+        self.start(self._let_answer_go(held))
+        return held
+
+    async def _let_answer_go(self, held: Held) -> None:
+        await self.opened.wait()
+        held.release()
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Goes on in the background; an exception of it makes the run fail."""

@@ -67,6 +67,26 @@ def test_every_condition_has_to_fit(conditions: dict[str, object], fits: bool) -
     assert not Rule("EndTxn", "reset", **conditions).fits(said, CONNECTION)  # type: ignore[arg-type]
 
 
+def test_a_rule_beside_another_counts_what_comes_after_it_for_other_partitions() -> None:
+    lost, beside = Plan([Rule("Produce", "reset"), Rule("Produce", "reset", beside=1)]).progress
+    one, other = (Said(0, partitions=frozenset({f"out-{number}"})) for number in range(2))
+    assert not lost.is_beside(other), "nothing was struck yet"
+    lost.first = one
+    assert lost.is_beside(other)
+    assert not lost.is_beside(one)
+    assert not lost.is_beside(Said(0, partitions=one.partitions | other.partitions))
+    assert not lost.is_beside(Said(0)), "of a request that names none nobody knows"
+    assert (lost.number, beside.rule.beside) == (1, 1)
+
+
+def test_a_rule_of_the_other_side_cannot_be_waited_for() -> None:
+    near = Rule("Produce", "reset", side="client")
+    for far in (Rule("Produce", "reset", beside=1), Rule("Produce", "delay", until=Event(rule=1))):
+        with pytest.raises(Misconfigured):
+            Plan([near, far])
+        assert len(Plan([near, Rule(**{**vars(far), "side": "client"})]).rules) == 2
+
+
 def test_a_rule_that_did_not_come_true_is_named_with_what_was_seen() -> None:
     plan = Plan(
         [
@@ -122,7 +142,9 @@ def test_a_plan_of_a_file_is_the_plan_of_python(tmp_path: Path) -> None:
         {"side": "left"},
         {"chance": 0.0},
         {"seconds": 1.0},
+        {"seconds": 1.0, "until": Event("EndTxn")},
         {"phase": Phase.LATE},
+        {"phase": Phase.LATE, "seconds": 1.0, "until": Event("EndTxn")},
         {"error": 3},
     ],
 )
