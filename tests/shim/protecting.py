@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -158,6 +158,9 @@ class Confluent:
             self.producer.close(timeout_s)  # type: ignore[call-arg]  # the stubs know no timeout
 
 
+_HANGS_S = 45.0  # a request of its own is given up after 30 s and sent again
+
+
 class Python:
     """kafka-python."""
 
@@ -167,6 +170,7 @@ class Python:
     def __init__(self, servers: str, name: str, backoff_ms: int = 20) -> None:
         self.producer = python_producer(servers, name, retry_backoff_ms=backoff_ms, linger_ms=0)
         self.offered: list[Any] = []
+        self.hung = False
         self._lines: list[str] = []
         self._handler = _Lines(self._lines, name)
         logging.getLogger("kafka.producer.sender").addHandler(self._handler)
@@ -189,14 +193,22 @@ class Python:
 
     def send_offset(self, group: str, source: str, offset: int) -> None:
         offsets = {PythonPartition(source, 0): OffsetAndMetadata(offset, "", -1)}
-        self.producer.send_offsets_to_transaction(offsets, group)
+        self._bounded(lambda: self.producer.send_offsets_to_transaction(offsets, group))
 
     def end(self, committed: bool) -> None:
-        (self.producer.commit_transaction if committed else self.producer.abort_transaction)()
+        self._bounded(self.producer.commit_transaction if committed else self.producer.abort_transaction)
+
+    def _bounded(self, call: Callable[[], object]) -> None:
+        """It waits for ever for a group's coordinator that died in between (3.0.12, with and without a shim)."""
+        try:
+            InThread(call).result(_HANGS_S)
+        except TooSlow:
+            self.hung = True
+            raise TimeoutError("kafka-python did not return") from None
 
     def close(self, timeout_s: float | None = None) -> None:
         logging.getLogger("kafka.producer.sender").removeHandler(self._handler)
-        self.producer.close(timeout=timeout_s)
+        self.producer.close(timeout=0 if self.hung else timeout_s)
 
 
 Client = Confluent | Python

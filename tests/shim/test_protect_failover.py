@@ -31,6 +31,7 @@ def leader_of(cluster: LocalKafka, topic: str) -> int:
     return int(metadata.topics[topic].partitions[0].leader)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("deaths", [1, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("role", ["coordinator", "leader"])
 @pytest.mark.parametrize("client_name", ["confluent-kafka", pytest.param("kafka-python", marks=pytest.mark.long)])
@@ -51,7 +52,7 @@ def test_the_death_of_a_coordinator_or_a_leader_costs_no_record(
                 cluster.kill(victim)
                 try:
                     before = ledger.committed
-                    eventually(lambda since=before: ledger.committed >= since + 20, 120)
+                    eventually(lambda since=before: ledger.committed >= since + 20, 180)
                 finally:  # whoever has the cluster next wants three nodes
                     cluster.start(victim)
                     cluster.wait_in_sync()
