@@ -43,6 +43,8 @@ TABLE: dict[tuple[Call | Literal["*"], int], Action] = {
     (ANY, _K._STATE): Action.BUG,
     (ANY, _K._NOT_CONFIGURED): Action.BUG,
     ("init", _K.INVALID_TRANSACTION_TIMEOUT): Action.MISCONFIGURED,
+    # Nobody to ask: a newer instance initialised while this init aborted what a predecessor left open.
+    ("init", _K._FENCED): Action.FENCED,
     (ANY, _K._INVALID_ARG): Action.MISCONFIGURED,
     # One record is refused, by the client before it left or by the broker.
     ("produce", _K.MSG_SIZE_TOO_LARGE): Action.POISON,

@@ -198,9 +198,6 @@ class TransactionalProducer:
             self._call(client, "init", client.producer.init_transactions, deadline=deadline)
         except CallFailed as failure:
             _retire(client)
-            if isinstance(failure.error, KafkaException) and failure.error.args[0].code() == KafkaError._FENCED:
-                # Nobody to ask: a newer instance initialised while this init aborted what a predecessor left open.
-                raise stop_error(CallFailed("init", Action.FENCED, failure.error)) from failure
             if failure.action in (Action.RETRY, Action.REBUILD, Action.ABORT, Action.SETTLE):
                 raise Unavailable(
                     f"{transactional_id} could not be initialised at {self._settings.bootstrap_servers}: {failure} (a "

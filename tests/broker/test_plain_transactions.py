@@ -184,12 +184,12 @@ def test_a_commit_that_is_refused_without_its_outcome_is_said_to_be_unknown_and_
         late = proxy.on(ApiKey.EndTxn, Fault.LATE_COPY)
         with pytest.raises(ZeroDivisionError), transactions.begin() as txn:
             txn.send(topic, "aborted", partition=0)
-            assert transactions._producer.client.producer.flush(30) == 0, "the broker has it"
+            assert transactions._producer.client.producer.flush(30) == 0, "not acknowledged in 30 s"
             _ = 1 // 0
         late.wait()
         with pytest.raises(CommitOutcomeUnknown, match="INVALID_TXN_STATE"), transactions.begin() as txn:
             txn.send(topic, "perhaps", partition=0)
-            assert transactions._producer.client.producer.flush(30) == 0, "the broker has it"
+            assert transactions._producer.client.producer.flush(30) == 0, "not acknowledged in 30 s"
             late.deliver_late()
         with transactions.begin() as txn:
             txn.send(topic, "seen", partition=1)

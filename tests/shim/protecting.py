@@ -80,6 +80,9 @@ def python_producer(servers: str, name: str, **more: Any) -> Any:
     return producer
 
 
+_HANGS_S = 45.0  # kafka-python gives a request up after 30 s and sends it again
+
+
 class _Lines(logging.Handler):
     def __init__(self, lines: list[str], about: str = "") -> None:
         super().__init__()
@@ -90,7 +93,20 @@ class _Lines(logging.Handler):
             self._lines.append(record.getMessage())
 
 
-class Confluent:
+class _Hanging:
+    """A client whose calls may never return."""
+
+    hung = False
+
+    def _bounded(self, call: Callable[[], object], timeout_s: float) -> None:
+        try:
+            InThread(call).result(timeout_s)
+        except TooSlow:
+            self.hung = True
+            raise TimeoutError(f"the client's call did not return within {timeout_s:g} s") from None
+
+
+class Confluent(_Hanging):
     """A transactional client; the same face for each library, so that one test judges both."""
 
     # What a late request of an aborted transaction is told: the identity ended with it.
@@ -100,7 +116,6 @@ class Confluent:
     def __init__(self, servers: str, name: str, backoff_ms: int = 20, debug: str = "") -> None:
         self.disconnects: list[str] = []
         self.lines: list[str] = []  # what librdkafka says, with `debug`
-        self.hung = False
         more: dict[str, Any] = {"retry.backoff.ms": backoff_ms, "retry.backoff.max.ms": max(backoff_ms, 1_000)}
         more["metadata.recovery.strategy"] = "none"  # with rebootstrap the hang below comes at every kill of the shim
         if debug:
@@ -136,14 +151,9 @@ class Confluent:
         finally:
             consumer.close()
         positions = [TopicPartition(source, 0, offset)]
-        call = InThread(lambda: self.producer.send_offsets_to_transaction(positions, metadata, 10))
-        try:
-            call.result(25)
-        except TooSlow:
-            # It waits for a coordinator that was away, past its time-out (librdkafka issues 5456 and 5511), and a
-            # producer inside a call cannot be closed.
-            self.hung = True
-            raise TimeoutError("send_offsets_to_transaction did not return") from None
+        # It waits for a coordinator that was away, past its time-out (librdkafka issues 5456 and 5511), and a producer
+        # inside a call cannot be closed.
+        self._bounded(lambda: self.producer.send_offsets_to_transaction(positions, metadata, 10), 25)
 
     def end(self, committed: bool) -> None:
         (self.producer.commit_transaction if committed else self.producer.abort_transaction)(30)
@@ -158,10 +168,7 @@ class Confluent:
             self.producer.close(timeout_s)  # type: ignore[call-arg]  # the stubs know no timeout
 
 
-_HANGS_S = 45.0  # a request of its own is given up after 30 s and sent again
-
-
-class Python:
+class Python(_Hanging):
     """kafka-python."""
 
     late_after_abort: Mapping[str, int] = {"EndTxn": 51, "Produce": 19}
@@ -170,7 +177,6 @@ class Python:
     def __init__(self, servers: str, name: str, backoff_ms: int = 20) -> None:
         self.producer = python_producer(servers, name, retry_backoff_ms=backoff_ms, linger_ms=0)
         self.offered: list[Any] = []
-        self.hung = False
         self._lines: list[str] = []
         self._handler = _Lines(self._lines, name)
         logging.getLogger("kafka.producer.sender").addHandler(self._handler)
@@ -193,18 +199,11 @@ class Python:
 
     def send_offset(self, group: str, source: str, offset: int) -> None:
         offsets = {PythonPartition(source, 0): OffsetAndMetadata(offset, "", -1)}
-        self._bounded(lambda: self.producer.send_offsets_to_transaction(offsets, group))
+        # It waits for ever for a group's coordinator that died in between (3.0.12, with and without a shim).
+        self._bounded(lambda: self.producer.send_offsets_to_transaction(offsets, group), _HANGS_S)
 
     def end(self, committed: bool) -> None:
-        self._bounded(self.producer.commit_transaction if committed else self.producer.abort_transaction)
-
-    def _bounded(self, call: Callable[[], object]) -> None:
-        """It waits for ever for a group's coordinator that died in between (3.0.12, with and without a shim)."""
-        try:
-            InThread(call).result(_HANGS_S)
-        except TooSlow:
-            self.hung = True
-            raise TimeoutError("kafka-python did not return") from None
+        self._bounded(self.producer.commit_transaction if committed else self.producer.abort_transaction, _HANGS_S)
 
     def close(self, timeout_s: float | None = None) -> None:
         logging.getLogger("kafka.producer.sender").removeHandler(self._handler)

@@ -15,8 +15,9 @@ import pytest
 from confluent_kafka import KafkaException, Producer
 
 from eos.broker import LocalKafka
+from tests.shim.protecting import producer_of, send, texts
 from tests.shim.shims import RunningShim, eventually, launch, start
-from tests.support.reading import create_topic, settled_values, transaction_of
+from tests.support.reading import create_topic, transaction_of
 
 Names = Callable[[str], str]
 
@@ -38,23 +39,9 @@ def last_lines(shim: RunningShim) -> str:
     return "\n".join(event["line"] for event in shim.named("unreadable"))
 
 
-def producer_of(servers: str, name: str, **more: Any) -> Producer:
-    settings = {"bootstrap.servers": servers, "transactional.id": name, "linger.ms": 0, "log_level": 0}
-    producer = Producer(settings | {"retry.backoff.ms": 20} | more)
-    producer.init_transactions(30)
-    return producer
-
-
-def send(producer: Producer, topic: str, value: str, partition: int = 0) -> list[Any]:
-    errors: list[Any] = []
-    producer.produce(topic, value, partition=partition, on_delivery=lambda error, _: errors.append(error))
-    assert producer.flush(30) == 0
-    return [error for error in errors if error is not None]
-
-
-def texts(servers: str, topic: str) -> list[str]:
-    values = settled_values(servers, topic)
-    return [(value or b"").decode() for partition in sorted(values) for value in values[partition]]
+def plain_producer(shim: RunningShim) -> Producer:
+    """Without transactions."""
+    return Producer({"bootstrap.servers": shim.bootstrap_servers, "linger.ms": 0, "log_level": 0})
 
 
 def test_a_late_commit_arrives_when_the_next_transaction_has_a_record_and_commits_half_of_it(
@@ -175,7 +162,7 @@ def test_a_fault_beside_another_strikes_the_other_partition_whichever_was_first(
     beside = 1
     """
     with faulty(kafka, tmp_path, plan) as shim:
-        producer = Producer({"bootstrap.servers": shim.bootstrap_servers, "linger.ms": 0, "log_level": 0})
+        producer = plain_producer(shim)
         assert not send(producer, topic, "struck and sent again", partition=first)
         assert not send(producer, topic, "the same partition", partition=first)
         assert [error.name() for error in send(producer, topic, "x", partition=1 - first)] == ["INVALID_REQUEST"]
@@ -204,14 +191,14 @@ def test_an_answer_that_waits_for_another_rule_is_given_when_that_one_has_struck
     """
     with faulty(kafka, tmp_path, plan) as shim:
         told: list[tuple[int, str]] = []
-        producer = Producer({"bootstrap.servers": shim.bootstrap_servers, "linger.ms": 0, "log_level": 0})
+        producer = plain_producer(shim)
 
         def report(error: Any, message: Any) -> None:
             told.append((message.partition(), error.name()))
 
         producer.produce(topic, "waits", partition=0, on_delivery=report)
         eventually(lambda: texts(kafka.bootstrap_servers, topic))
-        other = Producer({"bootstrap.servers": shim.bootstrap_servers, "linger.ms": 0, "log_level": 0})
+        other = plain_producer(shim)
         assert not send(other, topic, "of another client, asked later and answered", partition=0)
         other.close()
         producer.poll(0)

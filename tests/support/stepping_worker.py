@@ -6,8 +6,7 @@ never change what a worker does.
 
 Protocol: one JSON object in the environment variable `EOS_STEPPING` (`Orders`); on stdout a line `AT <step> <n>` when
 the n-th occurrence of a step is held (`AT record <n>`: on the record of `hold_at`), after which one line on stdin lets
-it go on; `IDLE` when there was nothing to
-do for the first time since a step. It dies with its parent.
+it go on; `IDLE` when there was nothing to do for the first time since a step. It dies with its parent.
 """
 
 from __future__ import annotations

@@ -55,6 +55,7 @@ MEASURED = [
         "1/0/0",
         Action.MISCONFIGURED,
     ),
+    Row("two successors initialise at once", "init", K._FENCED, "1/0/0", Action.FENCED),
     Row("begin before init", "begin", K._STATE, "0/0/0", Action.BUG),
     Row("commit without begin", "commit", K._STATE, "0/0/0", Action.BUG),
     Row("no transactional.id", "init", K._NOT_CONFIGURED, "0/0/0", Action.BUG),

@@ -65,7 +65,8 @@ class FaultJob(Job):
             if strike.rule.phase is Phase.AFTER_APPLY:
                 exchange.notes[self] = strike
             else:
-                frame = self._made(strike, _ACTIONS[strike.rule.action].request(strike, frame))
+                frame = _ACTIONS[strike.rule.action].request(strike, frame)
+                strike.progress.made += 1
             self._open_what_waits_for_rules()
         if opened:
             frame = self._after(opened, frame)
@@ -74,14 +75,11 @@ class FaultJob(Job):
     def response(self, exchange: Exchange, frame: bytes) -> bytes:
         strike = exchange.notes.get(self)
         if isinstance(strike, Strike):
-            frame = self._made(strike, _ACTIONS[strike.rule.action].response(strike, frame))
+            frame = _ACTIONS[strike.rule.action].response(strike, frame)
+            strike.progress.made += 1
+            self._open_what_waits_for_rules()
         opened = exchange.notes.get(_ANSWERED, ())
         return self._after(opened, frame) if opened else frame
-
-    def _made(self, strike: Strike, frame: bytes) -> bytes:
-        strike.progress.made += 1
-        self._open_what_waits_for_rules()
-        return frame
 
     def _open_what_waits_for_rules(self) -> None:
         for strike in list(self._waiting_for_rules):

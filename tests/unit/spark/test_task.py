@@ -92,8 +92,7 @@ def test_a_failure_before_the_claim_is_sparks_to_run_again(
 
 
 def test_rows_of_another_share_are_refused(server: ClaimServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = unpack
-    monkeypatch.setattr(task, "unpack", lambda packed: list(real(packed))[::-1])
+    monkeypatch.setattr(task, "unpack", lambda packed: list(unpack(packed))[::-1])
     told = run(server, [0, 1])
     assert told.answer == Answer.REFUSED.name
     assert "got rows of target" in str(told.sentence)
