@@ -316,7 +316,9 @@ class TransactSession:
         self._membership = self._new_membership()
         try:
             self._membership.check_topics([*self.topics, *self.destinations], deadline)
-            self._start_producers(deadline)
+            with ClusterAdmin(self.settings) as admin:
+                self._start_producers(admin, deadline)
+                self._membership.make_way(admin)
             if self.until_end:
                 self._finish = Finish(self._membership)
             self._membership.join()
@@ -327,22 +329,21 @@ class TransactSession:
         self.producer.identity(0.5)  # comes with the first statistics; the log should name it from the start
         log.info("session started", group=self.group, topics=",".join(self.topics), **self.producer.who())
 
-    def _start_producers(self, deadline: float) -> None:
+    def _start_producers(self, admin: ClusterAdmin, deadline: float) -> None:
         """Fences every predecessor, in whichever way it used the two transactional.ids."""
         self._committer = Watchdog(f"eos-{self.transactional_id}-commit")
-        with ClusterAdmin(self.settings) as admin:
 
-            def end(transactional_id: str) -> None:
-                end_left_open(admin, [transactional_id])
+        def end(transactional_id: str) -> None:
+            end_left_open(admin, [transactional_id])
 
-            old_brokers = admin.transaction_version() < OLD_TRANSACTIONS
-            first = TransactionalProducer(self.settings, self.transactional_id, alternate=old_brokers, pulse=self.pulse)
-            self._producers = [first]
-            first.start(deadline, end)
-            if old_brokers:
-                return  # there the alternate id is for replacements
-            second = TransactionalProducer(self.settings, alternate_of(self.transactional_id), pulse=self.pulse)
-            second.start(deadline, end)
+        old_brokers = admin.transaction_version() < OLD_TRANSACTIONS
+        first = TransactionalProducer(self.settings, self.transactional_id, alternate=old_brokers, pulse=self.pulse)
+        self._producers = [first]
+        first.start(deadline, end)
+        if old_brokers:
+            return  # there the alternate id is for replacements
+        second = TransactionalProducer(self.settings, alternate_of(self.transactional_id), pulse=self.pulse)
+        second.start(deadline, end)
         if self._takes_turns:
             self._producers.append(second)
         else:

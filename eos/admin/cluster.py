@@ -278,7 +278,7 @@ class ClusterAdmin:
         return int(features.get("transaction.version", {}).get("finalized", (0, 0))[1])
 
     def members(self, group: str) -> list[dict[str, Any]]:
-        """Members of a classic group, as DescribeGroups shows them."""
+        """Members of a classic group, as DescribeGroups shows them: their subscriptions while the group is stable."""
         with _translated("DescribeGroups", f"group {group}", "DESCRIBE"):
             described: dict[str, Any] = self._client.describe_groups([group])[group]
         return list(described["members"])

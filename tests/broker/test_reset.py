@@ -2,112 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 import pytest
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicCollection, TopicPartition
-from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic  # type: ignore[attr-defined]
+from confluent_kafka import Consumer
+from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]
 
 from eos.broker import LocalKafka
+from tests.support.life import POISON, Life
 from tests.support.raw import raw_producer
-from tests.support.reading import create_topic, visible_values, wait_known, wait_until
+from tests.support.reading import create_topic, wait_until
 
 Names = Callable[[str], str]
-ROOT = Path(__file__).parents[2]
-POISON = b"poison"
-
-
-class Life:
-    """One App over the years: a directory, an input of two partitions, an output; the poison record raises."""
-
-    def __init__(self, kafka: LocalKafka, path: Path, app: str) -> None:
-        self.servers, self.path, self.app = kafka.bootstrap_servers, path, app
-        self.input, self.output = f"{app}-in", f"{app}-out"
-        create_topic(self.servers, self.input, 2)
-        create_topic(self.servers, self.output)
-        (path / "theapp.py").write_text(
-            f"from eos import App\napp = App({app!r})\n@app.process({self.input!r}, to={self.output!r})\n"
-            f"def copy(value: bytes) -> bytes:\n    assert value != {POISON!r}\n    return value\n"
-        )
-
-    def load(self, values: Sequence[bytes], partition: int = 0) -> None:
-        producer = Producer({"bootstrap.servers": self.servers})
-        for value in values:
-            producer.produce(self.input, value, partition=partition)
-        assert producer.flush(30) == 0
-
-    def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "eos", *arguments, "--bootstrap-servers", self.servers]
-
-    def eos(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        return subprocess.run(
-            self.command(*arguments),
-            cwd=self.path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-
-    def run(self, *more: str) -> subprocess.CompletedProcess[str]:
-        return self.eos("run", "theapp.py:app", "--instance", "one", "--until-end", *more)
-
-    def start(self, *more: str, stderr: IO[bytes] | int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
-        """A worker that runs until it is stopped."""
-        return subprocess.Popen(
-            self.command("run", "theapp.py:app", *more),
-            cwd=self.path,
-            stderr=stderr,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )
-
-    def make_input_anew(self, values: Sequence[bytes]) -> None:
-        admin = AdminClient({"bootstrap.servers": self.servers})
-
-        def id_now() -> str | None:
-            try:
-                return str(admin.describe_topics(TopicCollection([self.input]))[self.input].result(10).topic_id)
-            except KafkaException:
-                return None
-
-        def create() -> bool:
-            try:
-                admin.create_topics([NewTopic(self.input, 2, 1)])[self.input].result(30)
-            except KafkaException as error:
-                # The controller may take a moment to forget the old one.
-                if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
-                    raise
-                return False
-            return True
-
-        was = id_now()
-        assert was is not None
-        # By one client that is connected, and at once: a worker's client that looks between the two finds no topic at
-        # all, which is another end (69) than that of a topic made anew (66).
-        admin.delete_topics([self.input])[self.input].result(30)
-        wait_until("the creation", create, 30)
-        wait_until("the new topic", lambda: id_now() not in (None, was), 30)
-        wait_known(self.servers, {self.input: 2})
-        self.load(values)
-
-    def reset(self, *more: str) -> subprocess.CompletedProcess[str]:
-        return self.eos("reset", "theapp.py:app", *more)
-
-    def outputs(self) -> list[bytes | None]:
-        return sorted(v for values in visible_values(self.servers, self.output).values() for v in values if v)
-
-    def committed(self) -> list[int]:
-        consumer = Consumer({"bootstrap.servers": self.servers, "group.id": self.app})
-        found = consumer.committed([TopicPartition(self.input, p) for p in range(2)], timeout=15)
-        consumer.close()
-        return [max(tp.offset, -1) for tp in found]
 
 
 @pytest.fixture
@@ -206,6 +113,34 @@ def test_other_instance_names_go_on_where_the_old_ones_stopped(life: Life) -> No
     renamed = life.eos("run", "theapp.py:app", "--instance", "another", "--until-end")
     assert renamed.returncode == 0, renamed.stderr
     assert life.outputs() == [b"a", b"b"]
+
+
+@pytest.mark.parametrize("more", [(), ("-X", "partition.assignment.strategy=range")])
+def test_an_app_whose_sources_changed_reads_the_new_ones_and_no_others_right_after_a_kill(
+    life: Life, more: tuple[str, ...]
+) -> None:
+    """A static member that comes back gets the partitions of before without a rebalance, whatever it subscribes to."""
+    first, second = life.input, create_topic(life.servers, f"{life.input}-2")
+    file = life.path / "theapp.py"
+    before = file.read_text()
+    life.load([b"a"])
+    worker = life.start("--instance", "one", *more)
+    try:
+        wait_until("its output", lambda: life.outputs() == [b"a"], 60)
+    finally:
+        worker.kill()
+        worker.wait(10)
+    for value, sources in ((b"b", [first, second]), (b"c", [second])):
+        file.write_text(before.replace(repr(first), repr(sources)))
+        life.load([value], topic=second)
+        life.load([b"not read" if first not in sources else value], topic=first)
+        wanted = [*life.outputs(), *[value] * len(sources)]
+        worker = life.start("--instance", "one", *more)
+        try:
+            wait_until("the outputs of both", lambda wanted=wanted: life.outputs() == wanted, 60)  # type: ignore[misc]
+        finally:
+            worker.kill()
+            worker.wait(10)
 
 
 def test_a_topic_made_anew_while_no_worker_runs_is_read_from_its_beginning(life: Life) -> None:

@@ -125,3 +125,37 @@ def test_partitions_are_asked_for_again_while_no_broker_answers() -> None:
 def test_partitions_that_may_not_be_seen_are_a_missing_right_with_its_topic() -> None:
     with pytest.raises(NotAuthorised, match="topic in: not authorised to READ it"):
         _of(_Cluster(KafkaError.TOPIC_AUTHORIZATION_FAILED)).stable_ends()
+
+
+class _Group:
+    """A cluster in whose group the instance `one` subscribed to these topics (None: nothing is told)."""
+
+    def __init__(self, topics: list[str] | None) -> None:
+        told: Any = b"" if topics is None else {"topics": topics}
+        self._members = [{"group_instance_id": name, "member_metadata": told} for name in ("other", "one")]
+        self.removed: list[str] = []
+
+    def members(self, group: str) -> list[dict[str, Any]]:
+        return self._members
+
+    def remove_member(self, group: str, instance: str) -> None:
+        self.removed.append(instance)
+
+
+@pytest.mark.parametrize(
+    ("before", "leaves"), [(["in"], False), (["in", "x"], True), ([], True), (["x"], True), (None, False)]
+)
+def test_a_predecessor_that_read_other_topics_leaves_the_group_first(before: list[str] | None, leaves: bool) -> None:
+    """A static member that comes back gets the partitions of before, whatever it subscribes to."""
+    for settings, names in (({"group.instance.id": "one"}, ["one"]), ({"group.protocol": "consumer"}, [])):
+        group: Any = _Group(before)
+        _of(_Cluster(), **settings).make_way(group)
+        assert group.removed == (names if leaves else [])
+
+
+def test_a_group_that_cannot_be_described_is_joined_all_the_same() -> None:
+    def members(group: str) -> None:
+        raise Unavailable("no coordinator yet")
+
+    admin: Any = SimpleNamespace(members=members)
+    _of(_Cluster(), **{"group.instance.id": "one"}).make_way(admin)

@@ -1,0 +1,117 @@
+"""One App over the years on real Kafka: its file, its topics, and the commands a user runs on it.
+
+It must never import the worker: every command is a process of its own, as a user's are.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicCollection, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from eos.broker import LocalKafka
+from tests.support.reading import create_topic, visible_values, wait_known, wait_until
+
+ROOT = Path(__file__).parents[2]
+POISON = b"poison"
+
+
+class Life:
+    """One App over the years: a directory, an input of two partitions, an output; the poison record raises.
+
+    `pattern`: what stands in its source's place in the App's definition.
+    """
+
+    def __init__(
+        self, kafka: LocalKafka, path: Path, app: str, pattern: str | None = None, on_error: str = "stop"
+    ) -> None:
+        self.servers, self.path, self.app = kafka.bootstrap_servers, path, app
+        self.input, self.output = f"{app}-in", f"{app}-out"
+        create_topic(self.servers, self.input, 2)
+        create_topic(self.servers, self.output)
+        source = pattern or self.input
+        (path / "theapp.py").write_text(
+            f"from eos import App\napp = App({app!r})\n"
+            f"@app.process({source!r}, to={self.output!r}, on_error={on_error!r})\n"
+            f"def copy(value: bytes) -> bytes:\n    assert value != {POISON!r}\n    return value\n"
+        )
+
+    def load(self, values: Sequence[bytes], partition: int = 0, topic: str | None = None) -> None:
+        producer = Producer({"bootstrap.servers": self.servers})
+        for value in values:
+            producer.produce(topic or self.input, value, partition=partition)
+        assert producer.flush(30) == 0
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "eos", *arguments, "--bootstrap-servers", self.servers]
+
+    def eos(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        return subprocess.run(
+            self.command(*arguments),
+            cwd=self.path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    def run(self, *more: str) -> subprocess.CompletedProcess[str]:
+        return self.eos("run", "theapp.py:app", "--instance", "one", "--until-end", *more)
+
+    def start(self, *more: str, stderr: IO[bytes] | int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+        """A worker that runs until it is stopped."""
+        return subprocess.Popen(
+            self.command("run", "theapp.py:app", *more),
+            cwd=self.path,
+            stderr=stderr,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+
+    def make_input_anew(self, values: Sequence[bytes]) -> None:
+        admin = AdminClient({"bootstrap.servers": self.servers})
+
+        def id_now() -> str | None:
+            try:
+                return str(admin.describe_topics(TopicCollection([self.input]))[self.input].result(10).topic_id)
+            except KafkaException:
+                return None
+
+        def create() -> bool:
+            try:
+                admin.create_topics([NewTopic(self.input, 2, 1)])[self.input].result(30)
+            except KafkaException as error:
+                # The controller may take a moment to forget the old one.
+                if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                    raise
+                return False
+            return True
+
+        was = id_now()
+        assert was is not None
+        # By one client that is connected, and at once: a worker's client that looks between the two finds no topic at
+        # all, which is another end (69) than that of a topic made anew (66).
+        admin.delete_topics([self.input])[self.input].result(30)
+        wait_until("the creation", create, 30)
+        wait_until("the new topic", lambda: id_now() not in (None, was), 30)
+        wait_known(self.servers, {self.input: 2})
+        self.load(values)
+
+    def reset(self, *more: str) -> subprocess.CompletedProcess[str]:
+        return self.eos("reset", "theapp.py:app", *more)
+
+    def outputs(self) -> list[bytes | None]:
+        return sorted(v for values in visible_values(self.servers, self.output).values() for v in values if v)
+
+    def committed(self) -> list[int]:
+        consumer = Consumer({"bootstrap.servers": self.servers, "group.id": self.app})
+        found = consumer.committed([TopicPartition(self.input, p) for p in range(2)], timeout=15)
+        consumer.close()
+        return [max(tp.offset, -1) for tp in found]
