@@ -26,7 +26,7 @@ import msgspec
 
 from eos import concurrent
 from eos.errors import ConfigurationError, IllegalState
-from eos.policies import Policy, dead_letter_topic, policy_of, stop
+from eos.policies import DEAD_LETTER_SUFFIX, Policy, dead_letter_topic, policy_of, stop
 from eos.serde import (
     Decode,
     Encode,
@@ -212,11 +212,6 @@ class Route:
         # No loop in its place: an error out of it could not say which record it is about.
         self.outputs_batch = functools.partial(_not_a_batch_route, self.name)
 
-    @property
-    def dead_letter_topics(self) -> tuple[str, ...]:
-        """Where its dead letters go, if its policy writes any."""
-        return tuple(map(dead_letter_topic, self.sources)) if self.on_error.verdict == "dlq" else ()
-
     def __reduce__(self) -> tuple[object, ...]:
         # msgspec decoders and closures cannot be pickled; Spark ships routes to its executors: compile again there.
         parts = ("function", "annotation", "sources", "destinations", "batch", "on_error", "decode", "encode")
@@ -236,19 +231,56 @@ class App:
     def __init__(self, id: str) -> None:
         _check_name(id, "the id of an App")
         self.id = id
-        self.routes: dict[str, Route] = {}  # by source topic
+        self.routes: dict[str, Route] = {}  # by source topic, those that patterns matched too
+        self.patterns: dict[re.Pattern[str], Route] = {}
         self.start_hooks: list[Callable[[], object]] = []
         self.stop_hooks: list[Callable[[], object]] = []
 
     @property
     def topics(self) -> list[str]:
-        """All source topics, in the order of their definition."""
+        """All source topics, in the order of their definition; those that were taken in come last."""
         return list(self.routes)
 
     @property
     def destinations(self) -> set[str]:
         """All topics that may be written to, those of dead letters too."""
-        return {topic for route in self.routes.values() for topic in (*route.destinations, *route.dead_letter_topics)}
+        return _written(self.routes, self.functions)
+
+    @property
+    def functions(self) -> list[Route]:
+        """Every function once; those that get records by a pattern alone come last."""
+        return list(dict.fromkeys([*self.routes.values(), *self.patterns.values()]))
+
+    def matched(self, there: Iterable[str]) -> dict[str, Route]:
+        """The topics among `there` that `take_in` would add, sorted, with their functions."""
+        found: dict[str, Route] = {}
+        # A destination of the App is never among them: a pattern that matches one is refused at its definition.
+        for topic in sorted(set(there) - self.routes.keys()):
+            routes = list(dict.fromkeys(r for p, r in self.patterns.items() if _takes(p, topic)))
+            if len(routes) > 1:
+                raise ConfigurationError(
+                    f"the topic {topic!r} matches the patterns of two functions, {routes[0].name} and "
+                    f"{routes[1].name}: one function per topic; name it, or make one of the patterns narrower"
+                )
+            if routes:
+                found[topic] = routes[0]
+        return found
+
+    def take_in(self, there: Iterable[str]) -> list[str]:
+        """Gives the topics among `there` that a pattern matches to its function; returns those that are new.
+
+        A topic that a function names stays that one's. Never taken: names that begin with `__`, and dead letters.
+        Raises ConfigurationError, and takes nothing, when the patterns of two functions match one topic.
+        """
+        new = self.matched(there)
+        self.routes |= new
+        return list(new)
+
+    def __copy__(self) -> App:
+        """What a copy takes in, the original does not."""
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self), routes=dict(self.routes), patterns=dict(self.patterns))
+        return copied
 
     def process(
         self,
@@ -262,6 +294,9 @@ class App:
         """Decorate a function that gets one record of `topics` (what of it: by its annotation) and returns None, a
         value, an Out, or a list, tuple or generator of those. The first of `to` is where values go. The function
         stays as it is.
+
+        A topic that begins with `^` is a pattern: a regular expression of Python's `re` that must match the whole name.
+        Topics that match are read, those too that come while a worker runs.
 
         An `async def` runs on many records at once (`eos.async.max.records`); outputs keep the input's order.
         `on_error`: eos.stop, eos.skip, eos.dlq or eos.retry(n, then=...), see eos.policies. `decode(value)` makes what
@@ -289,8 +324,8 @@ class App:
         """Decorate a function that gets a `list[Record]` and returns an iterable of Out, for speed: made by
         `record.out(value)`, or by `Out(value, key=...)`. The function stays as it is.
 
-        `on_error`, `encode`: as for `process`. A batch function that raises is run again record by record, unless the
-        policy is stop, which names the range.
+        `topics`, `on_error`, `encode`: as for `process`. A batch function that raises is run again record by record,
+        unless the policy is stop, which names the range.
         """
         sources, destinations, policy = _definition(topics, to, on_error)
 
@@ -321,31 +356,60 @@ class App:
 
     def check(self) -> None:
         """Raises ConfigurationError for an App that has nothing to run."""
-        if not self.routes:
+        if not self.functions:
             raise ConfigurationError(
                 f'the App {self.id!r} has no function: decorate one with @app.process("topic", to="topic")'
             )
 
     def _add(self, route: Route) -> None:
         # All checks before the first change: a refused function leaves the App as it was.
-        for topic in route.sources:
+        names = dict.fromkeys((source for source in route.sources if not is_pattern(source)), route)
+        patterns = dict.fromkeys((re.compile(source) for source in route.sources if is_pattern(source)), route)
+        for topic in names:
             if topic in self.routes:
                 raise ConfigurationError(
                     f"the topic {topic!r} has two functions, {self.routes[topic].name} and {route.name}: "
                     "one function per topic, or two Apps"
                 )
-        written = {*self.destinations, *route.destinations, *route.dead_letter_topics}
-        loops = {*self.routes, *route.sources} & written
-        if loops:
+        for pattern in patterns:
+            if pattern in self.patterns:
+                raise ConfigurationError(
+                    f"the pattern {pattern.pattern!r} has two functions, {self.patterns[pattern].name} and "
+                    f"{route.name}: one function per topic, or two Apps"
+                )
+        routes, patterns = self.routes | names, self.patterns | patterns
+        written = _written(routes, [*self.functions, route])
+        if loops := routes.keys() & written:
             raise ConfigurationError(
                 f"the topic {min(loops)!r} is both a source and a destination of the App {self.id!r}: its records "
                 "could come back for ever; chain steps as Apps of their own"
             )
-        for topic in route.sources:
-            self.routes[topic] = route
+        for pattern in patterns:
+            if caught := [topic for topic in sorted(written) if _takes(pattern, topic)]:
+                raise ConfigurationError(
+                    f"the pattern {pattern.pattern!r} matches {caught[0]!r}, a destination of the App {self.id!r}: its "
+                    "records could come back for ever; make it narrower, or chain steps as Apps of their own"
+                )
+        self.routes, self.patterns = routes, patterns
 
     def __repr__(self) -> str:
-        return f"App({self.id!r}, {list({id(r): r for r in self.routes.values()}.values())})"
+        return f"App({self.id!r}, {self.functions})"
+
+
+def is_pattern(source: str) -> bool:
+    """Whether a source is a pattern and no name, as librdkafka's and Java's subscribe tell them apart."""
+    return source.startswith("^")
+
+
+def _takes(pattern: re.Pattern[str], topic: str) -> bool:
+    """Kafka's own topics are nobody's input, and dead letters come back only on purpose."""
+    never = topic.startswith("__") or topic.endswith(DEAD_LETTER_SUFFIX)
+    return not never and pattern.fullmatch(topic) is not None
+
+
+def _written(routes: Mapping[str, Route], functions: Iterable[Route]) -> set[str]:
+    dead = {dead_letter_topic(topic) for topic, route in routes.items() if route.on_error.verdict == "dlq"}
+    return dead.union(*(route.destinations for route in functions))
 
 
 # ----------------------------------------------------------------------------------------- checks of a definition
@@ -366,20 +430,31 @@ def _definition(
     policy = policy_of(on_error)
     if callable(topics):
         raise ConfigurationError('the decorator needs its topics: @app.process("topic", to="topic")')
-    sources, destinations = _names(topics, "a source topic"), _names(to, "a destination topic")
+    sources, destinations = _listed(topics), _listed(to)
+    for source in sources:
+        if isinstance(source, str) and is_pattern(source):
+            _check_pattern(source)
+            continue
+        _check_name(source, "a source topic")
+        if policy.verdict == "dlq":
+            _check_name(dead_letter_topic(source), "the topic of dead letters")
+    for destination in destinations:
+        _check_name(destination, "a destination topic")
     if not sources:
         raise ConfigurationError("a function needs at least one source topic")
-    if policy.verdict == "dlq":
-        for source in sources:
-            _check_name(dead_letter_topic(source), "the topic of dead letters")
-    return sources, destinations, policy
+    return tuple(dict.fromkeys(sources)), tuple(dict.fromkeys(destinations)), policy
 
 
-def _names(topics: object, what: str) -> tuple[str, ...]:
+def _listed(topics: object) -> list[str]:
     names = [topics] if isinstance(topics, str) or not isinstance(topics, Iterable) else list(topics)
-    for name in names:
-        _check_name(name, what)
-    return tuple(dict.fromkeys(cast("list[str]", names)))
+    return cast("list[str]", names)  # checked by whoever asked
+
+
+def _check_pattern(source: str) -> None:
+    try:
+        re.compile(source)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ConfigurationError(f"the pattern {source!r} is not a regular expression: {error}") from error
 
 
 def _annotation(function: Callable[..., object], default: object, frame: types.FrameType) -> object:

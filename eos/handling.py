@@ -101,7 +101,7 @@ class Handler:
         self._app, self._ledger = app, ledger
         self._concurrent_most, self._batch_most = concurrent_most, batch_most
         self._feeds: dict[Route, Feed] = {}
-        for route in app.routes.values():
+        for route in app.functions:
             if ledger is not None:
                 check_route(route)
             self._feeds[route] = self._noted(route, route.feed if ledger is None else self._feed_of(route.each))

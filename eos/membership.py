@@ -93,6 +93,8 @@ class Membership:
         """Where partitions without a committed offset began under `latest`: to be committed at once."""
         self.lost_sentence: str | None = None
         """Why the open transaction cannot commit: the group took partitions away that it took records of."""
+        self.came_later: set[str] = set()
+        """Topics that are younger than the group: read from their beginning, under `latest` too."""
         self._known_starts: dict[Partition, int] = {}
         self._unresolved: set[Partition] = set()  # assigned by the group, not begun yet
         self._next_resolve = 0.0
@@ -157,6 +159,20 @@ class Membership:
 
     def join(self) -> None:
         self._topic_ids.start()
+        self._subscribe()
+
+    def read_too(self, topics: Sequence[str]) -> None:
+        """Reads all of `topics` from now on, new ones among them; not inside a transaction. The group rebalances, and
+        only members that subscribed get a topic's partitions. CallFailed: the consumer cannot, and must be given up."""
+        self._topics = list(topics)
+        self._topic_ids.watch(topics)
+        try:
+            self._subscribe()
+        except KafkaException as error:
+            # Only one that met a fatal error refuses it; the next poll would meet that too.
+            raise CallFailed("consume", Action.FENCED, error) from error
+
+    def _subscribe(self) -> None:
         self.consumer.subscribe(
             self._topics, on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost
         )
@@ -373,10 +389,10 @@ class Membership:
             return None
         missing = [p for p, tp in starts.items() if tp.offset < 0]
         latest = str(self._settings.get("auto.offset.reset", "earliest")) == "latest"
-        known = self._topics_with_commits({topic for topic, _ in missing}) if latest and missing else set()
+        known = self.topics_with_commits({topic for topic, _ in missing} - self.came_later) if latest else set()
         for topic, partition in missing:
             # A partition that came later than the group's first commit is new: its first records count too.
-            if not latest or topic in known:
+            if not latest or topic in known or topic in self.came_later:
                 starts[topic, partition] = TopicPartition(topic, partition, OFFSET_BEGINNING)
             else:
                 start = self._known_starts.get((topic, partition))
@@ -385,7 +401,8 @@ class Membership:
                 self.new_starts[topic, partition] = end
         return starts
 
-    def _topics_with_commits(self, topics: set[str]) -> set[str]:
+    def topics_with_commits(self, topics: Iterable[str]) -> set[str]:
+        """Those of which the group has committed offsets, once these are stable."""
         return {
             topic
             for topic in topics

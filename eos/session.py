@@ -19,6 +19,7 @@ come to pass, it goes down with it (`_finish_leaving`). So what can be committed
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -31,7 +32,7 @@ from confluent_kafka import Consumer, TopicPartition
 from eos import log
 from eos.admin.cluster import ClusterAdmin
 from eos.admin.fence import end_left_open
-from eos.app import Fed, Feed, Record
+from eos.app import Fed, Feed, Record, is_pattern
 from eos.claim import Claim
 from eos.errors import (
     Action,
@@ -221,7 +222,10 @@ class TransactSession:
         until_end: bool = False,
         destinations: Sequence[str] = (),
         ledger: Ledger | None = None,
+        new_topics: Callable[[], Sequence[str]] | None = None,
     ) -> None:
+        """`new_topics`: asked when no transaction is open, for names to read from then on as well. Such a session is
+        made before its `topics` are known, and they are set before its start."""
         self.settings = settings if isinstance(settings, Settings) else Settings(settings)
         named = [t.strip() for t in self.settings["eos.input.topics"].split(",") if t.strip()]
         self.topics = list(topics) if topics is not None else named
@@ -229,8 +233,14 @@ class TransactSession:
         for name in ("group.id", "transactional.id"):
             if not self.settings.get(name):
                 raise ConfigurationError(f"{name} must be set for a session")
-        if not self.topics:
+        if not self.topics and new_topics is None:
             raise ConfigurationError("a session needs topics: TransactSession(settings, [...]) or eos.input.topics")
+        if patterns := [topic for topic in self.topics if is_pattern(topic)]:
+            # librdkafka would take topics in, and out, at moments of its own.
+            raise ConfigurationError(
+                f"a session reads topics by their names, not by the pattern {patterns[0]!r}: patterns are for an App's "
+                "functions"
+            )
         self.group: str = self.settings["group.id"]
         self.transactional_id: str = self.settings["transactional.id"]
         self.counters = Counters()
@@ -241,6 +251,8 @@ class TransactSession:
         """Test seam: called with the name of each step before it happens; the product never sets it."""
         self.on_idle: Callable[[], None] = lambda: None
         """Called about every 100 ms while there is nothing to do."""
+        self.by_pattern: set[str] = set()
+        """Those of `topics` that nobody named."""
         self.on_refused: Callable[[Record, CallFailed], None] = _stop_at_refused
         """Called after the abort when an output of this record was refused for good; its records come again unless this
         raises."""
@@ -251,6 +263,8 @@ class TransactSession:
         self._limit = self._most  # shrinks while a record that the broker refuses is being found
         self._positions: Positions[Record] = Positions()
         self._ledger = ledger  # what the worker counts, committed beside the offsets
+        self._new_topics: Callable[[], Sequence[str]] = new_topics or tuple
+        self._came_later: set[str] = set()  # see Membership
         self._open: Transaction | None = None
         self._began_at = 0.0
         self._gathering_since = 0.0  # before it nothing waited for the next transaction
@@ -319,6 +333,7 @@ class TransactSession:
             with ClusterAdmin(self.settings) as admin:
                 self._start_producers(admin, deadline)
                 self._membership.make_way(admin)
+            self._came_later |= self._came_without_us()
             if self.until_end:
                 self._finish = Finish(self._membership)
             self._membership.join()
@@ -328,6 +343,14 @@ class TransactSession:
         self._ours_until = time.time()
         self.producer.identity(0.5)  # comes with the first statistics; the log should name it from the start
         log.info("session started", group=self.group, topics=",".join(self.topics), **self.producer.who())
+
+    def _came_without_us(self) -> set[str]:
+        """Topics of patterns that came while no worker ran, or whose first worker died before it committed anything of
+        them: the group has offsets, but none of these. Where it has none at all, `latest` is about every topic."""
+        if not self.by_pattern or self.settings.get("auto.offset.reset") != "latest":
+            return set()
+        committed = self.membership.topics_with_commits(self.topics)
+        return self.by_pattern - committed if committed else set()
 
     def _start_producers(self, admin: ClusterAdmin, deadline: float) -> None:
         """Fences every predecessor, in whichever way it used the two transactional.ids."""
@@ -388,6 +411,7 @@ class TransactSession:
             self.settings, self.topics, self._positions, self._ledger, with_ends=self.until_end, pulse=self.pulse
         )
         membership.rebalances = self.counters.rebalances
+        membership.came_later = self._came_later
         return membership
 
     def pause(self, seconds: float) -> None:
@@ -496,6 +520,8 @@ class TransactSession:
         """Polls until the interval since the last transaction's begin is over; no transaction is open."""
         self.producer.poll(0)
         self._wait_out_pause()
+        if topics := self._new_topics():
+            self._read_too(topics)
         if self.membership.new_partitions and not self._begin_partitions():
             return
         due = self._began_at + self._interval_s
@@ -510,6 +536,17 @@ class TransactSession:
         early_s = 0.0 if self._aborts_in_a_row else max(0.0, due - time.monotonic())
         # A chunk is a backlog, also before the interval is over: the producer has nothing to send until we begin.
         self._poll(min(room, self._chunk), early_s)
+
+    def _read_too(self, topics: Sequence[str]) -> None:
+        # Noted first: whatever the commit on its way comes to, a consumer that takes this one's place reads them too.
+        self.topics.extend(topics)
+        self._came_later |= set(topics)
+        # The group rebalances: offsets that are on their way would be refused, by the generation.
+        self._finish_leaving()
+        try:
+            self.membership.read_too(self.topics)
+        except CallFailed as failure:
+            self._recover(failure)
 
     def _begin_partitions(self) -> bool:
         # A partition that left and comes back begins behind what of it is on its way.
@@ -804,6 +841,9 @@ class TransactSession:
         self._membership = self._new_membership()
         self._membership.begin_at(starts)
         self.producer.replace(f"failure: {reason}")  # ends what was open
+        if self._came_later:
+            with contextlib.suppress(EosError), ClusterAdmin(self.settings, timeout_ms=5_000) as admin:
+                self._membership.make_way(admin)
         self._membership.join()
         log.warning("joined the group again", reason=reason, group=self.group, **self.producer.who())
 

@@ -27,7 +27,7 @@ RETRY_BACKOFF_DEFAULTS = {"retry.backoff.ms": 100, "retry.backoff.max.ms": 1000}
 STATISTICS_INTERVAL_MS = 200
 _MISSPELT = 0.9  # so much like a variable of ours that it was meant to be it
 # Kafka's settings whose numbers we reckon with ourselves, before a client could refuse what is none.
-READ_HERE = ("max.poll.interval.ms", "session.timeout.ms")
+READ_HERE = ("max.poll.interval.ms", "session.timeout.ms", "topic.metadata.refresh.interval.ms")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,9 @@ OPTIONS: dict[str, Option] = {
     "eos.replace.producer": Option(
         "auto", _one_of("auto", "always", "never"), "when a producer is replaced (never is for experiments)"
     ),
-    "eos.create.topics": Option(False, _boolean, "create topics that are missing at the start"),
+    "eos.create.topics": Option(
+        False, _boolean, "create topics that are missing at the start, and dead letters' of a pattern's new topics"
+    ),
     "eos.strict": Option(
         False, _boolean, "refuse to start on a cluster that can lose acknowledged records, instead of warning of it"
     ),

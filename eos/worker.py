@@ -8,6 +8,7 @@ before that record, so all earlier ones are committed and nothing of it is visib
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import signal
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from eos import log
+from eos.admin.new_topics import NewTopics
 from eos.app import App, Record, Route
 from eos.errors import PoisonRecord, Temporary
 from eos.handling import Halt, Handler
@@ -44,7 +46,7 @@ class Worker:
 
     def __init__(self, app: App, settings: Settings, *, until_end: bool = False) -> None:
         app.check()
-        self.app = app
+        self.app = app = copy.copy(app)  # takes in topics of its own
         self.settings = settings.with_values(
             **{"group.id": app.id, "transactional.id": f"{app.id}-{settings.instance}"}
         )
@@ -52,16 +54,42 @@ class Worker:
         self._concurrent_most: int = self.settings["eos.async.max.records"]
         self._batch_most: int = self.settings["eos.batch.max.records"]
         self._handler = Handler(app, ledger, self._concurrent_most, self._batch_most)
+        self._new_topics = NewTopics(self.settings, app) if app.patterns else None
+        self._found_topics = False
         self.session = TransactSession(
-            self.settings, app.topics, until_end=until_end, destinations=sorted(app.destinations), ledger=ledger
+            self.settings,
+            app.topics,
+            until_end=until_end,
+            destinations=sorted(app.destinations),
+            ledger=ledger,
+            new_topics=None if self._new_topics is None else self._take_in,
         )
         self.session.on_refused = self._handler.refused
         self._slice = 1
-        routes = set(app.routes.values())
-        self._single_route: Route | None = next(iter(routes)) if len(routes) == 1 else None
+        functions = app.functions
+        self._single_route: Route | None = functions[0] if len(functions) == 1 else None
         self._slowness = Slowness(self.settings)
         self._not_before = 0.0  # time.monotonic() at which a record that failed may be tried again
         self.on_tick: Callable[[], None] = lambda: None
+
+    def find_topics(self) -> None:
+        """Takes in the topics that match the App's patterns now; `run` does so unless it was done before. Raises
+        Unavailable when there is nothing to read, ConfigurationError, NotAuthorised."""
+        if self._new_topics is None or self._found_topics:
+            return
+        names = self.app.take_in(self._new_topics.now())
+        self._found_topics = True
+        self.session.by_pattern.update(names)
+        self.session.topics, self.session.destinations = self.app.topics, sorted(self.app.destinations)
+
+    def _take_in(self) -> list[str]:
+        assert self._new_topics is not None
+        names = self._new_topics.arrived()
+        if names:
+            self.app.take_in(names)
+        for name in names:
+            log.info("topic taken in", topic=name, function=self.app.routes[name].name)
+        return names
 
     def run(self) -> None:
         session = self.session
@@ -69,8 +97,11 @@ class Worker:
         finished = False
         hooks = Hooks(self.app)
         try:
+            self.find_topics()
             hooks.start()
             session.start()
+            if self._new_topics is not None and not session.until_end:
+                self._new_topics.watch()
             with _rare_garbage_collection():
                 for txn in session:
                     halt = self._handle(txn)
@@ -82,6 +113,8 @@ class Worker:
             hooks.abandon()
             raise Temporary(f"the stop took too long ({expired}): the open transaction was given up") from expired
         finally:
+            if self._new_topics is not None:
+                self._new_topics.stop()
             try:
                 # A process that is done takes its partitions out of the group; one that failed is expected back soon.
                 session.close(leave_group=finished)

@@ -105,6 +105,11 @@ def _wait_for_abort(batches: _Batches) -> None:
 def check(run: Run) -> None:
     """Before Spark is started: the App, the settings, the cluster, the topics. Raises EosError's subclasses."""
     run.app.check()
+    if run.app.patterns:
+        raise ConfigurationError(
+            f"the App {run.app.id!r} reads topics by the pattern {next(iter(run.app.patterns)).pattern!r}: on Spark a "
+            "query reads topics by their names; name them, or use `eos run`"
+        )
     if not run.app.destinations:
         raise ConfigurationError(
             f"no function of the App {run.app.id!r} names a destination with to=: there is nothing to send exactly once"

@@ -16,6 +16,7 @@ from kafka import errors as kafka_errors
 from kafka.admin import AbortTransactionSpec, ACLOperation, KafkaAdminClient, MemberToRemove, OffsetSpec
 from kafka.net.compat import KafkaNetClient
 from kafka.protocol.admin import DescribeGroupsRequest
+from kafka.protocol.metadata import MetadataRequest
 from kafka.protocol.producer import InitProducerIdRequest
 
 from eos.admin.security import configuration, login_refused, unreachable
@@ -191,6 +192,26 @@ class ClusterAdmin:
             for partition in topic["partitions"]:
                 found[topic["name"], partition["partition_index"]] = partition["leader_id"]
         return found
+
+    def topics(self) -> set[str]:
+        """Names of all topics that the broker that is asked knows and that we may see."""
+        with _translated("Metadata"):
+            described = self._client.describe_topics(None)
+        return {topic["name"] for topic in described if not topic["error_code"]}
+
+    def known_everywhere(self, topics: Iterable[str]) -> set[str]:
+        """Those of the topics that each broker knows, with a leader for every partition. One that does not answer is
+        left out: a client cannot ask it either, and it hears of all topics before it serves again."""
+        known = set(topics)
+        asked = [MetadataRequest.MetadataRequestTopic(name=name) for name in sorted(known)]
+        request = MetadataRequest(topics=asked, allow_auto_topic_creation=False)
+        answers = []
+        for broker in self._client._manager.cluster.brokers():
+            with contextlib.suppress(kafka_errors.KafkaError):
+                answers.append(self._client._manager.run(self._send, request, broker.node_id))
+        for answer in answers:
+            known &= {t.name for t in answer.topics if not t.error_code and all(p.leader_id >= 0 for p in t.partitions)}
+        return known if answers else set()
 
     def topic_ids(self, topics: Iterable[str]) -> dict[str, str]:
         """The ids (KIP-516) of those topics that there are and that we may see."""

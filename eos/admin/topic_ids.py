@@ -34,6 +34,10 @@ class TopicIds:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="eos-topic-ids", daemon=True)
 
+    def watch(self, topics: Iterable[str]) -> None:
+        """Looks at these from its next look on."""
+        self._topics = sorted(topics)
+
     def start(self) -> None:
         self._thread.start()
 

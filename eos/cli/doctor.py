@@ -12,8 +12,10 @@ from eos import settings
 from eos.admin import preflight
 from eos.admin.cluster import OFFSETS_LOG, ClusterAdmin
 from eos.admin.facts import Facts
+from eos.admin.new_topics import lacking, require_topics, topic_names, why_not_read
 from eos.admin.preflight import Finding, Level, Need
 from eos.admin.transactions import OpenTransaction, Verdict, find_open, place
+from eos.app import App
 from eos.cli.options import BootstrapServers, Json, Set, flags_of, print_json, print_table
 from eos.cli.run import load_app
 from eos.cli.txn import heal_command
@@ -36,8 +38,7 @@ def doctor(
     """Is this cluster fit for this App? The checks of `eos run`, and open or hanging transactions."""
     flags = flags_of(bootstrap_servers, set_) | ({"eos.instance": instance} if instance is not None else {})
     loaded = settings.load(flags)
-    need = _need(target, loaded)
-    findings = _findings(loaded, need)
+    findings = _findings(loaded, None if target is None else load_app(target))
     if json:
         print_json([_finding(f) for f in findings])
     else:
@@ -46,23 +47,42 @@ def doctor(
     return failed[0].error.exit_code if failed else 0
 
 
-def _need(target: str | None, loaded: Settings) -> Need:
-    if target is None:
+def _need(app: App | None, loaded: Settings) -> Need:
+    if app is None:
         return preflight.need_of(loaded, (), ())
-    app = load_app(target)
-    app.check()
     named = loaded.with_values(**{"group.id": app.id, "transactional.id": f"{app.id}-{loaded.instance}"})
     return preflight.need_of(named, app.topics, app.destinations)
 
 
-def _findings(loaded: Settings, need: Need) -> list[Finding]:
+def _findings(loaded: Settings, app: App | None) -> list[Finding]:
     """A cluster that cannot be asked is a finding too: who reads the JSON expects it there."""
     try:
+        by_pattern = [] if app is None else _take_in(loaded, app)
+        need = _need(app, loaded)
         facts = preflight.look(loaded, need, _TIMEOUT_S)
     except (Unavailable, NotAuthorised) as error:
         check = "brokers" if isinstance(error, Unavailable) else "authorised"
         return [Finding(check, Level.FAILED, str(error.args[0]), error.remedy, type(error))]
-    return [*preflight.judge(need, facts), *_transactions(loaded, need, facts)]
+    return [*preflight.judge(need, facts), *by_pattern, *_transactions(loaded, need, facts)]
+
+
+def _take_in(loaded: Settings, app: App) -> list[Finding]:
+    """Takes in what a worker would now; what stands in the way of other topics that match."""
+    app.check()
+    if not app.patterns:
+        return []
+    there = topic_names(loaded, _TIMEOUT_S)
+    waiting = lacking(app, there)
+    app.take_in(there - waiting.keys())
+    found = [
+        Finding("topics", Level.WARNING, why_not_read(topic, letters), f"create {letters}")
+        for topic, letters in waiting.items()
+    ]
+    try:
+        require_topics(app, loaded.bootstrap_servers, waiting)
+    except Unavailable as error:
+        found.append(Finding("topics", Level.FAILED, str(error), "create one"))
+    return found
 
 
 def _transactions(loaded: Settings, need: Need, facts: Facts) -> list[Finding]:

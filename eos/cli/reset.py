@@ -7,10 +7,14 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from eos.admin.new_topics import require_topics, topic_names
 from eos.admin.reset import GroupOffsets, Move, parse_target
 from eos.cli.options import BootstrapServers, Set, Yes, confirm, load_settings, print_table
 from eos.cli.run import load_app
 from eos.errors import UsageError
+from eos.settings import Settings
+
+_TIMEOUT_S = 5.0
 
 
 def reset(
@@ -33,8 +37,9 @@ def reset(
 ) -> None:
     """Move a group's committed offsets. Refuses while members live; asks before it acts."""
     where = parse_target(from_ or [])
-    name, topics = _group(target, group, topic or [])
-    offsets = GroupOffsets(load_settings(bootstrap_servers, set_), name, topics)
+    loaded = load_settings(bootstrap_servers, set_)
+    name, topics = _group(loaded, target, group, topic or [])
+    offsets = GroupOffsets(loaded, name, topics)
     offsets.require_nobody(wait)
     moves = offsets.plan(where)
     print_table(_table(moves))
@@ -45,7 +50,7 @@ def reset(
     print(f"group {name}: {len(moves)} offsets set")
 
 
-def _group(target: str | None, group: str | None, topics: list[str]) -> tuple[str, list[str]]:
+def _group(loaded: Settings, target: str | None, group: str | None, topics: list[str]) -> tuple[str, list[str]]:
     if (target is None) == (group is None):
         raise UsageError("eos reset needs MODULE:APP, or --group with --topic")
     if target is None:
@@ -55,6 +60,9 @@ def _group(target: str | None, group: str | None, topics: list[str]) -> tuple[st
         return group, topics
     app = load_app(target)
     app.check()
+    if app.patterns:
+        app.take_in(topic_names(loaded, _TIMEOUT_S))
+        require_topics(app, loaded.bootstrap_servers)
     strangers = sorted(set(topics) - set(app.topics))
     if strangers:
         raise UsageError(f"--topic {strangers[0]}: not a source of {app.id} ({', '.join(app.topics)})")

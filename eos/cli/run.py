@@ -141,6 +141,7 @@ def _run_worker(
             if show:
                 around.enter_context(live_view(statuses, line))
             around.enter_context(observer)
+        worker.find_topics()
         app, values = worker.app, worker.settings
         preflight.require(values, preflight.need_of(values, app.topics, app.destinations))
         with StopSignals(worker.session):

@@ -7,6 +7,7 @@ is not shown: records are never refused, transactions never abort.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -60,6 +61,8 @@ def run(app: App, records: Iterable[Record | tuple[Any, ...]]) -> Ran:
     """
     app.check()
     given = records_of(records)
+    app = copy.copy(app)
+    app.take_in(record.topic for record in given)
     for record in given:
         if record.topic not in app.routes:
             raise ConfigurationError(f"no function of {app!r} gets records of the topic {record.topic!r}")

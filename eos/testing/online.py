@@ -24,7 +24,7 @@ from confluent_kafka import (
 from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
 
 from eos.app import App, Record
-from eos.errors import Unavailable
+from eos.errors import ConfigurationError, Unavailable
 from eos.plain import transaction
 from eos.settings import Settings
 from eos.testing.offline import Ran, Sent, records_of
@@ -48,6 +48,11 @@ def run_on(
     given = records_of(records)
     app = copy.copy(app)
     app.id = f"{app.id}-{uuid.uuid4().hex[:8]}"
+    # What else on this broker matches is another test's.
+    app.take_in(record.topic for record in given)
+    app.patterns = {}
+    if not app.topics:
+        raise ConfigurationError("no function gets any of these records: no pattern matches the topic of one")
     loaded = Settings({"eos.instance": "test", **(settings or {}), "bootstrap.servers": bootstrap})
     admin = AdminClient(loaded.connection())
     _create(admin, app, given)

@@ -19,6 +19,7 @@ worker says of itself: what counts is what Kafka holds, and that the fault reall
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -272,11 +273,13 @@ class Sweeper:
         self._target, self._servers, self._records = app, bootstrap_servers, records
         self._partitions, self._timeout_s = partitions, timeout_s
         self._more, self._protect, self._side = dict(settings or {}), protect, side
-        self._app = load_app(app)
+        self._app = copy.copy(load_app(app))
+        self._app.take_in(records)
         self._directory = directory or Path(tempfile.mkdtemp(prefix="eos-sweep-"))
         self._admin = AdminClient({"bootstrap.servers": bootstrap_servers, "log_level": 0})
         self._number = 0
-        missing = set(self._app.topics) - set(records)
+        wanted = self._app.topics or [pattern.pattern for pattern in self._app.patterns]
+        missing = set(wanted) - set(records)
         if missing:
             raise ConfigurationError(f"records: nothing is given for {', '.join(sorted(missing))}")
 

@@ -221,14 +221,3 @@ def test_a_rolling_restart_under_the_same_names_loses_and_doubles_nothing(life: 
         stderr.close()
     assert codes == [0, 0], log.read_text()
     assert life.outputs() == expected
-
-
-def test_a_pattern_is_not_a_topic(life: Life) -> None:
-    """Which topics an App reads and writes is in its code: a pattern would take up topics that nobody looked at."""
-    (life.path / "theapp.py").write_text(
-        'from eos import App\napp = App("x")\n@app.process("^in-.*", to="out")\n'
-        "def copy(value: bytes) -> bytes:\n    return value\n"
-    )
-    refused = life.run()
-    assert refused.returncode == 78, refused.stderr
-    assert "^in-.*" in refused.stderr

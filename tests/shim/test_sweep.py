@@ -60,6 +60,32 @@ def test_the_sweep_finds_what_a_worker_that_keeps_its_producer_loses_or_doubles(
     assert rule in outcome.verification.report.violated, outcome.verdict
 
 
+PATTERN = """
+from eos import App, Out, Record
+
+app = App("sweep-pattern")
+
+
+@app.process("^sweep-many-.*", to="sweep-out")
+def both(record: Record) -> list[Out]:
+    return [Out(record.value, partition=number) for number in range(2)]
+"""
+
+
+def test_an_app_that_reads_by_a_pattern_is_swept_on_the_topics_that_have_records(
+    own_kafka: LocalKafka, tmp_path: Path
+) -> None:
+    app, records = tmp_path / "pattern_app.py", [b"record %d" % number for number in range(30)]
+    app.write_text(PATTERN)
+    given = {f"sweep-many-{number}": records for number in range(2)}
+    outcome = Sweeper(f"{app}:app", own_kafka.bootstrap_servers, given, directory=tmp_path).run(
+        Case("EndTxn", "reset after")
+    )
+    outcome.raise_if_wrong()
+    with pytest.raises(ConfigurationError, match=r"nothing is given for \^sweep-many-\.\*"):
+        Sweeper(f"{app}:app", own_kafka.bootstrap_servers, {"other": records})
+
+
 USERS_OWN = f"""
 import pytest
 from eos.testing.sweeping import Sweeper, every_case

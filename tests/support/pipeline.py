@@ -227,6 +227,9 @@ class CommitWatcher:
         finally:
             consumer.close()
 
+    def look_at(self, places: Sequence[Place]) -> None:
+        self._places = [*self._places, *places]
+
     def look_again(self) -> None:
         looks = self._looks
         wait_until("another look at the committed offsets", lambda: self._looks >= looks + 2, 20)
@@ -252,6 +255,9 @@ class Pipeline:
         self.kafka, self.app, self.directory = kafka, prefix, directory
         self.servers = kafka.bootstrap_servers
         self.sources = [f"{prefix}-in-a", f"{prefix}-in-b"]
+        self.later = [f"{prefix}-in-c", f"{prefix}-in-d", f"{prefix}-in-e"]
+        """Sources that are not there yet, in the order in which `add_source` makes them."""
+        self.pattern = f"^{prefix}-in-.*"
         self.destinations = [f"{prefix}-out-a", f"{prefix}-out-b"]
         self.workers: list[WorkerProcess] = []
         self._attempts: list[Path] = []
@@ -262,6 +268,7 @@ class Pipeline:
         topics = [*self.sources, *self.destinations]
         create_topics(self.servers, [NewTopic(topic, PARTITIONS, replicas) for topic in topics])
         self._commits = CommitWatcher(self.servers, self.app, [(t, p) for t in self.sources for p in range(PARTITIONS)])
+        self._replicas = replicas
         self._reader = ConcurrentReader(self.servers, self.destinations, {"log_level": 0})
         self._reader.start()
 
@@ -288,6 +295,16 @@ class Pipeline:
         wait_until(f"a leader of {place}", has_leader)
         self._loader = None
         return place
+
+    def add_source(self) -> list[Place]:
+        """One more source topic, and its partitions."""
+        topic = self.later.pop(0)
+        create_topics(self.servers, [NewTopic(topic, PARTITIONS, self._replicas)])
+        self.sources.append(topic)
+        places = [(topic, partition) for partition in range(PARTITIONS)]
+        self._commits.look_at(places)
+        self._loader = None
+        return places
 
     def skip_loaded(self) -> None:
         """What was loaded until now is not expected to be handled (`auto.offset.reset=latest`)."""
@@ -385,6 +402,7 @@ class Pipeline:
             app=self.app,
             instance=instance,
             sources=self.sources,
+            later=self.later,
             destinations=self.destinations,
             settings={name: str(value) for name, value in values.items()},
             attempts=str(attempts),

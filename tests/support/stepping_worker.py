@@ -53,6 +53,8 @@ class Orders:
     on_error: str = "stop"  # a name in POLICIES
     poison_every: int = 0  # the function raises on every so many offsets
     large_last: bool = False  # only the last of the large outputs is large
+    reads: list[str] = dataclasses.field(default_factory=list)  # patterns that the function has in its sources' place
+    later: list[str] = dataclasses.field(default_factory=list)  # topics that may come and match them, behind `sources`
 
 
 POLICIES = {
@@ -93,9 +95,9 @@ class Steps:
 def build_app(orders: Orders, steps: Steps) -> App:
     app = App(orders.app)
     attempts = os.open(orders.attempts, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    index = {topic: number for number, topic in enumerate(orders.sources)}
+    index = {topic: number for number, topic in enumerate([*orders.sources, *orders.later])}
 
-    @app.process(orders.sources, to=orders.destinations, on_error=POLICIES[orders.on_error])
+    @app.process(orders.reads or orders.sources, to=orders.destinations, on_error=POLICIES[orders.on_error])
     def copy(record: Record) -> list[Out]:
         source = index[record.topic]
         transaction = orders.first_transaction + steps.counts.get("begun", 0)

@@ -159,3 +159,12 @@ def test_a_group_that_cannot_be_described_is_joined_all_the_same() -> None:
 
     admin: Any = SimpleNamespace(members=members)
     _of(_Cluster(), **{"group.instance.id": "one"}).make_way(admin)
+
+
+def test_a_topic_that_came_later_begins_at_its_beginning_under_latest() -> None:
+    group = _Cluster()
+    membership = _of(group, **{"auto.offset.reset": "latest"})
+    group.committed = lambda partitions, timeout: partitions  # type: ignore[method-assign]
+    assert [tp.offset for tp in (membership._resolve_starts([("in", 0)]) or {}).values()] == [5]
+    membership.came_later = {"in"}
+    assert [tp.offset for tp in (membership._resolve_starts([("in", 0)]) or {}).values()] == [-2]

@@ -139,6 +139,7 @@ def test_an_option_that_cannot_be_read_is_refused(name: str, value: Any, reason:
         ({"retry.backoff.max.ms": 49}, "retry.backoff.max.ms=49 is below 50"),
         ({"max.poll.interval.ms": "long"}, "max.poll.interval.ms=long is not a number"),
         ({"session.timeout.ms": "long"}, "session.timeout.ms=long is not a number"),
+        ({"topic.metadata.refresh.interval.ms": "soon"}, "topic.metadata.refresh.interval.ms=soon is not a number"),
         ({"bootstrap.servers": " ,"}, "bootstrap.servers is empty: expected HOST:PORT"),
         ({"statistics.interval.ms": 0}, "must be between 1 and 1000"),
         ({"statistics.interval.ms": 1_001}, "must be between 1 and 1000"),

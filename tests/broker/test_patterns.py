@@ -1,0 +1,418 @@
+"""Topics that match a pattern come while workers run: each is read from its beginning, by one worker, exactly once."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from confluent_kafka.admin import AdminClient
+
+import eos
+from eos import App, TransactSession
+from eos.admin.cluster import ClusterAdmin
+from eos.broker import LocalKafka
+from eos.broker.node import free_ports
+from eos.errors import Unavailable
+from eos.settings import Settings
+from eos.testing.online import run_on
+from eos.worker import Worker
+from tests.support.life import POISON, Life
+from tests.support.reading import create_topic, visible_values, wait_until
+
+if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+    from tests.support.pipeline import Pipelines
+pytest_plugins = ["tests.support.pipeline"]
+
+Names = Callable[[str], str]
+LATEST = {"auto.offset.reset": "latest"}
+PROTOCOLS = {
+    "cooperative-sticky": {},
+    "range": {"partition.assignment.strategy": "range"},
+    "consumer": {"group.protocol": "consumer"},
+}
+SOON = {"topic.metadata.refresh.interval.ms": "300"}
+NEVER = {"topic.metadata.refresh.interval.ms": "600000"}
+POLL = [part for name, value in SOON.items() for part in ("-X", f"{name}={value}")]
+TAKEN = "topic taken in"
+
+
+# ---- exactly once ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("protocol", "more"),
+    [
+        ("cooperative-sticky", {}),
+        ("cooperative-sticky", {"eos.producers": "2"}),
+        ("range", {}),
+        ("consumer", {}),
+        ("cooperative-sticky", LATEST),
+        ("consumer", LATEST),
+    ],
+    ids=["cooperative", "two producers", "range", "consumer", "latest", "consumer and latest"],
+)
+def test_a_topic_that_comes_under_a_running_worker_is_read_from_its_beginning_exactly_once(
+    protocol: str, more: dict[str, str], kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, 600)
+    if more == LATEST:
+        pipeline.skip_loaded()
+    worker = pipeline.worker(settings=SOON | PROTOCOLS[protocol] | more, reads=[pipeline.pattern])
+    wait_until("a commit of every partition", lambda: len(pipeline.committed()) == 6, 30)
+    pipeline.load_transaction(3_000)  # what it works on while the topic comes
+    # It stands still while these are written: whenever it looks, they are there before it has noticed the topic.
+    worker.pause()
+    new = pipeline.add_source()
+    pipeline.load_transaction(120, places=new)
+    worker.resume()
+    assert TAKEN not in worker.log
+    pipeline.load_transaction(2_000)
+    worker.wait_log(f"{TAKEN} topic={new[0][0]} function=copy")
+    pipeline.load_transaction(600)
+    pipeline.load_transaction(120, places=new)
+    pipeline.wait_handled(pipeline.loaded)
+    worker.terminate()
+    assert worker.wait() == 0, worker.last_words
+    pipeline.verify()
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_of_two_workers_one_is_killed_after_a_topic_came_and_nothing_is_lost_or_doubled(
+    protocol: str, kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, 600)
+    if protocol == "consumer":
+        pipeline.set_group_session_timeout(3_000)
+    settings = SOON | PROTOCOLS[protocol]
+    workers = {name: pipeline.worker(name, settings=settings, reads=[pipeline.pattern]) for name in ("a", "b")}
+    for worker in workers.values():
+        worker.wait_log("partitions assigned")
+    new = pipeline.add_source()
+    pipeline.load_transaction(1_500)
+    for worker in workers.values():
+        worker.wait_log(TAKEN)
+    pipeline.load_transaction(1_500)
+    workers["b"].kill()
+    pipeline.load_transaction(300, places=new)
+    workers["b"] = pipeline.worker("b", settings=settings, reads=[pipeline.pattern])
+    workers["b"].wait_log("partitions assigned")
+    pipeline.load_transaction(900)
+    pipeline.wait_handled(pipeline.loaded)
+    for worker in workers.values():
+        worker.terminate()
+    assert [worker.wait() for worker in workers.values()] == [0, 0]
+    pipeline.verify()
+
+
+@pytest.mark.parametrize("protocol", ["cooperative-sticky", "consumer"])
+def test_a_worker_that_has_not_heard_of_a_topic_gets_none_of_it_and_holds_nothing_up(
+    protocol: str, kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    """Workers learn of a topic at moments of their own; the one that knows it is killed and comes back."""
+    pipeline = pipelines.on(kafka, 600)
+    if protocol == "consumer":
+        pipeline.set_group_session_timeout(3_000)
+    settings = PROTOCOLS[protocol] | LATEST
+    pipeline.skip_loaded()
+    deaf = pipeline.worker("deaf", settings=settings | NEVER, reads=[pipeline.pattern])
+    hears = pipeline.worker("hears", settings=settings | SOON, reads=[pipeline.pattern])
+    wait_until("a commit of every partition", lambda: len(pipeline.committed()) == 6, 30)
+    new = pipeline.add_source()
+    pipeline.load_transaction(1_500)
+    hears.wait_log(TAKEN)
+    pipeline.wait_handled(pipeline.loaded)
+    assert new[0][0] not in deaf.log
+    hears.kill()
+    pipeline.load_transaction(900)
+    hears = pipeline.worker("hears", settings=settings | SOON, reads=[pipeline.pattern])
+    pipeline.wait_handled(pipeline.loaded)
+    assert new[0][0] not in deaf.log
+    for worker in (deaf, hears):
+        worker.terminate()
+    assert [deaf.wait(), hears.wait()] == [0, 0]
+    pipeline.verify()
+
+
+def test_a_topic_that_came_while_no_worker_ran_is_read_from_its_beginning_even_with_latest(
+    kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, 600)
+    pipeline.skip_loaded()
+    first = pipeline.worker(settings=LATEST | SOON, reads=[pipeline.pattern])
+    wait_until("a commit of every partition", lambda: len(pipeline.committed()) == 6, 30)
+    first.kill()
+    new = pipeline.add_source()
+    pipeline.load_transaction(300)
+    again = pipeline.worker(settings=LATEST | SOON, reads=[pipeline.pattern])
+    again.wait_log("partitions assigned")
+    pipeline.load_transaction(120, places=new)
+    pipeline.wait_handled(pipeline.loaded)
+    again.terminate()
+    assert again.wait() == 0
+    pipeline.verify()
+
+
+def test_topics_that_come_on_three_brokers_end_no_worker(cluster: LocalKafka, pipelines: Pipelines) -> None:
+    """Each broker learns of a topic at a moment of its own, and librdkafka calls one that it asks too early unknown."""
+    pipeline = pipelines.on(cluster, 600, replicas=3)
+    often = {"topic.metadata.refresh.interval.ms": "50"}
+    worker = pipeline.worker(settings=often, reads=[pipeline.pattern])
+    worker.wait_log("partitions assigned")
+    for number in range(1, 4):
+        pipeline.add_source()
+        pipeline.load_transaction(300)
+        worker.wait_log(TAKEN, count=number)
+    pipeline.wait_handled(pipeline.loaded)
+    worker.terminate()
+    assert worker.wait() == 0, worker.last_words
+    pipeline.verify()
+
+
+def test_a_cluster_tells_its_topics_and_those_that_every_broker_knows(kafka: LocalKafka, names: Names) -> None:
+    topic = create_topic(kafka.bootstrap_servers, names("in"), 2)
+    with ClusterAdmin(Settings({"bootstrap.servers": kafka.bootstrap_servers})) as admin:
+        assert topic in admin.topics()
+        assert admin.known_everywhere([topic, names("not-there")]) == {topic}
+
+
+# ---- a life of years -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def life(kafka: LocalKafka, tmp_path: Path, names: Names) -> Life:
+    app = names("app")
+    return Life(kafka, tmp_path, app, pattern=f"^{app}-in.*")
+
+
+def log_of(life: Life) -> str:
+    return (life.path / "worker.log").read_text()
+
+
+def wait_log(life: Life, text: str) -> None:
+    wait_until(f"the log says {text!r}", lambda: text in log_of(life), 60)
+
+
+def test_where_no_topic_matches_run_doctor_and_reset_end_with_69_and_the_pattern(
+    kafka: LocalKafka, tmp_path: Path, names: Names
+) -> None:
+    life = Life(kafka, tmp_path, names("app"), pattern=f"^{names('nothing')}-.*")
+    sentence = f"no topic at {life.servers} matches '^{names('nothing')}-.*', and the App '{life.app}' names none"
+    for ended in (life.run(), life.reset("--from", "earliest", "--yes")):
+        assert ended.returncode == 69, ended.stderr
+        assert f"eos: {sentence}\n" in ended.stderr
+    shown = life.eos("doctor", "theapp.py:app", "--json")
+    assert shown.returncode == 69, shown.stdout
+    assert sentence in shown.stdout
+
+
+def test_what_matches_is_what_run_doctor_and_reset_see(life: Life) -> None:
+    second = create_topic(life.servers, f"{life.input}-2")
+    life.load([b"a"])
+    life.load([b"b"], topic=second)
+    shown = life.eos("doctor", "theapp.py:app", "--json")
+    assert shown.returncode == 0, shown.stdout
+    assert f"{second}: 1 partitions" in shown.stdout
+    assert life.run().returncode == 0
+    assert life.outputs() == [b"a", b"b"]
+    moved = life.reset("--from", "earliest", "--yes", "--topic", second)
+    assert moved.returncode == 0, moved.stderr
+    assert life.run().returncode == 0
+    assert life.outputs() == [b"a", b"b", b"b"]
+    refused = life.reset("--from", "earliest", "--yes", "--topic", f"{life.input}-3")
+    assert refused.returncode == 64, refused.stderr
+
+
+def test_two_workers_under_a_supervisor_take_a_topic_in(life: Life) -> None:
+    life.load([b"a"])
+    (port,) = free_ports(1)
+    with (life.path / "worker.log").open("wb") as stderr:
+        supervisor = life.start("--workers", "2", "--instance", "w", "--http-port", f"{port}", *POLL, stderr=stderr)
+    try:
+        wait_until("its output", lambda: life.outputs() == [b"a"], 60)
+        second = create_topic(life.servers, f"{life.input}-2", 2)
+        for partition in range(2):
+            life.load([b"b", b"c"], partition, second)
+        wait_until("the new topic's outputs", lambda: len(life.outputs()) >= 5, 60)
+        wait_until("both workers know it", lambda: log_of(life).count(TAKEN) == 2, 60)
+        for partition in range(2):
+            life.load([b"d"], partition, second)
+        wait_until("all outputs", lambda: len(life.outputs()) >= 7, 60)
+
+        def lags() -> set[tuple[str, int]]:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/status.json", timeout=10) as answer:
+                workers = json.load(answer)["workers"]
+            return {(lag["topic"], lag["partition"]) for worker in workers for lag in worker["lags"]}
+
+        everything = {(topic, partition) for topic in (life.input, second) for partition in range(2)}
+        wait_until("the page shows every partition", lambda: lags() == everything, 30)
+    finally:
+        supervisor.terminate()
+        assert supervisor.wait(60) == 0, log_of(life)
+    assert life.outputs() == [b"a", b"b", b"b", b"c", b"c", b"d", b"d"]
+
+
+def test_a_topic_whose_dead_letters_have_no_topic_is_not_read_until_they_have(
+    kafka: LocalKafka, tmp_path: Path, names: Names
+) -> None:
+    app = names("app")
+    life = Life(kafka, tmp_path, app, pattern=f"^{app}-in.*", on_error="dlq")
+    create_topic(life.servers, f"{life.input}.dlq")
+    life.load([b"a"])
+    with (life.path / "worker.log").open("wb") as stderr:
+        worker = life.start("--instance", "one", *POLL, stderr=stderr)
+    try:
+        wait_until("its output", lambda: life.outputs() == [b"a"], 60)
+        second = create_topic(life.servers, f"{life.input}-2")
+        life.load([b"b", POISON], topic=second)
+        wait_log(life, f"its topic of dead letters, {second}.dlq, does not exist")
+        shown = life.eos("doctor", "theapp.py:app", "--json")
+        assert f"its topic of dead letters, {second}.dlq, does not exist" in shown.stdout
+        third = create_topic(life.servers, f"{life.input}-3")
+        create_topic(life.servers, f"{third}.dlq")
+        life.load([b"c"], topic=third)
+        # It was looked at behind the second one, which has waited since.
+        wait_until("the third topic's output", lambda: life.outputs() == [b"a", b"c"], 60)
+        create_topic(life.servers, f"{second}.dlq")
+        wait_until("the second topic's output", lambda: life.outputs() == [b"a", b"b", b"c"], 60)
+        dead = f"{second}.dlq"
+        wait_until("its dead letter", lambda: visible_values(life.servers, dead) == {0: [POISON]}, 60)
+    finally:
+        worker.terminate()
+        assert worker.wait(60) == 0, log_of(life)
+    assert log_of(life).count("does not exist") == 1
+
+
+def test_dead_letters_of_new_topics_are_created_where_a_setting_says_so(
+    kafka: LocalKafka, tmp_path: Path, names: Names
+) -> None:
+    app = names("app")
+    life = Life(kafka, tmp_path, app, pattern=f"^{app}-in.*", on_error="dlq")
+    life.load([b"a", POISON])
+    with (life.path / "worker.log").open("wb") as stderr:
+        worker = life.start("--instance", "one", "--create-topics", *POLL, stderr=stderr)
+    try:
+        wait_until("its output", lambda: life.outputs() == [b"a"], 60)
+        second = create_topic(life.servers, f"{life.input}-2", 3)
+        life.load([b"b", POISON], topic=second)
+        wait_until("the new topic's output", lambda: life.outputs() == [b"a", b"b"], 60)
+        for dead in (f"{life.input}.dlq", f"{second}.dlq"):
+            values = wait_until("its dead letter", lambda dead=dead: _all(life, dead), 60)
+            assert values == [POISON]
+    finally:
+        worker.terminate()
+        assert worker.wait(60) == 0, log_of(life)
+    assert "does not exist" not in log_of(life)
+    widths = AdminClient({"bootstrap.servers": life.servers}).list_topics(timeout=10).topics
+    assert len(widths[f"{second}.dlq"].partitions) == 3
+
+
+def _all(life: Life, topic: str) -> list[bytes | None]:
+    return [value for values in visible_values(life.servers, topic).values() for value in values]
+
+
+def test_a_topic_that_matched_and_is_deleted_ends_the_worker_as_a_named_one_and_the_next_goes_on_without_it(
+    life: Life,
+) -> None:
+    life.load([b"a"])
+    second = create_topic(life.servers, f"{life.input}-2")
+    life.load([b"b"], topic=second)
+    with (life.path / "worker.log").open("wb") as stderr:
+        worker = life.start("--instance", "one", *POLL, stderr=stderr)
+    try:
+        wait_until("its outputs", lambda: life.outputs() == [b"a", b"b"], 60)
+        admin = AdminClient({"bootstrap.servers": life.servers})  # kept until it has answered
+        admin.delete_topics([second])[second].result(30)
+        assert worker.wait(60) == 69, log_of(life)
+    finally:
+        worker.kill()
+        worker.wait(10)
+    assert second in log_of(life).splitlines()[-1]
+    life.load([b"c"])
+    assert life.run().returncode == 0
+    assert life.outputs() == [b"a", b"b", b"c"]
+
+
+def test_a_topic_that_two_functions_want_ends_a_running_worker_with_78(life: Life) -> None:
+    with (life.path / "theapp.py").open("a") as file:
+        file.write(f"@app.process('^.*{life.app}-.*-both', to={life.output!r})\ndef other(value: bytes) -> None: ...\n")
+    life.load([b"a"])
+    with (life.path / "worker.log").open("wb") as stderr:
+        worker = life.start("--instance", "one", *POLL, stderr=stderr)
+    try:
+        wait_until("its output", lambda: life.outputs() == [b"a"], 60)
+        create_topic(life.servers, f"{life.input}-both")
+        assert worker.wait(60) == 78, log_of(life)
+    finally:
+        worker.kill()
+        worker.wait(10)
+    assert "matches the patterns of two functions, copy and other" in log_of(life)
+
+
+def test_eos_run_of_a_user_s_test_reads_its_own_topics_only(kafka: LocalKafka, names: Names) -> None:
+    strange = create_topic(kafka.bootstrap_servers, names("in-strange"))
+    app = App(names("app"))
+
+    @app.process(f"^{names('in')}-.*", to=names("out"), on_error=eos.dlq)
+    def copied(value: bytes) -> bytes:
+        assert value != POISON
+        return value
+
+    ran = run_on(kafka.bootstrap_servers, app, [(names("in-1"), "a"), (names("in-2"), "b"), (names("in-2"), POISON)])
+    assert sorted(ran.values(names("out")), key=str) == [b"a", b"b"]
+    assert ran.values(f"{names('in-2')}.dlq") == [POISON]
+    known = AdminClient({"bootstrap.servers": kafka.bootstrap_servers}).list_topics(timeout=10).topics
+    assert f"{strange}.dlq" not in known
+
+
+def test_a_worker_of_one_s_own_program_finds_its_topics_itself(kafka: LocalKafka, names: Names) -> None:
+    app = App(names("app"))
+
+    @app.process(f"^{names('in')}-.*", to=names("out"))
+    def copied(value: bytes) -> bytes:
+        return value
+
+    settings = Settings({"bootstrap.servers": kafka.bootstrap_servers, "eos.instance": "one"})
+    create_topic(kafka.bootstrap_servers, names("out"))
+    with pytest.raises(Unavailable, match=f"no topic at .* matches '\\^{names('in')}-"):
+        Worker(app, settings, until_end=True).run()
+    for number in range(2):
+        topic = create_topic(kafka.bootstrap_servers, names(f"in-{number}"))
+        with eos.transaction(settings.with_values(**{"transactional.id": names("load")})) as txn:
+            txn.send(topic, f"{number}".encode())
+    Worker(app, settings, until_end=True).run()
+    assert sorted(visible_values(kafka.bootstrap_servers, names("out"))[0], key=str) == [b"0", b"1"]
+
+
+def test_a_session_asks_for_new_topics_only_when_no_transaction_is_open(kafka: LocalKafka, names: Names) -> None:
+    """In mid-transaction the group's new generation would refuse its offsets: work for nothing."""
+    servers = kafka.bootstrap_servers
+    first, second, out = (create_topic(servers, names(name)) for name in ("first", "second", "out"))
+    settings = {"bootstrap.servers": servers, "group.id": names("group"), "eos.instance": "one"}
+    with eos.transaction(settings | {"transactional.id": names("load")}) as load:
+        for topic in (first, second):
+            for value in (b"1", b"2"):
+                load.send(topic, value)
+    asked: list[bool] = []
+    handled: list[tuple[str, bytes | None]] = []
+
+    def new_topics() -> list[str]:
+        asked.append(session._open is None)
+        return [second] if handled and second not in session.topics else []
+
+    session = TransactSession(settings | {"transactional.id": names("id")}, [first], new_topics=new_topics)
+    with session:
+        for txn in session:
+            for record in txn.records:
+                handled.append((record.topic, record.value))
+                txn.send(out, record.value)
+            if len(handled) == 4:
+                assert txn.commit()
+                break
+    assert len(asked) > 2
+    assert all(asked)
+    assert sorted(handled, key=str) == [(topic, value) for topic in sorted((first, second)) for value in (b"1", b"2")]
+    assert sorted(visible_values(servers, out)[0], key=str) == [b"1", b"1", b"2", b"2"]

@@ -1,0 +1,398 @@
+"""Patterns as sources: which topics they match, which they must not, and what engines make of them without Kafka."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import eos
+import eos.testing
+from eos import App, Out, Record, TransactSession
+from eos.admin import new_topics
+from eos.admin.new_topics import NewTopics, lacking, require_topics
+from eos.admin.topic_ids import TopicIds
+from eos.errors import CallFailed, ConfigurationError, NotAuthorised, Unavailable
+from eos.settings import Settings
+from eos.testing import online
+from eos.worker import Worker
+
+SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t"}
+
+
+def copied(value: bytes) -> bytes:
+    return value
+
+
+def other(value: bytes) -> bytes:
+    return value
+
+
+def app_of(*definitions: tuple[str | list[str], str | list[str]], on_error: eos.Policy = eos.stop) -> App:
+    """An App whose first function is `copied`, the second `other`."""
+    app = App("app")
+    for function, (topics, to) in zip((copied, other), definitions, strict=False):
+        app.process(topics, to=to, on_error=on_error)(function)
+    return app
+
+
+# ---- definitions -----------------------------------------------------------------------------------------------------
+
+
+def test_a_source_that_begins_with_a_caret_is_a_pattern_beside_names() -> None:
+    app = App("app")
+
+    @app.process(["^flights-.*", "delays"], to="out")
+    def single(value: bytes) -> bytes:
+        return value
+
+    @app.process_batch("^b[0-9]", to="out")
+    def batch(records: list[Record]) -> list[Out]:
+        return []
+
+    assert app.topics == ["delays"], "no topic matches before somebody looked"
+    assert [pattern.pattern for pattern in app.patterns] == ["^flights-.*", "^b[0-9]"]
+    assert [route.name for route in app.functions] == ["single", "batch"]
+    assert app.take_in(["flights-2", "b1", "delays", "xflights-3", "flights-1", "b12"]) == [
+        "b1",
+        "flights-1",
+        "flights-2",
+    ]
+    assert app.topics == ["delays", "b1", "flights-1", "flights-2"]
+    assert app.routes["flights-1"] is app.routes["delays"]
+    assert app.routes["b1"].batch
+    assert app.take_in(["flights-1", "b1"]) == [], "nothing is new twice"
+    assert repr(app) == "App('app', [<Route single: ^flights-.*, delays -> out>, <Route batch: ^b[0-9] -> out>])"
+
+
+def test_a_pattern_must_match_the_whole_name() -> None:
+    app = app_of(("^a|bc", "out"))
+    assert app.take_in(["a", "ab", "bc", "bcd", "abc"]) == ["a", "bc"]
+
+
+@pytest.mark.parametrize("pattern", ["^(", "^a{99999999999}", "^*", "^[a"])
+def test_what_is_no_regular_expression_is_refused_at_the_definition(pattern: str) -> None:
+    for decorate in (App("app").process, App("app").process_batch):
+        with pytest.raises(ConfigurationError, match=re.escape(f"the pattern {pattern!r} is not a regular expression")):
+            decorate(pattern, to="out")
+
+
+def test_a_pattern_is_no_destination() -> None:
+    with pytest.raises(ConfigurationError, match="a destination topic must be"):
+        App("app").process("in", to="^out-.*")
+
+
+def test_an_app_of_patterns_alone_has_something_to_run() -> None:
+    app_of(("^in-.*", "out")).check()
+
+
+def test_an_explicit_name_wins_over_a_pattern_in_whatever_order_they_are_defined() -> None:
+    for definitions in ((("^in-.*", "out"), ("in-1", "out")), (("in-1", "out"), ("^in-.*", "out"))):
+        app = app_of(*definitions)
+        assert app.take_in(["in-1", "in-2"]) == ["in-2"]
+        assert app.routes["in-1"] is not app.routes["in-2"]
+        assert app.routes["in-1"].sources == ("in-1",)
+
+
+def test_a_topic_that_patterns_of_two_functions_match_is_refused_with_both_and_nothing_is_taken() -> None:
+    app = app_of(("^in-.*", "out"), ("^.*-b", "out"))
+    assert app.take_in(["in-a", "x-b"]) == ["in-a", "x-b"]
+    with pytest.raises(ConfigurationError, match="'in-b' matches the patterns of two functions, copied and other: one"):
+        app.take_in(["in-c", "in-b"])
+    assert app.topics == ["in-a", "x-b"]
+
+
+def test_two_patterns_of_one_function_may_match_one_topic() -> None:
+    assert app_of((["^in-.*", "^.*-b"], "out")).take_in(["in-b"]) == ["in-b"]
+
+
+def test_one_pattern_of_two_functions_is_refused_at_the_definition() -> None:
+    with pytest.raises(ConfigurationError, match=r"the pattern '\^in-\.\*' has two functions, copied and other"):
+        app_of(("^in-.*", "out"), ("^in-.*", "out"))
+
+
+def test_kafka_s_own_topics_and_dead_letters_are_never_taken() -> None:
+    app = app_of(("^.*", []), on_error=eos.dlq)
+    assert app.take_in(["__consumer_offsets", "__own", "in", "in.dlq", "others.dlq", "_in"]) == ["_in", "in"]
+    assert app.destinations == {"in.dlq", "_in.dlq"}
+
+
+def test_a_pattern_that_matches_a_destination_is_refused_in_whatever_order_they_are_defined() -> None:
+    sentence = r"the pattern '\^a-\.\*' matches 'a-out', a destination of the App 'app': its records could come back"
+    for definitions in (
+        [("^a-.*", "a-out")],
+        [("^a-.*", "out"), ("in", ["x", "a-out"])],
+        [("in", "a-out"), ("^a-.*", "out")],
+    ):
+        with pytest.raises(ConfigurationError, match=sentence):
+            app_of(*definitions)  # type: ignore[arg-type]
+    app = app_of(("^b-.*", "a-out"))
+    with pytest.raises(ConfigurationError, match=sentence):
+        app.process("^a-.*")(other)
+    assert [pattern.pattern for pattern in app.patterns] == ["^b-.*"], "a refused function leaves the App as it was"
+
+
+def test_a_pattern_that_matches_dead_letters_of_the_app_is_none_of_them() -> None:
+    app = app_of(("^in.*", "out"), on_error=eos.dlq)
+    app.process("in-1", to="in-2.dlq", on_error=eos.dlq)(other)
+    assert app.take_in(["in-1.dlq", "in-2.dlq", "in-1", "in-2"]) == ["in-2"]
+
+
+def test_dead_letters_of_what_is_taken_in_are_destinations_of_the_app() -> None:
+    app = app_of((["^in-.*", "in"], "out"), on_error=eos.retry(2, then=eos.dlq))
+    assert app.destinations == {"out", "in.dlq"}
+    app.take_in(["in-1"])
+    assert app.destinations == {"out", "in.dlq", "in-1.dlq"}
+
+
+def test_what_a_copy_takes_in_the_app_itself_does_not() -> None:
+    app = app_of(("^in-.*", "out"))
+    assert copy.copy(app).take_in(["in-1"]) == ["in-1"]
+    assert app.topics == []
+    worker = Worker(app, Settings({"bootstrap.servers": "127.0.0.1:9"}))
+    worker.app.take_in(["in-1"])
+    assert (app.topics, worker.app.topics) == ([], ["in-1"])
+
+
+pickled = app_of((["^in-.*", "in"], "out"))
+pickled.take_in(["in-1"])
+
+
+def test_an_app_with_patterns_survives_pickling_with_what_it_took_in() -> None:
+    again = copy.deepcopy(pickled)  # by __reduce__, as pickle; this test module itself is not importable by name
+    assert again.topics == ["in", "in-1"]
+    assert again.routes["in"] is again.routes["in-1"] is next(iter(again.patterns.values()))
+    assert again.routes["in"].sources == ("^in-.*", "in")
+    assert again.take_in(["in-1", "in-2"]) == ["in-2"]
+
+
+# ---- what is looked for ----------------------------------------------------------------------------------------------
+
+
+def test_a_topic_lacks_its_dead_letters_only_where_its_function_has_some() -> None:
+    app = app_of(("^in-.*", "out"), on_error=eos.dlq)
+    app.process("^x-.*", to="out")(other)
+    assert lacking(app, {"in-1", "in-2", "in-2.dlq", "x-1"}) == {"in-1": "in-1.dlq"}
+
+
+def test_an_app_whose_patterns_match_nothing_is_unavailable_with_its_patterns() -> None:
+    sentence = r"no topic at b:9092 matches '\^in-\.\*' or '\^x', and the App 'app' names none"
+    with pytest.raises(Unavailable, match=sentence) as raised:
+        require_topics(app_of(("^in-.*", "out"), ("^x", "out")), "b:9092")
+    assert raised.value.exit_code == 69
+    require_topics(app_of(("^in-.*", "out"), ("x", "out")), "b:9092")
+    with pytest.raises(Unavailable, match=r"topic in-1 matches .* its topic of dead letters, in-1\.dlq, does not"):
+        require_topics(app_of(("^in-.*", "out"), on_error=eos.dlq), "b:9092", {"in-1": "in-1.dlq"})
+
+
+class Brokers:
+    """Stands for ClusterAdmin: `everywhere` of these topics are known to every broker."""
+
+    def __init__(self, *topics: str) -> None:
+        self.there, self.late = set(topics), set[str]()
+
+    def topics(self) -> set[str]:
+        return set(self.there)
+
+    def known_everywhere(self, topics: Iterable[str]) -> set[str]:
+        return set(topics) - self.late
+
+
+def looking(app: App, **settings: object) -> NewTopics:
+    return NewTopics(Settings({"topic.metadata.refresh.interval.ms": 60_000, **settings}), app)
+
+
+def test_a_topic_that_came_is_told_once() -> None:
+    brokers: Any = Brokers("in-1", "in-2", "x")
+    new = looking(app_of(("^in-.*", "out")))
+    assert new._look(brokers) == 60.0
+    assert new.arrived() == ["in-1", "in-2"]
+    new._look(brokers)
+    assert new.arrived() == []
+    brokers.there.add("in-3")
+    new._look(brokers)
+    assert new.arrived() == ["in-3"]
+
+
+def test_a_topic_that_a_broker_has_not_heard_of_waits_and_is_looked_at_again_soon() -> None:
+    """librdkafka reports one that the broker it asks does not know as an error, which would end the worker."""
+    brokers: Any = Brokers("in-1", "in-2")
+    brokers.late = {"in-2"}
+    new = looking(app_of(("^in-.*", "out")))
+    assert new._look(brokers) == 0.5
+    assert new.arrived() == ["in-1"]
+    brokers.late = set()
+    assert new._look(brokers) == 60.0
+    assert new.arrived() == ["in-2"]
+
+
+def test_a_topic_without_its_topic_of_dead_letters_waits_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    brokers: Any = Brokers("in-1")
+    new = looking(app_of(("^in-.*", "out"), on_error=eos.dlq))
+    with caplog.at_level(logging.WARNING, "eos"):
+        for _ in range(3):
+            new._look(brokers)
+    assert new.arrived() == []
+    assert caplog.text.count("its topic of dead letters, in-1.dlq, does not exist") == 1
+    brokers.there.add("in-1.dlq")
+    new._look(brokers)
+    assert new.arrived() == ["in-1"]
+
+
+def test_missing_dead_letters_are_created_where_a_setting_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    brokers: Any = Brokers("in-1")
+    made: list[Mapping[str, int]] = []
+    known = SimpleNamespace(topics={"in-1": SimpleNamespace(partitions={0: None, 1: None})}, brokers={0: None})
+    monkeypatch.setattr(new_topics, "connect", lambda *_: None)
+    monkeypatch.setattr(new_topics, "metadata", lambda *_: known)
+
+    def create(settings: Settings, wanted: Mapping[str, int], count: int) -> None:
+        made.append(wanted)
+        if len(made) < 3:
+            raise NotAuthorised("topic in-1.dlq cannot be created")
+
+    monkeypatch.setattr(new_topics, "create_topics", create)
+    new = looking(app_of(("^in-.*", "out"), on_error=eos.dlq), **{"eos.create.topics": "true"})
+    with caplog.at_level(logging.WARNING, "eos"):
+        new._look(brokers)
+        new._look(brokers)
+    assert new.arrived() == []
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    new._look(brokers)
+    assert new.arrived() == ["in-1"]
+    assert made == [{"in-1.dlq": 2}] * 3
+
+
+def test_a_topic_that_two_functions_want_comes_out_where_the_worker_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Admin(Brokers):
+        def __init__(self, settings: Settings, timeout_ms: int) -> None:
+            super().__init__("in-b")
+
+        def __enter__(self) -> Admin:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(new_topics, "ClusterAdmin", Admin)
+    new = looking(app_of(("^in-.*", "out"), ("^.*-b", "out")), **{"topic.metadata.refresh.interval.ms": 1})
+    new.watch()
+    new._thread.join(10)
+    with pytest.raises(ConfigurationError, match="'in-b' matches the patterns of two functions"):
+        new.arrived()
+
+
+def test_nobody_looks_where_the_client_was_told_not_to_look_for_partitions_either() -> None:
+    new = looking(app_of(("^in-.*", "out")), **{"topic.metadata.refresh.interval.ms": -1})
+    new.watch()
+    assert not new._thread.is_alive()
+
+
+def test_a_topic_that_was_taken_in_is_looked_at_whether_it_is_made_anew() -> None:
+    ids = {"in": "1", "new": "1"}
+    admin: Any = SimpleNamespace(topic_ids=lambda topics: {topic: ids[topic] for topic in topics})
+    watch = TopicIds(Settings({}), ["in"], lambda gone: None)
+    assert watch._look(admin) is None
+    watch.watch(["in", "new"])
+    assert watch._look(admin) is None
+    ids["new"] = "2"
+    assert "topic new was deleted and made anew" in str(watch._look(admin))
+
+
+# ---- the session -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TransactSession(SETTINGS, ["in", "^in-.*"]),
+        lambda: TransactSession(SETTINGS | {"eos.input.topics": "in, ^in-.*"}),
+    ],
+)
+def test_a_session_s_own_topics_are_names(make: Callable[[], TransactSession]) -> None:
+    with pytest.raises(ConfigurationError, match=r"topics by their names, not by the pattern '\^in-\.\*'") as raised:
+        make()
+    assert raised.value.exit_code == 78
+
+
+class Taking:
+    """Stands for a session's membership and notes what it was asked, in order."""
+
+    def __init__(self, error: CallFailed | None = None) -> None:
+        self.calls: list[object] = []
+        self._error = error
+
+    def read_too(self, topics: list[str]) -> None:
+        self.calls.append(list(topics))
+        if self._error is not None:
+            raise self._error
+
+
+def taking(monkeypatch: pytest.MonkeyPatch, error: CallFailed | None = None) -> tuple[TransactSession, Taking]:
+    session, membership = TransactSession(SETTINGS, ["in"]), Taking(error)
+    session._membership = membership  # type: ignore[assignment]
+    monkeypatch.setattr(session, "_finish_leaving", lambda: membership.calls.append("commit waited for"))
+    monkeypatch.setattr(session, "_recover", membership.calls.append)
+    return session, membership
+
+
+def test_a_new_topic_is_subscribed_behind_the_commit_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, membership = taking(monkeypatch)
+    session._read_too(["new"])
+    assert membership.calls == ["commit waited for", ["in", "new"]]
+    assert session.topics == ["in", "new"], "a consumer that takes this one's place reads it too"
+    assert session._came_later == {"new"}
+
+
+def test_a_consumer_that_takes_no_subscription_any_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = CallFailed("consume", eos.errors.Action.FENCED, RuntimeError("fatal"))
+    session, membership = taking(monkeypatch, failed)
+    session._read_too(["new"])
+    assert membership.calls[-1] is failed
+
+
+# ---- tests of users, Spark -------------------------------------------------------------------------------------------
+
+
+def test_eos_testing_runs_records_of_topics_that_match() -> None:
+    app = app_of(("^in-.*", "out"), on_error=eos.dlq)
+
+    @app.process("^bad-.*", on_error=eos.dlq)
+    def fails(value: bytes) -> None:
+        raise ValueError("no")
+
+    ran = eos.testing.run(app, [("in-1", "a"), ("bad-1", "b"), ("in-2", "c")])
+    assert ran.values("out") == [b"a", b"c"]
+    assert ran.values("bad-1.dlq") == [b"b"]
+    assert app.topics == [], "the next test begins as this one"
+    with pytest.raises(ConfigurationError, match=r"gets records of the topic 'in-1\.dlq'"):
+        eos.testing.run(app, [("in-1.dlq", "a")])
+
+
+def test_a_run_on_a_broker_without_a_record_for_a_pattern_is_refused_before_it_connects() -> None:
+    with pytest.raises(ConfigurationError, match="no pattern matches"):
+        online.run_on("127.0.0.1:9", app_of(("^in-.*", "out")), [("x", "a")])
+
+
+def test_spark_refuses_a_pattern_in_a_sentence() -> None:
+    pytest.importorskip("pyspark")
+    from spark_connector.run import Run, check
+
+    with pytest.raises(ConfigurationError, match=r"pattern '\^in-\.\*': on Spark a query reads topics by their") as e:
+        check(Run(app_of(("^in-.*", "out")), Settings({}), None, True, 0, {}))
+    assert e.value.exit_code == 78
+
+
+def test_the_wrong_pattern_in_a_file_is_a_sentence_and_78(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from eos.cli import invoke
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "patternapp.py").write_text("from eos import App\napp = App('a')\napp.process('^(', to='o')(len)\n")
+    assert invoke(["doctor", "patternapp.py:app"]) == 78
