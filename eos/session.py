@@ -56,7 +56,11 @@ from eos.watchdog import Job, Watchdog
 IDLE_POLL_S = 0.1
 _BEAT_S = 0.5
 _CLOSE_ABORT_S = 5.0
-_CHUNK = 2_000  # records of one poll on a backlog: while it runs the producer is given nothing to send
+# Of one poll on a backlog: so much that what it gives stays in a processor's cache until it is handled, and while it runs
+# the producer is given nothing to send. More records than that only cost memory, and fewer a call for each few of them.
+_CHUNK, _SMALLEST_CHUNK, _CHUNK_BYTES = 1_000, 100, 256_000
+# A transaction that took fewer records has no wait that is worth using.
+_AHEAD_BEHIND = 2_000
 # Fetched while a flush or a commit is waited for, at most: what 20 ms of waiting fetch, and no memory full of giants.
 _AHEAD, _AHEAD_BYTES = 20_000, 32 << 20
 _BACKLOG_PAUSE_S = 0.005  # how long an open transaction waits for the next record before it ends early
@@ -243,6 +247,7 @@ class TransactSession:
 
         self._interval_s: float = self.settings["eos.transaction.interval.ms"] / 1000
         self._most: int = self.settings["eos.transaction.max.records"]
+        self._chunk = _SMALLEST_CHUNK  # see chunk_of
         self._limit = self._most  # shrinks while a record that the broker refuses is being found
         self._positions: Positions[Record] = Positions()
         self._ledger = ledger  # what the worker counts, committed beside the offsets
@@ -456,7 +461,7 @@ class TransactSession:
         positions = self._positions
         most = min(most, self._limit - positions.taken)
         if not len(positions) and positions.taken > 0 and most > 0:
-            self._poll_on(min(_CHUNK, self._most - positions.taken))
+            self._poll_on(min(self._chunk, self._most - positions.taken))
         # What follows is the application's: how long it takes is counted from here.
         self.pulse.beat("handling")
         return positions.take(most) if self._going_well else []
@@ -503,7 +508,7 @@ class TransactSession:
         room = max(1, self._most - len(self._positions))
         early_s = 0.0 if self._aborts_in_a_row else max(0.0, due - time.monotonic())
         # A chunk is a backlog, also before the interval is over: the producer has nothing to send until we begin.
-        self._poll(min(room, _CHUNK), early_s)
+        self._poll(min(room, self._chunk), early_s)
 
     def _begin_partitions(self) -> bool:
         # A partition that left and comes back begins behind what of it is on its way.
@@ -536,6 +541,8 @@ class TransactSession:
             if failure is not None:
                 raise failure
             self.membership.poll(most, timeout_s)
+            if (newest := self._positions.newest) is not None:
+                self._chunk = chunk_of(_size(newest))
         except CallFailed as failed:
             self._recover(failed)
 
@@ -543,10 +550,10 @@ class TransactSession:
         """While the producer is waited for, with a transaction that took so many records: the next ones of a backlog.
         False: there is nothing to do meanwhile. A small transaction has no long wait, and the group's callbacks, which
         a poll serves, had better come behind its commit: a partition that goes before makes it abort."""
-        if taken < _CHUNK:
+        if taken < _AHEAD_BEHIND:
             return False
         before, newest = len(self._positions), self._positions.newest
-        most = room_ahead(before, len(newest.value or b"") if newest is not None else 0)
+        most = room_ahead(before, 0 if newest is None else _size(newest))
         if most == 0 or before >= self._most or self._consumer_failure is not None:
             return False
         try:
@@ -869,7 +876,16 @@ def room_of(interval_s: float, gathered_s: float) -> float:
 
 def room_ahead(waiting: int, size: int) -> int:
     """How many records to fetch while `waiting` ones, the last of `size` bytes, wait for the next transaction."""
-    return max(0, min(_CHUNK, min(_AHEAD, _AHEAD_BYTES // max(1, size)) - waiting))
+    return max(0, min(chunk_of(size), min(_AHEAD, _AHEAD_BYTES // max(1, size)) - waiting))
+
+
+def _size(record: Record) -> int:
+    return len(record.value or b"")
+
+
+def chunk_of(size: int) -> int:
+    """How many records to poll at once of a backlog whose last one has a value of `size` bytes."""
+    return min(_CHUNK, max(_SMALLEST_CHUNK, _CHUNK_BYTES // max(1, size)))
 
 
 def _stop_at_refused(record: Record, failure: CallFailed) -> None:

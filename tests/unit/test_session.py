@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eos.errors import Temporary
-from eos.session import MOST_REBUILDS, TransactSession, room_ahead, room_of
+from eos.session import MOST_REBUILDS, TransactSession, chunk_of, room_ahead, room_of
 
 
 @given(interval_ms=st.integers(1, 10_000), gathered_ms=st.integers(0, 20_000))
@@ -30,15 +30,19 @@ def test_what_was_just_gathered_leaves_the_whole_interval() -> None:
 @given(waiting=st.integers(0, 100_000), size=st.integers(0, 100 << 20))
 def test_what_is_fetched_ahead_has_an_end_in_records_and_in_bytes(waiting: int, size: int) -> None:
     most = room_ahead(waiting, size)
-    assert 0 <= most <= 2_000
+    assert 0 <= most <= 1_000
     if most:
         assert waiting + most <= 20_000
         assert (waiting + most) * size <= 32 << 20
 
 
 def test_small_records_are_fetched_ahead_in_whole_chunks() -> None:
-    assert room_ahead(0, 1_000) == 2_000
-    assert room_ahead(18_500, 100) == 1_500
+    assert room_ahead(0, 100) == 1_000
+    assert room_ahead(19_500, 100) == 500
+
+
+def test_a_poll_of_a_backlog_takes_what_a_cache_holds() -> None:
+    assert [chunk_of(size) for size in (0, 100, 256, 1_000, 100_000)] == [1_000, 1_000, 1_000, 256, 100]
 
 
 def rebuild(session: TransactSession, times: int) -> None:
