@@ -56,8 +56,8 @@ from eos.watchdog import Job, Watchdog
 IDLE_POLL_S = 0.1
 _BEAT_S = 0.5
 _CLOSE_ABORT_S = 5.0
-# Of one poll on a backlog: so much that what it gives stays in a processor's cache until it is handled, and while it runs
-# the producer is given nothing to send. More records than that only cost memory, and fewer a call for each few of them.
+# Of one poll on a backlog: what stays in a processor's cache until it is handled, and while it runs the producer has
+# nothing to send. Fewer records cost a call for each few of them.
 _CHUNK, _SMALLEST_CHUNK, _CHUNK_BYTES = 1_000, 100, 256_000
 # A transaction that took fewer records has no wait that is worth using.
 _AHEAD_BEHIND = 2_000
