@@ -97,6 +97,11 @@ OPTIONS: dict[str, Option] = {
     "eos.liveness.timeout.ms": Option(
         60_000, _at_least(1_000), "how long a worker may stand still, in a function or a call, until /livez says so"
     ),
+    "eos.spark.driver.bytes": Option(
+        256_000,
+        _at_least(0),
+        "the driver writes a micro-batch of at most so many bytes per task itself; 0: tasks always",
+    ),
     "eos.call.timeout.ms": Option(
         5_000, _at_least(100), "one attempt of a transactional call; a call 5 s past it counts as hung"
     ),

@@ -3,7 +3,8 @@
     init       InitProducerId: fences every earlier attempt, ends what it left open
     decide     the progress marker says whether this batch is in Kafka already (marker.py)
     add        AddPartitionsToTxn: all target partitions and the marker's
-    produce    tasks write, each a share of the Kafka partitions, under this identity (task.py, claims.py)
+    produce    tasks write, each a share of the Kafka partitions, under this identity (task.py, claims.py); or the
+               driver a small batch, as one share
     mark       the marker of this batch, in the same transaction
     commit     one EndTxn
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import pyarrow as pa
@@ -33,9 +34,9 @@ from spark_connector.murmur2 import murmur2_column
 from spark_connector.options import Options
 from spark_connector.partition import PartitionWriter
 from spark_connector.progress import Progress
-from spark_connector.routing import as_planned, route
+from spark_connector.routing import as_planned, gather, route
 from spark_connector.targets import AUTHORIZATION_ERRORS, Target, Targets, ensure_marker_topic, longest_transaction_ms
-from spark_connector.task import RESULT, Job, Result, writer
+from spark_connector.task import RESULT, Job, Result, write_rows, writer
 from spark_connector.wire import Broken, Unreachable, Wire
 
 if TYPE_CHECKING:
@@ -65,6 +66,14 @@ class Batch(Protocol):
     def marker(self, found: Marker | None, decision: Decision, rows: int) -> Marker: ...
 
 
+@dataclass
+class Recent:
+    """What the last batch says of the next one. `small`: the driver could have written it. The first batch, also behind
+    a failure, goes to the executors: it may be a backlog."""
+
+    small: bool = False
+
+
 @dataclass(frozen=True)
 class Connected:
     """What one transactional.id keeps from batch to batch while nothing fails."""
@@ -75,6 +84,7 @@ class Connected:
     transaction: Transaction
     transaction_ms: int  # transaction.timeout.ms
     longest_ms: int  # the broker's transaction.max.timeout.ms
+    recent: Recent = field(default_factory=Recent)
 
     @classmethod
     def to(cls, options: Options) -> Connected:
@@ -107,6 +117,7 @@ class Attempt:
         self._seconds: dict[str, float] = {}
         self._began: float | None = None  # of the transaction
         self._commit_sent = False
+        self._by_tasks = True
 
     def run(self) -> Progress | None:
         """What was written; None: the batch is in Kafka already. Raises Again, EosError, or what Spark raised."""
@@ -159,31 +170,16 @@ class Attempt:
         return None if self._batch.key is None else self._connected.markers.read(self._batch.key)
 
     def _produce(self, targets: Sequence[Target], cores: int | None) -> list[Result]:
-        """Runs the Spark job; every row is acknowledged when this returns, each share of the partitions by one task.
-
-        No more tasks write than can run at once: others would only wait. Nor is a batch packed in many more, each of
-        which starts with an overhead. Where Spark starts executors as tasks wait for them, each partition is a share.
-        """
-        from pyspark.sql.pandas.types import from_arrow_schema
-
-        claims, options = self._server.claims, self._options
-        job = Job(
-            options.transactional_id,
-            self._transaction.identity,
-            tuple((target.topic, target.partition, target.max_bytes) for target in targets),
-            len(targets) if cores is None else min(len(targets), cores),
-            options.connection,
-            self._server.office,
-            options.compression,
-            options.delivery_s,
-        )
-        claims.begin(job.identity)
+        """Every row is acknowledged when this returns, each share of the partitions by one task; or all by the driver,
+        if the batch before was so small that this one is gathered for it."""
+        claims, recent = self._server.claims, self._connected.recent
+        claims.begin(self._transaction.identity)
         try:
-            most = None if cores is None else cores * _PACKERS_PER_CORE
-            packed = route(self._df, targets, options.topic, job.shares, most)
-            written = packed.mapInArrow(writer(job), from_arrow_schema(RESULT))
             with as_planned(self._df):
-                rows = written.collect()
+                results = self._by_driver(targets, cores) if recent.small else None
+                self._by_tasks = results is None
+                if results is None:
+                    results = self._on_executors(targets, cores)
         except Exception as error:
             if claims.poison is not None:
                 raise Stopped(Answer.RESTART, claims.poison) from error
@@ -193,9 +189,46 @@ class Attempt:
             granted, poison = claims.end()
         if poison is not None:
             raise Stopped(Answer.RESTART, poison)
-        results = [Result.decode(text) for (text,) in rows]
         _check(results, granted)
+        recent.small = sum(result.bytes for result in results) < self._options.driver_bytes
         return results
+
+    def _by_driver(self, targets: Sequence[Target], cores: int | None) -> list[Result] | None:
+        """One stage of tasks instead of two. None: it is not small this time, and nothing was written."""
+        options = self._options
+        rows = gather(self._df, targets, options.topic, self._packers(cores), options.driver_bytes)
+        if rows is None:
+            return None
+        result = write_rows(self._job(targets, 1), iter([rows]), lambda: self._connected.wire)
+        return [] if result is None else [result]
+
+    def _on_executors(self, targets: Sequence[Target], cores: int | None) -> list[Result]:
+        """No more tasks write than can run at once: others would only wait. Where Spark starts executors as tasks wait
+        for them, each partition is a share."""
+        from pyspark.sql.pandas.types import from_arrow_schema
+
+        job = self._job(targets, len(targets) if cores is None else min(len(targets), cores))
+        packed = route(self._df, targets, self._options.topic, job.shares, self._packers(cores))
+        rows = packed.mapInArrow(writer(job), from_arrow_schema(RESULT)).collect()
+        return [Result.decode(text) for (text,) in rows]
+
+    def _job(self, targets: Sequence[Target], shares: int) -> Job:
+        options = self._options
+        return Job(
+            options.transactional_id,
+            self._transaction.identity,
+            tuple((target.topic, target.partition, target.max_bytes) for target in targets),
+            shares,
+            options.connection,
+            self._server.office,
+            options.compression,
+            options.delivery_s,
+        )
+
+    @staticmethod
+    def _packers(cores: int | None) -> int | None:
+        """A batch is not packed in many more tasks than can run at once, each of which starts with an overhead."""
+        return None if cores is None else cores * _PACKERS_PER_CORE
 
     def _cores(self) -> int | None:
         """How many tasks run at once; None: as many as there are."""
@@ -290,7 +323,7 @@ class Attempt:
             rows=rows,
             bytes=sum(result.bytes for result in results),
             partitions=sum(result.partitions for result in results),
-            tasks=len(results),
+            tasks=len(results) if self._by_tasks else 0,
             resent=sum(result.retries for result in results),
             seconds=self._seconds,
             tasks_s=sum(result.seconds for result in results),

@@ -99,6 +99,11 @@ class Options:
         return int(self.settings.values.get("message.timeout.ms", _DELIVERY_TIMEOUT_MS)) / 1000
 
     @property
+    def driver_bytes(self) -> int:
+        """Up to so many bytes of rows, as they are packed, in each of its tasks a batch is written by the driver."""
+        return int(self.settings["eos.spark.driver.bytes"])
+
+    @property
     def transaction_ms(self) -> int | None:
         """The transaction.timeout.ms that was asked for; None: the broker's maximum."""
         asked = self.settings.values.get("transaction.timeout.ms")

@@ -17,6 +17,7 @@ from spark_connector.placing import TARGET, Places
 from spark_connector.workers import spare_the_collector
 
 SHARE, ORDER, ROWS = "__eos_share", "__eos_order", "__eos_rows"
+TOO_MUCH = -1  # in place of a share: the task had more rows than were asked for
 PACKED = pa.schema([(SHARE, pa.int32()), (ORDER, pa.int64()), (ROWS, pa.binary())])
 # Of one value before compression: above half a region of the JVM's heap (1 MB at the smallest) an array costs the
 # garbage collector more.
@@ -31,9 +32,12 @@ _READ = pa.ipc.IpcReadOptions(use_threads=False)
 _PLACES = 33  # bits below the number of a Spark partition, as in monotonically_increasing_id
 
 
-def packer(shares: int, places: Places) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+def packer(
+    shares: int, places: Places, most_bytes: int | None = None
+) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """The function for mapInArrow: rows in, PACKED out. The values of a share in the order of ORDER hold
-    its rows in theirs: by Spark partition, and within it as they came."""
+    its rows in theirs: by Spark partition, and within it as they came. With `most_bytes` a task with more rows gives
+    TOO_MUCH alone."""
 
     def pack(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext
@@ -42,9 +46,21 @@ def packer(shares: int, places: Places) -> Callable[[Iterator[pa.RecordBatch]], 
         context = TaskContext.get()
         assert context is not None, "this runs in a task"
         placed = (part for batch in batches if batch.num_rows for part in places.place(batch))
-        return pack_partition(placed, shares, context.partitionId())
+        packed = pack_partition(placed, shares, context.partitionId())
+        return packed if most_bytes is None else at_most(packed, most_bytes)
 
     return pack
+
+
+def at_most(packed: Iterator[pa.RecordBatch], most_bytes: int) -> Iterator[pa.RecordBatch]:
+    """`packed`, unless it is more than that: then nothing of it, and the rest is not read."""
+    held: list[pa.RecordBatch] = []
+    for batch in packed:
+        held.append(batch)
+        if sum(each.nbytes for each in held) > most_bytes:
+            columns = [pa.array([TOO_MUCH], pa.int32()), pa.array([0]), pa.array([b""])]
+            return iter([pa.RecordBatch.from_arrays(columns, schema=PACKED)])
+    return iter(held)
 
 
 def pack_partition(batches: Iterator[pa.RecordBatch], shares: int, number: int) -> Iterator[pa.RecordBatch]:

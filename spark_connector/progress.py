@@ -30,7 +30,7 @@ class Progress:
     partitions: int
     """That got rows."""
     tasks: int
-    """That wrote them."""
+    """That wrote them; 0: the driver did."""
     resent: int
     """Record batches that were in doubt and sent again."""
     seconds: Mapping[str, float]

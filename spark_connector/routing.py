@@ -1,4 +1,5 @@
-"""Brings all rows of one share of the Kafka partitions to one task, in order.
+"""Brings all rows of one share of the Kafka partitions to one task, in order; or the few rows of a small batch to the
+driver.
 
 Owns the DataFrame's columns, what they may be called and be of, and the order behind the shuffle. Which partition a row
 belongs to is placing.py's. It must never ask for an order or a distribution that a second run could not repeat.
@@ -9,10 +10,13 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+
 from eos.errors import ConfigurationError
-from spark_connector.packing import ORDER, PACKED, SHARE, packer
+from spark_connector.packing import ORDER, PACKED, SHARE, TOO_MUCH, packer
 from spark_connector.placing import KEY, PARTITION, TOPIC, VALUE, Places
 from spark_connector.targets import Target
 
@@ -47,6 +51,33 @@ def route(
     """
     from pyspark.sql.pandas.types import from_arrow_schema
 
+    rows, places = _placed(df, targets, topic, most_packers)
+    # A type, for the text of one would be parsed in the JVM.
+    packed = rows.mapInArrow(packer(shares, places), from_arrow_schema(PACKED))
+    # Sorted by Spark's partition and by the place in it, which is the source's order; a shuffle mixes its blocks.
+    return packed.repartitionById(shares, SHARE).sortWithinPartitions(ORDER)
+
+
+def gather(
+    df: DataFrame, targets: Sequence[Target], topic: str | Sequence[str], most_packers: int | None, most_bytes: int
+) -> pa.RecordBatch | None:
+    """All rows, packed as one share, in order: for a batch so small that a second stage of tasks would cost more than
+    its writing. None: a task has more than `most_bytes` of them; it stopped reading there."""
+    from pyspark.sql.pandas.types import from_arrow_schema
+
+    rows, places = _placed(df, targets, topic, most_packers)
+    found = rows.mapInArrow(packer(1, places, most_bytes), from_arrow_schema(PACKED)).collect()
+    if any(row[SHARE] == TOO_MUCH for row in found):
+        return None
+    found.sort(key=itemgetter(ORDER))
+    values = [pa.array([row[field.name] for row in found], field.type) for field in PACKED]
+    return pa.RecordBatch.from_arrays(values, schema=PACKED)
+
+
+def _placed(
+    df: DataFrame, targets: Sequence[Target], topic: str | Sequence[str], most_packers: int | None
+) -> tuple[DataFrame, Places]:
+    """The columns that are written, in the partitions in which they are packed; and where the packers put the rows."""
     types = _check(df, topic)
     routed = not isinstance(topic, str) and TOPIC in types
     # No column that is not needed, for Spark's way to Arrow costs for each; and all in one step, or in none, for Spark
@@ -65,10 +96,7 @@ def route(
         # Python. Partitions are read one behind the other, so what is ordered stays so.
         rows = rows.coalesce(most_packers)
     counts = Counter(target.topic for target in targets)  # in the targets' order
-    # A type, for the text of one would be parsed in the JVM.
-    packed = rows.mapInArrow(packer(shares, Places(tuple(counts.items()))), from_arrow_schema(PACKED))
-    # Sorted by Spark's partition and by the place in it, which is the source's order; a shuffle mixes its blocks.
-    return packed.repartitionById(shares, SHARE).sortWithinPartitions(ORDER)
+    return rows, Places(tuple(counts.items()))
 
 
 @contextlib.contextmanager

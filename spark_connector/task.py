@@ -1,4 +1,5 @@
-"""The executor's half of the sink: one Spark task writes one share of the Kafka partitions, alone.
+"""The executor's half of the sink: one Spark task writes one share of the Kafka partitions, alone. (A small batch is
+one share, and the driver writes it in the same way.)
 
 Owns the order of things in a task: claim, then write, then say what was written. It must never begin a transaction, end
 one, or write without a claim, and it imports nothing of `eos` and no other Kafka client: executors have kafka-python,
@@ -82,15 +83,16 @@ def writer(job: Job) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordB
 
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         spare_the_collector()
-        result = _write(job, batches)
+        result = write_rows(job, batches, lambda: wire.shared(job.connection))
         if result is not None:
             yield pa.RecordBatch.from_arrays([pa.array([result.encode()])], schema=RESULT)
 
     return write
 
 
-def _write(job: Job, batches: Iterator[pa.RecordBatch]) -> Result | None:
-    """None for a task without rows: it claims nothing."""
+def write_rows(job: Job, batches: Iterator[pa.RecordBatch], connect: Callable[[], wire.Wire]) -> Result | None:
+    """What a task does with its PACKED rows, and the driver with those of a small batch. None without rows: nothing is
+    claimed then."""
     started = time.monotonic()
     share: _Share | None = None
     rows = 0
@@ -98,7 +100,7 @@ def _write(job: Job, batches: Iterator[pa.RecordBatch]) -> Result | None:
         for batch in batches:
             for unpacked in unpack(batch):
                 if share is None:
-                    share = _Share(job, int(numbers(unpacked, TARGET)[0]) % job.shares)
+                    share = _Share(job, int(numbers(unpacked, TARGET)[0]) % job.shares, connect)
                 share.write(unpacked)
                 rows += unpacked.num_rows
             if share is not None:
@@ -151,8 +153,8 @@ class _Share:
     """The partitions that this task writes, and the rows that wait for them. Claimed when this is made, before anything
     is known of the rows but the share."""
 
-    def __init__(self, job: Job, number: int) -> None:
-        self._job, self.number = job, number
+    def __init__(self, job: Job, number: int, connect: Callable[[], wire.Wire]) -> None:
+        self._job, self.number, self._connect = job, number, connect
         refused = job.office.claim(job.identity, number, _who())
         if refused is not None:
             raise Stopped(Answer.RESTART, refused)
@@ -210,7 +212,7 @@ class _Share:
         job = self._job
         topic, index, max_bytes = job.targets[target]
         return PartitionWriter(
-            wire.shared(job.connection),
+            self._connect(),
             job.transactional_id,
             job.identity,
             topic,
@@ -232,5 +234,5 @@ def _who() -> str:
 
     context = TaskContext.get()
     if context is None:
-        return "a task"
+        return "the driver"
     return f"task {context.taskAttemptId()} (stage {context.stageId()}, attempt {context.attemptNumber()})"

@@ -14,7 +14,7 @@ from eos.testing.history import read_topic
 from tests.spark.conftest import Driver
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.reading import wait_until
-from tests.support.spark_query import Query
+from tests.support.spark_query import BY_TASKS, Query
 
 RECORDS = 3000
 Drivers = Callable[..., Driver]
@@ -22,6 +22,8 @@ Queries = Callable[..., Query]
 
 
 LONG = pytest.mark.long
+# Who writes the second batch, which is the one that is hit.
+WRITING = {"tasks": BY_TASKS, "driver": {}}
 
 
 @pytest.mark.parametrize(
@@ -34,10 +36,11 @@ LONG = pytest.mark.long
         "commit",
     ],
 )
+@pytest.mark.parametrize("writing", WRITING)
 def test_a_driver_killed_behind_a_step_loses_and_doubles_nothing(
-    step: str, cluster: LocalKafka, queries: Queries, drivers: Drivers, spark: Any
+    step: str, writing: str, cluster: LocalKafka, queries: Queries, drivers: Drivers, spark: Any
 ) -> None:
-    query = queries(cluster.bootstrap_servers).create(replicas=3).load(RECORDS)
+    query = queries(cluster.bootstrap_servers, settings=WRITING[writing]).create(replicas=3).load(RECORDS)
     driver = drivers(query, hold=[step, 1])
     driver.wait_for(f"at {step} 1")
     driver.kill()
@@ -51,11 +54,20 @@ def test_a_driver_killed_behind_a_step_loses_and_doubles_nothing(
     query.verify(RECORDS)
 
 
-@pytest.mark.parametrize("fault", ["half produced", "EndTxn sent", "EndTxn unanswered"])
+@pytest.mark.parametrize(
+    ("fault", "writing"),
+    [
+        ("half produced", "tasks"),
+        ("half produced", "driver"),
+        ("EndTxn sent", "driver"),
+        ("EndTxn unanswered", "tasks"),
+    ],
+)
 def test_a_driver_killed_inside_a_step_loses_and_doubles_nothing(
-    fault: str, kafka: LocalKafka, queries: Queries, drivers: Drivers, spark: Any
+    fault: str, writing: str, kafka: LocalKafka, queries: Queries, drivers: Drivers, spark: Any
 ) -> None:
-    query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers).create().load(RECORDS)
+    query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers, settings=WRITING[writing])
+    query.create().load(RECORDS)
     ours = query.transactional_id
     with HoldingProxy(int(kafka.proxied_servers.rpartition(":")[2]), kafka.proxied_upstream) as proxy:
         if fault == "half produced":

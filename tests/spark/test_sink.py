@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import shutil
 import time
 from collections import Counter
@@ -199,6 +200,39 @@ def test_rows_of_many_partitions_are_packed_in_few_tasks_and_in_order(
         by_key.setdefault(key, []).append(int(value or 0))
     assert len(by_key) == many
     assert all(values == sorted(values) for values in by_key.values())
+
+
+def test_a_small_batch_is_written_by_the_driver_and_a_large_one_behind_it_by_tasks(
+    kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any
+) -> None:
+    """In the same order, to the same partitions, whoever writes; what the driver gave up is not written twice."""
+    topic = create_topic(kafka.bootstrap_servers, names("out"), 3)
+    source = tmp_path / "rows"
+    source.mkdir()
+    where = {"transactional_id": names("id"), "bootstrap_servers": kafka.bootstrap_servers}
+    told: list[Progress] = []
+    sink = exactly_once_sink(topic=topic, on_progress=told.append, **where)
+    values = spark.readStream.text(str(source)).selectExpr("substring(value, 1, 1) as key", "value")
+    query = values.writeStream.foreachBatch(sink).option("checkpointLocation", str(tmp_path / "checkpoint")).start()
+    noise = random.Random(1)
+    sizes = [50, 50, 20_000, 50, 50, 0, 50]
+    for number, rows in enumerate(sizes):
+        lines = [f"{row % 7} {number} {row:05} {noise.randbytes(20).hex()}" for row in range(rows)]
+        unseen = tmp_path / "unseen"
+        unseen.write_text("\n".join(lines))
+        unseen.rename(source / f"{number}.txt")  # Spark lists it when it is whole
+        wait_until("the batch", lambda seen=number + 1: len(told) == seen or not query.isActive, 120)
+    query.stop()
+    assert query.exception() is None
+    assert [progress.rows for progress in told] == sizes
+    assert [progress.tasks > 0 for progress in told] == [True, False, True, True, False, False, False]
+    log = settled(kafka.bootstrap_servers, topic)
+    assert len(log) == sum(sizes)
+    by_key: dict[bytes | None, list[bytes]] = {}
+    for key, value in zip(log.keys, log.values, strict=True):
+        by_key.setdefault(key, []).append((value or b"")[2:9])
+    assert len(by_key) == 7
+    assert all(values == sorted(set(values)) for values in by_key.values())
 
 
 # Progress

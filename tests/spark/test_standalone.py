@@ -21,7 +21,7 @@ from spark_connector.session import spark_java
 from tests.spark.conftest import Driver
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.reading import wait_until
-from tests.support.spark_query import Query
+from tests.support.spark_query import BY_TASKS, Query
 
 RECORDS = 3000
 pytestmark = pytest.mark.timeout(400)
@@ -99,8 +99,8 @@ def test_an_executor_killed_in_mid_batch_loses_and_doubles_nothing(
     kafka: LocalKafka, standalone: Standalone, queries: Callable[..., Query], drivers: Callable[..., Driver]
 ) -> None:
     # Several tasks read one source partition each, on two executors: what a writing task fetches comes in any order.
-    query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers, min_partitions=11).create(4)
-    query.load(RECORDS)
+    query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers, min_partitions=11, settings=BY_TASKS)
+    query.create(4).load(RECORDS)
     port = int(kafka.proxied_servers.rpartition(":")[2])
     with HoldingProxy(port, kafka.proxied_upstream) as proxy:
         rule = proxy.on(ApiKey.Produce, Fault.HOLD_RESPONSE, nth=7, transactional_id=query.transactional_id)

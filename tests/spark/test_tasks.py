@@ -18,7 +18,7 @@ from eos.broker import LocalKafka
 from spark_connector.attempt import Attempt
 from tests.support.proxy import ApiKey, Fault, HoldingProxy, Rule
 from tests.support.reading import wait_until
-from tests.support.spark_query import Query
+from tests.support.spark_query import BY_TASKS, Query
 
 RECORDS = 3000
 PARTITIONS = 8
@@ -88,7 +88,9 @@ def sink_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) 
 def test_a_task_that_dies_behind_its_records_does_not_double_them(
     plan: str, kafka: LocalKafka, queries: Queries, spark: Any, sink_log: pytest.LogCaptureFixture
 ) -> None:
-    query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers, plan=plan).create(PARTITIONS)
+    query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers, plan=plan, settings=BY_TASKS).create(
+        PARTITIONS
+    )
     query.load(RECORDS)
     with answer_held(kafka, query, spark):
         for worker in python_workers():
@@ -112,7 +114,8 @@ def test_shuffle_files_that_vanish_in_mid_stage_lose_and_double_nothing(
     while the held one of the first still runs."""
     # More tasks than can run at once, as with dynamic allocation: some have not read their files yet.
     monkeypatch.setattr(Attempt, "_cores", lambda _: None)
-    query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers).create(PARTITIONS).load(RECORDS)
+    query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers, settings=BY_TASKS).create(PARTITIONS)
+    query.load(RECORDS)
     held: Rule
     with answer_held(kafka, query, spark) as held:
         files = list(Path(spark.conf.get("spark.local.dir")).glob("**/shuffle_*"))

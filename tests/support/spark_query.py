@@ -23,6 +23,7 @@ from spark_connector import exactly_once_sink
 from tests.support.reading import TooSlow, create_topics, wait_until
 
 SOURCE_PARTITIONS = 3
+BY_TASKS = {"eos.spark.driver.bytes": "0"}  # settings under which no batch is so small that the driver writes it
 KEYS = 97
 
 
