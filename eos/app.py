@@ -262,6 +262,11 @@ class App:
                     f"the topic {topic!r} matches the patterns of two functions, {routes[0].name} and "
                     f"{routes[1].name}: one function per topic; name it, or make one of the patterns narrower"
                 )
+            if routes and routes[0].on_error.verdict == "dlq" and dead_letter_topic(topic) in self.routes:
+                raise ConfigurationError(
+                    f"the topic {dead_letter_topic(topic)!r} is a source of the App {self.id!r}, and would get the "
+                    f"dead letters of {topic!r}, which a pattern matches: make the pattern narrower, or use two Apps"
+                )
             if routes:
                 found[topic] = routes[0]
         return found

@@ -251,6 +251,8 @@ class TransactSession:
         """Test seam: called with the name of each step before it happens; the product never sets it."""
         self.on_idle: Callable[[], None] = lambda: None
         """Called about every 100 ms while there is nothing to do."""
+        self.together = 1
+        """How many records the application handles at once; a poll of a backlog takes whole batches of them."""
         self.by_pattern: set[str] = set()
         """Those of `topics` that nobody named."""
         self.on_refused: Callable[[Record, CallFailed], None] = _stop_at_refused
@@ -349,7 +351,10 @@ class TransactSession:
         them: the group has offsets, but none of these. Where it has none at all, `latest` is about every topic."""
         if not self.by_pattern or self.settings.get("auto.offset.reset") != "latest":
             return set()
-        committed = self.membership.topics_with_commits(self.topics)
+        try:
+            committed = self.membership.topics_with_commits(self.topics)
+        except CallFailed as failure:
+            raise Temporary(f"which topics the group has offsets of cannot be had: {failure}") from failure
         return self.by_pattern - committed if committed else set()
 
     def _start_producers(self, admin: ClusterAdmin, deadline: float) -> None:
@@ -535,7 +540,7 @@ class TransactSession:
         room = max(1, self._most - len(self._positions))
         early_s = 0.0 if self._aborts_in_a_row else max(0.0, due - time.monotonic())
         # A chunk is a backlog, also before the interval is over: the producer has nothing to send until we begin.
-        self._poll(min(room, self._chunk), early_s)
+        self._poll(min(room, _CHUNK), early_s)
 
     def _read_too(self, topics: Sequence[str]) -> None:
         # Noted first: whatever the commit on its way comes to, a consumer that takes this one's place reads them too.
@@ -580,7 +585,7 @@ class TransactSession:
                 raise failure
             self.membership.poll(most, timeout_s)
             if (newest := self._positions.newest) is not None:
-                self._chunk = chunk_of(_size(newest))
+                self._chunk = chunk_of(_size(newest), self.together)
         except CallFailed as failed:
             self._recover(failed)
 
@@ -591,7 +596,7 @@ class TransactSession:
         if taken < _AHEAD_BEHIND:
             return False
         before, newest = len(self._positions), self._positions.newest
-        most = room_ahead(before, 0 if newest is None else _size(newest))
+        most = room_ahead(before, 0 if newest is None else _size(newest), self._chunk)
         if most == 0 or before >= self._most or self._consumer_failure is not None:
             return False
         try:
@@ -915,18 +920,21 @@ def room_of(interval_s: float, gathered_s: float) -> float:
     return max(interval_s - gathered_s, interval_s / 2)
 
 
-def room_ahead(waiting: int, size: int) -> int:
-    """How many records to fetch while `waiting` ones, the last of `size` bytes, wait for the next transaction."""
-    return max(0, min(chunk_of(size), min(_AHEAD, _AHEAD_BYTES // max(1, size)) - waiting))
+def room_ahead(waiting: int, size: int, chunk: int) -> int:
+    """How many records to fetch, `chunk` of them at most, while `waiting` ones, the last of `size` bytes, wait for the
+    next transaction."""
+    return max(0, min(chunk, min(_AHEAD, _AHEAD_BYTES // max(1, size)) - waiting))
 
 
 def _size(record: Record) -> int:
     return len(record.value or b"")
 
 
-def chunk_of(size: int) -> int:
-    """How many records to poll at once of a backlog whose last one has a value of `size` bytes."""
-    return min(_CHUNK, max(_SMALLEST_CHUNK, _CHUNK_BYTES // max(1, size)))
+def chunk_of(size: int, together: int = 1) -> int:
+    """How many records to poll at once of a backlog whose last one has a value of `size` bytes, when the application
+    handles `together` at once: whole batches of those, one at least."""
+    chunk = min(_CHUNK, max(_SMALLEST_CHUNK, _CHUNK_BYTES // max(1, size)))
+    return max(chunk - chunk % together, together)
 
 
 def _stop_at_refused(record: Record, failure: CallFailed) -> None:

@@ -100,7 +100,7 @@ OPTIONS: dict[str, Option] = {
     "eos.spark.driver.bytes": Option(
         256_000,
         _at_least(0),
-        "the driver writes a micro-batch of at most so many bytes per task itself; 0: tasks always",
+        "Spark's driver writes a batch of up to so many packed bytes in each of its tasks; 0: tasks always",
     ),
     "eos.call.timeout.ms": Option(
         5_000, _at_least(100), "one attempt of a transactional call; a call 5 s past it counts as hung"

@@ -65,6 +65,8 @@ class Worker:
             new_topics=None if self._new_topics is None else self._take_in,
         )
         self.session.on_refused = self._handler.refused
+        if any(function.batch for function in app.functions):
+            self.session.together = self._batch_most
         self._slice = 1
         functions = app.functions
         self._single_route: Route | None = functions[0] if len(functions) == 1 else None

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import pyarrow as pa
@@ -66,12 +66,34 @@ class Batch(Protocol):
     def marker(self, found: Marker | None, decision: Decision, rows: int) -> Marker: ...
 
 
+_LONGEST_PAUSE = 64  # batches
+
+
 @dataclass
 class Recent:
-    """What the last batch says of the next one. `small`: the driver could have written it. The first batch, also behind
-    a failure, goes to the executors: it may be a backlog."""
+    """What the last batches say of the next one. The first batch, also behind a failure, goes to the executors: it may
+    be a backlog."""
 
     small: bool = False
+    """The driver could have written the last one, by the bytes of its record batches."""
+    pause: int = 0
+    """For so many batches the driver does not try after it gave one up; twice as many each time, because some are small
+    when they are compressed and too large before, for ever."""
+    left: int = 0
+    """Of the pause."""
+
+    @property
+    def tries(self) -> bool:
+        return self.small and not self.left
+
+    def note(self, small: bool, tried: bool, by_driver: bool) -> None:
+        self.small = small
+        if by_driver:
+            self.pause = self.left = 0
+        elif tried:
+            self.pause = self.left = min(2 * self.pause, _LONGEST_PAUSE) or 1
+        elif self.left:
+            self.left -= 1
 
 
 @dataclass(frozen=True)
@@ -176,7 +198,8 @@ class Attempt:
         claims.begin(self._transaction.identity)
         try:
             with as_planned(self._df):
-                results = self._by_driver(targets, cores) if recent.small else None
+                tried = recent.tries
+                results = self._by_driver(targets, cores) if tried else None
                 self._by_tasks = results is None
                 if results is None:
                     results = self._on_executors(targets, cores)
@@ -190,7 +213,8 @@ class Attempt:
         if poison is not None:
             raise Stopped(Answer.RESTART, poison)
         _check(results, granted)
-        recent.small = sum(result.bytes for result in results) < self._options.driver_bytes
+        small = sum(result.bytes for result in results) < self._options.driver_bytes
+        recent.note(small, tried, by_driver=not self._by_tasks)
         return results
 
     def _by_driver(self, targets: Sequence[Target], cores: int | None) -> list[Result] | None:
@@ -199,7 +223,9 @@ class Attempt:
         rows = gather(self._df, targets, options.topic, self._packers(cores), options.driver_bytes)
         if rows is None:
             return None
-        result = write_rows(self._job(targets, 1), iter([rows]), lambda: self._connected.wire)
+        # It need not be reachable for itself at the address that executors know.
+        job = replace(self._job(targets, 1), office=self._server.claims)
+        result = write_rows(job, iter([rows]), lambda: self._connected.wire)
         return [] if result is None else [result]
 
     def _on_executors(self, targets: Sequence[Target], cores: int | None) -> list[Result]:

@@ -21,11 +21,17 @@ import threading
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
-from typing import Any
+from typing import Any, Protocol
 
 from spark_connector.recordbatch import Identity
 
 _BACKLOG = 128
+
+
+class Office(Protocol):
+    """Where a claim is made: Claims in the driver, a ClaimOffice anywhere."""
+
+    def claim(self, attempt: Identity, share: int, who: str) -> str | None: ...
 
 
 class Claims:

@@ -20,7 +20,7 @@ from kafka import errors as kafka_errors
 
 from spark_connector import wire
 from spark_connector.answers import Answer, Stopped
-from spark_connector.claims import ClaimOffice
+from spark_connector.claims import Office
 from spark_connector.packing import numbers, split, unpack
 from spark_connector.partition import IN_FLIGHT, PartitionWriter
 from spark_connector.placing import REFUSAL, TARGET
@@ -73,7 +73,7 @@ class Job:
     targets: tuple[tuple[str, int, int], ...]
     shares: int
     connection: Mapping[str, Any]  # Kafka's names
-    office: ClaimOffice
+    office: Office
     compression: str
     delivery_timeout_s: float
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
@@ -24,6 +24,7 @@ from eos.settings import Settings
 
 _ASK_S = 5.0
 _SOON_S = 0.5  # until a topic is looked at again that not every broker knows yet
+_LOOKS = 20  # at one that lacks leaders, until it is looked at no more often than for others
 _REFRESH_MS = 300_000  # librdkafka's own, for new partitions
 
 
@@ -61,6 +62,7 @@ class NewTopics:
         self._interval_s = int(settings.get("topic.metadata.refresh.interval.ms", _REFRESH_MS)) / 1000
         self._arrived: deque[list[str] | ConfigurationError] = deque()
         self._warned: set[str] = set()
+        self._unknown: Counter[str] = Counter()  # looks at topics that not every broker knew
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="eos-new-topics", daemon=True)
 
@@ -69,7 +71,7 @@ class NewTopics:
         Unavailable, also when the App has nothing to read; NotAuthorised, ConfigurationError."""
         there = topic_names(self._settings, self._settings["eos.startup.timeout.ms"] / 1000)
         if self._settings["eos.create.topics"]:
-            there |= self._make(lacking(self._app, there))
+            there |= self._try_to_make(lacking(self._app, there))
         waiting = self._waiting(there)
         names = self._app.take_in(there - waiting.keys())
         require_topics(self._app, self._settings.bootstrap_servers, waiting)
@@ -128,6 +130,9 @@ class NewTopics:
                 # Nobody answers: the consumer says so where it matters.
                 log.debug("topics cannot be listed", error=str(error))
                 pause_s = self._interval_s
+            except Exception as error:  # noqa: BLE001 - a look that failed must not be the last one
+                log.warning("topics cannot be listed", error=f"{type(error).__name__}: {error}")
+                pause_s = self._interval_s
 
     def _look(self, admin: ClusterAdmin) -> float:
         """One look; the seconds until the next."""
@@ -135,11 +140,20 @@ class NewTopics:
         if not (found := self._app.matched(there)):
             return self._interval_s
         everywhere = admin.known_everywhere(found)
+        soon = self._tell_unknown(found.keys() - everywhere)
         if self._settings["eos.create.topics"]:
             there |= self._try_to_make(lacking(self._app, everywhere | (there - found.keys())))
         if new := self._app.take_in(everywhere - self._waiting(there).keys()):
             self._arrived.append(new)
-        return self._interval_s if everywhere == found.keys() else min(_SOON_S, self._interval_s)
+        return min(_SOON_S, self._interval_s) if soon else self._interval_s
+
+    def _tell_unknown(self, topics: Collection[str]) -> bool:
+        """Whether one of these, which some broker does not know or which lack a leader, may be there soon."""
+        for topic in topics:
+            self._unknown[topic] += 1
+            if self._unknown[topic] == _LOOKS:
+                log.warning("a topic that matches a pattern is not known to every broker with its leaders", topic=topic)
+        return any(self._unknown[topic] < _LOOKS for topic in topics)
 
     def _try_to_make(self, letters: dict[str, str]) -> set[str]:
         try:

@@ -68,8 +68,8 @@ def test_a_topic_that_comes_under_a_running_worker_is_read_from_its_beginning_ex
     worker.pause()
     new = pipeline.add_source()
     pipeline.load_transaction(120, places=new)
-    worker.resume()
     assert TAKEN not in worker.log
+    worker.resume()
     pipeline.load_transaction(2_000)
     worker.wait_log(f"{TAKEN} topic={new[0][0]} function=copy")
     pipeline.load_transaction(600)

@@ -396,3 +396,30 @@ def test_the_wrong_pattern_in_a_file_is_a_sentence_and_78(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "patternapp.py").write_text("from eos import App\napp = App('a')\napp.process('^(', to='o')(len)\n")
     assert invoke(["doctor", "patternapp.py:app"]) == 78
+
+
+def test_dead_letters_of_a_topic_that_a_pattern_takes_are_no_source_of_the_app() -> None:
+    app = app_of(("^in-.*", "out"), ("in-1.dlq", "out"), on_error=eos.dlq)
+    assert app.matched(["in-2"]).keys() == {"in-2"}
+    with pytest.raises(ConfigurationError, match=r"'in-1\.dlq' is a source of the App 'app', and would get the dead"):
+        app.take_in(["in-1", "in-2"])
+    assert "in-2" not in app.routes
+
+
+def test_a_topic_without_leaders_is_told_once_and_looked_at_no_more_often_than_others(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("eos"), "propagate", True)
+    looking = NewTopics(Settings(SETTINGS), app_of(("^in-.*", "out")))
+    admin: Any = SimpleNamespace(topics=lambda: {"in-1"}, known_everywhere=lambda topics: set())
+    pauses = [looking._look(admin) for _ in range(30)]
+    assert set(pauses[:19]) == {new_topics._SOON_S}
+    assert set(pauses[19:]) == {new_topics._REFRESH_MS / 1000}
+    assert [record.getMessage().count("in-1") for record in caplog.records] == [1]
+
+
+def test_a_worker_with_a_batch_function_polls_whole_batches() -> None:
+    app = App("app")
+    app.process_batch("in", to="out")(lambda records: [])
+    assert Worker(app, Settings(SETTINGS)).session.together == 250
+    assert Worker(app_of(("in", "out")), Settings(SETTINGS)).session.together == 1

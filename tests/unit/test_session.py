@@ -29,7 +29,7 @@ def test_what_was_just_gathered_leaves_the_whole_interval() -> None:
 
 @given(waiting=st.integers(0, 100_000), size=st.integers(0, 100 << 20))
 def test_what_is_fetched_ahead_has_an_end_in_records_and_in_bytes(waiting: int, size: int) -> None:
-    most = room_ahead(waiting, size)
+    most = room_ahead(waiting, size, 1_000)
     assert 0 <= most <= 1_000
     if most:
         assert waiting + most <= 20_000
@@ -37,12 +37,15 @@ def test_what_is_fetched_ahead_has_an_end_in_records_and_in_bytes(waiting: int, 
 
 
 def test_small_records_are_fetched_ahead_in_whole_chunks() -> None:
-    assert room_ahead(0, 100) == 1_000
-    assert room_ahead(19_500, 100) == 500
+    assert room_ahead(0, 100, 1_000) == 1_000
+    assert room_ahead(19_500, 100, 1_000) == 500
 
 
 def test_a_poll_of_a_backlog_takes_what_a_cache_holds() -> None:
     assert [chunk_of(size) for size in (0, 100, 256, 1_000, 100_000)] == [1_000, 1_000, 1_000, 256, 100]
+    # In whole batches, where a function gets batches: one at least.
+    assert [chunk_of(size, 250) for size in (100, 1_000, 100_000)] == [1_000, 250, 250]
+    assert chunk_of(1_000, 5_000) == 5_000
 
 
 def rebuild(session: TransactSession, times: int) -> None:

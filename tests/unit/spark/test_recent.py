@@ -1,0 +1,43 @@
+"""Which batches the driver tries to write itself, by what the ones before were."""
+
+from __future__ import annotations
+
+import pytest
+
+from eos.app import App
+from eos.settings import Settings
+from spark_connector import sink as sink_module
+from spark_connector.attempt import Recent
+from spark_connector.options import Options
+from spark_connector.run import Run, sink
+
+
+def note(recent: Recent, small: bool, gives_up: bool = False) -> bool:
+    """One batch; whether the driver tried it."""
+    tried = recent.tries
+    recent.note(small, tried, by_driver=tried and not gives_up)
+    return tried
+
+
+def test_the_first_batch_and_one_behind_a_large_one_are_not_tried() -> None:
+    recent = Recent()
+    assert [note(recent, small) for small in (True, True, False, True, True)] == [False, True, True, False, True]
+
+
+def test_batches_that_are_small_only_when_they_are_compressed_are_tried_less_and_less() -> None:
+    recent = Recent()
+    tried = [number for number in range(400) if note(recent, small=True, gives_up=True)]
+    assert tried == [1, 3, 6, 11, 20, 37, 70, 135, 200, 265, 330, 395]
+    while not note(recent, small=True):
+        pass
+    assert note(recent, small=True), "one that the driver wrote ends the pauses"
+
+
+def test_the_setting_reaches_the_sink_of_an_app(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink_module, "exactly_once_sink", lambda **given: given["settings"])
+    app = App("app")
+    app.process("in", to="out")(lambda value: value)
+    for given, passed in (({}, "256000"), ({"eos.spark.driver.bytes": "0"}, "0")):
+        settings = sink(Run(app, Settings({"bootstrap.servers": "127.0.0.1:9", **given})))
+        assert settings["eos.spark.driver.bytes"] == passed
+        assert Options.of("out", "id", "127.0.0.1:9", settings, "none").driver_bytes == int(passed)
