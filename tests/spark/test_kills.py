@@ -27,16 +27,17 @@ WRITING = {"tasks": BY_TASKS, "driver": {}}
 
 
 @pytest.mark.parametrize(
-    "step",
+    ("step", "writing"),
     [
-        pytest.param("init", marks=LONG),
-        pytest.param("add", marks=LONG),
-        "produce",
-        pytest.param("mark", marks=LONG),
-        "commit",
+        pytest.param("init", "tasks", marks=LONG),
+        pytest.param("add", "tasks", marks=LONG),
+        ("produce", "tasks"),
+        ("produce", "driver"),
+        pytest.param("mark", "driver", marks=LONG),
+        ("commit", "tasks"),
+        pytest.param("commit", "driver", marks=LONG),
     ],
 )
-@pytest.mark.parametrize("writing", WRITING)
 def test_a_driver_killed_behind_a_step_loses_and_doubles_nothing(
     step: str, writing: str, cluster: LocalKafka, queries: Queries, drivers: Drivers, spark: Any
 ) -> None:
