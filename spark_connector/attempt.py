@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _PACKERS_PER_CORE = 4  # tasks; with one, the slowest would be waited for
+_LONGEST_PAUSE = 64  # batches
 
 
 class Again(Exception):
@@ -64,9 +65,6 @@ class Batch(Protocol):
     def decide(self, found: Marker | None) -> Decision: ...
 
     def marker(self, found: Marker | None, decision: Decision, rows: int) -> Marker: ...
-
-
-_LONGEST_PAUSE = 64  # batches
 
 
 @dataclass
