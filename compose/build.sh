@@ -60,8 +60,8 @@ build_worker() {
   mkdir -p "$context"
   cp worker/Dockerfile "$context"
   # Installed here and not in the build: a container needs no network, no proxy and no certificates for it. For the
-  # base's Python, not for the one that runs here.
-  quietly "$python" -m pip wheel -q --no-deps -w "$work/wheel" ..
+  # base's Python, not for the one that runs here: so without what would be compiled for that.
+  EOS_PURE_PYTHON=1 quietly "$python" -m pip wheel -q --no-deps -w "$work/wheel" ..
   quietly "$python" -m pip install -q --no-compile --target "$context/site-packages" \
     --only-binary=:all: --implementation cp --python-version 3.11 "$(echo "$work"/wheel/*.whl)[metrics]"
   # They name the directory of this build, and the same content would be a new image each time.

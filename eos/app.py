@@ -24,8 +24,9 @@ from typing import Any, Final, NamedTuple, TypeVar, cast, final
 
 import msgspec
 
-from eos import concurrent
+from eos import concurrent, hotloop
 from eos.errors import ConfigurationError, IllegalState
+from eos.hotloop.python import END_OF_TIME
 from eos.policies import DEAD_LETTER_SUFFIX, Policy, dead_letter_topic, policy_of, stop
 from eos.serde import (
     Decode,
@@ -121,8 +122,6 @@ Feed = Callable[[list[Record], Produce, Refused], Fed]
 # See Route.each.
 Each = Callable[[list[Record]], Iterator[Sequence[Send]]]
 
-_END_OF_TIME: Final = 2**63
-_NO_HEADERS: Final = ()  # CPython has one empty tuple; another empty sequence only takes the longer way
 
 Headers = Sequence[tuple[str, bytes | str | None]] | Mapping[str, bytes | str | None]
 
@@ -529,40 +528,22 @@ def _compile_single(
 ) -> tuple[Callable[[Record], Sequence[Send]], Feed]:
     """`outputs` and `feed` of a function of one record."""
     normalise = _normaliser(name, destinations)
-    # A function's usual result by far; without a destination no result is usual.
-    usual: Any = bytes if destinations else _Nothing
-    topic = destinations[0] if destinations else ""
+    # Bytes are a function's usual result by far; without a destination no result is usual.
+    topic = destinations[0] if destinations else None
 
     def outputs(record: Record) -> Sequence[Send]:
         return normalise(record, function(record if decode is None else decode(record.value)))
 
     def feed(records: list[Record], produce: Produce, refused: Refused) -> Fed:
-        sent = 0
-        coming = iter(records)
-        try:
-            for record in coming:
-                result = function(record if decode is None else decode(record.value))
-                if type(result) is usual:
-                    timestamp = record.timestamp if record.timestamp > 0 else 0
-                    try:
-                        produce(topic, result, record.key, -1, None, None, timestamp)
-                    except Exception as error:  # noqa: BLE001 - it decides
-                        refused(error, (topic, result, record.key, -1, timestamp, None))
-                    sent += 1
-                elif result is not None:
-                    for send in normalise(record, result):
-                        put(send, produce, refused)
-                        sent += 1
-        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
-            return Fed(sent, len(records) - operator.length_hint(coming) - 1, error)
-        return Fed(sent, len(records), None)
+        def other(record: Record, result: object) -> int:
+            sends = normalise(record, result)
+            for send in sends:
+                put(send, produce, refused)
+            return len(sends)
+
+        return Fed(*hotloop.feed_values(records, function, decode, topic, produce, refused, other))
 
     return outputs, feed
-
-
-@final
-class _Nothing:
-    """No object has this type."""
 
 
 def put(send: Send, produce: Produce, refused: Refused) -> None:
@@ -732,21 +713,10 @@ def _compile_batch(
         try:
             outs = run(records)
             # Looked through before the first is sent: all of the batch's outputs go out, or none.
-            if destinations and _all_plain(outs):
-                coming = iter(outs)
-                while True:
-                    try:
-                        for out in coming:
-                            timestamp = out.timestamp
-                            if timestamp is KEEP:
-                                produce(topic, out.value, out.key)  # eight arguments take 60 ns more than three
-                            else:
-                                produce(topic, out.value, out.key, -1, None, None, timestamp)
-                        sent = len(outs)
-                        break
-                    except Exception as error:  # noqa: BLE001 - it decides
-                        sent = len(outs) - operator.length_hint(coming) - 1
-                        refused(error, (topic, out.value, out.key, -1, 0 if timestamp is KEEP else timestamp, None))
+            if destinations and hotloop.all_plain(outs, Out, KEEP):
+                sent, failed = hotloop.put_plain(outs, topic, KEEP, produce, refused)
+                if failed is not None:
+                    return Fed(sent, 0, failed)
             else:
                 for send in converted(outs):
                     put(send, produce, refused)
@@ -756,24 +726,6 @@ def _compile_batch(
         return Fed(sent, len(records), None)
 
     return outputs_batch, feed
-
-
-def _all_plain(outs: list[Any]) -> bool:
-    """Whether each is what record.out(bytes) or Out(bytes, key) makes: nothing to encode, to look up or to refuse."""
-    for out in outs:
-        if (
-            type(out) is not Out
-            or type(out.value) is not bytes
-            or (type(out.key) is not bytes and out.key is not None)
-            or out.topic is not None
-            or out.partition is not None
-            or out.headers is not _NO_HEADERS
-        ):
-            return False
-        timestamp = out.timestamp
-        if timestamp is not KEEP and not (type(timestamp) is int and 0 <= timestamp < _END_OF_TIME):
-            return False
-    return True
 
 
 def _not_a_batch_route(name: str, records: list[Record]) -> list[Send]:
@@ -805,7 +757,7 @@ def _out_converter(name: str, destinations: tuple[str, ...]) -> Callable[[Out, R
         if timestamp is KEEP:
             timestamp_ms = 0 if record is None else max(record.timestamp, 0)
         else:
-            timestamp_ms = _integer(timestamp, _END_OF_TIME, "timestamp (milliseconds since the epoch)", name)
+            timestamp_ms = _integer(timestamp, END_OF_TIME, "timestamp (milliseconds since the epoch)", name)
         return (
             topic,
             value if type(value) is bytes else _value(value, name),

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
 
-from eos import log
+from eos import hotloop, log
 from eos.admin.cluster import ClusterAdmin
 from eos.admin.facts import NEW_TOPIC_S
 from eos.admin.overdue import OverdueWatch
@@ -235,11 +235,7 @@ class Membership:
         except KafkaException as error:
             failed = error.args[0]
         # Before anything is raised: what was fetched does not come a second time to who goes on all the same.
-        records = [
-            Record(m.topic(), m.partition(), m.offset(), m.timestamp()[1], m.key(), m.value(), m.headers() or ())
-            for m in messages
-            if m.error() is None
-        ]
+        records = hotloop.records_of(messages, Record)
         self._positions.fetched(records)
         if self._latched is not None:
             latched, self._latched = self._latched, None

@@ -1,0 +1,32 @@
+"""What runs once for each record, between the consumer's message and the producer's queue.
+
+Owns the choice between two forms of the same four functions: compiled (_native.c), where a compiler was at hand when
+the package was installed, and Python (python.py), which is what they mean. The compiled ones save a tenth of the
+worker's processor time (docs/performance.md). They know no topic, no policy and no transaction: what is not usual they
+hand back to their caller.
+
+`EOS_PURE_PYTHON=1` chooses Python, to tell whether an error is the compiled code's.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from eos.hotloop import python
+
+COMPILED = False
+"""Whether the compiled functions are in use."""
+
+all_plain = python.all_plain
+feed_values = python.feed_values
+put_plain = python.put_plain
+records_of = python.records_of
+
+if not TYPE_CHECKING and os.environ.get("EOS_PURE_PYTHON", "") in ("", "0"):
+    try:
+        from eos.hotloop._native import all_plain, feed_values, put_plain, records_of  # noqa: F401
+    except ImportError:
+        pass  # it was installed without a compiler: the same, slower
+    else:
+        COMPILED = True

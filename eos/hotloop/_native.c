@@ -1,0 +1,380 @@
+/* The functions of python.py, compiled: what they mean is written there, and only there.
+ *
+ * Two things make this faster than the interpreter: the getters of confluent-kafka's Message are called without a look-up
+ * by name, and the fields of Record and Out are read at their place in the object. Both are looked up once per call, not
+ * assumed: what is of another kind takes the way by name.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#define COUNT_OF(array) (sizeof(array) / sizeof((array)[0]))
+
+enum getter { ERROR, TOPIC, PARTITION, OFFSET, TIMESTAMP, KEY, VALUE, HEADERS, GETTERS };
+static const char *const getter_names[GETTERS] = {"error", "topic", "partition", "offset", "timestamp", "key", "value", "headers"};
+
+static PyObject *getter_strings[GETTERS];
+static PyObject *empty, *zero, *minus_one;
+static PyObject *str_headers, *str_key, *str_partition, *str_timestamp, *str_topic, *str_value;
+
+/* ---- fields of Record and Out ------------------------------------------------------------------------------------ */
+
+typedef struct {
+    PyTypeObject *type; /* whose objects have the field at `offset` */
+    Py_ssize_t offset;  /* 0: by name */
+    PyObject *name;
+} Field;
+
+static Field field_of(PyTypeObject *type, PyObject *name) {
+    Field field = {type, 0, name};
+    PyObject *found = PyObject_GetAttr((PyObject *)type, name);
+    if (found == NULL) {
+        PyErr_Clear();
+        return field;
+    }
+    if (Py_IS_TYPE(found, &PyMemberDescr_Type)) {
+        PyMemberDef *member = ((PyMemberDescrObject *)found)->d_member;
+        if (member->type == T_OBJECT_EX) field.offset = member->offset;
+    }
+    Py_DECREF(found);
+    return field;
+}
+
+static PyObject *get(const Field *field, PyObject *object) {
+    if (field->offset && Py_IS_TYPE(object, field->type)) {
+        PyObject *value = *(PyObject **)((char *)object + field->offset);
+        if (value != NULL) return Py_NewRef(value);
+    }
+    return PyObject_GetAttr(object, field->name);
+}
+
+/* ---- exceptions as values ---------------------------------------------------------------------------------------- */
+
+/* The exception that is set, cleared; NULL, and it stays set, for one that is no Exception (an interrupt). */
+static PyObject *caught(void) {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return NULL;
+#if PY_VERSION_HEX >= 0x030C0000
+    return PyErr_GetRaisedException();
+#else
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    if (trace != NULL) PyException_SetTraceback(value, trace);
+    Py_XDECREF(trace);
+    Py_XDECREF(type);
+    return value;
+#endif
+}
+
+/* ---- records_of(messages, record_type) --------------------------------------------------------------------------- */
+
+typedef struct {
+    PyTypeObject *type;            /* of messages that have these */
+    PyCFunction call[GETTERS]; /* NULL: by name */
+} Getters;
+
+static Getters getters_of(PyTypeObject *type) {
+    Getters getters = {type, {NULL}};
+    for (int i = 0; i < GETTERS; i++) {
+        PyObject *found = PyObject_GetAttr((PyObject *)type, getter_strings[i]);
+        if (found == NULL) {
+            PyErr_Clear();
+        } else if (Py_IS_TYPE(found, &PyMethodDescr_Type)) {
+            const PyMethodDef *method = ((PyMethodDescrObject *)found)->d_method;
+            if (method->ml_flags == METH_NOARGS) getters.call[i] = method->ml_meth;
+        }
+        Py_XDECREF(found);
+    }
+    return getters;
+}
+
+static PyObject *ask(const Getters *getters, PyObject *message, enum getter which) {
+    if (getters->call[which] != NULL && Py_IS_TYPE(message, getters->type)) return getters->call[which](message, NULL);
+    return PyObject_CallMethodNoArgs(message, getter_strings[which]);
+}
+
+static PyObject *timestamp_of(const Getters *getters, PyObject *message) {
+    PyObject *pair = ask(getters, message, TIMESTAMP);
+    if (pair == NULL) return NULL;
+    PyObject *timestamp = PySequence_GetItem(pair, 1);
+    Py_DECREF(pair);
+    return timestamp;
+}
+
+static PyObject *headers_of(const Getters *getters, PyObject *message) {
+    PyObject *headers = ask(getters, message, HEADERS);
+    if (headers == NULL) return NULL;
+    int some = PyObject_IsTrue(headers);
+    if (some > 0) return headers;
+    Py_DECREF(headers);
+    return some < 0 ? NULL : Py_NewRef(empty);
+}
+
+static PyObject *record_of(const Getters *getters, PyObject *message, PyObject *record_type) {
+    PyObject *fields[8] = {NULL}, **args = fields + 1, *record = NULL;
+    size_t made = 0;
+    for (; made < 7; made++) {
+        switch (made) {
+            case 0: args[made] = ask(getters, message, TOPIC); break;
+            case 1: args[made] = ask(getters, message, PARTITION); break;
+            case 2: args[made] = ask(getters, message, OFFSET); break;
+            case 3: args[made] = timestamp_of(getters, message); break;
+            case 4: args[made] = ask(getters, message, KEY); break;
+            case 5: args[made] = ask(getters, message, VALUE); break;
+            default: args[made] = headers_of(getters, message);
+        }
+        if (args[made] == NULL) break;
+    }
+    if (made == 7) record = PyObject_Vectorcall(record_type, args, 7 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+    while (made) Py_DECREF(args[--made]);
+    return record;
+}
+
+static PyObject *records_of(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
+    if (count != 2) return PyErr_Format(PyExc_TypeError, "records_of takes 2 arguments");
+    PyObject *messages = PySequence_Fast(args[0], "messages");
+    if (messages == NULL) return NULL;
+    PyObject *records = PyList_New(0);
+    if (PySequence_Fast_GET_SIZE(messages) == 0) {
+        Py_DECREF(messages);
+        return records;
+    }
+    const Getters getters = getters_of(Py_TYPE(PySequence_Fast_GET_ITEM(messages, 0)));
+    for (Py_ssize_t i = 0; records != NULL && i < PySequence_Fast_GET_SIZE(messages); i++) {
+        PyObject *message = PySequence_Fast_GET_ITEM(messages, i);
+        PyObject *error = ask(&getters, message, ERROR);
+        if (error == Py_None) {
+            PyObject *record = record_of(&getters, message, args[1]);
+            if (record == NULL || PyList_Append(records, record) < 0) Py_CLEAR(records);
+            Py_XDECREF(record);
+        } else if (error == NULL) {
+            Py_CLEAR(records);
+        }
+        Py_XDECREF(error);
+    }
+    Py_DECREF(messages);
+    return records;
+}
+
+/* ---- producing --------------------------------------------------------------------------------------------------- */
+
+/* produce(topic, value, key[, -1, None, None, timestamp]); what it raises goes to refused(error, send). -1: raised. */
+static int put(
+    PyObject *produce, PyObject *refused, PyObject *topic, PyObject *value, PyObject *key, PyObject *timestamp
+) {
+    PyObject *args[8] = {NULL, topic, value, key, minus_one, Py_None, Py_None, timestamp};
+    size_t given = timestamp == NULL ? 3 : 7;
+    PyObject *result = PyObject_Vectorcall(produce, args + 1, given | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+    if (result == NULL) {
+        PyObject *error = caught();
+        if (error == NULL) return -1;
+        PyObject *sent_at = timestamp == NULL ? zero : timestamp;
+        PyObject *send = PyTuple_Pack(6, topic, value, key, minus_one, sent_at, Py_None);
+        if (send != NULL) {
+            result = PyObject_CallFunctionObjArgs(refused, error, send, NULL);
+            Py_DECREF(send);
+        }
+        Py_DECREF(error);
+    }
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+/* ---- feed_values(records, function, decode, topic, produce, refused, other) --------------------------------------- */
+
+typedef struct {
+    PyObject *function, *decode, *topic, *produce, *refused, *other;
+    Field key, timestamp, value;
+} Values;
+
+static PyObject *given_of(const Values *to, PyObject *record) {
+    if (to->decode == Py_None) return Py_NewRef(record);
+    PyObject *value = get(&to->value, record);
+    if (value == NULL) return NULL;
+    PyObject *given = PyObject_CallOneArg(to->decode, value);
+    Py_DECREF(value);
+    return given;
+}
+
+static int put_value(const Values *to, PyObject *record, PyObject *value) {
+    PyObject *timestamp = get(&to->timestamp, record), *key = NULL;
+    int known = timestamp == NULL ? -1 : PyObject_RichCompareBool(timestamp, zero, Py_GT);
+    int done = -1;
+    if (known >= 0 && (key = get(&to->key, record)) != NULL)
+        done = put(to->produce, to->refused, to->topic, value, key, known ? timestamp : zero);
+    Py_XDECREF(timestamp);
+    Py_XDECREF(key);
+    return done;
+}
+
+/* How many outputs the record has led to; -1: raised. */
+static Py_ssize_t feed_value(const Values *to, PyObject *record) {
+    PyObject *given = given_of(to, record);
+    if (given == NULL) return -1;
+    PyObject *result = PyObject_CallOneArg(to->function, given);
+    Py_DECREF(given);
+    if (result == NULL) return -1;
+    Py_ssize_t sent = 0;
+    if (PyBytes_CheckExact(result) && to->topic != Py_None) {
+        sent = put_value(to, record, result) < 0 ? -1 : 1;
+    } else if (result != Py_None) {
+        PyObject *number = PyObject_CallFunctionObjArgs(to->other, record, result, NULL);
+        sent = number == NULL ? -1 : PyLong_AsSsize_t(number);
+        Py_XDECREF(number);
+    }
+    Py_DECREF(result);
+    return sent;
+}
+
+static PyObject *feed_values(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
+    if (count != 7) return PyErr_Format(PyExc_TypeError, "feed_values takes 7 arguments");
+    PyObject *records = PySequence_Fast(args[0], "records");
+    if (records == NULL) return NULL;
+    Values to = {args[1], args[2], args[3], args[4], args[5], args[6], {0}, {0}, {0}};
+    if (PySequence_Fast_GET_SIZE(records)) {
+        PyTypeObject *type = Py_TYPE(PySequence_Fast_GET_ITEM(records, 0));
+        to.key = field_of(type, str_key);
+        to.timestamp = field_of(type, str_timestamp);
+        to.value = field_of(type, str_value);
+    }
+    Py_ssize_t sent = 0, i = 0;
+    PyObject *error = NULL;
+    for (; i < PySequence_Fast_GET_SIZE(records); i++) {
+        PyObject *record = Py_NewRef(PySequence_Fast_GET_ITEM(records, i));
+        Py_ssize_t more = feed_value(&to, record);
+        Py_DECREF(record);
+        if (more < 0 && PyErr_Occurred()) {
+            error = caught();
+            if (error == NULL) {
+                Py_DECREF(records);
+                return NULL;
+            }
+            break;
+        }
+        sent += more;
+    }
+    Py_DECREF(records);
+    return error == NULL ? Py_BuildValue("nnO", sent, i, Py_None) : Py_BuildValue("nnN", sent, i, error);
+}
+
+/* ---- all_plain(outs, out_type, keep), put_plain(outs, topic, keep, produce, refused) ------------------------------- */
+
+typedef struct {
+    Field value, key, topic, partition, headers, timestamp;
+} Plain;
+
+static Plain plain_of(PyTypeObject *type) {
+    Plain plain = {
+        field_of(type, str_value), field_of(type, str_key), field_of(type, str_topic),
+        field_of(type, str_partition), field_of(type, str_headers), field_of(type, str_timestamp),
+    };
+    return plain;
+}
+
+static int is_bytes(PyObject *value) { return PyBytes_CheckExact(value); }
+static int is_key(PyObject *key) { return key == Py_None || PyBytes_CheckExact(key); }
+static int is_none(PyObject *value) { return value == Py_None; }
+static int is_empty(PyObject *headers) { return headers == empty; }
+
+static int is_time(PyObject *timestamp) {
+    if (!PyLong_CheckExact(timestamp)) return 0;
+    int overflow;
+    long long number = PyLong_AsLongLongAndOverflow(timestamp, &overflow);
+    return !overflow && number >= 0;
+}
+
+/* 1 and 0 as `fits` says of the field, -1: raised. */
+static int check(const Field *field, PyObject *out, int (*fits)(PyObject *)) {
+    PyObject *value = get(field, out);
+    if (value == NULL) return -1;
+    int answer = fits(value);
+    Py_DECREF(value);
+    return answer;
+}
+
+static int is_plain(const Plain *plain, PyObject *out, PyObject *keep) {
+    const struct { const Field *field; int (*fits)(PyObject *); } rules[] = {
+        {&plain->value, is_bytes}, {&plain->key, is_key}, {&plain->topic, is_none},
+        {&plain->partition, is_none}, {&plain->headers, is_empty},
+    };
+    for (size_t i = 0; i < COUNT_OF(rules); i++) {
+        int answer = check(rules[i].field, out, rules[i].fits);
+        if (answer <= 0) return answer;
+    }
+    PyObject *timestamp = get(&plain->timestamp, out);
+    if (timestamp == NULL) return -1;
+    int answer = timestamp == keep || is_time(timestamp);
+    Py_DECREF(timestamp);
+    return answer;
+}
+
+static PyObject *all_plain(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
+    if (count != 3 || !PyList_Check(args[0]) || !PyType_Check(args[1]))
+        return PyErr_Format(PyExc_TypeError, "all_plain takes a list, a type and an object");
+    PyObject *outs = args[0];
+    PyTypeObject *type = (PyTypeObject *)args[1];
+    const Plain plain = plain_of(type);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outs); i++) {
+        PyObject *out = PyList_GET_ITEM(outs, i);
+        if (!Py_IS_TYPE(out, type)) Py_RETURN_FALSE;
+        int answer = is_plain(&plain, out, args[2]);
+        if (answer < 0) return NULL;
+        if (!answer) Py_RETURN_FALSE;
+    }
+    Py_RETURN_TRUE;
+}
+
+static int put_out(const Plain *plain, PyObject *out, PyObject *const *args) {
+    PyObject *topic = args[1], *keep = args[2], *produce = args[3], *refused = args[4];
+    PyObject *value = get(&plain->value, out), *key = get(&plain->key, out), *timestamp = get(&plain->timestamp, out);
+    int done = -1;
+    if (value != NULL && key != NULL && timestamp != NULL)
+        done = put(produce, refused, topic, value, key, timestamp == keep ? NULL : timestamp);
+    Py_XDECREF(value);
+    Py_XDECREF(key);
+    Py_XDECREF(timestamp);
+    return done;
+}
+
+static PyObject *put_plain(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
+    if (count != 5 || !PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "put_plain takes a list and 4 more");
+    PyObject *outs = args[0];
+    if (!PyList_GET_SIZE(outs)) return Py_BuildValue("nO", (Py_ssize_t)0, Py_None);
+    const Plain plain = plain_of(Py_TYPE(PyList_GET_ITEM(outs, 0)));
+    Py_ssize_t i = 0;
+    /* The list is the application's: its size is looked at anew each time. */
+    for (; i < PyList_GET_SIZE(outs); i++) {
+        PyObject *out = Py_NewRef(PyList_GET_ITEM(outs, i));
+        int done = put_out(&plain, out, args);
+        Py_DECREF(out);
+        if (done < 0) {
+            PyObject *error = caught();
+            return error == NULL ? NULL : Py_BuildValue("nN", i, error);
+        }
+    }
+    return Py_BuildValue("nO", i, Py_None);
+}
+
+/* ---- the module -------------------------------------------------------------------------------------------------- */
+
+#define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, "As in eos/hotloop/python.py."}
+static PyMethodDef functions[] = {
+    FUNCTION(records_of), FUNCTION(feed_values), FUNCTION(all_plain), FUNCTION(put_plain), {NULL, NULL, 0, NULL},
+};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, functions, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__native(void) {
+    for (int i = 0; i < GETTERS; i++)
+        if ((getter_strings[i] = PyUnicode_InternFromString(getter_names[i])) == NULL) return NULL;
+    const struct { PyObject **place; const char *text; } strings[] = {
+        {&str_headers, "headers"}, {&str_key, "key"}, {&str_partition, "partition"},
+        {&str_timestamp, "timestamp"}, {&str_topic, "topic"}, {&str_value, "value"},
+    };
+    for (size_t i = 0; i < COUNT_OF(strings); i++)
+        if ((*strings[i].place = PyUnicode_InternFromString(strings[i].text)) == NULL) return NULL;
+    empty = PyTuple_New(0);
+    zero = PyLong_FromLong(0);
+    minus_one = PyLong_FromLong(-1);
+    if (empty == NULL || zero == NULL || minus_one == NULL) return NULL;
+    return PyModule_Create(&module);
+}

@@ -1,0 +1,336 @@
+"""The compiled hot loop against the Python one: the same results and calls in the same order, no reference lost."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError, Message
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eos.app import KEEP, Out, Record
+from eos.hotloop import python
+
+try:
+    from eos.hotloop import _native as native
+except ImportError:
+    native = None  # type: ignore[assignment]
+
+BOTH = [
+    pytest.param(python, id="python"),
+    pytest.param(native, id="compiled", marks=pytest.mark.skipif(native is None, reason="no compiler was here")),
+]
+both = pytest.mark.parametrize("loop", BOTH)
+compiled = pytest.mark.skipif(native is None, reason="no compiler was here")
+
+
+class Interrupt(BaseException):
+    """No Exception: it passes through."""
+
+
+def message(offset: int = 7, **fields: Any) -> Message:
+    given = {"topic": "in", "partition": 3, "key": b"k", "value": b"v", "timestamp": (1, 1_700_000_000_000)}
+    return Message(**(given | {"offset": offset, "headers": None, "error": None} | fields))
+
+
+# ---- records_of ---------------------------------------------------------------------------------------------------
+
+
+@both
+def test_messages_become_records_in_order_and_errors_none(loop: Any) -> None:
+    error = message(1, error=KafkaError(KafkaError._PARTITION_EOF))
+    headed = message(2, headers=[("h", b"x")], key=None, value=None, timestamp=(0, -1))
+    assert loop.records_of([message(0), error, headed], Record) == [
+        Record("in", 3, 0, 1_700_000_000_000, b"k", b"v", ()),
+        Record("in", 3, 2, -1, None, None, [("h", b"x")]),
+    ]
+    assert loop.records_of([], Record) == []
+
+
+class Other:
+    """Something that can do what a Message can, but is none."""
+
+    def __init__(self, real: Message, fails: str = "") -> None:
+        self.real, self.fails = real, fails
+
+    def __getattr__(self, name: str) -> Callable[[], object]:
+        if name == self.fails:
+            raise ValueError(name)
+        return getattr(self.real, name)  # type: ignore[no-any-return]
+
+
+@both
+def test_what_is_no_message_of_the_client_is_asked_by_name(loop: Any) -> None:
+    mixed = [Other(message(0)), message(1), Other(message(2))]
+    assert [record.offset for record in loop.records_of(mixed, Record)] == [0, 1, 2]
+    assert loop.records_of(mixed[1:], Record) == python.records_of(mixed[1:], Record)
+
+
+@both
+@pytest.mark.parametrize("fails", ["error", "topic", "timestamp", "value", "headers"])
+def test_a_getter_that_raises_raises(loop: Any, fails: str) -> None:
+    with pytest.raises(ValueError, match=fails):
+        loop.records_of([message(0), Other(message(1), fails)], Record)
+
+
+@both
+def test_a_record_type_that_raises_raises(loop: Any) -> None:
+    def never(*_: object) -> None:
+        raise LookupError("no record")
+
+    with pytest.raises(LookupError):
+        loop.records_of([message()], never)
+
+
+# ---- feed_values --------------------------------------------------------------------------------------------------
+
+ACTIONS = ("bytes", "none", "other", "raise", "refuse", "refuse for good", "other raises")
+
+
+class Case:
+    """A function, a producer and the rest, which write down what happens to them."""
+
+    def __init__(self, actions: list[str], topic: str | None, decodes: bool) -> None:
+        self.calls: list[object] = []
+        stamps = [1_700_000_000_000, 0, -1]
+        self.records = [
+            Record("in", 0, number, stamps[number % 3], b"k" if number % 2 else None, action.encode())
+            for number, action in enumerate(actions)
+        ]
+        self.topic, self.decode = topic, self._decode if decodes else None
+
+    def _decode(self, value: bytes) -> str:
+        self.calls.append(("decode", value))
+        return value.decode()
+
+    def function(self, given: Record | str) -> object:
+        action = given if isinstance(given, str) else (given.value or b"").decode()
+        self.calls.append(("function", action))
+        if action == "raise":
+            raise ValueError("function")
+        return {"none": None, "other": ["o"], "other raises": "x"}.get(action, action.encode())
+
+    def produce(self, *output: object) -> None:
+        self.calls.append(("produce", *output))
+        if str(output[1]).startswith("b'refuse"):
+            raise BufferError("full")
+
+    def refused(self, error: Exception, send: tuple[object, ...]) -> None:
+        self.calls.append(("refused", type(error), send))
+        if send[1] == b"refuse for good":
+            raise RuntimeError("refused")
+
+    def other(self, record: Record, result: object) -> int:
+        self.calls.append(("other", record.offset, result))
+        if result == "x":
+            raise TypeError("other")
+        return 2
+
+    def run(self, loop: Any) -> tuple[object, ...]:
+        sent, handled, error = loop.feed_values(
+            self.records, self.function, self.decode, self.topic, self.produce, self.refused, self.other
+        )
+        return sent, handled, type(error), str(error), self.calls
+
+
+@compiled
+@given(st.lists(st.sampled_from(ACTIONS)), st.sampled_from(["out", None]), st.booleans())
+def test_both_feeds_do_the_same(actions: list[str], topic: str | None, decodes: bool) -> None:
+    assert Case(actions, topic, decodes).run(native) == Case(actions, topic, decodes).run(python)
+
+
+@both
+def test_a_feed_says_where_it_stopped_and_why(loop: Any) -> None:
+    case = Case(["bytes", "none", "other", "refuse", "raise", "bytes"], "out", decodes=False)
+    sent, handled, error, sentence, _ = case.run(loop)
+    assert (sent, handled, error, sentence) == (4, 4, ValueError, "function")
+    assert Case([], "out", decodes=False).run(loop)[:3] == (0, 0, type(None))
+
+
+@both
+@pytest.mark.parametrize("where", ["function", "produce", "refused", "other", "decode"])
+def test_an_interrupt_passes_through_a_feed(loop: Any, where: str) -> None:
+    action = {"other": "other", "refused": "refuse"}.get(where, "bytes")
+    case = Case([action], "out", decodes=True)
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    setattr(case, where, interrupt)
+    with pytest.raises(Interrupt):
+        case.run(loop)
+
+
+@both
+def test_an_error_keeps_its_traceback(loop: Any) -> None:
+    case = Case(["raise"], "out", decodes=False)
+    error = loop.feed_values(case.records, case.function, None, "out", case.produce, case.refused, case.other)[2]
+    frames = []
+    trace: types.TracebackType | None = error.__traceback__
+    while trace is not None:
+        frames.append(trace.tb_frame.f_code.co_name)
+        trace = trace.tb_next
+    assert frames[-1] == "function"
+
+
+@both
+def test_records_that_are_plain_objects_are_read_by_name(loop: Any) -> None:
+    put: list[object] = []
+    record = types.SimpleNamespace(key=b"k", value=b"v", timestamp=5)
+    known = Record("in", 0, 0, 6, b"l", b"w")
+    for records in ([record, known], [known, record]):
+        assert loop.feed_values(records, lambda r: r.value, None, "out", lambda *s: put.append(s), None, None)[0] == 2
+    one, two = ("out", b"v", b"k", -1, None, None, 5), ("out", b"w", b"l", -1, None, None, 6)
+    assert put == [one, two, two, one]
+
+
+# ---- all_plain, put_plain -----------------------------------------------------------------------------------------
+
+PLAIN = [Out(b"v", b"k"), Out(b"v", None, timestamp=0), Out(b"", b"", timestamp=2**63 - 1), Out(b"v", b"k", None, ())]
+NOT_PLAIN = [
+    Out("v", b"k"),
+    Out(None, b"k"),
+    Out(bytearray(b"v"), b"k"),
+    Out(b"v"),
+    Out(b"v", "k"),
+    Out(b"v", b"k", "topic"),
+    Out(b"v", b"k", None, [("h", b"x")]),
+    Out(b"v", b"k", None, []),
+    Out(b"v", b"k", partition=0),
+    Out(b"v", b"k", timestamp=-1),
+    Out(b"v", b"k", timestamp=2**63),
+    Out(b"v", b"k", timestamp=2**200),
+    Out(b"v", b"k", timestamp=True),
+    Out(b"v", b"k", timestamp=1.5),  # type: ignore[arg-type]
+    b"v",
+    None,
+    Record("in", 0, 0),
+]
+
+
+@both
+def test_what_is_plain(loop: Any) -> None:
+    assert loop.all_plain(PLAIN, Out, KEEP) is True
+    assert loop.all_plain([], Out, KEEP) is True
+    for odd in NOT_PLAIN:
+        assert loop.all_plain([odd], Out, KEEP) is False, odd
+        assert loop.all_plain([*PLAIN, odd], Out, KEEP) is False, odd
+
+
+def put(loop: Any, outs: list[Out], fails: set[int], for_good: set[int]) -> tuple[object, ...]:
+    calls: list[object] = []
+
+    def produce(*output: object) -> None:
+        calls.append(output)
+        if len(calls) in fails:
+            raise BufferError("full")
+
+    def refused(error: Exception, send: object) -> None:
+        calls.append((type(error), send))
+        if len(calls) - 1 in for_good:
+            raise RuntimeError("refused")
+
+    sent, error = loop.put_plain(outs, "out", KEEP, produce, refused)
+    return sent, type(error), calls
+
+
+@compiled
+@given(
+    st.lists(st.sampled_from(PLAIN)), st.sets(st.integers(1, 10), max_size=3), st.sets(st.integers(1, 10), max_size=2)
+)
+def test_both_put_the_same(outs: list[Out], fails: set[int], for_good: set[int]) -> None:
+    assert put(native, outs, fails, for_good) == put(python, outs, fails, for_good)
+
+
+@both
+def test_where_putting_stops(loop: Any) -> None:
+    outs = [Out(b"a", b"k"), Out(b"b", None, timestamp=5), Out(b"c", b"k")]
+    assert put(loop, outs, set(), set())[:2] == (3, type(None))
+    sent, error, calls = put(loop, outs, {2}, {2})
+    assert (sent, error) == (1, RuntimeError)
+    assert calls == [
+        ("out", b"a", b"k"),
+        ("out", b"b", None, -1, None, None, 5),
+        (BufferError, ("out", b"b", None, -1, 5, None)),
+    ]
+
+
+@both
+def test_an_interrupt_passes_through_putting(loop: Any) -> None:
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    with pytest.raises(Interrupt):
+        loop.put_plain([Out(b"a", b"k")], "out", KEEP, interrupt, print)
+
+
+@compiled
+def test_a_list_that_shrinks_while_it_is_put_ends_early() -> None:
+    outs = [Out(b"a", b"k"), Out(b"b", b"k"), Out(b"c", b"k")]
+    sent, error = native.put_plain(outs, "out", KEEP, lambda *_: outs.clear(), print)
+    assert (sent, error) == (1, None)
+
+
+# ---- references ---------------------------------------------------------------------------------------------------
+
+
+@compiled
+def test_no_reference_is_lost_and_none_kept() -> None:
+    """Every way through the compiled functions, many times: what they were given has as many references as before."""
+    case = Case([*ACTIONS[:5], "bytes"], "out", decodes=True)
+    for_good = Case(["bytes", "refuse for good"], "out", decodes=False)
+    other_raises = Case(["other raises"], None, decodes=False)
+    value, key, topic = b"value" * 9, b"key" * 9, "out-topic"
+    outs = [Out(value, key), Out(value, key, timestamp=10**12)]
+    messages = [message(10**6, topic=topic, key=key, value=value, headers=[("h", value)]), message(1, error=ERROR)]
+    broken = [messages[0], Other(messages[0], "headers")]
+
+    def turn() -> None:
+        for each in (case, for_good, other_raises):
+            each.run(native)
+            each.calls.clear()
+        native.records_of(messages, Record)
+        with pytest.raises(ValueError, match="headers"):
+            native.records_of(broken, Record)
+        native.all_plain([*outs, *NOT_PLAIN], Out, KEEP)
+        put(native, outs, {1}, set())
+        put(native, outs, {1}, {1})
+
+    watched = [value, key, topic, KEEP, Out, Record, *outs, *messages, *case.records, *for_good.records, case.produce]
+    for _ in range(3):
+        turn()  # what is made once is made now
+    gc.collect()
+    before = [sys.getrefcount(each) for each in watched]
+    blocks = sys.getallocatedblocks()
+    for _ in range(500):
+        turn()
+    gc.collect()
+    assert [sys.getrefcount(each) for each in watched] == before
+    assert sys.getallocatedblocks() - blocks < 200
+
+
+ERROR = KafkaError(KafkaError._PARTITION_EOF)
+
+
+# ---- the choice ---------------------------------------------------------------------------------------------------
+
+
+def choice(**environment: str) -> str:
+    code = "import sys, eos.hotloop as h; print(h.COMPILED, h.feed_values.__module__, 'confluent_kafka' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@compiled
+def test_the_compiled_loop_is_used_where_it_is_and_no_client_is_imported_for_it() -> None:
+    assert choice() == "True eos.hotloop._native False"
+
+
+def test_python_can_be_chosen() -> None:
+    assert choice(EOS_PURE_PYTHON="1") == "False eos.hotloop.python False"
