@@ -358,36 +358,28 @@ class TransactionalProducer:
         except (KafkaException, SystemError) as error:
             log.debug("poll raised", error=describe_error(error), **self.who())
 
-    def flush(self, meanwhile: Callable[[], bool] | None = None) -> None:
+    def flush(self, meanwhile: Callable[[], bool] = lambda: False) -> None:
         """Waits until every record was delivered or failed; raises for the first failed one.
 
-        `meanwhile` is called again and again while it answers True: it has something better to do than to wait. Then
-        the client's callbacks come on another thread.
+        `meanwhile` is called again and again while it answers True: it had something better to do than to wait.
         """
         deadline = time.monotonic() + self._settings.transaction_timeout_ms / 1000 + HANG_MARGIN_S
-        # The first, short one sets the client's threads on what is left; a small transaction needs no other.
-        left = self._flush_for(_FLUSH_LOOK_S)
-        while left:
+        wait_s = _FLUSH_LOOK_S  # the first sets the client's threads on what is left in the queue
+        while self._flush_for(wait_s):
             if time.monotonic() >= deadline:
                 raise self._fail("flush", Action.ABORT, TimeoutError("records are still in the queue"))
-            left = self._flush_for(_FLUSH_WAIT_S, meanwhile)
+            wait_s = _FLUSH_LOOK_S if meanwhile() else _FLUSH_WAIT_S
         client = self.client
         if client.callback_error is not None:
             latched, client.callback_error = client.callback_error, None
             raise latched  # the user's own callback failed: that is theirs to know
         self._raise_delivery_error()
 
-    def _flush_for(self, wait_s: float, meanwhile: Callable[[], bool] | None = None) -> int:
+    def _flush_for(self, wait_s: float) -> int:
         """How many records are still in the queue."""
         self._pulse.beat("calling", "flush")
-        flush = self.client.producer.flush
         try:
-            left: int = (
-                raising(flush, wait_s)
-                if meanwhile is None
-                # The queue is sent without its linger only while a flush runs, so the two do not take turns.
-                else self.client.watchdog.beside(flush, wait_s, meanwhile=meanwhile)
-            )
+            left: int = raising(self.client.producer.flush, wait_s)
         except KafkaException as error:
             raise self._failed("flush", error) from error
         except SystemError as error:

@@ -85,22 +85,6 @@ class Watchdog:
         finally:
             del job  # as in `_work`
 
-    def beside(self, function: Callable[..., Any], *args: Any, meanwhile: Callable[[], bool]) -> Any:
-        """The result or exception of a function that returns by itself; until then `meanwhile` is called here, as long
-        as it answers True. The function is waited for also when `meanwhile` or a signal raises."""
-        job = self.start(function, *args)
-        try:
-            try:
-                while not job.done.is_set() and meanwhile():
-                    pass
-            finally:
-                job.done.wait()
-            if job.error is not None:
-                raise job.error
-            return job.result
-        finally:
-            del job  # as in `_work`
-
     def ended(self, timeout_s: float) -> bool:
         """After `close`: whether no call is running any more, asked for up to `timeout_s`."""
         self._thread.join(timeout_s)

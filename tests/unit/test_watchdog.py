@@ -117,46 +117,6 @@ def test_a_signal_ends_the_wait_and_the_call_counts_as_hung(watchdog: Watchdog, 
         watchdog.call(int, timeout_s=10)
 
 
-def test_what_is_done_meanwhile_goes_on_until_the_call_returns_or_nothing_is_left_of_it(watchdog: Watchdog) -> None:
-    enough, turns = threading.Event(), 0
-
-    def work() -> bool:
-        nonlocal turns
-        turns += 1
-        if turns == 100:
-            enough.set()
-        return True
-
-    def call() -> str:
-        enough.wait()
-        return "done"
-
-    assert watchdog.beside(call, meanwhile=work) == "done"
-    assert turns >= 100
-    assert watchdog.beside(divmod, 7, 2, meanwhile=lambda: False) == (3, 1)
-
-
-def test_a_call_beside_is_waited_for_when_its_company_fails_and_its_own_error_is_raised(watchdog: Watchdog) -> None:
-    ended: list[str] = []
-    begun = threading.Event()
-
-    def call() -> None:
-        begun.set()
-        time.sleep(0.1)
-        ended.append("call")
-
-    def fail() -> bool:
-        begun.wait()
-        raise ValueError("meanwhile")
-
-    with pytest.raises(ValueError, match="meanwhile"):
-        watchdog.beside(call, meanwhile=fail)
-    assert ended == ["call"]
-    with pytest.raises(ZeroDivisionError):
-        watchdog.beside(divmod, 1, 0, meanwhile=lambda: True)
-    assert not watchdog.hung
-
-
 def test_a_signal_that_raises_nothing_lets_the_call_go_on(watchdog: Watchdog) -> None:
     seen: list[int] = []
     went_on = threading.Event()
