@@ -9,7 +9,7 @@ import importlib
 import logging
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -35,7 +35,7 @@ GROUPS = ("broker", "txn", "spark")
 
 
 def program(arguments: Sequence[str]) -> typer.Typer:
-    """The command that `arguments` begin with; all of them for the help, and for what is not a command.
+    """The command that `arguments` begin with; none for the versions, all for the help and for what is not a command.
 
     Importing all takes as long again as everything else that a worker does until it is in its group.
     """
@@ -48,13 +48,19 @@ def program(arguments: Sequence[str]) -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_before)  # with one command alone typer would drop its name
-    for name in arguments[:1] if arguments[:1] and arguments[0] in COMMANDS else COMMANDS:
+    for name in _wanted(arguments[0] if arguments else ""):
         module = importlib.import_module(f"eos.cli.{name}")
         if name in GROUPS:
             app.add_typer(module.app, name=name, help=COMMANDS[name])
         else:
             app.command(name, help=COMMANDS[name])(getattr(module, name))
     return app
+
+
+def _wanted(first: str) -> Iterable[str]:
+    if first == "--version":
+        return ()
+    return (first,) if first in COMMANDS else COMMANDS
 
 
 def _tell_versions(asked: bool) -> None:

@@ -395,6 +395,12 @@ def test_a_worker_without_a_terminal_and_a_port_starts_without_what_serves_them(
     assert {"http.server", "eos.health.server"} <= loaded_by(here, *WORKER, "--http-port", "0")
 
 
+def test_the_versions_are_told_without_a_command(here: Path) -> None:
+    loaded = loaded_by(here, "--version")
+    assert "eos.cli" in loaded
+    assert [name for name in loaded if name.startswith(("eos.cli.", "kafka.", "rich."))] == []
+
+
 def test_the_help_shows_every_command_and_each_has_its_own(here: Path) -> None:
     whole = program(here, "--help").stdout
     for name in COMMANDS:
