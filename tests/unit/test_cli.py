@@ -395,6 +395,13 @@ def test_a_worker_without_a_terminal_and_a_port_starts_without_what_serves_them(
     assert {"http.server", "eos.health.server"} <= loaded_by(here, *WORKER, "--http-port", "0")
 
 
+def test_garbage_is_collected_again_when_a_users_module_is_imported_and_the_imports_are_out_of_its_way(
+    here: Path,
+) -> None:
+    (here / "good.py").write_text(f"import gc\nprint(gc.isenabled(), gc.get_freeze_count() > 10_000)\n{APP}")
+    assert program(here, *WORKER).stdout == "True True\n"
+
+
 def test_the_versions_are_told_without_a_command(here: Path) -> None:
     loaded = loaded_by(here, "--version")
     assert "eos.cli" in loaded
