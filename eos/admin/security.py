@@ -13,8 +13,6 @@ import os
 import ssl
 import tempfile
 import time
-import urllib.parse
-import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -196,6 +194,9 @@ def _from_callback(callback: Callable[[str], Any], text: str) -> Token:
 
 def _from_endpoint(values: Mapping[str, Any]) -> Token:
     """RFC 6749, client credentials, as librdkafka asks: id and secret as HTTP basic authentication."""
+    import urllib.parse  # the two bring http.client and email, which only this way to a token needs
+    import urllib.request
+
     url = str(values.get("sasl.oauthbearer.token.endpoint.url", ""))
     name = values.get("sasl.oauthbearer.client.id", values.get("sasl.oauthbearer.client.credentials.client.id", ""))
     secret = values.get(

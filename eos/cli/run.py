@@ -1,6 +1,8 @@
 """`eos run MODULE:APP`: loads a user's App and runs it until it is stopped: on a worker here, or on several processes.
 
 Owns the options and what is put around a worker: signals, health, the live line. The supervisor loads no App.
+rich and the HTTP server are imported where they are asked for: most workers have no terminal and no port, and while a
+worker that was killed starts again its outputs wait.
 """
 
 from __future__ import annotations
@@ -19,13 +21,11 @@ import typer
 from eos import log, settings
 from eos.admin import preflight
 from eos.app import App
-from eos.cli.live import line, live_view, table
 from eos.cli.reload import folders_of, reloading
 from eos.errors import EosError, ImportFailed, UsageError
 from eos.health.board import Board
 from eos.health.observer import Observer
 from eos.health.report import Reporter, pipe_of_supervisor
-from eos.health.server import HealthServer, parse_address
 from eos.health.status import Status
 from eos.supervisor import Supervisor, own_name, prefix_own_output
 from eos.worker import StopSignals, Worker
@@ -62,7 +62,11 @@ def run(
     _check_choice("--log-level", log_level, ("debug", "info", "warning", "error"))
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: must be at least 1")
-    address = None if http_port is None else parse_address(http_port)
+    address = None
+    if http_port is not None:
+        from eos.health.server import parse_address
+
+        address = parse_address(http_port)
     flags: dict[str, Any] = dict(settings.parse_flag(text) for text in set_ or [])
     if bootstrap_servers is not None:
         flags["bootstrap.servers"] = bootstrap_servers
@@ -134,11 +138,15 @@ def _run_worker(
                 return [observer.status()]
 
             if address is not None:
+                from eos.health.server import HealthServer
+
                 around.enter_context(HealthServer(address, Board(statuses)))
             if pipe is not None:
                 stop_s = worker.settings["eos.shutdown.timeout.ms"] / 1000
                 around.enter_context(Reporter(pipe, observer.status, stop_s))
             if show:
+                from eos.cli.live import line, live_view
+
                 around.enter_context(live_view(statuses, line))
             around.enter_context(observer)
         worker.find_topics()
@@ -169,8 +177,12 @@ def _supervise(
             keep=bool(watched),
         )
         if address is not None:
+            from eos.health.server import HealthServer
+
             around.enter_context(HealthServer(address, Board(supervisor.statuses, supervisor.incidents)))
         if show:
+            from eos.cli.live import live_view, table
+
             around.enter_context(live_view(supervisor.statuses, table))
         if watched:
             around.enter_context(reloading(watched, supervisor.reload))

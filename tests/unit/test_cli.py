@@ -361,19 +361,51 @@ def test_a_cluster_that_is_to_be_verified_and_is_unreachable_is_named_at_once(he
 # ---- what is imported ----------------------------------------------------------------------------------------
 
 
-def test_a_command_imports_no_other_one(here: Path) -> None:
-    loaded = subprocess.run(
-        [sys.executable, "-c", "import sys, eos.cli; eos.cli.program(['run', 'x']); print(*sorted(sys.modules))"],
+def loaded_by(here: Path, *arguments: str) -> set[str]:
+    """The modules that a command imported until its end."""
+    code = "import sys, eos.cli; eos.cli.invoke(sys.argv[1:]); print(*sorted(sys.modules))"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
         cwd=here,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
-    ).stdout.split()
-    assert "eos.cli.run" in loaded
+    )
+    return set(ended.stdout.split())
+
+
+WORKER = ("run", "good", "--bootstrap-servers", "127.0.0.1:1", "--instance", "i", "-X", "eos.startup.timeout.ms=1000")
+
+
+def test_a_command_imports_no_other_one(here: Path) -> None:
+    loaded = loaded_by(here, *WORKER)
+    assert {"eos.cli.run", "eos.worker", "good"} <= loaded  # as far as the preflight
     others = [name for name in loaded if name.startswith(("eos.shim", "eos.broker", "eos.demo", "eos.cli.spark"))]
     assert others == []
+
+
+def test_a_worker_without_a_terminal_and_a_port_starts_without_what_serves_them(here: Path) -> None:
+    """Its outputs wait for its imports each time it is started again."""
+    loaded = loaded_by(here, *WORKER)
+    assert {"eos.worker", "good", "kafka.admin", "confluent_kafka.admin"} <= loaded
+    heavy = {"rich", "http.server", "urllib.request", "eos.cli.live", "eos.health.server", "eos.testing", "numpy"}
+    assert heavy & loaded == set()
+    assert {"http.server", "eos.health.server"} <= loaded_by(here, *WORKER, "--http-port", "0")
+
+
+def test_garbage_is_collected_again_when_a_users_module_is_imported_and_the_imports_are_out_of_its_way(
+    here: Path,
+) -> None:
+    (here / "good.py").write_text(f"import gc\nprint(gc.isenabled(), gc.get_freeze_count() > 10_000)\n{APP}")
+    assert program(here, *WORKER).stdout == "True True\n"
+
+
+def test_the_versions_are_told_without_a_command(here: Path) -> None:
+    loaded = loaded_by(here, "--version")
+    assert "eos.cli" in loaded
+    assert [name for name in loaded if name.startswith(("eos.cli.", "kafka.", "rich."))] == []
 
 
 def test_the_help_shows_every_command_and_each_has_its_own(here: Path) -> None:
