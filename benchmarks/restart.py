@@ -61,9 +61,11 @@ class Reader:
 def start(bootstrap: str, names: dict[str, str], settings: list[str], log: Path) -> subprocess.Popen[bytes]:
     flags = [word for setting in settings for word in ("-X", setting)]
     command = ["run", "benchmarks.steady_app:app", "--instance", "bench", "--bootstrap-servers", bootstrap, *flags]
+    # As pip installs it: with bytecode.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | names
     with log.open("wb") as lines:
         return subprocess.Popen(
-            [sys.executable, "-m", "eos", *command, "--log-format", "json"], env=os.environ | names, stderr=lines
+            [sys.executable, "-m", "eos", *command, "--log-format", "json"], env=environment, stderr=lines
         )
 
 
