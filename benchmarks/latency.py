@@ -125,9 +125,8 @@ def plot(path: Path, title: str, ages: dict[str, Ages]) -> None:
         axes.plot(np.sort(all_ages)[::-1], np.arange(1, len(all_ages) + 1) / len(all_ages), label=loop)
     for percentile, goal_ms in GOALS_MS.items():
         axes.plot(goal_ms, 1 - percentile / 100, "kx")
-        axes.annotate(
-            f"goal: p{percentile} < {goal_ms} ms", (goal_ms, 1 - percentile / 100), (6, 4), textcoords="offset points"
-        )
+        where = (goal_ms, 1 - percentile / 100)
+        axes.annotate(f"goal: p{percentile} < {goal_ms} ms", where, (0, 6), textcoords="offset points", ha="center")
     axes.set(
         xscale="log", yscale="log", xlabel="age when a reader sees it, ms", ylabel="part of the records that is older"
     )

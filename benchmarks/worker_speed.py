@@ -21,13 +21,14 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from rich.console import Console
 from rich.table import Table
 
+from eos import hotloop
 from eos.broker import LocalKafka
 
 PARTITIONS = 8
 LOOPS = {
     "straight loop": ["benchmarks.straight_loop"],
     # The worker's own value; what the yardstick gains by it is told and not hidden.
-    "straight loop, linger.ms=50": ["benchmarks.straight_loop", "50"],
+    "straight loop, linger.ms=10": ["benchmarks.straight_loop", "10"],
     "eos, Record handler": ["benchmarks.eos_loop", "record"],
     "eos, process_batch": ["benchmarks.eos_loop", "batch"],
     "eos, typed handler": ["benchmarks.eos_loop", "typed"],
@@ -147,9 +148,11 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="part of the records, to try the script out")
     options = parser.parse_args()
     console = Console(width=110)
+    loop = "compiled" if hotloop.COMPILED else "in Python"
     console.print(
         f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {psutil.cpu_count()} cores, Python "
-        f"{platform.python_version()}, command: python -m benchmarks.worker_speed {' '.join(sys.argv[1:])}"
+        f"{platform.python_version()}, hot loop {loop}, command: python -m benchmarks.worker_speed "
+        f"{' '.join(sys.argv[1:])}"
     )
     with LocalKafka(nodes=1) as kafka:
         bootstrap = kafka.bootstrap_servers

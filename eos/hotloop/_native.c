@@ -141,7 +141,7 @@ static PyObject *records_of(PyObject *Py_UNUSED(self), PyObject *const *args, Py
     }
     const Getters getters = getters_of(Py_TYPE(PySequence_Fast_GET_ITEM(messages, 0)));
     for (Py_ssize_t i = 0; records != NULL && i < PySequence_Fast_GET_SIZE(messages); i++) {
-        PyObject *message = PySequence_Fast_GET_ITEM(messages, i);
+        PyObject *message = Py_NewRef(PySequence_Fast_GET_ITEM(messages, i));
         PyObject *error = ask(&getters, message, ERROR);
         if (error == Py_None) {
             PyObject *record = record_of(&getters, message, args[1]);
@@ -151,6 +151,7 @@ static PyObject *records_of(PyObject *Py_UNUSED(self), PyObject *const *args, Py
             Py_CLEAR(records);
         }
         Py_XDECREF(error);
+        Py_DECREF(message);
     }
     Py_DECREF(messages);
     return records;
