@@ -185,19 +185,25 @@ def _operations(found: Any) -> frozenset[str] | None:
 
 
 def configs(client: Any, topics: Collection[str], broker: int | None = None) -> dict[tuple[str, str], Config]:
-    """Of the topics and of one broker, by ("topic" or "broker", name); what may not be read is left out."""
-    resources = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in topics]
+    """Of topics that are there and of one broker, by ("topic" or "broker", name); what may not be read is left out."""
+    asked = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in topics]
     if broker is not None:
-        resources.append(ConfigResource(ConfigResource.Type.BROKER, str(broker)))
+        asked.append(ConfigResource(ConfigResource.Type.BROKER, str(broker)))
     found: dict[tuple[str, str], Config] = {}
-    for resource, future in client.describe_configs(resources, request_timeout=_ASK_S).items():
-        kind = "topic" if resource.restype == ConfigResource.Type.TOPIC else "broker"
-        try:
-            entries = _answer(future)
-        except KafkaException as error:
-            log.debug("a configuration cannot be read", resource=resource.name, error=describe_error(error))
-            continue
-        found[kind, resource.name] = {name: entry.value for name, entry in entries.items()}
+    deadline = time.monotonic() + NEW_TOPIC_S
+    while asked:
+        late = []
+        for resource, future in client.describe_configs(asked, request_timeout=_ASK_S).items():
+            kind = "topic" if resource.restype == ConfigResource.Type.TOPIC else "broker"
+            try:
+                found[kind, resource.name] = {name: entry.value for name, entry in _answer(future).items()}
+            except KafkaException as error:
+                if error.args[0].code() in _UNKNOWN and time.monotonic() < deadline:
+                    late.append(resource)  # just created: one broker knows of it, the one that answered not yet
+                    continue
+                log.debug("a configuration cannot be read", resource=resource.name, error=describe_error(error))
+        if asked := late:
+            time.sleep(0.05)
     return found
 
 

@@ -354,3 +354,45 @@ def test_a_broker_that_goes_away_between_two_questions_is_unavailable_and_no_int
 
     with pytest.raises(Unavailable, match=r"^b:9092 cannot be reached any more: _TRANSPORT"):
         asking.metadata(SimpleNamespace(list_topics=list_topics), "b:9092", 1.0)
+
+
+class Configured:
+    """An AdminClient of brokers that learn of a topic one after the other: `late` answers do not know it yet."""
+
+    def __init__(self, late: int, code: int = KafkaError.UNKNOWN_TOPIC_OR_PART) -> None:
+        self.late, self.code, self.asked = late, code, 0
+
+    def describe_configs(self, resources: list[Any], request_timeout: float) -> dict[Any, Future[Any]]:
+        self.asked += 1
+        return {resource: self._answer(resource.name) for resource in resources}
+
+    def _answer(self, name: str) -> Future[Any]:
+        answer: Future[Any] = Future()
+        if name == "new" and self.asked <= self.late:
+            answer.set_exception(KafkaException(KafkaError(self.code)))
+        else:
+            answer.set_result({"min.insync.replicas": SimpleNamespace(value="2")})
+        return answer
+
+
+def test_a_topic_that_one_broker_does_not_know_yet_is_asked_about_again() -> None:
+    client = Configured(late=2)
+    read = {"min.insync.replicas": "2"}
+    assert asking.configs(client, ["old", "new"], 1) == {
+        ("topic", "old"): read,
+        ("broker", "1"): read,
+        ("topic", "new"): read,
+    }
+    assert client.asked == 3
+
+
+def test_a_configuration_that_may_not_be_read_is_left_out_at_once_and_one_that_never_comes_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    denied = Configured(late=9, code=KafkaError.TOPIC_AUTHORIZATION_FAILED)
+    assert asking.configs(denied, ["new"]) == {}
+    assert denied.asked == 1
+    monkeypatch.setattr(asking, "NEW_TOPIC_S", 0.1)
+    never = Configured(late=1_000)
+    assert asking.configs(never, ["old", "new"]) == {("topic", "old"): {"min.insync.replicas": "2"}}
+    assert never.asked > 1
