@@ -139,7 +139,7 @@ shim: $(if $(EOS_SHIM_IMAGE),engine,own-images)
 	compose/cluster.sh shim
 
 # What `make demo` needs: no Spark, no tools for tests.
-$(READY): pyproject.toml eos/hotloop/_native.c
+$(READY): pyproject.toml eos/hotloop/_native.c eos/hotloop/build.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[embedded,demo]'
 	touch $(READY)

@@ -535,13 +535,19 @@ def _compile_single(
         return normalise(record, function(record if decode is None else decode(record.value)))
 
     def feed(records: list[Record], produce: Produce, refused: Refused) -> Fed:
+        partly = 0  # outputs that went out of a record that failed behind them
+
         def other(record: Record, result: object) -> int:
+            nonlocal partly
             sends = normalise(record, result)
             for send in sends:
                 put(send, produce, refused)
+                partly += 1
+            partly = 0
             return len(sends)
 
-        return Fed(*hotloop.feed_values(records, function, decode, topic, produce, refused, other))
+        sent, handled, error = hotloop.feed_values(records, function, decode, topic, produce, refused, other)
+        return Fed(sent + partly, handled, error)
 
     return outputs, feed
 

@@ -186,8 +186,8 @@ PRODUCER_DEFAULTS: dict[str, Any] = {
     # within what a busy machine takes for a healthy commit.
     "retry.backoff.ms": 250,
     # librdkafka's idempotent producer has one request per partition on its way and spins as soon as more is due
-    # (confluentinc/librdkafka#4989). Much more than this, and a transaction's end waits for what has gathered, which by
-    # then has left the processor's cache (docs/performance.md).
+    # (confluentinc/librdkafka#4989). A transaction's end does not wait for it, but sends what it held back: much more
+    # than this, and that has left the processor's cache (docs/performance.md).
     "linger.ms": 10,
     # Below message.timeout.ms, so that a topic that does not exist is called that and not a timeout.
     "topic.metadata.propagation.max.ms": 5_000,

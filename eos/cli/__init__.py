@@ -71,8 +71,11 @@ def _tell_versions(asked: bool) -> None:
 
     from confluent_kafka import libversion
 
+    from eos import hotloop
+
     told = ", ".join(f"{name} {metadata.version(name)}" for name in ("eos-kafka", "confluent-kafka", "kafka-python"))
-    print(f"{told}, librdkafka {libversion()[0]}")
+    loop = "compiled" if hotloop.COMPILED else "in Python"
+    print(f"{told}, librdkafka {libversion()[0]}, hot loop {loop}")
     raise typer.Exit
 
 
@@ -100,6 +103,7 @@ def main() -> None:
 def invoke(arguments: list[str]) -> int:
     """Runs one command; returns its exit code (the table is in eos.errors)."""
     # Until `_before`: what imports make stays, and looking through it again and again is a tenth of a worker's start.
+    collects = gc.isenabled()
     gc.disable()
     try:
         code = program(arguments)(arguments, standalone_mode=False)
@@ -128,7 +132,8 @@ def invoke(arguments: list[str]) -> int:
             traceback.print_exc()
         return INTERNAL
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 def _tell_end(sentence: str, code: int, trace: str) -> None:

@@ -316,9 +316,9 @@ static PyObject *all_plain(PyObject *Py_UNUSED(self), PyObject *const *args, Py_
     PyTypeObject *type = (PyTypeObject *)args[1];
     const Plain plain = plain_of(type);
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outs); i++) {
-        PyObject *out = PyList_GET_ITEM(outs, i);
-        if (!Py_IS_TYPE(out, type)) Py_RETURN_FALSE;
-        int answer = is_plain(&plain, out, args[2]);
+        PyObject *out = Py_NewRef(PyList_GET_ITEM(outs, i));
+        int answer = Py_IS_TYPE(out, type) ? is_plain(&plain, out, args[2]) : 0;
+        Py_DECREF(out);
         if (answer < 0) return NULL;
         if (!answer) Py_RETURN_FALSE;
     }
@@ -327,9 +327,9 @@ static PyObject *all_plain(PyObject *Py_UNUSED(self), PyObject *const *args, Py_
 
 static int put_out(const Plain *plain, PyObject *out, PyObject *const *args) {
     PyObject *topic = args[1], *keep = args[2], *produce = args[3], *refused = args[4];
-    PyObject *value = get(&plain->value, out), *key = get(&plain->key, out), *timestamp = get(&plain->timestamp, out);
+    PyObject *value = get(&plain->value, out), *key = NULL, *timestamp = NULL;
     int done = -1;
-    if (value != NULL && key != NULL && timestamp != NULL)
+    if (value != NULL && (key = get(&plain->key, out)) != NULL && (timestamp = get(&plain->timestamp, out)) != NULL)
         done = put(produce, refused, topic, value, key, timestamp == keep ? NULL : timestamp);
     Py_XDECREF(value);
     Py_XDECREF(key);

@@ -1,7 +1,7 @@
 """Compiles _native.c while the package is built (pyproject.toml names this file to hatchling).
 
 A machine without a compiler, or without Python's headers, gets the package all the same: what is compiled is an
-acceleration, and python.py does the same. One line says so.
+acceleration, and python.py does the same. `eos --version` tells which is in use.
 """
 
 from __future__ import annotations

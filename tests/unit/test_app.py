@@ -585,6 +585,21 @@ def test_what_refused_raises_stops_a_feed_with_the_outputs_before_it_counted() -
         assert (fed.sent, fed.handled, type(fed.error)) == (2, handled, IllegalState)
 
 
+def test_outputs_of_a_record_that_went_out_before_one_was_refused_count() -> None:
+    """The client has them: an abort must know that something was sent."""
+
+    def produce(topic: str, value: bytes | None, *rest: object) -> None:
+        if value == b"2":
+            raise RuntimeError("broken")
+
+    def refused(error: Exception, send: Send) -> None:
+        raise IllegalState("no more") from error
+
+    made = route(lambda record: [b"1", b"2", b"3"] if record.offset else [b"0"])
+    fed = made.feed([Record("in", 0, i, 0, b"k", b"v") for i in range(2)], produce, refused)
+    assert (fed.sent, fed.handled, type(fed.error)) == (2, 1, IllegalState)
+
+
 def test_a_batch_function_may_do_what_it_likes_with_its_list() -> None:
     def empties(records: list[Record]) -> list[Out]:
         return [records.pop().out(b"v") for _ in range(len(records))]

@@ -15,6 +15,7 @@ import pytest
 from confluent_kafka import libversion
 
 import eos
+from eos import hotloop
 from eos.cli import COMMANDS
 
 ROOT = Path(eos.__file__).resolve().parents[1]
@@ -77,7 +78,7 @@ def test_the_versions_that_a_report_needs_are_told(here: Path) -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
     for name in ("eos-kafka", "confluent-kafka", "kafka-python"):
         assert f"{name} {metadata.version(name)}" in ended.stdout
-    assert f"librdkafka {libversion()[0]}" in ended.stdout
+    assert f"librdkafka {libversion()[0]}, hot loop {'compiled' if hotloop.COMPILED else 'in Python'}" in ended.stdout
 
 
 def test_help_of_run_shows_its_options(here: Path) -> None:
