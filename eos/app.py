@@ -122,7 +122,6 @@ Feed = Callable[[list[Record], Produce, Refused], Fed]
 # See Route.each.
 Each = Callable[[list[Record]], Iterator[Sequence[Send]]]
 
-
 Headers = Sequence[tuple[str, bytes | str | None]] | Mapping[str, bytes | str | None]
 
 

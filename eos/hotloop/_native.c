@@ -10,12 +10,11 @@
 
 #define COUNT_OF(array) (sizeof(array) / sizeof((array)[0]))
 
-enum getter { ERROR, TOPIC, PARTITION, OFFSET, TIMESTAMP, KEY, VALUE, HEADERS, GETTERS };
-static const char *const getter_names[GETTERS] = {"error", "topic", "partition", "offset", "timestamp", "key", "value", "headers"};
-
-static PyObject *getter_strings[GETTERS];
+/* What a Message is asked for; Record and Out have fields of these names. */
+enum name { ERROR, TOPIC, PARTITION, OFFSET, TIMESTAMP, KEY, VALUE, HEADERS, NAMES };
+static const char *const texts[NAMES] = {"error", "topic", "partition", "offset", "timestamp", "key", "value", "headers"};
+static PyObject *names[NAMES]; /* of `texts` */
 static PyObject *empty, *zero, *minus_one;
-static PyObject *str_headers, *str_key, *str_partition, *str_timestamp, *str_topic, *str_value;
 
 /* ---- fields of Record and Out ------------------------------------------------------------------------------------ */
 
@@ -69,14 +68,14 @@ static PyObject *caught(void) {
 /* ---- records_of(messages, record_type) --------------------------------------------------------------------------- */
 
 typedef struct {
-    PyTypeObject *type;            /* of messages that have these */
-    PyCFunction call[GETTERS]; /* NULL: by name */
+    PyTypeObject *type;      /* of messages that have these */
+    PyCFunction call[NAMES]; /* NULL: by name */
 } Getters;
 
 static Getters getters_of(PyTypeObject *type) {
     Getters getters = {type, {NULL}};
-    for (int i = 0; i < GETTERS; i++) {
-        PyObject *found = PyObject_GetAttr((PyObject *)type, getter_strings[i]);
+    for (int i = 0; i < NAMES; i++) {
+        PyObject *found = PyObject_GetAttr((PyObject *)type, names[i]);
         if (found == NULL) {
             PyErr_Clear();
         } else if (Py_IS_TYPE(found, &PyMethodDescr_Type)) {
@@ -88,9 +87,9 @@ static Getters getters_of(PyTypeObject *type) {
     return getters;
 }
 
-static PyObject *ask(const Getters *getters, PyObject *message, enum getter which) {
+static PyObject *ask(const Getters *getters, PyObject *message, enum name which) {
     if (getters->call[which] != NULL && Py_IS_TYPE(message, getters->type)) return getters->call[which](message, NULL);
-    return PyObject_CallMethodNoArgs(message, getter_strings[which]);
+    return PyObject_CallMethodNoArgs(message, names[which]);
 }
 
 static PyObject *timestamp_of(const Getters *getters, PyObject *message) {
@@ -234,9 +233,9 @@ static PyObject *feed_values(PyObject *Py_UNUSED(self), PyObject *const *args, P
     Values to = {args[1], args[2], args[3], args[4], args[5], args[6], {0}, {0}, {0}};
     if (PySequence_Fast_GET_SIZE(records)) {
         PyTypeObject *type = Py_TYPE(PySequence_Fast_GET_ITEM(records, 0));
-        to.key = field_of(type, str_key);
-        to.timestamp = field_of(type, str_timestamp);
-        to.value = field_of(type, str_value);
+        to.key = field_of(type, names[KEY]);
+        to.timestamp = field_of(type, names[TIMESTAMP]);
+        to.value = field_of(type, names[VALUE]);
     }
     Py_ssize_t sent = 0, i = 0;
     PyObject *error = NULL;
@@ -266,8 +265,8 @@ typedef struct {
 
 static Plain plain_of(PyTypeObject *type) {
     Plain plain = {
-        field_of(type, str_value), field_of(type, str_key), field_of(type, str_topic),
-        field_of(type, str_partition), field_of(type, str_headers), field_of(type, str_timestamp),
+        field_of(type, names[VALUE]), field_of(type, names[KEY]), field_of(type, names[TOPIC]),
+        field_of(type, names[PARTITION]), field_of(type, names[HEADERS]), field_of(type, names[TIMESTAMP]),
     };
     return plain;
 }
@@ -365,14 +364,8 @@ static PyMethodDef functions[] = {
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, functions, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__native(void) {
-    for (int i = 0; i < GETTERS; i++)
-        if ((getter_strings[i] = PyUnicode_InternFromString(getter_names[i])) == NULL) return NULL;
-    const struct { PyObject **place; const char *text; } strings[] = {
-        {&str_headers, "headers"}, {&str_key, "key"}, {&str_partition, "partition"},
-        {&str_timestamp, "timestamp"}, {&str_topic, "topic"}, {&str_value, "value"},
-    };
-    for (size_t i = 0; i < COUNT_OF(strings); i++)
-        if ((*strings[i].place = PyUnicode_InternFromString(strings[i].text)) == NULL) return NULL;
+    for (int i = 0; i < NAMES; i++)
+        if ((names[i] = PyUnicode_InternFromString(texts[i])) == NULL) return NULL;
     empty = PyTuple_New(0);
     zero = PyLong_FromLong(0);
     minus_one = PyLong_FromLong(-1);

@@ -87,7 +87,6 @@ def put_plain(
     refused: Callable[[Exception, Any], object],
 ) -> tuple[int, Exception | None]:
     """(how many were sent, what `refused` raised): outputs that are all plain, to one topic."""
-    sent = 0
     coming = iter(outs)
     while True:
         try:

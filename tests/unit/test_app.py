@@ -570,7 +570,9 @@ def test_a_batch_feed_that_fails_has_put_nothing_even_if_only_the_last_output_is
     assert (put, fed.sent, fed.handled, type(fed.error)) == ([], 0, 0, TypeError)
 
 
-def test_what_refused_raises_stops_a_feed_with_the_outputs_before_it_counted() -> None:
+def fed_until_2(made: Route, records: list[Record]) -> Fed:
+    """By a client that refuses the value 2 for good."""
+
     def produce(topic: str, value: bytes | None, *rest: object) -> None:
         if value == b"2":
             raise RuntimeError("broken")
@@ -578,25 +580,21 @@ def test_what_refused_raises_stops_a_feed_with_the_outputs_before_it_counted() -
     def refused(error: Exception, send: Send) -> None:
         raise IllegalState("no more") from error
 
+    return made.feed(records, produce, refused)
+
+
+def test_what_refused_raises_stops_a_feed_with_the_outputs_before_it_counted() -> None:
     records = [Record("in", 0, i, 0, b"k", b"%d" % i) for i in range(5)]
     as_they_are = batch_route(lambda records: [record.out(record.value) for record in records])
     for made, handled in ((route(lambda record: record.value), 2), (as_they_are, 0)):
-        fed = made.feed(records, produce, refused)
+        fed = fed_until_2(made, records)
         assert (fed.sent, fed.handled, type(fed.error)) == (2, handled, IllegalState)
 
 
 def test_outputs_of_a_record_that_went_out_before_one_was_refused_count() -> None:
     """The client has them: an abort must know that something was sent."""
-
-    def produce(topic: str, value: bytes | None, *rest: object) -> None:
-        if value == b"2":
-            raise RuntimeError("broken")
-
-    def refused(error: Exception, send: Send) -> None:
-        raise IllegalState("no more") from error
-
     made = route(lambda record: [b"1", b"2", b"3"] if record.offset else [b"0"])
-    fed = made.feed([Record("in", 0, i, 0, b"k", b"v") for i in range(2)], produce, refused)
+    fed = fed_until_2(made, [Record("in", 0, i, 0, b"k", b"v") for i in range(2)])
     assert (fed.sent, fed.handled, type(fed.error)) == (2, 1, IllegalState)
 
 
