@@ -14,15 +14,13 @@ from typing import Any
 
 import pyarrow as pa
 from kafka import errors as kafka_errors
-from kafka.protocol.producer.produce import ProduceRequest
 
 from spark_connector.answers import Answer, Stopped, judge, name
+from spark_connector.produce import Produce
 from spark_connector.recordbatch import Batch, Identity, RecordRefused, encode
 from spark_connector.wire import Unreachable, Wire
 
 IN_FLIGHT = 5  # the broker remembers the last five batches of a producer per partition
-_PRODUCE_MAX_VERSION = 11
-_ACKS_TIMEOUT_MS = 10_000
 _BACKOFF_S = 0.05
 _BACKOFF_MAX_S = 1.0
 _WAIT_S = 60.0  # kafka-python gives up on a request long before
@@ -61,7 +59,7 @@ class PartitionWriter:
         self.retries = 0
         self.waited_s = 0.0
 
-    def write(self, rows: pa.RecordBatch) -> None:
+    def write(self, rows: pa.RecordBatch | pa.Table) -> None:
         """Sends these rows (columns as in `recordbatch.encode`); returns before they are acknowledged.
 
         Raises Stopped, Unreachable.
@@ -87,7 +85,7 @@ class PartitionWriter:
     @property
     def unacknowledged_bytes(self) -> int:
         """Of record batches that are kept, to be sent again if they must."""
-        return sum(len(sent.batch.data) for sent in self._sent)
+        return sum(sent.batch.size for sent in self._sent)
 
     def wait(self) -> None:
         """Returns when the oldest batch in flight is acknowledged. Raises as `write`."""
@@ -109,7 +107,7 @@ class PartitionWriter:
             self._settle(wait=True)
         self._sent.append(_Sent(batch, self._start(batch)))
         self.next_sequence += batch.records
-        self.bytes += len(batch.data)
+        self.bytes += batch.size
         self._wire.turn()  # let it leave now; nothing else drives the loop while rows are being encoded
         self._settle(wait=False)
 
@@ -117,19 +115,7 @@ class PartitionWriter:
         leader = self._wire.leader(self.topic, self.partition)
         while self._wire.paused(leader):
             self._wire.turn(0.01)
-        data = ProduceRequest.TopicProduceData
-        request = ProduceRequest(
-            transactional_id=self._transactional_id,
-            acks=-1,
-            timeout_ms=_ACKS_TIMEOUT_MS,
-            topic_data=[
-                data(
-                    name=self.topic,
-                    partition_data=[data.PartitionProduceData(index=self.partition, records=batch.data)],
-                )
-            ],
-            max_version=_PRODUCE_MAX_VERSION,
-        )
+        request = Produce(self._transactional_id, self.topic, self.partition, batch)
         return self._wire.start(request, leader)
 
     def _settle(self, wait: bool) -> None:

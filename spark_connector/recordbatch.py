@@ -12,9 +12,9 @@ buffer is the batch's body.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import cramjam
 import numpy as np
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 Int64s = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 Buffer = bytes | memoryview
+Column: TypeAlias = "pa.Array | pa.ChunkedArray"
 
 HEADER = struct.Struct(">qiibIhiqqqhii")
 _AFTER_CRC = struct.Struct(">hiqqqhii")
@@ -35,6 +36,7 @@ _TRANSACTIONAL = 0x10
 _XERIAL_HEADER = b"\x82SNAPPY\x00\x00\x00\x00\x01\x00\x00\x00\x01"
 _XERIAL_BLOCK = 32 * 1024
 _VARINT_BYTES = 10  # of a 64 bit number at most
+_NOTHING, _NO_HEADERS = pa.scalar(b"", pa.binary()), pa.scalar(b"\0", pa.binary())
 _MAX_SEQUENCE = 2**31 - 1  # behind it comes 0
 
 
@@ -63,13 +65,21 @@ class RecordTooLarge(RecordRefused):
 class Batch:
     """One encoded record batch; `base_sequence` counts the records before it, without the wrap of Kafka's int32."""
 
-    data: bytes
+    pieces: tuple[Buffer, ...]  # its bytes, one behind the other: what sends them joins them anyway
     base_sequence: int
     records: int
 
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.pieces))
+
+    @property
+    def data(self) -> bytes:
+        return b"".join(self.pieces)
+
 
 def encode(
-    rows: pa.RecordBatch,
+    rows: pa.RecordBatch | pa.Table,
     identity: Identity,
     first_sequence: int,
     *,
@@ -88,22 +98,23 @@ def encode(
     columns = _Columns.of(rows, now_ms)
     for start, stop in columns.cuts(min(target_bytes, max_bytes) - HEADER.size):
         body = columns.body(start, stop)
-        packed = COMPRESSIONS[compression].compress(body)
-        if HEADER.size + len(packed) > max_bytes:
+        if (compress := COMPRESSIONS[compression].compress) is not None:
+            body = [compress(body[0] if len(body) == 1 else b"".join(body))]
+        stamps = columns.timestamps[start:stop]
+        header = _header(body, stop - start, stamps, identity, first_sequence + start, COMPRESSIONS[compression].code)
+        batch = Batch((header, *body), first_sequence + start, stop - start)
+        if batch.size > max_bytes:
             # Only a record alone can be too large: several of them were cut by their size before compression, and
             # what cannot be compressed grows by less than the reserve in `cuts`.
-            if stop - start == 1:
-                raise RecordTooLarge(HEADER.size + len(packed), max_bytes)
-            raise AssertionError(f"{stop - start} records of {len(body)} bytes became {len(packed)}")
-        stamps = columns.timestamps[start:stop]
-        yield Batch(
-            _frame(packed, stop - start, stamps, identity, first_sequence + start, COMPRESSIONS[compression].code),
-            first_sequence + start,
-            stop - start,
-        )
+            if batch.records == 1:
+                raise RecordTooLarge(batch.size, max_bytes)
+            raise AssertionError(f"{batch.records} records became {batch.size} bytes")
+        yield batch
 
 
-def _frame(body: Buffer, records: int, stamps: Int64s, identity: Identity, sequence: int, codec: int) -> bytes:
+def _header(
+    body: Sequence[Buffer], records: int, stamps: Int64s, identity: Identity, sequence: int, codec: int
+) -> bytes:
     after_crc = _AFTER_CRC.pack(
         codec | _TRANSACTIONAL,
         records - 1,
@@ -114,46 +125,52 @@ def _frame(body: Buffer, records: int, stamps: Int64s, identity: Identity, seque
         sequence & _MAX_SEQUENCE,
         records,
     )
-    checksum = crc32c(body, crc32c(after_crc))
+    checksum = crc32c(after_crc)
+    for piece in body:
+        checksum = crc32c(piece, checksum)
     # Base offset and leader epoch are the broker's to fill in; the checksum does not cover them.
-    before = struct.pack(">qiibI", 0, HEADER.size - 12 + len(body), -1, _MAGIC, checksum)
-    return b"".join((before, after_crc, body))
+    length = HEADER.size - 12 + sum(map(len, body))
+    return struct.pack(">qiibI", 0, length, -1, _MAGIC, checksum) + after_crc
 
 
 @dataclass(frozen=True)
 class _Columns:
-    """The pieces of n records. `lengths_*` are -1 for null; `headers` holds each record's encoded headers."""
+    """What n records are made of, as far as it does not depend on the batch that a record comes into."""
 
-    keys: pa.Array
-    values: pa.Array
-    headers: pa.Array | None
-    key_lengths: Int64s
-    value_lengths: Int64s
-    header_lengths: Int64s
-    header_counts: Int64s
+    keys: Column
+    key_varints: _Varints
+    value_varints: pa.Array
+    values: Column
+    header_counts: pa.Array | pa.Scalar
+    headers: pa.Array | None  # each record's, encoded
+    sizes: Int64s  # of the records without their own length and deltas
     timestamps: Int64s
 
     @classmethod
-    def of(cls, rows: pa.RecordBatch, now_ms: int) -> _Columns:
-        count = rows.num_rows
-        names = rows.schema.names
-        headers, header_counts, header_lengths = None, np.zeros(count, np.int64), np.zeros(count, np.int64)
+    def of(cls, rows: pa.RecordBatch | pa.Table, now_ms: int) -> _Columns:
         keys, values = _binary(rows.column("key")), _binary(rows.column("value"))
-        if "headers" in names:
-            headers, header_counts = _headers(rows.column("headers"))
-            header_lengths = _lengths(headers)
-        stamps: Int64s = np.full(count, now_ms, np.int64)
-        if "timestamp" in names:
-            stamps = pc.fill_null(rows.column("timestamp"), now_ms).to_numpy(zero_copy_only=False)
-        return cls(keys, values, headers, _lengths(keys), _lengths(values), header_lengths, header_counts, stamps)
+        key_lengths, value_lengths = _lengths(keys), _lengths(values)
+        key_varints, value_varints = _Varints.of(_zigzag(key_lengths)), _Varints.of(_zigzag(value_lengths))
+        sizes = 1 + key_varints.sizes + value_varints.sizes  # with the attributes
+        sizes += np.maximum(key_lengths, 0) + np.maximum(value_lengths, 0)
+        if "headers" in rows.schema.names:
+            headers, counts = _headers(_whole(rows.column("headers")))
+            count_varints = _Varints.of(_zigzag(counts))
+            sizes += count_varints.sizes + _lengths(headers)
+            header_counts = _joined(count_varints)
+        else:
+            headers, header_counts = None, _NO_HEADERS
+            sizes += 1
+        stamps: Int64s = np.full(rows.num_rows, now_ms, np.int64)
+        if "timestamp" in rows.schema.names:
+            stamps = pc.fill_null(_whole(rows.column("timestamp")), now_ms).to_numpy(zero_copy_only=False)
+        return cls(keys, key_varints, _joined(value_varints), values, header_counts, headers, sizes, stamps)
 
     def cuts(self, limit: int) -> Iterator[tuple[int, int]]:
         """(start, stop) of consecutive slices whose encoded size is at most `limit` bytes, or one record."""
-        sizes = np.maximum(self.key_lengths, 0) + np.maximum(self.value_lengths, 0) + self.header_lengths
-        # Five lengths and counts of at most 5 bytes, the deltas (5 and 10), the attributes; and 1/256 with what a
-        # compressor adds to incompressible bytes.
-        sizes = (sizes + 36) * 257 // 256 + 1
-        ends = np.cumsum(sizes)
+        # Its own length of at most 5 bytes and the deltas (10 and 5); and 1/256 with what a compressor adds to
+        # incompressible bytes.
+        ends = np.cumsum((self.sizes + 20) * 257 // 256 + 1)
         limit -= 512
         start, count, done = 0, len(ends), 0
         while start < count:
@@ -161,39 +178,25 @@ class _Columns:
             yield start, stop
             start, done = stop, int(ends[stop - 1])
 
-    def body(self, start: int, stop: int) -> memoryview:
-        """The records of this slice, one behind the other."""
+    def body(self, start: int, stop: int) -> list[Buffer]:
+        """The records of this slice, one behind the other, in as many pieces as their columns are in."""
         count = stop - start
-        keys, values = self.key_lengths[start:stop], self.value_lengths[start:stop]
         stamps = self.timestamps[start:stop]
-        key_varints, value_varints = _Varints.of(_zigzag(keys)), _Varints.of(_zigzag(values))
-        count_varints = _Varints.of(_zigzag(self.header_counts[start:stop]))
         stamp_varints = _Varints.of(_zigzag(stamps - stamps[0]))
-        offset_varints = _Varints.of(_zigzag(np.arange(count, dtype=np.int64)))
-        sizes = (
-            1  # attributes
-            + stamp_varints.sizes
-            + offset_varints.sizes
-            + key_varints.sizes
-            + np.maximum(keys, 0)
-            + value_varints.sizes
-            + np.maximum(values, 0)
-            + count_varints.sizes
-            + self.header_lengths[start:stop]
-        )
-        zero = _Varints.of(np.zeros(count, np.uint64))
-        front = _joined(_Varints.of(_zigzag(sizes)), zero, stamp_varints, offset_varints, key_varints)
-        pieces = [front, self.keys.slice(start, count), _joined(value_varints), self.values.slice(start, count)]
-        pieces.append(_joined(count_varints))
+        offset_varints = _offsets(count)
+        sizes = _Varints.of(_zigzag(self.sizes[start:stop] + stamp_varints.sizes + offset_varints.sizes))
+        attributes = _Varints(np.zeros((count, 1), np.uint8), np.ones(count, np.int64))
+        front = _joined(sizes, attributes, stamp_varints, offset_varints, self.key_varints.slice(start, stop))
+        counts = self.header_counts
+        pieces = [front, self.keys.slice(start, count), self.value_varints.slice(start, count)]
+        pieces += [self.values.slice(start, count), counts if self.headers is None else counts.slice(start, count)]
         if self.headers is not None:
             pieces.append(self.headers.slice(start, count))
         return _data(_join(*pieces))
 
 
-def _join(*pieces: pa.Array) -> pa.Array:
-    return pc.binary_join_element_wise(
-        *pieces, pa.scalar(b"", pa.binary()), null_handling="replace", null_replacement=b""
-    )
+def _join(*pieces: Column) -> Column:
+    return pc.binary_join_element_wise(*pieces, _NOTHING, null_handling="replace", null_replacement=b"")
 
 
 def _headers(column: pa.ListArray) -> tuple[pa.Array, Int64s]:
@@ -213,20 +216,28 @@ def _headers(column: pa.ListArray) -> tuple[pa.Array, Int64s]:
     return pa.Array.from_buffers(pa.binary(), len(column), [None, pa.py_buffer(row_offsets), data]), lengths
 
 
-def _binary(column: pa.Array) -> pa.Array:
+def _binary(column: Column) -> Column:
     return column if pa.types.is_binary(column.type) else column.cast(pa.binary())
 
 
-def _lengths(column: pa.Array) -> Int64s:
+def _whole(column: Column) -> pa.Array:
+    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+
+
+def _lengths(column: Column) -> Int64s:
     """Bytes of each element; -1 for null."""
-    lengths: Int64s = pc.fill_null(pc.binary_length(column), -1).to_numpy(zero_copy_only=False).astype(np.int64)
+    lengths: Int64s = pc.fill_null(_whole(pc.binary_length(column)), -1).to_numpy(zero_copy_only=False).astype(np.int64)
     return lengths
 
 
-def _data(column: pa.Array) -> memoryview:
+def _data(column: Column) -> list[Buffer]:
     """All elements, one behind the other; no copy."""
-    offsets = np.frombuffer(column.buffers()[1], np.int32, len(column) + 1, column.offset * 4)
-    return memoryview(column.buffers()[2])[int(offsets[0]) : int(offsets[-1])]
+    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    found: list[Buffer] = []
+    for chunk in chunks:
+        offsets = np.frombuffer(chunk.buffers()[1], np.int32, len(chunk) + 1, chunk.offset * 4)
+        found.append(memoryview(chunk.buffers()[2])[int(offsets[0]) : int(offsets[-1])])
+    return found
 
 
 def _zigzag(numbers: Int64s) -> NDArray[np.uint64]:
@@ -238,6 +249,9 @@ class _Varints(NamedTuple):
 
     digits: Bytes  # (n, longest)
     sizes: Int64s  # (n,)
+
+    def slice(self, start: int, stop: int) -> _Varints:
+        return _Varints(self.digits[start:stop], self.sizes[start:stop])
 
     @classmethod
     def of(cls, numbers: NDArray[np.uint64]) -> _Varints:
@@ -254,6 +268,17 @@ class _Varints(NamedTuple):
                 digits[:, i] |= more.astype(np.uint8) << 7
                 sizes += more
         return cls(digits, sizes)
+
+
+def _offsets(count: int) -> _Varints:
+    """Of 0, 1, 2 and so on."""
+    if count > len(_OFFSETS.sizes):
+        return _Varints.of(_zigzag(np.arange(count, dtype=np.int64)))
+    longest = int(_OFFSETS.sizes[count - 1])
+    return _Varints(_OFFSETS.digits[:count, :longest], _OFFSETS.sizes[:count])
+
+
+_OFFSETS = _Varints.of(_zigzag(np.arange(16_384, dtype=np.int64)))
 
 
 def _joined(*columns: _Varints) -> pa.Array:
@@ -290,11 +315,11 @@ def _snappy(body: Buffer) -> bytes:
 
 class Compression(NamedTuple):
     code: int
-    compress: Callable[[Buffer], Buffer]
+    compress: Callable[[Buffer], Buffer] | None
 
 
 COMPRESSIONS: dict[str, Compression] = {
-    "none": Compression(0, lambda body: body),
+    "none": Compression(0, None),
     "gzip": Compression(1, lambda body: bytes(cramjam.gzip.compress(body))),
     "snappy": Compression(2, _snappy),
     "lz4": Compression(3, _lz4),

@@ -189,7 +189,7 @@ class _Share:
         if target not in self.partitions:
             self.partitions[target] = self._open(target)
         self._wait(_IN_FLIGHT_REQUESTS - IN_FLIGHT, _IN_FLIGHT_BYTES)
-        self.partitions[target].write(pa.concat_batches(self._waiting.pop(target)))
+        self.partitions[target].write(pa.Table.from_batches(self._waiting.pop(target)))
         self._in_flight[target] = self.partitions[target]
         self._wait(_IN_FLIGHT_REQUESTS, _IN_FLIGHT_BYTES)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kafka.partitioner.default import murmur2
 from kafka.record import MemoryRecords
 
+from spark_connector import recordbatch
 from spark_connector.murmur2 import murmur2_column
 from spark_connector.recordbatch import COMPRESSIONS, HEADER, Batch, Identity, RecordTooLarge, encode
 
@@ -72,6 +73,26 @@ def test_a_slice_of_a_column_is_encoded_as_its_copy(rows: list[Any], start: int)
     start = min(start, len(rows) - 1)
     whole = columns(rows)
     assert list(encode(whole.slice(start), IDENTITY, 0)) == list(encode(columns(rows[start:]), IDENTITY, 0))
+
+
+@given(st.lists(records, min_size=1, max_size=4), st.sampled_from(["none", "gzip"]), st.integers(400, 5_000))
+@settings(max_examples=100, deadline=None)
+def test_rows_in_several_pieces_are_encoded_as_if_they_were_in_one(
+    parts: list[list[Any]], compression: str, target_bytes: int
+) -> None:
+    table = pa.Table.from_batches([columns(part) for part in parts])
+    pieces = list(encode(table, IDENTITY, 0, compression=compression, target_bytes=target_bytes, now_ms=NOW_MS))
+    whole = columns([row for part in parts for row in part])
+    expected = list(encode(whole, IDENTITY, 0, compression=compression, target_bytes=target_bytes, now_ms=NOW_MS))
+    assert [batch.data for batch in pieces] == [batch.data for batch in expected]
+    assert decoded(pieces) == decoded(expected)
+
+
+def test_more_records_than_the_table_of_their_numbers_has() -> None:
+    count = 3 * len(recordbatch._OFFSETS.sizes)
+    rows = pa.record_batch({"key": pa.nulls(count, pa.binary()), "value": pa.array([b""] * count, pa.binary())})
+    (batch,) = encode(rows, IDENTITY, 0, max_bytes=4_000_000, target_bytes=4_000_000, now_ms=NOW_MS)
+    assert decoded([batch]) == [(None, b"", [], NOW_MS)] * count
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
