@@ -35,6 +35,8 @@ PARTITIONS = 8
 OURS, OWN, TUNED = "exactly once", "Spark's own", "Spark's own, tuned"
 # The Java producer's batch.size of 16 KB is what most of its time at 100 B goes into.
 TUNING = {"kafka.batch.size": "262144", "kafka.linger.ms": "20"}
+# Micro-batches that are not counted: Spark and the broker are still being compiled, which takes a third of both cores.
+WARMING = 3
 Write = Callable[[Any, int], None]
 
 
@@ -80,7 +82,7 @@ def rows_of(spark: Any, per_batch: int, value_bytes: int, repeated: bool) -> Any
 def measure(
     spark: Any, bootstrap: str, per_batch: int, value_bytes: int, rounds: int, repeated: bool
 ) -> dict[str, list[Taken]]:
-    """What each sink took for each of `rounds` micro-batches, behind one that is not counted."""
+    """What each sink took for each of `rounds` micro-batches, behind those that are not counted."""
     prefix = f"bench-{uuid.uuid4().hex[:8]}"
     topics = [f"{prefix}-{index}" for index in range(3)]
     admin = AdminClient({"bootstrap.servers": bootstrap})
@@ -94,7 +96,7 @@ def measure(
     taken: dict[str, list[Taken]] = {name: [] for name in sinks}
 
     def batch(df: Any, number: int) -> None:
-        if len(taken[OURS]) > rounds:
+        if len(taken[OURS]) >= WARMING + rounds:
             return
         rows = df.persist()
         rows.count()
@@ -108,13 +110,13 @@ def measure(
     with tempfile.TemporaryDirectory() as checkpoint:
         stream = rows_of(spark, per_batch, value_bytes, repeated).writeStream.foreachBatch(batch)
         query = stream.option("checkpointLocation", checkpoint).start()
-        while query.isActive and min(map(len, taken.values())) <= rounds:
+        while query.isActive and min(map(len, taken.values())) < WARMING + rounds:
             query.awaitTermination(0.2)
         if failed := query.exception():
             raise failed
         query.stop()
     admin.delete_topics(topics)
-    return {name: all_taken[1 : rounds + 1] for name, all_taken in taken.items()}
+    return {name: all_taken[WARMING : WARMING + rounds] for name, all_taken in taken.items()}
 
 
 def throughput(console: Console, name: str, per_batch: int, taken: dict[str, list[Taken]]) -> None:

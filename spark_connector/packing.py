@@ -24,8 +24,8 @@ PACKED = pa.schema([(SHARE, pa.int32()), (ORDER, pa.int64()), (ROWS, pa.binary()
 _VALUE_BYTES = 400_000
 # Of a batch of Arrow's, 64 MB by Spark's default, so much is packed at once: the copies that packing makes are of that.
 _SLICE_BYTES = 4_000_000
-# With so many rows for each target, a value holds those of one: the writing task need not take it apart again.
-_ROWS_OF_ONE_TARGET = 500
+# With so much for each target, a value holds the rows of one: the writing task need not take it apart again.
+_BYTES_OF_ONE_TARGET = 60_000
 # Each byte is copied a dozen times on its way through the JVM, the shuffle's own compression is one of them.
 _WRITE = pa.ipc.IpcWriteOptions(compression="lz4" if pa.Codec.is_available("lz4") else None, use_threads=False)
 _READ = pa.ipc.IpcReadOptions(use_threads=False)
@@ -65,24 +65,42 @@ def at_most(packed: Iterator[pa.RecordBatch], most_bytes: int) -> Iterator[pa.Re
 
 def pack_partition(batches: Iterator[pa.RecordBatch], shares: int, number: int) -> Iterator[pa.RecordBatch]:
     """The rows of Spark partition `number` as PACKED."""
-    place = number << _PLACES
-    for batch in batches:
-        slices = max(-(-batch.nbytes // _SLICE_BYTES), 1)
-        step = -(-batch.num_rows // slices)
-        for at in range(0, batch.num_rows, step or 1):
-            packed = pack_rows(batch.slice(at, step), shares, place)
-            place += packed.num_rows
-            yield packed
+    place, value_bytes = number << _PLACES, _VALUE_BYTES
+    for rows in slices(batches):
+        packed = pack_rows(rows, shares, place, value_bytes)
+        place += packed.num_rows
+        # Rows are taken to be compressed as those before them: few large values cost less than many small ones.
+        value_bytes = max(_VALUE_BYTES * rows.nbytes // packed.nbytes, _VALUE_BYTES)
+        yield packed
 
 
-def pack_rows(rows: pa.RecordBatch, shares: int, place: int) -> pa.RecordBatch:
-    """`rows` as PACKED, ORDER from `place` on."""
+def slices(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The rows of `batches` in their order, so many at a time as are packed at once."""
+    held: list[pa.RecordBatch] = []
+    size = 0
+    for batch in (batch for batch in batches if batch.num_rows):
+        if held and (size + batch.nbytes > _SLICE_BYTES or batch.schema != held[0].schema):
+            yield held[0] if len(held) == 1 else pa.concat_batches(held)
+            held, size = [], 0
+        if batch.nbytes < _SLICE_BYTES:
+            held.append(batch)
+            size += batch.nbytes
+            continue
+        step = -(-batch.num_rows // -(-batch.nbytes // _SLICE_BYTES))
+        for at in range(0, batch.num_rows, step):
+            yield batch.slice(at, step)
+    if held:
+        yield held[0] if len(held) == 1 else pa.concat_batches(held)
+
+
+def pack_rows(rows: pa.RecordBatch, shares: int, place: int, value_bytes: int = _VALUE_BYTES) -> pa.RecordBatch:
+    """`rows` as PACKED, ORDER from `place` on; `value_bytes` of a value before compression."""
     by = numbers(rows, TARGET)
-    if len(np.unique(by)) * _ROWS_OF_ONE_TARGET > len(by):
+    if np.count_nonzero(np.bincount(by)) * _BYTES_OF_ONE_TARGET > rows.nbytes:
         by = by % shares
     pieces = []
     for number, held in split(rows, by):
-        values = -(-held.nbytes // _VALUE_BYTES)
+        values = -(-held.nbytes // value_bytes)
         step = -(-held.num_rows // max(values, 1))
         pieces += [(number % shares, held.slice(at, step)) for at in range(0, held.num_rows, step)]
     out, ends = pa.BufferOutputStream(), [0]
@@ -104,16 +122,18 @@ def unpack(packed: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 def split(rows: pa.RecordBatch, by: NDArray[np.int32]) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """(number, its rows in their order), copies unless all rows have one number."""
+    """(number, its rows in their order), of one copy unless all rows have one number."""
     lowest, highest = int(by.min()), int(by.max())
     if lowest == highest:
         yield lowest, rows
         return
-    order = np.argsort(by, kind="stable")
+    # Numbers of 16 bits are sorted by counting, in a quarter of the time.
+    order = np.argsort(by.astype(np.uint16) if highest < 1 << 16 else by, kind="stable")
     numbered = by[order]
     starts = np.flatnonzero(np.diff(numbered, prepend=numbered[0] - 1))
+    taken = rows.take(pa.array(order))
     for start, stop in zip(starts, [*starts[1:], len(order)], strict=True):
-        yield int(numbered[start]), rows.take(pa.array(order[start:stop]))
+        yield int(numbered[start]), taken.slice(start, stop - start)
 
 
 def numbers(rows: pa.RecordBatch, column: str) -> NDArray[np.int32]:

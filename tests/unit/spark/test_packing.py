@@ -22,10 +22,11 @@ from spark_connector.packing import (
     numbers,
     pack_partition,
     pack_rows,
+    slices,
     split,
     unpack,
 )
-from spark_connector.placing import TARGET
+from spark_connector.placing import REFUSAL, TARGET
 from spark_connector.recordbatch import Identity, encode
 
 KIND = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
@@ -90,6 +91,45 @@ def test_a_large_batch_is_packed_a_slice_at_a_time(monkeypatch: pytest.MonkeyPat
         assert [row for row in found if row[TARGET] == target] == whole.to_pylist()[target::7]
 
 
+@given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=8), st.integers(1, 3_000))
+@settings(max_examples=200, deadline=None)
+def test_small_batches_are_packed_together_and_large_ones_apart(
+    lengths: list[tuple[int, bool]], slice_bytes: int
+) -> None:
+    batches = []
+    for number, (length, nowhere) in enumerate(lengths):
+        batch = rows([number] * length)
+        batches.append(batch.append_column(REFUSAL, pa.array(["b-7"] * length)) if nowhere else batch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "_SLICE_BYTES", slice_bytes)
+        parts = list(slices(iter(batches)))
+    assert [row for part in parts for row in part.to_pylist()] == [row for b in batches for row in b.to_pylist()]
+    assert all(part.num_rows <= 1 or part.slice(1).nbytes <= 2 * slice_bytes for part in parts)
+
+
+def test_small_batches_wait_for_each_other() -> None:
+    small = rows([0] * 20)
+    assert [part.num_rows for part in slices(iter([small] * 50))] == [1_000]
+
+
+def test_what_compresses_well_comes_in_fewer_values() -> None:
+    same = pa.record_batch(
+        {
+            TARGET: pa.array([0] * 30_000, pa.int32()),
+            "key": pa.nulls(30_000, pa.binary()),
+            "value": pa.array([b"v" * 100] * 30_000, pa.binary()),
+        }
+    )
+    first, *others = [packed.num_rows for packed in pack_partition(iter([same] * 3), 1, 0)]
+    assert first > 5
+    assert others == [1, 1]
+    # Noise behind it is taken for what was before it, once.
+    noise = rows([0] * 20_000, size=150)
+    counts = [packed.num_rows for packed in pack_partition(iter([same, noise, noise]), 1, 0)]
+    assert counts[:2] == [first, 1]
+    assert counts[2] > 5
+
+
 def test_what_was_packed_is_written_with_its_nulls_and_timestamps() -> None:
     whole, now_ms = rows([0] * 50), 1_800_000_000_000
     packed = pack_rows(whole, 1, 0)
@@ -101,7 +141,10 @@ def test_what_was_packed_is_written_with_its_nulls_and_timestamps() -> None:
     assert len(read) == 50
 
 
-def test_the_order_goes_on_from_batch_to_batch_and_from_partition_to_partition() -> None:
+def test_the_order_goes_on_from_batch_to_batch_and_from_partition_to_partition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(packing, "_SLICE_BYTES", 1)
     batches = [rows([0, 1, 2]), rows([0]).slice(1), rows([2, 1]), rows([1])]
     orders = [
         place
