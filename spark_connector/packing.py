@@ -19,8 +19,8 @@ from spark_connector.workers import spare_the_collector
 SHARE, ORDER, ROWS = "__eos_share", "__eos_order", "__eos_rows"
 TOO_MUCH = -1  # in place of a share: the task had more rows than were asked for
 PACKED = pa.schema([(SHARE, pa.int32()), (ORDER, pa.int64()), (ROWS, pa.binary())])
-# Of one value before compression: above half a region of the JVM's heap (1 MB at the smallest) an array costs the
-# garbage collector more.
+# Of one value, as well as can be told before it is compressed: above half a region of the JVM's heap (1 MB at the
+# smallest) an array costs the garbage collector more.
 _VALUE_BYTES = 400_000
 # Of a batch of Arrow's, 64 MB by Spark's default, so much is packed at once: the copies that packing makes are of that.
 _SLICE_BYTES = 4_000_000
@@ -80,7 +80,7 @@ def slices(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     size = 0
     for batch in (batch for batch in batches if batch.num_rows):
         if held and (size + batch.nbytes > _SLICE_BYTES or batch.schema != held[0].schema):
-            yield held[0] if len(held) == 1 else pa.concat_batches(held)
+            yield together(held)
             held, size = [], 0
         if batch.nbytes < _SLICE_BYTES:
             held.append(batch)
@@ -90,7 +90,11 @@ def slices(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for at in range(0, batch.num_rows, step):
             yield batch.slice(at, step)
     if held:
-        yield held[0] if len(held) == 1 else pa.concat_batches(held)
+        yield together(held)
+
+
+def together(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
 
 
 def pack_rows(rows: pa.RecordBatch, shares: int, place: int, value_bytes: int = _VALUE_BYTES) -> pa.RecordBatch:
@@ -122,7 +126,8 @@ def unpack(packed: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 def split(rows: pa.RecordBatch, by: NDArray[np.int32]) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """(number, its rows in their order), of one copy unless all rows have one number."""
+    """(number, its rows in their order). Unless all have one number these are parts of one copy, and each keeps all of
+    it."""
     lowest, highest = int(by.min()), int(by.max())
     if lowest == highest:
         yield lowest, rows

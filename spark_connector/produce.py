@@ -24,7 +24,7 @@ _TAGS = bytes(3)
 
 
 class Produce(ProduceRequest, init=False):  # type: ignore[call-arg, misc]
-    """One batch for one partition, acks=all, in a transaction."""
+    """One batch for one partition, acks=all, in a transaction. A log that prints it shows no records."""
 
     def __init__(self, transactional_id: str, topic: str, partition: int, batch: Batch) -> None:
         data = ProduceRequest.TopicProduceData
@@ -39,7 +39,7 @@ class Produce(ProduceRequest, init=False):  # type: ignore[call-arg, misc]
         self.batch = batch
 
     def encode(self, version: int | None = None, header: bool = False, framed: bool = False) -> Any:
-        without = super().encode(version=version, header=header, framed=framed)
+        without = bytearray(super().encode(version=version, header=header, framed=framed))
         size = self.batch.size
         if self.flexible_version_q(self.API_VERSION):
             length, tail = _unsigned_varint(size + 1), _TAGS
@@ -47,8 +47,8 @@ class Produce(ProduceRequest, init=False):  # type: ignore[call-arg, misc]
             length, tail = _FRAME.pack(size), b""
         front = memoryview(without)[:-_BEHIND]
         if framed:
-            behind = len(front) - _FRAME.size + len(length) + size + len(tail)
-            _FRAME.pack_into(without, 0, behind)
+            itself = _FRAME.size  # is not counted
+            _FRAME.pack_into(without, 0, len(front) - itself + len(length) + size + len(tail))
         return b"".join((front, length, *self.batch.pieces, tail))
 
 

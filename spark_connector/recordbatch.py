@@ -6,7 +6,7 @@ always give the same bytes, and what was made once is sent again as it is.
 
 How it is fast: every record is six pieces (lengths and deltas, key, a length, value, a count, headers). The varints of
 all records are made at once in NumPy, and one call of Arrow joins the pieces of all records; the joined column's data
-buffer is the batch's body.
+buffers, one for each part that the rows came in, are the batch's body.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import cramjam
@@ -69,7 +70,7 @@ class Batch:
     base_sequence: int
     records: int
 
-    @property
+    @cached_property
     def size(self) -> int:
         return sum(map(len, self.pieces))
 

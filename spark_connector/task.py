@@ -29,6 +29,10 @@ from spark_connector.workers import spare_the_collector
 
 # Rows of a partition wait for more of them up to this size: a record batch is 1 MB, and a request costs a millisecond.
 _WAITING_BYTES = 4_000_000
+# Of all partitions of a share: copies with rows of several partitions, each of which is kept until none of them waits.
+_SHARED_BYTES = 32_000_000
+# On average, of the pieces that a partition's waiting rows are in: a smaller one costs more than the copy of its bytes.
+_PIECE_BYTES = 20_000
 # Of all partitions of a share: record batches that are not acknowledged yet.
 _IN_FLIGHT_BYTES = 32_000_000
 # Of all partitions of a share. Below what their one connection takes: at its limit it takes no Metadata request either,
@@ -104,8 +108,7 @@ def write_rows(job: Job, batches: Iterator[pa.RecordBatch], connect: Callable[[]
                 share.write(unpacked)
                 rows += unpacked.num_rows
             if share is not None:
-                # Rows that wait are no copies: they would keep all of this batch, up to 64 MB by Spark's default.
-                share.send()
+                share.send()  # nothing waits for what Spark may give next
         if share is None:
             return None
         share.finish()
@@ -162,13 +165,18 @@ class _Share:
         self._in_flight: dict[int, PartitionWriter] = {}  # those with requests in flight, first sent to first
         self._waiting: dict[int, list[pa.RecordBatch]] = {}
         self._waiting_bytes: dict[int, int] = {}
+        self._shared_bytes = 0
 
     def write(self, rows: pa.RecordBatch) -> None:
+        if self._shared_bytes > _SHARED_BYTES:
+            self.send()
         for target, held in split(rows, numbers(rows, TARGET)):
             if target % self._job.shares != self.number:
                 raise Stopped(Answer.REFUSED, f"the task of share {self.number} got rows of target {target}")
             if target >= len(self._job.targets):
                 raise Stopped(Answer.REFUSED, self._refusal(held))
+            if held is not rows:
+                self._shared_bytes += held.nbytes
             self._waiting.setdefault(target, []).append(held)
             self._waiting_bytes[target] = self._waiting_bytes.get(target, 0) + held.nbytes
             if self._waiting_bytes[target] >= _WAITING_BYTES:
@@ -178,6 +186,7 @@ class _Share:
         """What waits; returns before it is acknowledged."""
         for target in list(self._waiting):
             self._send(target)
+        self._shared_bytes = 0
 
     def finish(self) -> None:
         """Returns when everything is acknowledged."""
@@ -185,11 +194,13 @@ class _Share:
             partition.finish()
 
     def _send(self, target: int) -> None:
-        del self._waiting_bytes[target]
+        pieces, size = self._waiting.pop(target), self._waiting_bytes.pop(target)
+        joined = size < len(pieces) * _PIECE_BYTES
+        rows = pa.concat_batches(pieces) if joined else pa.Table.from_batches(pieces)
         if target not in self.partitions:
             self.partitions[target] = self._open(target)
         self._wait(_IN_FLIGHT_REQUESTS - IN_FLIGHT, _IN_FLIGHT_BYTES)
-        self.partitions[target].write(pa.Table.from_batches(self._waiting.pop(target)))
+        self.partitions[target].write(rows)
         self._in_flight[target] = self.partitions[target]
         self._wait(_IN_FLIGHT_REQUESTS, _IN_FLIGHT_BYTES)
 

@@ -123,7 +123,7 @@ def test_what_compresses_well_comes_in_fewer_values() -> None:
     first, *others = [packed.num_rows for packed in pack_partition(iter([same] * 3), 1, 0)]
     assert first > 5
     assert others == [1, 1]
-    # Noise behind it is taken for what was before it, once.
+    # Noise behind it is taken for what was before it, for one slice.
     noise = rows([0] * 20_000, size=150)
     counts = [packed.num_rows for packed in pack_partition(iter([same, noise, noise]), 1, 0)]
     assert counts[:2] == [first, 1]

@@ -13,7 +13,7 @@ from kafka import errors as kafka_errors
 from spark_connector import task, wire
 from spark_connector.answers import Answer, Stopped
 from spark_connector.attempt import _check
-from spark_connector.claims import ClaimServer
+from spark_connector.claims import Claims, ClaimServer
 from spark_connector.packing import pack_rows, unpack
 from spark_connector.placing import TARGET
 from spark_connector.recordbatch import Identity
@@ -96,3 +96,40 @@ def test_rows_of_another_share_are_refused(server: ClaimServer, monkeypatch: pyt
     told = run(server, [0, 1])
     assert told.answer == Answer.REFUSED.name
     assert "got rows of target" in str(told.sentence)
+
+
+class Written:
+    """In place of a PartitionWriter: keeps the first value of each row, and that it has nothing in flight."""
+
+    unacknowledged = unacknowledged_bytes = 0
+
+    def __init__(self) -> None:
+        self.values: list[bytes] = []
+
+    def write(self, rows: pa.RecordBatch | pa.Table) -> None:
+        self.values += [value.as_py()[:8] for value in rows.column("value")]
+
+
+def test_rows_of_rare_partitions_do_not_keep_what_they_came_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row in a hundred is for another partition: it waits in one copy with the others of its value."""
+    count, values, targets = 1_000, 30, 200
+    written: dict[int, Written] = {}
+    monkeypatch.setattr(task, "_SHARED_BYTES", 2_000_000)
+    monkeypatch.setattr(task, "_WAITING_BYTES", 500_000)
+    monkeypatch.setattr(task._Share, "_open", lambda _, target: written.setdefault(target, Written()))
+    claims = Claims()
+    claims.begin(IDENTITY)
+    where = tuple(("t", partition, 1_000_000) for partition in range(targets))
+    share = task._Share(task.Job("id", IDENTITY, where, 1, {}, claims, "none", 1.0), 0, lambda: None)  # type: ignore[arg-type,return-value]
+    before, most, expected = pa.total_allocated_bytes(), 0, dict[int, list[bytes]]()
+    for number in range(values):
+        at = [i % targets if i % 100 == 99 else 0 for i in range(number, number + count)]
+        rows = [b"%08d" % (number * count + i) + bytes(1_000) for i in range(count)]
+        for target, value in zip(at, rows, strict=True):
+            expected.setdefault(target, []).append(value[:8])
+        share.write(pa.record_batch({TARGET: pa.array(at, pa.int32()), "value": pa.array(rows, pa.binary())}))
+        most = max(most, pa.total_allocated_bytes() - before)
+    share.send()
+    assert {target: one.values for target, one in written.items()} == expected
+    # The bound, the value that exceeds it, and the next one. All of them together are 30 MB.
+    assert most < 6_000_000
