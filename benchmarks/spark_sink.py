@@ -36,7 +36,7 @@ OURS, OWN, TUNED = "exactly once", "Spark's own", "Spark's own, tuned"
 # The Java producer's batch.size of 16 KB is what most of its time at 100 B goes into.
 TUNING = {"kafka.batch.size": "262144", "kafka.linger.ms": "20"}
 # Micro-batches that are not counted: Spark and the broker are still being compiled, which takes a third of both cores.
-WARMING = 3
+WARMING = 5
 Write = Callable[[Any, int], None]
 
 

@@ -175,10 +175,10 @@ class _Share:
                 raise Stopped(Answer.REFUSED, f"the task of share {self.number} got rows of target {target}")
             if target >= len(self._job.targets):
                 raise Stopped(Answer.REFUSED, self._refusal(held))
-            if held is not rows:
-                self._shared_bytes += held.nbytes
+            size = held.nbytes
+            self._shared_bytes += 0 if held is rows else size
             self._waiting.setdefault(target, []).append(held)
-            self._waiting_bytes[target] = self._waiting_bytes.get(target, 0) + held.nbytes
+            self._waiting_bytes[target] = self._waiting_bytes.get(target, 0) + size
             if self._waiting_bytes[target] >= _WAITING_BYTES:
                 self._send(target)
 
