@@ -11,6 +11,7 @@ import struct
 from typing import Any
 
 from kafka.protocol.producer.produce import ProduceRequest
+from kafka.protocol.schemas.fields.codecs import UnsignedVarInt32
 
 from spark_connector.recordbatch import Batch
 
@@ -42,7 +43,7 @@ class Produce(ProduceRequest, init=False):  # type: ignore[call-arg, misc]
         without = bytearray(super().encode(version=version, header=header, framed=framed))
         size = self.batch.size
         if self.flexible_version_q(self.API_VERSION):
-            length, tail = _unsigned_varint(size + 1), _TAGS
+            length, tail = UnsignedVarInt32.encode(size + 1), _TAGS
         else:
             length, tail = _FRAME.pack(size), b""
         front = memoryview(without)[:-_BEHIND]
@@ -50,12 +51,3 @@ class Produce(ProduceRequest, init=False):  # type: ignore[call-arg, misc]
             itself = _FRAME.size  # is not counted
             _FRAME.pack_into(without, 0, len(front) - itself + len(length) + size + len(tail))
         return b"".join((front, length, *self.batch.pieces, tail))
-
-
-def _unsigned_varint(number: int) -> bytes:
-    digits = bytearray()
-    while number > 0x7F:
-        digits.append(number & 0x7F | 0x80)
-        number >>= 7
-    digits.append(number)
-    return bytes(digits)

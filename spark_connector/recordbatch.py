@@ -37,7 +37,7 @@ _TRANSACTIONAL = 0x10
 _XERIAL_HEADER = b"\x82SNAPPY\x00\x00\x00\x00\x01\x00\x00\x00\x01"
 _XERIAL_BLOCK = 32 * 1024
 _VARINT_BYTES = 10  # of a 64 bit number at most
-_NOTHING, _NO_HEADERS = pa.scalar(b"", pa.binary()), pa.scalar(b"\0", pa.binary())
+_NOTHING = pa.scalar(b"", pa.binary())
 _MAX_SEQUENCE = 2**31 - 1  # behind it comes 0
 
 
@@ -138,12 +138,8 @@ def _header(
 class _Columns:
     """What n records are made of, as far as it does not depend on the batch that a record comes into."""
 
-    keys: Column
-    key_varints: _Varints
-    value_varints: pa.Array
-    values: Column
-    header_counts: pa.Array | pa.Scalar
-    headers: pa.Array | None  # each record's, encoded
+    key_varints: _Varints  # the last of what comes before `columns`
+    columns: list[Column]  # what each record goes on with: key, length, value, number of headers, headers if there
     sizes: Int64s  # of the records without their own length and deltas
     timestamps: Int64s
 
@@ -154,18 +150,18 @@ class _Columns:
         key_varints, value_varints = _Varints.of(_zigzag(key_lengths)), _Varints.of(_zigzag(value_lengths))
         sizes = 1 + key_varints.sizes + value_varints.sizes  # with the attributes
         sizes += np.maximum(key_lengths, 0) + np.maximum(value_lengths, 0)
+        counts, headers = np.zeros(rows.num_rows, np.int64), []
         if "headers" in rows.schema.names:
-            headers, counts = _headers(_whole(rows.column("headers")))
-            count_varints = _Varints.of(_zigzag(counts))
-            sizes += count_varints.sizes + _lengths(headers)
-            header_counts = _joined(count_varints)
-        else:
-            headers, header_counts = None, _NO_HEADERS
-            sizes += 1
+            encoded, counts = _headers(_whole(rows.column("headers")))
+            headers = [encoded]
+            sizes += _lengths(encoded)
+        count_varints = _Varints.of(_zigzag(counts))
+        sizes += count_varints.sizes
         stamps: Int64s = np.full(rows.num_rows, now_ms, np.int64)
         if "timestamp" in rows.schema.names:
             stamps = pc.fill_null(_whole(rows.column("timestamp")), now_ms).to_numpy(zero_copy_only=False)
-        return cls(keys, key_varints, _joined(value_varints), values, header_counts, headers, sizes, stamps)
+        columns = [keys, _joined(value_varints), values, _joined(count_varints), *headers]
+        return cls(key_varints, columns, sizes, stamps)
 
     def cuts(self, limit: int) -> Iterator[tuple[int, int]]:
         """(start, stop) of consecutive slices whose encoded size is at most `limit` bytes, or one record."""
@@ -188,12 +184,7 @@ class _Columns:
         sizes = _Varints.of(_zigzag(self.sizes[start:stop] + stamp_varints.sizes + offset_varints.sizes))
         attributes = _Varints(np.zeros((count, 1), np.uint8), np.ones(count, np.int64))
         front = _joined(sizes, attributes, stamp_varints, offset_varints, self.key_varints.slice(start, stop))
-        counts = self.header_counts
-        pieces = [front, self.keys.slice(start, count), self.value_varints.slice(start, count)]
-        pieces += [self.values.slice(start, count), counts if self.headers is None else counts.slice(start, count)]
-        if self.headers is not None:
-            pieces.append(self.headers.slice(start, count))
-        return _data(_join(*pieces))
+        return _data(_join(front, *(column.slice(start, count) for column in self.columns)))
 
 
 def _join(*pieces: Column) -> Column:
