@@ -62,8 +62,9 @@ _CLOSE_ABORT_S = 5.0
 _CHUNK, _SMALLEST_CHUNK, _CHUNK_BYTES = 1_000, 100, 256_000
 # A transaction that took fewer records has no wait that is worth using.
 _AHEAD_BEHIND = 2_000
-# Fetched while a flush or a commit is waited for, at most: what 20 ms of waiting fetch, and no memory full of giants.
-_AHEAD, _AHEAD_BYTES = 20_000, 32 << 20
+# Fetched while a flush or a commit is waited for, at most: what 20 ms of waiting fetch, and what the processor's last
+# cache keeps until it is handled (32 MB took a tenth more of its time with values of 1 KB, docs/performance.md).
+_AHEAD, _AHEAD_BYTES = 20_000, 4 << 20
 _BACKLOG_PAUSE_S = 0.005  # how long an open transaction waits for the next record before it ends early
 MOST_REBUILDS = 5  # without a commit in between; then a supervisor's back-off is the better place to wait
 OLD_TRANSACTIONS = 2  # transaction.version below it: a replaced producer needs another transactional.id

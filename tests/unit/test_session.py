@@ -33,7 +33,7 @@ def test_what_is_fetched_ahead_has_an_end_in_records_and_in_bytes(waiting: int, 
     assert 0 <= most <= 1_000
     if most:
         assert waiting + most <= 20_000
-        assert (waiting + most) * size <= 32 << 20
+        assert (waiting + most) * size <= 4 << 20
 
 
 def test_small_records_are_fetched_ahead_in_whole_chunks() -> None:
