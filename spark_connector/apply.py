@@ -21,7 +21,7 @@ from eos.errors import EosError
 from eos.handling import Handler, Kept
 from eos.hooks import Hooks
 from spark_connector.failures import to_line
-from spark_connector.workers import spare_the_collector
+from spark_connector.workers import begin_task
 
 # What mapInArrow gives. `timestamp_ms` null: the time of producing; `partition` null: the partitioner decides. A task
 # reads a range of one partition of one topic, in order; the sink keeps the order of each task's rows.
@@ -51,7 +51,7 @@ class Apply:
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Raises ExecutorFailure for what ends the run: a record that its policy stops at, a wrong App, a hook."""
-        spare_the_collector()
+        begin_task()
         if all(isinstance(handler, logging.NullHandler) for handler in log.logger.handlers):
             log.configure(level="warning")  # skipped records and dead letters, in the executor's stderr
         handler = Handler(self._app, None, self._concurrent_most, self._batch_most)

@@ -14,7 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from spark_connector.placing import TARGET, Places
-from spark_connector.workers import spare_the_collector
+from spark_connector.workers import begin_task
 
 SHARE, ORDER, ROWS = "__eos_share", "__eos_order", "__eos_rows"
 TOO_MUCH = -1  # in place of a share: the task had more rows than were asked for
@@ -42,7 +42,7 @@ def packer(
     def pack(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext
 
-        spare_the_collector()
+        begin_task()
         context = TaskContext.get()
         assert context is not None, "this runs in a task"
         placed = (part for batch in batches if batch.num_rows for part in places.place(batch))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from spark_connector.targets import Target
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+    from pyspark.sql.conf import RuntimeConfig
 
 _HEADERS = "array<struct<key:string,value:binary>>"
 _COLUMNS = {
@@ -34,6 +35,8 @@ _COLUMNS = {
 }
 _AS_THEY_ARE = ("binary", "int", "smallint", "tinyint", _HEADERS)
 _ADAPTIVE = "spark.sql.adaptive.enabled"
+_BATCH_BYTES = "spark.sql.execution.arrow.maxBytesPerBatch"
+_BATCH_BYTES_HERE = "4m"
 
 
 def route(
@@ -101,26 +104,42 @@ def _placed(
 
 @contextlib.contextmanager
 def as_planned(df: DataFrame) -> Iterator[None]:
-    """What is run inside, on rows of `df`, is not planned again in mid-run if `df` is what foreachBatch was given.
+    """What is run inside, on rows of `df`, is planned for the sink alone if `df` is what foreachBatch was given: the
+    user's part of a streaming query is a plan of its own, made before.
 
-    Adaptive execution has nothing to gain there: the user's part of a streaming query is a plan of its own, with
-    adaptive execution if that is on, and ours has the partitions that it must have. It costs a second job and plans
-    twice, tens of milliseconds of each batch.
+    Not planned again in mid-run: adaptive execution has nothing to gain where every partition must be what it is. It
+    costs a second job and plans twice, tens of milliseconds of each batch. And Arrow batches are small, unless the user
+    set their size: a writing task reads one while the JVM makes the next, and copies each into the memory that the last
+    one was in. One of Spark's 64 MB comes into memory that the kernel has to clear first.
     """
-    from py4j.protocol import Py4JError
-
-    # The session is the streaming query's own copy of the user's, and its one thread is here.
-    conf = df.sparkSession.conf
-    adaptive = conf.get(_ADAPTIVE)
-    if adaptive != "true" or _given(df) is None:
+    if _given(df) is None:
         yield
         return
-    conf.set(_ADAPTIVE, "false")
+    # The session is the streaming query's own copy of the user's, and its one thread is here.
+    conf = df.sparkSession.conf
+    ours = {_ADAPTIVE: "false"}
+    if conf.get(_BATCH_BYTES, None) is None:
+        ours[_BATCH_BYTES] = _BATCH_BYTES_HERE
+    with _set(conf, ours):
+        yield
+
+
+@contextlib.contextmanager
+def _set(conf: RuntimeConfig, values: Mapping[str, str]) -> Iterator[None]:
+    from py4j.protocol import Py4JError
+
+    before: dict[str, str | None] = {name: conf.get(name, None) for name in values}
+    for name, value in values.items():
+        conf.set(name, value)
     try:
         yield
     finally:
         with contextlib.suppress(Py4JError, OSError):  # a JVM that is gone needs it no more
-            conf.set(_ADAPTIVE, adaptive)
+            for name, was in before.items():
+                if was is None:
+                    conf.unset(name)
+                else:
+                    conf.set(name, was)
 
 
 def _given(df: DataFrame) -> Any:

@@ -25,12 +25,13 @@ from spark_connector.packing import numbers, split, unpack
 from spark_connector.partition import IN_FLIGHT, PartitionWriter
 from spark_connector.placing import REFUSAL, TARGET
 from spark_connector.recordbatch import Identity
-from spark_connector.workers import spare_the_collector
+from spark_connector.workers import begin_task
 
 # Rows of a partition wait for more of them up to this size: a record batch is 1 MB, and a request costs a millisecond.
 _WAITING_BYTES = 4_000_000
-# Of all partitions of a share: copies with rows of several partitions, each of which is kept until none of them waits.
-_SHARED_BYTES = 32_000_000
+# Of all partitions of a share, with copies of rows that came for several of them: what came with a row is kept as long
+# as the row waits.
+_KEPT_BYTES = 32_000_000
 # On average, of the pieces that a partition's waiting rows are in: a smaller one costs more than the copy of its bytes.
 _PIECE_BYTES = 20_000
 # Of all partitions of a share: record batches that are not acknowledged yet.
@@ -86,7 +87,7 @@ def writer(job: Job) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordB
     """The function for mapInArrow: takes what `packing.packer` made."""
 
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        spare_the_collector()
+        begin_task()
         result = write_rows(job, batches, lambda: wire.shared(job.connection))
         if result is not None:
             yield pa.RecordBatch.from_arrays([pa.array([result.encode()])], schema=RESULT)
@@ -107,8 +108,6 @@ def write_rows(job: Job, batches: Iterator[pa.RecordBatch], connect: Callable[[]
                     share = _Share(job, int(numbers(unpacked, TARGET)[0]) % job.shares, connect)
                 share.write(unpacked)
                 rows += unpacked.num_rows
-            if share is not None:
-                share.send()  # nothing waits for what Spark may give next
         if share is None:
             return None
         share.finish()
@@ -165,33 +164,35 @@ class _Share:
         self._in_flight: dict[int, PartitionWriter] = {}  # those with requests in flight, first sent to first
         self._waiting: dict[int, list[pa.RecordBatch]] = {}
         self._waiting_bytes: dict[int, int] = {}
-        self._shared_bytes = 0
+        self._kept_bytes = 0
 
     def write(self, rows: pa.RecordBatch) -> None:
-        if self._shared_bytes > _SHARED_BYTES:
-            self.send()
+        """Sends them, or lets them wait for more of their partitions."""
+        if self._kept_bytes > _KEPT_BYTES:
+            self._send_all()
+        self._kept_bytes += rows.nbytes
         for target, held in split(rows, numbers(rows, TARGET)):
             if target % self._job.shares != self.number:
                 raise Stopped(Answer.REFUSED, f"the task of share {self.number} got rows of target {target}")
             if target >= len(self._job.targets):
                 raise Stopped(Answer.REFUSED, self._refusal(held))
             size = held.nbytes
-            self._shared_bytes += 0 if held is rows else size
+            self._kept_bytes += 0 if held is rows else size
             self._waiting.setdefault(target, []).append(held)
             self._waiting_bytes[target] = self._waiting_bytes.get(target, 0) + size
             if self._waiting_bytes[target] >= _WAITING_BYTES:
                 self._send(target)
 
-    def send(self) -> None:
-        """What waits; returns before it is acknowledged."""
-        for target in list(self._waiting):
-            self._send(target)
-        self._shared_bytes = 0
-
     def finish(self) -> None:
-        """Returns when everything is acknowledged."""
+        """Sends what waits; returns when everything is acknowledged."""
+        self._send_all()
         for partition in self.partitions.values():
             partition.finish()
+
+    def _send_all(self) -> None:
+        for target in list(self._waiting):
+            self._send(target)
+        self._kept_bytes = 0
 
     def _send(self, target: int) -> None:
         pieces, size = self._waiting.pop(target), self._waiting_bytes.pop(target)

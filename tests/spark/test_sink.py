@@ -144,26 +144,50 @@ def test_an_empty_batch_moves_the_marker(kafka: LocalKafka, names: Names, tmp_pa
     ]
 
 
-def test_a_batch_is_not_planned_again_in_mid_run_and_the_users_plans_are(
+def test_a_batch_is_planned_for_the_sink_and_the_users_plans_are_not(
     kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any
 ) -> None:
-    adaptive = "spark.sql.adaptive.enabled"
-    seen: list[list[str]] = []
+    """200 rows of 100 KB are one Arrow batch by Spark's own settings, and five or more by ours."""
+    adaptive, batch_bytes = "spark.sql.adaptive.enabled", "spark.sql.execution.arrow.maxBytesPerBatch"
+    seen: list[list[tuple[str | None, str | None, int]]] = []
+
+    def sizes(batches: Any) -> Any:
+        import pyarrow as pa
+
+        for batch in batches:
+            yield pa.record_batch({"bytes": pa.array([batch.nbytes])})
 
     def batch(df: Any, _: int) -> None:
         conf = df.sparkSession.conf
-        told = [conf.get(adaptive)]
-        for frame in (df, df.where("value > 0")):
-            with as_planned(frame):
-                told.append(conf.get(adaptive))
-        seen.append([*told, conf.get(adaptive)])
 
-    stream = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 10).load().writeStream
-    query = stream.foreachBatch(batch).option("checkpointLocation", str(tmp_path / "checkpoint")).start()
+        def now(frame: Any) -> tuple[str | None, str | None, int]:
+            most = max(row[0] for row in frame.mapInArrow(sizes, "bytes long").collect())
+            return conf.get(adaptive), conf.get(batch_bytes, None), most
+
+        told = [now(df)]
+        for frame in (df, df.where("length(value) > 0")):
+            with as_planned(frame):
+                told.append(now(frame))
+        told.append(now(df))
+        conf.set(batch_bytes, "1m")
+        with as_planned(df):
+            told.append(now(df))
+        seen.append(told)
+
+    stream = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 200).option("numPartitions", 1).load()
+    rows = stream.selectExpr("repeat('x', 100000) as value").writeStream
+    query = rows.foreachBatch(batch).option("checkpointLocation", str(tmp_path / "checkpoint")).start()
     wait_until("a batch", lambda: seen or not query.isActive, 60)
     query.stop()
     assert query.exception() is None
-    assert seen[0] == ["true", "false", "true", "true"]
+    before, ours, users, behind, set_by_user = seen[0]
+    assert before[:2] == users[:2] == behind[:2] == ("true", None)
+    assert min(before[2], users[2], behind[2]) > 20_000_000
+    assert ours[:2] == ("false", "4m")
+    assert 3_900_000 < ours[2] < 4_400_000
+    assert set_by_user[:2] == ("false", "1m")
+    assert set_by_user[2] < 1_300_000
+    assert spark.conf.get(batch_bytes, None) is None, "the session of the user"
 
 
 @pytest.mark.parametrize("many", [3, 30])

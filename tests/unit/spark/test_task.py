@@ -109,12 +109,15 @@ class Written:
     def write(self, rows: pa.RecordBatch | pa.Table) -> None:
         self.values += [value.as_py()[:8] for value in rows.column("value")]
 
+    def finish(self) -> None:
+        pass
+
 
 def test_rows_of_rare_partitions_do_not_keep_what_they_came_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """One row in a hundred is for another partition: it waits in one copy with the others of its value."""
     count, values, targets = 1_000, 30, 200
     written: dict[int, Written] = {}
-    monkeypatch.setattr(task, "_SHARED_BYTES", 2_000_000)
+    monkeypatch.setattr(task, "_KEPT_BYTES", 2_000_000)
     monkeypatch.setattr(task, "_WAITING_BYTES", 500_000)
     monkeypatch.setattr(task._Share, "_open", lambda _, target: written.setdefault(target, Written()))
     claims = Claims()
@@ -129,7 +132,7 @@ def test_rows_of_rare_partitions_do_not_keep_what_they_came_with(monkeypatch: py
             expected.setdefault(target, []).append(value[:8])
         share.write(pa.record_batch({TARGET: pa.array(at, pa.int32()), "value": pa.array(rows, pa.binary())}))
         most = max(most, pa.total_allocated_bytes() - before)
-    share.send()
+    share.finish()
     assert {target: one.values for target, one in written.items()} == expected
     # The bound, the value that exceeds it, and the next one. All of them together are 30 MB.
     assert most < 6_000_000
