@@ -22,8 +22,8 @@ PACKED = pa.schema([(SHARE, pa.int32()), (ORDER, pa.int64()), (ROWS, pa.binary()
 # Of one value, as well as can be told before it is compressed: above half a region of the JVM's heap (1 MB at the
 # smallest) an array costs the garbage collector more.
 _VALUE_BYTES = 400_000
-# Of a batch of Arrow's, 64 MB by Spark's default, so much is packed at once: the copies that packing makes are of that.
-_SLICE_BYTES = 4_000_000
+# Of Arrow's batches so much is packed at once: the copies that packing makes are of that.
+SLICE_BYTES = 4_000_000
 # With so much for each target, a value holds the rows of one: the writing task need not take it apart again.
 _BYTES_OF_ONE_TARGET = 60_000
 # Each byte is copied a dozen times on its way through the JVM, the shuffle's own compression is one of them.
@@ -79,14 +79,14 @@ def slices(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     held: list[pa.RecordBatch] = []
     size = 0
     for batch in (batch for batch in batches if batch.num_rows):
-        if held and (size + batch.nbytes > _SLICE_BYTES or batch.schema != held[0].schema):
+        if held and (size + batch.nbytes > SLICE_BYTES or batch.schema != held[0].schema):
             yield together(held)
             held, size = [], 0
-        if batch.nbytes < _SLICE_BYTES:
+        if batch.nbytes < SLICE_BYTES:
             held.append(batch)
             size += batch.nbytes
             continue
-        step = -(-batch.num_rows // -(-batch.nbytes // _SLICE_BYTES))
+        step = -(-batch.num_rows // -(-batch.nbytes // SLICE_BYTES))
         for at in range(0, batch.num_rows, step):
             yield batch.slice(at, step)
     if held:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from eos.errors import ConfigurationError
-from spark_connector.packing import ORDER, PACKED, SHARE, TOO_MUCH, packer
+from spark_connector.packing import ORDER, PACKED, SHARE, SLICE_BYTES, TOO_MUCH, packer
 from spark_connector.placing import KEY, PARTITION, TOPIC, VALUE, Places
 from spark_connector.targets import Target
 
@@ -36,7 +36,8 @@ _COLUMNS = {
 _AS_THEY_ARE = ("binary", "int", "smallint", "tinyint", _HEADERS)
 _ADAPTIVE = "spark.sql.adaptive.enabled"
 _BATCH_BYTES = "spark.sql.execution.arrow.maxBytesPerBatch"
-_BATCH_BYTES_HERE = "4m"
+# Spark ends a batch behind the row that reaches it, and one slice should hold that.
+_BATCH_BYTES_HERE = str(SLICE_BYTES * 7 // 8)
 
 
 def route(
@@ -104,18 +105,20 @@ def _placed(
 
 @contextlib.contextmanager
 def as_planned(df: DataFrame) -> Iterator[None]:
-    """What is run inside, on rows of `df`, is planned for the sink alone if `df` is what foreachBatch was given: the
-    user's part of a streaming query is a plan of its own, made before.
+    """What is run inside, on rows of `df`, is not planned again in mid-run and has small Arrow batches, if `df` is what
+    foreachBatch was given.
 
-    Not planned again in mid-run: adaptive execution has nothing to gain where every partition must be what it is. It
-    costs a second job and plans twice, tens of milliseconds of each batch. And Arrow batches are small, unless the user
-    set their size: a writing task reads one while the JVM makes the next, and copies each into the memory that the last
-    one was in. One of Spark's 64 MB comes into memory that the kernel has to clear first.
+    Adaptive execution has nothing to gain there: the user's part of a streaming query is a plan of its own, with
+    adaptive execution if that is on, and ours has the partitions that it must have. It costs a second job and plans
+    twice, tens of milliseconds of each batch.
+
+    With small batches, unless the user set their size, a writing task reads one while the JVM makes the next, into
+    memory that is in use already. One of Spark's 64 MB it would have to wait for, and the kernel to clear the memory
+    first. Tasks learn the size from the job, so the user's own functions over Arrow get such batches too.
     """
     if _given(df) is None:
         yield
         return
-    # The session is the streaming query's own copy of the user's, and its one thread is here.
     conf = df.sparkSession.conf
     ours = {_ADAPTIVE: "false"}
     if conf.get(_BATCH_BYTES, None) is None:
@@ -126,17 +129,20 @@ def as_planned(df: DataFrame) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _set(conf: RuntimeConfig, values: Mapping[str, str]) -> Iterator[None]:
+    """The session is the streaming query's own copy of the user's, but two sinks may be at work in it at once: what
+    another one has set is not ours to restore."""
     from py4j.protocol import Py4JError
 
     before: dict[str, str | None] = {name: conf.get(name, None) for name in values}
-    for name, value in values.items():
-        conf.set(name, value)
+    changed = [name for name, value in values.items() if before[name] != value]
     try:
+        for name in changed:
+            conf.set(name, values[name])
         yield
     finally:
-        with contextlib.suppress(Py4JError, OSError):  # a JVM that is gone needs it no more
-            for name, was in before.items():
-                if was is None:
+        for name in changed:
+            with contextlib.suppress(Py4JError, OSError):  # a JVM that is gone needs it no more
+                if (was := before[name]) is None:
                     conf.unset(name)
                 else:
                     conf.set(name, was)

@@ -29,8 +29,7 @@ from spark_connector.workers import begin_task
 
 # Rows of a partition wait for more of them up to this size: a record batch is 1 MB, and a request costs a millisecond.
 _WAITING_BYTES = 4_000_000
-# Of all partitions of a share, with copies of rows that came for several of them: what came with a row is kept as long
-# as the row waits.
+# Of all partitions of a share since all of their rows were sent: what came with a row is kept as long as the row waits.
 _KEPT_BYTES = 32_000_000
 # On average, of the pieces that a partition's waiting rows are in: a smaller one costs more than the copy of its bytes.
 _PIECE_BYTES = 20_000
@@ -108,6 +107,9 @@ def write_rows(job: Job, batches: Iterator[pa.RecordBatch], connect: Callable[[]
                     share = _Share(job, int(numbers(unpacked, TARGET)[0]) % job.shares, connect)
                 share.write(unpacked)
                 rows += unpacked.num_rows
+            if share is not None:
+                share.drive()
+            del batch  # or Spark's next one would come beside it
         if share is None:
             return None
         share.finish()
@@ -170,18 +172,22 @@ class _Share:
         """Sends them, or lets them wait for more of their partitions."""
         if self._kept_bytes > _KEPT_BYTES:
             self._send_all()
-        self._kept_bytes += rows.nbytes
         for target, held in split(rows, numbers(rows, TARGET)):
             if target % self._job.shares != self.number:
                 raise Stopped(Answer.REFUSED, f"the task of share {self.number} got rows of target {target}")
             if target >= len(self._job.targets):
                 raise Stopped(Answer.REFUSED, self._refusal(held))
             size = held.nbytes
-            self._kept_bytes += 0 if held is rows else size
+            self._kept_bytes += size
             self._waiting.setdefault(target, []).append(held)
             self._waiting_bytes[target] = self._waiting_bytes.get(target, 0) + size
             if self._waiting_bytes[target] >= _WAITING_BYTES:
                 self._send(target)
+
+    def drive(self) -> None:
+        """Lets what was sent leave, and answers come in, while no row is being encoded."""
+        if self._in_flight:
+            self._connect().turn()
 
     def finish(self) -> None:
         """Sends what waits; returns when everything is acknowledged."""

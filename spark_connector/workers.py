@@ -15,9 +15,9 @@ _modules_frozen = 0
 
 # glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT_BYTES = 64 << 20
-_MMAP_BYTES = 32 << 20  # the most that it takes
-SET_BY_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+# Where its own thresholds end that grow with what a program frees; these begin there.
+_KEPT_BYTES, _MMAP_BYTES = 64 << 20, 32 << 20
+_MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 
 def begin_task() -> None:
@@ -38,11 +38,13 @@ def _spare_the_collector() -> None:
 
 @cache
 def _keep_memory() -> None:
-    """glibc gives memory back to the kernel when it is freed, and a task frees megabytes with every batch of rows: half
-    of its processor time was the kernel's, clearing the same memory again. So up to 64 MB stay with the process."""
-    if sys.platform != "linux" or any(name in os.environ for name in SET_BY_THE_USER):
+    """glibc gives memory back to the kernel when it is freed, and a task frees megabytes with every batch of rows: a
+    third of its processor time was the kernel's, clearing the same memory again. So what is free at the heap's end
+    stays with the process, up to 64 MB, unless the user has a say in it."""
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if sys.platform != "linux" or "glibc.malloc." in tunables or any(map(os.environ.get, _MALLOC_VARIABLES)):
         return
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    if set_option is not None:
+    # The second alone, where the first is refused, would fix the first where it begins.
+    if set_option is not None and set_option(_M_MMAP_THRESHOLD, _MMAP_BYTES):
         set_option(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-        set_option(_M_MMAP_THRESHOLD, _MMAP_BYTES)

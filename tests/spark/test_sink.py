@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
@@ -21,6 +22,7 @@ from eos.broker import LocalKafka
 from eos.errors import ConfigurationError, Unavailable
 from eos.testing.history import read_topic
 from spark_connector import exactly_once_sink, exactly_once_write
+from spark_connector.packing import SLICE_BYTES
 from spark_connector.progress import Progress
 from spark_connector.routing import as_planned
 from tests.support.reading import create_topic, wait_until
@@ -147,46 +149,56 @@ def test_an_empty_batch_moves_the_marker(kafka: LocalKafka, names: Names, tmp_pa
 def test_a_batch_is_planned_for_the_sink_and_the_users_plans_are_not(
     kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any
 ) -> None:
-    """200 rows of 100 KB are one Arrow batch by Spark's own settings, and five or more by ours."""
+    """200 rows of 100 KB are one Arrow batch by Spark's own settings. The user's own function, in front of the sink, is
+    run by the same job and gets batches of the sink's size."""
     adaptive, batch_bytes = "spark.sql.adaptive.enabled", "spark.sql.execution.arrow.maxBytesPerBatch"
-    seen: list[list[tuple[str | None, str | None, int]]] = []
+    seen: list[list[tuple[str | None, str | None, int, int]]] = []
 
-    def sizes(batches: Any) -> Any:
-        import pyarrow as pa
-
+    def user(batches: Any) -> Any:
         for batch in batches:
-            yield pa.record_batch({"bytes": pa.array([batch.nbytes])})
+            size = pa.array([batch.nbytes] * batch.num_rows, pa.int64())
+            yield pa.RecordBatch.from_arrays([batch.column(0), size], names=["value", "bytes"])
+
+    def largest(batches: Any) -> Any:
+        for batch in batches:
+            yield pa.record_batch({"bytes": [batch.nbytes], "users": [max(batch.column(1).to_pylist())]})
 
     def batch(df: Any, _: int) -> None:
         conf = df.sparkSession.conf
 
-        def now(frame: Any) -> tuple[str | None, str | None, int]:
-            most = max(row[0] for row in frame.mapInArrow(sizes, "bytes long").collect())
-            return conf.get(adaptive), conf.get(batch_bytes, None), most
+        def now(frame: Any) -> tuple[str | None, str | None, int, int]:
+            rows = frame.mapInArrow(largest, "bytes long, users long").collect()
+            return conf.get(adaptive), conf.get(batch_bytes, None), *map(max, zip(*rows, strict=True))
 
         told = [now(df)]
-        for frame in (df, df.where("length(value) > 0")):
-            with as_planned(frame):
-                told.append(now(frame))
-        told.append(now(df))
+        with as_planned(df):
+            told.append(now(df))
+            with as_planned(df):  # another sink of the same batch, in another thread
+                pass
+            told.append(now(df))
+        changed = df.where("length(value) > 0")
+        with as_planned(changed):
+            told.append(now(changed))
         conf.set(batch_bytes, "1m")
         with as_planned(df):
             told.append(now(df))
-        seen.append(told)
+        seen.append([*told, (conf.get(adaptive), conf.get(batch_bytes), 0, 0)])
 
     stream = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 200).option("numPartitions", 1).load()
-    rows = stream.selectExpr("repeat('x', 100000) as value").writeStream
+    rows = stream.selectExpr("repeat('x', 100000) as value").mapInArrow(user, "value string, bytes long").writeStream
     query = rows.foreachBatch(batch).option("checkpointLocation", str(tmp_path / "checkpoint")).start()
     wait_until("a batch", lambda: seen or not query.isActive, 60)
     query.stop()
     assert query.exception() is None
-    before, ours, users, behind, set_by_user = seen[0]
-    assert before[:2] == users[:2] == behind[:2] == ("true", None)
-    assert min(before[2], users[2], behind[2]) > 20_000_000
-    assert ours[:2] == ("false", "4m")
-    assert 3_900_000 < ours[2] < 4_400_000
+    before, ours, still_ours, changed, set_by_user, behind = seen[0]
+    assert before[:2] == changed[:2] == ("true", None)
+    assert min(*before[2:], *changed[2:]) > 20_000_000
+    assert ours[:2] == still_ours[:2] == ("false", "3500000")
+    for size in (*ours[2:], *still_ours[2:]):
+        assert 3_000_000 < size < SLICE_BYTES
     assert set_by_user[:2] == ("false", "1m")
-    assert set_by_user[2] < 1_300_000
+    assert max(set_by_user[2:]) < 1_300_000
+    assert behind[:2] == ("true", "1m")
     assert spark.conf.get(batch_bytes, None) is None, "the session of the user"
 
 

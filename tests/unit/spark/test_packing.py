@@ -74,7 +74,7 @@ def test_many_bytes_become_several_values_of_half_a_megabyte_at_most() -> None:
 
 
 def test_a_large_batch_is_packed_a_slice_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_SLICE_BYTES", 100_000)
+    monkeypatch.setattr(packing, "SLICE_BYTES", 100_000)
     whole = rows([i % 7 for i in range(9_000)], size=100)
     before, most, found = pa.total_allocated_bytes(), 0, []
     for packed in pack_partition(iter([whole]), 3, 1):
@@ -101,7 +101,7 @@ def test_small_batches_are_packed_together_and_large_ones_apart(
         batch = rows([number] * length)
         batches.append(batch.append_column(REFUSAL, pa.array(["b-7"] * length)) if nowhere else batch)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "_SLICE_BYTES", slice_bytes)
+        patch.setattr(packing, "SLICE_BYTES", slice_bytes)
         parts = list(slices(iter(batches)))
     assert [row for part in parts for row in part.to_pylist()] == [row for b in batches for row in b.to_pylist()]
     assert all(part.num_rows <= 1 or part.slice(1).nbytes <= 2 * slice_bytes for part in parts)
@@ -144,7 +144,7 @@ def test_what_was_packed_is_written_with_its_nulls_and_timestamps() -> None:
 def test_the_order_goes_on_from_batch_to_batch_and_from_partition_to_partition(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(packing, "_SLICE_BYTES", 1)
+    monkeypatch.setattr(packing, "SLICE_BYTES", 1)
     batches = [rows([0, 1, 2]), rows([0]).slice(1), rows([2, 1]), rows([1])]
     orders = [
         place

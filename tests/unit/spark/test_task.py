@@ -101,32 +101,57 @@ def test_rows_of_another_share_are_refused(server: ClaimServer, monkeypatch: pyt
 class Written:
     """In place of a PartitionWriter: keeps the first value of each row, and that it has nothing in flight."""
 
-    unacknowledged = unacknowledged_bytes = 0
+    unacknowledged = unacknowledged_bytes = retries = bytes = waited_s = 0
 
     def __init__(self) -> None:
         self.values: list[bytes] = []
+        self.writes = 0
 
     def write(self, rows: pa.RecordBatch | pa.Table) -> None:
         self.values += [value.as_py()[:8] for value in rows.column("value")]
+        self.writes += 1
+
+    @property
+    def next_sequence(self) -> int:
+        return len(self.values)
 
     def finish(self) -> None:
         pass
 
 
-def test_rows_of_rare_partitions_do_not_keep_what_they_came_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row in a hundred is for another partition: it waits in one copy with the others of its value."""
-    count, values, targets = 1_000, 30, 200
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> dict[int, Written]:
+    """By target."""
     written: dict[int, Written] = {}
-    monkeypatch.setattr(task, "_KEPT_BYTES", 2_000_000)
-    monkeypatch.setattr(task, "_WAITING_BYTES", 500_000)
     monkeypatch.setattr(task._Share, "_open", lambda _, target: written.setdefault(target, Written()))
+    return written
+
+
+def job_of(targets: int) -> task.Job:
+    """Of one share."""
     claims = Claims()
     claims.begin(IDENTITY)
     where = tuple(("t", partition, 1_000_000) for partition in range(targets))
-    share = task._Share(task.Job("id", IDENTITY, where, 1, {}, claims, "none", 1.0), 0, lambda: None)  # type: ignore[arg-type,return-value]
+    return task.Job("id", IDENTITY, where, 1, {}, claims, "none", 1.0)  # type: ignore[arg-type]
+
+
+def no_wire() -> Any:
+    raise AssertionError("nothing is in flight")
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_rows_of_rare_partitions_do_not_keep_what_they_came_with(
+    mixed: bool, written: dict[int, Written], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row in a hundred is for another partition: it waits in one copy with the others of its value. Or each value
+    is of one partition, for which few come."""
+    count, values, targets = 1_000, 30, 200
+    monkeypatch.setattr(task, "_KEPT_BYTES", 2_000_000)
+    monkeypatch.setattr(task, "_WAITING_BYTES", 500_000 if mixed else 4_000_000)
+    share = task._Share(job_of(targets), 0, no_wire)
     before, most, expected = pa.total_allocated_bytes(), 0, dict[int, list[bytes]]()
     for number in range(values):
-        at = [i % targets if i % 100 == 99 else 0 for i in range(number, number + count)]
+        at = [(i % targets if i % 100 == 99 else 0) if mixed else number for i in range(number, number + count)]
         rows = [b"%08d" % (number * count + i) + bytes(1_000) for i in range(count)]
         for target, value in zip(at, rows, strict=True):
             expected.setdefault(target, []).append(value[:8])
@@ -136,3 +161,18 @@ def test_rows_of_rare_partitions_do_not_keep_what_they_came_with(monkeypatch: py
     assert {target: one.values for target, one in written.items()} == expected
     # The bound, the value that exceeds it, and the next one. All of them together are 30 MB.
     assert most < 6_000_000
+
+
+def test_rows_wait_for_what_spark_gives_next(written: dict[int, Written]) -> None:
+    """10 small batches of 3 partitions: one request for each of these."""
+    packed = []
+    for number in range(10):
+        values = pa.array([b"%08d" % i for i in range(number * 30, number * 30 + 30)], pa.binary())
+        rows = {TARGET: pa.array([i % 3 for i in range(30)], pa.int32()), "key": values, "value": values}
+        packed.append(pack_rows(pa.record_batch(rows), 1, number))
+    result = task.write_rows(job_of(3), iter(packed), no_wire)
+    assert result is not None
+    assert (result.answer, result.rows, result.sequences) == (None, 300, 300)
+    assert [written[target].writes for target in range(3)] == [1, 1, 1]
+    for target in range(3):
+        assert written[target].values == [b"%08d" % i for i in range(target, 300, 3)]
