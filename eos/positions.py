@@ -11,9 +11,11 @@ and Membership.go_back.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
+
+from eos import hotloop
 
 TopicPartition = tuple[str, int]
 
@@ -235,19 +237,14 @@ class Positions(Generic[R]):
         return {p: max(offset, self.committed.get(p, 0)) for p, offset in self.rewind().items()}
 
 
-def _span(batch: Iterable[Positioned]) -> tuple[dict[TopicPartition, int], dict[TopicPartition, int]]:
+def _span(batch: list[R]) -> tuple[dict[TopicPartition, int], dict[TopicPartition, int]]:
     """First offset, and one after the last, of each partition in a batch in order."""
     begins: dict[TopicPartition, int] = {}
     nexts: dict[TopicPartition, int] = {}
-    topic, partition, before = "", -1, None
-    for record in batch:
-        # The client delivers runs of one partition: what costs something happens once per run.
-        if record.partition != partition or record.topic != topic:
-            if before is not None:
-                nexts[topic, partition] = before.offset + 1
-            topic, partition = record.topic, record.partition
-            begins.setdefault((topic, partition), record.offset)
-        before = record
-    if before is not None:
-        nexts[topic, partition] = before.offset + 1
+    # The client delivers runs of one partition: what costs something happens once per run.
+    runs = hotloop.runs_of(batch)
+    for start, stop in zip(runs, [*runs[1:], len(batch)], strict=False):  # none in an empty batch
+        partition = _partition_of(batch[start])
+        begins.setdefault(partition, batch[start].offset)
+        nexts[partition] = batch[stop - 1].offset + 1
     return begins, nexts

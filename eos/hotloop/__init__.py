@@ -1,6 +1,6 @@
 """What runs once for each record, between the consumer's message and the producer's queue.
 
-Owns the choice between two forms of the same four functions: compiled (_native.c), where a compiler was at hand when
+Owns the choice between two forms of the same five functions: compiled (_native.c), where a compiler was at hand when
 the package was installed, and Python (python.py), which is what they mean. The compiled ones save a tenth of the
 worker's processor time (docs/performance.md). They know no topic, no policy and no transaction: what is not usual they
 hand back to their caller.
@@ -22,10 +22,11 @@ all_plain = python.all_plain
 feed_values = python.feed_values
 put_plain = python.put_plain
 records_of = python.records_of
+runs_of = python.runs_of
 
 if not TYPE_CHECKING and os.environ.get("EOS_PURE_PYTHON", "") in ("", "0"):
     try:
-        from eos.hotloop._native import all_plain, feed_values, put_plain, records_of  # noqa: F401
+        from eos.hotloop._native import all_plain, feed_values, put_plain, records_of, runs_of  # noqa: F401
     except ImportError:
         pass  # it was installed without a compiler: the same, slower
     else:

@@ -372,6 +372,37 @@ static PyObject *feed_values(PyObject *Py_UNUSED(self), PyObject *const *args, P
     return error == NULL ? Py_BuildValue("nnO", sent, i, Py_None) : Py_BuildValue("nnN", sent, i, error);
 }
 
+/* ---- runs_of(records) -------------------------------------------------------------------------------------------- */
+
+/* Whether `value`, which is taken over, is `*last`, which it becomes: 1, 0, or -1: raised. */
+static int is_last(PyObject **last, PyObject *value) {
+    if (value == NULL) return -1;
+    int answer = *last == NULL ? 0 : *last == value ? 1 : PyObject_RichCompareBool(value, *last, Py_EQ);
+    Py_XSETREF(*last, value);
+    return answer;
+}
+
+static PyObject *runs_of(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
+    if (count != 1 || !PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "runs_of takes a list");
+    PyObject *records = args[0], *runs = PyList_New(0), *topic = NULL, *partition = NULL;
+    if (runs == NULL || !PyList_GET_SIZE(records)) return runs;
+    PyTypeObject *type = Py_TYPE(PyList_GET_ITEM(records, 0));
+    const Field topics = field_of(type, names[TOPIC]), partitions = field_of(type, names[PARTITION]);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(records) && runs != NULL; i++) {
+        PyObject *record = Py_NewRef(PyList_GET_ITEM(records, i));
+        int same_topic = is_last(&topic, get(&topics, record));
+        int same_partition = same_topic < 0 ? -1 : is_last(&partition, get(&partitions, record));
+        Py_DECREF(record);
+        if (same_topic > 0 && same_partition > 0) continue;
+        PyObject *at = same_partition < 0 ? NULL : PyLong_FromSsize_t(i);
+        if (at == NULL || PyList_Append(runs, at) < 0) Py_CLEAR(runs);
+        Py_XDECREF(at);
+    }
+    Py_XDECREF(topic);
+    Py_XDECREF(partition);
+    return runs;
+}
+
 /* ---- all_plain(outs, out_type, keep), put_plain(outs, topic, keep, produce, refused) ------------------------------- */
 
 typedef struct {
@@ -474,7 +505,8 @@ static PyObject *put_plain(PyObject *Py_UNUSED(self), PyObject *const *args, Py_
 
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, "As in eos/hotloop/python.py."}
 static PyMethodDef functions[] = {
-    FUNCTION(records_of), FUNCTION(feed_values), FUNCTION(all_plain), FUNCTION(put_plain), {NULL, NULL, 0, NULL},
+    FUNCTION(records_of), FUNCTION(feed_values), FUNCTION(all_plain), FUNCTION(put_plain), FUNCTION(runs_of),
+    {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, functions, NULL, NULL, NULL, NULL};
 

@@ -13,6 +13,10 @@ END_OF_TIME = 2**63  # milliseconds in Kafka's int64
 _NO_HEADERS = ()  # CPython has one empty tuple; another empty sequence only takes the longer way
 
 
+class _Nothing:
+    """No object has this type, and no partition is it."""
+
+
 def records_of(messages: Iterable[Any], record_type: Callable[..., Any]) -> list[Any]:
     """A record of each of the client's messages, in order, without those that are errors."""
     return [
@@ -20,6 +24,17 @@ def records_of(messages: Iterable[Any], record_type: Callable[..., Any]) -> list
         for m in messages
         if m.error() is None
     ]
+
+
+def runs_of(records: Sequence[Any]) -> list[int]:
+    """Where in `records` another topic or partition begins; 0 is the first, if there are any."""
+    runs: list[int] = []
+    topic, partition = None, _Nothing
+    for at, record in enumerate(records):
+        if record.partition != partition or record.topic != topic:
+            topic, partition = record.topic, record.partition
+            runs.append(at)
+    return runs
 
 
 def feed_values(
@@ -55,10 +70,6 @@ def feed_values(
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything
         return sent, len(records) - operator.length_hint(coming) - 1, error
     return sent, len(records), None
-
-
-class _Nothing:
-    """No object has this type."""
 
 
 def all_plain(outs: list[Any], out_type: Any, keep: object) -> bool:

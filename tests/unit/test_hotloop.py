@@ -218,6 +218,48 @@ def test_a_record_type_that_raises_raises(loop: Any) -> None:
         loop.records_of([message()], never)
 
 
+# ---- runs_of ------------------------------------------------------------------------------------------------------
+
+
+def placed(kind: Callable[..., Any], topic: str, partition: int) -> Any:
+    # Equal ones that are not the same object: topics are new strings, and partitions above 256 new numbers.
+    where = {"topic": "".join([topic, "-in"]), "partition": partition + 0}
+    return kind(offset=0, timestamp=0, key=None, value=None, **where) if kind is Record else kind(**where)
+
+
+@both
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([Record, types.SimpleNamespace]), st.sampled_from("ab"), st.sampled_from([0, 1, 300]))
+    )
+)
+def test_runs_begin_where_the_topic_or_the_partition_changes(loop: Any, made: list[tuple[Any, str, int]]) -> None:
+    expected = [at for at, each in enumerate(made) if at == 0 or each[1:] != made[at - 1][1:]]
+    assert loop.runs_of([placed(*each) for each in made]) == expected
+
+
+@both
+@pytest.mark.parametrize("lacks", ["topic", "partition"])
+def test_a_record_that_is_nowhere_raises(loop: Any, lacks: str) -> None:
+    where = {"topic": "in", "partition": 1}
+    del where[lacks]
+    with pytest.raises(AttributeError, match=lacks):
+        loop.runs_of([types.SimpleNamespace(topic="in", partition=1), types.SimpleNamespace(**where)])
+
+
+@compiled
+def test_records_that_go_while_they_are_compared_are_not_touched() -> None:
+    class Emptying:
+        def __eq__(self, other: object) -> bool:
+            records.clear()
+            return True
+
+        __hash__ = None  # type: ignore[assignment]
+
+    records = [types.SimpleNamespace(topic="in", partition=Emptying()) for _ in range(9)]
+    assert native.runs_of(records) == [0]
+
+
 # ---- feed_values --------------------------------------------------------------------------------------------------
 
 ACTIONS = ("bytes", "none", "other", "raise", "refuse", "refuse for good", "other raises")
@@ -481,6 +523,7 @@ def test_no_reference_is_lost_and_none_kept() -> None:
     usual = message(10**6, topic=topic, key=key, value=value, headers=[("h", value)])
     messages = [usual, message(1, error=ERROR), usual, usual]
     broken = [messages[0], Other(messages[0], "headers")]
+    runs = [Record(topic, at // 2, at, 0, key, value, ()) for at in range(600, 610)]
 
     def turn() -> None:
         for each in (case, for_good, other_raises):
@@ -490,13 +533,16 @@ def test_no_reference_is_lost_and_none_kept() -> None:
             native.records_of(messages, kind)
         with pytest.raises(ValueError, match="headers"):
             native.records_of(broken, Record)
+        native.runs_of(runs)
+        with pytest.raises(AttributeError):
+            native.runs_of([*runs, case])
         native.all_plain([*outs, *NOT_PLAIN], Out, KEEP)
         put(native, outs, {1}, set())
         put(native, outs, {1}, {1})
 
     kinds = [Out, Record, Collected, Checked]
     leaves_all_as_it_was(
-        turn, [value, key, topic, KEEP, *kinds, *outs, *messages, *case.records, *for_good.records, case.produce]
+        turn, [value, key, topic, KEEP, *kinds, *outs, *messages, *runs, *case.records, *for_good.records, case.produce]
     )
 
 
