@@ -523,7 +523,7 @@ def test_no_reference_is_lost_and_none_kept() -> None:
     usual = message(10**6, topic=topic, key=key, value=value, headers=[("h", value)])
     messages = [usual, message(1, error=ERROR), usual, usual]
     broken = [messages[0], Other(messages[0], "headers")]
-    runs = [Record(topic, at // 2, at, 0, key, value, ()) for at in range(600, 610)]
+    runs = [Record(topic, at // 2, at, 0, key, value, ()) for at in range(600, 900)]
 
     def turn() -> None:
         for each in (case, for_good, other_raises):
