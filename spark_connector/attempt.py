@@ -34,7 +34,7 @@ from spark_connector.murmur2 import murmur2_column
 from spark_connector.options import Options
 from spark_connector.partition import PartitionWriter
 from spark_connector.progress import Progress
-from spark_connector.routing import as_planned, gather, route
+from spark_connector.routing import gather, planned_for_the_sink, route
 from spark_connector.targets import AUTHORIZATION_ERRORS, Target, Targets, ensure_marker_topic, longest_transaction_ms
 from spark_connector.task import RESULT, Job, Result, write_rows, writer
 from spark_connector.wire import Broken, Unreachable, Wire
@@ -195,7 +195,7 @@ class Attempt:
         claims, recent = self._server.claims, self._connected.recent
         claims.begin(self._transaction.identity)
         try:
-            with as_planned(self._df):
+            with planned_for_the_sink(self._df):
                 tried = recent.tries
                 results = self._by_driver(targets, cores) if tried else None
                 self._by_tasks = results is None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from spark_connector.targets import Target
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
-    from pyspark.sql.conf import RuntimeConfig
 
 _HEADERS = "array<struct<key:string,value:binary>>"
 _COLUMNS = {
@@ -104,7 +103,7 @@ def _placed(
 
 
 @contextlib.contextmanager
-def as_planned(df: DataFrame) -> Iterator[None]:
+def planned_for_the_sink(df: DataFrame) -> Iterator[None]:
     """What is run inside, on rows of `df`, is not planned again in mid-run and has small Arrow batches, if `df` is what
     foreachBatch was given.
 
@@ -119,28 +118,23 @@ def as_planned(df: DataFrame) -> Iterator[None]:
     if _given(df) is None:
         yield
         return
-    conf = df.sparkSession.conf
-    ours = {_ADAPTIVE: "false"}
-    if conf.get(_BATCH_BYTES, None) is None:
-        ours[_BATCH_BYTES] = _BATCH_BYTES_HERE
-    with _set(conf, ours):
-        yield
-
-
-@contextlib.contextmanager
-def _set(conf: RuntimeConfig, values: Mapping[str, str]) -> Iterator[None]:
-    """The session is the streaming query's own copy of the user's, but two sinks may be at work in it at once: what
-    another one has set is not ours to restore."""
     from py4j.protocol import Py4JError
 
-    before: dict[str, str | None] = {name: conf.get(name, None) for name in values}
-    changed = [name for name, value in values.items() if before[name] != value]
+    # The session is the streaming query's own copy of the user's, but two sinks may be at work in it at once: what
+    # another one has set is not ours to restore.
+    conf = df.sparkSession.conf
+    before: dict[str, str | None] = {name: conf.get(name, None) for name in (_ADAPTIVE, _BATCH_BYTES)}
+    ours: dict[str, str] = {}
+    if before[_ADAPTIVE] != "false":
+        ours[_ADAPTIVE] = "false"
+    if before[_BATCH_BYTES] is None:
+        ours[_BATCH_BYTES] = _BATCH_BYTES_HERE
     try:
-        for name in changed:
-            conf.set(name, values[name])
+        for name, value in ours.items():
+            conf.set(name, value)
         yield
     finally:
-        for name in changed:
+        for name in ours:
             with contextlib.suppress(Py4JError, OSError):  # a JVM that is gone needs it no more
                 if (was := before[name]) is None:
                     conf.unset(name)

@@ -24,7 +24,7 @@ from eos.testing.history import read_topic
 from spark_connector import exactly_once_sink, exactly_once_write
 from spark_connector.packing import SLICE_BYTES
 from spark_connector.progress import Progress
-from spark_connector.routing import as_planned
+from spark_connector.routing import planned_for_the_sink
 from tests.support.reading import create_topic, wait_until
 from tests.support.spark_query import Query
 
@@ -171,16 +171,22 @@ def test_a_batch_is_planned_for_the_sink_and_the_users_plans_are_not(
             return conf.get(adaptive), conf.get(batch_bytes, None), *map(max, zip(*rows, strict=True))
 
         told = [now(df)]
-        with as_planned(df):
+        with planned_for_the_sink(df):
             told.append(now(df))
-            with as_planned(df):  # another sink of the same batch, in another thread
+            with planned_for_the_sink(df):  # another sink of the same batch, in another thread
                 pass
             told.append(now(df))
         changed = df.where("length(value) > 0")
-        with as_planned(changed):
+        with planned_for_the_sink(changed):
             told.append(now(changed))
+        one, other = planned_for_the_sink(df), planned_for_the_sink(df)
+        one.__enter__()
+        other.__enter__()
+        one.__exit__(None, None, None)  # the first to begin is the first to end
+        other.__exit__(None, None, None)
+        told.append(now(df))
         conf.set(batch_bytes, "1m")
-        with as_planned(df):
+        with planned_for_the_sink(df):
             told.append(now(df))
         seen.append([*told, (conf.get(adaptive), conf.get(batch_bytes), 0, 0)])
 
@@ -190,8 +196,8 @@ def test_a_batch_is_planned_for_the_sink_and_the_users_plans_are_not(
     wait_until("a batch", lambda: seen or not query.isActive, 60)
     query.stop()
     assert query.exception() is None
-    before, ours, still_ours, changed, set_by_user, behind = seen[0]
-    assert before[:2] == changed[:2] == ("true", None)
+    before, ours, still_ours, changed, overlapped, set_by_user, behind = seen[0]
+    assert before[:2] == changed[:2] == overlapped[:2] == ("true", None)
     assert min(*before[2:], *changed[2:]) > 20_000_000
     assert ours[:2] == still_ours[:2] == ("false", "3500000")
     for size in (*ours[2:], *still_ours[2:]):
