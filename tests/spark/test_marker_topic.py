@@ -42,24 +42,27 @@ def mark(wire: Wire, name: str, batch: int, commit: bool | None = True) -> None:
         transaction.end(commit)
 
 
-def found(reader: MarkerReader, name: str) -> int | str | None:
+def found(wire: Wire, reader: MarkerReader, name: str) -> int | str | None:
+    """The batch of the marker, read as the sink reads it: behind InitProducerId, which ends what was left open.
+
+    EndTxn is answered before its control records are written; only InitProducerId waits for them.
+    """
+    Transaction(wire, name, 60_000, 30).init()
     marker = reader.read(sink_key(name))
     return None if marker is None else marker.batch
 
 
 def test_only_committed_markers_count(wire: Wire, names: Names) -> None:
     ours, reader = names("a"), MarkerReader(wire, PARTITION, 30)
-    assert found(reader, ours) is None
+    assert found(wire, reader, ours) is None
     mark(wire, ours, 0)
     mark(wire, ours, 1, commit=False)
-    Transaction(wire, ours, 60_000, 30).init()
     for each in (reader, MarkerReader(wire, PARTITION, 30)):
-        assert found(each, ours) == 0
+        assert found(wire, each, ours) == 0
     mark(wire, ours, 1)
     mark(wire, ours, 2, commit=None)
-    Transaction(wire, ours, 60_000, 30).init()  # aborts what was left open
     for each in (reader, MarkerReader(wire, PARTITION, 30)):
-        assert found(each, ours) == 1
+        assert found(wire, each, ours) == 1
 
 
 def test_somebody_elses_hanging_transaction_hides_nothing(wire: Wire, names: Names) -> None:
@@ -67,17 +70,15 @@ def test_somebody_elses_hanging_transaction_hides_nothing(wire: Wire, names: Nam
     ours, other = names("a"), names("b")
     reader = MarkerReader(wire, PARTITION, 30)
     mark(wire, ours, 0)
-    assert found(reader, ours) == 0
+    assert found(wire, reader, ours) == 0
     mark(wire, other, 7, commit=None)
     mark(wire, ours, 1)
     mark(wire, ours, 2, commit=False)
-    Transaction(wire, ours, 60_000, 30).init()
     for each in (reader, MarkerReader(wire, PARTITION, 30)):
-        assert found(each, ours) == 1
-    Transaction(wire, other, 60_000, 30).init()
+        assert found(wire, each, ours) == 1
     for each in (reader, MarkerReader(wire, PARTITION, 30)):
-        assert found(each, ours) == 1
-        assert found(each, other) is None
+        assert found(wire, each, other) is None  # it is aborted now
+        assert found(wire, each, ours) == 1
 
 
 def test_a_reader_agrees_with_a_new_one_after_every_step(kafka: LocalKafka, wire: Wire, names: Names) -> None:
@@ -87,6 +88,5 @@ def test_a_reader_agrees_with_a_new_one_after_every_step(kafka: LocalKafka, wire
         mark(wire, ours, batch, commit=batch % 3 != 1)
         plain.produce(TOPIC, b"not ours", sink_key(names("c")), partition=PARTITION)
         assert plain.flush(30) == 0
-        Transaction(wire, ours, 60_000, 30).init()
         expected = batch if batch % 3 != 1 else batch - 1
-        assert found(old, ours) == found(MarkerReader(wire, PARTITION, 30), ours) == expected
+        assert found(wire, old, ours) == found(wire, MarkerReader(wire, PARTITION, 30), ours) == expected
