@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from confluent_kafka import Consumer, Producer
 
+BROKER = {"log.segment.delete.delay.ms": 1_000}
+"""For a broker whose topics are deleted after each run: it keeps their files for a minute otherwise, and the runs of
+that minute are more than a directory in memory holds."""
+
 
 def straight(bootstrap: str, group: str, linger_ms: str = "5") -> tuple[Consumer, Producer]:
     """What a careful person sets by hand for speed; the producer is initialised, its transactional.id is the group.

@@ -126,7 +126,7 @@ def plot(path: Path, title: str, ages: dict[str, Ages]) -> None:
     for percentile, goal_ms in GOALS_MS.items():
         axes.plot(goal_ms, 1 - percentile / 100, "kx")
         where = (goal_ms, 1 - percentile / 100)
-        axes.annotate(f"goal: p{percentile} < {goal_ms} ms", where, (0, 6), textcoords="offset points", ha="center")
+        axes.annotate(f"goal: p{percentile} < {goal_ms} ms", where, (-6, 4), textcoords="offset points", ha="right")
     axes.set(
         xscale="log", yscale="log", xlabel="age when a reader sees it, ms", ylabel="part of the records that is older"
     )

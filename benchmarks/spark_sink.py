@@ -28,6 +28,7 @@ from pyspark.sql import functions as sf
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.clients import BROKER
 from eos.broker import LocalKafka
 from spark_connector import exactly_once_sink, spark_session
 
@@ -158,7 +159,7 @@ def main() -> None:
         f"{' '.join(sys.argv[1:])}"
     )
     config = {"spark.ui.enabled": "false", "spark.driver.memory": "3g", "spark.log.level": "ERROR"}
-    with LocalKafka(nodes=1) as kafka:
+    with LocalKafka(nodes=1, config=BROKER) as kafka:
         spark = spark_session("bench", config=config)
         servers = kafka.bootstrap_servers
         for name, rows, size in (("1M x 100 B", 1_000_000, 88), ("300k x 1 KB", 300_000, 1_012)):

@@ -21,6 +21,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.clients import BROKER
 from eos import hotloop
 from eos.broker import LocalKafka
 
@@ -154,7 +155,7 @@ def main() -> None:
         f"{platform.python_version()}, hot loop {loop}, command: python -m benchmarks.worker_speed "
         f"{' '.join(sys.argv[1:])}"
     )
-    with LocalKafka(nodes=1) as kafka:
+    with LocalKafka(nodes=1, config=BROKER) as kafka:
         bootstrap = kafka.bootstrap_servers
         compare(console, bootstrap, "1M x 100 B", int(1_000_000 * options.scale), 100, options.rounds)
         compare(console, bootstrap, "300k x 1 KB", int(300_000 * options.scale), 1_000, options.rounds)

@@ -26,6 +26,7 @@ from confluent_kafka import Consumer
 from confluent_kafka.admin import AdminClient
 from rich.console import Console
 
+from benchmarks.clients import BROKER
 from benchmarks.worker_speed import create, load
 from eos.broker import LocalKafka
 from eos.broker.jars import DEFAULT_VERSION, maven_jars
@@ -239,7 +240,7 @@ def main() -> None:
     console.print(f"{where}, load {os.getloadavg()[0]:.1f}")
     console.print(f"command: python -m benchmarks.peers.speed {' '.join(sys.argv[1:])}")
     lines: list[Line] = []
-    with LocalKafka(nodes=1) as kafka:
+    with LocalKafka(nodes=1, config=BROKER) as kafka:
         for whole, size in LOADS:
             count = int(whole * options.scale)
             lines += compare(console, kafka.bootstrap_servers, found, count, size, options.rounds)

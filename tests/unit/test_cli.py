@@ -9,13 +9,13 @@ import socket
 import subprocess
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from confluent_kafka import libversion
 
 import eos
-from eos import hotloop
 from eos.cli import COMMANDS
 
 ROOT = Path(eos.__file__).resolve().parents[1]
@@ -73,12 +73,14 @@ def test_help_shows_every_command_and_exits_with_0(here: Path) -> None:
     assert ended.stderr == ""
 
 
-def test_the_versions_that_a_report_needs_are_told(here: Path) -> None:
-    ended = program(here, "--version")
+@pytest.mark.parametrize("pure_python", ["0", "1"])
+def test_the_versions_that_a_report_needs_are_told(here: Path, pure_python: str) -> None:
+    ended = program(here, "--version", EOS_PURE_PYTHON=pure_python)
     assert (ended.returncode, ended.stderr) == (0, "")
     for name in ("eos-kafka", "confluent-kafka", "kafka-python"):
         assert f"{name} {metadata.version(name)}" in ended.stdout
-    assert f"librdkafka {libversion()[0]}, hot loop {'compiled' if hotloop.COMPILED else 'in Python'}" in ended.stdout
+    compiled = pure_python == "0" and find_spec("eos.hotloop._native") is not None
+    assert f"librdkafka {libversion()[0]}, hot loop {'compiled' if compiled else 'in Python'}" in ended.stdout
 
 
 def test_help_of_run_shows_its_options(here: Path) -> None:
