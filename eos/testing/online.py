@@ -60,6 +60,7 @@ def run_on(
     _begin_behind(admin, app.id, _ends(admin, inputs))
     before = _ends(admin, outputs)
     _load(loaded, app.id, given)
+    _ends(admin, inputs)  # what the worker takes for the end is what is readable when it starts
     worker = Worker(app, loaded, until_end=True)
     worker.run()
     counters = worker.session.counters

@@ -286,11 +286,15 @@ def test_a_late_add_partitions_starts_a_ghost_that_an_idle_session_survives(scen
         ghosts: list[str] = []
 
         def idle() -> None:
-            # Statistics come within 0.2 s; then an idle session under `auto` has replaced its producer.
-            if not ghosts and (scenario.replace == "never" or session.producer.replacements):
+            # Statistics come within 0.2 s; then an idle session under `auto` has replaced its producer. Under `never`
+            # the coordinator takes the late request as soon as the commit's control records are written.
+            state = transaction_of(servers, transactional_id).state
+            ready = state == "CompleteCommit" if scenario.replace == "never" else bool(session.producer.replacements)
+            if ready and not ghosts:
                 late.deliver_late()
-                ghosts.append(transaction_of(servers, transactional_id).state)
-            if ghosts and transaction_of(servers, transactional_id).state in ("Empty", "CompleteAbort"):
+                state = transaction_of(servers, transactional_id).state
+                ghosts.append(state)
+            if ghosts and state in ("Empty", "CompleteAbort"):
                 session.on_idle = lambda: None
                 scenario.load(1)
 

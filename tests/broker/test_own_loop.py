@@ -15,7 +15,7 @@ from eos import Transaction, TransactSession
 from eos.broker import LocalKafka
 from eos.errors import Action, CallFailed, Fenced, IllegalState
 from eos.plain import Transactions
-from tests.support.reading import create_topic, ends_of, settled_values, stable_offset, wait_until
+from tests.support.reading import create_topic, ends_of, settled_ends, settled_values, stable_offset, wait_until
 
 COUNT = 10
 
@@ -32,6 +32,7 @@ class Loop:
         with eos.transaction({"bootstrap.servers": self.servers, "transactional.id": self._load}) as txn:
             for number in numbers:
                 txn.send(self.source, str(number))
+        settled_ends(self.servers, [self.source])  # a session that ends at the end would not wait for them
 
     def session(self, **more: object) -> TransactSession:
         settings = {
