@@ -1,4 +1,4 @@
-"""The plain confluent-kafka clients of the benchmarks: both straight loops are tuned alike, and readers read alike."""
+"""The benchmarks' broker and plain confluent-kafka clients: straight loops are tuned alike, readers read alike."""
 
 from __future__ import annotations
 

@@ -6,7 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+import eos
 from eos.broker import LocalKafka
+from eos.broker.jars import maven_jars
+from eos.testing.online import run_on
 
 TEST = """
 import eos
@@ -61,3 +66,33 @@ def test_the_fixture_runs_an_app_as_the_worker_does_and_each_run_is_its_own(kafk
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 passed" in done.stdout
+
+
+BYTEMAN = "4.0.24"
+LATE = """
+RULE control records are written two seconds after the commit was answered
+CLASS kafka.coordinator.transaction.TransactionMarkerChannelManager
+METHOD generateRequests
+AT ENTRY
+IF true
+DO java.lang.Thread.sleep(2000)
+ENDRULE
+"""
+
+
+def test_what_was_loaded_is_handled_however_late_a_broker_makes_it_readable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A worker that ends at the end would see none of it."""
+    (tmp_path / "late.btm").write_text(LATE)
+    (agent,) = maven_jars("byteman", [f"org.jboss.byteman:byteman:{BYTEMAN}"], "byteman", BYTEMAN)
+    app = eos.App("late")
+
+    @app.process("words", to="loud-words")
+    def louder(word: str) -> str:
+        return word.upper()
+
+    monkeypatch.setenv("JAVA_TOOL_OPTIONS", f"-javaagent:{agent}=script:{tmp_path / 'late.btm'}")
+    with LocalKafka() as kafka:
+        ran = run_on(kafka.bootstrap_servers, app, [("words", "to"), ("words", "be")])
+    assert ran.values("loud-words") == [b"TO", b"BE"]

@@ -86,6 +86,7 @@ def test_micro_batches_end_at_the_last_stable_offset_and_go_on_when_it_moves(
     leave_open(producer, topic)
     run()
     assert sorted(seen) == sorted([*COMMITTED, "open"])
+    producer.abort_transaction(30)
 
 
 def test_what_would_break_the_guarantee_is_refused(spark: Any) -> None:
