@@ -48,6 +48,8 @@ MEANINGS: dict[str, str] = {
     "acks": REFUSALS["acks"].reason,
     "auto.offset.reset": "where a partition without a committed offset begins: earliest or latest",
 }
+# Defaults that are another one's value.
+_NO_NUMBER = {"eos.instance": "host name", "group.instance.id": "the `transactional.id`"}
 _FIXED = {
     "isolation.level": "read_committed",
     "enable.auto.commit": "false",
@@ -152,8 +154,8 @@ def markdown() -> str:
 
 
 def _default(row: Row) -> str:
-    if row.name in ("eos.instance", "group.instance.id"):
-        return "host name"
+    if row.name in _NO_NUMBER:
+        return _NO_NUMBER[row.name]
     return row.value.replace("|", "\\|") or "-"
 
 

@@ -146,6 +146,9 @@ class Transactions:
         self._claim.hold()
         producer = self._producer
         with self._between:
+            # An exception that is none of the client's (a signal's) ended a transaction half way: nobody waits for its
+            # answer any more, and the new producer's init settles it.
+            producer.give_up("the transaction before it was not ended")
             try:
                 if reason := producer.must_replace():
                     self._claim.replace(producer, reason)
@@ -169,7 +172,10 @@ class Transactions:
                 raise CommitOutcomeUnknown(f"the commit's outcome is unknown: {failure}") from failure
             raise self._public(failure, txn.failed_topic) from failure
         except BaseException:
-            self._give_up()  # a callback of the user's raised, or a signal's handler
+            # A signal's handler raised, or a callback of the user's.
+            if producer.state is State.COMMITTING:
+                log.warning("interrupted in a commit: whether it came to pass is not known", **producer.who())
+            self._give_up()
             raise
 
     def _give_up(self) -> None:

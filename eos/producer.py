@@ -18,8 +18,9 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
 
-from eos import log
+from eos import clock, log
 from eos.app import Fed, Feed, Record, Send
+from eos.callbacks import guarded
 from eos.error_table import denied
 from eos.errors import (
     Action,
@@ -66,8 +67,8 @@ class _Client:
         self.delivery_error: tuple[KafkaError, str] | None = None
         self.delivery_errors = 0
         self.callback_error: BaseException | None = None
-        self.user_stats = settings.get("stats_cb")
-        configuration = settings.producer(transactional_id)
+        configuration = guarded(settings.producer(transactional_id), self._keep)
+        self.user_stats = configuration.get("stats_cb")
         configuration.setdefault("statistics.interval.ms", STATISTICS_INTERVAL_MS)
         configuration.setdefault("logger", log.client_logger)
         if str(configuration["statistics.interval.ms"]).strip() == "0":
@@ -87,17 +88,20 @@ class _Client:
             raise ConfigurationError(f"the producer's settings were refused: {describe_error(error)}") from error
 
     def _statistics(self, text: str) -> None:
-        # An exception must not pass through librdkafka's C frames: it would come out of an innocent commit().
         try:
             statistics = decode_statistics(text)
             if statistics.eos.producer_epoch >= 0:
                 self.identity = Identity(statistics.eos.producer_id, statistics.eos.producer_epoch)
             self.statistics_seen += 1
             self.evidence.statistics(statistics)
-            if self.user_stats is not None:
-                self.user_stats(text)
-        except Exception as error:  # noqa: BLE001 - latched, raised at the transaction's end
-            self.callback_error = self.callback_error or error
+        except Exception as error:  # noqa: BLE001 - must not pass through C frames
+            self._keep(error)
+        if self.user_stats is not None:
+            self.user_stats(text)
+
+    def _keep(self, error: Exception) -> None:
+        """Raised at the transaction's end."""
+        self.callback_error = self.callback_error or error
 
     def delivered(self, error: KafkaError | None, message: Message) -> None:
         """The delivery callback; without `reports` it sees errors only."""
@@ -132,12 +136,15 @@ class TransactionalProducer:
         self._mode: str = settings["eos.replace.producer"]
         self._call_timeout_s: float = settings["eos.call.timeout.ms"] / 1000
         self._client: _Client | None = None
+        self._half_way: _Client | None = None  # its init was interrupted
         self._spent: str | None = None
         self._produced = 0
-        self._began_at = 0.0
+        self._began_at = 0.0  # time.monotonic(), for deadlines of ours
+        self._open_since = 0.0  # clock.elapsing(), for the broker's timeout
         self._offsets_sent = False
         self.may_have_bumped = False
-        """An abort did not come to its end: the client may have taken the next epoch in it (KIP-360) and not know."""
+        """An abort or an init did not come to its end: a client of ours may have taken the next epoch in it (an abort:
+        KIP-360), and nobody knows."""
         self.replacements: dict[str, int] = {}
         """How often the producer was replaced, by reason class: "abort", "retry", "failure", "always"."""
 
@@ -191,6 +198,7 @@ class TransactionalProducer:
         deadline: float | None,
         before_init: Callable[[str], None] = lambda transactional_id: None,
     ) -> _Client:
+        self._end_half_way()
         client = _Client(self._settings, transactional_id, self._reports)
         # Behind the client: what its settings are refused for must not have fenced a healthy owner.
         before_init(transactional_id)
@@ -206,12 +214,27 @@ class TransactionalProducer:
             # Of its two ids this one, which `_fail` cannot know.
             right = denied(failure.error, transactional_id=transactional_id)
             raise stop_error(CallFailed("init", failure.action, failure.error, right)) from failure
+        except BaseException:
+            self._half_way = client  # a signal ended the wait
+            raise
         return client
+
+    def _end_half_way(self) -> None:
+        """An init whose wait was interrupted goes on in its client. Beside it another one would get an epoch that this
+        one then takes back: waited for."""
+        if self._half_way is not None:
+            self._half_way.watchdog.close()
+            while not self._half_way.watchdog.ended(_ABANDONED_POLL_S):
+                self._pulse.beat("calling", "init")
+            _retire(self._half_way)
+            self._half_way = None
 
     def must_replace(self) -> str | None:
         """Why this producer may not begin another transaction, or None (the replacement rule, eos/evidence.py)."""
         if self._mode == ALWAYS:
             return ALWAYS
+        if self._machine.state is State.UNINITIALISED:
+            return self._spent or "failure: an init did not come to its end"
         if self._machine.state in (State.FATAL, State.FENCED):
             return self._spent  # given up, or fenced by its own timeout: who was fenced by a newer one never asks
         if self._mode == "never":
@@ -226,10 +249,11 @@ class TransactionalProducer:
         Waits for the cluster as long as it takes. The old client is dropped after its successor's init, never closed:
         close() would send an abort of its own.
         """
-        if self._machine.state in OPEN:
+        if self._machine.state in OPEN or self._machine.state is State.UNINITIALISED:
             self._machine.fire(Event.FAIL)
         old = self._client
         self._machine.fire(Event.REPLACE)
+        self.may_have_bumped = True  # until the init has come to its end
         kind = reason.split(":")[0]
         self.replacements[kind] = self.replacements.get(kind, 0) + 1
         if len(self._ids) > 1:
@@ -255,9 +279,10 @@ class TransactionalProducer:
 
     def close(self) -> None:
         """Ends the client without touching the cluster; an open transaction is left to its timeout or a successor."""
-        if self._client is not None:
-            _retire(self._client)
-            self._client = None
+        for client in (self._client, self._half_way):
+            if client is not None:
+                _retire(client)
+        self._client = self._half_way = None
 
     # ---- one transaction ---------------------------------------------------------------------------------------
 
@@ -271,7 +296,7 @@ class TransactionalProducer:
         self._produced = client.delivery_errors = 0
         client.delivery_error = None
         self._offsets_sent = False
-        self._began_at = time.monotonic()
+        self._began_at, self._open_since = time.monotonic(), clock.elapsing()
 
     def send(
         self,
@@ -456,7 +481,7 @@ class TransactionalProducer:
 
     def situation(self) -> Situation | None:
         """What is known here after a call was fenced, for `ownership.settle`; None if our own epoch is not known."""
-        age_ms = (time.monotonic() - self._began_at) * 1000  # before the statistics are waited for
+        age_ms = (clock.elapsing() - self._open_since) * 1000  # before the statistics are waited for
         identity = self.identity(fresh=True)
         if identity is None:
             return None

@@ -10,6 +10,7 @@ Sources, weakest first: defaults < eos.toml < environment (KAFKA_BOOTSTRAP_SERVE
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
 import re
 import socket
@@ -286,8 +287,9 @@ class Settings:
             values.setdefault("session.timeout.ms", 10_000)
             # A restart within the session timeout gets its partitions back without a rebalance, and a newer
             # instance is told apart from an own timeout. In the consumer protocol (KIP-848) the older member
-            # wins instead and a restart is locked out for 45 s: there members stay dynamic.
-            values.setdefault("group.instance.id", self.instance)
+            # wins instead and a restart is locked out for 45 s: there members stay dynamic. By the transactional.id
+            # and not by the host: two loops of one group on one host would push each other out for ever.
+            values.setdefault("group.instance.id", member_of(str(self.get("transactional.id") or self.instance)))
         return values
 
     def producer(self, transactional_id: str) -> dict[str, Any]:
@@ -316,6 +318,15 @@ class Settings:
             "broker.address.",
         )
         return COMMON_DEFAULTS | {k: v for k, v in self.values.items() if k.startswith(keep)}
+
+
+def member_of(transactional_id: str) -> str:
+    """The group.instance.id of who has this transactional.id: the same text where Kafka takes it (as a topic's name:
+    Topic.validate), else one as different from others' as this one is."""
+    if re.fullmatch(r"[A-Za-z0-9._-]{1,249}", transactional_id) and transactional_id.strip("."):
+        return transactional_id
+    digest = hashlib.sha256(transactional_id.encode()).hexdigest()[:32]
+    return f"{re.sub(r'[^A-Za-z0-9._-]', '_', transactional_id)[:200]}-{digest}"
 
 
 def load(

@@ -85,7 +85,8 @@ class ClusterAdmin:
             for client in unfinished:
                 # Its thread and sockets would outlive a KafkaAdminClient that found no broker in time.
                 client.close()
-                client._net.stop()
+                with contextlib.suppress(RuntimeError):  # interrupted before that thread began
+                    client._net.stop()
 
     def __enter__(self) -> ClusterAdmin:
         return self

@@ -59,8 +59,7 @@ def commit_one(session: TransactSession) -> None:
     leaving: Any = SimpleNamespace(
         producer=producer, transaction=sent, taken=0, began_at=0.0, first_timestamp_ms=-1, left_at=1.0, job=job
     )
-    session._positions.leave({})
-    session._committed(leaving)
+    session._count_commit(leaving)
 
 
 def test_rebuilds_without_a_commit_between_them_come_to_an_end_and_a_commit_begins_the_count_anew() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from confluent_kafka import Consumer, Producer
 
 from eos.errors import ConfigurationError
-from eos.settings import NOT_FOR_USERS, OPTIONS, REFUSALS, Settings, load, parse_flag
+from eos.settings import NOT_FOR_USERS, OPTIONS, REFUSALS, Settings, load, member_of, parse_flag
 
 
 def refused(values: dict[str, Any]) -> str:
@@ -363,10 +364,22 @@ def test_the_consumer_reads_committed_records_only_and_never_commits_or_resets_b
 
 
 def test_a_classic_member_is_static_and_cooperative_with_a_session_of_ten_seconds() -> None:
-    given = Settings({"eos.instance": "i-1"}).consumer()
-    assert given["group.instance.id"] == "i-1"
+    given = Settings({"transactional.id": "app-i-1"}).consumer()
+    assert given["group.instance.id"] == "app-i-1"
     assert given["session.timeout.ms"] == 10_000
     assert given["partition.assignment.strategy"] == "cooperative-sticky"
+
+
+def test_a_members_name_is_one_that_kafka_takes_and_another_for_each_transactional_id() -> None:
+    """Kafka checks it as a topic's name; a transactional.id can be any text."""
+    names = ["a", "a.b-c_d", "orders/eu", "orders:eu", "orders_eu", "ü", "..", ".", "x" * 249, "x" * 250, "x" * 251]
+    members = [member_of(name) for name in names]
+    assert members[:2] == names[:2]
+    assert members[8] == names[8]
+    assert len(set(members)) == len(names)
+    for member in members:
+        assert re.fullmatch(r"[A-Za-z0-9._-]{1,249}", member), member
+        assert member.strip(".")
 
 
 @pytest.mark.parametrize("protocol", ["consumer", "CONSUMER"])
