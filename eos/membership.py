@@ -119,8 +119,7 @@ class Membership:
         self._assigned_as: str | None = None  # the member id under which we got the first of what we have
         self._latched: BaseException | None = None  # out of a callback
         own = str(settings.get("transactional.id", ""))
-        of_an_app = own.startswith(f"{self.group}-")  # else nothing tells whose another transactional.id is
-        self._overdue = OverdueWatch(settings, f"{self.group}-", own) if of_an_app else None
+        self._overdue = OverdueWatch(settings, self.group, own) if own else None
         self._rebalanced = False
         self._topic_ids = TopicIds(settings, self._topics, self._topic_made_anew)
         self._pulse = pulse or Pulse()

@@ -36,7 +36,7 @@ from eos.evidence import RetryEvidence, decode_statistics
 from eos.observe import Pulse
 from eos.ownership import Identity, Reach, Situation
 from eos.raising import raising
-from eos.settings import STATISTICS_INTERVAL_MS, Settings
+from eos.settings import STATISTICS_INTERVAL_MS, Settings, alternate_of
 from eos.states import OPEN, Event, Machine, State
 from eos.watchdog import CallHung, Watchdog
 
@@ -49,11 +49,6 @@ _LOOKS_UNTIL_COLLECTED = 20
 _IDENTITY_S = 2.0  # how long the first statistics are waited for, five a second
 _FRESH_S = 10.0  # and the next ones, on a machine that does other things: an old epoch would look like a predecessor's
 _REPORT_DELAY_S = 0.5  # a transaction fails a moment before the report of the record that made it fail
-
-
-def alternate_of(transactional_id: str) -> str:
-    """The second transactional.id of a session."""
-    return f"{transactional_id}-alternate"
 
 
 class _Client:

@@ -50,8 +50,8 @@ from eos.observe import COMMIT_BOUNDS_S, END_TO_END_BOUNDS_S, Histogram, Pulse, 
 from eos.ownership import Described
 from eos.positions import Positions
 from eos.positions import TopicPartition as Partition
-from eos.producer import ALWAYS, TransactionalProducer, alternate_of
-from eos.settings import Settings
+from eos.producer import ALWAYS, TransactionalProducer
+from eos.settings import Settings, alternate_of
 from eos.states import OPEN
 from eos.watchdog import Job, Watchdog
 

@@ -320,6 +320,11 @@ class Settings:
         return COMMON_DEFAULTS | {k: v for k, v in self.values.items() if k.startswith(keep)}
 
 
+def alternate_of(transactional_id: str) -> str:
+    """The second transactional.id of a session."""
+    return f"{transactional_id}-alternate"
+
+
 def member_of(transactional_id: str) -> str:
     """The group.instance.id of who has this transactional.id: the same text where Kafka takes it (as a topic's name:
     Topic.validate), else one as different from others' as this one is."""

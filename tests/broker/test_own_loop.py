@@ -436,15 +436,15 @@ def test_a_loop_that_is_interrupted_anywhere_and_entered_again_loses_and_doubles
     count = 40 * most
     loop.load(range(COUNT, count))
     settings = {"eos.transaction.interval.ms": 5, "eos.transaction.max.records": 50}
-    interrupts = Interrupts(most)
-    with loop.session(**settings) as session:
-        done = False
-        while not done:
-            # Temporary: too many rebuilds without a commit, as so many interrupts bring about.
-            with contextlib.suppress(KeyboardInterrupt), interrupts, contextlib.suppress(Temporary):
-                for txn in session:
-                    for record in txn.records:
-                        txn.send(loop.target, record.value)
-                done = True
+    interrupts, done = Interrupts(most), False
+    while not done:
+        # Temporary: too many rebuilds without a commit, as so many interrupts bring about. Then a new session.
+        with contextlib.suppress(Temporary), loop.session(**settings) as session:
+            while not done:
+                with contextlib.suppress(KeyboardInterrupt), interrupts:
+                    for txn in session:
+                        for record in txn.records:
+                            txn.send(loop.target, record.value)
+                    done = True
     assert interrupts.hit > most / 3
     assert loop.copied() == [b"%d" % number for number in range(count)]
