@@ -55,6 +55,7 @@ class _Client:
     """One confluent-kafka Producer with what is known of it; thrown away as a whole."""
 
     def __init__(self, settings: Settings, transactional_id: str, reports: bool) -> None:
+        self.transactional_id = transactional_id
         self.watchdog = Watchdog(f"eos-{transactional_id}")
         self.evidence = RetryEvidence(settings.retry_backoff_ms)
         self.identity: Identity | None = None
@@ -193,12 +194,14 @@ class TransactionalProducer:
         deadline: float | None,
         before_init: Callable[[str], None] = lambda transactional_id: None,
     ) -> _Client:
-        self._end_half_way()
-        client = _Client(self._settings, transactional_id, self._reports)
-        # Behind the client: what its settings are refused for must not have fenced a healthy owner.
-        before_init(transactional_id)
+        client = self._half_way
+        if client is None or client.transactional_id != transactional_id:
+            self._end_half_way()
+            client = _Client(self._settings, transactional_id, self._reports)
+            # Behind the client: what its settings are refused for must not have fenced a healthy owner.
+            before_init(transactional_id)
         try:
-            self._call(client, "init", client.producer.init_transactions, deadline=deadline)
+            self._init(client, deadline)
         except CallFailed as failure:
             _retire(client)
             if failure.action in (Action.RETRY, Action.REBUILD, Action.ABORT, Action.SETTLE):
@@ -209,20 +212,30 @@ class TransactionalProducer:
             # Of its two ids this one, which `_fail` cannot know.
             right = denied(failure.error, transactional_id=transactional_id)
             raise stop_error(CallFailed("init", failure.action, failure.error, right)) from failure
-        except BaseException:
-            self._half_way = client  # a signal ended the wait
-            raise
         return client
 
-    def _end_half_way(self) -> None:
-        """An init whose wait was interrupted goes on in its client. Beside it another one would get an epoch that this
-        one then takes back: waited for."""
-        if self._half_way is not None:
-            self._half_way.watchdog.close()
-            while not self._half_way.watchdog.ended(_ABANDONED_POLL_S):
+    def _init(self, client: _Client, deadline: float | None) -> None:
+        """An init whose wait a signal ended goes on in its client. Beside it another client's could get an epoch that
+        this one then takes back, so it is this client's again, and never two at once."""
+        resumed, self._half_way = client is self._half_way, client
+        if resumed:
+            client.watchdog.close()
+            while not client.watchdog.ended(_ABANDONED_POLL_S):
                 self._pulse.beat("calling", "init")
-            _retire(self._half_way)
-            self._half_way = None
+            client.watchdog = Watchdog(f"eos-{client.transactional_id}")
+        try:
+            self._call(client, "init", client.producer.init_transactions, deadline=deadline)
+        except CallFailed as failure:
+            if not (resumed and failure.action is Action.BUG):  # _STATE: the call before had come to its end
+                self._half_way = None
+                raise
+        self._half_way = None
+
+    def _end_half_way(self) -> None:
+        if (client := self._half_way) is not None:
+            with contextlib.suppress(CallFailed):
+                self._init(client, time.monotonic() + self._call_timeout_s)
+            _retire(client)
 
     def must_replace(self) -> str | None:
         """Why this producer may not begin another transaction, or None (the replacement rule, eos/evidence.py)."""
@@ -274,10 +287,10 @@ class TransactionalProducer:
 
     def close(self) -> None:
         """Ends the client without touching the cluster; an open transaction is left to its timeout or a successor."""
-        for client in (self._client, self._half_way):
-            if client is not None:
-                _retire(client)
-        self._client = self._half_way = None
+        self._end_half_way()  # a new session's init could come before it
+        if self._client is not None:
+            _retire(self._client)
+            self._client = None
 
     # ---- one transaction ---------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import pyarrow as pa
 from kafka import errors as kafka_errors
 
-from eos import log, ownership
+from eos import clock, log, ownership
 from eos.admin.cluster import ClusterAdmin
 from eos.errors import ConfigurationError, EosError, Fenced, NotAuthorised, Temporary, Unavailable
 from spark_connector import marker
@@ -170,7 +170,7 @@ class Attempt:
         if batch.key is not None:
             partitions.append((marker.TOPIC, connected.markers.partition))
         cores = self._cores()  # asks the JVM, so before anything is open that its end would leave open
-        self._began = time.monotonic()
+        self._began = clock.elapsing()
         self._timed("add", lambda: self._transaction.add(partitions))
         self._options.on_step("add")
         results = self._timed("produce", lambda: self._produce(targets, cores))
@@ -301,7 +301,7 @@ class Attempt:
         """Again, unless the epoch is somebody else's: the coordinator is asked, for an init to find out would fence the
         newer instance."""
         connected = self._connected
-        age_ms = 0.0 if self._began is None else (time.monotonic() - self._began) * 1000
+        age_ms = 0.0 if self._began is None else (clock.elapsing() - self._began) * 1000
         mine = ownership.Identity(*self._transaction.identity)
         reach = ownership.Reach.NOTHING if self._began is None else ownership.Reach.ACKNOWLEDGED
         situation = ownership.Situation(mine, reach, age_ms, connected.transaction_ms)
@@ -316,7 +316,8 @@ class Attempt:
                 "and the broker aborted it: raise that setting (the broker's transaction.max.timeout.ms allows "
                 f"{connected.longest_ms}), or give the source smaller batches (maxOffsetsPerTrigger)"
             )
-        if owner is ownership.Owner.NEWER:
+        # Without a group nobody says that no other driver is in the middle of its init.
+        if owner in (ownership.Owner.NEWER, ownership.Owner.ABORTED_EARLY):
             newer = "" if answer is None else f" (epoch {answer.epoch} of producer {answer.producer_id} by now)"
             return Fenced(f"{self._said(error)}: another query, or another run of this one, took over{newer}")
         return Again(f"{error}: {owner.value}", outcome_unknown=self._commit_sent)

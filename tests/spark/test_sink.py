@@ -92,6 +92,9 @@ def test_a_batch_id_is_written_once(kafka: LocalKafka, names: Names, spark: Any)
     }
     assert [exactly_once_write(df, batch_id=day, **where) for day in ("1", "2", "1", "2")] == [1000] * 4
     assert exactly_once_write(df.limit(0), batch_id="empty", **where) == 0
+    where["topic"] = create_topic(kafka.bootstrap_servers, names("other"))
+    with pytest.raises(ConfigurationError, match=f"batch_id 1 was written to {topic}, and not to {where['topic']}"):
+        exactly_once_write(df, batch_id="1", **where)
     assert len(settled(kafka.bootstrap_servers, topic)) == 2000
 
 
@@ -400,6 +403,28 @@ def test_two_queries_with_one_transactional_id_are_told_apart(
     one.load(1000, first=1000).run(spark)
     one.verify(2000)
     assert two.written() == 0
+
+
+@pytest.mark.parametrize("same_object", [True, False])
+def test_a_second_write_in_a_micro_batch_is_refused_and_not_taken_for_the_first(
+    same_object: bool, kafka: LocalKafka, names: Names, spark: Any, tmp_path: Path
+) -> None:
+    topics = [create_topic(kafka.bootstrap_servers, names(name)) for name in ("a", "b")]
+    name: dict[str, str] = {"transactional_id": names("id"), "bootstrap_servers": kafka.bootstrap_servers}
+    sinks = [exactly_once_sink(topic=topics, **name)] * 2
+    if not same_object:
+        sinks = [exactly_once_sink(topic=topic, **name) for topic in topics]
+
+    def both(df: Any, batch: int) -> None:
+        for sink, topic in zip(sinks, topics, strict=True):
+            sink(df.selectExpr("cast(value as string) as value", f"'{topic}' as topic"), batch)
+
+    source = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 10).load()
+    writer = source.writeStream.foreachBatch(both).option("checkpointLocation", str(tmp_path / "checkpoint"))
+    for _ in range(2):  # and behind a restart, when Kafka has the first one's rows
+        with pytest.raises(StreamingQueryException, match="would lose its rows"):
+            writer.start().awaitTermination(60)
+    assert len(settled(kafka.bootstrap_servers, *topics)) == 10
 
 
 def test_a_batch_longer_than_the_transaction_timeout_names_the_setting(
