@@ -45,8 +45,10 @@ _WAIT_LOG_INTERVAL_S = 10.0
 _FLUSH_LOOK_S, _FLUSH_WAIT_S = 0.001, 0.5
 _ABANDONED_POLL_S = 0.5
 _LOOKS_UNTIL_COLLECTED = 20
-_IDENTITY_S = 2.0  # how long the first statistics are waited for, five a second
+_IDENTITY_S = 2.0  # how long the first statistics are waited for, ten a second
 _FRESH_S = 10.0  # and the next ones, on a machine that does other things: an old epoch would look like a predecessor's
+_VERDICT_MARGIN_S = 0.5  # behind the time for the next statistics: a replacement takes as long
+_VERDICT_LOOK_S = 0.02
 _REPORT_DELAY_S = 0.5  # a transaction fails a moment before the report of the record that made it fail
 
 
@@ -85,6 +87,7 @@ class _Client:
         except (KafkaException, TypeError, ValueError) as error:
             self.watchdog.close()
             raise ConfigurationError(f"the producer's settings were refused: {describe_error(error)}") from error
+        self.statistics_interval_s = int(configuration["statistics.interval.ms"]) / 1000
 
     def _statistics(self, text: str) -> None:
         # An exception must not pass through librdkafka's C frames: it would come out of an innocent commit().
@@ -209,16 +212,30 @@ class TransactionalProducer:
         return client
 
     def must_replace(self) -> str | None:
-        """Why this producer may not begin another transaction, or None (the replacement rule, eos/evidence.py)."""
+        """Why this producer may not begin another transaction, or None (the replacement rule, eos/evidence.py).
+
+        After a slow call the next statistics are waited for: they tell whether the broker was only far or busy.
+        """
         if self._mode == ALWAYS:
             return ALWAYS
         if self._machine.state in (State.FATAL, State.FENCED):
             return self._spent  # given up, or fenced by its own timeout: who was fenced by a newer one never asks
         if self._mode == "never":
             return None
-        if self._spent is None and self.client.evidence.reason is not None:
-            return f"retry: {self.client.evidence.reason}"
+        if self._spent is None:
+            self._decide()
+            if self.client.evidence.reason is not None:
+                return f"retry: {self.client.evidence.reason}"
         return self._spent
+
+    def _decide(self) -> None:
+        client = self.client
+        deadline = time.monotonic() + client.statistics_interval_s + _VERDICT_MARGIN_S
+        while client.evidence.undecided:
+            if time.monotonic() >= deadline:
+                client.evidence.no_statistics()
+                return
+            self.poll(_VERDICT_LOOK_S)
 
     def replace(self, reason: str) -> None:
         """A new client under the same transactional.id and a new epoch, so that the old one's remains are refused.
@@ -348,7 +365,7 @@ class TransactionalProducer:
     def poll(self, timeout_s: float = 0.0) -> None:
         """Serves callbacks. A fatal error that poll raises shows again, with flags, at the next transactional call.
 
-        Statistics wait to be served, five a second of some 10 KB: who keeps a producer must poll it, idle or not.
+        Statistics wait to be served, ten a second of some 10 KB: who keeps a producer must poll it, idle or not.
         """
         self._serve(self.client, timeout_s)
 
@@ -466,9 +483,12 @@ class TransactionalProducer:
 
     def _timed(self, name: Call, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> None:
         """A call whose duration tells whether it was retried inside."""
+        evidence = self.client.evidence
+        evidence.call_began()
         began = time.monotonic()
         self._call(self.client, name, function, *args, deadline=deadline)
-        self.client.evidence.call_took(name, (time.monotonic() - began) * 1000)
+        returned = time.monotonic()
+        evidence.call_took(name, (returned - began) * 1000, returned)
 
     def _call(
         self, client: _Client, name: Call, function: Callable[..., Any], *args: Any, deadline: float | None
@@ -538,7 +558,7 @@ def _destroy(client: _Client) -> None:
         _unheard(client.producer)
     producer = client.producer
     # The client and its producer's callbacks hold each other. Left to the garbage collector, which a worker keeps from
-    # running, its threads and connections would stay, and its statistics gather unread: 5 a second, megabytes.
+    # running, its threads and connections would stay, and its statistics gather unread: 10 a second, megabytes.
     del client.producer
     try:
         producer.purge()
