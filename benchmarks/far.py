@@ -1,4 +1,4 @@
-"""`make bench-far`: the worker and a straight loop through a proxy that only delays, in turns: a broker in another region.
+"""`make bench-far`: the worker and a straight loop through a proxy that only delays, in turns: another region.
 
 For each delay the rates, the median of the rounds' ratios, and how often a healthy producer was replaced (goal: never).
 Both end a transaction after the same interval. Nothing here asserts.

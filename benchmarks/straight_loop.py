@@ -19,7 +19,9 @@ from benchmarks.clients import straight
 CHUNK = 2_000
 
 
-def main(bootstrap: str, source: str, target: str, count: int, group: str, linger_ms: str = "5", ms: str = "100") -> None:
+def main(
+    bootstrap: str, source: str, target: str, count: int, group: str, linger_ms: str = "5", ms: str = "100"
+) -> None:
     consumer, producer = straight(bootstrap, group, linger_ms)
     consumer.subscribe([source])
     gc.freeze()

@@ -105,6 +105,11 @@ class RetryEvidence:
         """A call was slow, and no statistics were made since: whoever waits for the next ones will know more."""
         return self.reason is None and bool(self._suspects)
 
+    @property
+    def blind(self) -> bool:
+        """No statistics yet: a slow call could not be acquitted."""
+        return self._before is None
+
     def call_began(self) -> None:
         self._calling = True
 
@@ -120,7 +125,7 @@ class RetryEvidence:
             self.no_statistics()
 
     def no_statistics(self) -> None:
-        """None came in time: the suspects are not waited for any longer."""
+        """Nothing is waited for any longer: who is a suspect still is convicted."""
         for call in list(self._suspects):
             self._convict(call, "nothing shows that it was not")
 

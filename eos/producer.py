@@ -47,8 +47,8 @@ _ABANDONED_POLL_S = 0.5
 _LOOKS_UNTIL_COLLECTED = 20
 _IDENTITY_S = 2.0  # how long the first statistics are waited for, ten a second
 _FRESH_S = 10.0  # and the next ones, on a machine that does other things: an old epoch would look like a predecessor's
-_VERDICT_MARGIN_S = 0.5  # behind the time for the next statistics: a replacement takes as long
-_VERDICT_LOOK_S = 0.02
+_OVERDUE_S = 0.5  # behind the time for statistics: as long as a replacement takes with a broker that is not near
+_STATISTICS_POLL_S = 0.02
 _REPORT_DELAY_S = 0.5  # a transaction fails a moment before the report of the record that made it fail
 
 
@@ -187,6 +187,7 @@ class TransactionalProducer:
         self._client = client
         self._machine.fire(Event.INITIALISED)
         self._spent = None
+        self._look_around()
 
     def _initialised(
         self,
@@ -223,19 +224,18 @@ class TransactionalProducer:
         if self._mode == "never":
             return None
         if self._spent is None:
-            self._decide()
-            if self.client.evidence.reason is not None:
-                return f"retry: {self.client.evidence.reason}"
+            evidence = self.client.evidence
+            self._await_statistics(lambda: evidence.undecided)
+            evidence.no_statistics()
+            if evidence.reason is not None:
+                return f"retry: {evidence.reason}"
         return self._spent
 
-    def _decide(self) -> None:
-        client = self.client
-        deadline = time.monotonic() + client.statistics_interval_s + _VERDICT_MARGIN_S
-        while client.evidence.undecided:
-            if time.monotonic() >= deadline:
-                client.evidence.no_statistics()
-                return
-            self.poll(_VERDICT_LOOK_S)
+    def _await_statistics(self, waiting: Callable[[], bool]) -> None:
+        """Polls while `waiting` answers True, until the next statistics are overdue."""
+        began = time.monotonic()
+        while waiting() and time.monotonic() - began < self.client.statistics_interval_s + _OVERDUE_S:
+            self.poll(_STATISTICS_POLL_S)
 
     def replace(self, reason: str) -> None:
         """A new client under the same transactional.id and a new epoch, so that the old one's remains are refused.
@@ -258,7 +258,14 @@ class TransactionalProducer:
         if old is not None:
             _retire(old)
         level = logging.DEBUG if self._mode == ALWAYS else logging.INFO
+        self._look_around()
         log.event(level, "producer replaced", reason=reason, **self.who())
+
+    def _look_around(self) -> None:
+        """The first statistics, so that a slow call can be judged: with a slow coordinator each small transaction would
+        lead to the next replacement. They come so long behind the client's making, and most of it was the init's."""
+        if self._mode == "auto":
+            self._await_statistics(lambda: self.client.evidence.blind)
 
     def give_up(self, reason: str) -> None:
         """Nothing more of an open transaction may be sent; the replacement before the next one aborts it."""

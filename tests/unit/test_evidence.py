@@ -387,7 +387,11 @@ GONE, AGAIN = "is not known any more", "is another one"
         ("commit", {COORDINATOR: {"stateage": 100_000}}, f"the connection to {COORDINATOR} {AGAIN}"),
         ("commit", {COORDINATOR: {"state": "TRY_CONNECT"}}, f"the connection to {COORDINATOR} {AGAIN}"),
         ("commit", {COORDINATOR: None}, "vanished"),
-        ("send_offsets", {COORDINATOR: {"req": {"EndTxn": 1, "AddOffsetsToTxn": 2}}}, "AddOffsetsToTxn was sent 2 times"),
+        (
+            "send_offsets",
+            {COORDINATOR: {"req": {"EndTxn": 1, "AddOffsetsToTxn": 2}}},
+            "AddOffsetsToTxn was sent 2 times",
+        ),
         ("send_offsets", {ORDINARY: {"req": {"TxnOffsetCommit": 2}}}, "TxnOffsetCommit was sent 2 times"),
         ("send_offsets", {"other:1/2": {"req": {"TxnOffsetCommit": 1}}}, "TxnOffsetCommit was sent 2 times"),
         # The handle was made anew: its counters began again, and the second copy is the one that is owed.
@@ -422,7 +426,9 @@ UNKNOWN = {"nodeid": 2, "state": "INIT", "connects": 0}
         ({"connects": 1, "disconnects": 1}, False),
     ],
 )
-def test_the_first_send_offsets_may_connect_to_the_groups_coordinator_once(now: dict[str, Any], acquitted: bool) -> None:
+def test_the_first_send_offsets_may_connect_to_the_groups_coordinator_once(
+    now: dict[str, Any], acquitted: bool
+) -> None:
     before = {ORDINARY: {"req": {}}, "other:1/2": UNKNOWN}
     behind = {ORDINARY: {"req": {}}, "other:1/2": {"state": "UP", "req": {"TxnOffsetCommit": 1}} | now}
     evidence = suspected("send_offsets", counted(BEFORE, 0, before))
