@@ -9,6 +9,7 @@ The same over the delays of brokers in another region, where a healthy call take
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -322,6 +323,69 @@ def late_offset_commit(scenario: Scenario) -> None:
         assert errors
         assert errors != [0]
     judged(scenario, scenario.finish(), broken={"no_duplicates"})
+
+
+SELDOM = {"statistics.interval.ms": 1_000}  # the longest that is allowed: they come well behind a retried call
+NO_CUT = {"socket.timeout.ms": 1_000, "socket.max.fails": 0}  # a request that times out is sent again on its connection
+
+
+def wait_for_statistics(session: TransactSession) -> None:
+    """Until new ones have come, so that the next are a whole interval away."""
+    producer = session.producer
+    seen = producer.client.statistics_seen
+
+    def came() -> bool:
+        producer.poll(0.01)
+        return producer.client.statistics_seen > seen
+
+    wait_until("new statistics", came)
+
+
+@pytest.mark.parametrize(
+    ("api", "fault", "settings"),
+    [
+        pytest.param(ApiKey.EndTxn, Fault.LATE_COPY, SELDOM, id="EndTxn"),
+        pytest.param(ApiKey.AddOffsetsToTxn, Fault.LATE_COPY, SELDOM, id="AddOffsetsToTxn"),
+        pytest.param(ApiKey.TxnOffsetCommit, Fault.LATE_COPY, SELDOM, id="TxnOffsetCommit"),
+        # Nothing but the number of requests tells.
+        pytest.param(ApiKey.TxnOffsetCommit, Fault.BLACKHOLE, NO_CUT, id="TxnOffsetCommit that timed out"),
+    ],
+)
+@pytest.mark.parametrize("scenario", ["auto"], indirect=True)
+def test_the_next_transaction_waits_for_the_statistics_behind_a_retried_call(
+    scenario: Scenario, api: ApiKey, fault: Fault, settings: dict[str, int]
+) -> None:
+    scenario.load(2)
+    with scenario.session(**settings) as session:
+        handle(session, scenario.target)
+        wait_for_statistics(session)
+        late = scenario.proxy.on(api, fault)
+        handle(session, scenario.target)  # commits the first one
+        assert late.hit
+        assert session.producer.replacements == {"retry": 1}
+        assert late.deliver_late().error == INVALID_PRODUCER_EPOCH
+        assert session.end()
+    scenario.finish().raise_if_violated()
+
+
+@pytest.mark.parametrize(
+    "api", [ApiKey.EndTxn, ApiKey.AddOffsetsToTxn, ApiKey.TxnOffsetCommit], ids=lambda api: api.name
+)
+@pytest.mark.parametrize("scenario", ["auto"], indirect=True)
+def test_a_call_that_was_slow_and_not_retried_replaces_nothing(scenario: Scenario, api: ApiKey) -> None:
+    """Its answer takes longer than a retry: a broker that is busy."""
+    scenario.load(2)
+    with scenario.session() as session:
+        handle(session, scenario.target)
+        slow = scenario.proxy.on(api, Fault.HOLD_RESPONSE)
+        release = threading.Timer(0.6, slow.release)
+        release.start()
+        handle(session, scenario.target)  # commits the first one
+        release.join()
+        assert slow.hit
+        assert session.producer.replacements == {}
+        assert session.end()
+    scenario.finish().raise_if_violated()
 
 
 @far(versions=("kafka",))
