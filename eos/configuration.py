@@ -32,7 +32,7 @@ MEANINGS: dict[str, str] = {
     "fetch.queue.backoff.ms": "how long a full prefetch queue stops fetching; Kafka's 1000 costs a backlog 3.7x",
     "transaction.timeout.ms": "after this long the broker aborts an open transaction; at most its "
     "transaction.max.timeout.ms",
-    "retry.backoff.ms": "pause before a call is retried; a call that took longer may have been sent twice",
+    "retry.backoff.ms": "pause before a call is retried; for one that took longer the statistics are looked at",
     "topic.metadata.propagation.max.ms": "how long a topic that does not exist may be a new one",
     "linger.ms": "how long a record waits for others before it is sent; a transaction's end does not wait",
     "partitioner": "where a key goes: as Java's clients do it",
@@ -40,7 +40,8 @@ MEANINGS: dict[str, str] = {
     "partition.assignment.strategy": "how a classic group shares partitions",
     "session.timeout.ms": "classic group: a silent member is out after this long",
     "group.instance.id": "classic group: static membership, a restart within the session gets its partitions back",
-    "statistics.interval.ms": "how often the client says what it sent; shows whether a request was sent twice",
+    "statistics.interval.ms": "how often the client says what it sent: whether a request twice; after a slow call "
+    "the next ones are waited for",
     "isolation.level": REFUSALS["isolation.level"].reason,
     "enable.auto.commit": REFUSALS["enable.auto.commit"].reason,
     "enable.auto.offset.store": REFUSALS["enable.auto.offset.store"].reason,

@@ -46,8 +46,10 @@ _WAIT_LOG_INTERVAL_S = 10.0
 _FLUSH_LOOK_S, _FLUSH_WAIT_S = 0.001, 0.5
 _ABANDONED_POLL_S = 0.5
 _LOOKS_UNTIL_COLLECTED = 20
-_IDENTITY_S = 2.0  # how long the first statistics are waited for, five a second
+_IDENTITY_S = 2.0  # how long the first statistics are waited for, ten a second
 _FRESH_S = 10.0  # and the next ones, on a machine that does other things: an old epoch would look like a predecessor's
+_OVERDUE_S = 0.5  # behind the time for statistics: as long as a replacement takes with a broker that is not near
+_STATISTICS_POLL_S = 0.02
 _REPORT_DELAY_S = 0.5  # a transaction fails a moment before the report of the record that made it fail
 
 
@@ -82,6 +84,7 @@ class _Client:
         except (KafkaException, TypeError, ValueError) as error:
             self.watchdog.close()
             raise ConfigurationError(f"the producer's settings were refused: {describe_error(error)}") from error
+        self.statistics_interval_s = int(configuration["statistics.interval.ms"]) / 1000
 
     def _statistics(self, text: str) -> None:
         try:
@@ -187,6 +190,7 @@ class TransactionalProducer:
         self._client = client
         self._machine.fire(Event.INITIALISED)
         self._spent = None
+        self._look_around()
 
     def _initialised(
         self,
@@ -238,7 +242,10 @@ class TransactionalProducer:
             _retire(client)
 
     def must_replace(self) -> str | None:
-        """Why this producer may not begin another transaction, or None (the replacement rule, eos/evidence.py)."""
+        """Why this producer may not begin another transaction, or None (the replacement rule, eos/evidence.py).
+
+        After a slow call the next statistics are waited for: they tell whether the broker was only far or busy.
+        """
         if self._mode == ALWAYS:
             return ALWAYS
         if self._machine.state is State.UNINITIALISED:
@@ -247,9 +254,19 @@ class TransactionalProducer:
             return self._spent  # given up, or fenced by its own timeout: who was fenced by a newer one never asks
         if self._mode == "never":
             return None
-        if self._spent is None and self.client.evidence.reason is not None:
-            return f"retry: {self.client.evidence.reason}"
+        if self._spent is None:
+            evidence = self.client.evidence
+            self._await_statistics(lambda: evidence.undecided)
+            evidence.no_statistics()
+            if evidence.reason is not None:
+                return f"retry: {evidence.reason}"
         return self._spent
+
+    def _await_statistics(self, waiting: Callable[[], bool]) -> None:
+        """Polls while `waiting` answers True, until the next statistics are overdue."""
+        began = time.monotonic()
+        while waiting() and time.monotonic() - began < self.client.statistics_interval_s + _OVERDUE_S:
+            self.poll(_STATISTICS_POLL_S)
 
     def replace(self, reason: str) -> None:
         """A new client under the same transactional.id and a new epoch, so that the old one's remains are refused.
@@ -273,7 +290,14 @@ class TransactionalProducer:
         if old is not None:
             _retire(old)
         level = logging.DEBUG if self._mode == ALWAYS else logging.INFO
+        self._look_around()
         log.event(level, "producer replaced", reason=reason, **self.who())
+
+    def _look_around(self) -> None:
+        """The first statistics, so that a slow call can be judged: with a slow coordinator each small transaction would
+        lead to the next replacement. They come so long behind the client's making, and most of it was the init's."""
+        if self._mode == "auto":
+            self._await_statistics(lambda: self.client.evidence.blind)
 
     def give_up(self, reason: str) -> None:
         """Nothing more of an open transaction may be sent; the replacement before the next one aborts it."""
@@ -381,7 +405,7 @@ class TransactionalProducer:
     def poll(self, timeout_s: float = 0.0) -> None:
         """Serves callbacks. A fatal error that poll raises shows again, with flags, at the next transactional call.
 
-        Statistics wait to be served, five a second of some 10 KB: who keeps a producer must poll it, idle or not.
+        Statistics wait to be served, ten a second of some 10 KB: who keeps a producer must poll it, idle or not.
         """
         self._serve(self.client, timeout_s)
 
@@ -499,9 +523,12 @@ class TransactionalProducer:
 
     def _timed(self, name: Call, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> None:
         """A call whose duration tells whether it was retried inside."""
+        evidence = self.client.evidence
+        evidence.call_began()
         began = time.monotonic()
         self._call(self.client, name, function, *args, deadline=deadline)
-        self.client.evidence.call_took(name, (time.monotonic() - began) * 1000)
+        returned = time.monotonic()
+        evidence.call_took(name, (returned - began) * 1000, returned)
 
     def _call(
         self, client: _Client, name: Call, function: Callable[..., Any], *args: Any, deadline: float | None
@@ -571,7 +598,7 @@ def _destroy(client: _Client) -> None:
         _unheard(client.producer)
     producer = client.producer
     # The client and its producer's callbacks hold each other. Left to the garbage collector, which a worker keeps from
-    # running, its threads and connections would stay, and its statistics gather unread: 5 a second, megabytes.
+    # running, its threads and connections would stay, and its statistics gather unread: 10 a second, megabytes.
     del client.producer
     try:
         producer.purge()

@@ -490,8 +490,10 @@ class TransactSession:
             self.on_event(name)
 
     def _begin(self) -> Transaction:
+        asked = time.monotonic()
         if reason := self.producer.must_replace():
             self._claim.replace(self.producer, reason)
+        self._gathering_since += time.monotonic() - asked  # what waits meanwhile is not handled meanwhile
         self._step("begin")
         try:
             self.producer.begin()

@@ -13,6 +13,7 @@ import pytest
 from eos import claim, ownership, session
 from eos.claim import Claim
 from eos.errors import Action, Call, CallFailed, CommitOutcomeUnknown, Fenced, Temporary
+from eos.evidence import RetryEvidence
 from eos.ownership import Described, Identity, Owner, Reach, Situation
 from eos.plain import Transactions
 from eos.producer import ALWAYS, TransactionalProducer
@@ -43,7 +44,7 @@ class Asked:
         self.replacements: list[str] = []
         self.questions = 0
         machine = producer._machine
-        silent: Any = SimpleNamespace(evidence=SimpleNamespace(reason=None), identity=None)
+        silent: Any = SimpleNamespace(evidence=RetryEvidence(), identity=None)
         producer._client = silent
         machine.fire(Event.INITIALISED)
 
