@@ -51,7 +51,7 @@ from eos.ownership import Described
 from eos.positions import Positions
 from eos.positions import TopicPartition as Partition
 from eos.producer import ALWAYS, TransactionalProducer, alternate_of
-from eos.settings import Settings
+from eos.settings import Settings, settings_of
 from eos.watchdog import Job, Watchdog
 
 IDLE_POLL_S = 0.1
@@ -210,9 +210,10 @@ class TransactSession:
     `txn.commit()` first to keep the work). A transaction that had to be aborted (a rebalance, a lost broker, ...) is
     not reported: its records are handed out again, in the same order. Raises EosError's subclasses (see eos.errors).
 
-    Settings: Kafka's and `eos.*` names (eos.settings); `group.id` and `transactional.id` must be set, `topics` may
-    come from `eos.input.topics`. With `until_end` the loop ends when the whole group has handled what was readable at
-    the start. One session belongs to one thread.
+    Settings: Kafka's and `eos.*` names (eos.settings); a mapping is completed by the environment and eos.toml, as the
+    flags of a command are. `group.id` and `transactional.id` must be set, `topics` may come from `eos.input.topics`.
+    With `until_end` the loop ends when the whole group has handled what was readable at the start. One session belongs
+    to one thread.
     """
 
     def __init__(
@@ -227,7 +228,7 @@ class TransactSession:
     ) -> None:
         """`new_topics`: asked when no transaction is open, for names to read from then on as well. Such a session is
         made before its `topics` are known, and they are set before its start."""
-        self.settings = settings if isinstance(settings, Settings) else Settings(settings)
+        self.settings = settings_of(settings)
         named = [t.strip() for t in self.settings["eos.input.topics"].split(",") if t.strip()]
         self.topics = list(topics) if topics is not None else named
         self.destinations = list(destinations)
