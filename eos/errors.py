@@ -162,6 +162,21 @@ class CallFailed(Exception):
         self.record: Any = None  # the input record whose output it is about, where that is known
 
 
+def rebalanced(failure: CallFailed) -> str:
+    """Why an abort is an ordinary rebalance, which costs an interval of work and needs nobody; "" where it is not."""
+    from confluent_kafka import KafkaException
+
+    from eos.error_table import GROUP_MOVED_ON
+
+    if failure.call not in ("send_offsets", "commit") or failure.action is not Action.ABORT:
+        return ""
+    error = failure.error.args[0] if isinstance(failure.error, KafkaException) else failure.error
+    if isinstance(error, RuntimeError):
+        return str(error)  # found by ourselves, before the broker could refuse it
+    moved = not isinstance(error, BaseException) and error.code() in GROUP_MOVED_ON
+    return "the group rebalances" if moved else ""
+
+
 def missing_right(resource: str, operation: str) -> tuple[str, str]:
     """What is missing, and what to change."""
     return f"{resource}: not authorised to {operation} it", f"add an ACL that allows {operation} on {resource}"

@@ -42,6 +42,7 @@ from eos.errors import (
     IllegalState,
     PoisonRecord,
     Temporary,
+    rebalanced,
     stop_error,
 )
 from eos.lineage import Ledger
@@ -67,6 +68,7 @@ _AHEAD_BEHIND = 2_000
 _AHEAD, _AHEAD_BYTES = 20_000, 4 << 20
 _BACKLOG_PAUSE_S = 0.005  # how long an open transaction waits for the next record before it ends early
 MOST_REBUILDS = 5  # without a commit in between; then a supervisor's back-off is the better place to wait
+_ABORTS_TO_WARN_OF = 3  # in a row, by rebalances: one or two are what a member that comes or goes costs
 OLD_TRANSACTIONS = 2  # transaction.version below it: a replaced producer needs another transactional.id
 
 
@@ -787,7 +789,13 @@ class TransactSession:
         add(self.counters.aborts_by_cause, _cause(failure))
         # The group or the cluster needs a moment; without a pause this would spin through aborts.
         self._pause_until = time.monotonic() + min(5.0, 0.05 * 2 ** min(self._aborts_in_a_row, 7))
-        log.warning("transaction aborted", reason=str(failure), **self.producer.who())
+        rebalance = rebalanced(failure)
+        if rebalance:
+            log.debug("refused", error=str(failure), group=self.group)
+        usual = rebalance and self._aborts_in_a_row < _ABORTS_TO_WARN_OF
+        (log.info if usual else log.warning)(
+            "transaction aborted", reason=rebalance or str(failure), **self.producer.who()
+        )
 
     def _abort_poisoned(self, failure: CallFailed) -> None:
         """A record is refused for good. It is known, or alone in its transaction; else smaller transactions find it."""

@@ -10,7 +10,17 @@ from confluent_kafka import KafkaError, KafkaException
 
 from eos import errors
 from eos.error_table import TABLE
-from eos.errors import Action, Call, CallFailed, EosError, PoisonRecord, classify, describe_error, stop_error
+from eos.errors import (
+    Action,
+    Call,
+    CallFailed,
+    EosError,
+    PoisonRecord,
+    classify,
+    describe_error,
+    rebalanced,
+    stop_error,
+)
 
 K = KafkaError
 CALLS: tuple[Call, ...] = get_args(Call)
@@ -230,3 +240,23 @@ def test_a_failed_call_keeps_what_the_session_needs() -> None:
     cause = KafkaException(kafka_error(K._TIMED_OUT))
     failure = CallFailed("commit", Action.RETRY, cause)
     assert (failure.call, failure.action, failure.error) == ("commit", Action.RETRY, cause)
+
+
+# librdkafka's own words, of a first start of `eos run --workers 2` (2.16)
+STRUCT = (
+    "Failed to commit offsets to transaction on broker 127.0.0.1:9092/0: in((null))[3](Broker: Specified group ...)"
+)
+
+
+@pytest.mark.parametrize("row", [r for r in MEASURED if r.call in ("send_offsets", "commit")], ids=lambda r: r.case)
+def test_an_ordinary_rebalance_is_told_in_plain_words_and_nothing_else_is_taken_for_one(row: Row) -> None:
+    failure = CallFailed(row.call, row.action, KafkaException(KafkaError(row.code, STRUCT)))
+    moved = row.code in (K.UNKNOWN_MEMBER_ID, K.ILLEGAL_GENERATION, K.REBALANCE_IN_PROGRESS, K.STALE_MEMBER_EPOCH)
+    assert rebalanced(failure) == ("the group rebalances" if moved else "")
+
+
+def test_what_a_session_found_itself_of_a_rebalance_is_told_as_it_stands() -> None:
+    sentence = "partitions of this transaction were revoked"
+    assert rebalanced(CallFailed("send_offsets", Action.ABORT, RuntimeError(sentence))) == sentence
+    assert rebalanced(CallFailed("abort", Action.ABORT, RuntimeError("asked by the application"))) == ""
+    assert rebalanced(CallFailed("send_offsets", Action.REBUILD, RuntimeError("it hung"))) == ""
