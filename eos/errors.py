@@ -177,6 +177,16 @@ def rebalanced(failure: CallFailed) -> str:
     return "the group rebalances" if moved else ""
 
 
+_THIS_MACHINE = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
+
+
+def no_broker(servers: str) -> str:
+    """What to do about brokers that cannot be reached; on this machine one can be started."""
+    remedy = "check bootstrap.servers, security.protocol, and that a broker listens there for this machine"
+    hosts = {server.strip().rpartition(":")[0] for server in servers.split(",")}
+    return f"{remedy}; `eos broker start` starts one here" if hosts & _THIS_MACHINE else remedy
+
+
 def missing_right(resource: str, operation: str) -> tuple[str, str]:
     """What is missing, and what to change."""
     return f"{resource}: not authorised to {operation} it", f"add an ACL that allows {operation} on {resource}"

@@ -35,7 +35,7 @@ COMMANDS = {
 GROUPS = ("broker", "txn", "spark")
 
 
-def program(arguments: Sequence[str]) -> typer.Typer:
+def program(arguments: Sequence[str]) -> Any:
     """The command that `arguments` begin with; none for the versions, all for the help and for what is not a command.
 
     Importing all takes as long again as everything else that a worker does until it is in its group.
@@ -55,7 +55,19 @@ def program(arguments: Sequence[str]) -> typer.Typer:
             app.add_typer(module.app, name=name, help=COMMANDS[name])
         else:
             app.command(name, help=COMMANDS[name])(getattr(module, name))
-    return app
+    command = typer.main.get_command(app)
+    _flags_without_value(command)
+    return command
+
+
+def _flags_without_value(command: Any) -> None:
+    """In the help a flag is its name alone; typer writes `<bool>` behind it, as if it took one."""
+    help_option = command.get_help_option(command.make_context("", [], resilient_parsing=True))
+    for option in filter(None, (*command.params, help_option)):
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    for below in getattr(command, "commands", {}).values():
+        _flags_without_value(below)
 
 
 def _wanted(first: str) -> Iterable[str]:

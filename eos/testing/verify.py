@@ -152,10 +152,7 @@ def _unmarked_note(written: history.Log, unmarked: NDArray[np.int64]) -> str:
     more = ", ..." if len(unmarked) > _TOLD else ""
     who = "something else wrote them, or the worker before it was switched on"
     count = "1 output carries" if len(unmarked) == 1 else f"{len(unmarked):,} outputs carry"
-    return (
-        f"{count} no lineage ({', '.join(places)}{more}): {who}; whether they are strangers is "
-        "not decided"
-    )
+    return f"{count} no lineage ({', '.join(places)}{more}): {who}; whether they are strangers is not decided"
 
 
 def _readable_ends(

@@ -18,6 +18,7 @@ from eos.errors import (
     PoisonRecord,
     classify,
     describe_error,
+    no_broker,
     rebalanced,
     stop_error,
 )
@@ -260,3 +261,10 @@ def test_what_a_session_found_itself_of_a_rebalance_is_told_as_it_stands() -> No
     assert rebalanced(CallFailed("send_offsets", Action.ABORT, RuntimeError(sentence))) == sentence
     assert rebalanced(CallFailed("abort", Action.ABORT, RuntimeError("asked by the application"))) == ""
     assert rebalanced(CallFailed("send_offsets", Action.REBUILD, RuntimeError("it hung"))) == ""
+
+
+@pytest.mark.parametrize(
+    ("servers", "here"), [("localhost:1", True), ("a:1, [::1]:2", True), ("kafka.example:9092", False)]
+)
+def test_only_a_broker_of_this_machine_can_be_started_here(servers: str, here: bool) -> None:
+    assert ("eos broker start" in no_broker(servers)) == here
