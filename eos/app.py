@@ -310,6 +310,7 @@ class App:
 
         def register(function: Function) -> Function:
             annotation = _annotation(function, Record if decode is None else object, sys._getframe(1))
+            _check_destination(function, destinations)
             coders = (checked_decoder(decode, annotation), checked_encoder(encode))
             self._add(Route(function, annotation, sources, destinations, False, policy, *coders))
             return function
@@ -334,6 +335,7 @@ class App:
 
         def register(function: BatchFunction) -> BatchFunction:
             annotation = _annotation(function, list[Record], sys._getframe(1))
+            _check_destination(function, destinations)
             self._add(Route(function, annotation, sources, destinations, True, policy, None, checked_encoder(encode)))
             return function
 
@@ -464,6 +466,37 @@ def _annotation(function: Callable[..., object], default: object, frame: types.F
     if not callable(function):
         raise ConfigurationError(f"{function!r} is not a function")
     return parameter_annotation(function, default, frame)
+
+
+# Return annotations of a function that need not send anything, evaluated or as text.
+_MAY_SEND_NOTHING: Final = (inspect.Signature.empty, None, types.NoneType, Any, object, typing.NoReturn, typing.Never)
+_MAY_SEND_NOTHING_NAMES: Final = frozenset({"", "None", "Any", "object", "NoReturn", "Never"})
+
+
+def _check_destination(function: Callable[..., object], destinations: Sequence[str]) -> None:
+    """Refuses a function whose annotation says that it has something to send and that may send nowhere; without an
+    annotation only its first output tells."""
+    returned = inspect.signature(function).return_annotation
+    if destinations or _may_send_nothing(returned):
+        return
+    told = returned.strip("'\"") if isinstance(returned, str) else annotation_name(returned)
+    raise ConfigurationError(
+        f"{function_name(function)} returns {told} by its annotation, but has no destination: name one with "
+        'to="topic", or annotate -> None if it sends nothing'
+    )
+
+
+def _may_send_nothing(annotation: object) -> bool:
+    """Text is looked at as it is: what it names may be imported for type checkers only."""
+    if isinstance(annotation, str):
+        text = annotation.strip("'\" ")
+        if generic := re.fullmatch(r"[\w.]+\[(.*)\]", text):  # Iterator[None]
+            return _may_send_nothing(generic[1].partition(",")[0])
+        return text.rpartition(".")[2] in _MAY_SEND_NOTHING_NAMES
+    origin = typing.get_origin(annotation)
+    if isinstance(origin, type) and issubclass(origin, Iterable | collections.abc.AsyncIterable):
+        return bool(args := typing.get_args(annotation)) and _may_send_nothing(args[0])
+    return isinstance(annotation, TypeVar) or any(annotation is one for one in _MAY_SEND_NOTHING)
 
 
 def _is_async(function: Callable[..., object]) -> bool:
