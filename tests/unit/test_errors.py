@@ -8,6 +8,7 @@ from typing import NamedTuple, get_args
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
+import eos
 from eos import errors
 from eos.error_table import TABLE
 from eos.errors import (
@@ -268,3 +269,13 @@ def test_what_a_session_found_itself_of_a_rebalance_is_told_as_it_stands() -> No
 )
 def test_only_a_broker_of_this_machine_can_be_started_here(servers: str, here: bool) -> None:
     assert ("eos broker start" in no_broker(servers)) == here
+
+
+def test_every_error_that_a_program_of_ones_own_may_catch_is_in_the_package() -> None:
+    """All but those of the command line."""
+    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, EosError)}
+    public = {kind for kind in kinds if not issubclass(kind, errors.UsageError)}
+    assert len(public) >= 10
+    for kind in public:
+        assert getattr(eos, kind.__name__) is kind
+        assert kind.__name__ in eos.__all__
