@@ -86,7 +86,8 @@ def _tell_versions(asked: bool) -> None:
     from eos import hotloop
 
     told = ", ".join(f"{name} {metadata.version(name)}" for name in ("eos-kafka", "confluent-kafka", "kafka-python"))
-    loop = "compiled" if hotloop.COMPILED else "in Python"
+    stale = f" ({hotloop.STALE})" if hotloop.STALE else ""
+    loop = "compiled" if hotloop.COMPILED else f"in Python{stale}"
     print(f"{told}, librdkafka {libversion()[0]}, hot loop {loop}")
     raise typer.Exit
 
