@@ -420,10 +420,15 @@ def _written(routes: Mapping[str, Route], functions: Iterable[Route]) -> set[str
 # ----------------------------------------------------------------------------------------- checks of a definition
 
 
+def is_topic_name(name: object) -> bool:
+    """Kafka's rule for topics (org.apache.kafka.common.internals.Topic)."""
+    return isinstance(name, str) and bool(re.fullmatch(r"[A-Za-z0-9._-]{1,249}", name)) and name not in (".", "..")
+
+
 def _check_name(name: object, what: str) -> None:
-    # Kafka's rule for topics (org.apache.kafka.common.internals.Topic). Group ids may be anything, but an id that
-    # keeps to it is legal in file names, metrics, ACL prefixes and in `<topic>.dlq` alike.
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9._-]{1,249}", name) or name in (".", ".."):
+    # Group ids may be anything, but an id that keeps to the rule for topics is legal in file names, metrics, ACL
+    # prefixes and in `<topic>.dlq` alike.
+    if not is_topic_name(name):
         raise ConfigurationError(
             f"{what} must be 1 to 249 letters, digits, '.', '_' or '-' (and not '.' or '..'), not {name!r}"
         )

@@ -22,6 +22,7 @@ from eos.hooks import HookFailed
 # In the order of the help. A command is the function of its name in its module, a group the module's `app`.
 COMMANDS = {
     "broker": "A real Kafka in a local JVM.",
+    "topic": "Topics of any cluster: list, create, read and write them.",
     "txn": "Transactions of the cluster: list, describe, find hanging ones, abort.",
     "run": "Run an App: consume, transform, produce, exactly once.",
     "config": "Every setting: its value, where it comes from, what it means.",
@@ -32,7 +33,7 @@ COMMANDS = {
     "verify": "Does each committed input have exactly its outputs? Reads a live cluster.",
     "demo": "Kill workers on real data and prove that nothing was lost or doubled.",
 }
-GROUPS = ("broker", "txn", "spark")
+GROUPS = ("broker", "topic", "txn", "spark")
 
 
 def program(arguments: Sequence[str]) -> Any:
