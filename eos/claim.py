@@ -23,6 +23,10 @@ T = TypeVar("T")
 
 _PAUSE_S = 0.5
 _LOG_INTERVAL_S = 10.0
+_EACH_ITS_OWN = (
+    "if several were to run at once, give each its own transactional.id (eos run: --workers N starts several, or each "
+    "gets its own --instance)"
+)
 
 
 class Claim:
@@ -49,7 +53,7 @@ class Claim:
         if self._unlearnt is not None:
             self._settle(*self._unlearnt)
         if self._lost is not None:
-            raise Fenced(self._lost)
+            raise Fenced(self._lost, remedy=_EACH_ITS_OWN)
 
     def replace(self, producer: TransactionalProducer, reason: str) -> None:
         """The producer's replacement; Fenced instead when a newer instance has its id, unknown to us until now."""
@@ -111,7 +115,7 @@ class Claim:
             self._lost = self._lost_to(producer, reason, answer)
         self._unlearnt = None
         if self._lost is not None:
-            raise Fenced(self._lost)
+            raise Fenced(self._lost, remedy=_EACH_ITS_OWN)
         if answer is not None:
             self._left_at[producer.transactional_id] = Identity(answer.producer_id, answer.epoch)
         return owner

@@ -125,8 +125,9 @@ def markdown() -> str:
             "in force and where each comes from.",
             "",
             "`eos.toml` < environment (`KAFKA_BOOTSTRAP_SERVERS`, `EOS_TRANSACTION_INTERVAL_MS` for "
-            "`eos.transaction.interval.ms`) < flags (`--bootstrap-servers`, `-X name=value`). Names of Kafka's clients "
-            "pass verbatim to confluent-kafka; an unknown name is refused, with the nearest one.",
+            "`eos.transaction.interval.ms`) < flags (`--bootstrap-servers`, `-X name=value`), or what code gives "
+            "`TransactSession` and `eos.transaction` by name. Names of Kafka's clients pass verbatim to "
+            "confluent-kafka; an unknown name is refused, with the nearest one.",
             "",
             "## Ours",
             "",

@@ -35,6 +35,7 @@ from eos.errors import (
     Unavailable,
     classify,
     describe_error,
+    no_broker,
     stop_error,
 )
 from eos.lineage import Ledger
@@ -719,7 +720,8 @@ def _missing(client: Any, servers: str, topics: Iterable[str], deadline: float) 
         action = classify("consume", error.args[0])
         if action is Action.UNAUTHORISED:
             raise stop_error(CallFailed("consume", action, error)) from error
-        raise Unavailable(f"{servers} cannot be reached: {describe_error(error)}") from error
+        sentence = f"{servers} cannot be reached: {describe_error(error)}"
+        raise Unavailable(sentence, remedy=no_broker(servers)) from error
     for topic in topics:
         if topic not in known or known[topic].error is not None:
             detail = f" ({known[topic].error.str()})" if topic in known and known[topic].error else ""

@@ -32,7 +32,7 @@ from eos.errors import (
 from eos.ownership import Described, Owner
 from eos.producer import TransactionalProducer
 from eos.serde import encode, encode_key
-from eos.settings import Settings
+from eos.settings import Settings, settings_of
 from eos.states import OPEN, State
 
 _IDLE_POLL_S = 0.5
@@ -109,7 +109,7 @@ class Transactions:
     """A started transactional producer: `with transactions.begin() as txn:` as often as needed."""
 
     def __init__(self, settings: Settings | Mapping[str, Any]) -> None:
-        self.settings = settings if isinstance(settings, Settings) else Settings(settings)
+        self.settings = settings_of(settings)
         if not self.settings.get("transactional.id"):
             raise ConfigurationError("transactional.id must be set for a transaction")
         self._producer = TransactionalProducer(self.settings, self.settings["transactional.id"], reports=True)
@@ -220,7 +220,8 @@ def _lost_to(producer: TransactionalProducer, reason: str, answer: Described | N
 
 @contextlib.contextmanager
 def transaction(settings: Settings | Mapping[str, Any]) -> Iterator[PlainTransaction]:
-    """One transaction without an input, from start to end; `transactional.id` must be set.
+    """One transaction without an input, from start to end; `transactional.id` must be set. A mapping is completed by
+    the environment and eos.toml, as the flags of a command are; Settings are taken as they are.
 
     For many transactions keep the producer: `with Transactions(settings) as p: with p.begin() as txn: ...`.
     """

@@ -30,6 +30,7 @@ from eos.errors import (
     Unavailable,
     classify,
     describe_error,
+    no_broker,
     stop_error,
 )
 from eos.evidence import RetryEvidence, decode_statistics
@@ -209,9 +210,11 @@ class TransactionalProducer:
         except CallFailed as failure:
             _retire(client)
             if failure.action in (Action.RETRY, Action.REBUILD, Action.ABORT, Action.SETTLE):
+                servers = self._settings.bootstrap_servers
                 raise Unavailable(
-                    f"{transactional_id} could not be initialised at {self._settings.bootstrap_servers}: {failure} (a "
-                    "transaction.state.log.replication.factor above the number of brokers also shows like this)"
+                    f"{transactional_id} could not be initialised at {servers}: {failure} (a "
+                    "transaction.state.log.replication.factor above the number of brokers also shows like this)",
+                    remedy=no_broker(servers),
                 ) from failure
             # Of its two ids this one, which `_fail` cannot know.
             right = denied(failure.error, transactional_id=transactional_id)

@@ -42,6 +42,7 @@ from eos.errors import (
     IllegalState,
     PoisonRecord,
     Temporary,
+    rebalanced,
     stop_error,
 )
 from eos.lineage import Ledger
@@ -51,7 +52,7 @@ from eos.ownership import Described
 from eos.positions import Positions
 from eos.positions import TopicPartition as Partition
 from eos.producer import ALWAYS, TransactionalProducer
-from eos.settings import Settings, alternate_of
+from eos.settings import Settings, alternate_of, settings_of
 from eos.states import OPEN
 from eos.watchdog import Job, Watchdog
 
@@ -68,6 +69,7 @@ _AHEAD_BEHIND = 2_000
 _AHEAD, _AHEAD_BYTES = 20_000, 4 << 20
 _BACKLOG_PAUSE_S = 0.005  # how long an open transaction waits for the next record before it ends early
 MOST_REBUILDS = 5  # without a commit in between; then a supervisor's back-off is the better place to wait
+_ABORTS_TO_WARN_OF = 3  # in a row, by rebalances: one or two are what a member that comes or goes costs
 OLD_TRANSACTIONS = 2  # transaction.version below it: a replaced producer needs another transactional.id
 
 
@@ -217,9 +219,10 @@ class TransactSession:
     `txn.commit()` first to keep the work). A transaction that had to be aborted (a rebalance, a lost broker, ...) is
     not reported: its records are handed out again, in the same order. Raises EosError's subclasses (see eos.errors).
 
-    Settings: Kafka's and `eos.*` names (eos.settings); `group.id` and `transactional.id` must be set, `topics` may
-    come from `eos.input.topics`. With `until_end` the loop ends when the whole group has handled what was readable at
-    the start. One session belongs to one thread.
+    Settings: Kafka's and `eos.*` names (eos.settings); a mapping is completed by the environment and eos.toml, as the
+    flags of a command are. `group.id` and `transactional.id` must be set, `topics` may come from `eos.input.topics`.
+    With `until_end` the loop ends when the whole group has handled what was readable at the start. One session belongs
+    to one thread.
     """
 
     def __init__(
@@ -234,7 +237,7 @@ class TransactSession:
     ) -> None:
         """`new_topics`: asked when no transaction is open, for names to read from then on as well. Such a session is
         made before its `topics` are known, and they are set before its start."""
-        self.settings = settings if isinstance(settings, Settings) else Settings(settings)
+        self.settings = settings_of(settings)
         named = [t.strip() for t in self.settings["eos.input.topics"].split(",") if t.strip()]
         self.topics = list(topics) if topics is not None else named
         self.destinations = list(destinations)
@@ -820,7 +823,13 @@ class TransactSession:
         add(self.counters.aborts_by_cause, _cause(failure))
         # The group or the cluster needs a moment; without a pause this would spin through aborts.
         self._pause_until = time.monotonic() + min(5.0, 0.05 * 2 ** min(self._aborts_in_a_row, 7))
-        log.warning("transaction aborted", reason=str(failure), **self.producer.who())
+        rebalance = rebalanced(failure)
+        if rebalance:
+            log.debug("refused", error=str(failure), group=self.group)
+        usual = rebalance and self._aborts_in_a_row < _ABORTS_TO_WARN_OF
+        (log.info if usual else log.warning)(
+            "transaction aborted", reason=rebalance or str(failure), **self.producer.who()
+        )
 
     def _abort_poisoned(self, failure: CallFailed) -> None:
         """A record is refused for good. It is known, or alone in its transaction; else smaller transactions find it."""

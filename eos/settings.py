@@ -4,7 +4,8 @@ Owns the names, the defaults and the refusals. Kafka's dotted names pass verbati
 that begin with `eos.` are ours. A setting that contradicts exactly-once is refused with its reason (exit 78),
 never silently overwritten. This module must never talk to Kafka.
 
-Sources, weakest first: defaults < eos.toml < environment (KAFKA_BOOTSTRAP_SERVERS, EOS_…) < flags (-X name=value).
+Sources, weakest first: defaults < eos.toml < environment (KAFKA_BOOTSTRAP_SERVERS, EOS_…) < flags (-X name=value), or
+what code gives by name (`settings_of`).
 """
 
 from __future__ import annotations
@@ -346,6 +347,11 @@ def load(
     for _, given in sources(flags, environment, file):
         values |= given
     return Settings(values)
+
+
+def settings_of(given: Settings | Mapping[str, Any]) -> Settings:
+    """What a program's own code gives: Settings as they are, names and values as the strongest source of `load`."""
+    return given if isinstance(given, Settings) else load(given)
 
 
 def sources(

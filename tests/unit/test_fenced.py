@@ -81,7 +81,7 @@ def test_transactions_that_a_newer_instance_fenced_do_not_begin_again(
 ) -> None:
     transactions = Transactions(SETTINGS | {"eos.replace.producer": mode})
     asked = Asked(monkeypatch, transactions._producer, owner, call)
-    with pytest.raises(Fenced) as first, transactions.begin():
+    with pytest.raises(Fenced, match=r"--workers N .*--instance\)$") as first, transactions.begin():
         pass
     asked.replacements.clear()  # `always` replaces before each
     for _ in range(2):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from confluent_kafka import Consumer, Producer
 
 from eos.errors import ConfigurationError
+from eos.plain import Transactions
+from eos.session import TransactSession
 from eos.settings import NOT_FOR_USERS, OPTIONS, REFUSALS, Settings, load, member_of, parse_flag
 
 
@@ -233,6 +236,34 @@ def test_a_file_that_was_named_must_exist_and_the_usual_one_need_not(
         load({}, {}, tmp_path / "other.toml")
     toml(tmp_path, "linger.ms = 7")
     assert load({}, {})["linger.ms"] == 7
+
+
+def own_loop(given: Any) -> Settings:
+    return TransactSession(given, ["in"]).settings
+
+
+def without_input(given: Any) -> Settings:
+    return Transactions(given).settings
+
+
+@pytest.mark.parametrize("made", [own_loop, without_input])
+def test_what_code_gives_by_name_is_completed_by_the_environment_and_the_file_and_is_stronger(
+    made: Callable[[Any], Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    toml(tmp_path, '"bootstrap.servers" = "file:1"\n"linger.ms" = 7\n"metadata.broker.list" = "file:2"\n')
+    monkeypatch.delenv("KAFKA_BOOTSTRAP_SERVERS", raising=False)
+    given = {"group.id": "g", "transactional.id": "t"}
+    assert made(given).bootstrap_servers == "file:2"
+    assert made(given)["linger.ms"] == 7
+    monkeypatch.setenv("KAFKA_BOOTSTRAP_SERVERS", "env:1")
+    monkeypatch.setenv("EOS_TRANSACTION_INTERVAL_MS", "250")
+    assert made(given).bootstrap_servers == "env:1"
+    assert made(given)["eos.transaction.interval.ms"] == 250
+    assert made(given | {"bootstrap.servers": "code:1"}).bootstrap_servers == "code:1"
+    assert made(given | {"metadata.broker.list": "code:2"}).bootstrap_servers == "code:2"
+    settings = Settings(given | {"bootstrap.servers": "mine:1"})
+    assert made(settings) is settings
 
 
 def test_a_refusal_holds_for_every_source(tmp_path: Path) -> None:
