@@ -191,7 +191,7 @@ class Route:
     ) -> None:
         self.function, self.annotation, self.name = function, annotation, function_name(function)
         self.sources, self.destinations, self.batch, self.on_error = sources, destinations, batch, on_error
-        self.decode, self.encode, self.concurrent = decode, encode, _is_async(function)
+        self.decode, self.encode, self.concurrent = decode, encode, is_async(function)
         # An encoder of the user's own is a part of the function: the way of all others stays as short as it is.
         finish = None if encode is None else functools.partial(_encoded, encode)
         if batch:
@@ -473,7 +473,8 @@ def _annotation(function: Callable[..., object], default: object, frame: types.F
     return parameter_annotation(function, default, frame)
 
 
-def _is_async(function: Callable[..., object]) -> bool:
+def is_async(function: Callable[..., object]) -> bool:
+    """Whether calling it gives a coroutine or an async generator."""
     below = underlying(function)
     return inspect.iscoroutinefunction(below) or inspect.isasyncgenfunction(below)
 
