@@ -54,8 +54,9 @@ def check() -> None:
     except RuntimeError:
         return
     raise ConfigurationError(
-        "async def functions cannot run here, because an event loop runs in this thread already (as in a notebook or an "
-        "async test): give the App a thread of its own, as in `await asyncio.to_thread(eos.testing.run, app, records)`"
+        "async def functions cannot run here, because an event loop runs in this thread already (as in a notebook "
+        "or an async test)",
+        remedy="give the App a thread of its own: `await asyncio.to_thread(eos.testing.run, app, records)`",
     )
 
 

@@ -29,8 +29,8 @@ class Hooks:
         self._started = self._abandoned = False
 
     def start(self) -> None:
-        """Runs the start hooks in order. Raises HookFailed at the first that raises, ConfigurationError before the first
-        where coroutines of the App could not be run."""
+        """Runs the start hooks in order. Raises HookFailed at the first that raises, and before the first
+        ConfigurationError where coroutines of the App could not be run."""
         hooks = [*self._app.start_hooks, *self._app.stop_hooks]
         if any(route.concurrent for route in self._app.functions) or any(map(is_async, hooks)):
             concurrent.check()

@@ -234,7 +234,7 @@ def test_what_a_signal_raises_comes_out_of_running_coroutines(busy: bool) -> Non
         concurrent.close()
 
 
-# ---- where no loop can run ---------------------------------------------------------------------------------------------
+# ---- where no loop can run -------------------------------------------------------------------------------------------
 
 
 async def passes(value: bytes) -> bytes:
@@ -288,7 +288,8 @@ def test_the_way_that_the_refusal_names_works() -> None:
 
 def test_a_worker_is_refused_before_it_reaches_for_its_cluster() -> None:
     async def notebook() -> None:
-        Worker(an_app(), Settings({"bootstrap.servers": "127.0.0.1:1", "eos.startup.timeout.ms": 1_000})).run()
+        settings = {"bootstrap.servers": "127.0.0.1:1", "eos.startup.timeout.ms": 1_000}
+        Worker(an_app(), Settings(settings)).run()
 
     with pytest.raises(ConfigurationError, match="event loop"):
         asyncio.run(notebook())
