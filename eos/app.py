@@ -26,6 +26,7 @@ import msgspec
 
 from eos import concurrent, hotloop
 from eos.errors import ConfigurationError, IllegalState
+from eos.hints import Hints
 from eos.hotloop.python import END_OF_TIME
 from eos.policies import DEAD_LETTER_SUFFIX, Policy, dead_letter_topic, policy_of, stop
 from eos.serde import (
@@ -119,6 +120,8 @@ class Record(msgspec.Struct, frozen=True, gc=False):
 
 # See Route.feed.
 Feed = Callable[[list[Record], Produce, Refused], Fed]
+# Whatever a function of one record returned as what to send.
+Normalise = Callable[["Record", object], Sequence[Send]]
 # See Route.each.
 Each = Callable[[list[Record]], Iterator[Sequence[Send]]]
 
@@ -188,7 +191,7 @@ class Route:
     ) -> None:
         self.function, self.annotation, self.name = function, annotation, function_name(function)
         self.sources, self.destinations, self.batch, self.on_error = sources, destinations, batch, on_error
-        self.decode, self.encode, self.concurrent = decode, encode, _is_async(function)
+        self.decode, self.encode, self.concurrent = decode, encode, is_async(function)
         # An encoder of the user's own is a part of the function: the way of all others stays as short as it is.
         finish = None if encode is None else functools.partial(_encoded, encode)
         if batch:
@@ -200,12 +203,13 @@ class Route:
             self.each = _one_by_one(self.outputs)
             return
         decoded = _record_decoder(annotation, self.name, decode)
+        normalise = _normaliser(self.name, destinations, Hints(function))
         if self.concurrent:
-            self.outputs, self.each = _compile_concurrent(function, decoded, finish, self.name, destinations)
+            self.outputs, self.each = _compile_concurrent(function, decoded, finish, normalise)
             self.feed = feed_each(self.each)
         else:
             run = function if finish is None else lambda given: finish(function(given))
-            self.outputs, self.feed = _compile_single(run, decoded, self.name, destinations)
+            self.outputs, self.feed = _compile_single(run, decoded, normalise, destinations)
             self.each = _one_by_one(self.outputs)
         # No loop in its place: an error out of it could not say which record it is about.
         self.outputs_batch = functools.partial(_not_a_batch_route, self.name)
@@ -297,6 +301,9 @@ class App:
         """Decorate a function that gets one record of `topics` (what of it: by its annotation) and returns None, a
         value, an Out, or a list, tuple or generator of those. The first of `to` is where values go. The function
         stays as it is.
+
+        None is no output, so `return record.value` drops tombstones; `return record.out(record.value)` or `Out(value)`
+        passes them on. Each item of a tuple is a record of its own: one with a key is `Out(value, key=key)`.
 
         A topic that begins with `^` is a pattern: a regular expression of Python's `re` that must match the whole name.
         Topics that match are read, those too that come while a worker runs.
@@ -504,7 +511,8 @@ def _may_send_nothing(annotation: object) -> bool:
     return isinstance(annotation, TypeVar) or any(annotation is one for one in _MAY_SEND_NOTHING)
 
 
-def _is_async(function: Callable[..., object]) -> bool:
+def is_async(function: Callable[..., object]) -> bool:
+    """Whether calling it gives a coroutine or an async generator."""
     below = underlying(function)
     return inspect.iscoroutinefunction(below) or inspect.isasyncgenfunction(below)
 
@@ -561,10 +569,9 @@ _HOLDS_SEVERAL: Final = _HoldsSeveral()
 
 
 def _compile_single(
-    function: Callable[[Any], Any], decode: Decode | None, name: str, destinations: tuple[str, ...]
+    function: Callable[[Any], Any], decode: Decode | None, normalise: Normalise, destinations: tuple[str, ...]
 ) -> tuple[Callable[[Record], Sequence[Send]], Feed]:
     """`outputs` and `feed` of a function of one record."""
-    normalise = _normaliser(name, destinations)
     # Bytes are a function's usual result by far; without a destination no result is usual.
     topic = destinations[0] if destinations else None
 
@@ -629,11 +636,9 @@ def _compile_concurrent(
     function: Callable[[Any], Any],
     decode: Decode | None,
     finish: Callable[[Any], Any] | None,
-    name: str,
-    destinations: tuple[str, ...],
+    normalise: Normalise,
 ) -> tuple[Callable[[Record], Sequence[Send]], Each]:
     """`outputs` and `each` of an `async def` of one record."""
-    normalise = _normaliser(name, destinations)
     several = inspect.isasyncgenfunction(underlying(function))
     # What was made of records behind one that failed, with those records: they come again when it is dealt with, and
     # a function's effects elsewhere should not happen twice for that. Held, so that no id is used anew meanwhile.
@@ -688,7 +693,7 @@ def _encoded(encode: Encode, result: Any) -> Any:
     return [one(item) for item in result] if _HOLDS_SEVERAL[type(result)] else one(result)
 
 
-def _normaliser(name: str, destinations: tuple[str, ...]) -> Callable[[Record, object], Sequence[Send]]:
+def _normaliser(name: str, destinations: tuple[str, ...], hints: Hints) -> Normalise:
     """Whatever a function of one record returned -> Sends."""
     convert = _out_converter(name, destinations)
     topic = destinations[0] if destinations else None
@@ -704,14 +709,26 @@ def _normaliser(name: str, destinations: tuple[str, ...]) -> Callable[[Record, o
 
     def normalise(record: Record, result: object) -> Sequence[Send]:
         if result is None:
+            if record.value is None and destinations:
+                hints.tombstone(record)
             return ()
-        if _HOLDS_SEVERAL[type(result)]:
-            # A list, not a generator: everything or nothing, also when the user's generator raises half way.
-            items: Any = result
-            return [one(record, item) for item in items if item is not None]
-        return (one(record, result),)
+        if not _HOLDS_SEVERAL[type(result)]:
+            return (one(record, result),)
+        # A list, not a generator: everything or nothing, also when the user's generator raises half way.
+        items: list[Any] = result if type(result) is list else list(cast("Iterable[Any]", result))
+        if type(result) is tuple and _looks_like_a_pair(items):
+            hints.pair(record)
+        sends = [one(record, item) for item in items if item is not None]
+        if record.value is None and len(sends) < len(items):
+            hints.tombstone(record)
+        return sends
 
     return normalise
+
+
+def _looks_like_a_pair(items: list[Any]) -> bool:
+    """Of a key and a value, as other libraries return them."""
+    return len(items) == 2 and isinstance(items[0], (str, bytes)) and type(items[1]) is not Out
 
 
 def _compile_batch(

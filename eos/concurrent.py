@@ -12,6 +12,8 @@ import threading
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
+from eos.errors import ConfigurationError, EosError, IllegalState, Temporary
+
 Outcome = Any  # what a coroutine returned, or the Exception it raised
 
 
@@ -27,18 +29,47 @@ def run_all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Outcome]:
     """Runs all at once; what each returned or which Exception it raised, in their order.
 
     Raises what is no Exception (a signal's): the others are then left as they are, and `abandon()` must come next.
+    Raises an EosError where they could not be run: that is about this thread, never about what they were given.
     """
-    runner = _here.runner
-    if runner is None:
-        runner = _here.runner = asyncio.Runner()
-        runner.get_loop().set_exception_handler(_on_exception)
+    given = list(coroutines)
     try:
-        return runner.run(_gather(list(coroutines)))
-    except RuntimeError:
+        runner = _running()
+    except EosError:
+        for coroutine in given:
+            coroutine.close()
+        raise
+    try:
+        return runner.run(_gather(given))
+    except RuntimeError as error:
         fatal, _here.fatal = _here.fatal, None
         if fatal is None:
-            raise
+            raise IllegalState(f"the event loop of async functions does not run any more: {error}") from error
         raise fatal from None
+
+
+def check() -> None:
+    """Raises ConfigurationError in a thread whose event loop runs: no second one can run in it."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise ConfigurationError(
+        "async def functions cannot run here, because an event loop runs in this thread already (as in a notebook "
+        "or an async test)",
+        remedy="give the App a thread of its own: `await asyncio.to_thread(eos.testing.run, app, records)`",
+    )
+
+
+def _running() -> asyncio.Runner:
+    check()
+    if _here.runner is None:
+        runner = asyncio.Runner()
+        try:
+            runner.get_loop().set_exception_handler(_on_exception)
+        except OSError as error:  # no file is left for its selector
+            raise Temporary(f"no event loop for async functions can be made: {error}") from error
+        _here.runner = runner
+    return _here.runner
 
 
 def run_one(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -52,7 +83,7 @@ def run_one(coroutine: Coroutine[Any, Any, Any]) -> Any:
 def close() -> None:
     """Cancels what still runs on this thread's loop, and ends it."""
     runner, _here.runner = _here.runner, None
-    if runner is not None:
+    if runner is not None and not runner.get_loop().is_closed():  # a function's own act
         runner.close()
 
 

@@ -113,10 +113,19 @@ class Handler:
         self._special: dict[Place, Exception | None] = {}
         self._dead: set[Place] = set()  # whose dead letters the last call of `handle` sent
         self._told = _Told()
-        self.room_s = 0.0
-        """Seconds spent in feeds that waited for room in the client's queue."""
+        self._room_s = 0.0  # spent in feeds that waited for room in the client's queue
+        # When the first output of the open transaction was sent, at the earliest; and _room_s then.
+        self._sending: tuple[float, float] | None = None
         self.longest: Took | None = None
         """What took longest since `begin`."""
+
+    def open_s(self, now: float) -> float:
+        """For how long the broker may know of the open transaction, at the most and without the waits for room: its
+        clock begins with the first output. 0 while there is none."""
+        if self._sending is None:
+            return 0.0
+        since, room_s = self._sending
+        return now - since - (self._room_s - room_s)
 
     def _feed_of(self, each: Each) -> Feed:
         return feed_each(each) if self._ledger is None else feed_with_lineage(each, self._ledger)
@@ -130,11 +139,16 @@ class Handler:
                 try:
                     return refused(error, send)
                 finally:
-                    self.room_s += time.monotonic() - began
+                    self._room_s += time.monotonic() - began
 
-            began = time.monotonic()
+            began, room_s = time.monotonic(), self._room_s
             fed = feed(records, produce, timed)
-            seconds = time.monotonic() - began
+            ended = time.monotonic()
+            seconds = ended - began
+            if self._sending is None and fed.sent:
+                # What is one call has sent nothing before its end.
+                single = route.batch or route.concurrent or len(records) == 1
+                self._sending = (ended, self._room_s) if single else (began, room_s)
             if self.longest is None or seconds > self.longest.seconds:
                 self.longest = Took(route, records, seconds)
             failure = fed.error
@@ -149,7 +163,7 @@ class Handler:
 
     def begin(self, owned: Collection[Partition], committed: Mapping[Partition, int]) -> None:
         """A transaction begins: what is known of records that are committed, or another member's now, is dropped."""
-        self.longest = None
+        self.longest = self._sending = None
         if self._special or self._failures:
             self._special = {p: error for p, error in self._special.items() if _is_due(p, owned, committed)}
             self._failures = {p: times for p, times in self._failures.items() if _is_due(p, owned, committed)}
@@ -268,6 +282,15 @@ def by_route(app: App, records: list[Record]) -> Iterator[tuple[Route, list[Reco
         yield current, run
 
 
+def spans_of(records: list[Record]) -> dict[Partition, tuple[int, int]]:
+    """First and last offset of each partition."""
+    spans: dict[Partition, tuple[int, int]] = {}
+    for record in records:
+        first, _ = spans.get((record.topic, record.partition), (record.offset, 0))
+        spans[record.topic, record.partition] = (first, record.offset)
+    return spans
+
+
 def _poison(route: Route, record: Record, error: Exception) -> PoisonRecord:
     where = f"{record.topic} [{record.partition}] offset {record.offset}"
     sentence = f"{route.name} failed on {where}: {type(error).__name__}: {message_of(error)}"
@@ -276,11 +299,8 @@ def _poison(route: Route, record: Record, error: Exception) -> PoisonRecord:
 
 def _poison_batch(route: Route, records: list[Record], error: Exception) -> PoisonRecord:
     """A batch function fails for a range: policy stop does not run it again to find which record it was."""
-    spans: dict[Partition, tuple[int, int]] = {}
-    for record in records:
-        first, _ = spans.get((record.topic, record.partition), (record.offset, 0))
-        spans[record.topic, record.partition] = (first, record.offset)
-    where = ", ".join(f"{t} [{p}] offsets {first} to {last}" for (t, p), (first, last) in spans.items())
+    spans = spans_of(records).items()
+    where = ", ".join(f"{topic} [{partition}] offsets {first} to {last}" for (topic, partition), (first, last) in spans)
     sentence = (
         f"{route.name} failed on one of {len(records)} records ({where}): {type(error).__name__}: {message_of(error)}"
     )

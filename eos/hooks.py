@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from eos import concurrent, log
-from eos.app import App
+from eos.app import App, is_async
 from eos.errors import Temporary
 from eos.serde import function_name
 
@@ -29,7 +29,11 @@ class Hooks:
         self._started = self._abandoned = False
 
     def start(self) -> None:
-        """Runs the start hooks in order. Raises HookFailed at the first that raises."""
+        """Runs the start hooks in order. Raises HookFailed at the first that raises, and before the first
+        ConfigurationError where coroutines of the App could not be run."""
+        hooks = [*self._app.start_hooks, *self._app.stop_hooks]
+        if any(route.concurrent for route in self._app.functions) or any(map(is_async, hooks)):
+            concurrent.check()
         for hook in self._app.start_hooks:
             _run("on_start", hook)
         self._started = True

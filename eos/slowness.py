@@ -1,9 +1,11 @@
 """A function that is slower than its transaction may last: one clear error instead of a loop of fencings.
 
-The broker ends a transaction that is open for longer than transaction.timeout.ms, and the group gives a member up that
-has not polled for max.poll.interval.ms; in both cases the work is lost and its records come again. Once may have been
-the machine or a service that was away for a moment: it is logged, and the session recovers. When a record is met that
-was among those of such an attempt, and it was too slow again, going on would be a loop.
+The broker ends a transaction whose first record it saw longer ago than transaction.timeout.ms, and the group gives a
+member up that has not polled for max.poll.interval.ms; in both cases the work is lost and its records come again. What
+was handled before anything was sent costs a transaction nothing, and brokers look at their clocks only now and then: so
+a call over a limit is a suspicion, told as one, until the next transactions begin. Those show whether it was lost. Once
+may have been the machine or a service that was away for a moment: the session recovers. When a record is met that was
+among those of such a loss, and it was too slow and lost again, going on would be a loop.
 
 Owns the judgement only; it must never measure, and never touch a transaction.
 """
@@ -11,13 +13,34 @@ Owns the judgement only; it must never measure, and never touch a transaction.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from eos import log
 from eos.app import Record, Route
 from eos.errors import ConfigurationError
+from eos.handling import Partition, spans_of
 from eos.settings import Settings
 
 DEFAULT_MAX_POLL_INTERVAL_MS = 300_000  # librdkafka's
+# Of the transactions behind one: with two producers the next may begin while its commit is on its way.
+_BEGINS_UNTIL_KNOWN = 2
+
+
+@dataclass
+class _Attempt:
+    """A call over a limit whose transaction may be lost."""
+
+    sentence: str
+    who: Mapping[str, object]
+    spans: dict[Partition, tuple[int, int]]  # first and last offset of the records
+    losses: int  # of the session, when it happened
+    blamed: bool  # one function's call; else nobody's by itself
+    many: bool  # all of the records were one call
+    begins: int = 0  # of transactions since
+
+    @property
+    def alone(self) -> bool:
+        return self.blamed and all(first == last for first, last in self.spans.values()) and len(self.spans) == 1
 
 
 class Slowness:
@@ -27,15 +50,16 @@ class Slowness:
         self._transaction_ms = settings.transaction_timeout_ms
         self._poll_ms = int(settings.get("max.poll.interval.ms", DEFAULT_MAX_POLL_INTERVAL_MS))
         self._most = {"batch": settings["eos.batch.max.records"], "async": settings["eos.async.max.records"]}
-        self._slow: dict[tuple[str, int], int] = {}  # first record of each partition in a too slow attempt
-        self._one_by_one: dict[tuple[str, int], int] = {}  # up to these, records are to be run alone: which one is it?
+        self._suspects: dict[Partition, _Attempt] = {}  # the last of each partition whose outcome is not known
+        self._slow: dict[Partition, int] = {}  # first record of each partition in an attempt that was lost
+        self._one_by_one: dict[Partition, int] = {}  # up to these, records are to be run alone: which one is it?
 
     @property
     def one_by_one(self) -> bool:
         """Records that come now are to be run alone: one of them was too slow."""
         return bool(self._one_by_one)
 
-    def passed(self, record: Record, owned: Collection[tuple[str, int]]) -> None:
+    def passed(self, record: Record, owned: Collection[Partition]) -> None:
         """This record was run alone and in time; what the group took away will not come here."""
         place = record.topic, record.partition
         self._one_by_one = {
@@ -43,43 +67,70 @@ class Slowness:
         }
 
     def too_slow(self, open_s: float, took_s: float) -> bool:
-        """Whether a transaction that is open for `open_s` can still commit after a call that took `took_s`."""
+        """Whether a transaction may be lost whose first record was sent `open_s` ago, after a call of `took_s`."""
         return open_s * 1000 > self._transaction_ms or took_s * 1000 > self._poll_ms
 
-    def strike(
-        self, route: Route, records: list[Record], took_s: float, who: Mapping[str, object] | None = None
+    # ---- a call that was too slow -----------------------------------------------------------------------------------
+
+    def suspect(
+        self, route: Route, records: list[Record], took_s: float, losses: int, who: Mapping[str, object] | None = None
     ) -> None:
-        """These records took too long. Raises ConfigurationError when they did so before.
+        """These records of a function took too long. `losses`: how many transactions the session lost so far.
 
-        Many records of a function that takes one at a time are no proof: they come again one by one.
-        `who`: fields that say whose transaction is lost.
+        `who`: fields that say whose transaction it is.
         """
-        sentence = self._sentence(route, records, took_s)
-        if any(self._slow.get((record.topic, record.partition)) == record.offset for record in records):
-            raise ConfigurationError(sentence)
-        self._warn(sentence, who)
         many = route.batch or route.concurrent
-        if many or len(records) == 1:
-            for record in reversed(records):
-                self._slow[record.topic, record.partition] = record.offset
-        if not many:
-            self._run_alone(records)
+        self._note(_Attempt(self._sentence(route, records, took_s), who or {}, spans_of(records), losses, True, many))
 
-    def strike_nobody(
-        self, names: Sequence[str], records: list[Record], took_s: float, who: Mapping[str, object] | None = None
+    def suspect_nobody(
+        self,
+        names: Sequence[str],
+        records: list[Record],
+        took_s: float,
+        losses: int,
+        who: Mapping[str, object] | None = None,
     ) -> None:
         """These records of several functions took too long, and no call did so by itself: run alone they will tell."""
         limits, remedy = self._limits(took_s)
-        self._warn(f"{_took(', '.join(names), records, took_s)}, longer than {limits}: {remedy}", who)
-        self._run_alone(records)
+        sentence = f"{_took(', '.join(names), records, took_s)}, longer than {limits}: {remedy}"
+        self._note(_Attempt(sentence, who or {}, spans_of(records), losses, False, False))
 
-    def _warn(self, sentence: str, who: Mapping[str, object] | None) -> None:
-        log.warning("too slow: the transaction is lost, its records come again", why=sentence, **(who or {}))
+    def _note(self, attempt: _Attempt) -> None:
+        log.warning(
+            "too slow: the transaction may be lost, then its records come again", why=attempt.sentence, **attempt.who
+        )
+        self._suspects |= dict.fromkeys(attempt.spans, attempt)
 
-    def _run_alone(self, records: list[Record]) -> None:
-        for record in records:
-            place = record.topic, record.partition
-            self._one_by_one[place] = max(record.offset, self._one_by_one.get(place, 0))
+    # ---- what became of its transaction -----------------------------------------------------------------------------
+
+    def begin(self, committed: Mapping[Partition, int], losses: int) -> None:
+        """A transaction begins: which of the suspects were lost? `committed`: the next offset of each partition that is
+        owned, as far as its commit is done or on its way. Raises ConfigurationError at the second loss of a record."""
+        for attempt in {id(attempt): attempt for attempt in self._suspects.values()}.values():
+            attempt.begins += 1
+            owned = [p for p in attempt.spans if p in committed]  # another member will tell of its own
+            if losses > attempt.losses and any(committed[p] <= attempt.spans[p][0] for p in owned):
+                self._forget(attempt)
+                self._strike(attempt)
+            elif owned and attempt.begins >= _BEGINS_UNTIL_KNOWN:
+                self._forget(attempt)
+
+    def _forget(self, attempt: _Attempt) -> None:
+        self._suspects = {p: suspect for p, suspect in self._suspects.items() if suspect is not attempt}
+
+    def _strike(self, attempt: _Attempt) -> None:
+        """Many records of a function that takes one at a time are no proof: they come again one by one."""
+        spans = attempt.spans
+        if attempt.blamed and any(first <= self._slow.get(p, -1) <= last for p, (first, last) in spans.items()):
+            raise ConfigurationError(attempt.sentence)
+        log.warning("too slow: the transaction was lost, its records come again", why=attempt.sentence, **attempt.who)
+        if attempt.many or attempt.alone:
+            self._slow |= {p: first for p, (first, _) in spans.items()}
+        if not attempt.many:
+            for p, (_, last) in spans.items():
+                self._one_by_one[p] = max(last, self._one_by_one.get(p, 0))
+
+    # ---- sentences --------------------------------------------------------------------------------------------------
 
     def _sentence(self, route: Route, records: list[Record], took_s: float) -> str:
         limits, remedy = self._limits(took_s)

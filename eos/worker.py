@@ -145,12 +145,11 @@ class Worker:
 
     def _handle(self, txn: Transaction) -> Halt | None:
         """Handles records until the transaction's interval is over, or to where the handler stops."""
-        begun = time.monotonic()
-        if begun < self._not_before:
+        if time.monotonic() < self._not_before:
             self._wait_on()
             return None
         self._handler.begin(self.session.membership.owned, self.session.committed)
-        room_s = self._handler.room_s
+        self._slowness.begin(self.session.committed, self._losses)
         while True:
             batch = txn.take(self._slice_size())
             if not batch:
@@ -158,9 +157,9 @@ class Worker:
             began = time.monotonic()
             halt = self._handle_batch(txn, batch)
             ended = time.monotonic()
-            waited_s = self._handler.room_s - room_s
-            if self._slowness.too_slow(ended - begun - waited_s, ended - began):
-                self._strike(batch, ended - begun - waited_s, ended - began)
+            open_s = self._handler.open_s(ended)
+            if self._slowness.too_slow(open_s, ended - began):
+                self._suspect(batch, open_s, ended - began)
             elif self._slowness.one_by_one:
                 self._slowness.passed(batch[-1], self.session.membership.owned)
             if halt is not None:
@@ -172,16 +171,21 @@ class Worker:
         if not self.session.stop_requested:
             self.session.pause(self._not_before - time.monotonic())
 
-    def _strike(self, batch: list[Record], open_s: float, took_s: float) -> None:
+    @property
+    def _losses(self) -> int:
+        """How many transactions did not commit so far."""
+        return self.session.counters.aborts + self.session.counters.rebuilds
+
+    def _suspect(self, batch: list[Record], open_s: float, took_s: float) -> None:
         """Where a slice is several calls, the longest is to blame if it would have been too slow alone."""
-        who, longest = self.session.producer.who(), self._handler.longest
+        who, longest, losses = self.session.producer.who(), self._handler.longest, self._losses
         routes = {self.app.routes[record.topic] for record in batch}
         if self._single_route is not None or len(batch) == 1:
-            self._slowness.strike(routes.pop(), batch, took_s, who)
+            self._slowness.suspect(routes.pop(), batch, took_s, losses, who)
         elif longest and self._slowness.too_slow(open_s - took_s + longest.seconds, longest.seconds):
-            self._slowness.strike(longest.route, longest.records, longest.seconds, who)
+            self._slowness.suspect(longest.route, longest.records, longest.seconds, losses, who)
         else:
-            self._slowness.strike_nobody(sorted(route.name for route in routes), batch, took_s, who)
+            self._slowness.suspect_nobody(sorted(route.name for route in routes), batch, took_s, losses, who)
 
     def _slice_size(self) -> int:
         route = self._single_route

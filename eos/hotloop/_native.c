@@ -322,6 +322,14 @@ static int put_value(const Values *to, PyObject *record, PyObject *value) {
     return done;
 }
 
+static int is_tombstone(const Values *to, PyObject *record) {
+    PyObject *value = get(&to->value, record);
+    if (value == NULL) return -1;
+    int answer = value == Py_None;
+    Py_DECREF(value);
+    return answer;
+}
+
 /* How many outputs the record has led to; -1: raised. */
 static Py_ssize_t feed_value(const Values *to, PyObject *record) {
     PyObject *given = given_of(to, record);
@@ -330,9 +338,12 @@ static Py_ssize_t feed_value(const Values *to, PyObject *record) {
     Py_DECREF(given);
     if (result == NULL) return -1;
     Py_ssize_t sent = 0;
-    if (PyBytes_CheckExact(result) && to->topic != Py_None) {
+    int unusual = result == Py_None ? is_tombstone(to, record) : 1;
+    if (unusual < 0) {
+        sent = -1;
+    } else if (PyBytes_CheckExact(result) && to->topic != Py_None) {
         sent = put_value(to, record, result) < 0 ? -1 : 1;
-    } else if (result != Py_None) {
+    } else if (unusual) {
         PyObject *number = PyObject_CallFunctionObjArgs(to->other, record, result, NULL);
         sent = number == NULL ? -1 : PyLong_AsSsize_t(number);
         Py_XDECREF(number);

@@ -48,9 +48,9 @@ def feed_values(
 ) -> tuple[int, int, Exception | None]:
     """(outputs sent, records handled, what the next record failed of): a function of one record on many.
 
-    A result that is bytes is produced to `topic` with the record's key and timestamp, None is no output, and all else
-    is for `other`, which returns how many outputs it sent; with `topic` None so are bytes. `refused` gets what
-    `produce` raised, with the output.
+    A result that is bytes is produced to `topic` with the record's key and timestamp, None of a record that has a value
+    is no output, and all else is for `other`, which returns how many outputs it sent; with `topic` None so are bytes.
+    `refused` gets what `produce` raised, with the output.
     """
     sent = 0
     usual = _Nothing if topic is None else bytes
@@ -65,7 +65,7 @@ def feed_values(
                 except Exception as error:  # noqa: BLE001 - it decides
                     refused(error, (topic, result, record.key, -1, timestamp, None))
                 sent += 1
-            elif result is not None:
+            elif result is not None or record.value is None:
                 sent += other(record, result)
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything
         return sent, len(records) - operator.length_hint(coming) - 1, error

@@ -810,4 +810,6 @@ def test_app_and_serde_import_no_kafka_client_and_no_other_part_of_eos_than_erro
             elif isinstance(node, ast.Import):
                 imported.update(alias.name for alias in node.names)
     foreign = {name for name in imported if name.partition(".")[0] not in sys.stdlib_module_names}
-    assert foreign == {"msgspec", "eos", "eos.errors", "eos.hotloop.python", "eos.policies", "eos.serde"}
+    assert foreign == {
+        "msgspec", "eos", "eos.errors", "eos.hints", "eos.hotloop.python", "eos.policies", "eos.serde"
+    }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import threading
 import time
@@ -13,10 +14,12 @@ import pytest
 
 import eos
 import eos.testing
-from eos import App, Out, Record, concurrent, dlq, retry, skip
+from eos import App, Out, Record, Settings, concurrent, dlq, retry, skip
 from eos.app import Fed, Route, Send
-from eos.errors import PoisonRecord
+from eos.errors import ConfigurationError, IllegalState, PoisonRecord, Temporary
+from eos.handling import Halt, Handler, Kept
 from eos.lineage import HEADER, Ledger, decode, feed_with_lineage
+from eos.worker import Worker
 
 
 @pytest.fixture(autouse=True)
@@ -229,3 +232,111 @@ def test_what_a_signal_raises_comes_out_of_running_coroutines(busy: bool) -> Non
         timer.join()
         signal.signal(signal.SIGUSR1, before)
         concurrent.close()
+
+
+# ---- where no loop can run -------------------------------------------------------------------------------------------
+
+
+async def passes(value: bytes) -> bytes:
+    return value
+
+
+async def batch_passes(given: list[Record]) -> list[Out]:
+    return [record.out(record.value) for record in given]
+
+
+def an_app(batch: bool = False) -> App:
+    app = App("app")
+    if batch:
+        app.process_batch("in", to="out", on_error=skip)(batch_passes)
+    else:
+        app.process("in", to="out", on_error=skip)(passes)
+    return app
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_run_inside_a_running_loop_is_refused_at_the_start_and_skips_nothing(batch: bool) -> None:
+    async def notebook() -> None:
+        eos.testing.run(an_app(batch), [("in", b"a")])
+
+    with pytest.raises(ConfigurationError, match=r"asyncio\.to_thread"):
+        asyncio.run(notebook())
+
+
+def test_an_async_hook_alone_is_refused_there_too_and_an_app_without_coroutines_runs() -> None:
+    async def notebook() -> list[bytes | None]:
+        app = App("app")
+        app.process("in", to="out")(lambda record: b"x")
+        ran = eos.testing.run(app, [("in", b"a")])
+        app.on_stop(later)
+        with pytest.raises(ConfigurationError, match="event loop"):
+            eos.testing.run(app, [("in", b"a")])
+        return ran.values("out")
+
+    async def later() -> None: ...
+
+    assert asyncio.run(notebook()) == [b"x"]
+
+
+def test_the_way_that_the_refusal_names_works() -> None:
+    async def notebook() -> list[bytes | None]:
+        ran = await asyncio.to_thread(eos.testing.run, an_app(), [("in", b"a")])
+        return ran.values("out")
+
+    assert asyncio.run(notebook()) == [b"a"]
+
+
+def test_a_worker_is_refused_before_it_reaches_for_its_cluster() -> None:
+    async def notebook() -> None:
+        settings = {"bootstrap.servers": "127.0.0.1:1", "eos.startup.timeout.ms": 1_000}
+        Worker(an_app(), Settings(settings)).run()
+
+    with pytest.raises(ConfigurationError, match="event loop"):
+        asyncio.run(notebook())
+
+
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.filterwarnings("error::RuntimeWarning")  # a coroutine that was never awaited
+def test_a_loop_that_runs_where_the_start_could_not_see_it_is_no_failure_of_a_record(batch: bool) -> None:
+    kept = Kept()
+
+    async def around() -> Halt | None:
+        return Handler(an_app(batch)).handle(kept, records(b"a", b"b"))
+
+    halt = asyncio.run(around())
+    assert halt is not None
+    assert isinstance(halt.error, ConfigurationError)
+    assert (halt.handled, kept.skipped) == (0, 0)
+
+
+def test_a_loop_that_a_function_closed_is_no_failure_of_the_next_record() -> None:
+    app = App("app")
+
+    @app.process("in", to="out", on_error=skip)
+    async def ends(value: bytes) -> bytes:
+        asyncio.get_running_loop().call_soon(asyncio.get_running_loop().stop)
+        await asyncio.sleep(30)
+        return value
+
+    with pytest.raises(IllegalState, match="does not run any more"):
+        eos.testing.run(app, [("in", b"a"), ("in", b"b")])
+
+
+def test_a_machine_without_files_for_a_loop_is_no_failure_of_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left() -> asyncio.AbstractEventLoop:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(asyncio, "new_event_loop", none_left)
+    monkeypatch.setattr(asyncio.events, "new_event_loop", none_left)
+    with pytest.raises(Temporary, match="Too many open files"):
+        eos.testing.run(an_app(), [("in", b"a")])
+
+
+def test_a_runtime_error_of_the_function_itself_is_the_record_s() -> None:
+    app = App("app")
+
+    @app.process("in", to="out", on_error=skip)
+    async def fails(value: bytes) -> bytes:
+        raise RuntimeError("mine")
+
+    assert eos.testing.run(app, [("in", b"a")]).skipped == 1

@@ -265,7 +265,7 @@ def test_records_that_go_while_they_are_compared_are_not_touched() -> None:
 
 # ---- feed_values --------------------------------------------------------------------------------------------------
 
-ACTIONS = ("bytes", "none", "other", "raise", "refuse", "refuse for good", "other raises")
+ACTIONS = ("bytes", "none", "tombstone", "other", "raise", "refuse", "refuse for good", "other raises")
 
 
 class Case:
@@ -275,17 +275,24 @@ class Case:
         self.calls: list[object] = []
         stamps = [1_700_000_000_000, 0, -1]
         self.records = [
-            Record("in", 0, number, stamps[number % 3], b"k" if number % 2 else None, action.encode())
+            Record(
+                "in",
+                0,
+                number,
+                stamps[number % 3],
+                b"k" if number % 2 else None,
+                None if action == "tombstone" else action.encode(),
+            )
             for number, action in enumerate(actions)
         ]
         self.topic, self.decode = topic, self._decode if decodes else None
 
-    def _decode(self, value: bytes) -> str:
+    def _decode(self, value: bytes | None) -> str:
         self.calls.append(("decode", value))
-        return value.decode()
+        return (value or b"none").decode()
 
     def function(self, given: Record | str) -> object:
-        action = given if isinstance(given, str) else (given.value or b"").decode()
+        action = given if isinstance(given, str) else (given.value or b"none").decode()
         self.calls.append(("function", action))
         if action == "raise":
             raise ValueError("function")
@@ -305,7 +312,7 @@ class Case:
         self.calls.append(("other", record.offset, result))
         if result == "x":
             raise TypeError("other")
-        return 2
+        return 0 if result is None else 2
 
     def run(self, loop: Any) -> tuple[object, ...]:
         sent, handled, error = loop.feed_values(
@@ -326,6 +333,15 @@ def test_a_feed_says_where_it_stopped_and_why(loop: Any) -> None:
     sent, handled, error, sentence, _ = case.run(loop)
     assert (sent, handled, error, sentence) == (4, 4, ValueError, "function")
     assert Case([], "out", decodes=False).run(loop)[:3] == (0, 0, type(None))
+
+
+@both
+def test_none_of_a_record_without_a_value_is_for_other_to_judge(loop: Any) -> None:
+    """It may be a tombstone that was to be passed on."""
+    case = Case(["none", "tombstone", "bytes"], "out", decodes=False)
+    assert case.run(loop)[:2] == (1, 3)
+    assert ("other", 1, None) in case.calls
+    assert ("other", 0, None) not in case.calls
 
 
 @both
@@ -518,7 +534,7 @@ def test_other_builtin_functions_get_their_arguments_too(loop: Any) -> None:
 @compiled
 def test_no_reference_is_lost_and_none_kept() -> None:
     """Every way through the compiled functions, many times: what they were given has as many references as before."""
-    case = Case([*ACTIONS[:5], "bytes"], "out", decodes=True)
+    case = Case([*ACTIONS[:6], "bytes"], "out", decodes=True)
     for_good = Case(["bytes", "refuse for good"], "out", decodes=False)
     other_raises = Case(["other raises"], None, decodes=False)
     value, key, topic = b"value" * 9, b"key" * 9, "out-topic"

@@ -8,6 +8,7 @@ import logging
 import pickle
 import time
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import eos
+import eos.handling
 import eos.testing
 from eos import App, Out, Record, dlq, retry, skip, stop
 from eos.app import Fed, Feed, Send
@@ -370,8 +372,35 @@ def test_a_send_that_the_client_refuses_is_known_to_be_of_its_record() -> None:
 def test_what_a_feed_waits_for_room_is_no_time_of_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
     handler, txn = Handler(app_of()), Txn(refuses=[b"B"])
     monkeypatch.setattr(txn, "_refused", lambda error, send: time.sleep(0.02))
-    assert handler.handle(txn, records(b"a", b"b", b"b")) is None
-    assert 0.04 <= handler.room_s < 5
+    began = time.monotonic()
+    assert handler.handle(txn, records(b"a")) is None
+    assert handler.handle(txn, records(b"b", b"b")) is None
+    ended = time.monotonic()
+    assert 0 <= handler.open_s(ended) <= ended - began - 0.04
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one record", "several"])
+def test_a_transaction_is_open_from_its_first_output_on(several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from its begin: the broker hears of it with the first output."""
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(eos.handling, "time", clock)
+
+    def slow(value: bytes) -> bytes | None:
+        clock.now += 10
+        return None if value == b"drop" else value
+
+    handler, txn = Handler(app_of(slow)), Txn()
+    handler.begin(set(), {})
+    handler.handle(txn, records(b"drop", b"drop"))
+    assert handler.open_s(clock.now) == 0
+    handler.handle(txn, records(*[b"a"] * (2 if several else 1)))
+    # Which of several was the first is not looked at for each: at most from before them.
+    assert handler.open_s(clock.now) == (20 if several else 0)
+    handler.handle(txn, records(b"drop"))
+    assert handler.open_s(clock.now) == (30 if several else 10)
+    handler.begin(set(), {})
+    assert handler.open_s(clock.now) == 0
 
 
 def test_a_delivery_that_failed_is_not_taken_for_the_record_that_is_being_sent(monkeypatch: pytest.MonkeyPatch) -> None:

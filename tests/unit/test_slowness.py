@@ -1,4 +1,5 @@
-"""A function that is too slow for its transaction: once is survived and told, twice is one error with the setting."""
+"""A function that is too slow: a suspicion until it is known; one loss is survived and told, a second is one error with
+the setting."""
 
 from __future__ import annotations
 
@@ -14,6 +15,9 @@ from eos.errors import ConfigurationError
 from eos.slowness import Slowness
 
 SETTINGS = {"transaction.timeout.ms": 2_000, "max.poll.interval.ms": 12_000}
+MAY_BE = "too slow: the transaction may be lost, then its records come again"
+WAS = "too slow: the transaction was lost, its records come again"
+OWNED = {("in", 0), ("in", 1)}
 
 
 def route(batch: bool = False, function: Callable[[Any], Any] = lambda record: None) -> Route:
@@ -29,66 +33,165 @@ def records(*offsets: int, partition: int = 0) -> list[Record]:
     return [Record("in", partition, offset) for offset in offsets]
 
 
-def test_what_is_too_slow_is_measured_against_both_settings() -> None:
+class Session:
+    """What of a session Slowness is told, transaction by transaction."""
+
+    def __init__(self, **settings: int) -> None:
+        self.slowness = Slowness(Settings(SETTINGS | settings))
+        self.losses = 0
+        self.committed = dict.fromkeys(OWNED, 0)
+
+    def slow(self, given: list[Record], made: Route | None = None, took_s: float = 3.5) -> None:
+        self.slowness.suspect(made or route(), given, took_s, self.losses, {"transactional_id": "app-1", "epoch": 3})
+
+    def lost(self) -> None:
+        self.losses += 1
+        self.slowness.begin(self.committed, self.losses)
+
+    def kept(self, *given: Record) -> None:
+        for record in given:
+            self.committed[record.topic, record.partition] = record.offset + 1
+        self.slowness.begin(self.committed, self.losses)
+
+
+@pytest.fixture(autouse=True)
+def _warnings(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "eos")
+
+
+def test_what_may_be_too_slow_is_measured_against_both_settings() -> None:
     slowness = Slowness(Settings(SETTINGS))
-    assert not slowness.too_slow(1.9, 1.9)
+    assert not slowness.too_slow(1.9, 11.9), "a long call that had sent nothing before it loses nothing"
     assert slowness.too_slow(2.1, 0.3), "the transaction is open for too long, whoever made it so"
-    assert Slowness(Settings(SETTINGS | {"transaction.timeout.ms": 60_000})).too_slow(13, 13)
+    assert slowness.too_slow(0.0, 12.1), "the group has given this member up"
     assert not Slowness(Settings({})).too_slow(9.9, 9.9)
 
 
-def test_the_same_record_twice_is_an_error_with_function_place_and_setting(caplog: pytest.LogCaptureFixture) -> None:
-    slowness = Slowness(Settings(SETTINGS))
-    with caplog.at_level(logging.WARNING, "eos"):
-        slowness.strike(route(), records(7), 3.5, {"transactional_id": "app-1", "epoch": 3})
-    assert "too slow: the transaction is lost, its records come again" in caplog.text
-    assert caplog.text.endswith(" transactional_id=app-1 epoch=3\n")
+def test_a_suspicion_is_told_as_one_and_a_loss_when_it_happened(caplog: pytest.LogCaptureFixture) -> None:
+    session = Session()
+    session.slow(records(7))
+    (line,) = caplog.messages
+    assert line.startswith(MAY_BE)
+    assert line.endswith(" transactional_id=app-1 epoch=3")
+    session.lost()
+    assert [line.partition(" why=")[0] for line in caplog.messages] == [MAY_BE, WAS]
+
+
+def test_who_loses_nothing_is_never_stopped_and_never_told_of_a_loss(caplog: pytest.LogCaptureFixture) -> None:
+    session = Session()
+    for offset in range(7, 27):
+        session.slow(records(offset))
+        session.kept(*records(offset))
+    session.slow(records(27))
+    session.losses += 1  # of the transaction behind it
+    session.kept(*records(27))
+    assert not any(line.startswith(WAS) for line in caplog.messages)
+    assert not session.slowness.one_by_one
+
+
+def test_the_same_record_lost_twice_is_an_error_with_function_place_and_setting() -> None:
+    session = Session()
+    session.slow(records(7))
+    session.lost()
+    session.slow(records(7), took_s=3.6)
     with pytest.raises(ConfigurationError) as e:
-        slowness.strike(route(), records(7), 3.6)
+        session.lost()
     assert "took 3.6 s for in [0] offset 7, longer than transaction.timeout.ms=2000: raise it" in str(e.value)
 
 
+def test_a_record_that_was_lost_once_and_is_slow_but_kept_then_stops_nobody() -> None:
+    session = Session()
+    session.slow(records(7))
+    session.lost()
+    session.slow(records(7))
+    session.kept(*records(7))
+    session.lost()
+
+
+def test_with_two_producers_a_loss_shows_only_when_the_transaction_behind_it_has_begun() -> None:
+    session = Session()
+    for number in range(2):
+        session.slow(records(7))
+        session.kept(*records(7))  # its commit is on its way
+        session.committed["in", 0] = 7
+        if number == 0:
+            session.lost()
+    with pytest.raises(ConfigurationError, match="offset 7, longer than"):
+        session.lost()
+
+
+def test_a_record_that_comes_again_because_its_policy_tries_it_again_was_not_lost(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    session = Session()
+    for _ in range(3):
+        session.slow(records(7))
+        session.kept()
+    assert not any(line.startswith(WAS) for line in caplog.messages)
+
+
+def test_a_partition_that_comes_back_later_still_tells_of_its_loss() -> None:
+    session = Session()
+    for number in range(2):
+        session.slow(records(7))
+        gone = {("in", 1): 0}
+        for _ in range(5):
+            session.slowness.begin(gone, session.losses + 1)
+        if number == 0:
+            session.lost()
+    with pytest.raises(ConfigurationError):
+        session.lost()
+
+
 def test_the_longest_names_both_settings() -> None:
-    slowness = Slowness(Settings(SETTINGS))
-    slowness.strike(route(), records(7), 20)
+    session = Session()
+    session.slow(records(7), took_s=20)
+    session.lost()
+    session.slow(records(7), took_s=20)
     with pytest.raises(
         ConfigurationError, match=r"max.poll.interval.ms=12000 and transaction.timeout.ms=2000: raise both"
     ):
-        slowness.strike(route(), records(7), 20)
+        session.lost()
 
 
 def test_other_records_are_a_first_time_of_their_own() -> None:
-    slowness = Slowness(Settings(SETTINGS))
+    session = Session()
     for place in ((7, 0), (8, 0), (7, 1)):
-        slowness.strike(route(), records(place[0], partition=place[1]), 3)
+        session.slow(records(place[0], partition=place[1]))
+        session.lost()
 
 
 def test_many_records_of_a_function_of_one_prove_nothing_and_are_run_one_by_one_until_they_passed() -> None:
-    slowness = Slowness(Settings(SETTINGS))
-    owned = {("in", 0), ("in", 1)}
+    session = Session()
     many = [*records(5, 6, 7), *records(3, partition=1)]
-    slowness.strike(route(), many, 3)
-    slowness.strike(route(), many, 3)
-    assert slowness.one_by_one
+    session.slow(many)
+    assert not session.slowness.one_by_one
+    session.lost()
+    session.slow(many)
+    session.lost()
+    assert session.slowness.one_by_one
     for record in many:
-        assert slowness.one_by_one
-        slowness.passed(record, owned)
-    assert not slowness.one_by_one
+        assert session.slowness.one_by_one
+        session.slowness.passed(record, OWNED)
+    assert not session.slowness.one_by_one
 
 
 def test_partitions_that_the_group_took_away_are_not_waited_for() -> None:
-    slowness = Slowness(Settings(SETTINGS))
-    slowness.strike(route(), [*records(5, 6), *records(3, partition=1)], 3)
-    slowness.passed(records(6)[0], {("in", 0)})
-    assert not slowness.one_by_one
+    session = Session()
+    session.slow([*records(5, 6), *records(3, partition=1)])
+    session.lost()
+    session.slowness.passed(records(6)[0], {("in", 0)})
+    assert not session.slowness.one_by_one
 
 
 @pytest.mark.parametrize(("made", "setting"), [
     (route(batch=True), "eos.batch.max.records=250"), (route(function=one), "eos.async.max.records=100")
 ])  # fmt: skip
-def test_a_batch_that_comes_again_and_is_slow_again_names_how_to_make_it_smaller(made: Route, setting: str) -> None:
-    slowness = Slowness(Settings(SETTINGS))
-    slowness.strike(made, [*records(5, 6), *records(3, 4, partition=1)], 3)
-    assert not slowness.one_by_one
+def test_a_batch_that_comes_again_and_is_lost_again_names_how_to_make_it_smaller(made: Route, setting: str) -> None:
+    session = Session()
+    session.slow([*records(5, 6), *records(3, 4, partition=1)], made)
+    session.lost()
+    assert not session.slowness.one_by_one
+    session.slow([*records(2, 3, 4, partition=1)], made)
     with pytest.raises(ConfigurationError, match=f"or lower {setting}"):
-        slowness.strike(made, [*records(2, 3, 4, partition=1)], 3)
+        session.lost()

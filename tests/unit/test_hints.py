@@ -1,0 +1,119 @@
+"""What a result suggests that its function did not mean is said once, with what to write instead."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import eos.testing
+from eos import App, Out, Record, hints
+from eos.testing.offline import Ran
+
+SWALLOWED = "a tombstone led to no output"
+PAIR = "a tuple is not a key and a value"
+PRODUCED = "outputs get the time of producing"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hints, "_said", set())
+
+
+def app_of(function: Callable[[Any], Any], to: Any = "out", **more: Any) -> App:
+    app = App("app")
+    app.process("in", to=to, **more)(function)
+    return app
+
+
+def run(function: Callable[[Any], Any], *values: object, **more: Any) -> Ran:
+    return eos.testing.run(app_of(function, **more), [("in", value, b"k") for value in values])
+
+
+def raw(record: Record) -> bytes | None:
+    return record.value
+
+
+def typed(value: dict[str, int] | None) -> dict[str, int] | None:
+    return value
+
+
+def generated(record: Record) -> Iterator[bytes | None]:
+    yield record.value
+
+
+def listed(record: Record) -> list[bytes | None]:
+    return [record.value]
+
+
+async def later(record: Record) -> bytes | None:
+    return record.value
+
+
+@pytest.mark.parametrize("function", [raw, typed, generated, listed, later])
+def test_a_swallowed_tombstone_is_told_once_with_its_place_and_what_to_write(
+    function: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    ran = run(function, {"n": 1}, None, None, {"n": 2})
+    assert ran.values("out") == [b'{"n":1}', b'{"n":2}'], "the rule stays"
+    (line,) = [line for line in caplog.messages if line.startswith(SWALLOWED)]
+    assert f"function={function.__name__} topic=in partition=0 offset=1 " in line
+    assert "return Out(None)" in line
+    assert "record.out(record.value)" in line
+    assert "return ()" in line
+
+
+def test_what_the_hint_says_to_write_passes_tombstones_on_or_drops_them_without_a_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def out(record: Record) -> Out:
+        return Out(record.value)
+
+    def made(record: Record) -> Out:
+        return record.out(record.value)
+
+    def dropped(record: Record) -> object:
+        return () if record.value is None else record.value
+
+    assert run(out, b"a", None).values("out") == [b"a", None]
+    assert run(made, b"a", None).values("out") == [b"a", None]
+    assert run(dropped, b"a", None).values("out") == [b"a"]
+    assert caplog.messages == []
+
+
+def test_a_filter_and_a_function_without_destination_are_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def none(record: Record) -> None: ...
+
+    run(none, b"a", b"b")
+    run(none, None, to=())
+    assert caplog.messages == []
+
+
+def test_a_copy_of_the_route_as_spark_makes_for_each_task_says_nothing_again(caplog: pytest.LogCaptureFixture) -> None:
+    route = app_of(raw).routes["in"]
+    for copy in (route, pickle.loads(pickle.dumps(route))):
+        assert copy.outputs(Record("in", 0, 7)) == ()
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("result", [("key", "value"), (b"key", b"value"), ("key", {"n": 1}), ("key", None)])
+def test_a_tuple_that_looks_like_key_and_value_is_told_once(result: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def pair(record: Record) -> Any:
+        return result
+
+    ran = run(pair, b"a", b"b")
+    assert len(ran.sent) == 2 * len([item for item in result if item is not None]), "the rule stays"
+    (line,) = [line for line in caplog.messages if line.startswith(PAIR)]
+    assert "function=pair topic=in partition=0 offset=0 " in line
+    assert "Out(value, key=key)" in line
+
+
+@pytest.mark.parametrize("result", [["key", "value"], ("a", "b", "c"), (1, 2), ("a",), (), ("a", Out("b"))])
+def test_other_results_of_several_are_told_nothing(result: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def several(record: Record) -> Any:
+        return result
+
+    run(several, b"a")
+    assert caplog.messages == []
