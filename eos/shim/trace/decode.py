@@ -2,7 +2,7 @@
 
 Owns the reading of FindCoordinator, InitProducerId, AddPartitionsToTxn, AddOffsetsToTxn, TxnOffsetCommit and EndTxn
 with kafka-python's classes; Produce and Fetch are walked over in wire/batches.py. Pure; it may raise whatever the
-classes raise on bytes they do not understand.
+classes raise on answers they do not understand, and Malformed for requests.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def understood(api_key: int, version: int) -> bool:
 
 def request_steps(api_key: int, version: int, frame: bytes, time: float) -> list[Step]:
     """The steps a request begins: one, or one per transactional.id of a batched FindCoordinator; none of others."""
-    request = REQUESTS[api_key].decode(frame, version=version, header=True, framed=True)
+    request = answers.decoded(REQUESTS[api_key], frame, version)
     return list(_REQUEST[api_key](request, version, time))
 
 
