@@ -11,7 +11,7 @@ from typing import Any
 
 logger = logging.getLogger("eos.shim")
 
-# Of one value: a client may name a transactional.id of 32 KB.
+# Of one value: a client may name a transactional.id of 32 KB, with line ends in it.
 LONGEST_VALUE = 300
 
 
@@ -26,7 +26,8 @@ def _short(value: Any) -> Any:
     if value is None or isinstance(value, int | float):
         return value
     text = str(value)
-    return value if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... ({len(text)} characters)"
+    short = text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... ({len(text)} characters)"
+    return short if short.isprintable() else short.encode("unicode_escape").decode()
 
 
 def info(message: str, **fields: Any) -> None:

@@ -135,6 +135,9 @@ class Job:
     def closed(self, connection: Connection) -> None:
         """The connection is gone, and with it the requests that were not answered."""
 
+    def stopped(self) -> None:
+        """The shim has ended, and all connections with it."""
+
 
 class Traffic:
     """Frames and bytes by API key, as they came; what a job refused or a fault kept is in it too."""
@@ -202,6 +205,10 @@ class Pipeline:
     def closed(self, connection: Connection) -> None:
         for job in self.jobs:
             job.closed(connection)
+
+    def stopped(self) -> None:
+        for job in self.jobs:
+            job.stopped()
 
     def _passage(
         self,

@@ -15,7 +15,7 @@ from eos.shim import events, probe
 from eos.shim.addresses.book import AddressBook, Endpoint
 from eos.shim.addresses.job import AddressJob
 from eos.shim.collected import Collected
-from eos.shim.complaints import INTERVAL_S, Complaints
+from eos.shim.complaints import Complaints
 from eos.shim.errors import Unreachable
 from eos.shim.link import Link, ReadBuffer
 from eos.shim.pipeline import Job, Pipeline, Traffic
@@ -46,8 +46,7 @@ class Shim:
         self._links: set[Link] = set()
         self._silent: dict[Link, None] = {}  # those without a request, the oldest first
         self._arriving: set[asyncio.Task[None]] = set()  # TLS handshakes, mostly
-        self._complaints = Complaints()
-        self._telling: asyncio.TimerHandle | None = None
+        self._complaints = Complaints("connection closed", "more connections closed")
         self._collected = Collected(settings.largest_frame + _COLLECTED_BYTES)
         self._buffer = ReadBuffer()
         self._sockets: dict[Endpoint, socket.socket] = {}
@@ -136,9 +135,8 @@ class Shim:
             link.abort()
         # Aborted transports report their end in the loop's next turn.
         await asyncio.sleep(0)
-        if self._telling is not None:
-            self._telling.cancel()
         self._complaints.tell()
+        self._pipeline.stopped()
 
     def _bind(self, endpoint: Endpoint) -> None:
         """The book's hook: binds the next local port at once, and listens as soon as the loop can."""
@@ -235,13 +233,7 @@ class Shim:
             self._complain(number, peer, "client", f"no TLS connection: {why}")
 
     def _complain(self, connection: int, client: str, by: str, reason: object) -> None:
-        self._complaints.closed(connection, client, by, reason)
-        if self._complaints.waiting and self._telling is None:
-            self._telling = asyncio.get_running_loop().call_later(INTERVAL_S, self._tell)
-
-    def _tell(self) -> None:
-        self._telling = None
-        self._complaints.tell()
+        self._complaints.say(client, reason, connection=connection, by=by)
 
     # What a link says (link.Ends).
 

@@ -25,6 +25,7 @@ from kafka.protocol.producer import (
     TxnOffsetCommitResponse,
 )
 
+from eos.shim.errors import Malformed
 from eos.shim.trace.model import Step
 from eos.shim.wire import answers, api
 from eos.shim.wire.batches import Topic
@@ -57,7 +58,10 @@ def understood(api_key: int, version: int) -> bool:
 def request_steps(api_key: int, version: int, frame: bytes, time: float) -> list[Step]:
     """The steps a request begins: one, or one per transactional.id of a batched FindCoordinator; none of others."""
     request = answers.decoded(REQUESTS[api_key], frame, version)
-    return list(_REQUEST[api_key](request, version, time))
+    steps = list(_REQUEST[api_key](request, version, time))
+    if any(step.transactional_id is None for step in steps):
+        raise Malformed("a transactional.id that is null")  # brokers refuse it
+    return steps
 
 
 def add_response(
@@ -110,13 +114,13 @@ def _identified(request: Any, name: str, time: float) -> Step:
 
 def _add_offsets(request: Any, version: int, time: float) -> Iterator[Step]:
     step = _identified(request, "AddOffsetsToTxn", time)
-    step.group = request.group_id
+    step.group = request.group_id or ""
     yield step
 
 
 def _txn_offset_commit(request: Any, version: int, time: float) -> Iterator[Step]:
     step = _identified(request, "TxnOffsetCommit", time)
-    step.group = request.group_id
+    step.group = request.group_id or ""
     for topic in request.topics:
         for partition in topic.partitions:
             step.offsets[f"{topic.name}-{partition.partition_index}"] = partition.committed_offset
