@@ -97,7 +97,7 @@ def test_unknown_apis_and_versions_pass_unchanged_in_both_directions() -> None:
         return bytes(range(256)) * 2000
 
     with FakeBroker(answer) as broker, running(broker.address) as shim, Wire(shim.bootstrap_servers) as wire:
-        for number, (key, version) in enumerate([(500, 3), (18, 99), (36, 7), (1, 99), (0, 99)]):
+        for number, (key, version) in enumerate([(500, 3), (19, 99), (36, 7), (1, 99), (0, 99)]):
             body = os.urandom(70) if key else b"\x00" + b"\x00" + b"\xff\xff" + os.urandom(50)
             sent = frame(key, version, number, body)
             wire.socket.sendall(sent)

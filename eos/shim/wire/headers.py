@@ -10,8 +10,9 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
+from eos.shim.errors import Malformed
 from eos.shim.wire import api
-from eos.shim.wire.cursor import Cursor
+from eos.shim.wire.cursor import Cursor, checked_tags
 from eos.shim.wire.frames import Piece
 
 # size, api_key, api_version, correlation_id; and the same of a response
@@ -36,9 +37,16 @@ def request_head(data: Piece, pos: int) -> RequestHead:
 _LARGEST_PLAUSIBLE_KEY = 1_000
 _LARGEST_PLAUSIBLE_VERSION = 100
 
+# What comes before the first batch of a Produce: a client id, a transactional.id and a topic of 32 KB at most each, and
+# tagged fields.
+LONGEST_HEAD_BYTES = 128 * 1024
+# The fields of that head, in order; tags only in flexible versions, the transactional.id since v3.
+_CLIENT_ID, _TAGS, _TAG, _NAME, _ACKS = range(5)
+_NAMED_SINCE = 3
+
 
 def implausible(head: RequestHead, largest_frame: int) -> str | None:
-    """Why these cannot be the first bytes of a Kafka client, or None."""
+    """Why these cannot be the first bytes of a Kafka client's request, or None."""
     if not 8 <= head.size <= largest_frame:
         return f"it announces a frame of {head.size} bytes"
     if not 0 <= head.api_key <= _LARGEST_PLAUSIBLE_KEY or not 0 <= head.version <= _LARGEST_PLAUSIBLE_VERSION:
@@ -62,61 +70,75 @@ def response_body(frame: bytes, api_key: int, version: int) -> Cursor:
     return cursor
 
 
-def produce_acks(data: Piece, pos: int, version: int) -> int | None:
-    """The acks of a Produce request of which at least the head is there; None while more bytes are needed.
+class AcksReader:
+    """Finds the acks of one Produce as its first bytes come, and goes on where it was: nothing is read again but a
+    field that was cut in two.
 
     With acks=0 the broker never answers, so this has to be known before the request goes on.
     """
-    flexible = api.is_flexible(api.PRODUCE, version)
-    end = len(data)
-    pos += REQUEST_HEAD.size
-    if end < pos + 2:
-        return None
-    pos += 2 + max(0, int.from_bytes(data[pos : pos + 2], "big", signed=True))
-    if flexible:
-        found = _skip_tags(data, pos)
-        if found is None:
-            return None
-        pos = found
-    if version >= 3:
-        if flexible:
-            varint = _uvarint(data, pos)
-            if varint is None:
+
+    __slots__ = ("_at", "_flexible", "_step", "_tags", "_version")
+
+    def __init__(self, version: int) -> None:
+        self._version, self._flexible = version, api.is_flexible(api.PRODUCE, version)
+        self._at = REQUEST_HEAD.size  # of the next field, in the frame
+        self._step = _CLIENT_ID
+        self._tags = 0  # still to be skipped
+
+    def read(self, data: Piece, pos: int) -> int | None:
+        """`data[pos:]` is the frame as far as it has come; None while more of it is needed. Raises Malformed."""
+        while self._step != _ACKS:
+            if not self._skip_field(data, pos):
                 return None
-            length, pos = varint[0] - 1, varint[1]
+            if self._at > LONGEST_HEAD_BYTES:
+                raise Malformed(f"a Produce with a head of more than {LONGEST_HEAD_BYTES} bytes")
+        at = pos + self._at
+        return int.from_bytes(data[at : at + 2], "big", signed=True) if len(data) >= at + 2 else None
+
+    def _skip_field(self, data: Piece, pos: int) -> bool:
+        """False when it has not come whole."""
+        step = self._step
+        compact = self._flexible and step != _CLIENT_ID
+        at = pos + self._at
+        if compact:
+            found = _uvarint(data, at)
+            if found is not None and step == _TAG:
+                found = _uvarint(data, found[1])  # what came was its number; and now its size
+            if found is None:
+                return False
+            size, at = found
         else:
-            if end < pos + 2:
-                return None
-            length, pos = int.from_bytes(data[pos : pos + 2], "big", signed=True), pos + 2
-        pos += max(0, length)
-    if end < pos + 2:
-        return None
-    return int.from_bytes(data[pos : pos + 2], "big", signed=True)
+            if len(data) < at + 2:
+                return False
+            size, at = int.from_bytes(data[at : at + 2], "big", signed=True), at + 2
+        self._at = at - pos
+        if step == _TAGS:
+            self._tags = checked_tags(size)
+        elif step == _TAG:
+            self._at += size
+            self._tags -= 1
+        else:
+            self._at += max(0, size - compact)
+        self._step = self._following(step)
+        return True
+
+    def _following(self, step: int) -> int:
+        if step == _CLIENT_ID and self._flexible:
+            return _TAGS
+        if step in (_TAGS, _TAG) and self._tags:
+            return _TAG
+        return _NAME if step != _NAME and self._version >= _NAMED_SINCE else _ACKS
 
 
 def _uvarint(data: Piece, pos: int) -> tuple[int, int] | None:
+    """Its value and where it ends; None when it has not come whole."""
     value = shift = 0
-    while pos < len(data):
-        byte = data[pos]
-        pos += 1
+    for at in range(pos, min(pos + 5, len(data))):
+        byte = data[at]
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, pos
+            return value, at + 1
         shift += 7
+    if shift > 28:
+        raise Malformed("a varint is longer than five bytes")
     return None
-
-
-def _skip_tags(data: Piece, pos: int) -> int | None:
-    count = _uvarint(data, pos)
-    if count is None:
-        return None
-    left, pos = count
-    for _ in range(left):
-        tag = _uvarint(data, pos)
-        size = None if tag is None else _uvarint(data, tag[1])
-        if size is None:
-            return None
-        pos = size[1] + size[0]
-        if pos > len(data):
-            return None
-    return pos
