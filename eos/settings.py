@@ -106,6 +106,9 @@ OPTIONS: dict[str, Option] = {
         _at_least(0),
         "Spark's driver writes a batch of up to so many packed bytes in each of its tasks; 0: tasks always",
     ),
+    "eos.spark.claims.port": Option(
+        0, _at_least(0), "port of Spark's driver on which writing tasks ask it, or one of the 16 behind it; 0: any"
+    ),
     "eos.call.timeout.ms": Option(
         5_000, _at_least(100), "one attempt of a transactional call; a call 5 s past it counts as hung"
     ),

@@ -15,7 +15,7 @@ from eos import log
 from eos.errors import ConfigurationError, Temporary
 from spark_connector import query
 from spark_connector.attempt import Again, Attempt, Batch, Connected, translated
-from spark_connector.claims import ClaimServer
+from spark_connector.claims import ClaimServer, place_of
 from spark_connector.marker import Decision, Marker, WrongProgress, decide, sink_key
 from spark_connector.options import Options, refuse_unsafe
 from spark_connector.progress import Progress, to_spark_metrics
@@ -236,8 +236,7 @@ class _Sink:
                 return session.get(name, None) if name.startswith("spark.sql.") else configuration.get(name)
 
             refuse_unsafe(setting)
-            bind = configuration.get("spark.driver.bindAddress") or ""
-            self._server = ClaimServer(configuration.get("spark.driver.host") or "127.0.0.1", bind)
+            self._server = ClaimServer(*place_of(setting), self._options.claims_port)
         return self._server
 
     def _disconnect(self) -> None:
