@@ -1,6 +1,8 @@
 """One attempt at one batch under one epoch: the order of its steps, which is the guarantee.
 
-    init       InitProducerId: fences every earlier attempt, ends what it left open
+    look       the first of this process only: a marker that refuses this batch for good, before anybody is fenced
+    init       InitProducerId: fences every earlier attempt, ends what it left open; behind a batch of this process the
+               coordinator refuses it if somebody else initialised meanwhile (KIP-360)
     decide     the progress marker says whether this batch is in Kafka already (marker.py)
     add        AddPartitionsToTxn: all target partitions and the marker's
     produce    tasks write, each a share of the Kafka partitions, under this identity (task.py, claims.py); or the
@@ -63,6 +65,9 @@ class Batch(Protocol):
     """The marker's key; None: nothing is to be remembered."""
 
     def decide(self, found: Marker | None) -> Decision: ...
+
+    def refuse(self, found: Marker | None) -> None:
+        """Raises WrongProgress for a marker that no transaction under way can make right."""
 
     def marker(self, found: Marker | None, decision: Decision, rows: int) -> Marker: ...
 
@@ -156,6 +161,8 @@ class Attempt:
 
     def _run(self) -> Progress | None:
         connected, batch = self._connected, self._batch
+        if not self._transaction.initialised:
+            batch.refuse(self._look())
         self._timed("init", self._transaction.init)
         self._options.on_step("init")
         found = self._timed("decide", self._find_marker)
@@ -185,6 +192,15 @@ class Attempt:
         progress = self._progress(rows, results)
         log.info("batch committed", **self._who(), state="CompleteCommit", **progress.figures())
         return progress
+
+    def _look(self) -> Marker | None:
+        """The marker while others may be at work. None also where one is in a transaction that is still open."""
+        try:
+            return self._find_marker()
+        except Stopped as stopped:
+            if stopped.answer is not Answer.RESTART:
+                raise
+            return None
 
     def _find_marker(self) -> Marker | None:
         return None if self._batch.key is None else self._connected.markers.read(self._batch.key)

@@ -143,6 +143,10 @@ class _MicroBatch:
     def decide(self, found: Marker | None) -> Decision:
         return decide(found, self.query.id, self.number, self.query.offsets, self.adopt_at, self.topics)
 
+    def refuse(self, found: Marker | None) -> None:
+        if found is not None and (found.query != self.query.id or int(found.batch) > self.number):
+            self.decide(found)
+
     def marker(self, found: Marker | None, decision: Decision, rows: int) -> Marker:
         adopted = found.adopted if found is not None and found.query == self.query.id else None
         if decision is Decision.ADOPT:
@@ -169,6 +173,9 @@ class _Write:
                 "write a batch_id of its own"
             )
         return Decision.WRITE if found is None else Decision.ALREADY
+
+    def refuse(self, found: Marker | None) -> None:
+        """Two writes with one batch_id are told apart by `decide` alone."""
 
     def marker(self, found: Marker | None, decision: Decision, rows: int) -> Marker:
         return Marker("", self.batch_id, rows, "", None, self.topics)
