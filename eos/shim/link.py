@@ -335,6 +335,7 @@ class _Side(asyncio.BufferedProtocol):
         self._rest: Piece | None = None  # of what was read
         self._turn: asyncio.Handle | None = None  # in which the rest is dealt with
         self._reads = True  # false once this side was closed from here
+        self._lost = False  # the connection is over, the rest is not yet
         self.gone = False
 
     @property
@@ -402,15 +403,10 @@ class _Side(asyncio.BufferedProtocol):
         self._turn = None
         if self._rest is not None and not self._holds:
             self._rest = self._take(self._rest)
-            self._go_on()
-
-    def _finish_rest(self) -> None:
-        """At once: the peer has ended, and nothing comes behind it."""
-        while self._rest is not None:
-            self._rest = self._take(self._rest)
-        if self._turn is not None:
-            self._turn.cancel()
-            self._turn = None
+            if self._rest is None and self._lost:
+                self._lose()
+            else:
+                self._go_on()
 
     def pause_writing(self) -> None:
         self.other.hold(Hold.FULL)
@@ -424,7 +420,8 @@ class _Side(asyncio.BufferedProtocol):
         self.let_go(Hold.UNREAD)
 
     def eof_received(self) -> bool:
-        self._finish_rest()
+        if self._rest is not None:
+            return False  # only with TLS, which closes then: `connection_lost` waits for the rest
         if self is self._link.upstream or not self._link.asked:
             return False  # a broker ends both directions at once: asyncio closes this side, and that the client's
         self.other.write_end()
@@ -432,8 +429,17 @@ class _Side(asyncio.BufferedProtocol):
         return self._transport is not None and self._transport.get_extra_info("sslcontext") is None
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._finish_rest()
-        self.gone = True
+        if self._rest is not None and (error is None or self is self._link.upstream):
+            # What it said last is still dealt with, in turns like all else.
+            self._lost = True
+            self.let_go(Hold.UNREAD)
+            self._go_on()
+            return
+        self._rest = None
+        self._lose()
+
+    def _lose(self) -> None:
+        self._lost, self.gone = False, True
         link = self._link
         # asyncio is done with this side, and nothing the link may still call needs them: no circle is left. A transport
         # of TLS leads to 256 KiB to read into, and the link may live on with its other side.
@@ -493,6 +499,9 @@ class _Side(asyncio.BufferedProtocol):
 
     def _read_no_more(self) -> None:
         self._reads, self._rest = False, None
+        if self._lost:
+            self._lost = False
+            asyncio.get_running_loop().call_soon(self._lose)
 
     def close(self) -> None:
         self._read_no_more()

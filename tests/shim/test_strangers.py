@@ -4,7 +4,6 @@ small, and it says who was sent away and why. One shim for the whole file; each 
 
 from __future__ import annotations
 
-import socket
 import struct
 import threading
 import time
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 
 from eos.broker import LocalKafka
@@ -110,19 +110,19 @@ def test_api_versions_full_of_tags(shim: RunningShim, honest: Honest) -> None:
 def test_requests_whose_answers_nobody_reads(shim: RunningShim, honest: Honest) -> None:
     """Answered by the shim itself: nobody has this identity."""
     asked = frame(api.END_TXN, 1, b"\0\x09strangers" + struct.pack(">qhb", 5, 5, 1)) * 10_000
-    taken = list[int]()
-
-    def flood() -> None:
-        with connect(shim, "127.0.0.8") as stranger:
-            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
-            taken.append(send_until_full(stranger, asked, 60 * MIB))
-
-    threads = [threading.Thread(target=flood) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    taken, before = list[int](), psutil.Process(shim.process.pid).memory_info().rss
+    with ExitStack() as stack:
+        flooding = [stack.enter_context(connect(shim, "127.0.0.8")) for _ in range(4)]
+        threads = [
+            threading.Thread(target=lambda s=s: taken.append(send_until_full(s, asked, 60 * MIB))) for s in flooding
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        grown = psutil.Process(shim.process.pid).memory_info().rss - before
     assert max(taken) < 40 * MIB, "the shim went on reading"
+    assert grown < 32 * MIB, f"{grown / MIB:.0f} MiB are kept for who reads nothing"
 
 
 def test_300_silent_connections_cost_the_broker_none(shim: RunningShim, kafka: LocalKafka, honest: Honest) -> None:
