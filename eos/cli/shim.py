@@ -162,7 +162,9 @@ def _with_descriptors(wanted: int, plan: Plan | None) -> int:
     if enough:
         return wanted
     allowed = max(1, (hard - _OTHER_DESCRIPTORS) // each)
-    log.warning("fewer connections than --max-connections", connections=allowed, reason=f"{hard} open files are allowed")
+    log.warning(
+        "fewer connections than --max-connections", connections=allowed, reason=f"{hard} open files are allowed"
+    )
     return allowed
 
 

@@ -13,7 +13,6 @@ needed, and written to the other side before the next read. A megabyte that pass
 from __future__ import annotations
 
 import asyncio
-import enum
 import socket
 import ssl
 import struct
@@ -64,7 +63,6 @@ class Ends(Protocol):
 
 
 class Link:
-
     def __init__(
         self,
         number: int,
@@ -308,15 +306,14 @@ class ReadBuffer:
         self.view = memoryview(bytearray(_READ_BYTES))
 
 
-class Hold(enum.Flag):
-    """Why a side is not read."""
+class Hold:
+    """Why a side is not read, a bit each. Plain numbers: those of `enum` take a microsecond for each answer."""
 
-    NOT = 0
-    CONNECTING = enum.auto()  # the other side is not there yet
-    FULL = enum.auto()  # the other side does not take what comes from here
-    UNREAD = enum.auto()  # this side does not take what it is sent itself
-    UNANSWERED = enum.auto()  # too many requests, or answers given here, wait for the broker
-    STOPPED = enum.auto()
+    CONNECTING = 1  # the other side is not there yet
+    FULL = 2  # the other side does not take what comes from here
+    UNREAD = 4  # this side does not take what it is sent itself
+    UNANSWERED = 8  # too many requests, or answers given here, wait for the broker
+    STOPPED = 16
 
 
 class _Side(asyncio.BufferedProtocol):
@@ -331,7 +328,7 @@ class _Side(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._unsent: list[bytes] = []
         self._ended = False  # `write_end` was the last word
-        self._holds = Hold.NOT
+        self._holds = 0
         self._rest: Piece | None = None  # of what was read
         self._turn: asyncio.Handle | None = None  # in which the rest is dealt with
         self._reads = True  # false once this side was closed from here
@@ -483,12 +480,12 @@ class _Side(asyncio.BufferedProtocol):
         else:
             transport.close()  # TLS has no half-closed connections
 
-    def hold(self, why: Hold) -> None:
+    def hold(self, why: int) -> None:
         """Nothing is read here until `let_go` was called for each reason."""
         self._holds |= why
         self._pause()
 
-    def let_go(self, why: Hold) -> None:
+    def let_go(self, why: int) -> None:
         if self._holds & why:
             self._holds &= ~why
             self._go_on()

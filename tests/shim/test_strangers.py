@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from kafka.protocol.metadata import ApiVersionsRequest
 
 from eos.broker import LocalKafka
 from eos.shim.wire import api
@@ -21,6 +22,7 @@ from tests.shim import strangers
 from tests.shim.shims import RunningShim, eventually, running
 from tests.shim.strangers import MIB, Honest, connect, frame, head, send_until_closed, send_until_full
 from tests.support.reading import create_topic
+from tests.support.wire import Wire
 
 ENDLESS = b"\xff" * MIB
 EMPTY_TAGS = b"\x63\x00" * (MIB // 2)
@@ -162,6 +164,17 @@ def test_frames_that_are_never_finished(shim: RunningShim, honest: Honest) -> No
             else:
                 send_until_closed(stranger, produce, bytes(MIB), 60 * MIB)
         sent_away(shim, "127.0.0.11", "memory for those is used up")
+
+
+def test_all_that_kafka_offers_is_offered(shim: RunningShim, kafka: LocalKafka) -> None:
+    """Of the version the shim was made for; and a client that is newer learns which version to ask with."""
+    newest = api.NEWEST[api.API_VERSIONS]
+    with Wire(kafka.bootstrap_servers) as direct, Wire(shim.bootstrap_servers) as through:
+        for version in range(newest + 1):
+            asked = ApiVersionsRequest(version=version, client_software_name="x", client_software_version="1")
+            assert through.ask(asked) == direct.ask(asked)
+        through.socket.sendall(frame(api.API_VERSIONS, newest + 1, b"\0\2x\2x\0", 99))
+        assert through.receive()[4:] == bytes.fromhex("00000063 0023 00000001 0012 0000") + newest.to_bytes(2, "big")
 
 
 def test_random_frames(kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path) -> None:

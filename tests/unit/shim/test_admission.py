@@ -66,7 +66,9 @@ def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [str(vars(record)["fields"].get("reason")) for record in caplog.records if hasattr(record, "fields")]
 
 
-@pytest.mark.parametrize("first", [b"", b"\0\0\0\x30\0\0", frame(0, 1, b"")[:13]], ids=["nothing", "part", "part of a Produce"])
+@pytest.mark.parametrize(
+    "first", [b"", b"\0\0\0\x30\0\0", frame(0, 1, b"")[:13]], ids=["nothing", "part", "part of a Produce"]
+)
 def test_who_does_not_ask_in_time_is_sent_away(first: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async def work(shim: Shim, broker: FakeBroker) -> None:
         asking, silent = await connect(shim), await connect(shim)
@@ -184,6 +186,7 @@ def test_what_a_client_sent_before_it_left_reaches_the_broker(secure: bool, tmp_
 
     async def work(shim: Shim, broker: FakeBroker) -> None:
         reader, writer = await asyncio.open_connection(*shim.addresses[0], ssl=trusting)
+
         def produce(number: int) -> bytes:  # v3 with acks=0: nobody answers
             return struct.pack(">ihhihhhii", 22, api.PRODUCE, 3, number, -1, -1, 0, 100, 0)
 
