@@ -33,8 +33,9 @@ from eos.shim.wire.headers import REQUEST_HEAD, RESPONSE_HEAD, AcksReader, impla
 LINGER_S = 30.0
 # How long a reset waits for the answers of earlier requests: a JoinGroup may stay unanswered for minutes.
 RESET_WAIT_S = 2.0
-# Requests of one connection that are not answered yet, and bytes of answers given here that wait for the broker's before
-# them. Brokers deal with one request of a connection at a time: a client that is not read meanwhile loses nothing.
+# Requests of one connection that are not answered yet, and bytes of answers given here that wait for the broker's
+# before them. Brokers deal with one request of a connection at a time: a client that is not read meanwhile loses
+# nothing.
 MOST_UNANSWERED = 1_024
 MOST_OWED_BYTES = 1024 * 1024
 # Linger on, for 0 seconds: closing sends a reset.

@@ -1,5 +1,6 @@
-"""Strangers in front of a real shim and broker: an honest client beside them is answered within a second, the shim stays
-small, and it says who was sent away and why. One shim for the whole file; each stranger has an address of its own.
+"""Strangers in front of a real shim and broker: an honest client beside them is answered within a second, the shim
+stays small, and it says who was sent away and why. One shim for the whole file; each stranger has an address of its
+own.
 """
 
 from __future__ import annotations

@@ -116,10 +116,12 @@ class AcksReader:
             return self._wait(_ACKS, at - pos)
         return int(_INT16.unpack_from(data, at)[0])
 
-    def _wait(self, step: int, at: int, tags: int = 0) -> None:
+    def _wait(self, step: int, at: int, tags: int = 0) -> int | None:
+        """None, when the head may still be one: it goes on there."""
         if at > LONGEST_HEAD_BYTES:
             raise Malformed(f"a Produce with a head of more than {LONGEST_HEAD_BYTES} bytes")
         self._step, self._at, self._tags = step, at, tags
+        return None
 
 
 def _int16(data: Piece, pos: int) -> tuple[int, int] | None:

@@ -185,7 +185,7 @@ def test_what_a_client_sent_before_it_left_reaches_the_broker(secure: bool, tmp_
     trusting = ssl.create_default_context(cafile=str(pki / "ca.pem")) if secure else None
 
     async def work(shim: Shim, broker: FakeBroker) -> None:
-        reader, writer = await asyncio.open_connection(*shim.addresses[0], ssl=trusting)
+        _, writer = await asyncio.open_connection(*shim.addresses[0], ssl=trusting)
 
         def produce(number: int) -> bytes:  # v3 with acks=0: nobody answers
             return struct.pack(">ihhihhhii", 22, api.PRODUCE, 3, number, -1, -1, 0, 100, 0)
@@ -276,7 +276,7 @@ def test_a_client_that_does_not_take_the_answers_given_here_is_not_read_on() -> 
 
 def test_requests_that_a_broker_does_not_answer_are_not_remembered_without_end() -> None:
     async def work(shim: Shim, broker: FakeBroker) -> int:
-        reader, writer = await connect(shim)
+        _, writer = await connect(shim)
         writer.write(frame(FORWARDED, 1, b"b") * 20_000)
         await until(lambda: any(len(link._pending) >= MOST_UNANSWERED for link in shim._links))
         for _ in range(50):
