@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -36,6 +38,8 @@ from eos.shim.trace import History, TraceJob, page, text
 from eos.shim.trace.printer import Printer
 
 _PAGE_INTERVAL_S = 2.0
+# Ports, files, the page and whoever asks for health.
+_OTHER_DESCRIPTORS = 64
 
 
 def shim(
@@ -132,6 +136,7 @@ def shim(
             largest_control=max_control_bytes,
             most_connections=max_connections,
         )
+        settings = replace(settings, most_connections=_with_descriptors(max_connections, plan))
         html = None if trace_html is None else _Page(trace_html, history, upstream)
         health = None if http is None else parse_address(http, "--http")
         asyncio.run(_serve(Chain(settings, jobs, plan), html, health, partial(_sources, jobs, plan)))
@@ -143,6 +148,24 @@ def shim(
         if printer is not None:
             printer.close()
     return 0 if plan is None else _tell_faults(plan)
+
+
+def _with_descriptors(wanted: int, plan: Plan | None) -> int:
+    """So many connections as there are descriptors for: two for each, in each of the shims that faults stand in."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    each = 2 * (1 if plan is None else 3)
+    needed = wanted * each + _OTHER_DESCRIPTORS
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    enough = hard == resource.RLIM_INFINITY or hard >= needed
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed if enough else hard, hard))
+    if enough:
+        return wanted
+    allowed = max(1, (hard - _OTHER_DESCRIPTORS) // each)
+    log.warning(
+        "fewer connections than --max-connections", connections=allowed, reason=f"{hard} open files are allowed"
+    )
+    return allowed
 
 
 async def _serve(

@@ -13,7 +13,6 @@ needed, and written to the other side before the next read. A megabyte that pass
 from __future__ import annotations
 
 import asyncio
-import enum
 import socket
 import ssl
 import struct
@@ -34,8 +33,9 @@ from eos.shim.wire.headers import REQUEST_HEAD, RESPONSE_HEAD, AcksReader, impla
 LINGER_S = 30.0
 # How long a reset waits for the answers of earlier requests: a JoinGroup may stay unanswered for minutes.
 RESET_WAIT_S = 2.0
-# Requests of one connection that are not answered yet, and bytes of answers given here that wait for the broker's before
-# them. Brokers deal with one request of a connection at a time: a client that is not read meanwhile loses nothing.
+# Requests of one connection that are not answered yet, and bytes of answers given here that wait for the broker's
+# before them. Brokers deal with one request of a connection at a time: a client that is not read meanwhile loses
+# nothing.
 MOST_UNANSWERED = 1_024
 MOST_OWED_BYTES = 1024 * 1024
 # Linger on, for 0 seconds: closing sends a reset.
@@ -64,7 +64,6 @@ class Ends(Protocol):
 
 
 class Link:
-
     def __init__(
         self,
         number: int,
@@ -308,15 +307,14 @@ class ReadBuffer:
         self.view = memoryview(bytearray(_READ_BYTES))
 
 
-class Hold(enum.Flag):
-    """Why a side is not read."""
+class Hold:
+    """Why a side is not read, a bit each. Plain numbers: those of `enum` take a microsecond for each answer."""
 
-    NOT = 0
-    CONNECTING = enum.auto()  # the other side is not there yet
-    FULL = enum.auto()  # the other side does not take what comes from here
-    UNREAD = enum.auto()  # this side does not take what it is sent itself
-    UNANSWERED = enum.auto()  # too many requests, or answers given here, wait for the broker
-    STOPPED = enum.auto()
+    CONNECTING = 1  # the other side is not there yet
+    FULL = 2  # the other side does not take what comes from here
+    UNREAD = 4  # this side does not take what it is sent itself
+    UNANSWERED = 8  # too many requests, or answers given here, wait for the broker
+    STOPPED = 16
 
 
 class _Side(asyncio.BufferedProtocol):
@@ -331,10 +329,11 @@ class _Side(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._unsent: list[bytes] = []
         self._ended = False  # `write_end` was the last word
-        self._holds = Hold.NOT
+        self._holds = 0
         self._rest: Piece | None = None  # of what was read
         self._turn: asyncio.Handle | None = None  # in which the rest is dealt with
         self._reads = True  # false once this side was closed from here
+        self._lost = False  # the connection is over, the rest is not yet
         self.gone = False
 
     @property
@@ -402,15 +401,10 @@ class _Side(asyncio.BufferedProtocol):
         self._turn = None
         if self._rest is not None and not self._holds:
             self._rest = self._take(self._rest)
-            self._go_on()
-
-    def _finish_rest(self) -> None:
-        """At once: the peer has ended, and nothing comes behind it."""
-        while self._rest is not None:
-            self._rest = self._take(self._rest)
-        if self._turn is not None:
-            self._turn.cancel()
-            self._turn = None
+            if self._rest is None and self._lost:
+                self._lose()
+            else:
+                self._go_on()
 
     def pause_writing(self) -> None:
         self.other.hold(Hold.FULL)
@@ -424,7 +418,8 @@ class _Side(asyncio.BufferedProtocol):
         self.let_go(Hold.UNREAD)
 
     def eof_received(self) -> bool:
-        self._finish_rest()
+        if self._rest is not None:
+            return False  # only with TLS, which closes then: `connection_lost` waits for the rest
         if self is self._link.upstream or not self._link.asked:
             return False  # a broker ends both directions at once: asyncio closes this side, and that the client's
         self.other.write_end()
@@ -432,8 +427,17 @@ class _Side(asyncio.BufferedProtocol):
         return self._transport is not None and self._transport.get_extra_info("sslcontext") is None
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._finish_rest()
-        self.gone = True
+        if self._rest is not None and (error is None or self is self._link.upstream):
+            # What it said last is still dealt with, in turns like all else.
+            self._lost = True
+            self.let_go(Hold.UNREAD)
+            self._go_on()
+            return
+        self._rest = None
+        self._lose()
+
+    def _lose(self) -> None:
+        self._lost, self.gone = False, True
         link = self._link
         # asyncio is done with this side, and nothing the link may still call needs them: no circle is left. A transport
         # of TLS leads to 256 KiB to read into, and the link may live on with its other side.
@@ -477,12 +481,12 @@ class _Side(asyncio.BufferedProtocol):
         else:
             transport.close()  # TLS has no half-closed connections
 
-    def hold(self, why: Hold) -> None:
+    def hold(self, why: int) -> None:
         """Nothing is read here until `let_go` was called for each reason."""
         self._holds |= why
         self._pause()
 
-    def let_go(self, why: Hold) -> None:
+    def let_go(self, why: int) -> None:
         if self._holds & why:
             self._holds &= ~why
             self._go_on()
@@ -493,6 +497,9 @@ class _Side(asyncio.BufferedProtocol):
 
     def _read_no_more(self) -> None:
         self._reads, self._rest = False, None
+        if self._lost:
+            self._lost = False
+            asyncio.get_running_loop().call_soon(self._lose)
 
     def close(self) -> None:
         self._read_no_more()

@@ -41,8 +41,8 @@ class Control(Protocol):
 class Connection:
     """What a job may know of the connection a frame is on; `number` counts from 1 over the shim's life.
 
-    `collected` is told what a stream of its requests keeps; `owed` are the bytes of answers that jobs gave and that wait
-    for the broker's answers before them.
+    `collected` is told what a stream of its requests keeps; `owed` are the bytes of answers that jobs gave and that
+    wait for the broker's answers before them.
     """
 
     __slots__ = ("broker", "client", "collected", "link", "node_id", "number", "owed")

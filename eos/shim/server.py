@@ -221,9 +221,7 @@ class Shim:
 
     async def _arrive(self, endpoint: Endpoint, connection: socket.socket, number: int) -> None:
         peer, tls = _peer(connection), self.settings.tls
-        link = Link(
-            number, endpoint, self._pipeline, self.settings.largest_frame, self, self._buffer, self._collected
-        )
+        link = Link(number, endpoint, self._pipeline, self.settings.largest_frame, self, self._buffer, self._collected)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: link.client, connection, ssl=tls, ssl_handshake_timeout=_HANDSHAKE_TIMEOUT_S if tls else None

@@ -35,7 +35,7 @@ class VersionsJob(Job):
 
 
 def unsupported(correlation_id: int) -> bytes:
-    """The answer to an ApiVersions newer than any known: always as v0, and it says which the client may ask (KIP-511)."""
+    """The answer to an ApiVersions newer than any known: as v0, and it says which the client may ask (KIP-511)."""
     ours = struct.pack(">ihi", correlation_id, _UNSUPPORTED_VERSION, 1) + _RANGE.pack(api.API_VERSIONS, 0, _NEWEST)
     return len(ours).to_bytes(4, "big") + ours
 

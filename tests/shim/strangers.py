@@ -223,12 +223,12 @@ def main() -> int:
         with made as shim, Honest(shim, upstream, "honest") as honest:
             thrown = random_frames(shim, arguments.minutes * 60, 400, arguments.seed)
             print(
-                f"{thrown} bursts of random frames in {arguments.minutes:g} min; honest answers: {honest.asked}, slowest "
-                f"{honest.slowest_s:.2f} s (broker itself: {honest.slowest_direct_s:.2f} s); the shim's peak "
+                f"{thrown} bursts of random frames in {arguments.minutes:g} min; honest answers: {honest.asked}, "
+                f"slowest {honest.slowest_s:.2f} s (broker itself: {honest.slowest_direct_s:.2f} s); the shim's peak "
                 f"{peak_rss(shim.process.pid) / MIB:.0f} MiB; {len(shim.events)} log lines",
                 flush=True,
             )
-        honest.check()
+            honest.check()
     return 0
 
 

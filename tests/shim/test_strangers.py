@@ -1,10 +1,10 @@
-"""Strangers in front of a real shim and broker: an honest client beside them is answered within a second, the shim stays
-small, and it says who was sent away and why. One shim for the whole file; each stranger has an address of its own.
+"""Strangers in front of a real shim and broker: an honest client beside them is answered within a second, the shim
+stays small, and it says who was sent away and why. One shim for the whole file; each stranger has an address of its
+own.
 """
 
 from __future__ import annotations
 
-import socket
 import struct
 import threading
 import time
@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
+from kafka.protocol.metadata import ApiVersionsRequest
 
 from eos.broker import LocalKafka
 from eos.shim.wire import api
@@ -21,6 +23,7 @@ from tests.shim import strangers
 from tests.shim.shims import RunningShim, eventually, running
 from tests.shim.strangers import MIB, Honest, connect, frame, head, send_until_closed, send_until_full
 from tests.support.reading import create_topic
+from tests.support.wire import Wire
 
 ENDLESS = b"\xff" * MIB
 EMPTY_TAGS = b"\x63\x00" * (MIB // 2)
@@ -110,19 +113,19 @@ def test_api_versions_full_of_tags(shim: RunningShim, honest: Honest) -> None:
 def test_requests_whose_answers_nobody_reads(shim: RunningShim, honest: Honest) -> None:
     """Answered by the shim itself: nobody has this identity."""
     asked = frame(api.END_TXN, 1, b"\0\x09strangers" + struct.pack(">qhb", 5, 5, 1)) * 10_000
-    taken = list[int]()
-
-    def flood() -> None:
-        with connect(shim, "127.0.0.8") as stranger:
-            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
-            taken.append(send_until_full(stranger, asked, 60 * MIB))
-
-    threads = [threading.Thread(target=flood) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    taken, before = list[int](), psutil.Process(shim.process.pid).memory_info().rss
+    with ExitStack() as stack:
+        flooding = [stack.enter_context(connect(shim, "127.0.0.8")) for _ in range(4)]
+        threads = [
+            threading.Thread(target=lambda s=s: taken.append(send_until_full(s, asked, 60 * MIB))) for s in flooding
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        grown = psutil.Process(shim.process.pid).memory_info().rss - before
     assert max(taken) < 40 * MIB, "the shim went on reading"
+    assert grown < 32 * MIB, f"{grown / MIB:.0f} MiB are kept for who reads nothing"
 
 
 def test_300_silent_connections_cost_the_broker_none(shim: RunningShim, kafka: LocalKafka, honest: Honest) -> None:
@@ -162,6 +165,17 @@ def test_frames_that_are_never_finished(shim: RunningShim, honest: Honest) -> No
             else:
                 send_until_closed(stranger, produce, bytes(MIB), 60 * MIB)
         sent_away(shim, "127.0.0.11", "memory for those is used up")
+
+
+def test_all_that_kafka_offers_is_offered(shim: RunningShim, kafka: LocalKafka) -> None:
+    """Of the version the shim was made for; and a client that is newer learns which version to ask with."""
+    newest = api.NEWEST[api.API_VERSIONS]
+    with Wire(kafka.bootstrap_servers) as direct, Wire(shim.bootstrap_servers) as through:
+        for version in range(newest + 1):
+            asked = ApiVersionsRequest(version=version, client_software_name="x", client_software_version="1")
+            assert through.ask(asked) == direct.ask(asked)
+        through.socket.sendall(frame(api.API_VERSIONS, newest + 1, b"\0\2x\2x\0", 99))
+        assert through.receive()[4:] == bytes.fromhex("00000063 0023 00000001 0012 0000") + newest.to_bytes(2, "big")
 
 
 def test_random_frames(kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ def known(api_key: int, version: int) -> bool:
 
 
 def decoded(cls: Any, frame: bytes, version: int) -> Any:
-    """A whole message of one of kafka-python's classes. Raises Malformed for whatever the class raises, and for a request
-    with more in it than any has.
+    """A whole message of one of kafka-python's classes. Raises Malformed for whatever the class raises, and for a
+    request with more in it than any has.
 
     The reason says no more than the kind of error: some show the bytes they stumbled over, and those may be secret.
     """

@@ -71,7 +71,8 @@ class Cursor:
         count = self.uvarint() - 1 if self.flexible else self.int32()
         if count < -1 or count > self.end - self.pos:
             raise Malformed(f"an array of {count} elements does not fit into its frame")
-        self.took(count)
+        if count > 0:
+            self.took(count)
         return count
 
     def took(self, elements: int) -> None:

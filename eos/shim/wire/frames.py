@@ -141,7 +141,7 @@ class FrameSplitter:
             return b""
         if self._whole:
             self._whole += piece
-            piece, self._whole = self._whole, bytearray()
+            piece, self._whole = bytes(self._whole), bytearray()
             if self._account is not None:
                 self._account.clear()
         return passage(bytes(piece))

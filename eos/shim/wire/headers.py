@@ -41,8 +41,9 @@ _LARGEST_PLAUSIBLE_VERSION = 100
 # tagged fields.
 LONGEST_HEAD_BYTES = 128 * 1024
 # The fields of that head, in order; tags only in flexible versions, the transactional.id since v3.
-_CLIENT_ID, _TAGS, _TAG, _NAME, _ACKS = range(5)
-_NAMED_SINCE = 3
+_CLIENT_ID, _TAGS, _NAME, _ACKS = range(4)
+_FLEXIBLE_SINCE, _NAMED_SINCE = api.FIRST_FLEXIBLE[api.PRODUCE], 3
+_INT16 = struct.Struct(">h")
 
 
 def implausible(head: RequestHead, largest_frame: int) -> str | None:
@@ -77,57 +78,54 @@ class AcksReader:
     With acks=0 the broker never answers, so this has to be known before the request goes on.
     """
 
-    __slots__ = ("_at", "_flexible", "_step", "_tags", "_version")
+    __slots__ = ("_at", "_step", "_tags", "_version")
 
     def __init__(self, version: int) -> None:
-        self._version, self._flexible = version, api.is_flexible(api.PRODUCE, version)
-        self._at = REQUEST_HEAD.size  # of the next field, in the frame
-        self._step = _CLIENT_ID
+        self._version = version
+        self._step, self._at = _CLIENT_ID, REQUEST_HEAD.size  # the next field, and where it is in the frame
         self._tags = 0  # still to be skipped
 
     def read(self, data: Piece, pos: int) -> int | None:
         """`data[pos:]` is the frame as far as it has come; None while more of it is needed. Raises Malformed."""
-        while self._step != _ACKS:
-            if not self._skip_field(data, pos):
-                return None
-            if self._at > LONGEST_HEAD_BYTES:
-                raise Malformed(f"a Produce with a head of more than {LONGEST_HEAD_BYTES} bytes")
-        at = pos + self._at
-        return int.from_bytes(data[at : at + 2], "big", signed=True) if len(data) >= at + 2 else None
-
-    def _skip_field(self, data: Piece, pos: int) -> bool:
-        """False when it has not come whole."""
-        step = self._step
-        compact = self._flexible and step != _CLIENT_ID
-        at = pos + self._at
-        if compact:
-            found = _uvarint(data, at)
-            if found is not None and step == _TAG:
-                found = _uvarint(data, found[1])  # what came was its number; and now its size
-            if found is None:
-                return False
-            size, at = found
-        else:
-            if len(data) < at + 2:
-                return False
-            size, at = int.from_bytes(data[at : at + 2], "big", signed=True), at + 2
-        self._at = at - pos
+        step, at, tags, end = self._step, pos + self._at, self._tags, len(data)
+        flexible = self._version >= _FLEXIBLE_SINCE
+        if step == _CLIENT_ID:
+            if end < at + 2:
+                return self._wait(step, at - pos)
+            at += 2 + max(0, _INT16.unpack_from(data, at)[0])
+            step = _TAGS if flexible else _NAME
         if step == _TAGS:
-            self._tags = checked_tags(size)
-        elif step == _TAG:
-            self._at += size
-            self._tags -= 1
-        else:
-            self._at += max(0, size - compact)
-        self._step = self._following(step)
-        return True
+            found = _uvarint(data, at)
+            if found is None:
+                return self._wait(step, at - pos)
+            tags, at = checked_tags(found[0]), found[1]
+            step = _NAME
+        while tags:
+            found = _uvarint(data, at)  # the tag's number, and behind it its size
+            found = found and _uvarint(data, found[1])
+            if found is None:
+                return self._wait(_NAME, at - pos, tags)
+            at = found[1] + found[0]
+            tags -= 1
+        if step == _NAME and self._version >= _NAMED_SINCE:
+            found = _uvarint(data, at) if flexible else _int16(data, at)
+            if found is None:
+                return self._wait(step, at - pos)
+            at = found[1] + max(0, found[0] - flexible)
+        if end < at + 2:
+            return self._wait(_ACKS, at - pos)
+        return int(_INT16.unpack_from(data, at)[0])
 
-    def _following(self, step: int) -> int:
-        if step == _CLIENT_ID and self._flexible:
-            return _TAGS
-        if step in (_TAGS, _TAG) and self._tags:
-            return _TAG
-        return _NAME if step != _NAME and self._version >= _NAMED_SINCE else _ACKS
+    def _wait(self, step: int, at: int, tags: int = 0) -> int | None:
+        """None, when the head may still be one: it goes on there."""
+        if at > LONGEST_HEAD_BYTES:
+            raise Malformed(f"a Produce with a head of more than {LONGEST_HEAD_BYTES} bytes")
+        self._step, self._at, self._tags = step, at, tags
+        return None
+
+
+def _int16(data: Piece, pos: int) -> tuple[int, int] | None:
+    return (_INT16.unpack_from(data, pos)[0], pos + 2) if len(data) >= pos + 2 else None
 
 
 def _uvarint(data: Piece, pos: int) -> tuple[int, int] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import ssl
 import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,7 +18,9 @@ from eos.shim.errors import Misconfigured
 from eos.shim.link import MOST_UNANSWERED
 from eos.shim.pipeline import Exchange, Job
 from eos.shim.settings import check_relay, server_tls
+from eos.shim.wire import api
 from tests.shim.fake_broker import FakeBroker
+from tests.support.secure import make_pki
 from tests.unit.shim.test_link import ANSWERED, FORWARDED, Meddling, answer, frame
 
 MIB = 1024 * 1024
@@ -63,7 +66,9 @@ def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [str(vars(record)["fields"].get("reason")) for record in caplog.records if hasattr(record, "fields")]
 
 
-@pytest.mark.parametrize("first", [b"", b"\0\0\0\x30\0\0", frame(0, 1, b"")[:13]], ids=["nothing", "part", "part of a Produce"])
+@pytest.mark.parametrize(
+    "first", [b"", b"\0\0\0\x30\0\0", frame(0, 1, b"")[:13]], ids=["nothing", "part", "part of a Produce"]
+)
 def test_who_does_not_ask_in_time_is_sent_away(first: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async def work(shim: Shim, broker: FakeBroker) -> None:
         asking, silent = await connect(shim), await connect(shim)
@@ -173,8 +178,36 @@ def test_thousands_of_requests_sent_at_once_are_answered_in_order(kind: int) -> 
     run(work, jobs=(Meddling(),))
 
 
-def test_an_honest_client_has_its_turn_beside_one_that_sends_thousands() -> None:
-    """A turn of the loop is a share of frames, not all that was read."""
+@pytest.mark.parametrize("secure", [False, True], ids=["plain", "tls"])
+def test_what_a_client_sent_before_it_left_reaches_the_broker(secure: bool, tmp_path: Path) -> None:
+    count, seen = 3 * MOST_UNANSWERED, list[bytes]()
+    pki = make_pki(tmp_path)
+    trusting = ssl.create_default_context(cafile=str(pki / "ca.pem")) if secure else None
+
+    async def work(shim: Shim, broker: FakeBroker) -> None:
+        _, writer = await asyncio.open_connection(*shim.addresses[0], ssl=trusting)
+
+        def produce(number: int) -> bytes:  # v3 with acks=0: nobody answers
+            return struct.pack(">ihhihhhii", 22, api.PRODUCE, 3, number, -1, -1, 0, 100, 0)
+
+        writer.write(b"".join(produce(number) for number in range(count)))
+        await writer.drain()
+        if secure:
+            writer.close()
+        else:
+            writer.write_eof()
+        await until(lambda: len(seen) == count)
+        writer.close()
+        await until(lambda: not shim.connections)
+
+    tls = server_tls(str(pki / "server.pem"), str(pki / "server.key")) if secure else None
+    run(work, FakeBroker(lambda request: seen.append(request)), tls=tls)
+    assert [int.from_bytes(request[4:8], "big") for request in seen] == list(range(count))
+
+
+@pytest.mark.parametrize("leaves", ["reset", "stays"])
+def test_an_honest_client_has_its_turn_beside_one_that_sends_thousands(leaves: str) -> None:
+    """A turn of the loop is a share of frames, not all that was read; nor is the end of a connection."""
 
     class Slow(Meddling):
         def request(self, exchange: Exchange, frame: bytes) -> bytes:
@@ -190,6 +223,9 @@ def test_an_honest_client_has_its_turn_beside_one_that_sends_thousands() -> None
         assert await honest[0].readexactly(9)
         greedy[1].write(frame(ANSWERED, 1, b"body") * 25_000)  # 2.5 s of work, in one read
         assert await greedy[0].readexactly(12)
+        if leaves == "reset":
+            greedy[1].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            greedy[1].transport.abort()
         slowest = 0.0
         for number in range(10):
             began = loop.time()
@@ -200,6 +236,14 @@ def test_an_honest_client_has_its_turn_beside_one_that_sends_thousands() -> None
         return slowest
 
     assert run(work, jobs=(Slow(),)) < 1.0
+
+
+class Large(Meddling):
+    """Gives an answer of 20 KB to each request."""
+
+    def request(self, exchange: Exchange, frame: bytes) -> bytes:
+        exchange.answer = answer(exchange.correlation_id, bytes(20_000))
+        return b""
 
 
 def test_a_client_that_does_not_take_the_answers_given_here_is_not_read_on() -> None:
@@ -223,16 +267,16 @@ def test_a_client_that_does_not_take_the_answers_given_here_is_not_read_on() -> 
             got, most = b"", link.client._transport.get_write_buffer_size() + 2 * MIB
             while len(got) < most:
                 got += await loop.sock_recv(client, MIB)
-            ours = answer(1, b"ours")
+            ours = answer(1, bytes(20_000))
             assert got == (ours * (len(got) // len(ours) + 1))[: len(got)]
             return sent
 
-    assert run(work, jobs=(Meddling(),)) < 30 * MIB
+    assert run(work, jobs=(Large(),)) < 30 * MIB
 
 
 def test_requests_that_a_broker_does_not_answer_are_not_remembered_without_end() -> None:
     async def work(shim: Shim, broker: FakeBroker) -> int:
-        reader, writer = await connect(shim)
+        _, writer = await connect(shim)
         writer.write(frame(FORWARDED, 1, b"b") * 20_000)
         await until(lambda: any(len(link._pending) >= MOST_UNANSWERED for link in shim._links))
         for _ in range(50):
@@ -246,11 +290,6 @@ def test_requests_that_a_broker_does_not_answer_are_not_remembered_without_end()
 
 
 def test_answers_given_here_behind_one_that_the_broker_owes_are_bounded_too() -> None:
-    class Large(Meddling):
-        def request(self, exchange: Exchange, frame: bytes) -> bytes:
-            exchange.answer = answer(exchange.correlation_id, bytes(20_000))
-            return b""
-
     async def work(shim: Shim, broker: FakeBroker) -> int:
         _, writer = await connect(shim)
         writer.write(frame(FORWARDED, 1, b"b") + frame(ANSWERED, 1, b"b") * 5_000)

@@ -16,6 +16,7 @@ from eos.shim.complaints import INTERVAL_S, LINES_PER_HOST, LINES_PER_INTERVAL, 
 from eos.shim.errors import Malformed, ProtocolError
 from eos.shim.pipeline import Connection, Exchange, Job, Pipeline
 from eos.shim.protect import translate
+from eos.shim.protect.machine import Identity
 from eos.shim.trace import decode
 from eos.shim.wire import answers, api, measure, walk
 from eos.shim.wire.cursor import LONGEST_STRING_BYTES, MOST_ELEMENTS, MOST_TAGS, Cursor, uvarint
@@ -24,7 +25,8 @@ from eos.shim.wire.headers import LONGEST_HEAD_BYTES, REQUEST_HEAD, AcksReader
 from eos.shim.wire.walk import Layout, Walk
 from tests.unit.shim.messages import requests
 from tests.unit.shim.test_frames import cut, framed
-from tests.unit.shim.test_protect_passing import SHAPES, Passed, collected, produce_request
+from tests.unit.shim.test_protect_frames import produce_request
+from tests.unit.shim.test_protect_passing import SHAPES, Passed, collected
 from tests.unit.shim.test_unreadable import CLASSES, KEYS
 
 ENDLESS = b"\xff" * 100_000
@@ -105,7 +107,7 @@ def test_a_produce_that_comes_byte_by_byte_is_looked_at_seldom(monkeypatch: pyte
     for shape, most in (("one batch", 9), ("two batches", 9), ("two topics", 9), ("no records", 9)):
         frame = produce_request(9, "t" * 200, SHAPES[shape])
         passed, looks = Passed(), 0
-        passed.job.machine.initialised("t" * 200, translate.Identity(5, 0), 1)
+        passed.job.machine.initialised("t" * 200, Identity(5, 0), 1)
         for at in range(len(frame)):
             passed.feed(frame[at : at + 1])
         assert 0 < looks <= most

@@ -33,7 +33,9 @@ def told(frame: bytes, version: int) -> Any:
 
 
 @given(st.integers(0, NEWEST), ranges)
-def test_what_is_newer_than_the_shim_is_not_offered_and_all_else_is_as_it_was(version: int, apis: dict[int, Any]) -> None:
+def test_what_is_newer_than_the_shim_is_not_offered_and_all_else_is_as_it_was(
+    version: int, apis: dict[int, Any]
+) -> None:
     more: dict[str, Any] = {}
     if version >= 3:
         feature = ApiVersionsResponse.SupportedFeatureKey
@@ -77,4 +79,6 @@ def test_a_client_newer_than_the_shim_is_told_which_version_to_ask_with() -> Non
 
 
 def test_no_version_is_offered_whose_addresses_are_not_rewritten() -> None:
-    assert {key: api.NEWEST[key] for key in layouts.KNOWN} == {key: newest for key, (_, newest) in layouts.KNOWN.items()}
+    assert {key: api.NEWEST[key] for key in layouts.KNOWN} == {
+        key: newest for key, (_, newest) in layouts.KNOWN.items()
+    }
