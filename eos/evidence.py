@@ -193,8 +193,9 @@ def _changed(before: Statistics | None, now: Statistics) -> str:
     for name, old in before.brokers.items():
         if old.nodeid < 0 and name != COORDINATOR:
             continue  # the first address: it is only asked for the others, and may go
-        if (new := now.brokers.get(name)) is None:
+        if name not in now.brokers:
             return f"{name} is not known any more"
+        new = now.brokers[name]
         if old.up:
             same = new.up and now.since(name) == before.since(name)
         else:  # the first send_offsets connects to the group's coordinator
