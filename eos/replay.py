@@ -85,7 +85,7 @@ def letter_of(read: Record) -> Letter:
         _number(told, "timestamp", read.timestamp),
         read.key,
         read.value,
-        headers,
+        headers or (),
     )
     why = told.get("exception", "-"), told.get("message", "-")
     return Letter(read.partition, read.offset, record, *why, _number(told, _REPLAYS, 0))
