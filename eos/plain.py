@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from confluent_kafka import KafkaError, Message
+from confluent_kafka import KafkaError, Message, TopicPartition
 
 from eos import log
 from eos.claim import Claim
@@ -103,6 +103,18 @@ class PlainTransaction:
             raise self._public(failure, topic) from failure
         self.deliveries.append(delivery)
         return delivery
+
+    def send_offsets(self, offsets: list[TopicPartition], group_metadata: Any) -> None:
+        """Commits offsets of a group with this transaction, for a reader of its own that is in no group; the last call
+        before the block's end."""
+        if self._producer.state is not State.IN_TRANSACTION:
+            raise IllegalState(f"send_offsets is not possible in state {self._producer.state.value}")
+        try:
+            self._producer.flush()
+            self._producer.send_offsets(offsets, group_metadata)
+        except CallFailed as failure:
+            self.failure = failure
+            raise self._public(failure, self.failed_topic) from failure
 
 
 class Transactions:
