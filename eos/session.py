@@ -177,7 +177,11 @@ class Transaction:
         Raises TypeError or ValueError for what cannot be sent.
         """
         self._session._must_be(self)
-        self._session._send(*send_of("send", topic, value, key, partition, timestamp_ms, headers))
+        asked = partition is not None or timestamp_ms or headers
+        if type(value) is bytes and (key is None or type(key) is bytes) and not asked:
+            self._session._send(topic, value, key, -1, 0, None)  # the usual: nothing to encode, nothing to check
+        else:
+            self._session._send(*send_of("send", topic, value, key, partition, timestamp_ms, headers))
         self.sent += 1
 
     def feed(self, feed: Feed, records: list[Record]) -> Fed:
