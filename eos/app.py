@@ -136,6 +136,9 @@ class Out(msgspec.Struct, frozen=True, gc=False):
     input's key, None a null key. `topic` None: the first of `to`. `headers`: (name, bytes, str or None) pairs or
     a mapping; the input's are not copied. `partition` None: by the key. `timestamp`: milliseconds since the
     epoch, KEEP the input's, 0 the time of producing.
+
+    In a batch function an Out has no single input: the key must be said, and KEEP is the time of producing.
+    `record.out(value)` says the record's key and timestamp there too.
     """
 
     value: object
@@ -197,7 +200,7 @@ class Route:
         if batch:
             _check_batch_annotation(annotation, self.name)
             run = _blocking(function) if self.concurrent else function
-            self.outputs_batch, self.feed = _compile_batch(run, finish, self.name, destinations)
+            self.outputs_batch, self.feed = _compile_batch(run, finish, self.name, destinations, Hints(function))
             outputs_batch = self.outputs_batch
             self.outputs = lambda record: outputs_batch([record])
             self.each = _one_by_one(self.outputs)
@@ -333,7 +336,8 @@ class App:
         encode: Callable[[Any], bytes] | None = None,
     ) -> Callable[[BatchFunction], BatchFunction]:
         """Decorate a function that gets a `list[Record]` and returns an iterable of Out, for speed: made by
-        `record.out(value)`, or by `Out(value, key=...)`. The function stays as it is.
+        `record.out(value)`, which keeps that record's key and timestamp, or by `Out(value, key=...)`, which has the
+        time of producing unless it says another. The function stays as it is.
 
         `topics`, `on_error`, `encode`: as for `process`. A batch function that raises is run again record by record,
         unless the policy is stop, which names the range.
@@ -736,6 +740,7 @@ def _compile_batch(
     finish: Callable[[Any], Any] | None,
     name: str,
     destinations: tuple[str, ...],
+    hints: Hints,
 ) -> tuple[Callable[[list[Record]], list[Send]], Feed]:
     """`outputs_batch` and `feed` of a function of many records."""
     convert = _out_converter(name, destinations)
@@ -751,6 +756,8 @@ def _compile_batch(
                 "record.out(value) or Out(value, key=...)"
             )
         outs = result if type(result) is list else list(result)
+        if outs and type(outs[0]) is Out and outs[0].timestamp is KEEP:
+            hints.timestamp(records[0])
         return outs if finish is None else cast("list[Any]", finish(outs))
 
     def converted(outs: list[Any]) -> list[Send]:
@@ -821,7 +828,7 @@ def _out_converter(name: str, destinations: tuple[str, ...]) -> Callable[[Out, R
         return (
             topic,
             value if type(value) is bytes else _value(value, name),
-            key if type(key) is bytes else encode_key(key),
+            key if type(key) is bytes else _key(key, name),
             -1 if out.partition is None else _integer(out.partition, 2**31, "partition", name),
             timestamp_ms,
             _headers(out.headers, name) if out.headers else None,
@@ -830,13 +837,36 @@ def _out_converter(name: str, destinations: tuple[str, ...]) -> Callable[[Out, R
     return convert
 
 
+def send_of(
+    name: str, topic: str, value: object, key: object, partition: int | None, timestamp_ms: int, headers: Headers
+) -> Send:
+    """What a loop of one's own sends, by the rules of an Out; `name` is how messages call the caller."""
+    return (
+        topic,
+        value if type(value) is bytes else _value(value, name),
+        key if type(key) is bytes else _key(key, name),
+        -1 if partition is None else _integer(partition, 2**31, "partition", name),
+        _integer(timestamp_ms, END_OF_TIME, "timestamp (milliseconds since the epoch)", name) if timestamp_ms else 0,
+        _headers(headers, name) if headers else None,
+    )
+
+
+# Structs and an enum: JSON of them is never what was meant.
+_NEVER_SENT: Final = frozenset({Record, Out, Keep})
+
+
 def _value(value: object, name: str) -> bytes | None:
-    kind = type(value)
-    if kind is Record or kind is Out:  # both are Structs: JSON of them is never what was meant
+    if type(value) in _NEVER_SENT:
         raise TypeError(
             f"{name} gave a {type(value).__name__} as a value: to pass a record on, use record.out(record.value)"
         )
     return encode(value)
+
+
+def _key(key: object, name: str) -> bytes | None:
+    if type(key) in _NEVER_SENT:
+        raise TypeError(f"{name} gave a {type(key).__name__} as a key: use record.key for that of a record")
+    return encode_key(key)
 
 
 def _integer(number: object, end: int, what: str, name: str) -> int:

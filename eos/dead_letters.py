@@ -5,13 +5,17 @@ Owns the format only; it must never send one (eos/handling.py does, in the trans
 Key and value are the record's own bytes; the partition follows from the key. The timestamp is the time of producing:
 with the record's own, a replay of old records would leave dead letters that retention removes at once. The record's
 headers come first, then ours, all UTF-8 text: `eos-dlq-topic`, `-partition`, `-offset`, `-timestamp` (milliseconds
-since the epoch, -1 unknown), `-exception` (its class with its module) and `-message`. Of two headers of one name the
+since the epoch, -1 unknown), `-exception` (its class with its module), `-message` and, where the user's own code
+raised, `-trace` (its innermost frames, one per line, that which raised is the last). Of two headers of one name the
 last counts, as everywhere in Kafka: a dead letter that was handled again and failed again tells of the second time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from eos.app import Header, Record, Send
+from eos.frames import Frame, text_of
 from eos.lineage import HEADER as LINEAGE
 from eos.policies import dead_letter_topic
 
@@ -19,8 +23,8 @@ PREFIX = "eos-dlq-"
 MESSAGE_BYTES = 1_000  # of the exception's message; a message may quote the whole record
 
 
-def dead_letter(record: Record, error: BaseException) -> Send:
-    """What to send for `record`, which failed with `error`."""
+def dead_letter(record: Record, error: BaseException, frames: Sequence[Frame] = ()) -> Send:
+    """What to send for `record`, which failed with `error` in these frames of the user's."""
     why = {
         "topic": record.topic,
         "partition": str(record.partition),
@@ -29,6 +33,8 @@ def dead_letter(record: Record, error: BaseException) -> Send:
         "exception": class_name(error),
         "message": message_of(error),
     }
+    if trace := text_of(frames):
+        why["trace"] = trace
     # Lineage of the record itself is about an earlier step; this one's is written when the letter is sent.
     headers: list[Header] = [header for header in record.headers if header[0] != LINEAGE]
     headers += [(PREFIX + name, text.encode(errors="replace")) for name, text in why.items()]

@@ -20,13 +20,18 @@ from eos import log
 from eos.app import App, Each, Fed, Feed, Header, Produce, Record, Refused, Route, Send, feed_each
 from eos.dead_letters import class_name, dead_letter, message_of
 from eos.errors import CallFailed, EosError, PoisonRecord
+from eos.frames import Frame, frames_of, text_of
 from eos.lineage import Ledger, check_route, feed_with_lineage
-from eos.policies import stop
+from eos.policies import Policy, stop
+from eos.serde import DecodeError
 
 Partition = tuple[str, int]
 Place = tuple[str, int, int]  # of a record: topic, partition, offset
 
 _LINES, _LINES_INTERVAL_S = 10, 10.0  # about single records: so many lines in so many seconds
+_PLACES = (
+    100  # in the user's code whose frames are told: a function that is made anew for each record has no end of them
+)
 
 
 class RecordRefused(Exception):
@@ -175,6 +180,14 @@ class Handler:
         error.__cause__ = failure
         self._special[place] = error
 
+    def tick(self) -> None:
+        """Now and then, also while there are no records: says what the log's limit kept back."""
+        self._told.tick()
+
+    def end(self) -> None:
+        """There will be no more records."""
+        self._told.tell_rest()
+
     # ---- handling -----------------------------------------------------------------------------------------------
 
     def handle(self, txn: Feeds, records: list[Record]) -> Halt | None:
@@ -236,25 +249,35 @@ class Handler:
         place = _place(record)
         failures = self._failures[place] = self._failures.get(place, 0) + 1
         last = isinstance(error, DeadLetterRefused)
-        wait_s = None if last else route.on_error.wait_s(failures)
+        wait_s = route.on_error.wait_s(failures) if not last and _is_tried_again(route.on_error, error) else None
         if wait_s is not None:
             self._special[place] = None
-            self._told.line("record fails, will be tried again", record, error, after_s=wait_s, failures=failures)
+            self._told.line(
+                "record fails, will be tried again", record, error, frames_of(error), after_s=wait_s, failures=failures
+            )
             return Halt(0, None, wait_s)
         verdict = "stop" if last else route.on_error.verdict
         if verdict == "stop":
             return Halt(0, _poison(route, record, error))
         sends: list[Send] = []
+        frames = frames_of(error)
         if verdict == "skip":
             txn.skipped += 1
-            self._told.line("record skipped", record, error)
+            self._told.line("record skipped", record, error, frames)
         else:
-            sends.append(dead_letter(record, error))
+            sends.append(dead_letter(record, error, frames))
             self._dead.add(place)
             txn.dead_letters += 1
-            self._told.line("dead letter", record, error, to=sends[0][0])
+            self._told.line("dead letter", record, error, frames, to=sends[0][0])
         txn.feed(self._noted(route, self._feed_of(lambda _: iter([sends]))), [record])
         return None
+
+
+def _is_tried_again(policy: Policy, error: Exception) -> bool:
+    """Bytes that do not decode will not do so the next time; a decoder of the user's may have asked somebody else."""
+    if isinstance(error, DecodeError):
+        return isinstance(error, policy.on) or isinstance(error.__cause__, policy.on)
+    return not policy.on or isinstance(error, policy.on)
 
 
 def _place(record: Record) -> Place:
@@ -314,18 +337,52 @@ def _because(poison: PoisonRecord, error: Exception) -> PoisonRecord:
 
 
 class _Told:
-    """Lines about single records: a topic full of poison must not fill the disk with its log."""
+    """Lines about single records: a topic full of poison must not fill the disk with its log, and no kind of failure
+    may be missing in it. So the first of each place in the user's code is told with its frames, whatever their number,
+    and those over the limit are summed up when the interval is over, and at the end."""
 
     def __init__(self) -> None:
         self._since, self._lines = 0.0, 0
+        self._places: set[tuple[object, ...]] = set()
+        self._untold: dict[str, int] = {}  # by event
+        self._last: tuple[Record, str, str] | None = None  # of them
 
-    def line(self, event: str, record: Record, error: Exception, **more: object) -> None:
+    def line(self, event: str, record: Record, error: Exception, frames: list[Frame], **more: object) -> None:
+        self.tick()
+        first = self._is_first((type(error), *frames[-1:]))
+        self._lines += 1
+        if not first and self._lines > _LINES:
+            self._untold[event] = self._untold.get(event, 0) + 1
+            self._last = record, class_name(error), message_of(error)
+            return
+        if first and frames:
+            more["trace"] = text_of(frames, " > ")
+        elif frames:
+            more["at"] = f"{frames[-1].file}:{frames[-1].line}"
+        where = {"topic": record.topic, "partition": record.partition, "offset": record.offset}
+        log.warning(event, **where, error=f"{class_name(error)}: {message_of(error)}", **more)
+
+    def _is_first(self, place: tuple[object, ...]) -> bool:
+        """Of a place that was not told of yet."""
+        if place in self._places or len(self._places) >= _PLACES:
+            return False
+        self._places.add(place)
+        return True
+
+    def tick(self) -> None:
+        """Tells of the rest when the interval is over."""
         now = time.monotonic()
         if now - self._since >= _LINES_INTERVAL_S:
-            if self._lines > _LINES:
-                log.warning("more records failed", not_told=self._lines - _LINES)
+            self.tell_rest()
             self._since, self._lines = now, 0
-        self._lines += 1
-        if self._lines <= _LINES:
-            where = {"topic": record.topic, "partition": record.partition, "offset": record.offset}
-            log.warning(event, **where, error=f"{class_name(error)}: {message_of(error)}", **more)
+
+    def tell_rest(self) -> None:
+        if self._last is None:
+            return
+        record, kind, message = self._last
+        last = f"{record.topic} [{record.partition}] offset {record.offset}"
+        each = ", ".join(f"{event}: {count}" for event, count in self._untold.items())
+        log.warning(
+            "more records failed", not_told=sum(self._untold.values()), of=each, last=last, error=f"{kind}: {message}"
+        )
+        self._untold, self._last = {}, None

@@ -38,6 +38,7 @@ class Hints:
     def __init__(self, function: Callable[..., Any]) -> None:
         code = getattr(underlying(function), "__code__", None)
         self._name = function_name(function)
+        self._done: set[str] = set()  # what needs no look at more than this
         self._defined = (self._name, getattr(code, "co_filename", ""), getattr(code, "co_firstlineno", 0))
 
     def tombstone(self, record: Record) -> None:
@@ -53,6 +54,9 @@ class Hints:
         self._say(log.info, "outputs get the time of producing", _TIMESTAMP, record)
 
     def _say(self, tell: Callable[..., None], event: str, why: str, record: Record) -> None:
+        if event in self._done:
+            return
+        self._done.add(event)
         if (event, *self._defined) not in _said:
             _said.add((event, *self._defined))
             where = {"topic": record.topic, "partition": record.partition, "offset": record.offset}

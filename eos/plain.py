@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from confluent_kafka import KafkaError, Message, TopicPartition
 
 from eos import log
+from eos.app import Headers, send_of
 from eos.claim import Claim
 from eos.errors import (
     Action,
@@ -31,7 +32,6 @@ from eos.errors import (
 )
 from eos.ownership import Described, Owner
 from eos.producer import TransactionalProducer
-from eos.serde import encode, encode_key
 from eos.settings import Settings, settings_of
 from eos.states import OPEN, State
 
@@ -82,9 +82,10 @@ class PlainTransaction:
         key: object = None,
         partition: int | None = None,
         timestamp_ms: int = 0,
-        headers: Sequence[tuple[str, bytes | None]] = (),
+        headers: Headers = (),
     ) -> Delivery:
-        """Queues one record; values and keys are encoded as an App's are (bytes, str as UTF-8, None, else JSON).
+        """Queues one record; value, key and headers are encoded as an App's are (bytes as they are, str as UTF-8, None,
+        else JSON). Raises TypeError or ValueError for what cannot be sent: nothing was queued.
 
         Raises the transaction's failure as soon as it is known; the block's end aborts then, and raises it again if the
         block went on.
@@ -92,11 +93,9 @@ class PlainTransaction:
         if self._producer.state is not State.IN_TRANSACTION:
             raise IllegalState(f"send is not possible in state {self._producer.state.value}")
         delivery = Delivery(topic)
-        where = -1 if partition is None else partition
+        record = send_of("send", topic, value, key, partition, timestamp_ms, headers)
         try:
-            self._producer.send(
-                topic, encode(value), encode_key(key), where, timestamp_ms, list(headers), delivery._report
-            )
+            self._producer.send(*record, delivery._report)
         except CallFailed as failure:
             self.failure, self.failed_topic = failure, topic
             delivery.error = str(failure)

@@ -6,11 +6,13 @@ function, send anything or look at an error: eos/handling.py carries a policy ou
     stop                      the default: the worker commits what came before and ends with exit code 65
     skip                      nothing is sent for the record, its offset moves on: as if the function had returned None
     dlq                       the record goes to `<topic>.dlq` as it came, with headers that say why
-    retry(n, then=policy)     the function runs up to n more times, with back-off, before `then` decides
+    retry(n, then=policy)     the function runs up to n more times, with back-off, before `then` decides; with
+                              on=(SomeError, ...) only after those
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -33,6 +35,7 @@ class Policy:
     retries: int = 0
     backoff_ms: int = 100
     backoff_max_ms: int = 10_000
+    on: tuple[type[Exception], ...] = ()  # what is tried again; none: everything but what does not decode
 
     def wait_s(self, failures: int) -> float | None:
         """How long until the next try of a record that failed `failures` times; None: the verdict holds."""
@@ -42,7 +45,10 @@ class Policy:
         return float(min(self.backoff_max_ms, self.backoff_ms * 2**doublings)) / 1000
 
     def __repr__(self) -> str:
-        return f"retry({self.retries}, then={self.verdict})" if self.retries else self.verdict
+        if not self.retries:
+            return self.verdict
+        on = f", on=({', '.join(kind.__name__ for kind in self.on)})" if self.on else ""
+        return f"retry({self.retries}, then={self.verdict}{on})"
 
 
 stop: Final = Policy("stop")
@@ -51,9 +57,18 @@ dlq: Final = Policy("dlq")
 _BY_NAME: Final = {"stop": stop, "skip": skip, "dlq": dlq}
 
 
-def retry(n: int, then: Policy | str = stop, *, backoff_ms: int = 100, backoff_max_ms: int = 10_000) -> Policy:
+def retry(
+    n: int,
+    then: Policy | str = stop,
+    *,
+    on: type[Exception] | Iterable[type[Exception]] = (),
+    backoff_ms: int = 100,
+    backoff_max_ms: int = 10_000,
+) -> Policy:
     """Up to `n` more runs of the function, then `then` (stop, skip or dlq). Raises ConfigurationError.
 
+    `on`: exceptions, as behind `except`; for all others `then` decides at once. Without it everything is tried again
+    but what does not decode: that is only if `on` names it, or what a `decode=` of the user's raised.
     The n is of one process: a record that was given to another worker or that a restart reads again starts anew.
     """
     last = policy_of(then)
@@ -62,7 +77,13 @@ def retry(n: int, then: Policy | str = stop, *, backoff_ms: int = 100, backoff_m
     for name, number, least in (("n", n, 1), ("backoff_ms", backoff_ms, 0), ("backoff_max_ms", backoff_max_ms, 0)):
         if not isinstance(number, int) or number < least:
             raise ConfigurationError(f"retry: {name}={number!r} must be an int of at least {least}")
-    return replace(last, retries=n, backoff_ms=backoff_ms, backoff_max_ms=backoff_max_ms)
+    kinds = tuple(on) if isinstance(on, Iterable) else (on,)
+    for kind in kinds:
+        if not isinstance(kind, type) or not issubclass(kind, Exception):
+            raise ConfigurationError(
+                f"retry: on={kind!r} is no exception class: name those that may pass the next time"
+            )
+    return replace(last, retries=n, backoff_ms=backoff_ms, backoff_max_ms=backoff_max_ms, on=kinds)
 
 
 def policy_of(on_error: object) -> Policy:

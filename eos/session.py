@@ -32,7 +32,7 @@ from confluent_kafka import Consumer, TopicPartition
 from eos import log
 from eos.admin.cluster import ClusterAdmin
 from eos.admin.fence import end_left_open
-from eos.app import Fed, Feed, Record, is_pattern
+from eos.app import Fed, Feed, Headers, Record, is_pattern, send_of
 from eos.claim import Claim
 from eos.errors import (
     Action,
@@ -172,18 +172,25 @@ class Transaction:
     def send(
         self,
         topic: str,
-        value: bytes | None,
+        value: object,
         *,
-        key: bytes | None = None,
+        key: object = None,
         partition: int | None = None,
         timestamp_ms: int = 0,
-        headers: Sequence[tuple[str, bytes | None]] = (),
+        headers: Headers = (),
     ) -> None:
-        """Sends one record in this transaction; `timestamp_ms` 0 is now, `partition` None leaves it to the key."""
+        """Sends one record in this transaction; value, key and headers are encoded as an App's are (bytes as they are,
+        str as UTF-8, None, else JSON). `timestamp_ms` 0 is now, `partition` None leaves it to the key.
+
+        Raises TypeError or ValueError for what cannot be sent.
+        """
         if not self._session._has(self):
             return
-        where = -1 if partition is None else partition
-        self._session._send(topic, value, key, where, timestamp_ms, list(headers) or None)
+        asked = partition is not None or timestamp_ms or headers
+        if type(value) is bytes and (key is None or type(key) is bytes) and not asked:
+            self._session._send(topic, value, key, -1, 0, None)  # the usual: nothing to encode, nothing to check
+        else:
+            self._session._send(*send_of("send", topic, value, key, partition, timestamp_ms, headers))
         self.sent += 1
 
     def feed(self, feed: Feed, records: list[Record]) -> Fed:

@@ -73,6 +73,8 @@ class Worker:
         self._slowness = Slowness(self.settings)
         self._not_before = 0.0  # time.monotonic() at which a record that failed may be tried again
         self.on_tick: Callable[[], None] = lambda: None
+        """Called after each transaction, and about every 100 ms while there is nothing to do."""
+        self.session.on_idle = self._tick
 
     def find_topics(self) -> None:
         """Takes in the topics that match the App's patterns now; `run` does so unless it was done before. Raises
@@ -109,12 +111,13 @@ class Worker:
                     halt = self._handle(txn)
                     if halt is not None:
                         self._end_at(txn, halt)
-                    self.on_tick()
+                    self._tick()
             finished = True
         except ShutdownExpired as expired:
             hooks.abandon()
             raise Temporary(f"the stop took too long ({expired}): the open transaction was given up") from expired
         finally:
+            self._handler.end()
             if self._new_topics is not None:
                 self._new_topics.stop()
             try:
@@ -125,6 +128,10 @@ class Worker:
             finally:
                 hooks.stop(failed=not finished)
         self._log_totals(time.monotonic() - began)
+
+    def _tick(self) -> None:
+        self._handler.tick()
+        self.on_tick()
 
     def _log_totals(self, seconds: float) -> None:
         counters = self.session.counters

@@ -65,6 +65,7 @@ class Apply:
         except EosError as error:
             raise to_line(error) from error
         finally:
+            handler.end()
             hooks.stop(failed=not finished)
 
     def _outputs(self, handler: Handler, records: list[Record]) -> Iterator[pa.RecordBatch]:

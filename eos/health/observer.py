@@ -45,7 +45,7 @@ class Observer:
         self._poisoned = 0
         self._told_stuck = False
         self._incidents = Incidents()
-        worker.session.on_idle = worker.on_tick = self.tick
+        worker.on_tick = self.tick
 
     def tick(self) -> None:
         """On the worker's thread, between transactions."""

@@ -78,6 +78,7 @@ def run(app: App, records: Iterable[Record | tuple[Any, ...]]) -> Ran:
             ran.retries += 1
         finished = True
     finally:
+        handler.end()
         hooks.stop(failed=not finished)
     ran.skipped, ran.dead_letters = kept.skipped, kept.dead_letters
     for topic, value, key, partition, timestamp, headers in kept.sends:

@@ -501,7 +501,7 @@ been = pathlib.Path(__file__).with_suffix(".been")
 
 @app.process(sources, to=destinations)
 def copy(record: eos.Record):
-    if (record.partition, record.offset) == (1, 20) and not been.exists():
+    if (record.topic, record.partition, record.offset) == SLOW_AT and not been.exists():
         been.touch()
         time.sleep(3)
     where = sources.index(record.topic), record.partition, record.offset
@@ -509,9 +509,13 @@ def copy(record: eos.Record):
 """
 
 
+def slow_once(pipeline: Pipeline) -> str:
+    return SLOW_ONCE.replace("SLOW_AT", repr(pipeline.record((pipeline.sources[0], 1), 5)))
+
+
 def test_a_function_that_is_too_slow_once_is_told_of_and_survived(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 300)
-    worker = eos_run(pipeline, SLOW_ONCE, "-X", "transaction.timeout.ms=1500")
+    worker = eos_run(pipeline, slow_once(pipeline), "-X", "transaction.timeout.ms=1500")
     assert_ended(worker, 0)
     assert worker.log.count("too slow: the transaction may be lost, then its records come again") == 1
     assert worker.log.count("too slow: the transaction was lost, its records come again") == 1
@@ -523,7 +527,7 @@ def test_a_slow_function_that_nothing_was_sent_before_loses_nothing_and_nothing_
 ) -> None:
     pipeline = pipelines.on(kafka, 60)
     settings = ("-X", "transaction.timeout.ms=1500", "-X", "eos.transaction.max.records=1")
-    worker = eos_run(pipeline, SLOW_ONCE.replace("(1, 20)", "(1, 5)").replace("sleep(3)", "sleep(4)"), *settings)
+    worker = eos_run(pipeline, slow_once(pipeline), *settings)
     assert_ended(worker, 0)
     assert Path(pipeline.directory, "given.been").exists()
     assert "too slow" not in worker.log

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import pickle
@@ -77,6 +78,9 @@ def upper(value: bytes) -> bytes:
     return value.upper()
 
 
+UPPER_RAISES = upper.__code__.co_firstlineno + 2
+
+
 def app_of(function: Callable[[Any], Any] = upper, on_error: Policy | str = stop, **more: Any) -> App:
     app = App("app")
     app.process("in", to="out", on_error=on_error, **more)(function)
@@ -95,6 +99,10 @@ def test_policies_are_names_of_eos_and_may_be_given_by_name_too() -> None:
     assert app_of(on_error="dlq").routes["in"].on_error is dlq
     assert pickle.loads(pickle.dumps(retry(3, then=skip))) == retry(3, then=skip)
     assert [repr(policy) for policy in (stop, retry(2, then=dlq))] == ["stop", "retry(2, then=dlq)"]
+    named = retry(2, then=dlq, on=[TimeoutError, KeyError])
+    assert repr(named) == "retry(2, then=dlq, on=(TimeoutError, KeyError))"
+    assert pickle.loads(pickle.dumps(named)) == named
+    assert retry(2, on=OSError).on == (OSError,)
 
 
 @pytest.mark.parametrize("wrong", ["retry", "", None, 5, "Skip", retry])
@@ -114,6 +122,10 @@ def test_an_unknown_policy_is_a_configuration_error_at_its_line(wrong: Any) -> N
         {"n": 1, "then": retry(1)},
         {"n": 1, "then": "again"},
         {"n": 1, "backoff_ms": -1},
+        {"n": 1, "on": ["TimeoutError"]},
+        {"n": 1, "on": [ValueError("an instance")]},
+        {"n": 1, "on": KeyboardInterrupt},
+        {"n": 1, "on": 3},
     ],
 )
 def test_a_retry_that_means_nothing_is_refused(arguments: dict[str, Any]) -> None:
@@ -193,6 +205,7 @@ def test_dlq_sends_the_record_as_it_came_with_where_and_why_in_its_place() -> No
         ("eos-dlq-timestamp", b"1001"),
         ("eos-dlq-exception", b"ValueError"),
         ("eos-dlq-message", b"no bad 1"),
+        ("eos-dlq-trace", f'{__file__}:{UPPER_RAISES} in upper: raise ValueError(f"no {{value.decode()}}")'.encode()),
     ]
 
 
@@ -206,6 +219,77 @@ def test_a_dead_letter_names_foreign_classes_with_their_module_and_cuts_long_mes
     assert headers["eos-dlq-timestamp"] == b"-1"
     assert next(iter(headers)) == "h", "lineage of an earlier step is not this one's"
     assert dead_letter(record, ValueError("\ud800"))[5][-1] == ("eos-dlq-message", b"?")  # type: ignore[index]
+
+
+def test_the_first_failure_of_each_place_is_logged_with_its_frames_whatever_the_limit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def inner(value: bytes) -> bytes:
+        raise KeyError(value) if value == b"rare" else ValueError(value)
+
+    def outer(value: bytes) -> bytes:
+        return inner(value)
+
+    Handler(app_of(outer, skip)).handle(Txn(), records(*[b"often"] * 30, b"rare", b"rare"))
+    lines = caplog.messages
+    assert len(lines) == 11, "ten, and the first of the rare one"
+    file, raised = __file__, inner.__code__.co_firstlineno + 1
+    called = outer.__code__.co_firstlineno + 1
+    code = 'raise KeyError(value) if value == b"rare" else ValueError(value)'
+    trace = f"trace={file}:{called} in outer: return inner(value) > {file}:{raised} in inner: {code}"
+    assert [line for line in lines if trace in line] == [lines[0], lines[10]]
+    assert "error=KeyError: b'rare'" in lines[10]
+    assert all(line.endswith(f" at={file}:{raised}") for line in lines[1:10])
+
+
+def test_places_without_an_end_are_told_within_a_bound(caplog: pytest.LogCaptureFixture) -> None:
+    def function(value: bytes) -> bytes:
+        raise type("Anew", (Exception,), {})
+
+    Handler(app_of(function, skip)).handle(Txn(), records(*[b"a"] * 1_000))
+    assert len(caplog.messages) == 100
+
+
+def test_what_the_limit_kept_back_is_told_at_the_next_interval_and_at_the_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=100.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(eos.handling, "time", clock)
+    app = app_of(on_error=skip)
+    app.process("other", to="out", on_error=dlq)(upper)
+    handler = Handler(app)
+    handler.handle(Txn(), [*records(*[b"bad 1"] * 30), *records(b"bad 2", topic="other")])
+    assert len(caplog.messages) == 10
+    clock.now += 9.9
+    handler.tick()
+    assert len(caplog.messages) == 10
+    clock.now += 0.2
+    handler.tick()
+    (line,) = caplog.messages[10:]
+    assert line == (
+        "more records failed not_told=21 of=record skipped: 20, dead letter: 1 last=other [0] offset 10 "
+        "error=ValueError: no bad 2"
+    )
+    clock.now += 60
+    handler.tick()
+    handler.end()
+    assert len(caplog.messages) == 11, "nothing is told twice"
+    handler.handle(Txn(), records(*[b"bad"] * 12))
+    handler.end()
+    assert caplog.messages[-1].startswith("more records failed not_told=2 of=record skipped: 2 last=in [0] offset 21 ")
+
+
+@pytest.mark.parametrize("fails_at_the_end", [False, True])
+def test_a_run_tells_the_rest_at_its_end_however_it_ends(
+    fails_at_the_end: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = app_of(on_error=skip)
+    app.process("other", to="out")(upper)
+    given: list[Any] = [("in", b"bad")] * 12 + [("other", b"bad" if fails_at_the_end else b"a")]
+    with pytest.raises(PoisonRecord) if fails_at_the_end else contextlib.nullcontext():
+        eos.testing.run(app, given)
+    assert caplog.messages[-1].startswith("more records failed not_told=2 ")
 
 
 def test_what_does_not_decode_is_treated_by_the_policy_too() -> None:
@@ -271,6 +355,41 @@ def test_a_retry_hands_the_record_out_again_after_its_back_off_until_it_passes()
     assert halts == [Halt(1, None, 0.05), Halt(0, None, 0.1), Halt(2, None, 0.05), Halt(0, None, 0.1)]
     assert txn.values == [b"a 1", b"bad 1 3", b"b 1", b"bad 2 3", b"c 1"]
     assert (txn.skipped, txn.dead_letters) == (0, 0)
+
+
+@pytest.mark.parametrize(("raised", "tries"), [(TimeoutError, 2), (ConnectionError, 2), (ValueError, 0)])
+def test_a_retry_on_named_errors_leaves_all_others_to_the_last_policy_at_once(
+    raised: type[Exception], tries: int
+) -> None:
+    def fails(value: bytes) -> bytes:
+        raise raised("not now")
+
+    txn = Txn()
+    halts = run_through(Handler(app_of(fails, retry(2, then=skip, on=OSError))), records(b"a"), txn)
+    assert (len(halts), txn.skipped) == (tries, 1)
+
+
+def test_what_does_not_decode_is_not_tried_again() -> None:
+    def function(order: Order) -> int:
+        raise AssertionError("nothing to run it on")
+
+    for on in ((), (ValueError, DecodeError)):
+        txn = Txn()
+        halts = run_through(Handler(app_of(function, retry(2, then=skip, on=on))), records(b"{"), txn)
+        assert (len(halts), txn.skipped) == (2 if on else 0, 1)
+
+
+def test_a_decoder_s_own_error_is_tried_again_where_it_is_named() -> None:
+    """It may have asked a registry that is away."""
+
+    def asks(value: bytes) -> bytes:
+        raise TimeoutError("the registry does not answer")
+
+    for on, tries in (((), 0), ((TimeoutError,), 2), ((KeyError,), 0)):
+        txn = Txn()
+        policy = retry(2, then=skip, on=on)
+        halts = run_through(Handler(app_of(lambda value: value, policy, decode=asks)), records(b"a"), txn)
+        assert (len(halts), txn.skipped) == (tries, 1)
 
 
 @pytest.mark.parametrize("then", [stop, skip, dlq])
@@ -644,7 +763,7 @@ def test_without_a_broker_an_app_runs_with_its_decoding_policies_and_outputs() -
     assert ran.values("doubled") == [b'{"n":2}', b'{"n":8}']
     assert ran.to("doubled")[0] == eos.testing.Sent("doubled", b'{"n":2}', b"key", None, 0, [])
     assert ran.to("copies")[1] == eos.testing.Sent("copies", b"copy", None, 3, 0, [("h", b"1")])
-    assert (ran.values("orders.dlq"), ran.dead_letters, ran.skipped, ran.retries) == ([b"{"], 1, 0, 2)
+    assert (ran.values("orders.dlq"), ran.dead_letters, ran.skipped, ran.retries) == ([b"{"], 1, 0, 0)
     assert dict(ran.to("orders.dlq")[0].headers)["eos-dlq-offset"] == b"1"
 
 

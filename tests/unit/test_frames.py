@@ -1,0 +1,117 @@
+"""Which frames of a failure are told: the innermost of the user's own code, within a bound."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import eos
+from eos import App, Record, concurrent
+from eos.dead_letters import dead_letter
+from eos.frames import INNERMOST, TEXT_BYTES, frames_of, text_of
+from eos.handling import Handler, Kept
+
+
+def failure(function: Callable[[Any], Any], **more: Any) -> BaseException:
+    """What reaches the policy."""
+    app = App("app")
+    app.process("in", to="out", **more)(function)
+    error = app.routes["in"].feed([Record("in", 0, 0, value=b"v")], lambda *send: None, lambda *refused: None).error
+    assert error is not None
+    return error
+
+
+def names(error: BaseException) -> list[str]:
+    return [frame.function for frame in frames_of(error)]
+
+
+def mine(value: bytes) -> bytes:
+    raise ValueError("mine")
+
+
+def through_the_standard_library(value: bytes) -> bytes:
+    return bytes(json.loads(value))
+
+
+def through_a_library(value: bytes) -> bytes:
+    return bytes(pytest.importorskip(value.decode() + " no module", exc_type=KeyError))
+
+
+async def later(value: bytes) -> bytes:
+    await asyncio.sleep(0)
+    return mine(value)
+
+
+def again(value: bytes) -> bytes:
+    try:
+        return mine(value)
+    except ValueError as error:
+        raise LookupError from error
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (mine, ["mine"]),
+        (through_the_standard_library, ["through_the_standard_library"]),
+        (through_a_library, ["through_a_library"]),
+        (later, ["later", "mine"]),
+        (again, ["again"]),
+    ],
+)
+def test_frames_are_the_user_s_and_neither_ours_nor_a_library_s(
+    function: Callable[[Any], Any], told: list[str]
+) -> None:
+    assert names(failure(function)) == told
+    concurrent.close()
+
+
+def test_a_decoder_of_the_user_s_own_is_found_behind_the_error_that_names_it() -> None:
+    assert names(failure(lambda value: value, decode=mine)) == ["mine"]
+
+
+def test_an_error_that_no_code_of_the_user_s_raised_has_none() -> None:
+    def order(value: dict[str, int]) -> None: ...
+
+    error = failure(order)
+    assert frames_of(error) == []
+    assert "eos-dlq-trace" not in dict(dead_letter(Record("in", 0, 0), error, frames_of(error))[5] or [])
+
+
+def test_a_program_that_is_installed_as_a_library_is_the_user_s_too(tmp_path: Path) -> None:
+    installed = str(Path(msgspec.__file__).parent / "program.py")
+    space: dict[str, Any] = {}
+    exec(compile("def total(value):\n    return 1 / 0\n", installed, "exec"), space)
+    (frame,) = frames_of(failure(space["total"]))
+    assert (frame.file, frame.line, frame.function) == (installed, 2, "total")
+
+
+def test_deep_and_wide_code_is_told_within_its_bound_and_the_innermost_is_kept() -> None:
+    space: dict[str, Any] = {}
+    name = "n" * 300
+    code = f"def {name}(depth):\n    return {name}(depth - 1) if depth else 1 / 0\ndef outer(value):\n    {name}(400)\n"
+    exec(compile(code, "wide.py", "exec"), space)
+    error = failure(space["outer"])
+    assert names(error) == [name] * INNERMOST
+    text = text_of(frames_of(error))
+    assert 300 < len(text.encode()) <= TEXT_BYTES
+    assert set(text.splitlines()) == {f"wide.py:2 in {name}"}
+
+
+def test_a_dead_letter_says_where_with_its_frames_one_per_line() -> None:
+    app, kept = App("app"), Kept()
+    app.process("in", to="out", on_error=eos.dlq)(later)
+    assert Handler(app).handle(kept, [Record("in", 0, 0, value=b"v")]) is None
+    concurrent.close()
+    trace = (dict(kept.sends[0][5] or [])["eos-dlq-trace"] or b"").decode()
+    at = later.__code__.co_firstlineno + 2, mine.__code__.co_firstlineno + 1
+    assert trace.splitlines() == [
+        f"{__file__}:{at[0]} in later: return mine(value)",
+        f'{__file__}:{at[1]} in mine: raise ValueError("mine")',
+    ]

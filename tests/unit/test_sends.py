@@ -1,0 +1,136 @@
+"""One rule for what is sent, by whichever way: an App's Out, a session's send, a transaction's without an input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from eos import KEEP, App, Out, Record, hints
+from eos.plain import PlainTransaction
+from eos.session import Transaction
+from eos.states import State
+
+
+class Point(msgspec.Struct):
+    x: int
+
+
+INPUT = Record("in", 0, 7, timestamp=1_000, key=b"input", value=b"v")
+Arguments = dict[str, Any]
+
+
+def by_app(value: object, arguments: Arguments) -> Any:
+    app = App("app")
+    named = {"timestamp": arguments.get("timestamp_ms", 0)} | {
+        n: v for n, v in arguments.items() if n != "timestamp_ms"
+    }
+    app.process("in", to="out")(lambda record: Out(value, **{"key": None} | named))
+    (send,) = app.routes["in"].outputs(INPUT)
+    return send
+
+
+def by_session(value: object, arguments: Arguments) -> Any:
+    sends: list[Any] = []
+    session = SimpleNamespace(_must_be=lambda txn: None, _send=lambda *send: sends.append(send))
+    Transaction(cast("Any", session), 0.0).send("out", value, **arguments)
+    return sends[0]
+
+
+def by_plain(value: object, arguments: Arguments) -> Any:
+    sends: list[Any] = []
+    producer = SimpleNamespace(state=State.IN_TRANSACTION, send=lambda *send: sends.append(send))
+    PlainTransaction(cast("Any", producer), cast("Any", None)).send("out", value, **arguments)
+    return sends[0][:-1]
+
+
+Way = Callable[[object, Arguments], Any]
+every_way = pytest.mark.parametrize("way", [by_app, by_session, by_plain])
+
+
+@every_way
+@pytest.mark.parametrize(
+    ("value", "arguments", "sent"),
+    [
+        (b"v", {}, (b"v", None, -1, 0, None)),
+        (None, {"key": b"k"}, (None, b"k", -1, 0, None)),
+        ("ü", {"key": "ü"}, ("ü".encode(), "ü".encode(), -1, 0, None)),
+        (bytearray(b"v"), {"key": memoryview(b"k")}, (b"v", b"k", -1, 0, None)),
+        ({"b": 1, "a": 2}, {"key": {"b": 1, "a": 2}}, (b'{"b":1,"a":2}', b'{"a":2,"b":1}', -1, 0, None)),
+        (Point(3), {"key": 3}, (b'{"x":3}', b"3", -1, 0, None)),
+        (b"v", {"partition": 2, "timestamp_ms": 5}, (b"v", None, 2, 5, None)),
+        (b"v", {"headers": {"a": "ü", "b": None}}, (b"v", None, -1, 0, [("a", "ü".encode()), ("b", None)])),
+        (b"v", {"headers": [("a", b"1"), ("a", "2")]}, (b"v", None, -1, 0, [("a", b"1"), ("a", b"2")])),
+        (b"v", {"headers": {}}, (b"v", None, -1, 0, None)),
+    ],
+)
+def test_values_keys_and_headers_are_encoded_alike(way: Way, value: object, arguments: Arguments, sent: Any) -> None:
+    assert way(value, arguments) == ("out", *sent)
+
+
+@every_way
+@pytest.mark.parametrize(
+    ("value", "arguments", "error", "sentence"),
+    [
+        (object(), {}, TypeError, "object cannot be sent"),
+        (INPUT, {}, TypeError, r"gave a Record as a value: .*record\.out"),
+        (Out(b"v"), {}, TypeError, "gave a Out as a value"),
+        (KEEP, {}, TypeError, "gave a Keep as a value"),
+        (b"v", {"key": INPUT}, TypeError, r"gave a Record as a key: use record\.key"),
+        ("\ud800", {}, UnicodeEncodeError, "surrogates"),
+        (b"v", {"partition": -2}, ValueError, "the partition -2"),
+        (b"v", {"partition": "1"}, TypeError, "the partition '1'"),
+        (b"v", {"timestamp_ms": -1}, ValueError, "the timestamp"),
+        (b"v", {"headers": [("a", 1)]}, TypeError, "the header 'a' a int"),
+        (b"v", {"headers": ["a"]}, TypeError, r"a header is a \(str, bytes"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_alike(
+    way: Way, value: object, arguments: Arguments, error: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(error, match=sentence):
+        way(value, arguments)
+
+
+@pytest.mark.parametrize("way", [by_session, by_plain])
+def test_a_send_without_an_input_has_no_key_to_keep(way: Way) -> None:
+    with pytest.raises(TypeError, match=r"gave a Keep as a key: use record\.key"):
+        way(b"v", {"key": KEEP})
+
+
+# ---- an Out of a batch function --------------------------------------------------------------------------------------
+
+
+def batch_of(function: Callable[[list[Record]], Any]) -> Any:
+    app = App("app")
+    app.process_batch("in", to="out")(function)
+    return app.routes["in"].outputs_batch
+
+
+def test_record_out_says_key_and_timestamp_in_a_batch_function_too() -> None:
+    assert batch_of(lambda records: [records[0].out("v")])([INPUT]) == [("out", b"v", b"input", -1, 1_000, None)]
+
+
+def test_an_out_of_a_batch_function_keeps_no_key_and_the_refusal_names_what_does() -> None:
+    with pytest.raises(TypeError, match=r"use record\.out\(value\) or Out\(value, key=\.\.\.\)"):
+        batch_of(lambda records: [Out("v")])([INPUT])
+
+
+def test_an_out_of_a_batch_function_has_the_time_of_producing_which_is_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hints, "_said", set())
+    caplog.set_level("INFO", "eos")
+    run = batch_of(lambda records: [Out("v", b"k")])
+    for _ in range(2):
+        assert run([INPUT]) == [("out", b"v", b"k", -1, 0, None)]
+    (line,) = caplog.messages
+    assert line.startswith("outputs get the time of producing function=")
+    assert "record.out(value) keeps the record's" in line
+    caplog.clear()
+    batch_of(lambda records: [Out("v", b"k", timestamp=0)])([INPUT])
+    batch_of(lambda records: [records[0].out("v")])([INPUT])
+    assert caplog.messages == []
