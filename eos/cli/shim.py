@@ -234,12 +234,15 @@ class _Page:
             await asyncio.sleep(_PAGE_INTERVAL_S)
 
     async def write(self) -> None:
-        made = page.render(self._history, self._title)
+        # On a thread: neither a slow disk nor a page of 200 long transactions, a second's work, must stop the traffic.
         try:
-            # On a thread: a slow disk must not stop the traffic.
-            await asyncio.to_thread(page.write, self._path, made)
+            await asyncio.to_thread(_write_page, self._path, self._history.snapshot(), self._title)
         except OSError as error:
             log.warning("the trace page could not be written", file=self._path, reason=error)
+
+
+def _write_page(path: Path, history: History, title: str) -> None:
+    page.write(path, page.render(history, title))
 
 
 def _as_eos_error(error: ShimError) -> EosError:

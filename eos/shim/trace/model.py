@@ -7,7 +7,7 @@ transaction opens it, an EndTxn that is answered without error ends it, an InitP
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from eos.shim.wire.api import RETRIABLE_ERRORS
@@ -109,6 +109,13 @@ class History:
         self._of_producer: dict[int, list[Transaction]] = {}
         self._last_of_identity: dict[tuple[str, int | None, int | None], Transaction] = {}
         self._steps_kept = steps_per_transaction
+
+    def snapshot(self) -> History:
+        """What is kept now, for a reader on another thread: steps that are filed do not change any more."""
+        made = History(self.transactions.maxlen or 0, self._steps_kept)
+        made.transactions.extend(replace(each, steps=list(each.steps)) for each in self.transactions)
+        made.counts |= self.counts
+        return made
 
     def add(self, step: Step) -> Step:
         """Files a finished step; sets its transaction's number."""

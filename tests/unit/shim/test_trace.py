@@ -400,3 +400,17 @@ def test_the_page_is_whole_self_contained_and_escapes_names(tmp_path: Path) -> N
     assert file.read_text() == made
     assert [each.name for each in tmp_path.iterdir()] == ["trace.html"]
     assert "No transaction has passed yet" in page.render(History(), "empty")
+
+
+def test_a_snapshot_stays_as_it_is_while_steps_come_in() -> None:
+    wire = Wire()
+    wire.init(5)
+    wire.add()
+    seen = wire.history.snapshot()
+    before = [(each.state, [step.name for step in each.steps]) for each in seen.transactions]
+    wire.add()
+    wire.end()
+    assert [(each.state, [step.name for step in each.steps]) for each in seen.transactions] == before
+    assert [(each.state, len(each.steps)) for each in wire.history.transactions] != [(s, len(n)) for s, n in before]
+    assert seen.counts["steps"] < wire.history.counts["steps"]
+    assert "committed" in page.render(wire.history, "now")
