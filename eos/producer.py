@@ -49,7 +49,7 @@ _ABANDONED_POLL_S = 0.5
 _LOOKS_UNTIL_COLLECTED = 20
 _IDENTITY_S = 2.0  # how long the first statistics are waited for, ten a second
 _FRESH_S = 10.0  # and the next ones, on a machine that does other things: an old epoch would look like a predecessor's
-_OVERDUE_S = 0.5  # behind the time for statistics: as long as a replacement takes with a broker that is not near
+_OVERDUE_S = 2.0  # behind the time for statistics: on a machine that does other things too, a replacement takes longer
 _STATISTICS_POLL_S = 0.02
 _REPORT_DELAY_S = 0.5  # a transaction fails a moment before the report of the record that made it fail
 

@@ -388,6 +388,23 @@ def test_a_call_that_was_slow_and_not_retried_replaces_nothing(scenario: Scenari
     scenario.finish().raise_if_violated()
 
 
+@pytest.mark.parametrize("scenario", ["auto"], indirect=True)
+def test_nor_does_one_in_the_first_transaction_of_a_new_producer(scenario: Scenario) -> None:
+    """Or each small transaction of a slow coordinator would lead to the next replacement."""
+    scenario.load(2)
+    with scenario.session(**SELDOM) as session:
+        handle(session, scenario.target).abort()
+        slow = scenario.proxy.on(ApiKey.AddOffsetsToTxn, Fault.HOLD_RESPONSE)
+        release = threading.Timer(1.0, lambda: slow.wait() and slow.release())
+        handle(session, scenario.target)
+        release.start()
+        handle(session, scenario.target)  # commits the first one
+        release.join()
+        assert session.producer.replacements == {"abort": 1}
+        assert session.end()
+    scenario.finish().raise_if_violated()
+
+
 @far(versions=("kafka",))
 def test_a_late_add_partitions_starts_a_ghost_that_an_idle_session_survives(scenario: Scenario) -> None:
     """No record is lost either way; a replaced producer does not even let the ghost come to life."""
