@@ -11,7 +11,7 @@ import linecache
 import os
 import site
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from types import CodeType
@@ -51,7 +51,7 @@ def frames_of(error: BaseException) -> list[Frame]:
     return []
 
 
-def text_of(frames: list[Frame], separator: str = "\n") -> str:
+def text_of(frames: Sequence[Frame], separator: str = "\n") -> str:
     """The frames, as many of the innermost as TEXT_BYTES hold."""
     lines: list[str] = []
     left = TEXT_BYTES
