@@ -253,7 +253,8 @@ def test_places_without_an_end_are_told_within_a_bound(caplog: pytest.LogCapture
 def test_what_the_limit_kept_back_is_told_at_the_next_interval_and_at_the_end(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock: Any = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    clock = SimpleNamespace(now=100.0)
+    clock.monotonic = lambda: clock.now
     monkeypatch.setattr(eos.handling, "time", clock)
     app = app_of(on_error=skip)
     app.process("other", to="out", on_error=dlq)(upper)
@@ -500,7 +501,8 @@ def test_what_a_feed_waits_for_room_is_no_time_of_the_function(monkeypatch: pyte
 @pytest.mark.parametrize("several", [False, True], ids=["one record", "several"])
 def test_a_transaction_is_open_from_its_first_output_on(several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not from its begin: the broker hears of it with the first output."""
-    clock: Any = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
     monkeypatch.setattr(eos.handling, "time", clock)
 
     def slow(value: bytes) -> bytes | None:
