@@ -35,7 +35,8 @@ def by_app(value: object, arguments: Arguments) -> Any:
 
 def by_session(value: object, arguments: Arguments) -> Any:
     sends: list[Any] = []
-    session = SimpleNamespace(_must_be=lambda txn: None, _send=lambda *send: sends.append(send))
+    is_open = {"_must_be": lambda txn: None, "_has": lambda txn: True}
+    session = SimpleNamespace(**is_open, _send=lambda *send: sends.append(send))
     Transaction(cast("Any", session), 0.0).send("out", value, **arguments)
     return sends[0]
 
