@@ -9,7 +9,7 @@ PLOTS := $(VENV)/.plots
 # A suite's whole time is printed at its end; make stops at the first suite that fails.
 PYTEST := $(BIN)/python -m pytest -q --durations=8
 
-.PHONY: demo demo-spark test test-unit test-broker test-shim test-containers test-spark test-matrix test-long chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-spark clean engine image own-images up down ps worker shim sweep bench-shim
+.PHONY: demo demo-spark test test-unit test-broker test-shim test-containers test-spark test-matrix test-long chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-spark bench-far clean engine image own-images up down ps worker shim sweep bench-shim
 
 demo: $(READY)
 	$(BIN)/eos demo
@@ -98,6 +98,10 @@ bench-peers: $(PLOTS) $(QUIX)/.installed
 
 bench-spark: $(STAMP)
 	$(BIN)/python -m benchmarks.spark_sink
+
+# The worker and a straight loop with brokers in another region; a quiet machine, please.
+bench-far: $(STAMP)
+	$(BIN)/python -m benchmarks.far
 
 # Transactions through the shim against direct ones; a quiet machine, please.
 bench-shim: $(STAMP)

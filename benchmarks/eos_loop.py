@@ -1,4 +1,5 @@
-"""The worker, same load: `python -m benchmarks.eos_loop BOOTSTRAP SOURCE TARGET COUNT GROUP record|batch|typed`."""
+"""The worker, same load:
+`python -m benchmarks.eos_loop BOOTSTRAP SOURCE TARGET COUNT GROUP record|batch|typed [NAME=VALUE...]` (settings)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ class Row(msgspec.Struct):
     text: str
 
 
-def main(bootstrap: str, source: str, target: str, count: int, group: str, kind: str) -> None:
+def main(bootstrap: str, source: str, target: str, count: int, group: str, kind: str, *settings: str) -> None:
     app = App(group)
     if kind == "batch":
         # As the straight loop: the key is kept, the timestamp is the time of producing. `record.out(value)` would keep
@@ -37,7 +38,7 @@ def main(bootstrap: str, source: str, target: str, count: int, group: str, kind:
         def upper(record: Record) -> bytes | None:
             return record.value.upper() if record.value is not None else None
 
-    worker = Worker(app, Settings({"bootstrap.servers": bootstrap}))
+    worker = Worker(app, Settings({"bootstrap.servers": bootstrap} | dict(one.split("=") for one in settings)))
     session = worker.session
     # From the first begin to the last commit: the same span that the straight loop measures.
     marks: dict[str, float] = {}
@@ -60,4 +61,4 @@ def main(bootstrap: str, source: str, target: str, count: int, group: str, kind:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5], sys.argv[6])
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), *sys.argv[5:])

@@ -1,7 +1,8 @@
 """The yardstick: a straight, tuned confluent-kafka exactly-once loop, as short as it can be.
 
 It has no recovery, no rebalance handling and no error policy: what a careful person writes by hand for speed.
-Run as a process by worker_speed.py: `python -m benchmarks.straight_loop BOOTSTRAP SOURCE TARGET COUNT GROUP [LINGER]`.
+Run as a process by worker_speed.py and far.py:
+`python -m benchmarks.straight_loop BOOTSTRAP SOURCE TARGET COUNT GROUP [LINGER [INTERVAL_MS]]`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from benchmarks.clients import straight
 CHUNK = 2_000
 
 
-def main(bootstrap: str, source: str, target: str, count: int, group: str, linger_ms: str = "5") -> None:
+def main(
+    bootstrap: str, source: str, target: str, count: int, group: str, linger_ms: str = "5", ms: str = "100"
+) -> None:
     consumer, producer = straight(bootstrap, group, linger_ms)
     consumer.subscribe([source])
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)
-    produce, done, offsets = producer.produce, 0, {}
+    produce, done, offsets, interval_s = producer.produce, 0, {}, int(ms) / 1000
     began = first = 0.0
     transactions = 0
     while done < count:
@@ -44,7 +47,7 @@ def main(bootstrap: str, source: str, target: str, count: int, group: str, linge
             offsets[message.partition()] = message.offset() + 1
         done += len(messages)
         producer.poll(0)
-        if began and (time.monotonic() - began >= 0.1 or done >= count):
+        if began and (time.monotonic() - began >= interval_s or done >= count):
             producer.flush()
             positions = [TopicPartition(source, p, o) for p, o in offsets.items()]
             producer.send_offsets_to_transaction(positions, consumer.consumer_group_metadata())

@@ -2,7 +2,7 @@
 
 `App`, `Record`, `Out`: what a user writes; `eos run` runs it. `stop`, `retry`, `dlq`, `skip`: what becomes of a record
 that fails. `TransactSession`: for those who own their loop.
-`transaction`: a transactional producer without an input.
+`transaction`: a transactional producer without an input. `Fenced`, `Temporary` and the other errors: eos/errors.py.
 
 Names are imported at their first use: a module that needs none of them (the pytest plugin, the shim, an App on a Spark
 executor) does not load the Kafka clients.
@@ -12,6 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eos.app import KEEP, App, Out, Record
+    from eos.errors import (
+        CommitOutcomeUnknown,
+        ConfigurationError,
+        EosError,
+        Fenced,
+        IllegalState,
+        InputGone,
+        NotAuthorised,
+        PoisonRecord,
+        Temporary,
+        Unavailable,
+    )
     from eos.plain import transaction
     from eos.policies import dlq, retry, skip, stop
     from eos.session import Transaction, TransactSession
@@ -20,11 +32,21 @@ if TYPE_CHECKING:
 _HOMES = {
     "KEEP": "eos.app",
     "App": "eos.app",
+    "CommitOutcomeUnknown": "eos.errors",
+    "ConfigurationError": "eos.errors",
+    "EosError": "eos.errors",
+    "Fenced": "eos.errors",
+    "IllegalState": "eos.errors",
+    "InputGone": "eos.errors",
+    "NotAuthorised": "eos.errors",
     "Out": "eos.app",
+    "PoisonRecord": "eos.errors",
     "Record": "eos.app",
     "Settings": "eos.settings",
+    "Temporary": "eos.errors",
     "TransactSession": "eos.session",
     "Transaction": "eos.session",
+    "Unavailable": "eos.errors",
     "dlq": "eos.policies",
     "retry": "eos.policies",
     "skip": "eos.policies",
@@ -35,11 +57,21 @@ _HOMES = {
 __all__ = [
     "KEEP",
     "App",
+    "CommitOutcomeUnknown",
+    "ConfigurationError",
+    "EosError",
+    "Fenced",
+    "IllegalState",
+    "InputGone",
+    "NotAuthorised",
     "Out",
+    "PoisonRecord",
     "Record",
     "Settings",
+    "Temporary",
     "TransactSession",
     "Transaction",
+    "Unavailable",
     "dlq",
     "retry",
     "skip",

@@ -339,6 +339,7 @@ class App:
 
         def register(function: Function) -> Function:
             annotation = _annotation(function, Record if decode is None else object, sys._getframe(1))
+            _check_destination(function, destinations)
             coders = (checked_decoder(decode, annotation), checked_encoder(encode))
             self._add(Route(function, annotation, sources, destinations, False, policy, *coders))
             return function
@@ -364,6 +365,7 @@ class App:
 
         def register(function: BatchFunction) -> BatchFunction:
             annotation = _annotation(function, list[Record], sys._getframe(1))
+            _check_destination(function, destinations)
             self._add(Route(function, annotation, sources, destinations, True, policy, None, checked_encoder(encode)))
             return function
 
@@ -448,10 +450,15 @@ def _written(routes: Mapping[str, Route], functions: Iterable[Route]) -> set[str
 # ----------------------------------------------------------------------------------------- checks of a definition
 
 
+def is_topic_name(name: object) -> bool:
+    """Kafka's rule for topics (org.apache.kafka.common.internals.Topic)."""
+    return isinstance(name, str) and bool(re.fullmatch(r"[A-Za-z0-9._-]{1,249}", name)) and name not in (".", "..")
+
+
 def _check_name(name: object, what: str) -> None:
-    # Kafka's rule for topics (org.apache.kafka.common.internals.Topic). Group ids may be anything, but an id that
-    # keeps to it is legal in file names, metrics, ACL prefixes and in `<topic>.dlq` alike.
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9._-]{1,249}", name) or name in (".", ".."):
+    # Group ids may be anything, but an id that keeps to the rule for topics is legal in file names, metrics, ACL
+    # prefixes and in `<topic>.dlq` alike.
+    if not is_topic_name(name):
         raise ConfigurationError(
             f"{what} must be 1 to 249 letters, digits, '.', '_' or '-' (and not '.' or '..'), not {name!r}"
         )
@@ -494,6 +501,37 @@ def _annotation(function: Callable[..., object], default: object, frame: types.F
     if not callable(function):
         raise ConfigurationError(f"{function!r} is not a function")
     return parameter_annotation(function, default, frame)
+
+
+# Return annotations of a function that need not send anything, evaluated or as text.
+_MAY_SEND_NOTHING: Final = (inspect.Signature.empty, None, types.NoneType, Any, object, typing.NoReturn, typing.Never)
+_MAY_SEND_NOTHING_NAMES: Final = frozenset({"", "None", "Any", "object", "NoReturn", "Never"})
+
+
+def _check_destination(function: Callable[..., object], destinations: Sequence[str]) -> None:
+    """Refuses a function whose annotation says that it has something to send and that may send nowhere; without an
+    annotation only its first output tells."""
+    returned = inspect.signature(function).return_annotation
+    if destinations or _may_send_nothing(returned):
+        return
+    told = returned.strip("'\"") if isinstance(returned, str) else annotation_name(returned)
+    raise ConfigurationError(
+        f"{function_name(function)} returns {told} by its annotation, but has no destination: name one with "
+        'to="topic", or annotate -> None if it sends nothing'
+    )
+
+
+def _may_send_nothing(annotation: object) -> bool:
+    """Text is looked at as it is: what it names may be imported for type checkers only."""
+    if isinstance(annotation, str):
+        text = annotation.strip("'\" ")
+        if generic := re.fullmatch(r"[\w.]+\[(.*)\]", text):  # Iterator[None]
+            return _may_send_nothing(generic[1].partition(",")[0])
+        return text.rpartition(".")[2] in _MAY_SEND_NOTHING_NAMES
+    origin = typing.get_origin(annotation)
+    if isinstance(origin, type) and issubclass(origin, Iterable | collections.abc.AsyncIterable):
+        return bool(args := typing.get_args(annotation)) and _may_send_nothing(args[0])
+    return isinstance(annotation, TypeVar) or any(annotation is one for one in _MAY_SEND_NOTHING)
 
 
 def is_async(function: Callable[..., object]) -> bool:

@@ -23,6 +23,10 @@ T = TypeVar("T")
 
 _PAUSE_S = 0.5
 _LOG_INTERVAL_S = 10.0
+_EACH_ITS_OWN = (
+    "if several were to run at once, give each its own transactional.id (eos run: --workers N starts several, or each "
+    "gets its own --instance)"
+)
 
 
 class Claim:
@@ -40,13 +44,16 @@ class Claim:
         self._settings, self._lost_to, self._nobody_took_our_place = settings, lost_to, nobody_took_our_place
         self._pulse = pulse or Pulse()
         self._lost: str | None = None
+        self._unlearnt: tuple[TransactionalProducer, str, bool] | None = None  # a question that was interrupted
         self._left_at: dict[str, Identity] = {}  # where `settle` last found an id that is still ours
         self._told = 0.0
 
     def hold(self) -> None:
-        """Raises Fenced once it is lost."""
+        """Raises Fenced once it is lost, and asks again where the question was interrupted."""
+        if self._unlearnt is not None:
+            self._settle(*self._unlearnt)
         if self._lost is not None:
-            raise Fenced(self._lost)
+            raise Fenced(self._lost, remedy=_EACH_ITS_OWN)
 
     def replace(self, producer: TransactionalProducer, reason: str) -> None:
         """The producer's replacement; Fenced instead when a newer instance has its id, unknown to us until now."""
@@ -81,8 +88,11 @@ class Claim:
         return self._settle(producer, reason, ghost_is_ours=False)
 
     def _settle(self, producer: TransactionalProducer, reason: str, ghost_is_ours: bool) -> Owner:
+        if producer.state is State.UNINITIALISED:
+            # An init of ours was interrupted. Which epoch it took nobody knows, so the coordinator's tells nothing.
+            return Owner.MINE
         # Until it is learnt: an exception out of here must not lead to a replacement, whose init would take the id.
-        self._lost = f"{reason}: who owns transactional.id {producer.transactional_id} could not be learnt"
+        self._unlearnt = producer, reason, ghost_is_ours
         situation = producer.situation()
         owner, answer = Owner.NEWER, None  # it may be, if our own epoch is not known
         if situation is not None:
@@ -90,9 +100,12 @@ class Claim:
 
             def settled(admin: ClusterAdmin) -> tuple[Owner, Described | None]:
                 owner, answer = ownership.settle(asked, lambda: self._looked(admin, producer))
-                if owner is Owner.GHOST:
-                    ours = ghost_is_ours if self._nobody_took_our_place is None else self._nobody_took_our_place()
-                    owner = Owner.GHOST if ours else Owner.NEWER
+                if owner in (Owner.GHOST, Owner.ABORTED_EARLY):
+                    if self._nobody_took_our_place is None:
+                        ours = ghost_is_ours and owner is Owner.GHOST
+                    else:
+                        ours = self._nobody_took_our_place()
+                    owner = owner if ours else Owner.NEWER
                 return owner, answer
 
             owner, answer = self._ask(producer, settled)
@@ -100,8 +113,9 @@ class Claim:
         log.warning("fenced", owner=owner.value, age_ms=age_ms, answer=answer, **producer.who())
         if owner is Owner.NEWER:
             self._lost = self._lost_to(producer, reason, answer)
-            raise Fenced(self._lost)
-        self._lost = None
+        self._unlearnt = None
+        if self._lost is not None:
+            raise Fenced(self._lost, remedy=_EACH_ITS_OWN)
         if answer is not None:
             self._left_at[producer.transactional_id] = Identity(answer.producer_id, answer.epoch)
         return owner

@@ -32,7 +32,7 @@ MEANINGS: dict[str, str] = {
     "fetch.queue.backoff.ms": "how long a full prefetch queue stops fetching; Kafka's 1000 costs a backlog 3.7x",
     "transaction.timeout.ms": "after this long the broker aborts an open transaction; at most its "
     "transaction.max.timeout.ms",
-    "retry.backoff.ms": "pause before a call is retried; a call that took longer may have been sent twice",
+    "retry.backoff.ms": "pause before a call is retried; for one that took longer the statistics are looked at",
     "topic.metadata.propagation.max.ms": "how long a topic that does not exist may be a new one",
     "linger.ms": "how long a record waits for others before it is sent; a transaction's end does not wait",
     "partitioner": "where a key goes: as Java's clients do it",
@@ -40,7 +40,8 @@ MEANINGS: dict[str, str] = {
     "partition.assignment.strategy": "how a classic group shares partitions",
     "session.timeout.ms": "classic group: a silent member is out after this long",
     "group.instance.id": "classic group: static membership, a restart within the session gets its partitions back",
-    "statistics.interval.ms": "how often the client says what it sent; shows whether a request was sent twice",
+    "statistics.interval.ms": "how often the client says what it sent: whether a request twice; after a slow call "
+    "the next ones are waited for",
     "isolation.level": REFUSALS["isolation.level"].reason,
     "enable.auto.commit": REFUSALS["enable.auto.commit"].reason,
     "enable.auto.offset.store": REFUSALS["enable.auto.offset.store"].reason,
@@ -48,6 +49,8 @@ MEANINGS: dict[str, str] = {
     "acks": REFUSALS["acks"].reason,
     "auto.offset.reset": "where a partition without a committed offset begins: earliest or latest",
 }
+# Defaults that are another one's value.
+_NO_NUMBER = {"eos.instance": "host name", "group.instance.id": "the `transactional.id`"}
 _FIXED = {
     "isolation.level": "read_committed",
     "enable.auto.commit": "false",
@@ -122,8 +125,9 @@ def markdown() -> str:
             "in force and where each comes from.",
             "",
             "`eos.toml` < environment (`KAFKA_BOOTSTRAP_SERVERS`, `EOS_TRANSACTION_INTERVAL_MS` for "
-            "`eos.transaction.interval.ms`) < flags (`--bootstrap-servers`, `-X name=value`). Names of Kafka's clients "
-            "pass verbatim to confluent-kafka; an unknown name is refused, with the nearest one.",
+            "`eos.transaction.interval.ms`) < flags (`--bootstrap-servers`, `-X name=value`), or what code gives "
+            "`TransactSession` and `eos.transaction` by name. Names of Kafka's clients pass verbatim to "
+            "confluent-kafka; an unknown name is refused, with the nearest one.",
             "",
             "## Ours",
             "",
@@ -152,8 +156,8 @@ def markdown() -> str:
 
 
 def _default(row: Row) -> str:
-    if row.name in ("eos.instance", "group.instance.id"):
-        return "host name"
+    if row.name in _NO_NUMBER:
+        return _NO_NUMBER[row.name]
     return row.value.replace("|", "\\|") or "-"
 
 

@@ -15,6 +15,11 @@ from eos.errors import Action, Call, missing_right
 _K = KafkaError
 ANY: Literal["*"] = "*"
 
+# What the coordinator answers to a member of before the last rebalance.
+GROUP_MOVED_ON = frozenset(
+    {_K.UNKNOWN_MEMBER_ID, _K.ILLEGAL_GENERATION, _K.REBALANCE_IN_PROGRESS, _K.STALE_MEMBER_EPOCH}
+)
+
 # (call, code) -> action; a row for the call wins over a row for any call. Each row is measured or from librdkafka's
 # transaction manager; what has no row is decided by its flags in `classify`.
 TABLE: dict[tuple[Call | Literal["*"], int], Action] = {

@@ -162,6 +162,31 @@ class CallFailed(Exception):
         self.record: Any = None  # the input record whose output it is about, where that is known
 
 
+def rebalanced(failure: CallFailed) -> str:
+    """Why an abort is an ordinary rebalance, which costs an interval of work and needs nobody; "" where it is not."""
+    from confluent_kafka import KafkaException
+
+    from eos.error_table import GROUP_MOVED_ON
+
+    if failure.call not in ("send_offsets", "commit") or failure.action is not Action.ABORT:
+        return ""
+    error = failure.error.args[0] if isinstance(failure.error, KafkaException) else failure.error
+    if isinstance(error, RuntimeError):
+        return str(error)  # found by ourselves, before the broker could refuse it
+    moved = not isinstance(error, BaseException) and error.code() in GROUP_MOVED_ON
+    return "the group rebalances" if moved else ""
+
+
+_THIS_MACHINE = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
+
+
+def no_broker(servers: str) -> str:
+    """What to do about brokers that cannot be reached; on this machine one can be started."""
+    remedy = "check bootstrap.servers, security.protocol, and that a broker listens there for this machine"
+    hosts = {server.strip().rpartition(":")[0] for server in servers.split(",")}
+    return f"{remedy}; `eos broker start` starts one here" if hosts & _THIS_MACHINE else remedy
+
+
 def missing_right(resource: str, operation: str) -> tuple[str, str]:
     """What is missing, and what to change."""
     return f"{resource}: not authorised to {operation} it", f"add an ACL that allows {operation} on {resource}"

@@ -7,10 +7,11 @@ records of it. This module never touches the producer and never decides what bec
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
@@ -22,6 +23,7 @@ from eos.admin.overdue import OverdueWatch
 from eos.admin.pending import why_unstable
 from eos.admin.topic_ids import TopicIds
 from eos.app import Record
+from eos.callbacks import guarded
 from eos.error_table import denied
 from eos.errors import (
     Action,
@@ -33,6 +35,7 @@ from eos.errors import (
     Unavailable,
     classify,
     describe_error,
+    no_broker,
     stop_error,
 )
 from eos.lineage import Ledger
@@ -43,13 +46,24 @@ from eos.raising import raising
 from eos.settings import Settings
 from eos.watchdog import CallHung, Watchdog
 
+T = TypeVar("T")
+
 _RESOLVE_TIMEOUT_S, _RESOLVE_PAUSE_S = 0.3, 0.2
 _DONE_PAUSE_S = 0.25
 _ASK_S = 5.0
+_LOOK_S = 1.0  # of a question for which the group waits
 _CLOSE_S = 10.0
 _WAIT_LOG_INTERVAL_S = 10.0
 _TAKEOVER_LOG_INTERVAL_S = 2.0
 _STATISTICS_INTERVAL_MS = 1_000  # how old a lag may be
+
+
+class _NotNow(Exception):
+    """The cluster cannot answer at this moment."""
+
+
+class Stopped(Exception):
+    """A stop was asked for while the cluster was waited for."""
 
 
 class _PartitionStatistics(msgspec.Struct):
@@ -100,23 +114,29 @@ class Membership:
         self._next_resolve = 0.0
         self._told_waiting = 0.0
         self._waiting_since = 0.0
-        self._member_id: str | None = None
+        self._was_member = False
+        self.member_ids: set[str] = set()
+        """Those that were ours, in consumers before this one too. librdkafka forgets its own when the session ends."""
         self._assigned_as: str | None = None  # the member id under which we got the first of what we have
         self._latched: BaseException | None = None  # out of a callback
         own = str(settings.get("transactional.id", ""))
-        of_an_app = own.startswith(f"{self.group}-")  # else nothing tells whose another transactional.id is
-        self._overdue = OverdueWatch(settings, f"{self.group}-", own) if of_an_app else None
+        self._overdue = OverdueWatch(settings, self.group, own) if own else None
         self._rebalanced = False
         self._topic_ids = TopicIds(settings, self._topics, self._topic_made_anew)
         self._pulse = pulse or Pulse()
+        self.stopping: Callable[[], bool] = lambda: False
+        """Whether a stop was asked for, which ends what waits for the cluster."""
         self.rebalances: dict[str, int] = {}
         """How often partitions were "assigned", "revoked" and "lost"."""
         self._statistics: _Statistics | None = None  # not looked at yet
         self._lags: dict[Partition, int] = {}
-        self._user_stats = settings.get("stats_cb")
-        configuration = settings.consumer() | {"logger": log.client_logger}
+        self._begun_at: dict[Partition, int] = {}  # as the consumer was told: OFFSET_BEGINNING is no offset
+        self._untold = False  # the group may have given or taken what was not noted
+        self._adrift = False  # the consumer may stand behind records that it did not hand out
+        configuration = guarded(settings.consumer() | {"logger": log.client_logger}, self._latch)
         configuration.setdefault("error_cb", self._client_error)
         configuration.setdefault("statistics.interval.ms", _STATISTICS_INTERVAL_MS)
+        self._user_stats = configuration.get("stats_cb")
         configuration["stats_cb"] = self._note_statistics
         if with_ends:
             configuration["enable.partition.eof"] = True
@@ -206,8 +226,12 @@ class Membership:
         self._positions = Positions()
         threading.Thread(target=self.close, args=(False,), name="eos-retire", daemon=True).start()
 
+    def _latch(self, error: BaseException) -> None:
+        """Raised by the poll in which it came, or by the next one."""
+        self._latched = self._latched or error
+
     def _topic_made_anew(self, gone: InputGone) -> None:
-        self._latched = self._latched or gone  # raised by the next poll
+        self._latch(gone)
 
     def _client_error(self, error: KafkaError) -> None:
         log.debug("client error", error=describe_error(error))
@@ -215,10 +239,10 @@ class Membership:
     def _note_statistics(self, text: str) -> None:
         try:
             self._statistics = _decode_statistics(text)
-            if self._user_stats is not None:
-                self._user_stats(text)
-        except Exception as error:  # noqa: BLE001 - must not pass through C frames; raised after the poll
-            self._latched = self._latched or error
+        except Exception as error:  # noqa: BLE001 - must not pass through C frames
+            self._latch(error)
+        if self._user_stats is not None:
+            self._user_stats(text)
 
     # ---- polling ----------------------------------------------------------------------------------------------
 
@@ -227,13 +251,28 @@ class Membership:
 
         Raises what a callback met, InputGone, CallFailed(FENCED) when a newer static member took this one's place,
         and EosErrors for what the group or the cluster refuses for good.
+
+        Whatever comes out of it, a signal's exception too: the next poll begins behind what the positions have.
         """
+        if self._untold:
+            interrupted = RuntimeError("a poll was interrupted: what the group gave or took in it is not known")
+            raise CallFailed("consume", Action.FENCED, interrupted)
+        if self._adrift:
+            self._stand_where_expected()
+        # Until all of it is noted. confluent-kafka destroys what it has taken when a callback or a signal's handler
+        # raises in `consume`; the same signal can come a moment later, before the positions know of the messages.
+        self._adrift = True
         messages: list[Any] = []
         failed: KafkaError | None = None
         try:
             messages = raising(self.consumer.consume, most, timeout_s)
         except KafkaException as error:
             failed = error.args[0]
+        except BaseException:
+            # A signal's exception can come before the first line of a callback: the group then waits for an answer, and
+            # nobody knows of what.
+            self._untold = True
+            raise
         # Before anything is raised: what was fetched does not come a second time to who goes on all the same.
         records = hotloop.records_of(messages, Record)
         self._positions.fetched(records)
@@ -248,6 +287,26 @@ class Membership:
         if len(records) < len(messages):
             for message in messages:
                 self._note_error(message)
+        self._adrift = failed is not None
+
+    def _stand_where_expected(self) -> None:
+        """Fetches every partition from behind what the positions have of it, one that gave them nothing too.
+
+        CallFailed: the consumer cannot, and must be given up.
+        """
+        targets = {}
+        for partition, offset in self._positions.expected().items():
+            if partition in self.owned:
+                start = self._begun_at[partition]
+                targets[partition] = start if offset == max(start, 0) else offset
+        log.debug("the consumer goes back to what was handed on", partitions=_names(targets), group=self.group)
+        for partition, offset in targets.items():
+            try:
+                self.consumer.seek(TopicPartition(*partition, offset))
+            except KafkaException as error:
+                # It has not begun to fetch this one, so nothing of it can be missing.
+                if error.args[0].code() != KafkaError._STATE or offset != self._begun_at[partition]:
+                    raise CallFailed("consume", Action.FENCED, error) from error
 
     def _note_error(self, message: Any) -> None:
         error = message.error()
@@ -275,10 +334,14 @@ class Membership:
     def _input_gone(self, message: Any, error: KafkaError) -> InputGone:
         topic, partition = message.topic(), message.partition()
         at = self._positions.committed.get((topic, partition))
-        low, high = self._watermarks((topic, partition))
+        try:
+            low, high = self._watermarks((topic, partition))
+            holds = f"{low} to {high}"
+        except _NotNow:
+            holds = "other ones"
         return InputGone(
-            f"the input is gone: {topic} [{partition}] is committed at offset {at}, but the topic now holds {low} to "
-            f"{high}; reset the group's offset on purpose to go on ({error.str()})"
+            f"the input is gone: {topic} [{partition}] is committed at offset {at}, but the topic now holds {holds}"
+            f"; reset the group's offset on purpose to go on ({error.str()})"
         )
 
     # ---- callbacks: facts only --------------------------------------------------------------------------------
@@ -295,7 +358,8 @@ class Membership:
             self._rebalanced = self._rebalanced or bool(partitions)
             self._told_waiting = self._waiting_since = time.monotonic()
         except BaseException as error:  # noqa: BLE001 - must not pass through C frames; raised after the poll
-            self._latched = self._latched or error
+            self._latch(error)
+            self._untold = True
 
     def _on_revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         self._gave_up(consumer, partitions, "revoked")
@@ -313,21 +377,26 @@ class Membership:
                 consumer.unassign()
             self.owned -= gone
             self._unresolved -= gone
+            self._begun_at = {p: offset for p, offset in self._begun_at.items() if p not in gone}
             self.new_starts = {p: offset for p, offset in self.new_starts.items() if p not in gone}
             if self._positions.forget(gone):
                 self.lost_sentence = f"partitions of this transaction were {how}"
             log.info(f"partitions {how}", partitions=_names(gone), group=self.group)
         except BaseException as error:  # noqa: BLE001 - see _on_assign
-            self._latched = self._latched or error
+            self._latch(error)
+            self._untold = True
 
-    def go_back(self, targets: Mapping[Partition, int]) -> None:
-        """Fetches these partitions again from these offsets; nothing fetched before comes out of `poll` any more
-        (librdkafka marks it outdated before seek() returns). CallFailed: the consumer cannot, and must be given up."""
-        for (topic, partition), offset in targets.items():
+    def go_back(self, rewind: Callable[[], Mapping[Partition, int]]) -> None:
+        """Fetches partitions again from the offsets that `rewind` of the positions returns; nothing fetched before
+        comes out of `poll` any more (librdkafka marks it outdated before seek() returns). CallFailed: the consumer
+        cannot, and must be given up."""
+        before, self._adrift = self._adrift, True
+        for (topic, partition), offset in rewind().items():
             try:
                 self.consumer.seek(TopicPartition(topic, partition, offset))
             except KafkaException as error:
                 raise CallFailed("seek", Action.REBUILD, error) from error
+        self._adrift = before
 
     # ---- where partitions begin -------------------------------------------------------------------------------
 
@@ -351,6 +420,7 @@ class Membership:
             return
         (self.consumer.incremental_assign if self._incremental else self.consumer.assign)(list(starts.values()))
         self._noted_member_id()
+        self._begun_at |= {p: tp.offset for p, tp in starts.items()}
         self._unresolved = set()
         self.owned |= set(starts)
         self._positions.assigned({p: max(tp.offset, 0) for p, tp in starts.items()})
@@ -384,29 +454,44 @@ class Membership:
         if starts is None:
             return None
         missing = [p for p, tp in starts.items() if tp.offset < 0]
-        latest = str(self._settings.get("auto.offset.reset", "earliest")) == "latest"
-        known = self.topics_with_commits({topic for topic, _ in missing} - self.came_later) if latest else set()
-        for topic, partition in missing:
-            # A partition that came later than the group's first commit is new: its first records count too.
-            if not latest or topic in known or topic in self.came_later:
-                starts[topic, partition] = TopicPartition(topic, partition, OFFSET_BEGINNING)
-            else:
+        starts |= {p: TopicPartition(*p, OFFSET_BEGINNING) for p in missing}
+        if str(self._settings.get("auto.offset.reset", "earliest")) != "latest":
+            return starts
+        try:
+            ends = self._ends_to_begin_at(missing)
+        except _NotNow as error:
+            # The group must be polled meanwhile, and a stop must be seen: a partition may have no leader for hours.
+            log.debug("where partitions begin cannot be had yet", error=str(error), group=self.group)
+            return None
+        self.new_starts |= ends
+        return starts | {p: TopicPartition(*p, end) for p, end in ends.items()}
+
+    def _ends_to_begin_at(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
+        """Under `latest`: the ends of those that are not new. A partition that came later than the group's first commit
+        is new: its first records count too. Raises _NotNow."""
+        known = dict.fromkeys(self.came_later, True)
+        ends = {}
+        for topic, partition in partitions:
+            if topic not in known:
+                known[topic] = self._has_commits(topic)
+            if not known[topic]:
                 start = self._known_starts.get((topic, partition))
-                end = self._watermarks((topic, partition))[1] if start is None else start
-                starts[topic, partition] = TopicPartition(topic, partition, end)
-                self.new_starts[topic, partition] = end
-        return starts
+                ends[topic, partition] = self._watermarks((topic, partition), _LOOK_S)[1] if start is None else start
+        return ends
+
+    def _has_commits(self, topic: str) -> bool:
+        """Whether the group has committed offsets of it. Raises _NotNow while these are not stable."""
+        committed = self.try_committed(self._partitions_of(topic))
+        if committed is None:
+            raise _NotNow(f"committed offsets of {topic} are not stable")
+        return any(tp.offset >= 0 for tp in committed.values())
 
     def topics_with_commits(self, topics: Iterable[str]) -> set[str]:
-        """Those of which the group has committed offsets, once these are stable."""
-        return {
-            topic
-            for topic in topics
-            if any(tp.offset >= 0 for tp in self.stable_committed(self._partitions_of(topic)).values())
-        }
+        """Those of which the group has committed offsets; waits until these are stable. Raises Stopped."""
+        return {topic for topic in topics if self._when_possible(functools.partial(self._has_commits, topic))}
 
     def _partitions_of(self, topic: str) -> list[Partition]:
-        found = self._asked("metadata", topic, lambda: self.consumer.list_topics(topic, timeout=_ASK_S))
+        found = self._ask("metadata", topic, lambda: self.consumer.list_topics(topic, timeout=_ASK_S))
         return [(topic, partition) for partition in found.topics[topic].partitions]
 
     # ---- the group's offsets ----------------------------------------------------------------------------------
@@ -482,10 +567,12 @@ class Membership:
         return metadata
 
     def _noted_member_id(self) -> str | None:
-        """Our member id, or None outside the group. librdkafka forgets it when the session ends, so it is kept: it is
-        what tells us from a newer static member. Asked for once a transaction: each call waits for a thread."""
+        """Our member id, or None outside the group. It is kept: it is what tells us from a newer static member. Asked
+        for once a transaction: each call waits for a thread."""
         current: str | None = self.consumer.memberid()
-        self._member_id = current or self._member_id
+        if current:
+            self._was_member = True
+            self.member_ids.add(current)
         return current
 
     def _cannot_commit(self, sentence: str) -> CallFailed:
@@ -497,45 +584,60 @@ class Membership:
             raise self._cannot_commit(self.lost_sentence)
 
     def nobody_took_our_place(self) -> bool:
-        """No other member of the group holds our group.instance.id; without one: we still have our member id."""
+        """No other member of the group holds our group.instance.id; without one: we still have our member id, if we had
+        one."""
         mine = self._noted_member_id()  # another one than at the last commit, if librdkafka joined again by itself
         if self._instance_id is None:
-            return bool(mine)
+            return bool(mine) or not self._was_member
         with ClusterAdmin(self._settings) as admin:
             members = admin.members(self.group)
         ours = [m for m in members if m.get("group_instance_id") == self._instance_id]
-        return all(m.get("member_id") == self._member_id for m in ours)
+        return all(m.get("member_id") in self.member_ids for m in ours)
 
     # ---- ends and lag -----------------------------------------------------------------------------------------
 
     def stable_ends(self) -> dict[Partition, int]:
-        """Last stable offsets of all input partitions now; those without a readable offset are left out."""
+        """Last stable offsets of all input partitions now; those without a readable offset are left out. Waits for
+        partitions without a leader. Raises Stopped."""
         ends = {}
-        for partition in (p for topic in self._topics for p in self._partitions_of(topic)):
-            low, end = self._watermarks(partition)
-            if end > low:
-                ends[partition] = end
+        for topic in self._topics:
+            for partition in self._when_possible(functools.partial(self._partitions_of, topic)):
+                low, end = self._when_possible(functools.partial(self._watermarks, partition))
+                if end > low:
+                    ends[partition] = end
         return ends
 
-    def _watermarks(self, partition: Partition) -> tuple[int, int]:
-        """Low watermark and last stable offset of a partition (a read_committed consumer's end)."""
+    def _watermarks(self, partition: Partition, timeout_s: float = _ASK_S) -> tuple[int, int]:
+        """Low watermark and last stable offset of a partition (a read_committed consumer's end). Raises _NotNow."""
         at = TopicPartition(*partition)
-        low, high = self._asked(
-            "list_offsets", partition[0], lambda: self.consumer.get_watermark_offsets(at, timeout=_ASK_S)
+        low, high = self._ask(
+            "list_offsets", partition[0], lambda: self.consumer.get_watermark_offsets(at, timeout=timeout_s)
         )
         return low, high
 
-    def _asked(self, name: str, topic: str, ask: Callable[[], Any]) -> Any:
-        """What only the cluster can answer, asked until it does; EosError for what is refused for good."""
-        while True:
-            self._pulse.beat("calling", name)
+    def _ask(self, name: str, topic: str, ask: Callable[[], Any]) -> Any:
+        """What only the cluster can answer. _NotNow: not at this moment; EosError for what is refused for good."""
+        self._pulse.beat("calling", name)
+        try:
+            return ask()
+        except KafkaException as error:
+            if classify("consume", error.args[0]) is Action.RETRY:
+                raise _NotNow(describe_error(error)) from error
+            raise self._stop("consume", error.args[0], topic) from error
+
+    def _when_possible(self, question: Callable[[], T]) -> T:
+        """Its answer, asked for until there is one; only while this member is not in the group, which must be polled.
+        Raises Stopped."""
+        told = time.monotonic()
+        while not self.stopping():
             try:
-                return ask()
-            except KafkaException as error:
-                action = classify("consume", error.args[0])
-                if action is not Action.RETRY:
-                    raise self._stop("consume", error.args[0], topic) from error
+                return question()
+            except _NotNow as error:
+                if time.monotonic() - told > _WAIT_LOG_INTERVAL_S:
+                    told = time.monotonic()
+                    log.warning("waiting for the cluster", error=str(error), group=self.group)
                 time.sleep(0.1)
+        raise Stopped
 
     @property
     def in_group(self) -> bool:
@@ -618,7 +720,8 @@ def _missing(client: Any, servers: str, topics: Iterable[str], deadline: float) 
         action = classify("consume", error.args[0])
         if action is Action.UNAUTHORISED:
             raise stop_error(CallFailed("consume", action, error)) from error
-        raise Unavailable(f"{servers} cannot be reached: {describe_error(error)}") from error
+        sentence = f"{servers} cannot be reached: {describe_error(error)}"
+        raise Unavailable(sentence, remedy=no_broker(servers)) from error
     for topic in topics:
         if topic not in known or known[topic].error is not None:
             detail = f" ({known[topic].error.str()})" if topic in known and known[topic].error else ""

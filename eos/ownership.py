@@ -57,13 +57,15 @@ class Owner(Enum):
     MINE = "the epoch is still ours"
     OWN_TIMEOUT = "the broker aborted our transaction at its timeout"
     GHOST = "a transaction that we never knew of timed out while we were idle"
+    ABORTED_EARLY = "our transaction was aborted before its timeout by our clock, and nobody took our place"
     NEWER = "a newer instance initialised this transactional.id"
     NOBODY = "the transactional.id expired"
     ASK_AGAIN = "the coordinator is still busy with it"
 
 
 def judge(situation: Situation, answer: Described | None) -> Owner:
-    """The owner by one answer. OWN_TIMEOUT and GHOST count only if a second answer 1.5 s later agrees."""
+    """The owner by one answer. OWN_TIMEOUT, GHOST and ABORTED_EARLY count only if a second answer 1.5 s later agrees;
+    GHOST and ABORTED_EARLY only if the group does not know of somebody in our place either."""
     if answer is None:
         return Owner.NOBODY
     mine = situation.mine
@@ -80,7 +82,9 @@ def judge(situation: Situation, answer: Described | None) -> Owner:
         return Owner.NEWER
     if situation.age_ms >= situation.timeout_ms and situation.reach is not Reach.NOTHING:
         return Owner.OWN_TIMEOUT
-    return Owner.NEWER if situation.reach is Reach.ACKNOWLEDGED else Owner.GHOST
+    # A newer instance that works leaves another state. What is left is one that died in its init, or is still in it and
+    # has done no work, or a clock of ours that stood still: a virtual machine was paused.
+    return Owner.ABORTED_EARLY if situation.reach is Reach.ACKNOWLEDGED else Owner.GHOST
 
 
 def went_on(mine: Identity, answer: Described | None) -> bool:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from confluent_kafka import KafkaError, Message
+from confluent_kafka import KafkaError, Message, TopicPartition
 
 from eos import log
 from eos.app import Headers, send_of
@@ -32,7 +32,7 @@ from eos.errors import (
 )
 from eos.ownership import Described, Owner
 from eos.producer import TransactionalProducer
-from eos.settings import Settings
+from eos.settings import Settings, settings_of
 from eos.states import OPEN, State
 
 _IDLE_POLL_S = 0.5
@@ -103,12 +103,24 @@ class PlainTransaction:
         self.deliveries.append(delivery)
         return delivery
 
+    def send_offsets(self, offsets: list[TopicPartition], group_metadata: Any) -> None:
+        """Commits offsets of a group with this transaction, for a reader of its own that is in no group; the last call
+        before the block's end."""
+        if self._producer.state is not State.IN_TRANSACTION:
+            raise IllegalState(f"send_offsets is not possible in state {self._producer.state.value}")
+        try:
+            self._producer.flush()
+            self._producer.send_offsets(offsets, group_metadata)
+        except CallFailed as failure:
+            self.failure = failure
+            raise self._public(failure, self.failed_topic) from failure
+
 
 class Transactions:
     """A started transactional producer: `with transactions.begin() as txn:` as often as needed."""
 
     def __init__(self, settings: Settings | Mapping[str, Any]) -> None:
-        self.settings = settings if isinstance(settings, Settings) else Settings(settings)
+        self.settings = settings_of(settings)
         if not self.settings.get("transactional.id"):
             raise ConfigurationError("transactional.id must be set for a transaction")
         self._producer = TransactionalProducer(self.settings, self.settings["transactional.id"], reports=True)
@@ -145,6 +157,9 @@ class Transactions:
         self._claim.hold()
         producer = self._producer
         with self._between:
+            # An exception that is none of the client's (a signal's) ended a transaction half way: nobody waits for its
+            # answer any more, and the new producer's init settles it.
+            producer.give_up("the transaction before it was not ended")
             try:
                 if reason := producer.must_replace():
                     self._claim.replace(producer, reason)
@@ -168,7 +183,10 @@ class Transactions:
                 raise CommitOutcomeUnknown(f"the commit's outcome is unknown: {failure}") from failure
             raise self._public(failure, txn.failed_topic) from failure
         except BaseException:
-            self._give_up()  # a callback of the user's raised, or a signal's handler
+            # A signal's handler raised, or a callback of the user's.
+            if producer.state is State.COMMITTING:
+                log.warning("interrupted in a commit: whether it came to pass is not known", **producer.who())
+            self._give_up()
             raise
 
     def _give_up(self) -> None:
@@ -213,7 +231,8 @@ def _lost_to(producer: TransactionalProducer, reason: str, answer: Described | N
 
 @contextlib.contextmanager
 def transaction(settings: Settings | Mapping[str, Any]) -> Iterator[PlainTransaction]:
-    """One transaction without an input, from start to end; `transactional.id` must be set.
+    """One transaction without an input, from start to end; `transactional.id` must be set. A mapping is completed by
+    the environment and eos.toml, as the flags of a command are; Settings are taken as they are.
 
     For many transactions keep the producer: `with Transactions(settings) as p: with p.begin() as txn: ...`.
     """

@@ -143,6 +143,15 @@ class Positions(Generic[R]):
             if partition not in waiting and end > max(offsets.get(partition, 0), self.committed.get(partition, 0))
         }
 
+    def expected(self) -> dict[TopicPartition, int]:
+        """Where the consumer must stand in each partition of ours: behind all that it fetched of it."""
+        return self.committed | self._nexts | _span(self._last)[1] | _span(self._waiting)[1]
+
+    @property
+    def unsettled(self) -> bool:
+        """Something was taken of which nobody said yet what became of it."""
+        return bool(self._last or self._begins)
+
     def leave(self, offsets: Mapping[TopicPartition, int]) -> None:
         """The open transaction's commit, with these offsets, is on its way; what is taken from now on is the next's.
 
@@ -158,14 +167,16 @@ class Positions(Generic[R]):
         self._begin_anew()
 
     def arrived(self) -> None:
-        """The transaction that was leaving is committed."""
-        assert self._leaving is not None
+        """The transaction that was leaving is committed. Said twice (a signal's exception came between this and the
+        session's note of it) it is said once."""
         self._leaving = None
 
     def returned(self) -> None:
         """The transaction that was leaving did not commit, as far as is known: it is the open one again, and what was
-        taken after it is part of it (a rewind goes back to the beginning of both; `offsets` are the older one's)."""
-        assert self._leaving is not None
+        taken after it is part of it (a rewind goes back to the beginning of both; `offsets` are the older one's). Said
+        twice it is said once, as `arrived` is."""
+        if self._leaving is None:
+            return
         self._count_last()
         leaving, self._leaving = self._leaving, None
         self._begins |= leaving.begins

@@ -18,8 +18,9 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
 
-from eos import log
+from eos import clock, log
 from eos.app import Fed, Feed, Record, Send
+from eos.callbacks import guarded
 from eos.error_table import denied
 from eos.errors import (
     Action,
@@ -29,13 +30,14 @@ from eos.errors import (
     Unavailable,
     classify,
     describe_error,
+    no_broker,
     stop_error,
 )
 from eos.evidence import RetryEvidence, decode_statistics
 from eos.observe import Pulse
 from eos.ownership import Identity, Reach, Situation
 from eos.raising import raising
-from eos.settings import STATISTICS_INTERVAL_MS, Settings
+from eos.settings import STATISTICS_INTERVAL_MS, Settings, alternate_of
 from eos.states import OPEN, Event, Machine, State
 from eos.watchdog import CallHung, Watchdog
 
@@ -45,20 +47,18 @@ _WAIT_LOG_INTERVAL_S = 10.0
 _FLUSH_LOOK_S, _FLUSH_WAIT_S = 0.001, 0.5
 _ABANDONED_POLL_S = 0.5
 _LOOKS_UNTIL_COLLECTED = 20
-_IDENTITY_S = 2.0  # how long the first statistics are waited for, five a second
+_IDENTITY_S = 2.0  # how long the first statistics are waited for, ten a second
 _FRESH_S = 10.0  # and the next ones, on a machine that does other things: an old epoch would look like a predecessor's
+_OVERDUE_S = 0.5  # behind the time for statistics: as long as a replacement takes with a broker that is not near
+_STATISTICS_POLL_S = 0.02
 _REPORT_DELAY_S = 0.5  # a transaction fails a moment before the report of the record that made it fail
-
-
-def alternate_of(transactional_id: str) -> str:
-    """The second transactional.id of a session."""
-    return f"{transactional_id}-alternate"
 
 
 class _Client:
     """One confluent-kafka Producer with what is known of it; thrown away as a whole."""
 
     def __init__(self, settings: Settings, transactional_id: str, reports: bool) -> None:
+        self.transactional_id = transactional_id
         self.watchdog = Watchdog(f"eos-{transactional_id}")
         self.evidence = RetryEvidence(settings.retry_backoff_ms)
         self.identity: Identity | None = None
@@ -66,8 +66,8 @@ class _Client:
         self.delivery_error: tuple[KafkaError, str] | None = None
         self.delivery_errors = 0
         self.callback_error: BaseException | None = None
-        self.user_stats = settings.get("stats_cb")
-        configuration = settings.producer(transactional_id)
+        configuration = guarded(settings.producer(transactional_id), self._keep)
+        self.user_stats = configuration.get("stats_cb")
         configuration.setdefault("statistics.interval.ms", STATISTICS_INTERVAL_MS)
         configuration.setdefault("logger", log.client_logger)
         if str(configuration["statistics.interval.ms"]).strip() == "0":
@@ -85,19 +85,23 @@ class _Client:
         except (KafkaException, TypeError, ValueError) as error:
             self.watchdog.close()
             raise ConfigurationError(f"the producer's settings were refused: {describe_error(error)}") from error
+        self.statistics_interval_s = int(configuration["statistics.interval.ms"]) / 1000
 
     def _statistics(self, text: str) -> None:
-        # An exception must not pass through librdkafka's C frames: it would come out of an innocent commit().
         try:
             statistics = decode_statistics(text)
             if statistics.eos.producer_epoch >= 0:
                 self.identity = Identity(statistics.eos.producer_id, statistics.eos.producer_epoch)
             self.statistics_seen += 1
             self.evidence.statistics(statistics)
-            if self.user_stats is not None:
-                self.user_stats(text)
-        except Exception as error:  # noqa: BLE001 - latched, raised at the transaction's end
-            self.callback_error = self.callback_error or error
+        except Exception as error:  # noqa: BLE001 - must not pass through C frames
+            self._keep(error)
+        if self.user_stats is not None:
+            self.user_stats(text)
+
+    def _keep(self, error: Exception) -> None:
+        """Raised at the transaction's end."""
+        self.callback_error = self.callback_error or error
 
     def delivered(self, error: KafkaError | None, message: Message) -> None:
         """The delivery callback; without `reports` it sees errors only."""
@@ -132,12 +136,15 @@ class TransactionalProducer:
         self._mode: str = settings["eos.replace.producer"]
         self._call_timeout_s: float = settings["eos.call.timeout.ms"] / 1000
         self._client: _Client | None = None
+        self._half_way: _Client | None = None  # its init was interrupted
         self._spent: str | None = None
         self._produced = 0
-        self._began_at = 0.0
+        self._began_at = 0.0  # time.monotonic(), for deadlines of ours
+        self._open_since = 0.0  # clock.elapsing(), for the broker's timeout
         self._offsets_sent = False
         self.may_have_bumped = False
-        """An abort did not come to its end: the client may have taken the next epoch in it (KIP-360) and not know."""
+        """An abort or an init did not come to its end: a client of ours may have taken the next epoch in it (an abort:
+        KIP-360), and nobody knows."""
         self.replacements: dict[str, int] = {}
         """How often the producer was replaced, by reason class: "abort", "retry", "failure", "always"."""
 
@@ -184,6 +191,7 @@ class TransactionalProducer:
         self._client = client
         self._machine.fire(Event.INITIALISED)
         self._spent = None
+        self._look_around()
 
     def _initialised(
         self,
@@ -191,34 +199,77 @@ class TransactionalProducer:
         deadline: float | None,
         before_init: Callable[[str], None] = lambda transactional_id: None,
     ) -> _Client:
-        client = _Client(self._settings, transactional_id, self._reports)
-        # Behind the client: what its settings are refused for must not have fenced a healthy owner.
-        before_init(transactional_id)
+        client = self._half_way
+        if client is None or client.transactional_id != transactional_id:
+            self._end_half_way()
+            client = _Client(self._settings, transactional_id, self._reports)
+            # Behind the client: what its settings are refused for must not have fenced a healthy owner.
+            before_init(transactional_id)
         try:
-            self._call(client, "init", client.producer.init_transactions, deadline=deadline)
+            self._init(client, deadline)
         except CallFailed as failure:
             _retire(client)
             if failure.action in (Action.RETRY, Action.REBUILD, Action.ABORT, Action.SETTLE):
+                servers = self._settings.bootstrap_servers
                 raise Unavailable(
-                    f"{transactional_id} could not be initialised at {self._settings.bootstrap_servers}: {failure} (a "
-                    "transaction.state.log.replication.factor above the number of brokers also shows like this)"
+                    f"{transactional_id} could not be initialised at {servers}: {failure} (a "
+                    "transaction.state.log.replication.factor above the number of brokers also shows like this)",
+                    remedy=no_broker(servers),
                 ) from failure
             # Of its two ids this one, which `_fail` cannot know.
             right = denied(failure.error, transactional_id=transactional_id)
             raise stop_error(CallFailed("init", failure.action, failure.error, right)) from failure
         return client
 
+    def _init(self, client: _Client, deadline: float | None) -> None:
+        """An init whose wait a signal ended goes on in its client. Beside it another client's could get an epoch that
+        this one then takes back, so it is this client's again, and never two at once."""
+        resumed, self._half_way = client is self._half_way, client
+        if resumed:
+            client.watchdog.close()
+            while not client.watchdog.ended(_ABANDONED_POLL_S):
+                self._pulse.beat("calling", "init")
+            client.watchdog = Watchdog(f"eos-{client.transactional_id}")
+        try:
+            self._call(client, "init", client.producer.init_transactions, deadline=deadline)
+        except CallFailed as failure:
+            if not (resumed and failure.action is Action.BUG):  # _STATE: the call before had come to its end
+                self._half_way = None
+                raise
+        self._half_way = None
+
+    def _end_half_way(self) -> None:
+        if (client := self._half_way) is not None:
+            with contextlib.suppress(CallFailed):
+                self._init(client, time.monotonic() + self._call_timeout_s)
+            _retire(client)
+
     def must_replace(self) -> str | None:
-        """Why this producer may not begin another transaction, or None (the replacement rule, eos/evidence.py)."""
+        """Why this producer may not begin another transaction, or None (the replacement rule, eos/evidence.py).
+
+        After a slow call the next statistics are waited for: they tell whether the broker was only far or busy.
+        """
         if self._mode == ALWAYS:
             return ALWAYS
+        if self._machine.state is State.UNINITIALISED:
+            return self._spent or "failure: an init did not come to its end"
         if self._machine.state in (State.FATAL, State.FENCED):
             return self._spent  # given up, or fenced by its own timeout: who was fenced by a newer one never asks
         if self._mode == "never":
             return None
-        if self._spent is None and self.client.evidence.reason is not None:
-            return f"retry: {self.client.evidence.reason}"
+        if self._spent is None:
+            evidence = self.client.evidence
+            self._await_statistics(lambda: evidence.undecided)
+            evidence.no_statistics()
+            if evidence.reason is not None:
+                return f"retry: {evidence.reason}"
         return self._spent
+
+    def _await_statistics(self, waiting: Callable[[], bool]) -> None:
+        """Polls while `waiting` answers True, until the next statistics are overdue."""
+        began = time.monotonic()
+        while waiting() and time.monotonic() - began < self.client.statistics_interval_s + _OVERDUE_S:
+            self.poll(_STATISTICS_POLL_S)
 
     def replace(self, reason: str) -> None:
         """A new client under the same transactional.id and a new epoch, so that the old one's remains are refused.
@@ -226,10 +277,11 @@ class TransactionalProducer:
         Waits for the cluster as long as it takes. The old client is dropped after its successor's init, never closed:
         close() would send an abort of its own.
         """
-        if self._machine.state in OPEN:
+        if self._machine.state in OPEN or self._machine.state is State.UNINITIALISED:
             self._machine.fire(Event.FAIL)
         old = self._client
         self._machine.fire(Event.REPLACE)
+        self.may_have_bumped = True  # until the init has come to its end
         kind = reason.split(":")[0]
         self.replacements[kind] = self.replacements.get(kind, 0) + 1
         if len(self._ids) > 1:
@@ -241,7 +293,14 @@ class TransactionalProducer:
         if old is not None:
             _retire(old)
         level = logging.DEBUG if self._mode == ALWAYS else logging.INFO
+        self._look_around()
         log.event(level, "producer replaced", reason=reason, **self.who())
+
+    def _look_around(self) -> None:
+        """The first statistics, so that a slow call can be judged: with a slow coordinator each small transaction would
+        lead to the next replacement. They come so long behind the client's making, and most of it was the init's."""
+        if self._mode == "auto":
+            self._await_statistics(lambda: self.client.evidence.blind)
 
     def give_up(self, reason: str) -> None:
         """Nothing more of an open transaction may be sent; the replacement before the next one aborts it."""
@@ -255,6 +314,7 @@ class TransactionalProducer:
 
     def close(self) -> None:
         """Ends the client without touching the cluster; an open transaction is left to its timeout or a successor."""
+        self._end_half_way()  # a new session's init could come before it
         if self._client is not None:
             _retire(self._client)
             self._client = None
@@ -271,7 +331,7 @@ class TransactionalProducer:
         self._produced = client.delivery_errors = 0
         client.delivery_error = None
         self._offsets_sent = False
-        self._began_at = time.monotonic()
+        self._began_at, self._open_since = time.monotonic(), clock.elapsing()
 
     def send(
         self,
@@ -348,7 +408,7 @@ class TransactionalProducer:
     def poll(self, timeout_s: float = 0.0) -> None:
         """Serves callbacks. A fatal error that poll raises shows again, with flags, at the next transactional call.
 
-        Statistics wait to be served, five a second of some 10 KB: who keeps a producer must poll it, idle or not.
+        Statistics wait to be served, ten a second of some 10 KB: who keeps a producer must poll it, idle or not.
         """
         self._serve(self.client, timeout_s)
 
@@ -456,7 +516,7 @@ class TransactionalProducer:
 
     def situation(self) -> Situation | None:
         """What is known here after a call was fenced, for `ownership.settle`; None if our own epoch is not known."""
-        age_ms = (time.monotonic() - self._began_at) * 1000  # before the statistics are waited for
+        age_ms = (clock.elapsing() - self._open_since) * 1000  # before the statistics are waited for
         identity = self.identity(fresh=True)
         if identity is None:
             return None
@@ -466,9 +526,12 @@ class TransactionalProducer:
 
     def _timed(self, name: Call, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> None:
         """A call whose duration tells whether it was retried inside."""
+        evidence = self.client.evidence
+        evidence.call_began()
         began = time.monotonic()
         self._call(self.client, name, function, *args, deadline=deadline)
-        self.client.evidence.call_took(name, (time.monotonic() - began) * 1000)
+        returned = time.monotonic()
+        evidence.call_took(name, (returned - began) * 1000, returned)
 
     def _call(
         self, client: _Client, name: Call, function: Callable[..., Any], *args: Any, deadline: float | None
@@ -538,7 +601,7 @@ def _destroy(client: _Client) -> None:
         _unheard(client.producer)
     producer = client.producer
     # The client and its producer's callbacks hold each other. Left to the garbage collector, which a worker keeps from
-    # running, its threads and connections would stay, and its statistics gather unread: 5 a second, megabytes.
+    # running, its threads and connections would stay, and its statistics gather unread: 10 a second, megabytes.
     del client.producer
     try:
         producer.purge()

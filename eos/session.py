@@ -42,16 +42,18 @@ from eos.errors import (
     IllegalState,
     PoisonRecord,
     Temporary,
+    rebalanced,
     stop_error,
 )
 from eos.lineage import Ledger
-from eos.membership import Finish, Membership
+from eos.membership import Finish, Membership, Stopped
 from eos.observe import COMMIT_BOUNDS_S, END_TO_END_BOUNDS_S, Histogram, Pulse, add
 from eos.ownership import Described
 from eos.positions import Positions
 from eos.positions import TopicPartition as Partition
-from eos.producer import ALWAYS, TransactionalProducer, alternate_of
-from eos.settings import Settings
+from eos.producer import ALWAYS, TransactionalProducer
+from eos.settings import Settings, alternate_of, settings_of
+from eos.states import OPEN
 from eos.watchdog import Job, Watchdog
 
 IDLE_POLL_S = 0.1
@@ -67,6 +69,7 @@ _AHEAD_BEHIND = 2_000
 _AHEAD, _AHEAD_BYTES = 20_000, 4 << 20
 _BACKLOG_PAUSE_S = 0.005  # how long an open transaction waits for the next record before it ends early
 MOST_REBUILDS = 5  # without a commit in between; then a supervisor's back-off is the better place to wait
+_ABORTS_TO_WARN_OF = 3  # in a row, by rebalances: one or two are what a member that comes or goes costs
 OLD_TRANSACTIONS = 2  # transaction.version below it: a replaced producer needs another transactional.id
 
 
@@ -111,7 +114,11 @@ class _Leaving:
 
 
 class Transaction:
-    """One open transaction and its input records. Valid until the loop's next turn."""
+    """One open transaction and its input records. Valid until the loop's next turn.
+
+    When the session had to give it up meanwhile (the group took its place, the consumer died), the body need not know:
+    no more records are handed out, what is sent leads nowhere, `commit` returns False, and its records come again.
+    """
 
     __slots__ = ("_ahead", "_records", "_session", "_until", "dead_letters", "sent", "skipped")
 
@@ -149,7 +156,8 @@ class Transaction:
 
     def take(self, most: int) -> list[Record]:
         """The next records, at most `most`; an empty list when none is left, the interval is over or a send failed."""
-        self._session._must_be(self)
+        if not self._session._has(self):
+            return []
         self._give_back_ahead()
         if not self._session._going_well or (self._session.taken and time.monotonic() >= self._until):
             return []
@@ -157,9 +165,9 @@ class Transaction:
 
     def give_back(self, count: int) -> None:
         """The last `count` records taken were not handled: the next transaction hands them out again."""
-        self._session._must_be(self)
-        self._give_back_ahead()
-        self._session._positions.give_back(count)
+        if self._session._has(self):
+            self._give_back_ahead()
+            self._session._positions.give_back(count)
 
     def send(
         self,
@@ -176,7 +184,8 @@ class Transaction:
 
         Raises TypeError or ValueError for what cannot be sent.
         """
-        self._session._must_be(self)
+        if not self._session._has(self):
+            return
         asked = partition is not None or timestamp_ms or headers
         if type(value) is bytes and (key is None or type(key) is bytes) and not asked:
             self._session._send(topic, value, key, -1, 0, None)  # the usual: nothing to encode, nothing to check
@@ -186,7 +195,8 @@ class Transaction:
 
     def feed(self, feed: Feed, records: list[Record]) -> Fed:
         """Sends what an App's `route.feed` makes of records that were taken; `Fed.error` is the user's own."""
-        self._session._must_be(self)
+        if not self._session._has(self):
+            return Fed(0, len(records), None)
         fed = self._session._feed(feed, records)
         self.sent += fed.sent
         return fed
@@ -194,13 +204,12 @@ class Transaction:
     def commit(self) -> bool:
         """Ends the transaction now, waits for its commit; False if it had to be aborted and its records will be handed
         out again."""
-        self._session._must_be(self)
-        return self._session.end() and self._session._finish_leaving()
+        return self._session._has(self) and self._session.end() and self._session._finish_leaving()
 
     def abort(self) -> None:
         """Gives the transaction up; its records will be handed out again."""
-        self._session._must_be(self)
-        self._session.abort("asked by the application")
+        if self._session._has(self):
+            self._session.abort("asked by the application")
 
 
 class TransactSession:
@@ -217,9 +226,10 @@ class TransactSession:
     `txn.commit()` first to keep the work). A transaction that had to be aborted (a rebalance, a lost broker, ...) is
     not reported: its records are handed out again, in the same order. Raises EosError's subclasses (see eos.errors).
 
-    Settings: Kafka's and `eos.*` names (eos.settings); `group.id` and `transactional.id` must be set, `topics` may
-    come from `eos.input.topics`. With `until_end` the loop ends when the whole group has handled what was readable at
-    the start. One session belongs to one thread.
+    Settings: Kafka's and `eos.*` names (eos.settings); a mapping is completed by the environment and eos.toml, as the
+    flags of a command are. `group.id` and `transactional.id` must be set, `topics` may come from `eos.input.topics`.
+    With `until_end` the loop ends when the whole group has handled what was readable at the start. One session belongs
+    to one thread.
     """
 
     def __init__(
@@ -234,7 +244,7 @@ class TransactSession:
     ) -> None:
         """`new_topics`: asked when no transaction is open, for names to read from then on as well. Such a session is
         made before its `topics` are known, and they are set before its start."""
-        self.settings = settings if isinstance(settings, Settings) else Settings(settings)
+        self.settings = settings_of(settings)
         named = [t.strip() for t in self.settings["eos.input.topics"].split(",") if t.strip()]
         self.topics = list(topics) if topics is not None else named
         self.destinations = list(destinations)
@@ -276,6 +286,7 @@ class TransactSession:
         self._new_topics: Callable[[], Sequence[str]] = new_topics or tuple
         self._came_later: set[str] = set()  # see Membership
         self._open: Transaction | None = None
+        self._given_up: Transaction | None = None  # by us, while the loop's body has it
         self._began_at = 0.0
         self._gathering_since = 0.0  # before it nothing waited for the next transaction
         self._first_timestamp_ms = -1  # of the first record that waited when the open transaction began
@@ -286,6 +297,7 @@ class TransactSession:
         self._finish: Finish | None = None
         self._consumer_failure: CallFailed | None = None  # met while something else was waited for
         self._membership: Membership | None = None
+        self._member_ids: set[str] = set()  # see Membership
         self._producers: list[TransactionalProducer] = []  # whose turn it is comes first
         self._committer: Watchdog | None = None
         self._leaving: _Leaving | None = None
@@ -347,6 +359,8 @@ class TransactSession:
             if self.until_end:
                 self._finish = Finish(self._membership)
             self._membership.join()
+        except Stopped:
+            log.info("stopped before the group was joined", group=self.group)  # the loop ends at its first turn
         except BaseException:
             self.close()
             raise
@@ -359,10 +373,7 @@ class TransactSession:
         them: the group has offsets, but none of these. Where it has none at all, `latest` is about every topic."""
         if not self.by_pattern or self.settings.get("auto.offset.reset") != "latest":
             return set()
-        try:
-            committed = self.membership.topics_with_commits(self.topics)
-        except CallFailed as failure:
-            raise Temporary(f"which topics the group has offsets of cannot be had: {failure}") from failure
+        committed = self.membership.topics_with_commits(self.topics)
         return self.by_pattern - committed if committed else set()
 
     def _start_producers(self, admin: ClusterAdmin, deadline: float) -> None:
@@ -415,7 +426,8 @@ class TransactSession:
         if not leaving.job.done.wait(_CLOSE_ABORT_S):
             leaving.producer.abandon()  # its outcome is the coordinator's, and our successor's to learn
         elif leaving.job.error is None:
-            self._committed(leaving)
+            self._positions.arrived()
+            self._count_commit(leaving)
         else:
             log.warning("commit at close failed", error=str(leaving.job.error), **leaving.producer.who())
 
@@ -423,7 +435,9 @@ class TransactSession:
         membership = Membership(
             self.settings, self.topics, self._positions, self._ledger, with_ends=self.until_end, pulse=self.pulse
         )
+        membership.stopping = lambda: self.stop_requested
         membership.rebalances = self.counters.rebalances
+        membership.member_ids = self._member_ids
         membership.came_later = self._came_later
         return membership
 
@@ -442,6 +456,7 @@ class TransactSession:
         self._claim.hold()
         if self._open is not None:
             self.end()
+        self._settle_what_was_left()
         while True:
             if self.stop_requested:
                 self._finish_leaving()
@@ -460,6 +475,16 @@ class TransactSession:
             self._replace_while_idle()
             self.on_idle()
 
+    def _settle_what_was_left(self) -> None:
+        """No transaction is open. A signal's exception, or an error that the application took, can have ended a begin
+        or a recovery half way: its records would count as handled in the next transaction."""
+        if self._leaving is not None and self._leaving.producer is self.producer:
+            self._finish_leaving()
+        if self._positions.unsettled and self._finish_leaving():
+            self._rebuild("the loop was left while a transaction was being ended", "application")
+        elif self.producer.state in OPEN:
+            self.producer.give_up("the loop was left while a transaction began")
+
     def _replace_while_idle(self) -> None:
         """A late AddPartitionsToTxn would start a ghost transaction that fences an idle worker: not at a new epoch."""
         if self._leaving is not None:
@@ -475,8 +500,10 @@ class TransactSession:
             self.on_event(name)
 
     def _begin(self) -> Transaction:
+        asked = time.monotonic()
         if reason := self.producer.must_replace():
             self._claim.replace(self.producer, reason)
+        self._gathering_since += time.monotonic() - asked  # what waits meanwhile is not handled meanwhile
         self._step("begin")
         try:
             self.producer.begin()
@@ -487,13 +514,15 @@ class TransactSession:
         self._began_at = time.monotonic()
         room_s = room_of(self._interval_s, self._began_at - self._gathering_since)
         self._first_timestamp_ms = self._positions.first_timestamp_ms
-        self._failure = self.membership.lost_sentence = None
+        self._failure = self.membership.lost_sentence = self._given_up = None
         self._open = Transaction(self, self._began_at + room_s)
         return self._open
 
-    def _must_be(self, txn: Transaction) -> None:
-        if txn is not self._open:
+    def _has(self, txn: Transaction) -> bool:
+        """Whether it is open; False if this session gave it up under the loop's body. IllegalState: it has ended."""
+        if txn is not self._open and txn is not self._given_up:
             raise IllegalState("this transaction has ended")
+        return txn is self._open
 
     def _take(self, most: int) -> list[Record]:
         positions = self._positions
@@ -502,7 +531,7 @@ class TransactSession:
             self._poll_on(min(self._chunk, self._most - positions.taken))
         # What follows is the application's: how long it takes is counted from here.
         self.pulse.beat("handling")
-        return positions.take(most) if self._going_well else []
+        return positions.take(most) if self._open is not None and self._going_well else []
 
     @property
     def _going_well(self) -> bool:
@@ -595,7 +624,9 @@ class TransactSession:
             if (newest := self._positions.newest) is not None:
                 self._chunk = chunk_of(_size(newest), self.together)
         except CallFailed as failed:
+            with_the_body = self._open
             self._recover(failed)
+            self._given_up = with_the_body if self._open is None else None
 
     def _fetch_ahead(self, taken: int) -> bool:
         """While the producer is waited for, with a transaction that took so many records: the next ones of a backlog.
@@ -651,10 +682,8 @@ class TransactSession:
         owner = self._owner()
         commits = [self._commit_of(p, offset, owner) for p, offset in offsets.items()]
         producer, taken, starts = self.producer, self._positions.taken, self.membership.new_starts
-        self._positions.leave(offsets)
-        self.membership.new_starts = {}
-        job = self._committer.start(self._send_and_commit, producer, commits, metadata)
-        self._leaving = _Leaving(
+        job = Job(self._send_and_commit, (producer, commits, metadata))
+        leaving = _Leaving(
             producer,
             offsets,
             starts,
@@ -665,7 +694,11 @@ class TransactSession:
             time.monotonic(),
             job,
         )
-        self._open = None
+        self._positions.leave(offsets)
+        # In one step: a signal's exception comes between calls, and finds it either open or leaving.
+        self._leaving, self._open = leaving, None
+        self.membership.new_starts = {}
+        self._committer.submit(job)
         self._producers.reverse()
 
     def _send_and_commit(self, producer: TransactionalProducer, offsets: list[TopicPartition], metadata: Any) -> float:
@@ -683,20 +716,25 @@ class TransactSession:
         is carried out already. Raises what a failed commit of the open transaction would."""
         leaving = self._leaving
         if leaving is None:
+            self._positions.returned()  # of one that was interrupted before it set out
             return True
+        assert self._committer is not None
+        self._committer.submit(leaving.job)  # it too may have been interrupted before; it runs once
         while not leaving.job.done.is_set():
             if not self._fetch_ahead(leaving.taken):
                 self.pulse.beat("calling", "commit")
                 leaving.job.done.wait(_BEAT_S)
-        self._leaving = None
         error = leaving.job.error
         if error is None:
-            self._committed(leaving)
+            self._positions.arrived()
+            self._leaving = None
+            self._count_commit(leaving)
             return True
+        self._positions.returned()
+        self._leaving = None
         if self.producer is not leaving.producer:
             self.producer.give_up("the transaction before it did not commit")
             self._producers.reverse()
-        self._positions.returned()
         # Not those of a partition that went while its commit was on its way: it begins where its next owner says.
         starts = {p: offset for p, offset in leaving.new_starts.items() if p in self.membership.owned}
         self.membership.new_starts = starts | self.membership.new_starts
@@ -709,8 +747,7 @@ class TransactSession:
             self._in_doubt = None
         return False
 
-    def _committed(self, leaving: _Leaving) -> None:
-        self._positions.arrived()
+    def _count_commit(self, leaving: _Leaving) -> None:
         if self._ledger is not None:
             self._ledger.commit()
         self._rebuilds_in_a_row = self._aborts_in_a_row = 0
@@ -744,7 +781,7 @@ class TransactSession:
         """Committed beside each offset, so that a fenced instance can say who replaced it."""
         identity = self.producer.client.identity
         return {
-            "instance": self.settings.instance,
+            "instance": self.transactional_id,
             "host": socket.gethostname(),
             "since": _STARTED_AT,
             "epoch": identity.epoch if identity else None,
@@ -787,13 +824,19 @@ class TransactSession:
             self._recover(CallFailed(worse.call, Action.REBUILD, worse) if worse.action is Action.ABORT else worse)
             return
         self._open = None
-        self._go_back(self._positions.rewind())
+        self._go_back(self._positions.rewind)
         self._aborts_in_a_row += 1
         self.counters.aborts += 1
         add(self.counters.aborts_by_cause, _cause(failure))
         # The group or the cluster needs a moment; without a pause this would spin through aborts.
         self._pause_until = time.monotonic() + min(5.0, 0.05 * 2 ** min(self._aborts_in_a_row, 7))
-        log.warning("transaction aborted", reason=str(failure), **self.producer.who())
+        rebalance = rebalanced(failure)
+        if rebalance:
+            log.debug("refused", error=str(failure), group=self.group)
+        usual = rebalance and self._aborts_in_a_row < _ABORTS_TO_WARN_OF
+        (log.info if usual else log.warning)(
+            "transaction aborted", reason=rebalance or str(failure), **self.producer.who()
+        )
 
     def _abort_poisoned(self, failure: CallFailed) -> None:
         """A record is refused for good. It is known, or alone in its transaction; else smaller transactions find it."""
@@ -820,7 +863,8 @@ class TransactSession:
             self._rejoin(str(failure))
             return
         committed = bool(touched) and all(stable[p].offset >= offset for p, offset in touched.items())
-        self._go_back(self._positions.resolve({p: tp.offset if tp.offset >= 0 else None for p, tp in stable.items()}))
+        known = {p: tp.offset if tp.offset >= 0 else None for p, tp in stable.items()}
+        self._go_back(lambda: self._positions.resolve(known))
         if self._ledger is not None and committed:
             self._ledger.begin_all(stable)
         starts = self.membership.new_starts
@@ -833,12 +877,12 @@ class TransactSession:
             **self.producer.who(),
         )
 
-    def _go_back(self, targets: Mapping[Partition, int]) -> None:
+    def _go_back(self, rewind: Callable[[], Mapping[Partition, int]]) -> None:
         """The consumer fetches again what an ended transaction took and did not commit."""
         if self._ledger is not None:
             self._ledger.rewind()
         try:
-            self.membership.go_back(targets)
+            self.membership.go_back(rewind)
         except CallFailed as failure:
             self._rejoin(str(failure))
 
@@ -847,7 +891,9 @@ class TransactSession:
         self._count_rebuild(reason, "group")
         self._open = None
         self._claim.confirm(self.producer, reason)
-        gone, self._consumer_failure = self.membership, None
+        gone = self.membership
+        # Until it is done: who is interrupted in it does it again at the next poll.
+        self._consumer_failure = CallFailed("consume", Action.FENCED, RuntimeError(reason))
         starts = gone.new_starts  # its closing forgets them
         gone.abandon()
         self._positions.clear()
@@ -858,6 +904,7 @@ class TransactSession:
             with contextlib.suppress(EosError), ClusterAdmin(self.settings, timeout_ms=5_000) as admin:
                 self._membership.make_way(admin)
         self._membership.join()
+        self._consumer_failure = None
         log.warning("joined the group again", reason=reason, group=self.group, **self.producer.who())
 
     def _count_rebuild(self, reason: str, cause: str) -> None:
@@ -895,7 +942,7 @@ class TransactSession:
         try:
             with ClusterAdmin(self.settings) as admin:
                 answer = answer or admin.describe(producer.transactional_id)
-                who = successor_of(self.settings.instance, _STARTED_AT, admin.committed_metadata(self.group))
+                who = successor_of(self.transactional_id, _STARTED_AT, admin.committed_metadata(self.group))
         except EosError as error:
             log.debug("the owner could not be asked", error=str(error))
         theirs = ""
@@ -969,18 +1016,18 @@ def _clock(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def successor_of(instance: str, our_start_ms: int, metadata: Sequence[str]) -> str:
-    """The process that was started after ours under the same name and has committed, from the committed offsets'
-    metadata: "; the last commit is by ..."; "" when there is none, as before its first commit."""
+def successor_of(transactional_id: str, our_start_ms: int, metadata: Sequence[str]) -> str:
+    """The process that was started after ours under the same transactional.id and has committed, from the committed
+    offsets' metadata: "; the last commit is by ..."; "" when there is none, as before its first commit."""
     owners = []
     for text in metadata:
         try:
             owner = json.loads(text.rstrip("\0"))
-            if owner["instance"] == instance and owner["since"] > our_start_ms:
+            if owner["instance"] == transactional_id and owner["since"] > our_start_ms:
                 owners.append((owner["since"], owner["host"]))
         except (ValueError, KeyError, TypeError):
             continue  # somebody else's metadata
     if not owners:
         return ""
     since, host = max(owners)
-    return f"; the last commit is by instance {instance} on {host}, started {_clock(since / 1000)}"
+    return f"; the last commit is by {transactional_id} on {host}, started {_clock(since / 1000)}"

@@ -31,7 +31,7 @@ from eos import log
 from eos.errors import EosError
 from eos.health.incidents import Incidents
 from eos.health.report import PIPE_VARIABLE
-from eos.health.status import Incident, Status, judge_report
+from eos.health.status import Incident, Status, continued, judge_report
 
 NAME_VARIABLE = "EOS_SUPERVISED_WORKER"
 MOST_RESTARTS = 8  # of one worker, without a life of SETTLED_S in between
@@ -45,7 +45,7 @@ _READ_BYTES = 1 << 16
 
 class After(Enum):
     RESTART = "start it again"
-    DONE = "it is done, the others go on"
+    DONE = "nothing: it is done, or asked to stop"
     STOP = "stop all"
 
 
@@ -86,7 +86,8 @@ class Child:
     restarts: int = 0
     restarts_in_a_row: int = 0
     code: int | None = None
-    status: Status | None = None
+    status: Status | None = None  # its counts are those of all lives
+    lives_before: Status | None = None
     heard_at: float | None = None  # of this process
     pipe: int | None = None
     unread: bytearray = field(default_factory=bytearray)
@@ -201,21 +202,40 @@ class Supervisor:
         lived_s = time.monotonic() - child.started_at
         self._read_all(child)
         child.process, child.code = None, code
-        what = after(code, self._stopping_since is not None)
-        told = log.info if code == 0 else log.warning
-        told(f"worker {child.instance} ended", reason=_code_words(code), then=what.value, lived_s=round(lived_s, 1))
+        stopping = self._stopping_since is not None
+        what = after(code, stopping)
+        if what is After.RESTART and not self._reloading.is_set():
+            child.restarts_in_a_row = 1 if lived_s >= SETTLED_S else child.restarts_in_a_row + 1
+        # One that our own SIGTERM killed did not listen yet: it had begun nothing, and was stopped on request.
+        asked = stopping and code == -signal.SIGTERM
+        told = log.info if code == 0 or asked else log.warning
+        then = self._then(child, what)
+        told(f"worker {child.instance} ended", reason=_code_words(code), then=then, lived_s=round(lived_s, 1))
         if self._reloading.is_set() or (self._keep and what is After.STOP):
             return
         if what is After.RESTART:
-            self._plan_restart(child, lived_s)
+            self._plan_restart(child)
             return
-        # One that our own SIGTERM killed did not listen yet: it had begun nothing, and was stopped on request.
-        self._codes.append(0 if self._stopping_since is not None and code == -signal.SIGTERM else code)
+        self._codes.append(0 if asked else code)
         if what is After.STOP:
             self.stop()
 
-    def _plan_restart(self, child: Child, lived_s: float) -> None:
-        child.restarts_in_a_row = 1 if lived_s >= SETTLED_S else child.restarts_in_a_row + 1
+    def _then(self, child: Child, what: After) -> str:
+        """What follows, for people; said before it is done."""
+        if self._reloading.is_set():
+            return "it is started again with the source as it is now"
+        if self._stopping_since is not None:
+            return "all are stopping"
+        if what is After.DONE:
+            others = any(c.running or c.start_again_at is not None for c in self.children)
+            return "it is done, the others go on" if others else "it is done"
+        if what is After.STOP:
+            return "a change of the source is waited for" if self._keep else "all are stopped"
+        if child.restarts_in_a_row > MOST_RESTARTS:
+            return "all are stopped"
+        return f"it is started again in {pause_s(child.restarts_in_a_row):g} s"
+
+    def _plan_restart(self, child: Child) -> None:
         if child.restarts_in_a_row > MOST_RESTARTS:
             self._codes.append(TEMPORARY)
             self._gave_up = GaveUp(
@@ -291,6 +311,7 @@ class Supervisor:
         )
         os.close(writing)
         child.started_at, child.heard_at, child.code = time.monotonic(), None, None
+        child.lives_before = child.status
         child.unread.clear()
         os.set_blocking(reading, False)
         child.pipe = reading
@@ -317,7 +338,9 @@ class Supervisor:
         *lines, rest = child.unread.split(b"\n")
         child.unread = bytearray(rest)
         if lines:
-            child.status, child.heard_at = msgspec.json.decode(lines[-1], type=Status), time.monotonic()
+            now, before = msgspec.json.decode(lines[-1], type=Status), child.lives_before
+            child.status = now if before is None else continued(before, now)
+            child.heard_at = time.monotonic()
         return True
 
     def _read_all(self, child: Child) -> None:

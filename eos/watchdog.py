@@ -45,6 +45,8 @@ class Watchdog:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
+            if job.done.is_set():
+                continue  # it came twice
             try:
                 job.result = raising(job.call, *job.args)
             except BaseException as error:  # noqa: BLE001 - it is raised again on the calling thread
@@ -56,7 +58,10 @@ class Watchdog:
 
     def start(self, function: Callable[..., Any], *args: Any) -> Job:
         """Has the function called behind the jobs before it; does not wait."""
-        job = Job(function, args)
+        return self.submit(Job(function, args))
+
+    def submit(self, job: Job) -> Job:
+        """As `start`. Who was interrupted may do it again: a job runs once."""
         self._jobs.put(job)
         return job
 

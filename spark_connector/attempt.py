@@ -1,6 +1,8 @@
 """One attempt at one batch under one epoch: the order of its steps, which is the guarantee.
 
-    init       InitProducerId: fences every earlier attempt, ends what it left open
+    look       the first of this process only: a marker that refuses this batch for good, before anybody is fenced
+    init       InitProducerId: fences every earlier attempt, ends what it left open; behind a batch of this process the
+               coordinator refuses it if somebody else initialised meanwhile (KIP-360)
     decide     the progress marker says whether this batch is in Kafka already (marker.py)
     add        AddPartitionsToTxn: all target partitions and the marker's
     produce    tasks write, each a share of the Kafka partitions, under this identity (task.py, claims.py); or the
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import pyarrow as pa
 from kafka import errors as kafka_errors
 
-from eos import log, ownership
+from eos import clock, log, ownership
 from eos.admin.cluster import ClusterAdmin
 from eos.errors import ConfigurationError, EosError, Fenced, NotAuthorised, Temporary, Unavailable
 from spark_connector import marker
@@ -63,6 +65,9 @@ class Batch(Protocol):
     """The marker's key; None: nothing is to be remembered."""
 
     def decide(self, found: Marker | None) -> Decision: ...
+
+    def refuse(self, found: Marker | None) -> None:
+        """Raises WrongProgress for a marker that no transaction under way can make right."""
 
     def marker(self, found: Marker | None, decision: Decision, rows: int) -> Marker: ...
 
@@ -156,6 +161,8 @@ class Attempt:
 
     def _run(self) -> Progress | None:
         connected, batch = self._connected, self._batch
+        if not self._transaction.initialised:
+            batch.refuse(self._look())
         self._timed("init", self._transaction.init)
         self._options.on_step("init")
         found = self._timed("decide", self._find_marker)
@@ -170,7 +177,7 @@ class Attempt:
         if batch.key is not None:
             partitions.append((marker.TOPIC, connected.markers.partition))
         cores = self._cores()  # asks the JVM, so before anything is open that its end would leave open
-        self._began = time.monotonic()
+        self._began = clock.elapsing()
         self._timed("add", lambda: self._transaction.add(partitions))
         self._options.on_step("add")
         results = self._timed("produce", lambda: self._produce(targets, cores))
@@ -185,6 +192,15 @@ class Attempt:
         progress = self._progress(rows, results)
         log.info("batch committed", **self._who(), state="CompleteCommit", **progress.figures())
         return progress
+
+    def _look(self) -> Marker | None:
+        """The marker while others may be at work. None also where one is in a transaction that is still open."""
+        try:
+            return self._find_marker()
+        except Stopped as stopped:
+            if stopped.answer is not Answer.RESTART:
+                raise
+            return None
 
     def _find_marker(self) -> Marker | None:
         return None if self._batch.key is None else self._connected.markers.read(self._batch.key)
@@ -301,7 +317,7 @@ class Attempt:
         """Again, unless the epoch is somebody else's: the coordinator is asked, for an init to find out would fence the
         newer instance."""
         connected = self._connected
-        age_ms = 0.0 if self._began is None else (time.monotonic() - self._began) * 1000
+        age_ms = 0.0 if self._began is None else (clock.elapsing() - self._began) * 1000
         mine = ownership.Identity(*self._transaction.identity)
         reach = ownership.Reach.NOTHING if self._began is None else ownership.Reach.ACKNOWLEDGED
         situation = ownership.Situation(mine, reach, age_ms, connected.transaction_ms)
@@ -316,7 +332,8 @@ class Attempt:
                 "and the broker aborted it: raise that setting (the broker's transaction.max.timeout.ms allows "
                 f"{connected.longest_ms}), or give the source smaller batches (maxOffsetsPerTrigger)"
             )
-        if owner is ownership.Owner.NEWER:
+        # Without a group nobody says that no other driver is in the middle of its init.
+        if owner in (ownership.Owner.NEWER, ownership.Owner.ABORTED_EARLY):
             newer = "" if answer is None else f" (epoch {answer.epoch} of producer {answer.producer_id} by now)"
             return Fenced(f"{self._said(error)}: another query, or another run of this one, took over{newer}")
         return Again(f"{error}: {owner.value}", outcome_unknown=self._commit_sent)

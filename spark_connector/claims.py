@@ -6,26 +6,42 @@ rows of the first; Spark runs a task again after a failure, a lost executor or a
 A second claim poisons the epoch: the driver aborts the transaction and begins anew. It must never grant a share
 twice, and never answer for an attempt that is over.
 
-The socket takes only who knows the key (multiprocessing.connection's challenge); what travels on it is JSON, nothing is
-unpickled.
+The socket takes only who knows the key: question and answer each carry an HMAC over both sides' nonces. Nothing of a
+stranger's is read but a few hundred bytes, for a few seconds, and only so many callers are heard at once: who comes
+then pushes out who has been silent for longest.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
+import hashlib
+import hmac
 import json
-import os
 import secrets
 import socket
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any, Protocol
 
+from eos import log
+from eos.errors import ConfigurationError
 from spark_connector.recordbatch import Identity
+from spark_connector.wire import Unreachable
 
 _BACKLOG = 128
+_NONCE = 32
+_MAC = hashlib.sha256().digest_size
+_LENGTH = 4
+_LONGEST = 1 << 16  # of a question or an answer, in bytes
+_PATIENCE_S = 5.0  # with a caller: from its connection to its question's last byte
+_MOST = 64  # callers at once
+_PORTS = 16  # behind the one that was asked for, as spark.port.maxRetries
+_DEADLINE_S = 60.0  # of a claim
+_PAUSE_S = 0.1
 
 
 class Office(Protocol):
@@ -81,56 +97,157 @@ class ClaimOffice:
     port: int
     key: bytes
 
-    def claim(self, attempt: Identity, share: int, who: str) -> str | None:
-        """As `Claims.claim`. Raises OSError when the driver does not answer."""
-        with Client((self.host, self.port), authkey=self.key) as connection:
-            _send_at_once(connection)
-            connection.send_bytes(json.dumps([attempt.producer_id, attempt.epoch, share, who]).encode())
-            answer: str | None = json.loads(connection.recv_bytes(1 << 16))
+    def claim(self, attempt: Identity, share: int, who: str, deadline_s: float = _DEADLINE_S) -> str | None:
+        """As `Claims.claim`. Raises Unreachable when the driver gives no answer in that time.
+
+        Asked again only while the question cannot have been read: a claim that was granted, and its answer lost, would
+        be a second one.
+        """
+        question = json.dumps([attempt.producer_id, attempt.epoch, share, who]).encode()
+        deadline = time.monotonic() + deadline_s
+        while True:
+            try:
+                with socket.create_connection((self.host, self.port), _left(deadline)) as connection:
+                    theirs = _received(connection, _NONCE, deadline)
+                    ours = secrets.token_bytes(_NONCE)
+                    connection.sendall(ours + _sealed(self.key, b"question", ours + theirs, question))
+                    return self._answer(connection, ours + theirs, deadline)
+            except OSError as error:
+                # Refused, or closed before its nonce came: too many callers at once, or a driver that is busy.
+                if time.monotonic() + _PAUSE_S >= deadline:
+                    where = f"{self.host}:{self.port}"
+                    raise Unreachable(
+                        f"the driver gave no answer at {where} within {deadline_s:.0f} s ({error}): executors must "
+                        "reach it there (spark.driver.host, and eos.spark.claims.port for a port of your choice)"
+                    ) from error
+                time.sleep(_PAUSE_S)
+
+    def _answer(self, connection: socket.socket, nonces: bytes, deadline: float) -> str | None:
+        try:
+            length = int.from_bytes(_received(connection, _LENGTH, deadline))
+            if length > _LONGEST:
+                raise OSError("what answers is no claim server")
+            mac, text = _received(connection, _MAC, deadline), _received(connection, length, deadline)
+        except OSError as error:
+            raise Unreachable(f"the driver's answer to a claim was lost: {error}") from error
+        if not hmac.compare_digest(mac, _mac(self.key, b"answer", nonces, text)):
+            raise Unreachable(f"{self.host}:{self.port} is not this query's driver")
+        answer: str | None = json.loads(text)
         return answer
 
 
-def _send_at_once(connection: Connection[Any, Any]) -> None:
-    """The question follows the last word of the handshake, and would be kept back for its acknowledgement, which the
-    other side delays: 40 ms of each task."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as stream:
-        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def _left(deadline: float) -> float:
+    return max(0.01, deadline - time.monotonic())
+
+
+def _received(connection: socket.socket, size: int, deadline: float) -> bytes:
+    """Raises OSError at the deadline, and for an end that comes too early."""
+    found = b""
+    while len(found) < size:
+        connection.settimeout(_left(deadline))
+        piece = connection.recv(size - len(found))
+        if not piece:
+            raise ConnectionResetError("the connection was closed")
+        found += piece
+    return found
+
+
+def _mac(key: bytes, what: bytes, nonces: bytes, text: bytes) -> bytes:
+    return hmac.digest(key, what + nonces + text, "sha256")
+
+
+def _sealed(key: bytes, what: bytes, nonces: bytes, text: bytes) -> bytes:
+    """Length, HMAC, text."""
+    return len(text).to_bytes(_LENGTH) + _mac(key, what, nonces, text) + text
 
 
 class ClaimServer:
-    """Answers claims on threads of its own until `close`. `host`: this machine, as executors see it."""
+    """Answers claims on a thread of its own until `close`. `host`: this machine, as executors see it; `bind`: the
+    address to listen on; `port`: the first that is tried, 0: any. Raises ConfigurationError."""
 
-    def __init__(self, host: str, bind: str = "") -> None:
+    def __init__(self, host: str, bind: str, port: int = 0) -> None:
         self.claims = Claims()
-        self._closed, self._everywhere = False, not bind
-        self._key = secrets.token_bytes(32)
-        # Without the key: its challenge would be waited for on the accepting thread, one silent caller blocking all.
-        self._listener: Any = Listener((bind, 0), backlog=_BACKLOG)
-        self.office = ClaimOffice(host, self._listener.address[1], self._key)
-        threading.Thread(target=self._accept, name="eos-claims", daemon=True).start()
+        self._key = secrets.token_bytes(_NONCE)
+        listening = _listen(bind, port)
+        self.office = ClaimOffice(host, listening.getsockname()[1], self._key)
+        self._callers: dict[asyncio.Task[None], None] = {}  # in the order in which they came
+        self._loop = asyncio.new_event_loop()
+        self._over = asyncio.Event()
+        self._tell_again = 0.0
+        threading.Thread(target=self._run, args=(listening,), name="eos-claims", daemon=True).start()
 
     def close(self) -> None:
-        self._closed = True
-        # A thread inside accept() does not notice that its socket is closed: one more connection wakes it.
-        with contextlib.suppress(OSError):
-            socket.create_connection(("127.0.0.1" if self._everywhere else self.office.host, self.office.port)).close()
+        with contextlib.suppress(RuntimeError):  # closed already
+            self._loop.call_soon_threadsafe(self._over.set)
 
-    def _accept(self) -> None:
-        while True:
-            connection = self._listener.accept()
-            if self._closed:
-                connection.close()
-                self._listener.close()
-                return
-            threading.Thread(target=self._answer, args=(connection,), name="eos-claim", daemon=True).start()
+    def _run(self, listening: socket.socket) -> None:
+        try:
+            self._loop.run_until_complete(self._serve(listening))
+        finally:
+            self._loop.close()
 
-    def _answer(self, connection: Connection[Any, Any]) -> None:
-        with connection:
-            try:
-                deliver_challenge(connection, self._key)
-                answer_challenge(connection, self._key)
-                producer_id, epoch, share, who = json.loads(connection.recv_bytes(1 << 16))
-                answer = self.claims.claim(Identity(producer_id, epoch), share, who)
-                connection.send_bytes(json.dumps(answer).encode())
-            except (OSError, EOFError, AuthenticationError, ValueError):
-                return  # not one of our tasks, or one that died: it got no grant, and a granted one counts as running
+    async def _serve(self, listening: socket.socket) -> None:
+        # asyncio's accepting survives what a connection brings, and pauses while there are no files left.
+        self._loop.set_exception_handler(self._told)
+        async with await asyncio.start_server(self._called, sock=listening, limit=_LONGEST):
+            await self._over.wait()
+        for caller in list(self._callers):
+            caller.cancel()
+
+    def _told(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """One line in ten seconds: without files left each attempt to accept fails."""
+        if self._loop.time() >= self._tell_again:
+            self._tell_again = self._loop.time() + 10
+            log.warning("tasks' claims wait", error=str(context.get("exception") or context["message"]))
+
+    async def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        caller = asyncio.current_task()
+        assert caller is not None
+        self._callers[caller] = None
+        if len(self._callers) > _MOST:
+            next(iter(self._callers)).cancel()
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                await self._answer(reader, writer)
+        except (OSError, EOFError, ValueError, asyncio.CancelledError):
+            pass  # not one of our tasks, or one that died: it got no grant, and a granted one counts as running
+        finally:
+            self._callers.pop(caller, None)
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ours = secrets.token_bytes(_NONCE)
+        writer.write(ours)
+        theirs = await reader.readexactly(_NONCE)
+        length = int.from_bytes(await reader.readexactly(_LENGTH))
+        if length > _LONGEST:
+            return
+        mac, text = await reader.readexactly(_MAC), await reader.readexactly(length)
+        if not hmac.compare_digest(mac, _mac(self._key, b"question", theirs + ours, text)):
+            return
+        producer_id, epoch, share, who = json.loads(text)
+        answer = self.claims.claim(Identity(producer_id, epoch), share, who)
+        writer.write(_sealed(self._key, b"answer", theirs + ours, json.dumps(answer).encode()))
+        await writer.drain()
+
+
+def _listen(bind: str, port: int) -> socket.socket:
+    for tried in range(port, port + _PORTS + 1):
+        try:
+            return socket.create_server((bind, tried), backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or tried == port + _PORTS:
+                raise ConfigurationError(
+                    f"executors' claims cannot be listened for at {bind}:{tried}: {error.strerror or error} "
+                    "(spark.driver.bindAddress, eos.spark.claims.port)"
+                ) from error
+    raise AssertionError("the last port is listened on or raises")
+
+
+def place_of(setting: Callable[[str], str | None]) -> tuple[str, str]:
+    """The driver's address as executors see it, and the one to listen on, by Spark's settings: where Spark's own driver
+    listens. Executors of a local master are threads of this process."""
+    if (setting("spark.master") or "").startswith("local") and "cluster" not in (setting("spark.master") or ""):
+        return "127.0.0.1", "127.0.0.1"
+    host = setting("spark.driver.host") or "127.0.0.1"
+    return host, setting("spark.driver.bindAddress") or host

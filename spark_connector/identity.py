@@ -32,15 +32,23 @@ class Transaction:
         self._transaction_timeout_ms, self._timeout_s = transaction_timeout_ms, timeout_s
         self.identity = Identity(-1, -1)
 
+    @property
+    def initialised(self) -> bool:
+        return self.identity.producer_id >= 0
+
     def init(self) -> Identity:
-        """A new epoch. Fences every earlier one and completes or aborts what it left open; waits for that."""
+        """A new epoch. Fences every earlier one and completes or aborts what it left open; waits for that.
+
+        With an identity of before, the coordinator refuses who is not its owner any more (KIP-360): a driver that was
+        stopped for long would take the id back from its successor.
+        """
         answer = self._until_done(
             "InitProducerId",
             lambda: InitProducerIdRequest(
                 transactional_id=self.transactional_id,
                 transaction_timeout_ms=self._transaction_timeout_ms,
-                producer_id=-1,
-                producer_epoch=-1,
+                producer_id=self.identity.producer_id,
+                producer_epoch=self.identity.epoch,
                 max_version=_INIT_MAX_VERSION,
             ),
             lambda answer: [answer.error_code],

@@ -13,7 +13,7 @@ control records do, and no record of ours can be undecided there: InitProducerId
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
@@ -34,6 +34,7 @@ CONFIG = {
     "min.cleanable.dirty.ratio": "0.1",
 }
 
+_VERSION = 2  # of a marker's value
 _FETCH_MAX_VERSION = 12  # by topic name
 _LIST_OFFSETS_MIN_VERSION, _LIST_OFFSETS_MAX_VERSION = 5, 7  # 5: a new leader says that it does not know (KIP-207)
 _LATEST, _EARLIEST = -1, -2
@@ -48,6 +49,8 @@ class Marker:
 
     `query`: the id of the streaming query (of its checkpoint), or "" for a batch write. `batch`: its number, or the
     caller's batch_id. `offsets`: digest of the batch's source offsets. `adopted`: the adopt_at that was used up last.
+    `topics`: where the batch went, None in a marker of version 1. `run`: the id of the query's run, which a restart
+    changes; for people.
     """
 
     query: str
@@ -55,17 +58,25 @@ class Marker:
     rows: int
     offsets: str
     adopted: int | None = None
+    topics: tuple[str, ...] | None = None
+    run: str = ""
 
     def encode(self) -> bytes:
-        return json.dumps({"version": 1, **asdict(self)}).encode()
+        return json.dumps({"version": _VERSION, **asdict(self)}).encode()
 
     @classmethod
     def decode(cls, value: bytes) -> Marker:
-        """Raises ValueError for what is no marker of this version."""
+        """Raises ValueError for what is no marker of this version or the one before."""
         fields = json.loads(value)
-        if not isinstance(fields, dict) or fields.pop("version", None) != 1:
-            raise ValueError(f"not a marker of version 1: {value[:80]!r}")
+        if not isinstance(fields, dict) or fields.pop("version", None) not in (1, _VERSION):
+            raise ValueError(f"not a marker of version 1 or {_VERSION}: {value[:80]!r}")
+        if fields.get("topics") is not None:
+            fields["topics"] = tuple(fields["topics"])
         return cls(**fields)
+
+    def went_elsewhere(self, topics: Sequence[str]) -> str:
+        """Where this batch went, if that is not where the sink writes now; else ""."""
+        return ", ".join(sorted(set(self.topics or ()) - set(topics)))
 
 
 def sink_key(transactional_id: str, batch_id: str | None = None) -> bytes:
@@ -84,12 +95,14 @@ class WrongProgress(Exception):
     """The marker and the checkpoint do not belong together; `args[0]` is a sentence that says what to do."""
 
 
-def decide(marker: Marker | None, query: str, batch: int, offsets: str, adopt_at: int | None = None) -> Decision:
-    """What to do with batch number `batch` of `query`, whose source offsets have this digest.
+def decide(
+    marker: Marker | None, query: str, batch: int, offsets: str, adopt_at: int | None = None, topics: Sequence[str] = ()
+) -> Decision:
+    """What to do with batch number `batch` of `query`, whose source offsets have this digest, for these topics.
 
     Raises WrongProgress. `adopt_at` counts only where the batch would be refused, and once per query.
     """
-    refusal = _refusal(marker, query, batch, offsets)
+    refusal = _refusal(marker, query, batch, offsets, topics)
     if refusal is None:
         return Decision.ALREADY if marker is not None and marker.batch == batch else Decision.WRITE
     used_up = marker is not None and marker.query == query and marker.adopted == adopt_at
@@ -99,7 +112,7 @@ def decide(marker: Marker | None, query: str, batch: int, offsets: str, adopt_at
     raise WrongProgress(f"{refusal}; {advice}, which says: the target holds the batches before {batch}, and only those")
 
 
-def _refusal(marker: Marker | None, query: str, batch: int, offsets: str) -> str | None:
+def _refusal(marker: Marker | None, query: str, batch: int, offsets: str, topics: Sequence[str]) -> str | None:
     if marker is None:
         if batch == 0:
             return None
@@ -116,6 +129,11 @@ def _refusal(marker: Marker | None, query: str, batch: int, offsets: str) -> str
     if batch == done + 1:
         return None
     if batch == done:
+        if marker.offsets == offsets and (elsewhere := marker.went_elsewhere(topics)):
+            return (
+                f"batch {batch} of this sink went to {elsewhere}, and not to {', '.join(topics)}: two sinks have one "
+                "transactional.id, or its topic was changed while a batch was between Kafka and the checkpoint"
+            )
         if marker.offsets == offsets:
             return None
         return (

@@ -104,6 +104,11 @@ class Options:
         return int(self.settings["eos.spark.driver.bytes"])
 
     @property
+    def claims_port(self) -> int:
+        """The port on which executors' claims are listened for; 0: any."""
+        return int(self.settings["eos.spark.claims.port"])
+
+    @property
     def transaction_ms(self) -> int | None:
         """The transaction.timeout.ms that was asked for; None: the broker's maximum."""
         asked = self.settings.values.get("transaction.timeout.ms")

@@ -26,10 +26,11 @@ _LINES_BEFORE_OFFSETS = 2  # of the log's format, and metadata with times that a
 
 @dataclass(frozen=True)
 class Query:
-    """`id` is kept in the checkpoint, so it is the same after a restart; `offsets` is a digest of the batch's end;
-    `execution` is Spark's StreamExecution."""
+    """`id` is kept in the checkpoint, so it is the same after a restart; `run` is another one after each start;
+    `offsets` is a digest of the batch's end; `execution` is Spark's StreamExecution."""
 
     id: str
+    run: str
     offsets: str
     execution: Any
 
@@ -53,7 +54,8 @@ def current(df: DataFrame, batch: int) -> Query:
     finally:
         stream.close()
     offsets = "\n".join(text.splitlines()[_LINES_BEFORE_OFFSETS:])
-    return Query(query_id, hashlib.sha256(offsets.encode()).hexdigest()[:32], execution)
+    run = str(execution.runId().toString())
+    return Query(query_id, run, hashlib.sha256(offsets.encode()).hexdigest()[:32], execution)
 
 
 def is_stop(df: DataFrame, error: Exception) -> bool:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
 
 DEFAULT_INSTANCE = "spark"
-_DRIVER_BYTES = "eos.spark.driver.bytes"  # the one setting of ours that is the sink's
+_OF_THE_SINK = ("eos.spark.driver.bytes", "eos.spark.claims.port")  # those of our settings that are the sink's
 MAX_RECORDS = 1_000_000
 """Most input offsets of one micro-batch unless `eos.transaction.max.records` says otherwise: its whole computation
 must end within the transaction's timeout."""
@@ -153,7 +153,7 @@ def sink(run: Run) -> Any:
         topic=sorted(run.app.destinations),
         transactional_id=run.transactional_id,
         bootstrap_servers=run.settings.bootstrap_servers,
-        settings=_client_settings(run.settings) | {_DRIVER_BYTES: str(run.settings[_DRIVER_BYTES])},
+        settings=_client_settings(run.settings) | {name: str(run.settings[name]) for name in _OF_THE_SINK},
         compression=str(run.settings.get("compression.type", "none")),
     )
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from eos import log
 from eos.errors import ConfigurationError, Temporary
 from spark_connector import query
 from spark_connector.attempt import Again, Attempt, Batch, Connected, translated
-from spark_connector.claims import ClaimServer
-from spark_connector.marker import Decision, Marker, decide, sink_key
+from spark_connector.claims import ClaimServer, place_of
+from spark_connector.marker import Decision, Marker, WrongProgress, decide, sink_key
 from spark_connector.options import Options, refuse_unsafe
 from spark_connector.progress import Progress, to_spark_metrics
 
@@ -55,8 +55,12 @@ def exactly_once_sink(
 
     def write(df: DataFrame, batch: int) -> None:
         current = query.current(df, batch)
+        once = _Once((bootstrap_servers, transactional_id), (current.run, batch))
         try:
-            progress = sink.deliver(df, _MicroBatch(sink_key(transactional_id), batch, current, adopt_at))
+            once.check()
+            key, topics = sink_key(transactional_id), sink.topics
+            progress = sink.deliver(df, _MicroBatch(key, batch, current, adopt_at, topics))
+            once.note()
             if progress is None:
                 # Its rows are in Kafka, but a stateful plan must run for its state, and Spark checks that it did.
                 df.write.format("noop").mode("overwrite").save()
@@ -88,8 +92,8 @@ def exactly_once_write(
     number of rows it had then. Without it, an exception leaves open whether the rows are there only if it says that the
     commit's answer never came. Everything else as for `exactly_once_sink`.
     """
-    batch = _Write(None if batch_id is None else sink_key(transactional_id, batch_id), batch_id or "")
     sink = _Sink(Options.of(topic, transactional_id, bootstrap_servers, settings, compression))
+    batch = _Write(None if batch_id is None else sink_key(transactional_id, batch_id), batch_id or "", sink.topics)
     try:
         progress = sink.deliver(df, batch)
     finally:
@@ -100,31 +104,61 @@ def exactly_once_write(
     return batch.found.rows
 
 
+@dataclass(frozen=True)
+class _Once:
+    """A sink writes once in a micro-batch: a second call would find the marker of the first, and its rows would count
+    as written. So would those of another sink with the same id, in the same process or behind a restart."""
+
+    sink: tuple[str, str]
+    """Brokers and transactional.id."""
+    batch: tuple[str, int]
+    """The query's run, and the batch's number."""
+    _done: ClassVar[dict[tuple[str, str], tuple[str, int]]] = {}
+
+    def check(self) -> None:
+        if self._done.get(self.sink) == self.batch:
+            name, number = self.sink[1], self.batch[1]
+            raise ConfigurationError(
+                f"{name} wrote batch {number} already: a second call in the same micro-batch would lose its rows; give "
+                "each sink a transactional_id of its own, or write one DataFrame with a column `topic`, to "
+                "exactly_once_sink(topic=[...])"
+            )
+
+    def note(self) -> None:
+        self._done[self.sink] = self.batch
+
+
 @dataclass
 class _MicroBatch:
     key: bytes | None
     number: int
     query: query.Query
     adopt_at: int | None
+    topics: tuple[str, ...]
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.name = f"batch {self.number}"
 
     def decide(self, found: Marker | None) -> Decision:
-        return decide(found, self.query.id, self.number, self.query.offsets, self.adopt_at)
+        return decide(found, self.query.id, self.number, self.query.offsets, self.adopt_at, self.topics)
+
+    def refuse(self, found: Marker | None) -> None:
+        if found is not None and (found.query != self.query.id or int(found.batch) > self.number):
+            self.decide(found)
 
     def marker(self, found: Marker | None, decision: Decision, rows: int) -> Marker:
         adopted = found.adopted if found is not None and found.query == self.query.id else None
         if decision is Decision.ADOPT:
             adopted = self.adopt_at
-        return Marker(self.query.id, self.number, rows, self.query.offsets, adopted)
+        return Marker(self.query.id, self.number, rows, self.query.offsets, adopted, self.topics, self.query.run)
 
 
 @dataclass
 class _Write:
     key: bytes | None
     batch_id: str
+    topics: tuple[str, ...]
     found: Marker | None = None
     name: str = field(init=False)
 
@@ -133,10 +167,18 @@ class _Write:
 
     def decide(self, found: Marker | None) -> Decision:
         self.found = found
+        if found is not None and (elsewhere := found.went_elsewhere(self.topics)):
+            raise WrongProgress(
+                f"batch_id {self.batch_id} was written to {elsewhere}, and not to {', '.join(self.topics)}: give each "
+                "write a batch_id of its own"
+            )
         return Decision.WRITE if found is None else Decision.ALREADY
 
+    def refuse(self, found: Marker | None) -> None:
+        """Two writes with one batch_id are told apart by `decide` alone."""
+
     def marker(self, found: Marker | None, decision: Decision, rows: int) -> Marker:
-        return Marker("", self.batch_id, rows, "")
+        return Marker("", self.batch_id, rows, "", None, self.topics)
 
 
 class _Sink:
@@ -144,6 +186,7 @@ class _Sink:
 
     def __init__(self, options: Options) -> None:
         self._options = options
+        self.topics = options.topics
         self._connected: Connected | None = None
         self._server: ClaimServer | None = None
         # One sink may have been given to two queries; the marker refuses the second one, in its turn.
@@ -200,8 +243,7 @@ class _Sink:
                 return session.get(name, None) if name.startswith("spark.sql.") else configuration.get(name)
 
             refuse_unsafe(setting)
-            bind = configuration.get("spark.driver.bindAddress") or ""
-            self._server = ClaimServer(configuration.get("spark.driver.host") or "127.0.0.1", bind)
+            self._server = ClaimServer(*place_of(setting), self._options.claims_port)
         return self._server
 
     def _disconnect(self) -> None:

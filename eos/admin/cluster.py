@@ -85,7 +85,8 @@ class ClusterAdmin:
             for client in unfinished:
                 # Its thread and sockets would outlive a KafkaAdminClient that found no broker in time.
                 client.close()
-                client._net.stop()
+                with contextlib.suppress(RuntimeError):  # interrupted before that thread began
+                    client._net.stop()
 
     def __enter__(self) -> ClusterAdmin:
         return self
@@ -116,6 +117,12 @@ class ClusterAdmin:
             )
         names = sorted({row.transactional_id for rows in listings.values() for row in rows})
         return self.describe_all(names)
+
+    def ongoing(self, prefix: str) -> list[str]:
+        """The transactional.ids with this prefix that have a transaction open."""
+        with _translated("ListTransactions"):
+            listings = self._client.list_transactions(state_filters=["Ongoing"])
+        return sorted({n for rows in listings.values() for r in rows if (n := r.transactional_id).startswith(prefix)})
 
     def describe_all(self, transactional_ids: Sequence[str]) -> list[Listed]:
         """The coordinators' view of these; one that none knows is left out."""

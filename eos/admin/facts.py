@@ -227,29 +227,32 @@ def _is_denied(admin: ClusterAdmin, transactional_id: str) -> bool:
     return False
 
 
-def create_topics(settings: Settings, wanted: Mapping[str, int], brokers: int, timeout_s: float = 30.0) -> None:
-    """Creates topics (name -> partitions, -1 the broker's default) with as many copies as losing a broker asks for."""
+def create_topics(settings: Settings, wanted: Mapping[str, int], brokers: int, timeout_s: float = 30.0) -> set[str]:
+    """Creates topics (name -> partitions, -1 the broker's default) with as many copies as losing a broker asks for;
+    returns those that were not there."""
     client = connect(settings, timeout_s)
     replicas = min(3, brokers)
     config = {"min.insync.replicas": "2"} if replicas >= 3 else {}
     new = [NewTopic(name, count, replicas, config=config) for name, count in wanted.items()]
-    for name, future in client.create_topics(new, request_timeout=timeout_s).items():
-        _created(name, future.result)
+    asked = client.create_topics(new, request_timeout=timeout_s)
+    created = {name for name, future in asked.items() if _created(name, future.result)}
     deadline = time.monotonic() + timeout_s
     while missing := [name for name in wanted if not describe_topic(client, name).exists]:
         if time.monotonic() > deadline:
             raise Unavailable(f"topic {missing[0]} was created and is not there after {timeout_s:.0f} s")
         time.sleep(0.05)
+    return created
 
 
-def _created(name: str, result: Callable[[], object]) -> None:
+def _created(name: str, result: Callable[[], object]) -> bool:
     try:
         result()
         log.info("topic created", topic=name)
+        return True
     except KafkaException as error:
         code = error.args[0].code()
         if code == KafkaError.TOPIC_ALREADY_EXISTS:
-            return  # another member of the group was faster
+            return False  # another member of the group was faster
         if code in _DENIED:
             raise NotAuthorised(f"topic {name} cannot be created: not authorised to CREATE it") from error
         raise Unavailable(f"topic {name} cannot be created: {describe_error(error)}") from error

@@ -18,7 +18,7 @@ from typing import Any
 
 from kafka.net.sasl.oauth import AbstractTokenProvider
 
-from eos.errors import ConfigurationError, NotAuthorised, Unavailable
+from eos.errors import ConfigurationError, NotAuthorised, Unavailable, no_broker
 from eos.settings import Settings
 
 _SASL = {
@@ -80,8 +80,7 @@ def no_tls(settings: Settings, reason: str) -> Unavailable:
 
 def unreachable(settings: Settings, reason: str) -> Unavailable:
     return Unavailable(
-        f"{settings.bootstrap_servers} cannot be reached: {reason}",
-        remedy="check bootstrap.servers, security.protocol, and that a broker listens there for this machine",
+        f"{settings.bootstrap_servers} cannot be reached: {reason}", remedy=no_broker(settings.bootstrap_servers)
     )
 
 

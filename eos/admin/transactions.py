@@ -17,6 +17,7 @@ from eos.errors import ConfigurationError, Temporary
 
 ENDED = frozenset({"Empty", "CompleteCommit", "CompleteAbort", "Dead"})
 ENDING = frozenset({"PrepareCommit", "PrepareAbort", "PrepareEpochFence"})
+STATES = ENDED | ENDING | {"Ongoing"}
 
 
 class Verdict(Enum):

@@ -22,6 +22,8 @@ from eos.hooks import HookFailed
 # In the order of the help. A command is the function of its name in its module, a group the module's `app`.
 COMMANDS = {
     "broker": "A real Kafka in a local JVM.",
+    "topic": "Topics of any cluster: list, create, read and write them.",
+    "dlq": "Dead letters: what lies there and why, and bring them back exactly once.",
     "txn": "Transactions of the cluster: list, describe, find hanging ones, abort.",
     "run": "Run an App: consume, transform, produce, exactly once.",
     "config": "Every setting: its value, where it comes from, what it means.",
@@ -32,10 +34,10 @@ COMMANDS = {
     "verify": "Does each committed input have exactly its outputs? Reads a live cluster.",
     "demo": "Kill workers on real data and prove that nothing was lost or doubled.",
 }
-GROUPS = ("broker", "txn", "spark")
+GROUPS = ("broker", "topic", "dlq", "txn", "spark")
 
 
-def program(arguments: Sequence[str]) -> typer.Typer:
+def program(arguments: Sequence[str]) -> Any:
     """The command that `arguments` begin with; none for the versions, all for the help and for what is not a command.
 
     Importing all takes as long again as everything else that a worker does until it is in its group.
@@ -55,7 +57,19 @@ def program(arguments: Sequence[str]) -> typer.Typer:
             app.add_typer(module.app, name=name, help=COMMANDS[name])
         else:
             app.command(name, help=COMMANDS[name])(getattr(module, name))
-    return app
+    command = typer.main.get_command(app)
+    _flags_without_value(command)
+    return command
+
+
+def _flags_without_value(command: Any) -> None:
+    """In the help a flag is its name alone; typer writes `<bool>` behind it, as if it took one."""
+    help_option = command.get_help_option(command.make_context("", [], resilient_parsing=True))
+    for option in filter(None, (*command.params, help_option)):
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    for below in getattr(command, "commands", {}).values():
+        _flags_without_value(below)
 
 
 def _wanted(first: str) -> Iterable[str]:
@@ -74,7 +88,8 @@ def _tell_versions(asked: bool) -> None:
     from eos import hotloop
 
     told = ", ".join(f"{name} {metadata.version(name)}" for name in ("eos-kafka", "confluent-kafka", "kafka-python"))
-    loop = "compiled" if hotloop.COMPILED else "in Python"
+    stale = f" ({hotloop.STALE})" if hotloop.STALE else ""
+    loop = "compiled" if hotloop.COMPILED else f"in Python{stale}"
     print(f"{told}, librdkafka {libversion()[0]}, hot loop {loop}")
     raise typer.Exit
 

@@ -198,8 +198,8 @@ def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
 
 def load_app(target: str) -> App:
     """The App named by `module:attribute` or `path.py:attribute` (attribute defaults to `app`)."""
-    name, _, attribute = target.partition(":")
-    attribute = attribute or "app"
+    given, _, attribute = target.partition(":")
+    name, attribute = given, attribute or "app"
     sys.path.insert(0, os.getcwd())
     if name.endswith(".py"):
         path = Path(name)
@@ -222,7 +222,9 @@ def load_app(target: str) -> App:
     found = getattr(module, attribute, None)
     if not isinstance(found, App):
         what = "is missing" if found is None else f"is a {type(found).__name__}, not an App"
-        raise UsageError(f"{attribute} in {name} {what}")
+        there = [each for each, value in vars(module).items() if isinstance(value, App)]
+        hint = f"; say {' or '.join(f'{given}:{each}' for each in there)}" if there else " and it has no App"
+        raise UsageError(f"{attribute} in {name} {what}{hint}")
     return found
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -22,11 +24,22 @@ from eos.shim.guard import GuardJob, read_policy
 from eos.shim.health import CountingJob, HealthServer, Sources
 from eos.shim.pipeline import Job
 from eos.shim.protect import Journal, ProtectJob
-from eos.shim.settings import LARGEST_FRAME_BYTES, Address, client_tls, parse_address, server_tls
+from eos.shim.settings import (
+    CONTROL_BYTES,
+    LARGEST_FRAME_BYTES,
+    MOST_CONNECTIONS,
+    Address,
+    check_relay,
+    client_tls,
+    parse_address,
+    server_tls,
+)
 from eos.shim.trace import History, TraceJob, page, text
 from eos.shim.trace.printer import Printer
 
 _PAGE_INTERVAL_S = 2.0
+# Ports, files, the page and whoever asks for health.
+_OTHER_DESCRIPTORS = 64
 
 
 def shim(
@@ -40,6 +53,12 @@ def shim(
     ] = None,
     tls_cert: Annotated[str | None, typer.Option(help="PEM certificate chain: clients connect with TLS.")] = None,
     tls_key: Annotated[str | None, typer.Option(help="PEM key of --tls-cert, if it is not in the same file.")] = None,
+    client_ca: Annotated[
+        str | None, typer.Option(help="PEM file of CAs: only clients with a certificate of theirs (with --tls-cert).")
+    ] = None,
+    trust_clients: Annotated[
+        bool, typer.Option("--trust-clients", help="Whoever reaches the shim may use --upstream-cert.")
+    ] = False,
     upstream_tls: Annotated[bool, typer.Option("--upstream-tls", help="Connect to the brokers with TLS.")] = False,
     upstream_ca: Annotated[
         str | None, typer.Option(help="PEM file of CAs that sign the brokers' certificates.")
@@ -49,6 +68,10 @@ def shim(
     max_frame_bytes: Annotated[int, typer.Option(help="Larger requests and answers end the connection.")] = (
         LARGEST_FRAME_BYTES
     ),
+    max_control_bytes: Annotated[
+        int, typer.Option(help="Larger requests other than Produce end the connection, where they are read whole.")
+    ] = CONTROL_BYTES,
+    max_connections: Annotated[int, typer.Option(help="Clients' connections at once.")] = MOST_CONNECTIONS,
     trace: Annotated[bool, typer.Option("--trace", help="Show the steps of every transaction on stdout.")] = False,
     trace_format: Annotated[str, typer.Option(help="text or json (lines)")] = "text",
     trace_html: Annotated[
@@ -102,14 +125,18 @@ def shim(
             jobs.append(ProtectJob(journal=kept))
         plan = None if faults is None else read_plan(faults)
         listening = parse_address(listen, "--listen")
+        check_relay(upstream_cert, client_ca, trust_clients)
         settings = ShimSettings(
             upstream=tuple(parse_address(part, "--upstream") for part in upstream.split(",") if part.strip()),
             listen=listening,
             advertise=None if advertise is None else parse_address(advertise, "--advertise", listening[1]),
-            tls=server_tls(tls_cert, tls_key),
+            tls=server_tls(tls_cert, tls_key, client_ca),
             upstream_tls=client_tls(upstream_tls, upstream_ca, upstream_cert, upstream_key),
             largest_frame=max_frame_bytes,
+            largest_control=max_control_bytes,
+            most_connections=max_connections,
         )
+        settings = replace(settings, most_connections=_with_descriptors(max_connections, plan))
         html = None if trace_html is None else _Page(trace_html, history, upstream)
         health = None if http is None else parse_address(http, "--http")
         asyncio.run(_serve(Chain(settings, jobs, plan), html, health, partial(_sources, jobs, plan)))
@@ -121,6 +148,24 @@ def shim(
         if printer is not None:
             printer.close()
     return 0 if plan is None else _tell_faults(plan)
+
+
+def _with_descriptors(wanted: int, plan: Plan | None) -> int:
+    """So many connections as there are descriptors for: two for each, in each of the shims that faults stand in."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    each = 2 * (1 if plan is None else 3)
+    needed = wanted * each + _OTHER_DESCRIPTORS
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    enough = hard == resource.RLIM_INFINITY or hard >= needed
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed if enough else hard, hard))
+    if enough:
+        return wanted
+    allowed = max(1, (hard - _OTHER_DESCRIPTORS) // each)
+    log.warning(
+        "fewer connections than --max-connections", connections=allowed, reason=f"{hard} open files are allowed"
+    )
+    return allowed
 
 
 async def _serve(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +16,15 @@ from rich.table import Table
 
 from eos.admin.cluster import ClusterAdmin, Listed
 from eos.admin.fence import end_of
-from eos.admin.transactions import OpenTransaction, abort_hanging, find_open, hanging_among, place
+from eos.admin.transactions import (
+    ENDED,
+    STATES,
+    OpenTransaction,
+    abort_hanging,
+    find_open,
+    hanging_among,
+    place,
+)
 from eos.cli.options import BootstrapServers, Json, Set, Yes, confirm, load_settings, print_json, print_table
 from eos.errors import Unavailable, UsageError
 from eos.ownership import Described
@@ -36,21 +44,21 @@ def list_(
     set_: Set = None,
 ) -> None:
     """Every transactional.id that the coordinators know, with its state."""
+    wanted = _states(state or [])
     with ClusterAdmin(load_settings(bootstrap_servers, set_)) as admin:
         rows = [row for row in admin.transactions() if row.transactional_id.startswith(prefix)]
-    if state:
-        wanted = {s.lower() for s in state}
-        rows = [row for row in rows if row.state.lower() in wanted]
+    if wanted:
+        rows = [row for row in rows if row.state in wanted]
     if json:
         print_json([_listed(row) for row in rows])
         return
     table = Table("transactional.id", "state", "producer id", "epoch", "coordinator", "open for", "partitions")
     for row in rows:
-        age = _age(row.start_ms)
+        age = _open_for(row)
         parts = str(len(row.partitions))
         ids = (str(row.producer_id), str(row.epoch), str(row.coordinator))
         table.add_row(row.transactional_id, row.state, *ids, age, parts)
-    _print_table(table, "no transactional.id is known", len(rows))
+    _print_table(table, _nothing(wanted, prefix), len(rows))
 
 
 @app.command()
@@ -75,7 +83,7 @@ def describe(
     table.add_row("epoch", str(row.epoch))
     table.add_row("coordinator", f"broker {row.coordinator}")
     table.add_row("timeout", f"{row.timeout_ms} ms")
-    table.add_row("open for", _age(row.start_ms))
+    table.add_row("open for", _open_for(row))
     for partition in sorted(row.partitions):
         table.add_row("partition", place(partition))
     _print_table(table, "", 1)
@@ -208,5 +216,23 @@ def _print_table(table: Table, nothing: str, rows: int) -> None:
     print_table(table)
 
 
-def _age(start_ms: int) -> str:
-    return "-" if start_ms < 0 else f"{max(0.0, time.time() - start_ms / 1000):.1f} s"
+def _open_for(row: Listed) -> str:
+    """The coordinator keeps the time of the last begin when the transaction has ended."""
+    if row.state in ENDED or row.start_ms < 0:
+        return "-"
+    return f"{max(0.0, time.time() - row.start_ms / 1000):.1f} s"
+
+
+def _states(asked: Sequence[str]) -> set[str]:
+    """In any case, as Kafka writes them."""
+    known = {name.lower(): name for name in STATES}
+    for name in asked:
+        if name.lower() not in known:
+            raise UsageError(f"--state {name}: there is no such state; there are {', '.join(sorted(STATES))}")
+    return {known[name.lower()] for name in asked}
+
+
+def _nothing(states: Collection[str], prefix: str) -> str:
+    that = f" that begins with {prefix}" if prefix else ""
+    now = f" is in state {' or '.join(sorted(states))}" if states else " is known"
+    return f"no transactional.id{that}{now}"

@@ -68,5 +68,7 @@ def _tell(found: Verification, group: str) -> int:
     console = Console()
     console.print(found.report.table())
     verdict = "holds" if found.report.ok else f"VIOLATED: {', '.join(found.report.violated)}"
+    if found.report.ok and found.notes:
+        verdict += ", as far as it could be decided (see the notes)"
     console.print(f"{found.inputs:,} inputs and {found.outputs:,} outputs of group {group} examined: {verdict}")
     return 0 if found.report.ok else 1

@@ -75,6 +75,33 @@ class Status(msgspec.Struct):
         return sum(known) if len(known) == len(self.lags) else None
 
 
+def continued(before: Status, now: Status) -> Status:
+    """`now` with the counts of the worker's lives before it: a count of a worker never goes down. What is of the
+    process (memory, CPU, since when) stays the process's."""
+    return msgspec.structs.replace(
+        now,
+        **{name: getattr(before, name) + getattr(now, name) for name in _COUNTS},
+        **{name: _summed(getattr(before, name), getattr(now, name)) for name in _COUNTS_BY_CAUSE},
+        **{name: _merged(getattr(before, name), getattr(now, name)) for name in _DISTRIBUTIONS},
+    )
+
+
+_COUNTS = ("records_in", "records_out", "transactions", "retries")
+_COUNTS_BY_CAUSE = ("aborts", "rebuilds", "replacements", "rebalances", "poison")
+_DISTRIBUTIONS = ("commit_seconds", "end_to_end_seconds")
+
+
+def _summed(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
+    return {cause: before.get(cause, 0) + now.get(cause, 0) for cause in before | now}
+
+
+def _merged(before: Distribution, now: Distribution) -> Distribution:
+    if before.bounds != now.bounds:  # one that never reported
+        return now if now.bounds else before
+    counts = tuple(a + b for a, b in zip(before.counts, now.counts, strict=True))
+    return Distribution(now.bounds, counts, before.total + now.total)
+
+
 class Sample(NamedTuple):
     """What only the worker's own thread can ask, twice a second."""
 

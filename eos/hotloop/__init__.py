@@ -11,12 +11,17 @@ hand back to their caller.
 from __future__ import annotations
 
 import os
+import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eos.hotloop import python
+from eos.hotloop.source import checksum
 
 COMPILED = False
 """Whether the compiled functions are in use."""
+STALE = ""
+"""Why not, where there are some that may do something else than the source beside them."""
 
 all_plain = python.all_plain
 feed_values = python.feed_values
@@ -26,8 +31,16 @@ runs_of = python.runs_of
 
 if not TYPE_CHECKING and os.environ.get("EOS_PURE_PYTHON", "") in ("", "0"):
     try:
-        from eos.hotloop._native import all_plain, feed_values, put_plain, records_of, runs_of  # noqa: F401
+        from eos.hotloop import _native
     except ImportError:
         pass  # it was installed without a compiler: the same, slower
     else:
-        COMPILED = True
+        _source = checksum(Path(__file__).parent)
+        if _source in (None, getattr(_native, "SOURCE", 0)):
+            from eos.hotloop._native import all_plain, feed_values, put_plain, records_of, runs_of  # noqa: F401
+
+            COMPILED = True
+        else:
+            # An editable installation keeps what it compiled when the source changes.
+            STALE = "the compiled hot loop is of another source and is not used: build it again with `pip install -e .`"
+            warnings.warn(STALE, RuntimeWarning, stacklevel=2)

@@ -557,5 +557,11 @@ PyMODINIT_FUNC PyInit__native(void) {
     zero = PyLong_FromLong(0);
     minus_one = PyLong_FromLong(-1);
     if (empty == NULL || zero == NULL || minus_one == NULL) return NULL;
-    return PyModule_Create(&module);
+    PyObject *made = PyModule_Create(&module);
+    if (made == NULL) return NULL;
+    PyObject *source = PyLong_FromLongLong(EOS_SOURCE); // of build.py: source.py's checksum of this file
+    int added = source == NULL ? -1 : PyModule_AddObjectRef(made, "SOURCE", source);
+    Py_XDECREF(source);
+    if (added < 0) Py_CLEAR(made);
+    return made;
 }

@@ -4,3 +4,5 @@ from eos.hotloop.python import feed_values as feed_values
 from eos.hotloop.python import put_plain as put_plain
 from eos.hotloop.python import records_of as records_of
 from eos.hotloop.python import runs_of as runs_of
+
+SOURCE: int

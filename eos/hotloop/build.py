@@ -7,6 +7,7 @@ acceleration, and python.py does the same. `eos --version` tells which is in use
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,11 @@ def _compiled(root: Path) -> Path | None:
     from setuptools import Distribution, Extension
     from setuptools.command.build_ext import build_ext
 
+    source = runpy.run_path(str(root / _PACKAGE / "source.py"))["checksum"](root / _PACKAGE)
     # Optional: what fails is a warning.
-    extension = Extension("eos.hotloop._native", [f"{_PACKAGE}/_native.c"], optional=True)
+    extension = Extension(
+        "eos.hotloop._native", [f"{_PACKAGE}/_native.c"], define_macros=[("EOS_SOURCE", f"{source}LL")], optional=True
+    )
     command = build_ext(Distribution({"name": "eos-kafka", "ext_modules": [extension]}))
     command.build_temp, command.build_lib = str(root / "build" / "native"), str(root)
     before = Path.cwd()

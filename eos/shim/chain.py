@@ -8,6 +8,7 @@ two of them is late exactly as between machines.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -61,7 +62,9 @@ class Chain:
                 last = at == len(stages) - 1
                 told = replace(self.settings, upstream=upstream, upstream_tls=tls)
                 if not last:
-                    told = replace(told, listen=_INSIDE, advertise=None, tls=None, inside=True)
+                    told = replace(
+                        told, listen=_INSIDE, advertise=None, tls=None, inside=True, most_connections=sys.maxsize
+                    )
                 for job in jobs:
                     if isinstance(job, FaultJob):
                         job.tls = tls

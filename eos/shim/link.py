@@ -1,8 +1,10 @@
 """One client connection and the upstream connection made for it.
 
 Owns both transports and the order of what passes between them. Back-pressure is the sockets' own: when one side cannot
-write, the other is not read. An end of one direction is passed on as such; what one side can still send is delivered
-before the other is closed. It must never buffer more than asyncio's write buffer and one collected frame per direction.
+write, the other is not read; nor is a client that does not take its answers, or has too many requests unanswered. An
+end of one direction is passed on as such; what one side can still send is delivered before the other is closed. The
+upstream connection is made with the client's first request. It must never buffer more than asyncio's write buffer and
+one collected frame per direction, nor work on for one connection while others wait.
 
 What is read lies in one buffer that all connections of a shim share: it is dealt with, changed in place where that is
 needed, and written to the other side before the next read. A megabyte that passes is neither copied nor allocated here.
@@ -16,21 +18,26 @@ import ssl
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from eos.shim import events
 from eos.shim.addresses.book import Endpoint
+from eos.shim.collected import Account, Collected
 from eos.shim.errors import Malformed, ProtocolError
 from eos.shim.lane import Lane
 from eos.shim.pipeline import Connection, Exchange, Pipeline
 from eos.shim.wire import api
 from eos.shim.wire.frames import FrameSplitter, Passage, Piece
-from eos.shim.wire.headers import REQUEST_HEAD, RESPONSE_HEAD, implausible, produce_acks, request_head
+from eos.shim.wire.headers import REQUEST_HEAD, RESPONSE_HEAD, AcksReader, implausible, request_head
 
 # How long the last bytes may take to a side that reads slowly once the other side is gone.
 LINGER_S = 30.0
 # How long a reset waits for the answers of earlier requests: a JoinGroup may stay unanswered for minutes.
 RESET_WAIT_S = 2.0
+# Requests of one connection that are not answered yet, and bytes of answers given here that wait for the broker's
+# before them. Brokers deal with one request of a connection at a time: a client that is not read meanwhile loses
+# nothing.
+MOST_UNANSWERED = 1_024
+MOST_OWED_BYTES = 1024 * 1024
 # Linger on, for 0 seconds: closing sends a reset.
 _NO_LINGER = struct.pack("ii", 1, 0)
 _WRITE_BUFFER_BYTES = 1024 * 1024
@@ -40,21 +47,35 @@ _READ_BYTES = 512 * 1024
 _JOINED_BYTES = 64 * 1024  # up to here a copy costs less than another system call, or than other memory to read into
 
 
-class Link:
-    """`began` is called when the client is there (with TLS: after its handshake), `ended` when both sides are gone."""
+class Ends(Protocol):
+    """What the shim wants to know of a link."""
 
+    def began(self, link: Link) -> None:
+        """The client is there (with TLS: after its handshake)."""
+
+    def asks(self, link: Link) -> None:
+        """Its first request begins: it needs its broker."""
+
+    def failed(self, link: Link, whose: str, error: Exception) -> None:
+        """It ends because of what was sent on it; `whose` is client or the broker's name."""
+
+    def ended(self, link: Link) -> None:
+        """Both sides are gone."""
+
+
+class Link:
     def __init__(
         self,
         number: int,
         endpoint: Endpoint,
         pipeline: Pipeline,
         largest_frame: int,
-        began: Callable[[Link], None],
-        ended: Callable[[Link], None],
+        shim: Ends,
         buffer: ReadBuffer,
+        collected: Collected,
     ) -> None:
         self.number, self.endpoint, self._pipeline, self._largest = number, endpoint, pipeline, largest_frame
-        self.began, self._ended = began, ended
+        self.shim = shim
         self.connection = Connection(number, "", endpoint.name, endpoint.node_id)
         self.client = _Side(self, self._from_client, buffer)
         self.upstream = _Side(self, self._from_upstream, buffer)
@@ -62,13 +83,17 @@ class Link:
         self.connection.link = self
         self._up, self._down = Lane(self.upstream.write), Lane(self.client.write)
         self._reset_before: Exchange | None = None
-        self._requests = FrameSplitter(REQUEST_HEAD.size, largest_frame, self._open_request)
-        self._responses = FrameSplitter(RESPONSE_HEAD.size, largest_frame, self._open_response)
+        self._accounts = Account(collected, self._evict), Account(collected, self._evict)
+        self.connection.collected = self._accounts[0]
+        self._requests = FrameSplitter(REQUEST_HEAD.size, largest_frame, self._open_request, self._accounts[0])
+        self._responses = FrameSplitter(RESPONSE_HEAD.size, largest_frame, self._open_response, self._accounts[1])
+        self._acks: AcksReader | None = None  # of a Produce whose head has not come whole
         self._pending: deque[Exchange] = deque()
-        self._requests_seen = 0
+        self.asked = False  # its first request has begun
         self._draining = False
         self._over = False
         self.connecting: asyncio.Task[None] | None = None
+        self.patience: asyncio.TimerHandle | None = None  # ends it when no request comes
 
     # What the server does with a link.
 
@@ -87,7 +112,7 @@ class Link:
         if self._over:
             self.upstream.abort()
         else:
-            self.client.resume_reading()
+            self.client.let_go(Hold.CONNECTING)
         return None
 
     def drain(self) -> None:
@@ -109,60 +134,81 @@ class Link:
 
     # From the client to the broker.
 
-    def _from_client(self, data: Piece) -> None:
+    def _from_client(self, data: Piece) -> Piece | None:
+        """What there was no time for yet."""
+        requests = self._requests
         if self._draining:
-            data = data[: self._requests.left]
-        pieces = self._requests.feed(data)
+            data = data[: requests.left]
+        pieces = requests.feed(data)
         if pieces:
             self._up.pass_on(pieces)
         self._send_own_answers()
+        if len(self._pending) >= MOST_UNANSWERED or self.connection.owed >= MOST_OWED_BYTES:
+            self.client.hold(Hold.UNANSWERED)
         if self._draining:
             self._stop_reading_between_requests()
             self._close_if_drained()
+        return requests.rest
 
     def _stop_reading_between_requests(self) -> None:
         if not self._requests.left:
-            self.client.stop_reading()
+            self.client.hold(Hold.STOPPED)
 
     def _open_request(self, data: Piece, pos: int) -> Passage | None:
         head = request_head(data, pos)
-        if not self._requests_seen:
-            reason = implausible(head, self._largest)
-            if reason is not None:
-                raise Malformed(f"this is no Kafka client: {reason}")
-        no_answer = False
+        reason = implausible(head, self._largest)
+        if reason is not None:
+            raise Malformed(f"this is no Kafka client: {reason}")
+        awaited = True
         if head.api_key == api.PRODUCE:
-            acks = produce_acks(data, pos, head.version)
+            reader = self._acks or AcksReader(head.version)
+            acks = reader.read(data, pos)
+            self._acks = reader if acks is None else None
             if acks is None:
                 return None
-            no_answer = acks == 0
+            awaited = acks != 0
         elif head.api_key == api.SASL_HANDSHAKE and head.version == 0:
             # After it come tokens without any header, and from then on nothing in the stream could be told apart.
             raise ProtocolError("SaslHandshake v0 is not supported: the client must use v1 (Kafka 1.0 and later)")
-        self._requests_seen += 1
+        if not self.asked:
+            self._ask()
         exchange = Exchange(self.connection, head.api_key, head.version, head.correlation_id)
+        exchange.awaited = awaited
         passage = self._pipeline.request(exchange, head.size + 4)
-        if not no_answer:
+        if awaited:
             self._pending.append(exchange)
         return passage
 
+    def _ask(self) -> None:
+        self.asked = True
+        if self.patience is not None:
+            self.patience.cancel()
+            self.patience = None
+        if self.upstream.never_connected:
+            self.client.hold(Hold.CONNECTING)
+        self.shim.asks(self)
+
     # From the broker to the client.
 
-    def _from_upstream(self, data: Piece) -> None:
-        pieces = self._responses.feed(data)
+    def _from_upstream(self, data: Piece) -> Piece | None:
+        responses = self._responses
+        pieces = responses.feed(data)
         if pieces:
             self._down.pass_on(pieces)
         self._send_own_answers()
+        if len(self._pending) < MOST_UNANSWERED and self.connection.owed < MOST_OWED_BYTES:
+            self.client.let_go(Hold.UNANSWERED)
         if self._reset_before is not None:
             self._reset_if_due()
         if self._draining:
             self._close_if_drained()
+        return responses.rest
 
     def _open_response(self, data: Piece, pos: int) -> Passage | None:
         size, correlation_id = RESPONSE_HEAD.unpack_from(data, pos)
         pending = self._pending
         while pending and pending[0].answer is not None:
-            self._responses.insert(pending.popleft().answer or b"")
+            self._responses.insert(self._next_own_answer())
         if not pending or pending[0].correlation_id != correlation_id:
             raise Malformed(f"the broker answers request {correlation_id}, which is not the next one")
         return self._pipeline.response(pending.popleft(), size + 4)
@@ -171,17 +217,28 @@ class Link:
         """Answers a job gave, as soon as all requests before them are answered."""
         pending = self._pending
         while pending and pending[0].answer is not None and self._responses.between_frames:
-            self._down.pass_on([pending.popleft().answer or b""])
+            self._down.pass_on([self._next_own_answer()])
+
+    def _next_own_answer(self) -> bytes:
+        answer = self._pending.popleft().answer or b""
+        self.connection.owed -= len(answer)
+        return answer
 
     # Ends.
 
     def failed(self, side: _Side, error: Exception) -> None:
         """Fails closed: nothing more goes to the client."""
-        whose = "client" if side is self.client else self.endpoint.name
-        events.warning(
-            "connection closed", connection=self.number, client=self.connection.client, by=whose, reason=error
-        )
+        self.shim.failed(self, "client" if side is self.client else self.endpoint.name, error)
+        for account in self._accounts:
+            account.clear()
         self.abort()
+
+    def _evict(self) -> None:
+        self.failed(self.client, ProtocolError("it sends its request too slowly, and memory for those is used up"))
+
+    def silent(self) -> None:
+        """Its time for a first request is over, or its place is needed."""
+        self.failed(self.client, ProtocolError("no request came"))
 
     def side_closed(self, side: _Side) -> None:
         other = self.upstream if side is self.client else self.client
@@ -229,10 +286,14 @@ class Link:
             self._over = True
             if self.connecting is not None:
                 self.connecting.cancel()
+            if self.patience is not None:
+                self.patience.cancel()
+            for account in self._accounts:
+                account.clear()
             self._pipeline.closed(self.connection)
-            self._ended(self)
+            self.shim.ended(self)
             # They lead back here. Without them the memory is free now, not when the collector comes.
-            del self.connection, self._requests, self._responses
+            del self.connection, self._requests, self._responses, self._accounts, self.patience
 
 
 class ReadBuffer:
@@ -246,17 +307,33 @@ class ReadBuffer:
         self.view = memoryview(bytearray(_READ_BYTES))
 
 
+class Hold:
+    """Why a side is not read, a bit each. Plain numbers: those of `enum` take a microsecond for each answer."""
+
+    CONNECTING = 1  # the other side is not there yet
+    FULL = 2  # the other side does not take what comes from here
+    UNREAD = 4  # this side does not take what it is sent itself
+    UNANSWERED = 8  # too many requests, or answers given here, wait for the broker
+    STOPPED = 16
+
+
 class _Side(asyncio.BufferedProtocol):
-    """One of the two sockets of a link."""
+    """One of the two sockets of a link. `received` gives back what there was no time for: it comes again when the other
+    connections had their turn, and nothing is read before.
+    """
 
     other: _Side
 
-    def __init__(self, link: Link, received: Callable[[Piece], None], buffer: ReadBuffer) -> None:
+    def __init__(self, link: Link, received: Callable[[Piece], Piece | None], buffer: ReadBuffer) -> None:
         self._link, self._received, self._buffer = link, received, buffer
         self._transport: asyncio.Transport | None = None
         self._unsent: list[bytes] = []
         self._ended = False  # `write_end` was the last word
-        self._stopped = False
+        self._holds = 0
+        self._rest: Piece | None = None  # of what was read
+        self._turn: asyncio.Handle | None = None  # in which the rest is dealt with
+        self._reads = True  # false once this side was closed from here
+        self._lost = False  # the connection is over, the rest is not yet
         self.gone = False
 
     @property
@@ -278,10 +355,7 @@ class _Side(asyncio.BufferedProtocol):
         transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
         if self is self._link.client:
             self._link.connection.client = _peer(transport)
-            # Until the upstream connection is there. Not at once: older Pythons (3.11.2, Debian's) begin to read after
-            # this call whatever it did, and what came then was lost here.
-            asyncio.get_running_loop().call_soon(self._pause_until_connected)
-            self._link.began(self._link)
+            self._link.shim.began(self._link)
             return
         if self._unsent:
             transport.writelines(self._unsent)
@@ -293,30 +367,77 @@ class _Side(asyncio.BufferedProtocol):
         return self._buffer.view
 
     def buffer_updated(self, count: int) -> None:
+        read = self._buffer.view[:count]
+        if self._rest is not None:  # a transport may still give out what it had read before it was paused
+            self._rest = memoryview(bytearray().join((self._rest, read)))
+        elif (rest := self._take(read)) is not None:
+            self._rest = memoryview(bytearray(rest))
+            self._pause()
+            self._go_on()
+
+    def _take(self, data: Piece) -> Piece | None:
         try:
-            self._received(self._buffer.view[:count])
+            rest = self._received(data)
         except ProtocolError as error:
             self._link.failed(self, error)
+            return None
         except Exception as error:
             # A defect of a job must not leave a connection open whose bytes went half.
             self._link.failed(self, error)
             raise
+        return rest if self._reads else None
+
+    def _go_on(self) -> None:
+        """With the rest when it is this side's turn, or with reading."""
+        if self._holds:
+            return
+        if self._rest is None:
+            if self._transport is not None and not self._transport.is_closing():
+                self._transport.resume_reading()
+        elif self._turn is None:
+            self._turn = asyncio.get_running_loop().call_soon(self._take_rest)
+
+    def _take_rest(self) -> None:
+        self._turn = None
+        if self._rest is not None and not self._holds:
+            self._rest = self._take(self._rest)
+            if self._rest is None and self._lost:
+                self._lose()
+            else:
+                self._go_on()
 
     def pause_writing(self) -> None:
-        self.other.pause_reading()
+        self.other.hold(Hold.FULL)
+        if self is self._link.client:
+            # Requests that are answered here would fill memory with answers that nobody takes. Never the broker's side:
+            # a broker reads no request before its answer is taken, and both would wait.
+            self.hold(Hold.UNREAD)
 
     def resume_writing(self) -> None:
-        self.other.resume_reading()
+        self.other.let_go(Hold.FULL)
+        self.let_go(Hold.UNREAD)
 
     def eof_received(self) -> bool:
-        if self is self._link.upstream:
+        if self._rest is not None:
+            return False  # only with TLS, which closes then: `connection_lost` waits for the rest
+        if self is self._link.upstream or not self._link.asked:
             return False  # a broker ends both directions at once: asyncio closes this side, and that the client's
         self.other.write_end()
         # A client may still be read to after it said its last; TLS has no such state.
         return self._transport is not None and self._transport.get_extra_info("sslcontext") is None
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.gone = True
+        if self._rest is not None and (error is None or self is self._link.upstream):
+            # What it said last is still dealt with, in turns like all else.
+            self._lost = True
+            self.let_go(Hold.UNREAD)
+            self._go_on()
+            return
+        self._rest = None
+        self._lose()
+
+    def _lose(self) -> None:
+        self._lost, self.gone = False, True
         link = self._link
         # asyncio is done with this side, and nothing the link may still call needs them: no circle is left. A transport
         # of TLS leads to 256 KiB to read into, and the link may live on with its other side.
@@ -360,23 +481,28 @@ class _Side(asyncio.BufferedProtocol):
         else:
             transport.close()  # TLS has no half-closed connections
 
-    def pause_reading(self) -> None:
+    def hold(self, why: int) -> None:
+        """Nothing is read here until `let_go` was called for each reason."""
+        self._holds |= why
+        self._pause()
+
+    def let_go(self, why: int) -> None:
+        if self._holds & why:
+            self._holds &= ~why
+            self._go_on()
+
+    def _pause(self) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
 
-    def resume_reading(self) -> None:
-        if self._transport is not None and not self._transport.is_closing() and not self._stopped:
-            self._transport.resume_reading()
-
-    def _pause_until_connected(self) -> None:
-        if self.other.never_connected:
-            self.pause_reading()
-
-    def stop_reading(self) -> None:
-        self._stopped = True
-        self.pause_reading()
+    def _read_no_more(self) -> None:
+        self._reads, self._rest = False, None
+        if self._lost:
+            self._lost = False
+            asyncio.get_running_loop().call_soon(self._lose)
 
     def close(self) -> None:
+        self._read_no_more()
         transport = self._transport
         if transport is not None and not transport.is_closing():
             transport.close()
@@ -384,10 +510,12 @@ class _Side(asyncio.BufferedProtocol):
                 asyncio.get_running_loop().call_later(LINGER_S, self.abort)  # the transport itself may be gone by then
 
     def abort(self) -> None:
+        self._read_no_more()
         if self._transport is not None:
             self._transport.abort()
 
     def reset(self) -> None:
+        self._read_no_more()
         if self._transport is not None:
             if not self._transport.get_write_buffer_size():
                 self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)

@@ -12,8 +12,14 @@ from functools import partial
 from typing import Any, Protocol
 
 from eos.shim.addresses.book import Endpoint
+from eos.shim.collected import Account
 from eos.shim.errors import ProtocolError
+from eos.shim.settings import CONTROL_BYTES
+from eos.shim.wire import api
 from eos.shim.wire.frames import PASSING, Passage, Piece, Stream
+
+# Of later versions nothing is remembered: there are none, and a client may name any number.
+_VERSIONS_REMEMBERED = 32
 
 
 class Control(Protocol):
@@ -33,28 +39,59 @@ class Control(Protocol):
 
 
 class Connection:
-    """What a job may know of the connection a frame is on; `number` counts from 1 over the shim's life."""
+    """What a job may know of the connection a frame is on; `number` counts from 1 over the shim's life.
 
-    __slots__ = ("broker", "client", "link", "node_id", "number")
+    `collected` is told what a stream of its requests keeps; `owed` are the bytes of answers that jobs gave and that
+    wait for the broker's answers before them.
+    """
+
+    __slots__ = ("broker", "client", "collected", "link", "node_id", "number", "owed")
 
     link: Control
 
     def __init__(self, number: int, client: str, broker: str, node_id: int | None) -> None:
         self.number, self.client, self.broker, self.node_id = number, client, broker, node_id
+        self.collected: Account | None = None
+        self.owed = 0
 
 
 class Exchange:
-    """One request and its answer. `version` is the client's; `sent_version` what went upstream, if a job changed it."""
+    """One request and its answer. `version` is the client's; `sent_version` what went upstream, if a job changed it.
 
-    __slots__ = ("answer", "api_key", "connection", "correlation_id", "notes", "sent_version", "started", "version")
+    `awaited` says that the client waits for an answer (not with acks=0).
+    """
+
+    __slots__ = (
+        "_answer",
+        "api_key",
+        "awaited",
+        "connection",
+        "correlation_id",
+        "notes",
+        "sent_version",
+        "started",
+        "version",
+    )
 
     def __init__(self, connection: Connection, api_key: int, version: int, correlation_id: int) -> None:
         self.connection = connection
         self.api_key, self.version, self.correlation_id = api_key, version, correlation_id
         self.sent_version = version
         self.started = time.monotonic()
-        self.answer: bytes | None = None
+        self.awaited = False
+        self._answer: bytes | None = None
         self.notes: dict[Job, Any] = {}  # what a job wants to remember until the answer comes
+
+    @property
+    def answer(self) -> bytes | None:
+        """What a job answers in the broker's place."""
+        return self._answer
+
+    @answer.setter
+    def answer(self, answer: bytes | None) -> None:
+        if self.awaited:
+            self.connection.owed += len(answer or b"") - len(self._answer or b"")
+        self._answer = answer
 
 
 class Job:
@@ -98,6 +135,9 @@ class Job:
     def closed(self, connection: Connection) -> None:
         """The connection is gone, and with it the requests that were not answered."""
 
+    def stopped(self) -> None:
+        """The shim has ended, and all connections with it."""
+
 
 class Traffic:
     """Frames and bytes by API key, as they came; what a job refused or a fault kept is in it too."""
@@ -108,9 +148,11 @@ class Traffic:
 
 
 class Pipeline:
-    def __init__(self, jobs: Sequence[Job], whole_limit: int) -> None:
+    """`whole_limit` bounds what is collected of answers and of Produce requests, `control_limit` all other requests."""
+
+    def __init__(self, jobs: Sequence[Job], whole_limit: int, control_limit: int = CONTROL_BYTES) -> None:
         self.traffic = Traffic()
-        self.jobs, self._whole_limit = tuple(jobs), whole_limit
+        self.jobs, self._whole_limit, self._control_limit = tuple(jobs), whole_limit, min(control_limit, whole_limit)
         self._for_request: dict[tuple[int, int], tuple[Job, ...]] = {}
         self._for_response: dict[tuple[int, int], tuple[Job, ...]] = {}
 
@@ -121,30 +163,32 @@ class Pipeline:
 
     def request(self, exchange: Exchange, size: int) -> Passage:
         """How a request of `size` bytes passes."""
-        frames, in_all = self.traffic.requests.get(exchange.api_key, (0, 0))
-        self.traffic.requests[exchange.api_key] = frames + 1, in_all + size
+        _count(self.traffic.requests, exchange, size)
         key = (exchange.api_key, exchange.version)
         jobs = self._for_request.get(key)
         if jobs is None:
-            jobs = self._for_request[key] = tuple(job for job in self.jobs if job.wants_request(*key))
+            jobs = tuple(job for job in self.jobs if job.wants_request(*key))
+            if _is_remembered(key):
+                self._for_request[key] = jobs
         if not jobs:
             return PASSING
         streams = [job.request_stream(exchange, size) for job in jobs]
-        return self._passage(exchange, jobs, streams, size, [job.request for job in jobs])
+        limit = self._whole_limit if exchange.api_key == api.PRODUCE else self._control_limit
+        return self._passage(exchange, jobs, streams, size, limit, [job.request for job in jobs])
 
     def response(self, exchange: Exchange, size: int) -> Passage:
         """How the response to `exchange`, `size` bytes long, passes."""
-        frames, in_all = self.traffic.answers.get(exchange.api_key, (0, 0))
-        self.traffic.answers[exchange.api_key] = frames + 1, in_all + size
+        _count(self.traffic.answers, exchange, size)
         key = (exchange.api_key, exchange.version)
         jobs = self._for_response.get(key)
         if jobs is None:
             jobs = tuple(job for job in reversed(self.jobs) if job.wants_response(*key))
-            self._for_response[key] = jobs
+            if _is_remembered(key):
+                self._for_response[key] = jobs
         if not jobs:
             return PASSING
         streams = [job.response_stream(exchange, size) for job in jobs]
-        return self._passage(exchange, jobs, streams, size, [job.response for job in jobs])
+        return self._passage(exchange, jobs, streams, size, self._whole_limit, [job.response for job in jobs])
 
     def upstream(self, newest: Mapping[str, Mapping[int, int] | None]) -> None:
         for job in self.jobs:
@@ -162,12 +206,17 @@ class Pipeline:
         for job in self.jobs:
             job.closed(connection)
 
+    def stopped(self) -> None:
+        for job in self.jobs:
+            job.stopped()
+
     def _passage(
         self,
         exchange: Exchange,
         jobs: Sequence[Job],
         streams: Sequence[Stream | None],
         size: int,
+        limit: int,
         whole: Sequence[Callable[[Exchange, bytes], bytes]],
     ) -> Passage:
         streaming = None not in streams
@@ -190,9 +239,20 @@ class Pipeline:
 
         if streaming:
             return _Streamed(run)
-        if size > self._whole_limit:
-            raise ProtocolError(f"a frame of {size} bytes is over the limit of {self._whole_limit} for what is decoded")
+        if size > limit:
+            what = f"{api.api_name(exchange.api_key)} v{exchange.version}"
+            raise ProtocolError(f"a {what} of {size} bytes is over the limit of {limit} for what is read whole")
         return run
+
+
+def _count(traffic: dict[int, tuple[int, int]], exchange: Exchange, size: int) -> None:
+    key = exchange.api_key if exchange.api_key <= api.NEWEST_KNOWN else api.UNKNOWN
+    frames, in_all = traffic.get(key, (0, 0))
+    traffic[key] = frames + 1, in_all + size
+
+
+def _is_remembered(key: tuple[int, int]) -> bool:
+    return key[0] <= api.NEWEST_KNOWN and key[1] < _VERSIONS_REMEMBERED
 
 
 def _whole(stream: Stream, frame: bytes) -> bytes:

@@ -8,21 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Sequence
 
 from eos.shim import events, probe
 from eos.shim.addresses.book import AddressBook, Endpoint
 from eos.shim.addresses.job import AddressJob
+from eos.shim.collected import Collected
+from eos.shim.complaints import Complaints
 from eos.shim.errors import Unreachable
 from eos.shim.link import Link, ReadBuffer
 from eos.shim.pipeline import Job, Pipeline, Traffic
 from eos.shim.settings import ShimSettings
+from eos.shim.versions import VersionsJob
 
 _BACKLOG = 1024
 # A broker that appears takes the next free local port; so many taken ones are stepped over.
 _PORTS_TRIED = 100
 # How long brokers of which none can be reached are left alone between two attempts.
 _TRY_AGAIN_S = 1.0
+# How long nobody is accepted when the process has no descriptor left.
+_NO_DESCRIPTOR_WAIT_S = 0.1
+_HANDSHAKE_TIMEOUT_S = 10.0
+# Beside one frame of the largest size: what all clients together may have sent of frames that are collected.
+_COLLECTED_BYTES = 32 * 1024 * 1024
 
 
 class Shim:
@@ -35,9 +44,13 @@ class Shim:
         self.settings = settings
         self.connections_made = 0
         self._links: set[Link] = set()
+        self._silent: dict[Link, None] = {}  # those without a request, the oldest first
+        self._arriving: set[asyncio.Task[None]] = set()  # TLS handshakes, mostly
+        self._complaints = Complaints("connection closed", "more connections closed")
+        self._collected = Collected(settings.largest_frame + _COLLECTED_BYTES)
         self._buffer = ReadBuffer()
         self._sockets: dict[Endpoint, socket.socket] = {}
-        self._servers: list[asyncio.Server] = []
+        self._accepting: dict[asyncio.Task[None], socket.socket] = {}
         self._opening: set[asyncio.Task[None]] = set()
         self._unreachable: set[Endpoint] = set()
         self._waiting: asyncio.Task[None] | None = None  # for a broker, while none can be reached
@@ -51,7 +64,8 @@ class Shim:
             self._close_sockets()
             raise
         self._starting = False
-        self._pipeline = Pipeline([*jobs, AddressJob(self.book)], settings.largest_frame)
+        ours = (VersionsJob(), AddressJob(self.book))
+        self._pipeline = Pipeline([*jobs, *ours], settings.largest_frame, settings.largest_control)
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
@@ -71,7 +85,7 @@ class Shim:
         """Why a client that comes now would not be served, or None."""
         if self._stopping:
             return "stopping"
-        if not self._servers:
+        if not self._accepting:
             return "not listening yet"
         if self._none_reachable:
             return "no broker can be reached"
@@ -103,8 +117,10 @@ class Shim:
         self._stopping = True
         if self._waiting is not None:
             self._waiting.cancel()
-        for server in self._servers:
-            server.close()
+        coming = (*self._accepting, *self._arriving)
+        for task in coming:
+            task.cancel()
+        await asyncio.gather(*coming, return_exceptions=True)
         self._close_sockets()
         for link in list(self._links):
             link.drain()
@@ -119,6 +135,8 @@ class Shim:
             link.abort()
         # Aborted transports report their end in the loop's next turn.
         await asyncio.sleep(0)
+        self._complaints.tell()
+        self._pipeline.stopped()
 
     def _bind(self, endpoint: Endpoint) -> None:
         """The book's hook: binds the next local port at once, and listens as soon as the loop can."""
@@ -158,10 +176,9 @@ class Shim:
         if bound is None or self._stopping:
             return
         bound = self._sockets.pop(endpoint)
-        server = await asyncio.get_running_loop().create_server(
-            lambda: self._accept(endpoint), sock=bound, ssl=self.settings.tls, backlog=_BACKLOG
-        )
-        self._servers.append(server)
+        bound.setblocking(False)
+        bound.listen(_BACKLOG)
+        self._accepting[asyncio.get_running_loop().create_task(self._accept(endpoint, bound))] = bound
         host, port = endpoint.advertised
         tell = events.debug if self.settings.inside else events.info
         tell(
@@ -170,15 +187,73 @@ class Shim:
             upstream=endpoint.name,
         )
 
-    def _accept(self, endpoint: Endpoint) -> asyncio.BaseProtocol:
-        self.connections_made += 1
-        largest = self.settings.largest_frame
-        made = self.connections_made
-        return Link(made, endpoint, self._pipeline, largest, self._began, self._ended, self._buffer).client
+    async def _accept(self, endpoint: Endpoint, bound: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        told = False
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(bound)
+            except OSError as error:
+                # No descriptor is left, or that client is gone already. The next one must find somebody who accepts.
+                if not told:
+                    events.warning("no connection accepted", broker=endpoint.name, reason=error)
+                told = True
+                await asyncio.sleep(_NO_DESCRIPTOR_WAIT_S)
+                continue
+            told = False
+            self.connections_made += 1
+            if len(self._links) + len(self._arriving) < self.settings.most_connections or self._make_room():
+                task = loop.create_task(self._arrive(endpoint, connection, self.connections_made))
+                self._arriving.add(task)
+                task.add_done_callback(self._arriving.discard)
+            else:
+                reason = f"{self.settings.most_connections} connections are open (--max-connections)"
+                self._complain(self.connections_made, _peer(connection), "shim", reason)
+                connection.close()
+            await asyncio.sleep(0)  # those that are here already have their turn
 
-    def _began(self, link: Link) -> None:
+    def _make_room(self) -> bool:
+        """Who asks for nothing goes before a newcomer is refused."""
+        if not self._silent:
+            return False
+        next(iter(self._silent)).silent()
+        return True
+
+    async def _arrive(self, endpoint: Endpoint, connection: socket.socket, number: int) -> None:
+        peer, tls = _peer(connection), self.settings.tls
+        link = Link(number, endpoint, self._pipeline, self.settings.largest_frame, self, self._buffer, self._collected)
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: link.client, connection, ssl=tls, ssl_handshake_timeout=_HANDSHAKE_TIMEOUT_S if tls else None
+            )
+        except OSError as error:  # ssl.SSLError and ConnectionAbortedError are OSErrors
+            why = error.reason if isinstance(error, ssl.SSLError) and error.reason else error
+            self._complain(number, peer, "client", f"no TLS connection: {why}")
+
+    def _complain(self, connection: int, client: str, by: str, reason: object) -> None:
+        self._complaints.say(client, reason, connection=connection, by=by)
+
+    # What a link says (link.Ends).
+
+    def began(self, link: Link) -> None:
         self._links.add(link)
+        self._silent[link] = None
+        wait_s = self.settings.first_request_timeout_s
+        link.patience = asyncio.get_running_loop().call_later(wait_s, link.silent)
+
+    def asks(self, link: Link) -> None:
+        self._silent.pop(link, None)
         link.connecting = asyncio.get_running_loop().create_task(self._connect(link))
+
+    def failed(self, link: Link, whose: str, error: Exception) -> None:
+        self._silent.pop(link, None)
+        self._complain(link.number, link.connection.client, whose, error)
+
+    def ended(self, link: Link) -> None:
+        self._silent.pop(link, None)
+        self._links.discard(link)
+        if not self._links:
+            self._all_links_ended.set()
 
     async def _connect(self, link: Link) -> None:
         error = await link.connect(self.settings.upstream_tls, self.settings.connect_timeout_s)
@@ -216,12 +291,16 @@ class Shim:
         writer.transport.abort()
         self._reached(endpoint)
 
-    def _ended(self, link: Link) -> None:
-        self._links.discard(link)
-        if not self._links:
-            self._all_links_ended.set()
-
     def _close_sockets(self) -> None:
-        for bound in self._sockets.values():
+        for bound in (*self._sockets.values(), *self._accepting.values()):
             bound.close()
         self._sockets.clear()
+        self._accepting.clear()
+
+
+def _peer(connection: socket.socket) -> str:
+    try:
+        host, port, *_ = connection.getpeername()
+    except OSError:
+        return "gone already"
+    return f"{host}:{port}"

@@ -15,6 +15,11 @@ Address = tuple[str, int]
 
 # Kafka's own socket.request.max.bytes
 LARGEST_FRAME_BYTES = 100 * 1024 * 1024
+# Requests other than Produce, where they are read whole. A TxnOffsetCommit of 50,000 partitions, more than are read at
+# all, takes 0.9 MB.
+CONTROL_BYTES = 2 * 1024 * 1024
+# An idle one takes 20 KB here, with TLS up to 280 KB, and two descriptors.
+MOST_CONNECTIONS = 2_000
 
 
 def parse_address(text: str, what: str, default_port: int | None = None) -> Address:
@@ -33,7 +38,8 @@ class ShimSettings:
     """`upstream` the brokers to begin with; `listen` the first local port, the others follow (port 0: free ones).
 
     `advertise` is what clients are told instead of `listen` (a name, a mapped port: the n-th local port is advertised
-    as its port + n). `tls` is for clients, `upstream_tls` for brokers. Sizes in bytes, times in seconds.
+    as its port + n). `tls` is for clients, `upstream_tls` for brokers. `largest_frame` bounds requests and answers,
+    `largest_control` requests other than Produce where they have to be read whole. Sizes in bytes, times in seconds.
     """
 
     upstream: tuple[Address, ...]
@@ -42,6 +48,9 @@ class ShimSettings:
     tls: ssl.SSLContext | None = None
     upstream_tls: ssl.SSLContext | None = None
     largest_frame: int = LARGEST_FRAME_BYTES
+    largest_control: int = CONTROL_BYTES
+    most_connections: int = MOST_CONNECTIONS
+    first_request_timeout_s: float = 30.0
     connect_timeout_s: float = 10.0
     drain_timeout_s: float = 10.0
     inside: bool = False  # between two shims of one process: its ports are nobody's business
@@ -55,6 +64,10 @@ class ShimSettings:
             raise Misconfigured("upstream: port 0 is no address")
         if self.largest_frame < 1024:
             raise Misconfigured(f"a largest frame of {self.largest_frame} bytes is too small for Kafka")
+        if self.largest_control < 1024:
+            raise Misconfigured(f"a largest request of {self.largest_control} bytes is too small for Kafka")
+        if self.most_connections < 1:
+            raise Misconfigured(f"{self.most_connections} connections are not enough for any client")
         told = self.advertise or self.listen
         if told[0] in ("0.0.0.0", "::"):
             raise Misconfigured(
@@ -63,18 +76,36 @@ class ShimSettings:
             )
 
 
-def server_tls(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
-    """TLS for the side of the clients, from PEM files; None for none. Raises Misconfigured."""
+def server_tls(certificate: str | None, key: str | None, client_ca: str | None = None) -> ssl.SSLContext | None:
+    """TLS for the side of the clients, from PEM files; None for none. With `client_ca` clients must bring a certificate
+    that one of these CAs signed. Raises Misconfigured.
+    """
     if certificate is None:
-        if key is not None:
-            raise Misconfigured("a TLS key without a certificate: say --tls-cert too")
+        for given, what in ((key, "a TLS key"), (client_ca, "a CA of clients")):
+            if given is not None:
+                raise Misconfigured(f"{what} without a certificate: say --tls-cert too")
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(_readable(certificate), None if key is None else _readable(key))
     except (ssl.SSLError, OSError) as error:
         raise Misconfigured(f"the TLS certificate {certificate} cannot be used: {error}") from error
+    if client_ca is not None:
+        try:
+            context.load_verify_locations(_readable(client_ca))
+        except (ssl.SSLError, OSError) as error:
+            raise Misconfigured(f"the CA of clients {client_ca} cannot be used: {error}") from error
+        context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+def check_relay(upstream_certificate: str | None, client_ca: str | None, trusted: bool) -> None:
+    """Brokers take whoever comes through a shim with a certificate for its owner. Raises Misconfigured."""
+    if upstream_certificate is not None and client_ca is None and not trusted:
+        raise Misconfigured(
+            "--upstream-cert gives everybody who reaches the shim that certificate's rights: say whose certificates "
+            "clients need, with --client-ca FILE, or --trust-clients where all who reach it may have them"
+        )
 
 
 def client_tls(wanted: bool, ca: str | None, certificate: str | None, key: str | None) -> ssl.SSLContext | None:

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 
 _ADDRESSES = re.compile(r"[^\s,:]+:\d+(,[^\s,:]+:\d+)*")
 
+# kafka-python reads its message schemas, 109 of them, with a function that Python 3.11 and 3.12 call old.
+_NOT_THE_USERS = (
+    r"ignore:read_text is deprecated:DeprecationWarning:kafka\.protocol\.schemas\.load_json",
+    r"ignore:open_text is deprecated:DeprecationWarning:importlib\.resources\._legacy",
+)
+
 
 @dataclass
 class _State:
@@ -77,6 +83,8 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted = config.getoption("--eos-kafka")
     if wanted not in (None, "container", "jvm") and not _ADDRESSES.fullmatch(wanted):
         raise pytest.UsageError(f"--eos-kafka={wanted}: must be container, jvm or HOST:PORT[,HOST:PORT...]")
+    for line in _NOT_THE_USERS:
+        config.addinivalue_line("filterwarnings", line)
     config.stash[_STATE] = _State()
 
 

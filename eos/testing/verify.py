@@ -133,10 +133,26 @@ def verify(
         for topic, policy in policies.items()
         if policy is None
     ]
-    if unmarked:
-        who = "something else wrote them, or the worker before it was switched on"
-        notes.append(f"{unmarked:,} outputs carry no lineage: {who}")
+    if len(unmarked):
+        found = _without_strangers(found)
+        notes.append(_unmarked_note(written, unmarked))
     return dataclasses.replace(found, notes=(*found.notes, *notes))
+
+
+def _without_strangers(found: Verification) -> Verification:
+    """Beside outputs whose source nobody can tell, it cannot be said that there is no stranger; one that is, stays."""
+    kept = tuple(v for v in found.report.verdicts if v.rule != "no_strangers" or not v.holds)
+    return dataclasses.replace(found, report=Report(kept))
+
+
+def _unmarked_note(written: history.Log, unmarked: NDArray[np.int64]) -> str:
+    places = [
+        f"{written.topics[written.topic[i]]}[{written.partition[i]}]@{written.offset[i]}" for i in unmarked[:_TOLD]
+    ]
+    more = ", ..." if len(unmarked) > _TOLD else ""
+    who = "something else wrote them, or the worker before it was switched on"
+    count = "1 output carries" if len(unmarked) == 1 else f"{len(unmarked):,} outputs carry"
+    return f"{count} no lineage ({', '.join(places)}{more}): {who}; whether they are strangers is not decided"
 
 
 def _readable_ends(
@@ -158,8 +174,8 @@ def _readable_ends(
     return dict(ends.log_end)
 
 
-def marks_of(written: history.Log) -> tuple[Marks, int]:
-    """The outputs that carry lineage, and how many do not."""
+def marks_of(written: history.Log) -> tuple[Marks, NDArray[np.int64]]:
+    """The outputs that carry lineage, and the rows of those that do not."""
     headers = written.headers or []
     width = lineage.FORMAT.size
     marked = np.array([header is not None and len(header) > width for header in headers], np.bool_)
@@ -180,7 +196,7 @@ def marks_of(written: history.Log) -> tuple[Marks, int]:
         copy=fields["i"],
     )
     topics = tuple(name.decode(errors="replace") for name in numbers)
-    return Marks(topics, topic, fields, outputs), len(headers) - len(found)
+    return Marks(topics, topic, fields, outputs), np.flatnonzero(~marked).astype(np.int64)
 
 
 def judge(

@@ -3,11 +3,15 @@
 Each scenario is the same faults with `eos.replace.producer=never`, where the checker must catch the damage, and with
 `auto`, where it must find nothing. The late request is a real one: the proxy cut the connection after the client sent
 it, the client's own retry did the work, and the kept bytes reach the broker later.
+
+The same over the delays of brokers in another region, where a healthy call takes longer than a retried one nearby.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
@@ -15,10 +19,12 @@ from confluent_kafka import Producer
 
 from eos import Record, Settings, Transaction, TransactSession
 from eos.broker import LocalKafka
+from eos.broker.node import free_ports
 from eos.plain import Transactions
 from eos.testing.checker import Inputs, Report, check
 from eos.testing.history import committed_offsets, end_offsets, read_topic
 from eos.testing.lineage import stamp
+from tests.support.delay import Delay
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.reading import create_topic, settled_ends, transaction_of, wait_until
 
@@ -91,17 +97,52 @@ def handle(session: TransactSession, target: str) -> Transaction:
     return txn
 
 
+@contextmanager
+def holding(kafka: LocalKafka, each_way_ms: int) -> Iterator[HoldingProxy]:
+    """In front of the broker, whose every byte takes so long behind it. A cut is noticed at once: the hardest case,
+    because what a retry adds to a call is small then."""
+    upstream, listen_port = kafka.proxied_upstream, int(kafka.proxied_servers.rpartition(":")[2])
+    with ExitStack() as stack:
+        if each_way_ms:
+            far = stack.enter_context(Delay(free_ports(1, [listen_port])[0], upstream, each_way_ms))
+            upstream = ("127.0.0.1", far.listen_port)
+        yield stack.enter_context(HoldingProxy(listen_port, upstream))
+
+
+def far(*in_short: int, versions: tuple[str, ...] = ("kafka", "kafka392")) -> pytest.MarkDecorator:
+    """Nearby, and at each of these delays; only those of `in_short` are not left to the long run."""
+    return pytest.mark.parametrize(
+        ("broker", "each_way_ms"),
+        [
+            pytest.param(version, ms, marks=() if version == "kafka" and ms in (0, *in_short) else pytest.mark.long)
+            for version in versions
+            for ms in (0, 20, 40, 60, 100)
+        ],
+        indirect=True,
+    )
+
+
 @pytest.fixture
-def proxy(kafka: LocalKafka) -> Iterator[HoldingProxy]:
-    with HoldingProxy(int(kafka.proxied_servers.rpartition(":")[2]), kafka.proxied_upstream) as proxy:
+def each_way_ms(request: pytest.FixtureRequest) -> int:
+    return int(getattr(request, "param", 0))
+
+
+@pytest.fixture
+def broker(request: pytest.FixtureRequest) -> LocalKafka:
+    return request.getfixturevalue(getattr(request, "param", "kafka"))
+
+
+@pytest.fixture
+def proxy(broker: LocalKafka, each_way_ms: int) -> Iterator[HoldingProxy]:
+    with holding(broker, each_way_ms) as proxy:
         yield proxy
 
 
 @pytest.fixture(params=["never", "auto"])
 def scenario(
-    request: pytest.FixtureRequest, kafka: LocalKafka, proxy: HoldingProxy, names: Callable[[str], str]
+    request: pytest.FixtureRequest, broker: LocalKafka, proxy: HoldingProxy, names: Callable[[str], str]
 ) -> Scenario:
-    return Scenario(kafka, proxy, names, request.param)
+    return Scenario(broker, proxy, names, request.param)
 
 
 def judged(scenario: Scenario, report: Report, *, broken: set[str]) -> None:
@@ -112,6 +153,7 @@ def judged(scenario: Scenario, report: Report, *, broken: set[str]) -> None:
         assert broken <= set(report.violated), f"the damage was not caught: {report}"
 
 
+@far(60)
 def test_a_late_commit_in_the_next_transaction_doubles_a_record_unless_the_producer_was_replaced(
     scenario: Scenario,
 ) -> None:
@@ -132,6 +174,7 @@ def test_a_late_commit_in_the_next_transaction_doubles_a_record_unless_the_produ
     judged(scenario, scenario.finish(), broken={"no_duplicates"})
 
 
+@far(versions=("kafka",))
 def test_with_two_producers_in_turn_a_late_commit_doubles_a_record_of_the_transaction_after_the_next(
     scenario: Scenario,
 ) -> None:
@@ -154,6 +197,7 @@ def test_with_two_producers_in_turn_a_late_commit_doubles_a_record_of_the_transa
     judged(scenario, scenario.finish(), broken={"no_duplicates"})
 
 
+@far()
 def test_a_late_abort_in_the_next_transaction_loses_its_outputs_unless_the_producer_was_replaced(
     scenario: Scenario,
 ) -> None:
@@ -172,6 +216,7 @@ def test_a_late_abort_in_the_next_transaction_loses_its_outputs_unless_the_produ
     judged(scenario, scenario.finish(), broken={"no_losses"})
 
 
+@far()
 def test_an_abort_after_a_lost_acknowledgement_loses_the_next_record_unless_the_producer_was_replaced(
     scenario: Scenario,
 ) -> None:
@@ -243,16 +288,21 @@ def wait_for_disconnect(transactions: Transactions) -> None:
     wait_until("the client to notice the cut", noticed)
 
 
+@far(40, versions=("kafka",))
 def test_a_late_offset_commit_moves_the_group_back_unless_the_producer_was_replaced(scenario: Scenario) -> None:
     late_offset_commit(scenario)
 
 
+@pytest.mark.parametrize(
+    ("broker", "each_way_ms"),
+    [("kafka392", 0), *(pytest.param("kafka392", ms, marks=pytest.mark.long) for ms in (20, 40, 60, 100))],
+    indirect=True,
+)
 @pytest.mark.parametrize("scenario", ["auto"], indirect=True)
 def test_on_3_9_a_refused_late_offset_commit_takes_nothing_from_a_replacement_under_another_id(
-    kafka392: LocalKafka, names: Callable[[str], str], scenario: Scenario
+    scenario: Scenario,
 ) -> None:
-    with HoldingProxy(int(kafka392.proxied_servers.rpartition(":")[2]), kafka392.proxied_upstream) as proxy:
-        late_offset_commit(Scenario(kafka392, proxy, names, "auto"))
+    late_offset_commit(scenario)
 
 
 def late_offset_commit(scenario: Scenario) -> None:
@@ -275,6 +325,70 @@ def late_offset_commit(scenario: Scenario) -> None:
     judged(scenario, scenario.finish(), broken={"no_duplicates"})
 
 
+SELDOM = {"statistics.interval.ms": 1_000}  # the longest that is allowed: they come well behind a retried call
+NO_CUT = {"socket.timeout.ms": 1_000, "socket.max.fails": 0}  # a request that times out is sent again on its connection
+
+
+def wait_for_statistics(session: TransactSession) -> None:
+    """Until new ones have come, so that the next are a whole interval away."""
+    producer = session.producer
+    seen = producer.client.statistics_seen
+
+    def came() -> bool:
+        producer.poll(0.01)
+        return producer.client.statistics_seen > seen
+
+    wait_until("new statistics", came)
+
+
+@pytest.mark.parametrize(
+    ("api", "fault", "settings"),
+    [
+        pytest.param(ApiKey.EndTxn, Fault.LATE_COPY, SELDOM, id="EndTxn"),
+        pytest.param(ApiKey.AddOffsetsToTxn, Fault.LATE_COPY, SELDOM, id="AddOffsetsToTxn"),
+        pytest.param(ApiKey.TxnOffsetCommit, Fault.LATE_COPY, SELDOM, id="TxnOffsetCommit"),
+        # Nothing but the number of requests tells.
+        pytest.param(ApiKey.TxnOffsetCommit, Fault.BLACKHOLE, NO_CUT, id="TxnOffsetCommit that timed out"),
+    ],
+)
+@pytest.mark.parametrize("scenario", ["auto"], indirect=True)
+def test_the_next_transaction_waits_for_the_statistics_behind_a_retried_call(
+    scenario: Scenario, api: ApiKey, fault: Fault, settings: dict[str, int]
+) -> None:
+    scenario.load(2)
+    with scenario.session(**settings) as session:
+        handle(session, scenario.target)
+        wait_for_statistics(session)
+        late = scenario.proxy.on(api, fault)
+        handle(session, scenario.target)  # commits the first one
+        assert late.hit
+        assert session.producer.replacements == {"retry": 1}
+        assert late.deliver_late().error == INVALID_PRODUCER_EPOCH
+        assert session.end()
+    scenario.finish().raise_if_violated()
+
+
+@pytest.mark.parametrize(
+    "api", [ApiKey.EndTxn, ApiKey.AddOffsetsToTxn, ApiKey.TxnOffsetCommit], ids=lambda api: api.name
+)
+@pytest.mark.parametrize("scenario", ["auto"], indirect=True)
+def test_a_call_that_was_slow_and_not_retried_replaces_nothing(scenario: Scenario, api: ApiKey) -> None:
+    """Its answer takes longer than a retry: a broker that is busy."""
+    scenario.load(2)
+    with scenario.session() as session:
+        handle(session, scenario.target)
+        slow = scenario.proxy.on(api, Fault.HOLD_RESPONSE)
+        release = threading.Timer(0.6, slow.release)
+        release.start()
+        handle(session, scenario.target)  # commits the first one
+        release.join()
+        assert slow.hit
+        assert session.producer.replacements == {}
+        assert session.end()
+    scenario.finish().raise_if_violated()
+
+
+@far(versions=("kafka",))
 def test_a_late_add_partitions_starts_a_ghost_that_an_idle_session_survives(scenario: Scenario) -> None:
     """No record is lost either way; a replaced producer does not even let the ghost come to life."""
     scenario.load(1)

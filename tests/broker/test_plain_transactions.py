@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import threading
 from collections.abc import Callable
@@ -255,3 +256,27 @@ def test_a_transaction_timeout_above_the_brokers_maximum_is_a_configuration_erro
 def test_a_topic_that_does_not_exist_is_named(settings: dict[str, object], names: Callable[[str], str]) -> None:
     with pytest.raises(Unavailable, match=names("nowhere")), eos.transaction(settings) as txn:
         txn.send(names("nowhere"), "lost?")
+
+
+def test_a_commit_that_a_signal_interrupted_does_not_end_the_transactions_behind_it(
+    kafka: LocalKafka, settings: dict[str, object], topic: str
+) -> None:
+    """Nobody knows whether it came to pass; the next one begins all the same."""
+    port = int(kafka.proxied_servers.rpartition(":")[2])
+    with HoldingProxy(port, kafka.proxied_upstream) as proxy:
+        name = str(settings["transactional.id"])
+        with Transactions(settings | {"bootstrap.servers": kafka.proxied_servers}) as transactions:
+            held = proxy.on(ApiKey.EndTxn, Fault.BLACKHOLE, transactional_id=name)
+
+            def interrupt() -> None:
+                held.wait()
+                _thread.interrupt_main()
+
+            interrupting = threading.Thread(target=interrupt)
+            interrupting.start()
+            with pytest.raises(KeyboardInterrupt), transactions.begin() as txn:
+                txn.send(topic, "never answered", partition=0)
+            interrupting.join()
+            with transactions.begin() as txn:
+                txn.send(topic, "the next", partition=0)
+    assert b"the next" in settled_values(kafka.bootstrap_servers, topic)[0]

@@ -97,7 +97,7 @@ def test_unknown_apis_and_versions_pass_unchanged_in_both_directions() -> None:
         return bytes(range(256)) * 2000
 
     with FakeBroker(answer) as broker, running(broker.address) as shim, Wire(shim.bootstrap_servers) as wire:
-        for number, (key, version) in enumerate([(500, 3), (18, 99), (36, 7), (1, 99), (0, 99)]):
+        for number, (key, version) in enumerate([(500, 3), (19, 99), (36, 7), (1, 99), (0, 99)]):
             body = os.urandom(70) if key else b"\x00" + b"\x00" + b"\xff\xff" + os.urandom(50)
             sent = frame(key, version, number, body)
             wire.socket.sendall(sent)
@@ -328,6 +328,10 @@ def test_wrong_arguments_end_with_one_sentence_and_the_codes_of_the_command_line
             (("--upstream", there, "--tls-cert", "nowhere.pem"), 78, "nowhere.pem does not exist"),
             (("--upstream", there, "--tls-key", "nowhere.pem"), 78, "without a certificate"),
             (("--upstream", there, "--upstream-ca", "nowhere.pem"), 78, "nowhere.pem does not exist"),
+            (("--upstream", there, "--upstream-cert", "any.pem"), 78, "--client-ca FILE, or --trust-clients"),
+            (("--upstream", there, "--client-ca", "any.pem"), 78, "a CA of clients without a certificate"),
+            (("--upstream", there, "--max-connections", "0"), 78, "0 connections are not enough"),
+            (("--upstream", there, "--max-control-bytes", "10"), 78, "10 bytes is too small"),
             (("--upstream", there, "--log-format", "xml"), 64, "--log-format xml: must be one of human, json"),
             ((), 64, "--upstream"),
         ]:

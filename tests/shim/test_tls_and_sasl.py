@@ -127,6 +127,24 @@ def test_tls_on_either_side(secure: SecureKafka, pki: Path, names: Names, client
         assert not shim.named("connection closed")
 
 
+def test_only_clients_with_a_certificate_come_through_to_the_shims_own_one(
+    secure: SecureKafka, pki: Path, names: Names
+) -> None:
+    mine = ("--upstream-cert", str(pki / "client.pem"), "--upstream-key", str(pki / "client.key"))
+    options = ("--tls-cert", str(pki / "server.pem"), "--tls-key", str(pki / "server.key"))
+    options += ("--client-ca", str(pki / "ca.pem"), "--upstream-ca", str(pki / "ca.pem"), *mine)
+    with running(secure.servers["TLS"], *options) as shim:
+        tls = {"security.protocol": "ssl", "ssl.ca.location": str(pki / "ca.pem")}
+        own = {"ssl.certificate.location": str(pki / "client.pem"), "ssl.key.location": str(pki / "client.key")}
+        transactions_work(secure, shim.bootstrap_servers, names, tls | own)
+        stranger = AdminClient({"bootstrap.servers": shim.bootstrap_servers, "log_level": 0} | tls)
+        with pytest.raises(KafkaException):
+            stranger.list_topics(timeout=3)
+        told = eventually(lambda: shim.named("connection closed"))
+        assert {event["by"] for event in told} == {"client"}
+        assert all("no TLS connection: PEER_DID_NOT_RETURN_A_CERTIFICATE" in event["reason"] for event in told), told
+
+
 def test_an_upstream_whose_certificate_nobody_knows_ends_the_start_with_69(secure: SecureKafka) -> None:
     process = launch("shim", "--upstream", secure.servers["TLS"], "--listen", "127.0.0.1:0", "--upstream-tls")
     _, errors = process.communicate(timeout=60)

@@ -18,8 +18,10 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from kafka.partitioner.default import murmur2
 from pyspark.errors import StreamingQueryException
 
+from eos.admin.cluster import ClusterAdmin
 from eos.broker import LocalKafka
-from eos.errors import ConfigurationError, Unavailable
+from eos.errors import ConfigurationError, Fenced, Unavailable
+from eos.settings import Settings
 from eos.testing.history import read_topic
 from spark_connector import exactly_once_sink, exactly_once_write
 from spark_connector.packing import SLICE_BYTES
@@ -92,6 +94,9 @@ def test_a_batch_id_is_written_once(kafka: LocalKafka, names: Names, spark: Any)
     }
     assert [exactly_once_write(df, batch_id=day, **where) for day in ("1", "2", "1", "2")] == [1000] * 4
     assert exactly_once_write(df.limit(0), batch_id="empty", **where) == 0
+    where["topic"] = create_topic(kafka.bootstrap_servers, names("other"))
+    with pytest.raises(ConfigurationError, match=f"batch_id 1 was written to {topic}, and not to {where['topic']}"):
+        exactly_once_write(df, batch_id="1", **where)
     assert len(settled(kafka.bootstrap_servers, topic)) == 2000
 
 
@@ -396,10 +401,63 @@ def test_two_queries_with_one_transactional_id_are_told_apart(
     two = queries(kafka.bootstrap_servers)
     two.source, two.targets, two.checkpoint = names("in-2"), [names("out-2")], f"{one.checkpoint}-2"
     two.create().load(1000)
-    assert "two queries have one transactional.id" in failure(two, spark)
+    with ClusterAdmin(Settings({"bootstrap.servers": kafka.bootstrap_servers})) as admin:
+        before = admin.describe(one.transactional_id)
+        assert "two queries have one transactional.id" in failure(two, spark)
+        assert admin.describe(one.transactional_id) == before, "the one that runs was not fenced"
     one.load(1000, first=1000).run(spark)
     one.verify(2000)
     assert two.written() == 0
+
+
+@pytest.mark.parametrize("same_object", [True, False])
+def test_a_second_write_in_a_micro_batch_is_refused_and_not_taken_for_the_first(
+    same_object: bool, kafka: LocalKafka, names: Names, spark: Any, tmp_path: Path
+) -> None:
+    topics = [create_topic(kafka.bootstrap_servers, names(name)) for name in ("a", "b")]
+    name: dict[str, str] = {"transactional_id": names("id"), "bootstrap_servers": kafka.bootstrap_servers}
+    sinks = [exactly_once_sink(topic=topics, **name)] * 2
+    if not same_object:
+        sinks = [exactly_once_sink(topic=topic, **name) for topic in topics]
+
+    def both(df: Any, batch: int) -> None:
+        for sink, topic in zip(sinks, topics, strict=True):
+            sink(df.selectExpr("cast(value as string) as value", f"'{topic}' as topic"), batch)
+
+    source = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 10).load()
+    writer = source.writeStream.foreachBatch(both).option("checkpointLocation", str(tmp_path / "checkpoint"))
+    for _ in range(2):  # and behind a restart, when Kafka has the first one's rows
+        with pytest.raises(StreamingQueryException, match="would lose its rows"):
+            writer.start().awaitTermination(60)
+    assert len(settled(kafka.bootstrap_servers, *topics)) == 10
+
+
+def test_a_driver_that_was_stopped_while_idle_does_not_take_the_id_back_from_its_successor(
+    kafka: LocalKafka, names: Names, spark: Any, tmp_path: Path
+) -> None:
+    """Two drivers on one checkpoint: the older one ends with 79, and the newer one goes on."""
+    topic, checkpoint = create_topic(kafka.bootstrap_servers, names("out")), tmp_path / "checkpoint"
+    name = {"topic": topic, "transactional_id": names("id"), "bootstrap_servers": kafka.bootstrap_servers}
+    older, newer = exactly_once_sink(**name), exactly_once_sink(**name)
+    turns = iter([older, older, newer, newer, older])
+    failures: list[Exception] = []
+
+    def write(df: Any, batch: int) -> None:
+        try:
+            next(turns)(df.selectExpr("cast(value as string) as value"), batch)
+        except Exception as error:
+            failures.append(error)
+            raise
+
+    source = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 5).load()
+    writer = source.writeStream.foreachBatch(write).option("checkpointLocation", str(checkpoint))
+    with pytest.raises(StreamingQueryException, match="another query, or another run of this one, took over"):
+        writer.start().awaitTermination(120)
+    assert [type(error) for error in failures] == [Fenced]
+    turns = iter([newer])
+    with pytest.raises(StreamingQueryException, match="StopIteration"):
+        writer.start().awaitTermination(120)
+    assert len(settled(kafka.bootstrap_servers, topic)) == 25
 
 
 def test_a_batch_longer_than_the_transaction_timeout_names_the_setting(

@@ -460,6 +460,46 @@ def test_a_batch_function_without_destination_may_return_only_none() -> None:
     assert outputs_batch(None, to=()) == outputs_batch([], to=()) == []
 
 
+OUT_AS_TEXT = "Iterator[Out | None]"
+
+
+@pytest.mark.parametrize(
+    "returned", [bytes, "bytes", bytes | None, "Total | None", Iterator[bytes], OUT_AS_TEXT, list[Out], "'Out'", bool]
+)
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_function_that_says_that_it_sends_and_not_where_is_refused_at_its_definition(
+    returned: object, batch: bool
+) -> None:
+    app = App("app")
+    define = app.process_batch if batch else app.process
+
+    def totals(given): ...
+
+    totals.__annotations__ = {"return": returned}
+    sentence = r'^totals returns .+ by its annotation, but has no destination: name one with to="topic", or '
+    with pytest.raises(ConfigurationError, match=sentence):
+        define("in")(totals)
+    assert app.routes == {}
+    define("in", to="out")(totals)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [None, "None", Any, "typing.Any", object, Iterator[None], "Iterator[None]", "Generator[None, int, str]", Ellipsis],
+)
+def test_a_function_that_says_nothing_or_that_it_sends_nothing_needs_no_destination(returned: object) -> None:
+    app = App("app")
+
+    def watch(value): ...
+
+    async def watch_slowly(value): ...
+
+    for number, function in enumerate((watch, watch_slowly)):
+        function.__annotations__ = {} if returned is Ellipsis else {"return": returned}
+        app.process(f"in-{number}")(function)
+    assert len(app.routes) == 2
+
+
 def test_a_function_without_destination_still_runs_generators_to_their_end() -> None:
     seen = []
 

@@ -11,11 +11,13 @@ import sys
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from confluent_kafka import libversion
 
 import eos
+from eos import cli
 from eos.cli import COMMANDS
 
 ROOT = Path(eos.__file__).resolve().parents[1]
@@ -178,7 +180,9 @@ def test_a_port_that_cannot_be_listened_on_is_a_configuration_error_before_anyth
 def test_a_supervisor_ends_with_what_its_first_worker_says_and_each_line_says_whose_it_is(here: Path) -> None:
     ended = program(here, "run", "good:nope", "--workers", "2", "--instance", "w")
     assert ended.returncode == 64
-    assert re.search(r"^w-[01] \| eos: nope in good is missing$", ended.stderr, re.MULTILINE), ended.stderr
+    assert re.search(r"^w-[01] \| eos: nope in good is missing; say good:app$", ended.stderr, re.MULTILINE), (
+        ended.stderr
+    )
 
 
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
@@ -269,12 +273,18 @@ def test_a_target_without_a_module_is_answered_with_an_example(here: Path, targe
 
 
 def test_an_attribute_that_is_not_an_app_is_named_with_what_it_is(here: Path) -> None:
-    assert refused(64, here, "run", "good:number") == "eos: number in good is a int, not an App\n"
-    assert refused(64, here, "run", "good:copy") == "eos: copy in good is a function, not an App\n"
+    assert refused(64, here, "run", "good:number") == "eos: number in good is a int, not an App; say good:app\n"
+    assert refused(64, here, "run", "good:copy") == "eos: copy in good is a function, not an App; say good:app\n"
 
 
-def test_an_attribute_that_is_missing_is_named(here: Path) -> None:
-    assert refused(64, here, "run", "good:nope") == "eos: nope in good is missing\n"
+def test_an_attribute_that_is_missing_is_named_with_the_apps_that_are_there(here: Path) -> None:
+    assert refused(64, here, "run", "good:nope") == "eos: nope in good is missing; say good:app\n"
+    (here / "two.py").write_text('from eos import App\nbilling = App("b")\nshipping = App("s")\n')
+    told = "eos: app in two is missing; say {0}:billing or {0}:shipping\n"
+    assert refused(64, here, "run", "two") == told.format("two")
+    assert refused(64, here, "run", "./two.py") == told.format("./two.py")
+    (here / "none.py").write_text("number = 7\n")
+    assert refused(64, here, "run", "none") == "eos: app in none is missing and it has no App\n"
 
 
 def test_a_module_that_the_users_module_needs_is_named(here: Path) -> None:
@@ -353,6 +363,7 @@ def test_a_good_app_gets_as_far_as_the_cluster_which_is_unreachable(here: Path, 
     stderr = refused(69, here, "run", target, *arguments)
     assert stderr.startswith("eos: 127.0.0.1:1 cannot be reached: ")
     assert ": check bootstrap.servers, security.protocol, and that a broker listens there" in stderr
+    assert stderr.endswith("; `eos broker start` starts one here\n")
 
 
 def test_a_cluster_that_is_to_be_verified_and_is_unreachable_is_named_at_once(here: Path) -> None:
@@ -409,6 +420,21 @@ def test_the_versions_are_told_without_a_command(here: Path) -> None:
     loaded = loaded_by(here, "--version")
     assert "eos.cli" in loaded
     assert [name for name in loaded if name.startswith(("eos.cli.", "kafka.", "rich."))] == []
+
+
+def leaves(command: Any, *names: str) -> list[tuple[str, ...]]:
+    below = getattr(command, "commands", {})
+    return [leaf for name, one in below.items() for leaf in leaves(one, *names, name)] if below else [names]
+
+
+def test_a_flag_takes_no_value_in_any_help(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = leaves(cli.program([]))
+    assert len(commands) > 15
+    for command in [(), *commands]:
+        assert cli.invoke([*command, "--help"]) == 0
+        told = capsys.readouterr().out
+        assert "--help" in told
+        assert "bool" not in told.lower(), f"{command}: {told}"
 
 
 def test_the_help_shows_every_command_and_each_has_its_own(here: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -106,6 +108,39 @@ def test_every_python_example_compiles() -> None:
     assert len(blocks) >= 8
     for name, block in blocks:
         compile(block, name, "exec")
+
+
+# What the fragments take for given.
+AROUND = """
+import msgspec
+from hello import app
+
+class Order(msgspec.Struct):
+    cents: int
+    quantity: int
+
+class Total(msgspec.Struct):
+    cents: int
+"""
+
+
+def test_the_examples_of_the_readme_pass_mypy_strictly(tmp_path: Path) -> None:
+    blocks = [b for b in code_blocks(README.read_text(), "python") if "\ndef test_" not in b]
+    for number, block in enumerate(blocks):
+        hello = block.startswith("# hello.py\n")
+        whole = block if hello else f"{AROUND}\n{block}"
+        (tmp_path / ("hello.py" if hello else f"example_{number}.py")).write_text(whole)
+    assert len(blocks) >= 4
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir", str(tmp_path / "cache"), "."],
+        cwd=tmp_path,
+        env=os.environ | {"MYPYPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 def test_hello_world_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,21 @@ from typing import NamedTuple, get_args
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
+import eos
 from eos import errors
 from eos.error_table import TABLE
-from eos.errors import Action, Call, CallFailed, EosError, PoisonRecord, classify, describe_error, stop_error
+from eos.errors import (
+    Action,
+    Call,
+    CallFailed,
+    EosError,
+    PoisonRecord,
+    classify,
+    describe_error,
+    no_broker,
+    rebalanced,
+    stop_error,
+)
 
 K = KafkaError
 CALLS: tuple[Call, ...] = get_args(Call)
@@ -230,3 +242,40 @@ def test_a_failed_call_keeps_what_the_session_needs() -> None:
     cause = KafkaException(kafka_error(K._TIMED_OUT))
     failure = CallFailed("commit", Action.RETRY, cause)
     assert (failure.call, failure.action, failure.error) == ("commit", Action.RETRY, cause)
+
+
+# librdkafka's own words, of a first start of `eos run --workers 2` (2.16)
+STRUCT = (
+    "Failed to commit offsets to transaction on broker 127.0.0.1:9092/0: in((null))[3](Broker: Specified group ...)"
+)
+
+
+@pytest.mark.parametrize("row", [r for r in MEASURED if r.call in ("send_offsets", "commit")], ids=lambda r: r.case)
+def test_an_ordinary_rebalance_is_told_in_plain_words_and_nothing_else_is_taken_for_one(row: Row) -> None:
+    failure = CallFailed(row.call, row.action, KafkaException(KafkaError(row.code, STRUCT)))
+    moved = row.code in (K.UNKNOWN_MEMBER_ID, K.ILLEGAL_GENERATION, K.REBALANCE_IN_PROGRESS, K.STALE_MEMBER_EPOCH)
+    assert rebalanced(failure) == ("the group rebalances" if moved else "")
+
+
+def test_what_a_session_found_itself_of_a_rebalance_is_told_as_it_stands() -> None:
+    sentence = "partitions of this transaction were revoked"
+    assert rebalanced(CallFailed("send_offsets", Action.ABORT, RuntimeError(sentence))) == sentence
+    assert rebalanced(CallFailed("abort", Action.ABORT, RuntimeError("asked by the application"))) == ""
+    assert rebalanced(CallFailed("send_offsets", Action.REBUILD, RuntimeError("it hung"))) == ""
+
+
+@pytest.mark.parametrize(
+    ("servers", "here"), [("localhost:1", True), ("a:1, [::1]:2", True), ("kafka.example:9092", False)]
+)
+def test_only_a_broker_of_this_machine_can_be_started_here(servers: str, here: bool) -> None:
+    assert ("eos broker start" in no_broker(servers)) == here
+
+
+def test_every_error_that_a_program_of_ones_own_may_catch_is_in_the_package() -> None:
+    """All but those of the command line."""
+    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, EosError)}
+    public = {kind for kind in kinds if not issubclass(kind, errors.UsageError)}
+    assert len(public) >= 10
+    for kind in public:
+        assert getattr(eos, kind.__name__) is kind
+        assert kind.__name__ in eos.__all__

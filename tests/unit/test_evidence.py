@@ -100,7 +100,7 @@ REALISTIC: dict[str, Any] = {
 
 
 def statistics(end_txn: int = 0, epoch: int = 0, **coordinator: Any) -> Statistics:
-    """A snapshot; keywords change the transaction coordinator's entry, None removes it."""
+    """A snapshot; keywords change the transaction coordinator's entry."""
     made = copy.deepcopy(REALISTIC)
     made["eos"]["producer_epoch"] = epoch
     made["brokers"][COORDINATOR]["req"]["EndTxn"] = end_txn
@@ -108,11 +108,54 @@ def statistics(end_txn: int = 0, epoch: int = 0, **coordinator: Any) -> Statisti
     return decode_statistics(json.dumps(made).encode())
 
 
+ORDINARY, CONNECTED_AT = "127.0.0.1:9092/1", 1_000_000
+
+
+def counted(ts: int, sent: int = 1, changes: dict[str, dict[str, Any] | None] | None = None) -> Statistics:
+    """A snapshot made at so many microseconds, when each request of a transaction had been sent so often, all on
+    connections that are up since CONNECTED_AT; `changes` of entries by their names, None removes one."""
+    made = copy.deepcopy(REALISTIC)
+    made["ts"] = ts
+    brokers = made["brokers"]
+    for name in (COORDINATOR, ORDINARY):
+        brokers[name] |= {"state": "UP", "stateage": ts - CONNECTED_AT}
+    brokers[COORDINATOR]["req"] |= {"EndTxn": sent, "AddOffsetsToTxn": sent}
+    brokers[ORDINARY]["req"]["TxnOffsetCommit"] = sent
+    for name, change in (changes or {}).items():
+        if change is None:
+            del brokers[name]
+        else:
+            brokers.setdefault(name, {"nodeid": 2, "connects": 0, "disconnects": 0, "req": {}, "state": "INIT"})
+            brokers[name] |= change
+    return decode_statistics(json.dumps(made))
+
+
+def suspected(call: str, before: Statistics | None) -> RetryEvidence:
+    """After one transaction in which this call took from second 5 to second 5.4."""
+    evidence = RetryEvidence(one_clock=True)
+    if before is not None:
+        evidence.statistics(before)
+    for name in ("send_offsets", "commit"):
+        evidence.call_began()
+        if name == "commit":
+            evidence.ended += 1
+        evidence.call_took(name, 400 if name == call else 30, 5.4)
+    return evidence
+
+
 def without(name: str) -> Statistics:
     made = copy.deepcopy(REALISTIC)
     del made["brokers"][name]
     made["brokers"].get(COORDINATOR, {}).get("req", {}).pop("EndTxn", None)
     return decode_statistics(json.dumps(made))
+
+
+def took(evidence: RetryEvidence, call: str, took_ms: float) -> None:
+    """A call with no statistics behind it: what is slow stays a suspect, and is convicted by default."""
+    evidence.call_began()
+    evidence.call_took(call, took_ms, 0.0)
+    if evidence.undecided:
+        evidence.no_statistics()
 
 
 def healthy() -> RetryEvidence:
@@ -167,10 +210,10 @@ def test_librdkafka_itself_sends_statistics_that_can_be_decoded() -> None:
 def test_five_hundred_healthy_transactions_give_no_reason() -> None:
     evidence = RetryEvidence()
     for number in range(1, 501):
-        evidence.call_took("send_offsets", 37)  # the slowest healthy call that was seen
+        took(evidence, "send_offsets", 37)  # the slowest healthy call that was seen
         evidence.ended += 1
         evidence.statistics(statistics(end_txn=number - 1))  # EndTxn is on its way
-        evidence.call_took("commit", 37)
+        took(evidence, "commit", 37)
         evidence.statistics(statistics(end_txn=number))
     assert evidence.reason is None
 
@@ -213,9 +256,9 @@ def test_what_happens_during_the_init_is_no_sign() -> None:
 def test_a_cut_after_add_partitions_is_seen_by_the_connection_though_every_call_was_fast() -> None:
     evidence = healthy()
     evidence.statistics(statistics(connects=2, disconnects=1, txretries=0))
-    evidence.call_took("send_offsets", 1.3)
+    took(evidence, "send_offsets", 1.3)
     evidence.ended += 1
-    evidence.call_took("commit", 0.3)
+    took(evidence, "commit", 0.3)
     assert evidence.reason is not None
     assert "connection to the transaction coordinator was lost" in evidence.reason
 
@@ -223,8 +266,9 @@ def test_a_cut_after_add_partitions_is_seen_by_the_connection_though_every_call_
 @pytest.mark.parametrize("took_ms", [84, 110, 143])
 def test_a_cut_after_add_offsets_is_seen_by_time(took_ms: float) -> None:
     evidence = healthy()
-    evidence.call_took("send_offsets", took_ms)
-    assert evidence.reason == f"send_offsets took {took_ms} ms: it may have been sent twice"
+    took(evidence, "send_offsets", took_ms)
+    assert evidence.reason is not None
+    assert evidence.reason.startswith(f"send_offsets took {took_ms} ms: it may have been sent twice")
 
 
 @pytest.mark.parametrize("took_ms", [505, 508, 524])
@@ -236,15 +280,16 @@ def test_a_cut_after_txn_offset_commit_is_seen_by_time_alone(took_ms: float) -> 
     made["brokers"][COORDINATOR]["req"] = {}
     evidence.statistics(decode_statistics(json.dumps(made)))
     assert evidence.reason is None
-    evidence.call_took("send_offsets", took_ms)
+    took(evidence, "send_offsets", took_ms)
     assert evidence.reason is not None
 
 
 @pytest.mark.parametrize("took_ms", [83, 107, 132])
 def test_a_cut_after_end_txn_is_seen_by_time(took_ms: float) -> None:
     evidence = healthy()
-    evidence.call_took("commit", took_ms)
-    assert evidence.reason == f"commit took {took_ms} ms: it may have been sent twice"
+    took(evidence, "commit", took_ms)
+    assert evidence.reason is not None
+    assert evidence.reason.startswith(f"commit took {took_ms} ms: it may have been sent twice")
 
 
 def test_more_end_txn_requests_than_transactions_are_a_sign_even_in_the_first_snapshot() -> None:
@@ -299,9 +344,160 @@ def test_a_loss_is_seen_against_the_snapshot_before_not_only_the_first() -> None
 
 def test_the_first_reason_stays() -> None:
     evidence = healthy()
-    evidence.call_took("commit", 90)
+    took(evidence, "commit", 90)
     evidence.statistics(statistics(disconnects=1))
-    assert evidence.reason == "commit took 90 ms: it may have been sent twice"
+    assert evidence.reason is not None
+    assert evidence.reason.startswith("commit took 90 ms")
+
+
+# ---- a slow call, judged by the statistics behind it ---------------------------------------------------------
+
+SLOW_CALLS = pytest.mark.parametrize("call", ["send_offsets", "commit"])
+BEFORE, INSIDE, BEHIND = 4_900_000, 5_200_000, 5_500_000
+
+
+@SLOW_CALLS
+def test_a_slow_call_is_acquitted_by_right_counts_on_the_same_connections(call: str) -> None:
+    evidence = suspected(call, counted(BEFORE, 0))
+    assert evidence.undecided
+    evidence.statistics(counted(BEHIND))
+    assert (evidence.reason, evidence.undecided) == (None, False)
+
+
+@SLOW_CALLS
+def test_statistics_from_inside_a_call_decide_nothing(call: str) -> None:
+    """They may be older than the cut: the first copy is counted, the second not sent yet."""
+    evidence = suspected(call, counted(BEFORE, 0))
+    evidence.statistics(counted(INSIDE))
+    assert evidence.undecided
+    evidence.statistics(counted(5_400_000))
+    assert evidence.undecided, "at the very moment at which it returned"
+    evidence.statistics(counted(BEHIND))
+    assert (evidence.reason, evidence.undecided) == (None, False)
+
+
+GONE, AGAIN = "is not known any more", "is another one"
+
+
+@pytest.mark.parametrize(
+    ("call", "changes", "because"),
+    [
+        ("commit", {COORDINATOR: {"req": {"EndTxn": 2}}}, "EndTxn"),
+        ("commit", {COORDINATOR: {"req": {"EndTxn": 0}}}, "EndTxn was sent 0 times, 1 would be right"),
+        ("commit", {COORDINATOR: {"stateage": 100_000}}, f"the connection to {COORDINATOR} {AGAIN}"),
+        ("commit", {COORDINATOR: {"state": "TRY_CONNECT"}}, f"the connection to {COORDINATOR} {AGAIN}"),
+        ("commit", {COORDINATOR: None}, "vanished"),
+        (
+            "send_offsets",
+            {COORDINATOR: {"req": {"EndTxn": 1, "AddOffsetsToTxn": 2}}},
+            "AddOffsetsToTxn was sent 2 times",
+        ),
+        ("send_offsets", {ORDINARY: {"req": {"TxnOffsetCommit": 2}}}, "TxnOffsetCommit was sent 2 times"),
+        ("send_offsets", {"other:1/2": {"req": {"TxnOffsetCommit": 1}}}, "TxnOffsetCommit was sent 2 times"),
+        # The handle was made anew: its counters began again, and the second copy is the one that is owed.
+        ("send_offsets", {ORDINARY: {"stateage": 100_000}}, f"the connection to {ORDINARY} {AGAIN}"),
+        ("send_offsets", {ORDINARY: {"state": "DOWN"}}, f"the connection to {ORDINARY} {AGAIN}"),
+        (
+            "send_offsets",
+            {ORDINARY: None, "renamed:9092/1": {"req": {"TxnOffsetCommit": 1}, "state": "UP"}},
+            "renamed:9092/1 was not known before it",
+        ),
+        ("send_offsets", {ORDINARY: None}, "TxnOffsetCommit was sent 0 times"),
+        ("commit", {ORDINARY: None}, f"{ORDINARY} {GONE}"),
+        ("commit", {ORDINARY: {"disconnects": 1}}, "was lost"),
+    ],
+)
+def test_a_slow_call_is_convicted_by(call: str, changes: dict[str, Any], because: str) -> None:
+    evidence = suspected(call, counted(BEFORE, 0))
+    evidence.statistics(counted(BEHIND, changes=changes))
+    assert evidence.reason is not None
+    assert because in evidence.reason
+    assert not evidence.undecided
+
+
+UNKNOWN = {"nodeid": 2, "state": "INIT", "connects": 0}
+
+
+@pytest.mark.parametrize(
+    ("now", "acquitted"),
+    [
+        ({"connects": 1, "disconnects": 0}, True),
+        ({"connects": 2, "disconnects": 0}, False),
+        ({"connects": 1, "disconnects": 1}, False),
+    ],
+)
+def test_the_first_send_offsets_may_connect_to_the_groups_coordinator_once(
+    now: dict[str, Any], acquitted: bool
+) -> None:
+    before = {ORDINARY: {"req": {}}, "other:1/2": UNKNOWN}
+    behind = {ORDINARY: {"req": {}}, "other:1/2": {"state": "UP", "req": {"TxnOffsetCommit": 1}} | now}
+    evidence = suspected("send_offsets", counted(BEFORE, 0, before))
+    evidence.statistics(counted(BEHIND, changes=behind))
+    assert (evidence.reason is None) is acquitted
+
+
+def test_without_statistics_from_before_a_slow_call_nothing_acquits_it() -> None:
+    """A handle that was made anew inside the call looks like one that was there all the time."""
+    evidence = suspected("send_offsets", None)
+    evidence.statistics(counted(INSIDE))
+    evidence.statistics(counted(BEHIND))
+    assert evidence.reason is not None
+    assert "there are no statistics from before it" in evidence.reason
+
+
+def test_statistics_of_a_call_that_still_runs_are_not_those_from_before_it() -> None:
+    """The connection broke early in the call, and what came since knows only the next one."""
+    evidence = RetryEvidence(one_clock=True)
+    evidence.statistics(counted(BEFORE, 0))
+    evidence.call_began()
+    evidence.statistics(counted(INSIDE, 0, {ORDINARY: {"stateage": 100_000}}))
+    evidence.call_took("send_offsets", 600, 5.4)
+    offsets_only = {COORDINATOR: {"req": {"AddOffsetsToTxn": 1}}, ORDINARY: {"stateage": BEHIND - INSIDE + 100_000}}
+    evidence.statistics(counted(BEHIND, 1, offsets_only))
+    assert evidence.reason is not None
+    assert AGAIN in evidence.reason
+
+
+def test_send_offsets_is_judged_while_the_commit_behind_it_runs_and_the_commit_by_what_was_before_both() -> None:
+    evidence = RetryEvidence(one_clock=True)
+    evidence.statistics(counted(BEFORE, 0))
+    evidence.call_began()
+    evidence.call_took("send_offsets", 400, 5.4)
+    evidence.call_began()
+    evidence.ended += 1
+    evidence.statistics(counted(BEHIND, 1, {COORDINATOR: {"req": {"AddOffsetsToTxn": 1}}}))
+    assert not evidence.undecided, "EndTxn is not its request"
+    evidence.call_took("commit", 400, 5.8)
+    assert evidence.undecided
+    evidence.statistics(counted(5_900_000))
+    assert (evidence.reason, evidence.undecided) == (None, False)
+
+
+def test_no_statistics_in_time_convict_and_so_does_a_clock_that_is_not_ours() -> None:
+    evidence = suspected("commit", counted(BEFORE, 0))
+    evidence.no_statistics()
+    assert evidence.reason == "commit took 400 ms: it may have been sent twice (nothing shows that it was not)"
+    evidence = RetryEvidence(one_clock=False)
+    evidence.statistics(counted(BEFORE, 0))
+    evidence.call_began()
+    evidence.call_took("commit", 400, 5.4)
+    assert (evidence.reason is None, evidence.undecided) == (False, False)
+
+
+def test_five_hundred_transactions_with_a_far_broker_give_no_reason() -> None:
+    evidence, ts = RetryEvidence(one_clock=True), CONNECTED_AT + 1
+    evidence.statistics(counted(ts, 0))
+    for number in range(1, 501):
+        for call, took_ms in (("send_offsets", 410), ("commit", 220)):
+            evidence.call_began()
+            evidence.ended += call == "commit"
+            ts += took_ms * 1000
+            evidence.call_took(call, took_ms, ts / 1e6)
+        assert evidence.undecided
+        ts += 50_000
+        evidence.statistics(counted(ts, number))
+        assert not evidence.undecided
+    assert evidence.reason is None
 
 
 # ---- the backoff -------------------------------------------------------------------------------------------
@@ -311,21 +507,21 @@ def test_the_first_reason_stays() -> None:
 @pytest.mark.parametrize("backoff_ms", [50, 100, 250, 500])
 def test_the_fastest_retry_is_eighty_percent_of_the_backoff(call: str, backoff_ms: int) -> None:
     evidence = RetryEvidence(backoff_ms)
-    evidence.call_took(call, 0.8 * backoff_ms - 0.5)
+    took(evidence, call, 0.8 * backoff_ms - 0.5)
     assert evidence.reason is None
-    evidence.call_took(call, 0.8 * backoff_ms)
+    took(evidence, call, 0.8 * backoff_ms)
     assert evidence.reason is not None
 
 
 def test_a_healthy_call_is_fast_enough_for_the_smallest_backoff_allowed() -> None:
     evidence = RetryEvidence(50)
-    evidence.call_took("commit", 37)
+    took(evidence, "commit", 37)
     assert evidence.reason is None
 
 
 def test_a_long_backoff_does_not_hide_a_txn_offset_commit_that_is_retried_after_its_fixed_500_ms() -> None:
     evidence = RetryEvidence(1_000)
-    evidence.call_took("commit", 508)
+    took(evidence, "commit", 508)
     assert evidence.reason is None, "EndTxn itself waits for retry.backoff.ms"
-    evidence.call_took("send_offsets", 505)
+    took(evidence, "send_offsets", 505)
     assert evidence.reason is not None

@@ -13,6 +13,7 @@ import pytest
 from eos import claim, ownership, session
 from eos.claim import Claim
 from eos.errors import Action, Call, CallFailed, CommitOutcomeUnknown, Fenced, Temporary
+from eos.evidence import RetryEvidence
 from eos.ownership import Described, Identity, Owner, Reach, Situation
 from eos.plain import Transactions
 from eos.producer import ALWAYS, TransactionalProducer
@@ -43,7 +44,7 @@ class Asked:
         self.replacements: list[str] = []
         self.questions = 0
         machine = producer._machine
-        silent: Any = SimpleNamespace(evidence=SimpleNamespace(reason=None), identity=None)
+        silent: Any = SimpleNamespace(evidence=RetryEvidence(), identity=None)
         producer._client = silent
         machine.fire(Event.INITIALISED)
 
@@ -80,7 +81,7 @@ def test_transactions_that_a_newer_instance_fenced_do_not_begin_again(
 ) -> None:
     transactions = Transactions(SETTINGS | {"eos.replace.producer": mode})
     asked = Asked(monkeypatch, transactions._producer, owner, call)
-    with pytest.raises(Fenced) as first, transactions.begin():
+    with pytest.raises(Fenced, match=r"--workers N .*--instance\)$") as first, transactions.begin():
         pass
     asked.replacements.clear()  # `always` replaces before each
     for _ in range(2):
@@ -115,19 +116,26 @@ def test_a_transaction_that_nobody_took_over_may_be_tried_again(
     assert len(asked.replacements) == 1
 
 
-def test_what_interrupts_the_question_who_owns_the_id_does_not_lead_to_another_begin(monkeypatch: AnyPatch) -> None:
+@pytest.mark.parametrize("owner", [Owner.NEWER, Owner.OWN_TIMEOUT])
+def test_a_question_who_owns_the_id_that_was_interrupted_is_asked_again_before_anything_begins(
+    owner: Owner, monkeypatch: AnyPatch
+) -> None:
     transactions = Transactions(SETTINGS)
-    asked = Asked(monkeypatch, transactions._producer, Owner.OWN_TIMEOUT, "flush")
+    asked = Asked(monkeypatch, transactions._producer, owner, "flush")
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
+    answered = ownership.settle
     monkeypatch.setattr(ownership, "settle", interrupted)
-    with pytest.raises(KeyboardInterrupt), transactions.begin():
-        pass
-    with pytest.raises(Fenced, match="could not be learnt"), transactions.begin():
-        pass
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt), transactions.begin():
+            pass
     assert asked.replacements == []
+    monkeypatch.setattr(ownership, "settle", answered)
+    with pytest.raises(Fenced if owner is Owner.NEWER else Temporary), transactions.begin():
+        pass  # who goes on is fenced once more here: each flush is
+    assert len(asked.replacements) == (0 if owner is Owner.NEWER else 1)
 
 
 def test_a_session_that_a_newer_instance_fenced_does_not_begin_again(monkeypatch: AnyPatch) -> None:
@@ -161,14 +169,14 @@ def committed_by(instance: str, since: int) -> str:
 
 def test_a_fenced_session_says_since_when(monkeypatch: AnyPatch) -> None:
     when = r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d"
-    ours, mine = session._STARTED_AT, Settings(SETTINGS).instance
+    ours, mine = session._STARTED_AT, SETTINGS["transactional.id"]
     others = [committed_by(mine, ours), committed_by(mine, ours - 9_000), committed_by("another", ours + 9_000), "{}"]
     told = fenced_at_start_ms(monkeypatch, ours, others)
     assert re.search(rf"in state Ongoing since {when}\)\.", told), told
     told = fenced_at_start_ms(monkeypatch, -1, others)
     assert re.search(rf"in state Empty\); initialised after {when} \(our start\)\.", told), told
     told = fenced_at_start_ms(monkeypatch, -1, [*others, committed_by(mine, ours + 5_000)])
-    assert re.search(rf"in state Empty\); the last commit is by instance {mine} on h, started {when}\.", told), told
+    assert re.search(rf"in state Empty\); the last commit is by {mine} on h, started {when}\.", told), told
 
 
 def test_a_session_that_timed_out_goes_on(monkeypatch: AnyPatch) -> None:
@@ -252,6 +260,18 @@ def test_a_ghost_is_ours_unless_the_group_says_otherwise_while_nobody_fenced_us(
     with contextlib.nullcontext() if ours else pytest.raises(Fenced):
         one.replace(asked.producer, "retry: something")
     assert asked.replacements == (["retry: something"] if ours else [])
+
+
+@pytest.mark.parametrize(("group", "ours"), [(None, False), (True, True), (False, False)])
+def test_a_transaction_aborted_before_its_time_by_our_clock_is_ours_only_if_the_group_says_so(
+    group: bool | None, ours: bool, monkeypatch: AnyPatch
+) -> None:
+    """A paused virtual machine has no clock that went on; without a group a newer instance cannot be ruled out."""
+    more = {} if group is None else {"nobody_took_our_place": lambda: group}
+    one, asked = claimed(monkeypatch, Described("CompleteAbort", 1, 2), Owner.ABORTED_EARLY, **more)
+    with contextlib.nullcontext() if ours else pytest.raises(Fenced):
+        one.replace(asked.producer, "failure: fenced")
+    assert asked.replacements == (["failure: fenced"] if ours else [])
 
 
 def test_who_was_fenced_is_asked_since_when_the_id_is_another_ones(monkeypatch: AnyPatch) -> None:

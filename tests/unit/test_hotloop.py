@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import shutil
 import subprocess
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,6 +18,7 @@ from confluent_kafka import KafkaError, Message, Producer
 from hypothesis import given
 from hypothesis import strategies as st
 
+import eos
 from eos.app import KEEP, Out, Record
 from eos.hotloop import python
 
@@ -664,3 +667,27 @@ def test_the_compiled_loop_is_used_where_it_is_and_no_client_is_imported_for_it(
 
 def test_python_can_be_chosen() -> None:
     assert choice(EOS_PURE_PYTHON="1") == "False eos.hotloop.python False"
+
+
+@compiled
+@pytest.mark.parametrize(("change", "used"), [("", True), ("// another rule\n", False)])
+def test_a_compiled_loop_of_another_source_is_told_and_not_used(tmp_path: Path, change: str, used: bool) -> None:
+    """As an editable installation is left behind by a pull."""
+    package = Path(eos.__file__).parent
+    shutil.copytree(package, tmp_path / "eos", ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "eos" / "hotloop" / "_native.c").open("a") as source:
+        source.write(change)
+    code = "import eos.app, eos.hotloop as h; print(h.__file__, h.COMPILED, h.feed_values.__module__)"
+
+    def imported() -> subprocess.CompletedProcess[str]:
+        ran = [sys.executable, "-c", code]
+        return subprocess.run(ran, cwd=tmp_path, env={}, capture_output=True, text=True, check=True)
+
+    done = imported()
+    form = "True eos.hotloop._native" if used else "False eos.hotloop.python"
+    assert done.stdout == f"{tmp_path}/eos/hotloop/__init__.py {form}\n"
+    told = [line for line in done.stderr.splitlines() if "Warning" in line]
+    assert len(told) == (0 if used else 1)
+    assert used or told[0].endswith("is not used: build it again with `pip install -e .`")
+    (tmp_path / "eos" / "hotloop" / "_native.c").unlink()  # as in a wheel without it
+    assert "True eos.hotloop._native" in imported().stdout

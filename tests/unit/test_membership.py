@@ -13,7 +13,7 @@ from confluent_kafka import KafkaError, KafkaException
 from eos import membership as membership_module
 from eos.app import Record
 from eos.errors import NotAuthorised, Unavailable
-from eos.membership import Membership, check_topics
+from eos.membership import Membership, Stopped, check_topics
 from eos.positions import Positions
 from eos.settings import Settings
 
@@ -112,11 +112,28 @@ def _of(cluster: _Cluster, **more: Any) -> Membership:
     return membership
 
 
-def test_partitions_are_asked_for_again_while_no_broker_answers() -> None:
-    """At the start of --until-end, and before new partitions begin at the end: a broker may be away just then."""
-    away = (KafkaError._TRANSPORT, KafkaError._TIMED_OUT)
-    assert _of(_Cluster(*away)).stable_ends() == {("in", 0): 5, ("in", 1): 5}
-    latest = _of(_Cluster(*away), **{"auto.offset.reset": "latest"})
+AWAY = (KafkaError._TRANSPORT, KafkaError._TIMED_OUT)
+
+
+def test_ends_are_asked_for_again_while_no_broker_answers() -> None:
+    """At the start of --until-end: a broker may be away just then."""
+    assert _of(_Cluster(*AWAY)).stable_ends() == {("in", 0): 5, ("in", 1): 5}
+
+
+def test_a_stop_ends_the_wait_for_a_partition_without_a_leader() -> None:
+    waiting = _of(_Cluster(*AWAY * 1_000))
+    asked = iter([False, False, True])
+    waiting.stopping = lambda: next(asked)
+    for question in (waiting.stable_ends, lambda: waiting.topics_with_commits(["in"])):
+        asked = iter([False, False, True])
+        with pytest.raises(Stopped):
+            question()
+
+
+def test_a_partition_that_cannot_begin_yet_does_not_keep_the_group_from_being_polled() -> None:
+    """Under `latest` its end must be known: it may have no leader, or its group's offsets may not be stable."""
+    latest = _of(_Cluster(*AWAY), **{"auto.offset.reset": "latest"})
+    assert [latest._resolve_starts([("in", 1)]) for _ in AWAY] == [None, None]
     starts = latest._resolve_starts([("in", 1)])
     assert starts is not None
     assert starts["in", 1].offset == -2, "the group knows this topic: a new partition counts from its start"

@@ -42,11 +42,12 @@ ROWS = [
     Row("own timeout, just before", LATE, 1, "PrepareAbort", Owner.ASK_AGAIN),
     Row("own timeout on 3.9.2, briefly", LATE, 1, "Ongoing", Owner.ASK_AGAIN),
     Row("a second one initialised while mine was open, at first", YOUNG, 1, "PrepareAbort", Owner.ASK_AGAIN),
-    Row("a second one initialised while mine was open, then", YOUNG, 1, "CompleteAbort", Owner.NEWER),
+    Row("the same, a moment later: asked twice, and the group", YOUNG, 1, "CompleteAbort", Owner.ABORTED_EARLY),
     Row("a second one initialised while mine was open", YOUNG, 2, "Empty", Owner.NEWER),
     Row("a second one initialised while mine was open, and works", YOUNG, 2, "Ongoing", Owner.NEWER),
     Row("the same, of a late transaction", LATE, 2, "Empty", Owner.NEWER),
-    Row("the second died inside its init", YOUNG, 1, "CompleteAbort", Owner.NEWER),
+    Row("the second died inside its init: the group is asked", YOUNG, 1, "CompleteAbort", Owner.ABORTED_EARLY),
+    Row("own timeout of which our clock knows nothing: likewise", YOUNG, 1, "CompleteAbort", Owner.ABORTED_EARLY),
     Row("a second one initialised while mine was idle", IDLE, 1, "Empty", Owner.NEWER),
     Row("a second one initialised while mine was idle, works", IDLE, 1, "Ongoing", Owner.ASK_AGAIN),
     Row("a second one initialised while mine was idle, committed", IDLE, 1, "CompleteCommit", Owner.NEWER),
@@ -188,10 +189,12 @@ def test_an_answer_that_leaves_no_doubt_is_taken_at_once(answer: Described | Non
     assert coordinator.asked_at == [0.0]
 
 
-def test_a_young_transaction_that_was_fenced_has_a_newer_owner_at_once() -> None:
+def test_a_young_transaction_that_was_aborted_is_given_a_newer_instance_the_time_of_an_init_to_show_itself() -> None:
     coordinator = Coordinator({0: TIMED_OUT})
-    assert coordinator.settle(YOUNG) == (Owner.NEWER, TIMED_OUT)
-    assert len(coordinator.asked_at) == 1
+    assert coordinator.settle(YOUNG) == (Owner.ABORTED_EARLY, TIMED_OUT)
+    assert coordinator.asked_at[-1] >= AGREEMENT_INTERVAL_S
+    newer = Described("Empty", PRODUCER, E + 2)
+    assert Coordinator({0: TIMED_OUT, 1.0: newer}).settle(YOUNG) == (Owner.NEWER, newer)
 
 
 def test_a_busy_coordinator_is_asked_again_and_then_two_answers_must_agree() -> None:

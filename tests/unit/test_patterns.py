@@ -118,7 +118,8 @@ def test_one_pattern_of_two_functions_is_refused_at_the_definition() -> None:
 
 
 def test_kafka_s_own_topics_and_dead_letters_are_never_taken() -> None:
-    app = app_of(("^.*", []), on_error=eos.dlq)
+    app = App("app")
+    app.process("^.*", on_error=eos.dlq)(lambda record: None)
     assert app.take_in(["__consumer_offsets", "__own", "in", "in.dlq", "others.dlq", "_in"]) == ["_in", "in"]
     assert app.destinations == {"in.dlq", "_in.dlq"}
 
@@ -134,7 +135,7 @@ def test_a_pattern_that_matches_a_destination_is_refused_in_whatever_order_they_
             app_of(*definitions)  # type: ignore[arg-type]
     app = app_of(("^b-.*", "a-out"))
     with pytest.raises(ConfigurationError, match=sentence):
-        app.process("^a-.*")(other)
+        app.process("^a-.*", to="out")(other)
     assert [pattern.pattern for pattern in app.patterns] == ["^b-.*"], "a refused function leaves the App as it was"
 
 

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from confluent_kafka import KafkaError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eos.errors import Temporary
+from eos.errors import Action, CallFailed, Temporary
 from eos.session import MOST_REBUILDS, TransactSession, chunk_of, room_ahead, room_of
 
 
@@ -59,8 +60,7 @@ def commit_one(session: TransactSession) -> None:
     leaving: Any = SimpleNamespace(
         producer=producer, transaction=sent, taken=0, began_at=0.0, first_timestamp_ms=-1, left_at=1.0, job=job
     )
-    session._positions.leave({})
-    session._committed(leaving)
+    session._count_commit(leaving)
 
 
 def test_rebuilds_without_a_commit_between_them_come_to_an_end_and_a_commit_begins_the_count_anew() -> None:
@@ -71,3 +71,22 @@ def test_rebuilds_without_a_commit_between_them_come_to_an_end_and_a_commit_begi
     with pytest.raises(Temporary, match=rf"^{MOST_REBUILDS + 1} rebuilds without one commit, .*timed out.*--instance"):
         rebuild(session, 1)
     assert session.counters.rebuilds_by_cause == {"timeout": 2 * MOST_REBUILDS + 1}
+
+
+def test_an_abort_by_a_rebalance_is_news_and_no_warning_until_they_do_not_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"])
+    producer: Any = SimpleNamespace(abort=lambda: None, who=dict)
+    membership: Any = SimpleNamespace(go_back=lambda _: None)
+    session._producers, session._membership = [producer], membership
+    raw = KafkaError(KafkaError.ILLEGAL_GENERATION, "in((null))[3](Broker: Specified group generation id is not valid)")
+    asked = CallFailed("abort", Action.ABORT, RuntimeError("asked by the application"))
+    with caplog.at_level("INFO", "eos"):
+        for failure in (*[CallFailed("send_offsets", Action.ABORT, raw)] * 3, asked):
+            session._abort(failure)
+    told = [(one.levelname, one.getMessage()) for one in caplog.records]
+    usual = "transaction aborted reason=the group rebalances"
+    assert told[:3] == [("INFO", usual), ("INFO", usual), ("WARNING", usual)]
+    assert told[3] == ("WARNING", f"transaction aborted reason={asked}")
+    assert session.counters.aborts_by_cause == {"rebalance": 3, "application": 1}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import pytest
 from confluent_kafka import Consumer, Producer
 
 from eos.errors import ConfigurationError
-from eos.settings import NOT_FOR_USERS, OPTIONS, REFUSALS, Settings, load, parse_flag
+from eos.plain import Transactions
+from eos.session import TransactSession
+from eos.settings import NOT_FOR_USERS, OPTIONS, REFUSALS, Settings, load, member_of, parse_flag
 
 
 def refused(values: dict[str, Any]) -> str:
@@ -234,6 +238,34 @@ def test_a_file_that_was_named_must_exist_and_the_usual_one_need_not(
     assert load({}, {})["linger.ms"] == 7
 
 
+def own_loop(given: Any) -> Settings:
+    return TransactSession(given, ["in"]).settings
+
+
+def without_input(given: Any) -> Settings:
+    return Transactions(given).settings
+
+
+@pytest.mark.parametrize("made", [own_loop, without_input])
+def test_what_code_gives_by_name_is_completed_by_the_environment_and_the_file_and_is_stronger(
+    made: Callable[[Any], Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    toml(tmp_path, '"bootstrap.servers" = "file:1"\n"linger.ms" = 7\n"metadata.broker.list" = "file:2"\n')
+    monkeypatch.delenv("KAFKA_BOOTSTRAP_SERVERS", raising=False)
+    given = {"group.id": "g", "transactional.id": "t"}
+    assert made(given).bootstrap_servers == "file:2"
+    assert made(given)["linger.ms"] == 7
+    monkeypatch.setenv("KAFKA_BOOTSTRAP_SERVERS", "env:1")
+    monkeypatch.setenv("EOS_TRANSACTION_INTERVAL_MS", "250")
+    assert made(given).bootstrap_servers == "env:1"
+    assert made(given)["eos.transaction.interval.ms"] == 250
+    assert made(given | {"bootstrap.servers": "code:1"}).bootstrap_servers == "code:1"
+    assert made(given | {"metadata.broker.list": "code:2"}).bootstrap_servers == "code:2"
+    settings = Settings(given | {"bootstrap.servers": "mine:1"})
+    assert made(settings) is settings
+
+
 def test_a_refusal_holds_for_every_source(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"isolation\.level"):
         load({}, {}, toml(tmp_path, 'isolation.level = "read_uncommitted"'))
@@ -363,10 +395,22 @@ def test_the_consumer_reads_committed_records_only_and_never_commits_or_resets_b
 
 
 def test_a_classic_member_is_static_and_cooperative_with_a_session_of_ten_seconds() -> None:
-    given = Settings({"eos.instance": "i-1"}).consumer()
-    assert given["group.instance.id"] == "i-1"
+    given = Settings({"transactional.id": "app-i-1"}).consumer()
+    assert given["group.instance.id"] == "app-i-1"
     assert given["session.timeout.ms"] == 10_000
     assert given["partition.assignment.strategy"] == "cooperative-sticky"
+
+
+def test_a_members_name_is_one_that_kafka_takes_and_another_for_each_transactional_id() -> None:
+    """Kafka checks it as a topic's name; a transactional.id can be any text."""
+    names = ["a", "a.b-c_d", "orders/eu", "orders:eu", "orders_eu", "ü", "..", ".", "x" * 249, "x" * 250, "x" * 251]
+    members = [member_of(name) for name in names]
+    assert members[:2] == names[:2]
+    assert members[8] == names[8]
+    assert len(set(members)) == len(names)
+    for member in members:
+        assert re.fullmatch(r"[A-Za-z0-9._-]{1,249}", member), member
+        assert member.strip(".")
 
 
 @pytest.mark.parametrize("protocol", ["consumer", "CONSUMER"])

@@ -143,6 +143,77 @@ def test_the_breaker_gives_up_a_worker_that_never_settles_with_75_and_stops_the_
     assert (lives(tmp_path, "a"), lives(tmp_path, "b")) == (1, 9)
 
 
+def ends(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was said of each end, in order: whose, and what follows."""
+    events = [(getattr(one, "event", ""), getattr(one, "fields", {})) for one in caplog.records]
+    return [f"{event.split()[1]}: {fields['then']}" for event, fields in events if event.endswith(" ended")]
+
+
+def test_what_is_said_to_follow_an_end_is_what_follows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "eos")
+    supervise(tmp_path, {"a": ["0"], "b": ["75", "0"]}).run()
+    told = ends(caplog)
+    assert sorted(told[:2]) == ["a: it is done, the others go on", "b: it is started again in 0.1 s"]
+    assert told[2:] == ["b: it is done"]
+    caplog.clear()
+    supervise(tmp_path, {"c": ["run"], "d": ["65"]}).run()
+    assert ends(caplog) == ["d: all are stopped", "c: all are stopping"]
+    caplog.clear()
+    with pytest.raises(GaveUp):
+        supervise(tmp_path, {"e": ["75"]}).run()
+    assert ends(caplog)[-2:] == ["e: it is started again in 0.1 s", "e: all are stopped"]
+
+
+def test_what_a_reload_leads_to_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "eos")
+    supervisor = supervise(tmp_path, {"a": ["65", "run"]}, keep=True)
+
+    def drive() -> None:
+        wait_until("the first life ended", lambda: bool(ends(caplog)), 30)
+        supervisor.reload()
+        wait_up(tmp_path, "a", life=2)
+        supervisor.reload()
+        wait_up(tmp_path, "a", life=3)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    driver = meanwhile(drive)
+    supervisor.run()
+    driver.join()
+    waited, again = "a: a change of the source is waited for", "a: it is started again with the source as it is now"
+    assert ends(caplog) == [waited, again, "a: all are stopping"]
+
+
+def test_the_counts_of_a_worker_go_on_when_it_is_started_again(tmp_path: Path) -> None:
+    program = tmp_path / "reporting.py"
+    program.write_text(
+        """
+import os, sys
+import msgspec
+from eos.health.report import PIPE_VARIABLE
+from eos.health.status import Distribution, Status
+folder = sys.argv[1]
+life = len(os.listdir(folder)) + 1
+open(os.path.join(folder, str(life)), "w").close()
+commits = Distribution((0.1, 1.0), (life, 0, 1), float(life))
+for done in (1, 10 * life):
+    status = Status("an-app", "a", os.getpid(), 0.0, 0.0, records_in=done, records_out=2 * done, transactions=life,
+        retries=1, aborts={"rebalance": 1, f"life {life}": 1}, poison={"dlq": 2}, commit_seconds=commits)
+    os.write(int(os.environ[PIPE_VARIABLE]), msgspec.json.encode(status) + b"\\n")
+sys.exit(0 if life == 3 else 75)
+"""
+    )
+    lives = tmp_path / "lives"
+    lives.mkdir()
+    supervisor = Supervisor(["a"], lambda _: [sys.executable, str(program), str(lives)], stop_s=20.0)
+    assert supervisor.run() == 0
+    (status,) = supervisor.statuses()
+    assert (status.records_in, status.records_out, status.transactions, status.retries) == (60, 120, 6, 3)
+    assert status.aborts == {"rebalance": 3, "life 1": 1, "life 2": 1, "life 3": 1}
+    assert (status.poison, status.restarts) == ({"dlq": 6}, 2)
+    assert (status.commit_seconds.counts, status.commit_seconds.total) == ((6, 0, 3), 6.0)
+    assert status.end_to_end_seconds.counts == (0,)
+
+
 def test_a_life_that_settled_closes_the_breaker_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervising, "SETTLED_S", 0.0)
     assert supervise(tmp_path, {"a": ["75"] * 12 + ["0"]}).run() == 0

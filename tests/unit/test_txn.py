@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from types import SimpleNamespace
 
 import pytest
 
-from eos.admin.cluster import OpenProducer
-from eos.admin.transactions import OpenTransaction, Verdict
+from eos.admin.cluster import Listed, OpenProducer
+from eos.admin.transactions import STATES, OpenTransaction, Verdict
 from eos.cli import txn
-from eos.errors import Temporary, Unavailable
+from eos.errors import Temporary, Unavailable, UsageError
 from eos.ownership import Described
 
 
@@ -29,6 +31,40 @@ def admin(monkeypatch: pytest.MonkeyPatch) -> None:
 def hanging(producer_id: int) -> OpenTransaction:
     seen = OpenProducer(("t", 3), producer_id, 5, 100, 0, 0)
     return OpenTransaction(seen, None, None, Verdict.HANGING, "nobody knows it", 4)
+
+
+def listed(state: str, since_s: float | None = 200.0) -> Listed:
+    start_ms = -1 if since_s is None else int((time.time() - since_s) * 1000)
+    return Listed(f"app-{state}", 7, 3, state, 1, start_ms, 10_000, frozenset())
+
+
+@pytest.mark.parametrize("state", sorted(STATES))
+def test_only_a_transaction_that_has_not_ended_is_open_for_some_time(
+    state: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    admin = Admin(transactions=lambda: [listed(state)], describe_all=lambda _: [listed(state)])
+    monkeypatch.setattr(txn, "ClusterAdmin", lambda _: admin)
+    txn.list_()
+    txn.describe(f"app-{state}")
+    told = capsys.readouterr().out
+    ages = re.findall(r"20\d\.\d s", told)
+    assert len(ages) == (0 if state in ("Empty", "CompleteCommit", "CompleteAbort", "Dead") else 2), told
+    assert told.count(state) >= 2
+
+
+def test_states_are_those_of_kafka_in_any_case_and_another_is_refused_with_their_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [listed("Ongoing"), listed("CompleteCommit"), listed("Empty", None)]
+    monkeypatch.setattr(txn, "ClusterAdmin", lambda _: Admin(transactions=lambda: rows))
+    txn.list_(state=["ongoing", "EMPTY"], json=True)
+    assert [row["state"] for row in json.loads(capsys.readouterr().out)] == ["Ongoing", "Empty"]
+    txn.list_(state=["dead"], prefix="app")
+    assert capsys.readouterr().out == "no transactional.id that begins with app is in state Dead\n"
+    with pytest.raises(UsageError) as raised:
+        txn.list_(state=["Ongoing", "Foo"])
+    assert raised.value.exit_code == 64
+    assert str(raised.value).startswith("--state Foo: there is no such state; there are CompleteAbort, CompleteCommit,")
 
 
 def test_the_end_of_a_transactional_id_is_told_with_before_and_after(

@@ -170,7 +170,7 @@ class History:
         headers += [None] * self.unmarked
         lanes = [self.lane(source) for source in self.sources] + [0] * self.unmarked
         marks, unmarked = marks_of(log_of("out", list(zip(lanes, range(len(lanes)), strict=True)), headers))
-        assert unmarked == self.unmarked
+        assert len(unmarked) == self.unmarked
         return judge(inputs, marks, self.committed, self.begins, self.output_begins, self.compacted)
 
     def cut(self, lane: int, count: int) -> list[Source]:
@@ -560,6 +560,7 @@ class Cluster:
         self.places = {"in": [(0, o) for o in range(9)], "out": [(0, o) for o in range(9)]}
         self.policies: dict[str, str | None] = {"in": "delete", "out": "delete"}
         self.removed_before_reading = 0
+        self.strangers = 0  # behind the outputs
 
     def committed_with_metadata(self, *_: Any) -> Mapping[tuple[str, int], tuple[int, str]]:
         return {("in", 0): (9, '{"lineage": [0, 9, 9]}')}
@@ -576,7 +577,11 @@ class Cluster:
     def read_topic(self, _: str, topics: list[str], **__: Any) -> Log:
         self.places[topics[0]] = self.places[topics[0]][self.removed_before_reading :]
         places = self.places[topics[0]]
-        return log_of(topics[0], places, [encode(Source("in", 0, o, 0, 1, o)) for _, o in places])
+        headers: list[bytes | None] = [encode(Source("in", 0, o, 0, 1, o)) for _, o in places]
+        if topics == ["out"]:
+            places = [*places, *((0, 9 + number) for number in range(self.strangers))]
+            headers += [None] * self.strangers
+        return log_of(topics[0], places, headers)
 
 
 @pytest.fixture
@@ -591,6 +596,26 @@ def test_what_retention_removes_before_it_is_read_is_no_violation(cluster: Clust
     found = verify("servers", ["in"], ["out"], "group")
     assert found.report.ok, str(found.report)
     assert (found.inputs, found.outputs, len(found.notes)) == (5, 5, 2)
+
+
+def test_beside_a_record_without_lineage_nobody_says_that_there_is_no_stranger(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rules() -> set[str]:
+        return {v.rule for v in verify("servers", ["in"], ["out"], "group").report.verdicts}
+
+    alone = rules()
+    cluster.strangers = 1
+    assert alone - rules() == {"no_strangers"}
+    found = verify("servers", ["in"], ["out"], "group")
+    assert found.report.ok
+    (note,) = found.notes
+    assert note.startswith("1 output carries no lineage (out[0]@9): something else wrote them")
+    assert note.endswith("whether they are strangers is not decided")
+    assert _tell(found, "group") == 0
+    assert "holds, as far as it could be decided" in " ".join(capsys.readouterr().out.split())
+    cluster.strangers = 7
+    assert "(out[0]@9, out[0]@10, out[0]@11, ...)" in verify("servers", ["in"], ["out"], "group").notes[0]
 
 
 def test_what_a_topic_s_policy_says_of_compaction_is_heeded(cluster: Cluster) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from eos.shim.wire import api
-from eos.shim.wire.cursor import Cursor
+from eos.shim.wire.cursor import Cursor, checked_tags
 from eos.shim.wire.headers import response_body
 
 
@@ -130,7 +130,7 @@ def _produce(cursor: Cursor, version: int) -> Found:
 
 def tagged_endpoints(cursor: Cursor) -> Found:
     """NodeEndpoints among the tagged fields that end a response: tag 0."""
-    for _ in range(cursor.uvarint()):
+    for _ in range(checked_tags(cursor.uvarint())):
         tag, size_at = cursor.uvarint(), cursor.pos
         size, value_at = cursor.uvarint(), cursor.pos
         cursor.skip(size)

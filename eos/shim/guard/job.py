@@ -13,7 +13,7 @@ from typing import Any
 from kafka.protocol.metadata import MetadataResponse
 from kafka.protocol.sasl import SaslAuthenticateRequest, SaslAuthenticateResponse, SaslHandshakeRequest
 
-from eos.shim import events
+from eos.shim.complaints import Complaints
 from eos.shim.errors import Malformed, ProtocolError
 from eos.shim.guard import login
 from eos.shim.guard.policy import ANONYMOUS, Policy
@@ -57,6 +57,7 @@ class GuardJob(Job):
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.refused: Counter[str] = Counter()
+        self._complaints = Complaints("refused by the policy", "more refused by the policy")
         self._mechanisms: dict[Connection, str] = {}
         self._principals: dict[Connection, str] = {}
         self._topics: dict[bytes, str] = {}
@@ -128,6 +129,9 @@ class GuardJob(Job):
         self._principals.pop(connection, None)
         self._mechanisms.pop(connection, None)
 
+    def stopped(self) -> None:
+        self._complaints.tell()
+
     def _judge(self, exchange: Exchange, request: Any) -> None:
         """Raises _Refused."""
         policy, key = self.policy, exchange.api_key
@@ -176,12 +180,11 @@ class GuardJob(Job):
         if refused.error == UNKNOWN_TOPIC_ID:
             return  # not a refusal: a question
         self.refused[error] += 1
-        events.warning(
-            "refused by the policy",
+        self._complaints.say(
+            exchange.connection.client,
+            refused.reason,
             api=api.api_name(exchange.api_key),
             error=error,
-            reason=refused.reason,
-            client=exchange.connection.client,
             principal=self._principals.get(exchange.connection, ANONYMOUS),
         )
 

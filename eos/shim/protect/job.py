@@ -17,6 +17,7 @@ from eos.shim.protect.journal import Journal
 from eos.shim.protect.machine import INVALID_PRODUCER_EPOCH, End, Identity, Machine, Partition, Refused, State
 from eos.shim.wire import api
 from eos.shim.wire.frames import Piece, Stream
+from eos.shim.wire.headers import LONGEST_HEAD_BYTES
 
 
 class _Init(NamedTuple):
@@ -200,14 +201,14 @@ class _PassingProduce:
     """A `Stream` over one Produce of `size` bytes: changed and passed on as soon as its head tells how.
 
     What is refused is swallowed, and answered when its client has sent all of it: before that no client waits for an
-    answer.
+    answer. What is kept until it is decided counts as collected.
     """
 
     def __init__(self, job: ProtectJob, exchange: Exchange, size: int) -> None:
         self._job, self._exchange, self._size = job, exchange, size
         self._seen = 0
-        self._held: list[bytes] = []  # until it is decided
-        self._collects = False
+        self._held = bytearray()  # until it is decided
+        self._look_at = 0  # bytes; before so many have come there is nothing new to be read
         self._decided = False
         self._refusal: bytes | None = None
 
@@ -223,14 +224,27 @@ class _PassingProduce:
 
     def _decide(self, piece: Piece) -> Piece:
         """What goes on now."""
-        if self._held and not (self._collects and self._seen < self._size):
-            piece = b"".join([*self._held, piece])
-            self._held = []
+        account = self._exchange.connection.collected
+        if self._held:
+            self._held += piece
+            if account is not None:
+                account.add(len(piece))
+            if self._seen < self._look_at:
+                return b""
+            piece = memoryview(self._held)
         request = self._read(piece)
         if request is None:
-            self._held.append(bytes(piece))
+            if self._held:
+                assert isinstance(piece, memoryview)
+                piece.release()  # what has a view cannot grow
+            else:
+                self._held += piece
+                if account is not None:
+                    account.add(len(piece))
             return b""
         self._decided = True
+        if account is not None:
+            account.clear()
         way = self._job.produce(self._exchange, request)
         if isinstance(way, bytes):
             self._refusal = way
@@ -239,20 +253,20 @@ class _PassingProduce:
 
     def _read(self, piece: Piece) -> translate.Produce | None:
         version = self._exchange.version
-        if not self._collects:
+        if self._look_at < self._size:
             try:
                 request = translate.produce_by_head(piece, version, self._size)
                 if request is not None:
                     return request
-                self._collects = True
+                self._look_at = self._size
             except Malformed:
-                # It ends within its head; or is wrong, and judged when all of it is there.
-                self._collects = len(piece) > _LONGEST_HEAD_BYTES
+                # It ends within its head, and is looked at again when twice as much is there: a client that sends it
+                # byte by byte must not have it read so often. Or it is wrong, and judged when all of it is there.
+                self._look_at = self._size if self._seen > LONGEST_HEAD_BYTES else min(2 * self._seen, self._size)
         return translate.produce(piece, version) if self._seen == self._size else None
 
 
 _SPOKEN_BY_V2_CLIENTS = 5  # InitProducerId
-_LONGEST_HEAD_BYTES = 128 * 1024  # client id, transactional.id, topic: 32 KB each at most
 
 
 def _broker(exchange: Exchange) -> Hashable:

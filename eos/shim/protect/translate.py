@@ -42,6 +42,8 @@ _FENCED_KNOWN_SINCE = 2  # EndTxn
 _BATCH = struct.Struct(">qiibIhiqqqhii")
 _CRC_AT, _IDENTITY_AT, _SEQUENCE_AT, _CHANGED_END = 17, 43, 53, 57
 _LENGTH_COUNTS_FROM, _MAGIC = 12, 2
+# Of one partition in one Produce; brokers take a single one.
+_MOST_BATCHES = 1_000
 
 
 class Identified(NamedTuple):
@@ -192,7 +194,9 @@ def produce(frame: Piece, version: int) -> Produce:
             length = Cursor(frame, start, cursor.flexible)
             size = length.uvarint() - 1 if cursor.flexible else length.int32()
             if size > 0:
-                batches += _batches(frame, length.pos, cursor.pos, partition)
+                found = _batches(frame, length.pos, cursor.pos, partition)
+                cursor.took(len(found))
+                batches += found
             cursor.skip_tags()
         cursor.skip_tags()
     return Produce(name, partitions, batches)
@@ -227,8 +231,10 @@ def produce_by_head(head: Piece, version: int, size: int) -> Produce | None:
 
 
 def _batches(frame: Piece, at: int, end: int, partition: Partition) -> list[_Batch]:
-    found = []
+    found = list[_Batch]()
     while at < end:
+        if len(found) == _MOST_BATCHES:
+            raise Malformed(f"more than {_MOST_BATCHES} record batches in one partition")
         if end - at < _BATCH.size:
             raise Malformed("a record batch ends within its header")
         found.append(_batch(frame, at, end, partition))

@@ -2,7 +2,7 @@
 
 Owns the reading of FindCoordinator, InitProducerId, AddPartitionsToTxn, AddOffsetsToTxn, TxnOffsetCommit and EndTxn
 with kafka-python's classes; Produce and Fetch are walked over in wire/batches.py. Pure; it may raise whatever the
-classes raise on bytes they do not understand.
+classes raise on answers they do not understand, and Malformed for requests.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kafka.protocol.producer import (
     TxnOffsetCommitResponse,
 )
 
+from eos.shim.errors import Malformed
 from eos.shim.trace.model import Step
 from eos.shim.wire import answers, api
 from eos.shim.wire.batches import Topic
@@ -56,8 +57,11 @@ def understood(api_key: int, version: int) -> bool:
 
 def request_steps(api_key: int, version: int, frame: bytes, time: float) -> list[Step]:
     """The steps a request begins: one, or one per transactional.id of a batched FindCoordinator; none of others."""
-    request = REQUESTS[api_key].decode(frame, version=version, header=True, framed=True)
-    return list(_REQUEST[api_key](request, version, time))
+    request = answers.decoded(REQUESTS[api_key], frame, version)
+    steps = list(_REQUEST[api_key](request, version, time))
+    if any(step.transactional_id is None for step in steps):
+        raise Malformed("a transactional.id that is null")  # brokers refuse it
+    return steps
 
 
 def add_response(
@@ -110,13 +114,13 @@ def _identified(request: Any, name: str, time: float) -> Step:
 
 def _add_offsets(request: Any, version: int, time: float) -> Iterator[Step]:
     step = _identified(request, "AddOffsetsToTxn", time)
-    step.group = request.group_id
+    step.group = request.group_id or ""
     yield step
 
 
 def _txn_offset_commit(request: Any, version: int, time: float) -> Iterator[Step]:
     step = _identified(request, "TxnOffsetCommit", time)
-    step.group = request.group_id
+    step.group = request.group_id or ""
     for topic in request.topics:
         for partition in topic.partitions:
             step.offsets[f"{topic.name}-{partition.partition_index}"] = partition.committed_offset

@@ -20,6 +20,8 @@ from eos.shim.wire.walk import Layout, Walk
 
 _NEWEST_FETCH, _OLDEST_FETCH = 18, 4
 _TOPIC_IDS_SINCE = 10  # Metadata
+# Of a Produce: a partition with its batch has about twelve. What has more is not traced.
+_MOST_FIELDS = 200_000
 
 
 class TraceJob(Job):
@@ -54,7 +56,8 @@ class TraceJob(Job):
     def request_stream(self, exchange: Exchange, size: int) -> Stream | None:
         if exchange.api_key != api.PRODUCE:
             return None
-        return _Watching(_Produce(self, exchange).layout(), lambda error: self._complain(exchange, error))
+        layout = _Produce(self, exchange).layout()
+        return _Watching(layout, lambda error: self._complain(exchange, error), _MOST_FIELDS)
 
     def response(self, exchange: Exchange, frame: bytes) -> bytes:
         try:
@@ -160,9 +163,14 @@ class _Produce:
 class _Watching:
     """A `Stream` that only looks, and stops looking at what it does not understand."""
 
-    def __init__(self, layout: Callable[[Walk], Layout], failed: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        layout: Callable[[Walk], Layout],
+        failed: Callable[[Exception], None],
+        most_fields: int | None = None,
+    ) -> None:
         self._failed = failed
-        self._walk: Walk | None = Walk(layout)
+        self._walk: Walk | None = Walk(layout, most_fields)
 
     def feed(self, piece: Piece) -> Piece:
         if self._walk is not None:

@@ -13,10 +13,14 @@ from kafka.protocol import consumer, producer
 from kafka.protocol import metadata as cluster
 
 from eos.shim.errors import Malformed, ProtocolError
-from eos.shim.wire import api
+from eos.shim.wire import api, measure
 
 Of = Callable[[str | bytes, int], int]
 Codes = int | Of  # one for all, or by topic and partition
+
+
+# A request with room for few elements is read as it is: nearly all are.
+_TOO_SMALL_TO_MATTER_BYTES = 256
 
 
 class Unanswerable(ProtocolError):
@@ -38,10 +42,13 @@ def known(api_key: int, version: int) -> bool:
 
 
 def decoded(cls: Any, frame: bytes, version: int) -> Any:
-    """A whole message of one of kafka-python's classes. Raises Malformed for whatever the class raises.
+    """A whole message of one of kafka-python's classes. Raises Malformed for whatever the class raises, and for a
+    request with more in it than any has.
 
     The reason says no more than the kind of error: some show the bytes they stumbled over, and those may be secret.
     """
+    if len(frame) > _TOO_SMALL_TO_MATTER_BYTES and cls.is_request():
+        measure.check(cls, frame, version)
     try:
         return cls.decode(frame, version=version, header=True, framed=True)
     except Exception as error:

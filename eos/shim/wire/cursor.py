@@ -1,7 +1,8 @@
 """Reads the protocol's primitive fields out of one whole frame.
 
 Owns the position in the frame. Every read past the end raises Malformed, and a length is believed only as far as the
-frame goes. It must never copy more than the field it returns.
+frame goes. It must never copy more than the field it returns, nor go on for longer than any real message needs: who
+sends a frame decides what is in it, and while it is read here everybody else waits.
 """
 
 from __future__ import annotations
@@ -11,16 +12,24 @@ import struct
 from eos.shim.errors import Malformed
 from eos.shim.wire.frames import Piece
 
+# The string of a message, as brokers take it (a 16 bit length, also where the encoding could say more).
+LONGEST_STRING_BYTES = 32_767
+# The most tagged fields in one section; the messages of Kafka 4.3.1 have a handful.
+MOST_TAGS = 100
+# The most elements of all arrays of one message together, tagged fields among them: partitions of a request, for one.
+MOST_ELEMENTS = 50_000
+
 _INT16, _INT32, _INT64 = struct.Struct(">h"), struct.Struct(">i"), struct.Struct(">q")
 
 
 class Cursor:
     """`flexible` says which encoding strings, arrays and tagged fields have (KIP-482)."""
 
-    __slots__ = ("data", "end", "flexible", "pos")
+    __slots__ = ("data", "elements", "end", "flexible", "pos")
 
     def __init__(self, data: Piece, pos: int, flexible: bool) -> None:
         self.data, self.pos, self.end, self.flexible = data, pos, len(data), flexible
+        self.elements = 0  # of all arrays so far
 
     def skip(self, count: int) -> None:
         self.pos += count
@@ -62,7 +71,15 @@ class Cursor:
         count = self.uvarint() - 1 if self.flexible else self.int32()
         if count < -1 or count > self.end - self.pos:
             raise Malformed(f"an array of {count} elements does not fit into its frame")
+        if count > 0:
+            self.took(count)
         return count
+
+    def took(self, elements: int) -> None:
+        """Counts what is read one by one. Raises Malformed when it is more than any message has."""
+        self.elements += elements
+        if self.elements > MOST_ELEMENTS:
+            raise Malformed(f"more than {MOST_ELEMENTS} elements")
 
     def string(self) -> str | None:
         length = self.uvarint() - 1 if self.flexible else self.int16()
@@ -77,6 +94,8 @@ class Cursor:
             if length < -1:
                 raise Malformed(f"a string of {length} bytes")
             return None
+        if length > LONGEST_STRING_BYTES:
+            raise Malformed(f"a string of {length} bytes")
         self.skip(length)
         return str(self.data[self.pos - length : self.pos], "utf-8", "surrogateescape")
 
@@ -97,9 +116,19 @@ class Cursor:
     def skip_tags(self) -> None:
         """Tagged fields, whatever they are; nothing in a version that is not flexible."""
         if self.flexible:
-            for _ in range(self.uvarint()):
+            count = checked_tags(self.uvarint())
+            if count:
+                self.took(count)
+            for _ in range(count):
                 self.uvarint()
                 self.skip(self.uvarint())
+
+
+def checked_tags(count: int) -> int:
+    """A number of tagged fields to be read one by one. Raises Malformed."""
+    if count > MOST_TAGS:
+        raise Malformed(f"{count} tagged fields")
+    return count
 
 
 def uvarint(value: int) -> bytes:

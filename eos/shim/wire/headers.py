@@ -10,8 +10,9 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
+from eos.shim.errors import Malformed
 from eos.shim.wire import api
-from eos.shim.wire.cursor import Cursor
+from eos.shim.wire.cursor import Cursor, checked_tags
 from eos.shim.wire.frames import Piece
 
 # size, api_key, api_version, correlation_id; and the same of a response
@@ -36,9 +37,17 @@ def request_head(data: Piece, pos: int) -> RequestHead:
 _LARGEST_PLAUSIBLE_KEY = 1_000
 _LARGEST_PLAUSIBLE_VERSION = 100
 
+# What comes before the first batch of a Produce: a client id, a transactional.id and a topic of 32 KB at most each, and
+# tagged fields.
+LONGEST_HEAD_BYTES = 128 * 1024
+# The fields of that head, in order; tags only in flexible versions, the transactional.id since v3.
+_CLIENT_ID, _TAGS, _NAME, _ACKS = range(4)
+_FLEXIBLE_SINCE, _NAMED_SINCE = api.FIRST_FLEXIBLE[api.PRODUCE], 3
+_INT16 = struct.Struct(">h")
+
 
 def implausible(head: RequestHead, largest_frame: int) -> str | None:
-    """Why these cannot be the first bytes of a Kafka client, or None."""
+    """Why these cannot be the first bytes of a Kafka client's request, or None."""
     if not 8 <= head.size <= largest_frame:
         return f"it announces a frame of {head.size} bytes"
     if not 0 <= head.api_key <= _LARGEST_PLAUSIBLE_KEY or not 0 <= head.version <= _LARGEST_PLAUSIBLE_VERSION:
@@ -62,61 +71,72 @@ def response_body(frame: bytes, api_key: int, version: int) -> Cursor:
     return cursor
 
 
-def produce_acks(data: Piece, pos: int, version: int) -> int | None:
-    """The acks of a Produce request of which at least the head is there; None while more bytes are needed.
+class AcksReader:
+    """Finds the acks of one Produce as its first bytes come, and goes on where it was: nothing is read again but a
+    field that was cut in two.
 
     With acks=0 the broker never answers, so this has to be known before the request goes on.
     """
-    flexible = api.is_flexible(api.PRODUCE, version)
-    end = len(data)
-    pos += REQUEST_HEAD.size
-    if end < pos + 2:
+
+    __slots__ = ("_at", "_step", "_tags", "_version")
+
+    def __init__(self, version: int) -> None:
+        self._version = version
+        self._step, self._at = _CLIENT_ID, REQUEST_HEAD.size  # the next field, and where it is in the frame
+        self._tags = 0  # still to be skipped
+
+    def read(self, data: Piece, pos: int) -> int | None:
+        """`data[pos:]` is the frame as far as it has come; None while more of it is needed. Raises Malformed."""
+        step, at, tags, end = self._step, pos + self._at, self._tags, len(data)
+        flexible = self._version >= _FLEXIBLE_SINCE
+        if step == _CLIENT_ID:
+            if end < at + 2:
+                return self._wait(step, at - pos)
+            at += 2 + max(0, _INT16.unpack_from(data, at)[0])
+            step = _TAGS if flexible else _NAME
+        if step == _TAGS:
+            found = _uvarint(data, at)
+            if found is None:
+                return self._wait(step, at - pos)
+            tags, at = checked_tags(found[0]), found[1]
+            step = _NAME
+        while tags:
+            found = _uvarint(data, at)  # the tag's number, and behind it its size
+            found = found and _uvarint(data, found[1])
+            if found is None:
+                return self._wait(_NAME, at - pos, tags)
+            at = found[1] + found[0]
+            tags -= 1
+        if step == _NAME and self._version >= _NAMED_SINCE:
+            found = _uvarint(data, at) if flexible else _int16(data, at)
+            if found is None:
+                return self._wait(step, at - pos)
+            at = found[1] + max(0, found[0] - flexible)
+        if end < at + 2:
+            return self._wait(_ACKS, at - pos)
+        return int(_INT16.unpack_from(data, at)[0])
+
+    def _wait(self, step: int, at: int, tags: int = 0) -> int | None:
+        """None, when the head may still be one: it goes on there."""
+        if at > LONGEST_HEAD_BYTES:
+            raise Malformed(f"a Produce with a head of more than {LONGEST_HEAD_BYTES} bytes")
+        self._step, self._at, self._tags = step, at, tags
         return None
-    pos += 2 + max(0, int.from_bytes(data[pos : pos + 2], "big", signed=True))
-    if flexible:
-        found = _skip_tags(data, pos)
-        if found is None:
-            return None
-        pos = found
-    if version >= 3:
-        if flexible:
-            varint = _uvarint(data, pos)
-            if varint is None:
-                return None
-            length, pos = varint[0] - 1, varint[1]
-        else:
-            if end < pos + 2:
-                return None
-            length, pos = int.from_bytes(data[pos : pos + 2], "big", signed=True), pos + 2
-        pos += max(0, length)
-    if end < pos + 2:
-        return None
-    return int.from_bytes(data[pos : pos + 2], "big", signed=True)
+
+
+def _int16(data: Piece, pos: int) -> tuple[int, int] | None:
+    return (_INT16.unpack_from(data, pos)[0], pos + 2) if len(data) >= pos + 2 else None
 
 
 def _uvarint(data: Piece, pos: int) -> tuple[int, int] | None:
+    """Its value and where it ends; None when it has not come whole."""
     value = shift = 0
-    while pos < len(data):
-        byte = data[pos]
-        pos += 1
+    for at in range(pos, min(pos + 5, len(data))):
+        byte = data[at]
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, pos
+            return value, at + 1
         shift += 7
+    if shift > 28:
+        raise Malformed("a varint is longer than five bytes")
     return None
-
-
-def _skip_tags(data: Piece, pos: int) -> int | None:
-    count = _uvarint(data, pos)
-    if count is None:
-        return None
-    left, pos = count
-    for _ in range(left):
-        tag = _uvarint(data, pos)
-        size = None if tag is None else _uvarint(data, tag[1])
-        if size is None:
-            return None
-        pos = size[1] + size[0]
-        if pos > len(data):
-            return None
-    return pos

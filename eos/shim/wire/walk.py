@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 
 from eos.shim.errors import Malformed
+from eos.shim.wire.cursor import LONGEST_STRING_BYTES, checked_tags
 from eos.shim.wire.frames import Piece
 
 Layout = Generator[int, bytes, None]
@@ -16,13 +17,17 @@ Field = Generator[int, bytes, int]
 
 
 class Walk:
-    """`position` counts from the frame's first byte. A layout that ends early leaves the rest of the frame unread."""
+    """`position` counts from the frame's first byte. A layout that ends early leaves the rest of the frame unread.
 
-    def __init__(self, layout: Callable[[Walk], Layout]) -> None:
+    `most_fields` bounds the work for one frame: for those of clients, who may send nothing but empty fields.
+    """
+
+    def __init__(self, layout: Callable[[Walk], Layout], most_fields: int | None = None) -> None:
         self.position = 0
         self.done = False
         self._partial = b""
         self._layout = layout(self)
+        self._fields_left = most_fields
         self._wants = 0
         self._advance(None)
 
@@ -52,6 +57,10 @@ class Walk:
             self._advance(piece)
 
     def _advance(self, data: bytes | None) -> None:
+        if self._fields_left is not None:
+            self._fields_left -= 1
+            if self._fields_left < 0:
+                raise Malformed("more fields than are followed")
         try:
             wants = next(self._layout) if data is None else self._layout.send(data)
             while wants == 0:
@@ -95,6 +104,8 @@ def string_length(flexible: bool) -> Field:
 def text(flexible: bool) -> Generator[int, bytes, str | None]:
     """A string's text; None for null."""
     length = ((yield from uvarint()) - 1) if flexible else (yield from int16())
+    if length > LONGEST_STRING_BYTES:
+        raise Malformed(f"a string of {length} bytes")
     return None if length < 0 else (yield length).decode("utf-8", "replace")
 
 
@@ -102,7 +113,7 @@ def tags(flexible: bool) -> Field:
     """Skips tagged fields; returns how many there were."""
     if not flexible:
         return 0
-    number = yield from uvarint()
+    number = checked_tags((yield from uvarint()))
     for _ in range(number):
         yield from uvarint()
         yield -(yield from uvarint())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from eos.shim.errors import Malformed
 from eos.shim.pipeline import Connection, Exchange, Job, Pipeline
 from eos.shim.wire.frames import PASSING, FrameSplitter, Passage, Piece, Stream
-from eos.shim.wire.headers import REQUEST_HEAD, RequestHead, implausible, produce_acks
+from eos.shim.wire.headers import REQUEST_HEAD, AcksReader, RequestHead, implausible
 
 LIMIT = 1_000_000
 payloads = st.binary(min_size=8, max_size=300)
@@ -155,8 +155,10 @@ def test_acks_are_found_as_soon_as_they_are_there(
     version: int, transactional_id: str | None, acks: int, client_id: str | None
 ) -> None:
     frame = b"before" + produce(version, transactional_id, acks, client_id)
-    assert produce_acks(frame, 6, version) == acks
-    found = [produce_acks(frame[:end], 6, version) for end in range(18, len(frame) + 1)]
+    assert AcksReader(version).read(frame, 6) == acks
+    reader, anew = AcksReader(version), [AcksReader(version) for _ in range(18, len(frame) + 1)]
+    found = [reader.read(frame[:end], 6) for end in range(18, len(frame) + 1)]
+    assert found == [each.read(frame[:end], 6) for each, end in zip(anew, range(18, len(frame) + 1), strict=True)]
     missing = found.index(acks)
     assert set(found[:missing]) <= {None}
     assert set(found[missing:]) == {acks}

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from eos.shim import Shim, ShimSettings
 from eos.shim.addresses.book import Endpoint
+from eos.shim.collected import Collected
 from eos.shim.errors import ProtocolError
-from eos.shim.link import Link, ReadBuffer
+from eos.shim.link import Hold, Link, ReadBuffer
 from eos.shim.pipeline import Exchange, Job, Pipeline
 from eos.shim.settings import server_tls
 from eos.shim.wire.frames import Piece
@@ -37,6 +38,30 @@ def frame(api_key: int, correlation_id: int, body: bytes = b"") -> bytes:
 def answer(correlation_id: int, body: bytes) -> bytes:
     payload = correlation_id.to_bytes(4, "big") + body
     return len(payload).to_bytes(4, "big") + payload
+
+
+class Nobody:
+    """Stands for the shim of a link that has none."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def began(self, link: Link) -> None:
+        pass
+
+    def asks(self, link: Link) -> None:
+        pass
+
+    def failed(self, link: Link, whose: str, error: Exception) -> None:
+        self.reasons.append(f"{whose}: {error}")
+
+    def ended(self, link: Link) -> None:
+        pass
+
+
+def a_link(pipeline: Pipeline, number: int = 1, buffer: ReadBuffer | None = None, largest: int = 1 << 30) -> Link:
+    endpoint = Endpoint(("127.0.0.1", 1))
+    return Link(number, endpoint, pipeline, largest, Nobody(), buffer or ReadBuffer(), Collected(1 << 30))
 
 
 class Meddling(Job):
@@ -133,10 +158,7 @@ class Keeping(asyncio.Transport):
 def test_what_a_side_could_not_send_yet_is_not_overwritten_by_the_next_read(reads: list[tuple[int, int]]) -> None:
     """Of whichever connection: they all read into one buffer."""
     buffer, pipeline = ReadBuffer(), Pipeline([], 1 << 30)
-    links = [
-        Link(n, Endpoint(("127.0.0.1", 1)), pipeline, 1 << 30, lambda link: None, lambda link: None, buffer)
-        for n in range(3)
-    ]
+    links = [a_link(pipeline, number, buffer) for number in range(3)]
     transports = [Keeping() for _ in links]
     for link, transport in zip(links, transports, strict=True):
         link.upstream.connection_made(transport)
@@ -159,7 +181,7 @@ def test_what_comes_before_the_upstream_connection_is_there_goes_out_first_on_it
     async def early_and_later(broker: FakeBroker) -> bytes:
         settings = ShimSettings(upstream=(("127.0.0.1", broker.port),), listen=("127.0.0.1", 0))
         shim = Shim(settings)
-        began = shim._began
+        began = shim.began
 
         def began_with_data(link: Link) -> None:
             early = frame(FORWARDED, 0, b"early")
@@ -167,7 +189,7 @@ def test_what_comes_before_the_upstream_connection_is_there_goes_out_first_on_it
             link.client.buffer_updated(len(early))
             began(link)
 
-        shim._began = began_with_data  # type: ignore[method-assign]
+        shim.began = began_with_data  # type: ignore[method-assign]
         await shim.start()
         try:
             reader, writer = await asyncio.open_connection(*shim.addresses[0])
@@ -212,13 +234,13 @@ def test_a_link_that_is_over_is_freed_without_the_garbage_collector() -> None:
 
     async def come_and_go(broker: FakeBroker) -> None:
         shim = Shim(ShimSettings(upstream=(("127.0.0.1", broker.port),), listen=("127.0.0.1", 0)), [Meddling()])
-        began = shim._began
+        began = shim.began
 
         def noted(link: Link) -> None:
             links.append(weakref.ref(link))
             began(link)
 
-        shim._began = noted  # type: ignore[method-assign]
+        shim.began = noted  # type: ignore[method-assign]
         await shim.start()
         for number in range(3):
             reader, writer = await asyncio.open_connection(*shim.addresses[0])
@@ -286,8 +308,7 @@ def test_a_tls_connection_that_is_over_gives_its_memory_back_without_the_garbage
 @pytest.mark.parametrize("gone", ["client", "upstream"])
 def test_what_comes_for_a_side_that_is_gone_goes_nowhere(gone: str) -> None:
     """Its transport is forgotten then, which must not be taken for one that is still to come."""
-    endpoint, pipeline = Endpoint(("127.0.0.1", 1)), Pipeline([], 1 << 30)
-    link = Link(1, endpoint, pipeline, 1 << 30, lambda _: None, lambda _: None, ReadBuffer())
+    link = a_link(Pipeline([], 1 << 30))
     transports = {"client": Keeping(), "upstream": Keeping()}
     link.client._transport, link.upstream._transport = transports.values()
     side: Any = getattr(link, gone)
@@ -295,8 +316,9 @@ def test_what_comes_for_a_side_that_is_gone_goes_nowhere(gone: str) -> None:
     assert (side.gone, side.never_connected) == (True, False)
     assert [name for name, transport in transports.items() if transport.closed] == list({*transports} - {gone})
     side.write([b"late"])
-    for late in (side.write_end, side.pause_reading, side.resume_reading, side.stop_reading):
-        late()
+    side.write_end()
+    side.hold(Hold.FULL)
+    side.let_go(Hold.FULL)
     for late in (side.close, side.abort, side.reset):
         late()
     assert not any(transport.kept for transport in transports.values())

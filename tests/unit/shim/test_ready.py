@@ -16,8 +16,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def come(shim: Shim) -> None:
-    """A client that stays until it is sent away."""
+    """A client that asks, and stays until it is sent away."""
     reader, writer = await asyncio.open_connection(*shim.addresses[0])
+    writer.write(bytes.fromhex("0000000a00120000000000010000"))  # ApiVersions v0
     assert await reader.read() == b""
     writer.close()
 

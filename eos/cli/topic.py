@@ -1,0 +1,264 @@
+"""`eos topic list | create | tail | send`: the topics of any cluster, for people and machines.
+
+Owns the options and what is printed; eos.admin.tail reads, and `send` is a transaction as `eos.transaction` makes it.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import sys
+import time
+import uuid
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from eos.admin import facts, tail
+from eos.admin.tail import Mark, Seen
+from eos.app import Header, is_topic_name
+from eos.cli.options import BootstrapServers, Json, Set, load_settings, print_json, print_table
+from eos.errors import UsageError
+from eos.plain import Delivery, transaction
+from eos.settings import Settings
+
+_TIMEOUT_S = 5.0
+_TOLD = 10
+_LAST = 10
+
+app = typer.Typer(no_args_is_help=True, help="Topics of any cluster: list, create, read and write them.")
+Topic = Annotated[str, typer.Argument(metavar="TOPIC")]
+
+
+@app.command("list")
+def list_(
+    internal: Annotated[bool, typer.Option("--internal", help="Kafka's own topics too.")] = False,
+    json: Json = False,
+    bootstrap_servers: BootstrapServers = None,
+    set_: Set = None,
+) -> None:
+    """Every topic with its partitions and replicas."""
+    settings = load_settings(bootstrap_servers, set_)
+    client = facts.connect(settings, _TIMEOUT_S)
+    found = facts.metadata(client, settings.bootstrap_servers, _TIMEOUT_S).topics
+    rows = [
+        {
+            "topic": name,
+            "partitions": len(topic.partitions),
+            "replicas": min((len(p.replicas) for p in topic.partitions.values()), default=0),
+        }
+        for name, topic in sorted(found.items())
+        if internal or not name.startswith("__")
+    ]
+    if json:
+        print_json(rows)
+        return
+    if not rows:
+        print(f"no topic at {settings.bootstrap_servers}")
+        return
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    print_table(table)
+
+
+@app.command()
+def create(
+    names: Annotated[list[str], typer.Argument(metavar="TOPIC...")],
+    partitions: Annotated[int, typer.Option(min=1, help="Partitions of each new topic.")] = 8,
+    bootstrap_servers: BootstrapServers = None,
+    set_: Set = None,
+) -> None:
+    """Create topics, on three brokers or all there are; those that exist already stay as they are."""
+    for name in names:
+        _check(name)
+    settings = load_settings(bootstrap_servers, set_)
+    client = facts.connect(settings, _TIMEOUT_S)
+    brokers = len(facts.metadata(client, settings.bootstrap_servers, _TIMEOUT_S).brokers)
+    created = facts.create_topics(settings, dict.fromkeys(names, partitions), brokers)
+    for name in dict.fromkeys(names):
+        print(f"{name}: {f'created with {partitions} partitions' if name in created else 'exists'}")
+
+
+@app.command()
+def send(
+    topic: Topic,
+    values: Annotated[
+        list[str] | None, typer.Argument(metavar="[VALUE]...", help="Default: the lines of stdin.")
+    ] = None,
+    key: Annotated[str | None, typer.Option(help="Key of each record.")] = None,
+    header: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A header; repeatable.")] = None,
+    partition: Annotated[int | None, typer.Option(min=0, help="Default: by the key.")] = None,
+    bootstrap_servers: BootstrapServers = None,
+    set_: Set = None,
+) -> None:
+    """Send records in one transaction: all of them become visible, or none."""
+    _check(topic)
+    headers = [_header(text) for text in header or []]
+    settings = load_settings(bootstrap_servers, set_)
+    # Before the transaction begins: who types slowly must not outlive its timeout.
+    given = [*map(os.fsencode, values)] if values else [line.rstrip(b"\n") for line in sys.stdin.buffer]
+    held = tail.spans(settings, topic, _TIMEOUT_S)
+    if partition is not None and partition not in held:
+        raise UsageError(f"--partition {partition}: {topic} has partitions 0 to {len(held) - 1}")
+    if not given:
+        print(f"{topic}: nothing to send", file=sys.stderr)
+        return
+    if not settings.get("transactional.id"):
+        settings = settings.with_values(**{"transactional.id": f"eos-topic-send-{uuid.uuid4().hex[:12]}"})
+    with transaction(settings) as txn:
+        key_bytes = None if key is None else os.fsencode(key)
+        sent = [txn.send(topic, value, key=key_bytes, partition=partition, headers=headers) for value in given]
+    _tell_sent(topic, sent)
+
+
+@app.command("tail")
+def tail_(
+    topic: Topic,
+    last: Annotated[int | None, typer.Option("--last", "-n", min=0, help=f"So many. [default: {_LAST}]")] = None,
+    from_beginning: Annotated[bool, typer.Option("--from-beginning", help="All that the topic holds.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C.")] = False,
+    until_end: Annotated[
+        bool, typer.Option("--until-end", help="End with what is readable now, as without --follow.")
+    ] = False,
+    uncommitted: Annotated[
+        bool, typer.Option("--uncommitted", help="Aborted and open records too, each marked as such.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="For machines: a line of JSON per record.")] = False,
+    bootstrap_servers: BootstrapServers = None,
+    set_: Set = None,
+) -> None:
+    """Show the records of a topic that are committed, with partition, offset, time, key, value and headers."""
+    if follow and until_end:
+        raise UsageError("--follow and --until-end exclude each other")
+    if from_beginning and last is not None:
+        raise UsageError("--from-beginning and --last exclude each other")
+    _check(topic)
+    settings = load_settings(bootstrap_servers, set_)
+    held = tail.spans(settings, topic, _TIMEOUT_S)
+    show = _show_json if json else _show
+    ends = tail.ends_of(held, uncommitted)
+    shown = 0
+    try:
+        if not from_beginning:
+            for seen in tail.last(settings, topic, held, _LAST if last is None else last, uncommitted):
+                show(seen)
+                shown += 1
+        starts = {p: span.low for p, span in held.items()} if from_beginning else ends
+        if follow or from_beginning:
+            shown += _read(settings, topic, starts, None if follow else ends, uncommitted, show)
+    except BrokenPipeError:
+        # Whoever read it has seen enough; at the end of the process Python would write what is left once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return
+    if not follow:
+        _tell_rest(topic, held, shown, uncommitted)
+
+
+def _read(
+    settings: Settings,
+    topic: str,
+    starts: dict[int, int],
+    ends: dict[int, int] | None,
+    uncommitted: bool,
+    show: Any,
+) -> int:
+    """Shows records from `starts` on, up to `ends` or until Ctrl-C; how many there were."""
+    shown = 0
+    with tail.TopicReader(settings, topic, starts, uncommitted) as reader:
+        if ends is not None:
+            for shown, seen in enumerate(tail.read_until(reader, ends), 1):  # noqa: B007 - the last one is wanted
+                show(seen)
+            return shown
+        try:
+            while True:
+                for seen in reader.read():
+                    show(seen)
+        except KeyboardInterrupt:
+            return shown  # what was asked for: Ctrl-C ends it
+
+
+# ---- output ---------------------------------------------------------------------------------------------------
+
+
+def _show(seen: Seen) -> None:
+    record = seen.record
+    moment = "-" if record.timestamp < 0 else _clock(record.timestamp)
+    mark = "" if seen.mark is Mark.COMMITTED else f"  ({seen.mark.value})"
+    key = "-" if record.key is None else text_of(record.key)
+    value = "(tombstone)" if record.value is None else text_of(record.value)
+    headers = "".join(f"  {name}={'(null)' if v is None else text_of(v)}" for name, v in record.headers)
+    print(f"{record.topic}[{record.partition}]@{record.offset}  {moment}  {key}  {value}{headers}{mark}", flush=True)
+
+
+def _show_json(seen: Seen) -> None:
+    record = seen.record
+    print_json(
+        {
+            "topic": record.topic,
+            "partition": record.partition,
+            "offset": record.offset,
+            "timestamp": record.timestamp,
+            "key": _json_of(record.key),
+            "value": _json_of(record.value),
+            "headers": [[name, _json_of(value)] for name, value in record.headers],
+            "state": seen.mark.value,
+        }
+    )
+    sys.stdout.flush()
+
+
+def text_of(data: bytes) -> str:
+    """UTF-8 as it reads, with what would move a terminal's cursor escaped; other bytes as Python writes them."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return repr(data)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _json_of(data: bytes | None) -> str | dict[str, str] | None:
+    if data is None:
+        return None
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(data).decode()}
+
+
+def _clock(timestamp_ms: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(timestamp_ms / 1000)) + f".{timestamp_ms % 1000:03d}"
+
+
+def _tell_sent(topic: str, sent: Iterable[Delivery]) -> None:
+    places = [f"{topic}[{one.partition}]@{one.offset}" for one in sent]
+    more = f", ... ({len(places)} records)" if len(places) > _TOLD else ""
+    print(f"sent in one transaction: {', '.join(places[:_TOLD])}{more}")
+
+
+def _tell_rest(topic: str, held: dict[int, tail.Span], shown: int, uncommitted: bool) -> None:
+    """What is not on the screen, and why."""
+    waiting = sum(span.end - span.stable for span in held.values())
+    if waiting and not uncommitted:
+        print(
+            f"{topic}: {waiting} more offsets wait for an open transaction; --uncommitted shows them", file=sys.stderr
+        )
+    elif not shown:
+        print(f"{topic}: no record{'' if uncommitted else ' is committed'}", file=sys.stderr)
+
+
+# ---- input ----------------------------------------------------------------------------------------------------
+
+
+def _check(topic: str) -> None:
+    if not is_topic_name(topic):
+        raise UsageError(f"{topic!r} is not the name of a topic: 1 to 249 letters, digits, '.', '_' or '-'")
+
+
+def _header(text: str) -> Header:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise UsageError(f"--header {text}: expected NAME=VALUE")
+    return name, os.fsencode(value)

@@ -1,0 +1,265 @@
+"""Dead letters come back: each is given to its function again, and its outputs and the replay's place are one commit.
+
+Owns what a replay is. It runs the function itself rather than sending the record to its topic again: whoever else reads
+that topic has handled the record already, and would get it twice. Letters are read in the order of the dead letters'
+topic, up to its end as of the start. One that fails again is a dead letter again, in the same transaction, with the
+number of its replays; it lies behind that end, so a run cannot meet it twice.
+
+The place is the committed offset of the group `{app}-dlq-replay`, of which nobody is a member. Two replays of one App
+at once are kept apart by their transactional.id, which has the same name: the newer fences the older. No transaction is
+open while the user's code runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaException, TopicPartition
+
+from eos import log
+from eos.admin import tail
+from eos.app import App, Header, Record, Route, Send
+from eos.dead_letters import PREFIX, class_name, dead_letter
+from eos.errors import (
+    Action,
+    CallFailed,
+    EosError,
+    PoisonRecord,
+    Unavailable,
+    UsageError,
+    classify,
+    describe_error,
+    stop_error,
+)
+from eos.hooks import Hooks
+from eos.plain import Transactions
+from eos.policies import DEAD_LETTER_SUFFIX, dead_letter_topic
+from eos.settings import Settings
+
+_REPLAYS = "replays"
+_MOST = 100  # letters of one transaction
+_CONNECT_S = 10.0
+_ASK_S = 5.0
+_COMMITTED_S = 30.0  # a predecessor that was killed may have offsets pending
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A dead letter: where it lies, the record as its function got it, and why it is here."""
+
+    partition: int
+    offset: int
+    record: Record
+    exception: str
+    message: str
+    replays: int
+
+
+@dataclass
+class Told:
+    """What a replay of one topic did."""
+
+    handled: int = 0
+    outputs: int = 0
+    failed: dict[str, int] = field(default_factory=dict)
+    """By exception: dead letters again."""
+
+
+def group_of(app: App) -> str:
+    return f"{app.id}-dlq-replay"
+
+
+def letter_of(read: Record) -> Letter:
+    """What a worker wrote there, undone. A record that no worker wrote is taken as it is."""
+    ours = {name.removeprefix(PREFIX): value or b"" for name, value in read.headers if name.startswith(PREFIX)}
+    headers: list[Header] = [header for header in read.headers if not header[0].startswith(PREFIX)]
+    told = {name: value.decode(errors="replace") for name, value in ours.items() if value}
+    record = Record(
+        told.get("topic", read.topic.removesuffix(DEAD_LETTER_SUFFIX)),
+        _number(told, "partition", read.partition),
+        _number(told, "offset", read.offset),
+        _number(told, "timestamp", read.timestamp),
+        read.key,
+        read.value,
+        headers or (),
+    )
+    why = told.get("exception", "-"), told.get("message", "-")
+    return Letter(read.partition, read.offset, record, *why, _number(told, _REPLAYS, 0))
+
+
+def _number(told: Mapping[str, str], name: str, default: int) -> int:
+    text = told.get(name, "")
+    return int(text) if text.removeprefix("-").isdecimal() else default
+
+
+def again(letter: Letter, error: BaseException) -> Send:
+    """The dead letter of one that failed again."""
+    topic, value, key, partition, timestamp, headers = dead_letter(letter.record, error)
+    count: Header = (PREFIX + _REPLAYS, str(letter.replays + 1).encode())
+    return topic, value, key, partition, timestamp, [*(headers or []), count]
+
+
+def route_of(app: App, topic: str, function: str | None) -> Route:
+    """The function that failed, or the one that is named. UsageError where there is none."""
+    if function is None:
+        if topic not in app.routes:
+            raise UsageError(f"--topic {topic}: not a source of {app.id} ({', '.join(app.topics)})")
+        return app.routes[topic]
+    found = [route for route in app.functions if route.name == function]
+    if not found:
+        there = ", ".join(route.name for route in app.functions)
+        raise UsageError(f"--function {function}: {app.id} has no such function, it has {there}")
+    return found[0]
+
+
+def sources_of(app: App) -> list[str]:
+    """The topics whose dead letters an App writes."""
+    return [topic for topic, route in app.routes.items() if route.on_error.verdict == "dlq"]
+
+
+# ---- reading --------------------------------------------------------------------------------------------------
+
+
+class Place:
+    """Up to where dead letters were replayed: a group's committed offsets, without being in the group."""
+
+    def __init__(self, settings: Settings, group: str) -> None:
+        self._group = group
+        self._consumer = Consumer(
+            {
+                **settings.admin(),
+                "logger": log.client_logger,
+                "group.id": group,
+                "isolation.level": "read_committed",  # so that pending offsets are waited for (KIP-447)
+                "enable.auto.commit": False,
+                "allow.auto.create.topics": False,
+            }
+        )
+
+    def close(self) -> None:
+        self._consumer.close()
+
+    def metadata(self) -> Any:
+        return self._consumer.consumer_group_metadata()
+
+    def committed(self, topic: str, partitions: Iterable[int]) -> dict[int, int]:
+        """Stable offsets of those partitions that have one."""
+        places = [TopicPartition(topic, partition) for partition in partitions]
+        deadline = time.monotonic() + _COMMITTED_S
+        while True:
+            try:
+                found = self._consumer.committed(places, timeout=_ASK_S)
+                error = next((at.error for at in found if at.error is not None), None)
+                if error is None:
+                    return {at.partition: at.offset for at in found if at.offset >= 0}
+            except KafkaException as raised:
+                error = raised.args[0]
+            action = classify("committed", error)
+            if action is not Action.RETRY:
+                raise stop_error(CallFailed("committed", action, error))
+            if time.monotonic() > deadline:
+                raise Unavailable(f"the offsets of group {self._group} cannot be had: {describe_error(error)}")
+            time.sleep(0.05)
+
+
+def letters(settings: Settings, topic: str, place: Place | None) -> Iterator[Letter]:
+    """The dead letters in this topic up to its end of now, from `place` on if there is one."""
+    held = tail.spans(settings, topic, _CONNECT_S)
+    at = {} if place is None else place.committed(topic, held)
+    starts = {partition: max(span.low, at.get(partition, 0)) for partition, span in held.items()}
+    with tail.TopicReader(settings, topic, starts, uncommitted=False) as reader:
+        for seen in tail.read_until(reader, tail.ends_of(held, uncommitted=False)):
+            yield letter_of(seen.record)
+
+
+# ---- replaying ------------------------------------------------------------------------------------------------
+
+
+class Replay:
+    """The replays of one App: `with Replay(app, settings) as replay: replay.topic("orders")`."""
+
+    def __init__(self, app: App, settings: Settings) -> None:
+        group = group_of(app)
+        self._settings = settings.with_values(**{"group.id": group, "transactional.id": group})
+        self._app, self._hooks = app, Hooks(app)
+        self._transactions = Transactions(self._settings)
+        self._interval_s = self._settings["eos.transaction.interval.ms"] / 1000
+
+    def __enter__(self) -> Replay:
+        # First: what a predecessor left open is aborted, and one that runs is fenced before its place is read.
+        self._transactions.__enter__()
+        try:
+            self._place = Place(self._settings, group_of(self._app))
+            self._hooks.start()
+        except BaseException:
+            self._transactions.__exit__()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self._hooks.stop(failed=kind is not None)
+        finally:
+            self._place.close()
+            self._transactions.__exit__()
+
+    def topic(self, source: str, function: str | None = None, limit: int | None = None) -> Told:
+        """Replays the dead letters of one source topic, `limit` of them at most."""
+        route, told = route_of(self._app, source, function), Told()
+        waiting = itertools.islice(letters(self._settings, dead_letter_topic(source), self._place), limit)
+        while handled := self._handle(route, waiting):
+            self._commit(dead_letter_topic(source), handled, told)
+        return told
+
+    def _handle(self, route: Route, waiting: Iterator[Letter]) -> list[tuple[Letter, list[Send] | Exception]]:
+        """What the function makes of the next letters, for as long as a transaction's interval."""
+        done: list[tuple[Letter, list[Send] | Exception]] = []
+        until = time.monotonic() + self._interval_s
+        for letter in itertools.islice(waiting, _MOST):
+            try:
+                done.append((letter, list(route.outputs(letter.record))))
+            except EosError:
+                raise  # not about the record: the App is wrong
+            except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+                done.append((letter, error))
+            if time.monotonic() >= until:
+                break
+        return done
+
+    def _commit(self, topic: str, handled: list[tuple[Letter, list[Send] | Exception]], told: Told) -> None:
+        try:
+            self._send(topic, handled)
+        except PoisonRecord as refused:
+            # Nothing of it was committed. Which one was it? It is a dead letter again then.
+            if len(handled) > 1:
+                for one in handled:
+                    self._commit(topic, [one], told)
+                return
+            if isinstance(handled[0][1], Exception):
+                raise  # its dead letter itself is refused
+            handled = [(handled[0][0], refused)]
+            self._send(topic, handled)
+        for _, result in handled:
+            if isinstance(result, Exception):
+                kind = class_name(result)
+                told.failed[kind] = told.failed.get(kind, 0) + 1
+            else:
+                told.handled += 1
+                told.outputs += len(result)
+
+    def _send(self, topic: str, handled: list[tuple[Letter, list[Send] | Exception]]) -> None:
+        """One transaction: outputs, letters that failed again, and how far the replay came."""
+        after: dict[int, int] = {}
+        with self._transactions.begin() as txn:
+            for letter, result in handled:
+                sends = [again(letter, result)] if isinstance(result, Exception) else result
+                for to, value, key, partition, timestamp_ms, headers in sends:
+                    where = None if partition < 0 else partition
+                    txn.send(to, value, key=key, partition=where, timestamp_ms=timestamp_ms, headers=headers or ())
+                after[letter.partition] = letter.offset + 1
+            offsets = [TopicPartition(topic, partition, offset) for partition, offset in after.items()]
+            txn.send_offsets(offsets, self._place.metadata())

@@ -1,0 +1,205 @@
+"""`eos dlq list | replay` on a real broker: letters come back exactly once, whenever the replay is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Message
+
+import eos as package
+from eos.app import Record
+from eos.broker import LocalKafka
+from eos.dead_letters import dead_letter
+from tests.support.reading import create_topic, visible_records
+
+Names = Callable[[str], str]
+ROOT = Path(__file__).parents[2]
+APP = """
+import os
+import eos
+
+app = eos.App({id!r})
+
+@app.process({source!r}, to={out!r}, on_error=eos.dlq)
+def upper(record: eos.Record) -> str:
+    if record.value.startswith(b"bad") and "MENDED" not in os.environ:
+        raise ValueError(f"not today: {{record.value!r}}")
+    return record.value.decode().upper()
+
+@app.process({other!r}, to={out!r})
+def apologise(value: str) -> str:
+    return f"sorry for {{value}}"
+
+@app.process({large!r}, to={out!r})
+def far_too_large(value: str) -> str:
+    return value * (1_000_000 if value == "bad 1" else 1)
+"""
+# The replay, killed before or behind the n-th call of one step of its transactions.
+KILLED = """
+import os, signal, sys
+from eos import cli
+from eos.producer import TransactionalProducer as producer
+step, when, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
+call, calls = getattr(producer, step), []
+def killing(self, *arguments):
+    calls.append(1)
+    if len(calls) == number and when == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    call(self, *arguments)
+    if len(calls) == number:
+        os.kill(os.getpid(), signal.SIGKILL)
+setattr(producer, step, killing)
+sys.exit(cli.invoke(sys.argv[4:]))
+"""
+
+
+class Shop:
+    """An App of its own topics, and what is in them."""
+
+    def __init__(self, kafka: LocalKafka, names: Names, folder: Path) -> None:
+        self.servers, self.folder = kafka.bootstrap_servers, folder
+        self.sent_ms = int(time.time() * 1000) - 60_000  # not so old that retention removes it
+        self.id, self.source, self.out = names("app"), names("in"), names("out")
+        self.other, self.large, self.dlq = names("other"), names("large"), f"{self.source}.dlq"
+        for topic in (self.source, self.out, self.other, self.large, self.dlq):
+            create_topic(self.servers, topic, partitions=2)
+        (folder / "shop.py").write_text(APP.format(**vars(self)))
+
+    def eos(self, *arguments: str, program: tuple[str, ...] = ("-m", "eos"), **environment: str) -> Any:
+        return subprocess.run(
+            [sys.executable, *program, *arguments],
+            cwd=self.folder,
+            env=os.environ | {"KAFKA_BOOTSTRAP_SERVERS": self.servers, "PYTHONPATH": str(ROOT)} | environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    def replay(self, *arguments: str, **environment: str) -> str:
+        ended = self.eos("dlq", "replay", "shop:app", *arguments, **environment)
+        assert ended.returncode == 0, ended.stderr
+        return str(ended.stdout).removeprefix(f"{self.dlq}: ").strip()
+
+    def send(self, topic: str, records: list[tuple[Any, Any, list[Any]]]) -> None:
+        with package.transaction({"bootstrap.servers": self.servers, "transactional.id": f"{self.id}-load"}) as txn:
+            for number, (key, value, headers) in enumerate(records):
+                txn.send(topic, value, key=key, headers=headers, timestamp_ms=self.sent_ms + number)
+
+    def letters(self, count: int) -> list[str]:
+        """Writes dead letters as a worker does; their values."""
+        values = [f"bad {number}" for number in range(count)]
+        records = [Record(self.source, 0, n, 7, f"k{n}".encode(), value.encode()) for n, value in enumerate(values)]
+        sends = [dead_letter(record, ValueError("why")) for record in records]
+        self.send(self.dlq, [(key, value, headers or []) for _, value, key, _, _, headers in sends])
+        return values
+
+    def listed(self, target: str = "shop:app") -> list[dict[str, Any]]:
+        ended = self.eos("dlq", "list", target, "--json")
+        assert ended.returncode == 0, ended.stderr
+        return list(json.loads(ended.stdout))
+
+    def read(self, topic: str) -> list[Message]:
+        return [message for found in visible_records(self.servers, topic).values() for message in found]
+
+    def outputs(self) -> list[str]:
+        return sorted((message.value() or b"").decode() for message in self.read(self.out))
+
+
+@pytest.fixture
+def shop(kafka: LocalKafka, names: Names, tmp_path: Path) -> Shop:
+    return Shop(kafka, names, tmp_path)
+
+
+def test_letters_of_a_worker_come_back_once_and_those_that_fail_again_are_met_by_the_next_replay_only(
+    shop: Shop,
+) -> None:
+    shop.send(shop.source, [("a", "good", []), ("b", "bad 1", [("trace", b"t")]), ("c", "bad 2", [])])
+    ran = shop.eos("run", "shop:app", "--until-end", "--instance", "i")
+    assert ran.returncode == 0, ran.stderr
+    (kind,) = shop.listed()
+    assert (kind["exception"], kind["letters"], kind["most_replays"]) == ("ValueError", 2, 0)
+    assert kind["message"].startswith("not today: b'bad ")
+    for times in (1, 2):
+        assert shop.replay() == "2 replayed, 0 handled (0 outputs), 2 failed again"
+        (kind,) = shop.listed()
+        assert (kind["letters"], kind["most_replays"]) == (2, times)
+    assert shop.outputs() == ["GOOD"]
+    assert shop.replay("--limit", "1", MENDED="1") == "1 replayed, 1 handled (1 outputs), 0 failed again"
+    assert shop.replay(MENDED="1") == "1 replayed, 1 handled (1 outputs), 0 failed again"
+    assert shop.replay(MENDED="1") == "0 replayed, 0 handled (0 outputs), 0 failed again"
+    assert shop.outputs() == ["BAD 1", "BAD 2", "GOOD"]
+    assert shop.listed() == []
+    (all_of_it,) = shop.listed(shop.dlq)
+    assert all_of_it["letters"] == 6, "the topic keeps what was replayed"
+    assert len(shop.read(shop.source)) == 3, "other readers of the source get nothing twice"
+    back = next(m for m in shop.read(shop.out) if m.value() == b"BAD 1")
+    assert (back.key(), back.timestamp()[1]) == (b"b", shop.sent_ms + 1), "as if it had not failed"
+
+
+@pytest.mark.parametrize(
+    ("step", "when", "limit"),
+    [
+        ("send_offsets", "behind", ("--limit", "150")),
+        ("commit", "behind", ()),
+        pytest.param("flush", "before", (), marks=pytest.mark.long),
+        pytest.param("commit", "before", (), marks=pytest.mark.long),
+    ],
+)
+def test_a_replay_that_is_killed_in_a_transaction_goes_on_without_one_lost_or_doubled(
+    shop: Shop, step: str, when: str, limit: tuple[str, ...]
+) -> None:
+    values = shop.letters(250)
+    program = ("-c", KILLED, step, when, "3" if step == "flush" else "2")
+    killed = shop.eos("dlq", "replay", "shop:app", *limit, program=program, MENDED="1")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    before = len(shop.outputs())
+    assert 0 < before < 250, "it was killed in the middle"
+    told = shop.replay(MENDED="1")
+    left = 250 - before
+    assert told == f"{left} replayed, {left} handled ({left} outputs), 0 failed again"
+    assert shop.outputs() == sorted(value.upper() for value in values)
+    assert shop.listed() == []
+
+
+def test_another_function_may_take_them(shop: Shop) -> None:
+    shop.letters(2)
+    assert shop.replay("--function", "apologise") == "2 replayed, 2 handled (2 outputs), 0 failed again"
+    assert shop.outputs() == ["sorry for bad 0", "sorry for bad 1"]
+
+
+def test_an_output_that_the_client_refuses_is_the_letters_failure_alone(shop: Shop) -> None:
+    shop.letters(3)
+    told = shop.replay("--function", "far_too_large")
+    assert told == "3 replayed, 2 handled (2 outputs), 1 failed again"
+    assert shop.outputs() == ["bad 0", "bad 2"]
+    (kind,) = shop.listed()
+    assert (kind["letters"], kind["exception"], kind["first"]) == (1, "eos.errors.PoisonRecord", f"{shop.source}[0]@1")
+
+
+def test_what_is_wrong_with_a_replay_is_said_in_one_sentence(shop: Shop) -> None:
+    for arguments, code, sentence in (
+        (
+            ("replay", "shop:app", "--function", "nope"),
+            64,
+            "has no such function, it has upper, apologise, far_too_large",
+        ),
+        (("replay", "shop:app", "--topic", "nope"), 64, f"--topic nope: not a source of {shop.id}"),
+        (("replay", "shop:app", "-X", "group.id=mine"), 64, "group.id cannot be set for `eos dlq replay`"),
+        (("replay", "shop:app", "--topic", shop.large), 69, f"topic {shop.large}.dlq does not exist at "),
+        (("list", "no such"), 64, "eos dlq list needs MODULE:APP"),
+        (("list", "nowhere"), 69, "topic nowhere.dlq does not exist at "),
+    ):
+        ended = shop.eos("dlq", *arguments)
+        assert (ended.returncode, ended.stdout) == (code, ""), ended.stderr
+        assert sentence in ended.stderr
+        assert "Traceback" not in ended.stderr

@@ -1,0 +1,168 @@
+"""A broker in another region: the producer stays while nothing was sent twice, and goes whenever something was.
+
+What was sent is counted on the wire, in front of the delay: there a cut is noticed at once, and what the client sent
+before is still under way to the broker. test_late_requests.py brings each kind of late request about by itself.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from confluent_kafka import Producer
+
+from eos import Settings, TransactSession
+from eos.broker import LocalKafka
+from eos.broker.node import free_ports
+from eos.testing.checker import check
+from eos.testing.history import committed_offsets, end_offsets, read_topic
+from eos.testing.lineage import stamp
+from tests.support.delay import Delay
+from tests.support.proxy import ApiKey, HoldingProxy
+from tests.support.reading import create_topic, settled_ends
+
+ONCE = (ApiKey.AddOffsetsToTxn, ApiKey.TxnOffsetCommit, ApiKey.EndTxn)
+SENT_TWICE = "sent twice"
+
+
+def runs(short: int, long: int) -> pytest.MarkDecorator:
+    """`short` transactions at 60 ms (0: none); `long` ones at each delay, on each version, where there is time."""
+    cases = [pytest.param("kafka", 60, short, id=f"60ms-{short}")] if short else []
+    very_long = [pytest.mark.long, pytest.mark.timeout(1800)]
+    cases += [
+        pytest.param(version, ms, long, marks=very_long, id=f"{version}-{ms}ms-{long}")
+        for version in ("kafka", "kafka392")
+        for ms in (20, 40, 60, 100)
+    ]
+    return pytest.mark.parametrize(("broker", "each_way_ms", "count"), cases)
+
+
+@dataclass
+class Loop:
+    """A session over the proxies with one record per transaction; told of each begin."""
+
+    kafka: LocalKafka
+    servers: str
+    names: Callable[[str], str]
+    count: int
+    begun: Callable[[TransactSession], None]
+
+    def run(self) -> TransactSession:
+        near = self.kafka.bootstrap_servers
+        self.source, self.target = create_topic(near, self.names("in")), create_topic(near, self.names("out"))
+        producer = Producer({"bootstrap.servers": near, "log_level": 0})
+        for number in range(self.count):
+            producer.produce(self.source, b"%d" % number, partition=0)
+        assert producer.flush(30) == 0
+        self.transactional_id, self.group = self.names("tx"), self.names("group")
+        settings = {
+            "bootstrap.servers": self.servers,
+            "group.id": self.group,
+            "transactional.id": self.transactional_id,
+            "eos.producers": "1",
+            "eos.transaction.max.records": 1,
+            "eos.transaction.interval.ms": 1,
+            "linger.ms": 0,
+        }
+        with TransactSession(Settings(settings), [self.source], until_end=True) as session:
+            for txn in session:
+                self.begun(session)
+                for record in txn.records:
+                    txn.send(self.target, stamp(0, record.partition, record.offset), partition=0)
+        return session
+
+    def check(self) -> None:
+        near = self.kafka.bootstrap_servers
+        settled_ends(near, [self.target])
+        check(
+            read_topic(near, [self.source]).inputs(),
+            read_topic(near, [self.target]).outputs(),
+            committed=committed_offsets(near, self.group, [self.source]),
+            complete=True,
+            ends=end_offsets(near, [self.target]),
+        ).raise_if_violated()
+
+
+@runs(8, 300)
+def test_a_healthy_producer_stays_however_far_the_broker(
+    request: pytest.FixtureRequest, broker: str, each_way_ms: int, count: int, names: Callable[[str], str]
+) -> None:
+    kafka: LocalKafka = request.getfixturevalue(broker)
+    with Delay(int(kafka.proxied_servers.rpartition(":")[2]), kafka.proxied_upstream, each_way_ms):
+        loop = Loop(kafka, kafka.proxied_servers, names, count, begun=lambda session: None)
+        began = time.monotonic()
+        counters = loop.run().counters
+    assert counters.transactions >= count
+    assert time.monotonic() - began > count * 8 * each_way_ms / 1000, "the broker was not far"
+    assert counters.replacements == {}
+    loop.check()
+
+
+class Wire:
+    """Cuts all connections at random moments, and says of each transaction whether a request of it was sent twice."""
+
+    def __init__(self, proxy: HoldingProxy, longest_s: float, seed: int) -> None:
+        self.proxy, self.longest_s, self.random = proxy, longest_s, random.Random(seed)
+        self.began_at = 0.0
+        self.client: object = None
+        self.timer: threading.Timer | None = None
+        self.cuts = 0
+        self.found: Counter[str] = Counter()
+        self.missed: list[str] = []
+
+    def begun(self, session: TransactSession) -> None:
+        now, client = time.monotonic(), session.producer.client
+        if self.client is not None:
+            self._judge(session, replaced=client is not self.client)
+        self.began_at, self.client = now, client
+        if self.timer is not None:
+            self.timer.join()
+        self.timer = None
+        if self.random.random() < 0.75:
+            self.timer = threading.Timer(self.random.uniform(0, self.longest_s), self._cut)
+            self.timer.start()
+
+    def _cut(self) -> None:
+        self.cuts += self.proxy.cut_all() > 0
+
+    def _judge(self, session: TransactSession, replaced: bool) -> None:
+        twice = []
+        for api in (*ONCE, ApiKey.AddPartitionsToTxn):
+            requests = self.proxy.seen(api, since=self.began_at)
+            # An AddPartitionsToTxn is also sent again on the same connection, after CONCURRENT_TRANSACTIONS.
+            times = len(requests) if api in ONCE else len({request.connection for request in requests})
+            if times > 1:
+                twice.append(f"{api.name} {times} times")
+        what = SENT_TWICE if twice else "sent once"
+        self.found[f"{what}, {'replaced' if replaced else 'kept'}"] += 1
+        if twice and not replaced:
+            self.missed.append(f"transaction {session.counters.transactions}: {', '.join(twice)}")
+
+
+@runs(0, 30)
+def test_whatever_was_sent_twice_on_the_wire_replaces_the_producer(
+    request: pytest.FixtureRequest, broker: str, each_way_ms: int, count: int, names: Callable[[str], str]
+) -> None:
+    kafka: LocalKafka = request.getfixturevalue(broker)
+    port = int(kafka.proxied_servers.rpartition(":")[2])
+    behind = free_ports(1, [port])[0]
+    with (
+        Delay(behind, kafka.proxied_upstream, each_way_ms),
+        HoldingProxy(port, ("127.0.0.1", behind)) as proxy,
+    ):
+        # A transaction takes five to six round trips.
+        wire = Wire(proxy, longest_s=12 * each_way_ms / 1000, seed=each_way_ms)
+        loop = Loop(kafka, kafka.proxied_servers, names, count, wire.begun)
+        counters = loop.run().counters
+        if wire.timer is not None:
+            wire.timer.join()
+    print(f"{broker} {each_way_ms} ms: {wire.cuts} cuts, {dict(wire.found)}, {counters.replacements}")
+    assert wire.cuts >= count // 2
+    assert any(SENT_TWICE in kind for kind in wire.found), "no cut hit a request: nothing was shown"
+    assert wire.missed == []
+    loop.check()

@@ -1,0 +1,170 @@
+"""`eos topic` on a real broker: what is committed, aborted and open, and what a script gets of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Producer
+
+from eos import cli
+from eos.broker import LocalKafka
+from tests.support.reading import create_topic, visible_values, wait_until
+
+Names = Callable[[str], str]
+Run = Callable[..., tuple[int, str, str]]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def eos(kafka: LocalKafka, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("KAFKA_BOOTSTRAP_SERVERS", kafka.bootstrap_servers)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = cli.invoke(["topic", *arguments])
+        return code, *capfd.readouterr()
+
+    return run
+
+
+def values(told: str) -> list[tuple[str, str]]:
+    return [(row["value"], row["state"]) for row in map(json.loads, told.splitlines())]
+
+
+def begun(kafka: LocalKafka, transactional_id: str) -> Producer:
+    producer = Producer({"bootstrap.servers": kafka.bootstrap_servers, "transactional.id": transactional_id})
+    producer.init_transactions(10)
+    producer.begin_transaction()
+    return producer
+
+
+def test_a_topic_is_made_once_written_in_one_transaction_and_read(eos: Run, kafka: LocalKafka, names: Names) -> None:
+    topic, second = names("t"), names("u")
+    assert eos("create", topic, "--partitions", "2")[:2] == (0, f"{topic}: created with 2 partitions\n")
+    assert eos("create", topic, second)[1] == f"{topic}: exists\n{second}: created with 8 partitions\n"
+    assert eos("tail", topic) == (0, "", f"{topic}: no record is committed\n")
+    code, told, _ = eos("send", topic, "to", "be", "--key", "k", "--header", "h=v", "--partition", "1")
+    assert (code, told) == (0, f"sent in one transaction: {topic}[1]@0, {topic}[1]@1\n")
+    assert visible_values(kafka.bootstrap_servers, topic) == {0: [], 1: [b"to", b"be"]}
+    lines = eos("tail", topic)[1].splitlines()
+    assert [line.split("  ")[0] for line in lines] == [f"{topic}[1]@0", f"{topic}[1]@1"]
+    assert [line.split("  ")[2:] for line in lines] == [["k", "to", "h=v"], ["k", "be", "h=v"]]
+    listed = {row["topic"]: row for row in json.loads(eos("list", "--json")[1])}
+    assert listed[topic] == {"topic": topic, "partitions": 2, "replicas": 1}
+    assert not any(name.startswith("__") for name in listed)
+    assert eos("send", topic, "x", "--partition", "2")[::2] == (
+        64,
+        f"eos: --partition 2: {topic} has partitions 0 to 1\n",
+    )
+
+
+def test_aborted_and_open_records_are_shown_only_when_asked_for_and_marked(
+    eos: Run, kafka: LocalKafka, names: Names
+) -> None:
+    topic = names("t")
+    create_topic(kafka.bootstrap_servers, topic, partitions=1)
+    eos("send", topic, "a", "b")
+    aborting = begun(kafka, names("aborting"))
+    aborting.produce(topic, b"never")
+    aborting.flush(10)
+    aborting.abort_transaction(10)
+    eos("send", topic, "c")
+    unfinished = begun(kafka, names("open"))
+    unfinished.produce(topic, b"maybe")
+    unfinished.flush(10)
+    eos("send", topic, "behind")
+    committed = [("a", "committed"), ("b", "committed"), ("c", "committed")]
+    code, told, rest = eos("tail", topic, "--json")
+    assert (code, values(told)) == (0, committed)
+    assert rest == f"{topic}: 3 more offsets wait for an open transaction; --uncommitted shows them\n"
+    every = [*committed[:2], ("never", "aborted"), committed[2], ("maybe", "open"), ("behind", "open")]
+    for how in (("--from-beginning",), ("-n", "100"), ()):
+        assert values(eos("tail", topic, "--json", "--uncommitted", *how)[1]) == every
+        assert values(eos("tail", topic, "--json", *how)[1]) == committed
+    assert values(eos("tail", topic, "--json", "--uncommitted", "-n", "3")[1]) == every[-3:]
+    assert values(eos("tail", topic, "--json", "-n", "1")[1]) == committed[-1:]
+    plain = eos("tail", topic, "--uncommitted", "--until-end")[1].splitlines()
+    assert [line.endswith(mark) for line, mark in zip(plain[2:5], ("(aborted)", "  c", "(open)"), strict=True)] == [
+        True
+    ] * 3
+    unfinished.commit_transaction(10)
+    assert [value for value, _ in values(eos("tail", topic, "--json")[1])] == ["a", "b", "c", "maybe", "behind"]
+
+
+def test_the_last_records_are_found_behind_many_that_nobody_sees(eos: Run, kafka: LocalKafka, names: Names) -> None:
+    topic = names("t")
+    create_topic(kafka.bootstrap_servers, topic, partitions=1)
+    eos("send", topic, "first", "second")
+    aborting = begun(kafka, names("aborting"))
+    for _ in range(100):
+        aborting.produce(topic, b"never")
+    aborting.flush(10)
+    aborting.abort_transaction(10)
+    assert [value for value, _ in values(eos("tail", topic, "--json", "-n", "2")[1])] == ["first", "second"]
+    assert eos("tail", topic, "-n", "0")[:2] == (0, "")
+
+
+def test_what_comes_is_shown_until_ctrl_c_and_that_ends_well(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
+    topic = names("t")
+    create_topic(kafka.bootstrap_servers, topic, partitions=3)
+    command = [sys.executable, "-m", "eos", "topic"]
+    environment = os.environ | {"KAFKA_BOOTSTRAP_SERVERS": kafka.bootstrap_servers, "PYTHONPATH": str(ROOT)}
+
+    def send(data: bytes) -> None:
+        subprocess.run([*command, "send", topic], env=environment, input=data, timeout=60, check=True)
+
+    send(b"before\n")
+    with (tmp_path / "out").open("w") as out:
+        following = [*command, "tail", topic, "--follow", "--json"]
+        tailing = subprocess.Popen(following, env=environment, stdout=out, stderr=subprocess.STDOUT)
+
+    def shown() -> list[Any]:
+        return [row["value"] for row in map(json.loads, (tmp_path / "out").read_text().splitlines())]
+
+    try:
+        wait_until("the first record", lambda: shown() == ["before"], 30)
+        send(b"one\ntwo \xff\n\n")
+        wait_until("those that came", lambda: len(shown()) == 4, 30)
+        assert sorted(map(str, shown())) == sorted(["before", "one", "{'base64': 'dHdvIP8='}", ""])
+        tailing.send_signal(signal.SIGINT)
+        assert tailing.wait(30) == 0
+    finally:
+        tailing.kill()
+        tailing.wait()
+    assert len(shown()) == 4
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(kafka: LocalKafka, eos: Run, names: Names) -> None:
+    topic = names("t")
+    create_topic(kafka.bootstrap_servers, topic)
+    eos("send", topic, *map(str, range(3_000)))
+    ended = subprocess.run(
+        f"{sys.executable} -m eos topic tail {topic} --from-beginning | head -n 1; echo ${{PIPESTATUS[0]}}",
+        shell=True,
+        executable="/bin/bash",
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    first, code = ended.stdout.splitlines()
+    assert (first.startswith(f"{topic}[0]@0  "), code, ended.stderr) == (True, "0", "")
+
+
+def test_a_topic_that_does_not_exist_is_not_made_by_asking_for_it(eos: Run, names: Names) -> None:
+    topic = names("nowhere")
+    for arguments in (("tail", topic), ("send", topic, "x")):
+        code, told, error = eos(*arguments)
+        assert (code, told) == (69, "")
+        assert f"topic {topic} does not exist at " in error
+        assert error.endswith(f": `eos topic create {topic}` makes it\n")
+    assert topic not in eos("list")[1]

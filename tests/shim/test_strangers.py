@@ -1,0 +1,202 @@
+"""Strangers in front of a real shim and broker: an honest client beside them is answered within a second, the shim
+stays small, and it says who was sent away and why. One shim for the whole file; each stranger has an address of its
+own.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+from kafka.protocol.metadata import ApiVersionsRequest
+
+from eos.broker import LocalKafka
+from eos.shim.wire import api
+from eos.shim.wire.cursor import uvarint
+from tests.shim import strangers
+from tests.shim.shims import RunningShim, eventually, running
+from tests.shim.strangers import MIB, Honest, connect, frame, head, send_until_closed, send_until_full
+from tests.support.reading import create_topic
+from tests.support.wire import Wire
+
+ENDLESS = b"\xff" * MIB
+EMPTY_TAGS = b"\x63\x00" * (MIB // 2)
+
+
+@pytest.fixture(scope="module")
+def shim(kafka: LocalKafka) -> Iterator[RunningShim]:
+    with running(kafka.bootstrap_servers) as shim:
+        yield shim
+    ended = [event for event in shim.events if event["event"] == "connection closed"]
+    assert ended, "nobody was sent away"
+    assert len(shim.events) < 200, f"{len(shim.events)} lines"
+    for event in shim.events:
+        assert len(str(event)) < 2_000
+
+
+@pytest.fixture
+def honest(shim: RunningShim, kafka: LocalKafka, names: Callable[[str], str]) -> Iterator[Honest]:
+    """Is there before the strangers and while they are; what it saw is judged at the end of the test."""
+    topic = names("honest")
+    create_topic(kafka.bootstrap_servers, topic)
+    with Honest(shim, kafka.bootstrap_servers, topic) as honest:
+        eventually(lambda: honest.asked >= 3 or honest.failure)
+        yield honest
+        asked = honest.asked
+        eventually(lambda: honest.asked >= asked + 3 or honest.failure)
+    honest.check()
+
+
+def sent_away(shim: RunningShim, host: str, reason: str) -> None:
+    """One line of the log says who and why."""
+    told = eventually(
+        lambda: [e for e in shim.named("connection closed") if str(e["client"]).startswith(f"{host}:")], 10
+    )
+    reasons = {str(event["reason"]) for event in told}
+    assert all(reason in each for each in reasons), reasons
+
+
+HEAD_END = b"\0\2t\xff\xff\0\0\1\0"  # no tags, transactional.id "t", acks -1, timeout
+
+
+@pytest.mark.parametrize(
+    ("host", "start", "piece", "reason"),
+    [
+        ("127.0.0.2", b"", ENDLESS, "a varint is longer than five bytes"),
+        ("127.0.0.3", b"\0", ENDLESS, "a varint is longer than five bytes"),
+        ("127.0.0.4", uvarint(40 * MIB), EMPTY_TAGS, "tagged fields"),
+        ("127.0.0.5", b"\1\x63" + uvarint(80 * MIB), bytes(MIB), "a head of more than 131072 bytes"),
+        ("127.0.0.6", HEAD_END + b"\3\2a\1" + uvarint(40 * MIB), EMPTY_TAGS, "tagged fields"),
+    ],
+    ids=["a count without an end", "a name without an end", "tags", "one tag", "tags behind a topic"],
+)
+def test_a_produce_of_80_mb_that_says_nothing(
+    shim: RunningShim, honest: Honest, host: str, start: bytes, piece: bytes, reason: str
+) -> None:
+    with connect(shim, host) as stranger:
+        send_until_closed(stranger, head(api.PRODUCE, 9, 10 + len(start) + 80 * MIB) + start, piece, 80 * MIB)
+        sent_away(shim, host, reason)
+
+
+@pytest.mark.parametrize(
+    ("api_key", "version"),
+    [
+        (api.END_TXN, 3),
+        (api.INIT_PRODUCER_ID, 4),
+        (api.API_VERSIONS, 3),
+        (api.TXN_OFFSET_COMMIT, 3),
+        (api.ADD_PARTITIONS_TO_TXN, 3),
+    ],
+)
+def test_a_control_frame_of_60_mb(shim: RunningShim, honest: Honest, api_key: int, version: int) -> None:
+    host = f"127.0.1.{api_key}"
+    with connect(shim, host) as stranger:
+        taken = send_until_closed(stranger, head(api_key, version, 60 * MIB), bytes(MIB), 60 * MIB)
+        assert taken < 30 * MIB
+        sent_away(shim, host, "is over the limit of 2097152 for what is read whole")
+
+
+def test_api_versions_full_of_tags(shim: RunningShim, honest: Honest) -> None:
+    asked = frame(api.API_VERSIONS, 3, b"\0\2x\2x" + uvarint(900_000) + EMPTY_TAGS[:1_800_000])
+    with ExitStack() as stack:
+        for _ in range(4):
+            stranger = stack.enter_context(connect(shim, "127.0.0.7"))
+            send_until_full(stranger, asked, 5 * len(asked))
+
+
+def test_requests_whose_answers_nobody_reads(shim: RunningShim, honest: Honest) -> None:
+    """Answered by the shim itself: nobody has this identity."""
+    asked = frame(api.END_TXN, 1, b"\0\x09strangers" + struct.pack(">qhb", 5, 5, 1)) * 10_000
+    taken, before = list[int](), psutil.Process(shim.process.pid).memory_info().rss
+    with ExitStack() as stack:
+        flooding = [stack.enter_context(connect(shim, "127.0.0.8")) for _ in range(4)]
+        threads = [
+            threading.Thread(target=lambda s=s: taken.append(send_until_full(s, asked, 60 * MIB))) for s in flooding
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        grown = psutil.Process(shim.process.pid).memory_info().rss - before
+    assert max(taken) < 40 * MIB, "the shim went on reading"
+    assert grown < 32 * MIB, f"{grown / MIB:.0f} MiB are kept for who reads nothing"
+
+
+def test_300_silent_connections_cost_the_broker_none(shim: RunningShim, kafka: LocalKafka, honest: Honest) -> None:
+    port = int(kafka.bootstrap_servers.rsplit(":", 1)[1])
+
+    def upstream() -> int:
+        return sum(remote == port for _, remote in shim.connections())
+
+    before = upstream()
+    with ExitStack() as stack:
+        silent = [stack.enter_context(connect(shim, "127.0.0.9")) for _ in range(300)]
+        eventually(lambda: len(shim.connections()) >= 300)
+        for stranger in silent[:50]:
+            stranger.sendall(b"\0\0\0")  # of a frame's size
+        assert upstream() <= before + 2  # the honest client's next one may be among them
+
+
+def test_requests_that_come_byte_by_byte(shim: RunningShim, honest: Honest) -> None:
+    long_head = head(api.PRODUCE, 9, 50 * MIB) + bytes([100]) + b"\x63\0" * 99
+    asked = [long_head, head(api.END_TXN, 3, MIB) + bytes(300), head(api.TXN_OFFSET_COMMIT, 3, MIB) + bytes(300)]
+    with ExitStack() as stack:
+        slow = [stack.enter_context(connect(shim, "127.0.0.10")) for _ in range(90)]
+        for at in range(150):
+            for number, stranger in enumerate(slow):
+                stranger.sendall(asked[number % len(asked)][at : at + 1])
+
+
+def test_frames_that_are_never_finished(shim: RunningShim, honest: Honest) -> None:
+    """All together 700 MB: who stopped first goes first."""
+    produce = head(api.PRODUCE, 9, 90 * MIB) + HEAD_END + b"\3"
+    commit = head(api.TXN_OFFSET_COMMIT, 3, 2 * MIB - 100)
+    with ExitStack() as stack:
+        for number in range(110):
+            stranger = stack.enter_context(connect(shim, "127.0.0.11"))
+            if number % 11:
+                send_until_closed(stranger, commit, bytes(3 * MIB // 2), MIB)
+            else:
+                send_until_closed(stranger, produce, bytes(MIB), 60 * MIB)
+        sent_away(shim, "127.0.0.11", "memory for those is used up")
+
+
+def test_all_that_kafka_offers_is_offered(shim: RunningShim, kafka: LocalKafka) -> None:
+    """Of the version the shim was made for; and a client that is newer learns which version to ask with."""
+    newest = api.NEWEST[api.API_VERSIONS]
+    with Wire(kafka.bootstrap_servers) as direct, Wire(shim.bootstrap_servers) as through:
+        for version in range(newest + 1):
+            asked = ApiVersionsRequest(version=version, client_software_name="x", client_software_version="1")
+            assert through.ask(asked) == direct.ask(asked)
+        through.socket.sendall(frame(api.API_VERSIONS, newest + 1, b"\0\2x\2x\0", 99))
+        assert through.receive()[4:] == bytes.fromhex("00000063 0023 00000001 0012 0000") + newest.to_bytes(2, "big")
+
+
+def test_random_frames(kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path) -> None:
+    """A few seconds of them; the ten minutes are `python -m tests.shim.strangers`, and the next test."""
+    throw_random_frames(kafka, names, tmp_path, 4.0, 15)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_random_frames_for_ten_minutes(kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path) -> None:
+    throw_random_frames(kafka, names, tmp_path, 600.0, 400)
+
+
+def throw_random_frames(
+    kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path, seconds: float, per_key: int
+) -> None:
+    topic = names("honest")
+    create_topic(kafka.bootstrap_servers, topic)
+    with strangers.guarded_shim(kafka.bootstrap_servers, tmp_path) as shim:
+        with Honest(shim, kafka.bootstrap_servers, topic) as honest:
+            assert strangers.random_frames(shim, seconds, per_key, seed=int(time.time())) > 20
+        honest.check()
+        assert len(shim.events) < 100 + 60 * (seconds / 60 + 1)
+        assert shim.named("connection closed")

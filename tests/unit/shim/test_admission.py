@@ -1,0 +1,365 @@
+"""Who may connect, for how long without a word, and how far a client that does not take its answers is read."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import ssl
+import struct
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eos.shim import Shim, ShimSettings
+from eos.shim.errors import Misconfigured
+from eos.shim.link import MOST_UNANSWERED
+from eos.shim.pipeline import Exchange, Job
+from eos.shim.settings import check_relay, server_tls
+from eos.shim.wire import api
+from tests.shim.fake_broker import FakeBroker
+from tests.support.secure import make_pki
+from tests.unit.shim.test_link import ANSWERED, FORWARDED, Meddling, answer, frame
+
+MIB = 1024 * 1024
+
+
+def run(
+    work: Callable[[Shim, FakeBroker], Awaitable[Any]],
+    broker: FakeBroker | None = None,
+    jobs: tuple[Job, ...] = (),
+    **settings: Any,
+) -> Any:
+    async def inside(broker: FakeBroker) -> Any:
+        told = {"drain_timeout_s": 0.2} | settings
+        shim = Shim(ShimSettings((("127.0.0.1", broker.port),), ("127.0.0.1", 0), **told), jobs)
+        await shim.start()
+        try:
+            async with asyncio.timeout(30):
+                return await work(shim, broker)
+        finally:
+            await shim.stop()
+
+    with broker or FakeBroker(lambda request: b"x") as there:
+        return asyncio.run(inside(there))
+
+
+async def connect(shim: Shim) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(*shim.addresses[0])
+
+
+async def ended(reader: asyncio.StreamReader) -> bool:
+    try:
+        return await reader.read() == b""
+    except ConnectionError:
+        return True
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [str(vars(record)["fields"].get("reason")) for record in caplog.records if hasattr(record, "fields")]
+
+
+@pytest.mark.parametrize(
+    "first", [b"", b"\0\0\0\x30\0\0", frame(0, 1, b"")[:13]], ids=["nothing", "part", "part of a Produce"]
+)
+def test_who_does_not_ask_in_time_is_sent_away(first: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async def work(shim: Shim, broker: FakeBroker) -> None:
+        asking, silent = await connect(shim), await connect(shim)
+        asking[1].write(frame(FORWARDED, 1))
+        silent[1].write(first)
+        assert await asking[0].readexactly(9)
+        assert await ended(silent[0])
+        asking[1].write(frame(FORWARDED, 2))  # who asked once may be silent for as long as it likes
+        assert await asking[0].readexactly(9)
+        assert shim.connections == 1
+
+    run(work, first_request_timeout_s=0.3)
+    assert reasons(caplog).count("no request came") == 1
+
+
+def test_no_upstream_connection_is_made_before_a_request_and_none_for_garbage() -> None:
+    asked = list[bytes]()
+
+    async def work(shim: Shim, broker: FakeBroker) -> None:
+        accepted = 0
+        begin = broker._begin
+
+        def counted(connection: socket.socket) -> None:
+            nonlocal accepted
+            accepted += 1
+            begin(connection)
+
+        broker._begin = counted  # type: ignore[method-assign]
+        silent, garbage = await connect(shim), await connect(shim)
+        garbage[1].write(b"GET / HTTP/1.1\r\n\r\n" + bytes(100))
+        assert await ended(garbage[0])
+        half = await connect(shim)
+        half[1].write(frame(FORWARDED, 1)[:6])
+        half[1].write_eof()
+        assert await ended(half[0]), "a client that ended before its first request is still there"
+        await until(lambda: shim.connections == 1)
+        assert accepted == 0
+        silent[1].write(frame(FORWARDED, 1))
+        assert await silent[0].readexactly(9)
+        assert accepted == 1
+
+    run(work, FakeBroker(lambda request: asked.append(request) or b"x"))
+    assert len(asked) == 1
+
+
+def test_when_all_places_are_taken_the_oldest_silent_one_goes_and_else_the_newcomer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def work(shim: Shim, broker: FakeBroker) -> None:
+        asking, silent = await connect(shim), await connect(shim)
+        asking[1].write(frame(FORWARDED, 1))
+        assert await asking[0].readexactly(9)
+        await until(lambda: shim.connections == 2)
+        later = await connect(shim)
+        later[1].write(frame(FORWARDED, 1))
+        assert await later[0].readexactly(9)
+        assert await ended(silent[0])
+        too_many = await connect(shim)
+        assert await ended(too_many[0])
+        for reader, writer in (asking, later):
+            writer.write(frame(FORWARDED, 2))
+            assert await reader.readexactly(9)
+        later[1].close()
+        await until(lambda: shim.connections == 1)
+        again = await connect(shim)
+        again[1].write(frame(FORWARDED, 1))
+        assert await again[0].readexactly(9)
+
+    run(work, most_connections=2)
+    assert reasons(caplog) == ["no request came", "2 connections are open (--max-connections)"]
+
+
+def test_accepting_goes_on_after_an_error_of_the_system(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(shim: Shim, broker: FakeBroker) -> None:
+        loop = asyncio.get_running_loop()
+        accept, failures = loop.sock_accept, [errno.EMFILE, errno.ECONNABORTED, errno.EMFILE]
+
+        async def failing(sock: socket.socket) -> Any:
+            if failures:
+                raise OSError(failures.pop(), "no")
+            return await accept(sock)
+
+        monkeypatch.setattr(loop, "sock_accept", failing)
+        for _ in range(3):
+            reader, writer = await connect(shim)
+            writer.write(frame(FORWARDED, 1))
+            assert await reader.readexactly(9)
+        assert not failures
+
+    run(work)
+    assert sum("no connection accepted" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("kind", [FORWARDED, ANSWERED])
+def test_thousands_of_requests_sent_at_once_are_answered_in_order(kind: int) -> None:
+    count = 5 * MOST_UNANSWERED
+
+    async def work(shim: Shim, broker: FakeBroker) -> None:
+        reader, writer = await connect(shim)
+        writer.write(b"".join(frame(kind, number, b"body") for number in range(count)))
+        writer.write_eof()
+        body = b"ours" if kind == ANSWERED else b"x"
+        assert await reader.read() == b"".join(answer(number, body) for number in range(count))
+
+    run(work, jobs=(Meddling(),))
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["plain", "tls"])
+def test_what_a_client_sent_before_it_left_reaches_the_broker(secure: bool, tmp_path: Path) -> None:
+    count, seen = 3 * MOST_UNANSWERED, list[bytes]()
+    pki = make_pki(tmp_path)
+    trusting = ssl.create_default_context(cafile=str(pki / "ca.pem")) if secure else None
+
+    async def work(shim: Shim, broker: FakeBroker) -> None:
+        _, writer = await asyncio.open_connection(*shim.addresses[0], ssl=trusting)
+
+        def produce(number: int) -> bytes:  # v3 with acks=0: nobody answers
+            return struct.pack(">ihhihhhii", 22, api.PRODUCE, 3, number, -1, -1, 0, 100, 0)
+
+        writer.write(b"".join(produce(number) for number in range(count)))
+        await writer.drain()
+        if secure:
+            writer.close()
+        else:
+            writer.write_eof()
+        await until(lambda: len(seen) == count)
+        writer.close()
+        await until(lambda: not shim.connections)
+
+    tls = server_tls(str(pki / "server.pem"), str(pki / "server.key")) if secure else None
+    run(work, FakeBroker(lambda request: seen.append(request)), tls=tls)
+    assert [int.from_bytes(request[4:8], "big") for request in seen] == list(range(count))
+
+
+@pytest.mark.parametrize("leaves", ["reset", "stays"])
+def test_an_honest_client_has_its_turn_beside_one_that_sends_thousands(leaves: str) -> None:
+    """A turn of the loop is a share of frames, not all that was read; nor is the end of a connection."""
+
+    class Slow(Meddling):
+        def request(self, exchange: Exchange, frame: bytes) -> bytes:
+            deadline = asyncio.get_running_loop().time() + 0.0001
+            while asyncio.get_running_loop().time() < deadline:
+                pass
+            return super().request(exchange, frame)
+
+    async def work(shim: Shim, broker: FakeBroker) -> float:
+        loop = asyncio.get_running_loop()
+        honest, greedy = await connect(shim), await connect(shim)
+        honest[1].write(frame(FORWARDED, 1))
+        assert await honest[0].readexactly(9)
+        greedy[1].write(frame(ANSWERED, 1, b"body") * 25_000)  # 2.5 s of work, in one read
+        assert await greedy[0].readexactly(12)
+        if leaves == "reset":
+            greedy[1].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            greedy[1].transport.abort()
+        slowest = 0.0
+        for number in range(10):
+            began = loop.time()
+            honest[1].write(frame(FORWARDED, number))
+            assert await honest[0].readexactly(9)
+            slowest = max(slowest, loop.time() - began)
+        greedy[1].transport.abort()
+        return slowest
+
+    assert run(work, jobs=(Slow(),)) < 1.0
+
+
+class Large(Meddling):
+    """Gives an answer of 20 KB to each request."""
+
+    def request(self, exchange: Exchange, frame: bytes) -> bytes:
+        exchange.answer = answer(exchange.correlation_id, bytes(20_000))
+        return b""
+
+
+def test_a_client_that_does_not_take_the_answers_given_here_is_not_read_on() -> None:
+    async def work(shim: Shim, broker: FakeBroker) -> int:
+        loop = asyncio.get_running_loop()
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+            client.setblocking(False)
+            await loop.sock_connect(client, shim.addresses[0])
+            piece, sent, stuck_since = frame(ANSWERED, 1, b"body") * 20_000, 0, loop.time()
+            while sent < 60 * MIB and loop.time() - stuck_since < 1.0:
+                try:
+                    sent += client.send(piece[sent % len(piece) :])
+                    stuck_since = loop.time()
+                except BlockingIOError:
+                    await asyncio.sleep(0.01)
+            (link,) = shim._links
+            assert link.client._transport is not None
+            assert link.client._transport.get_write_buffer_size() < 3 * MIB
+            # And it goes on once answers are taken.
+            got, most = b"", link.client._transport.get_write_buffer_size() + 2 * MIB
+            while len(got) < most:
+                got += await loop.sock_recv(client, MIB)
+            ours = answer(1, bytes(20_000))
+            assert got == (ours * (len(got) // len(ours) + 1))[: len(got)]
+            return sent
+
+    assert run(work, jobs=(Large(),)) < 30 * MIB
+
+
+def test_requests_that_a_broker_does_not_answer_are_not_remembered_without_end() -> None:
+    async def work(shim: Shim, broker: FakeBroker) -> int:
+        _, writer = await connect(shim)
+        writer.write(frame(FORWARDED, 1, b"b") * 20_000)
+        await until(lambda: any(len(link._pending) >= MOST_UNANSWERED for link in shim._links))
+        for _ in range(50):
+            await asyncio.sleep(0.005)
+        (link,) = shim._links
+        most = len(link._pending)
+        writer.transport.abort()
+        return most
+
+    assert run(work, FakeBroker(lambda request: None)) < MOST_UNANSWERED + 100
+
+
+def test_answers_given_here_behind_one_that_the_broker_owes_are_bounded_too() -> None:
+    async def work(shim: Shim, broker: FakeBroker) -> int:
+        _, writer = await connect(shim)
+        writer.write(frame(FORWARDED, 1, b"b") + frame(ANSWERED, 1, b"b") * 5_000)
+        await until(lambda: any(link.connection.owed > MIB for link in shim._links))
+        for _ in range(50):
+            await asyncio.sleep(0.005)
+        (link,) = shim._links
+        owed = sum(len(exchange.answer or b"") for exchange in link._pending)
+        assert owed == link.connection.owed
+        writer.transport.abort()
+        return owed
+
+    assert run(work, FakeBroker(lambda request: None), jobs=(Large(),)) < 3 * MIB
+
+
+def test_a_frame_that_is_never_finished_ends_its_connection_when_memory_for_those_is_used_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Collects(Job):
+        def wants_request(self, api_key: int, version: int) -> bool:
+            return True
+
+    def begun(size: int) -> bytes:
+        return struct.pack(">ihhih", 600_000, FORWARDED, 1, 1, -1) + bytes(size)
+
+    async def work(shim: Shim, broker: FakeBroker) -> None:
+        shim._collected.limit = 1_100_000
+        first, second = await connect(shim), await connect(shim)
+        for _, writer in (first, second):
+            writer.write(begun(500_000))
+            before = shim._collected.total
+            await until(lambda before=before: shim._collected.total >= before + 500_000)
+        third = await connect(shim)
+        third[1].write(begun(500_000))
+        assert await ended(first[0])
+        await until(lambda: shim.connections == 2)
+        assert 500_000 <= shim._collected.total <= 1_100_000
+        for _, writer in (second, third):
+            writer.write(bytes(600_004 - len(begun(500_000))))
+        for reader, _ in (second, third):
+            assert await reader.readexactly(9)
+        assert shim._collected.total == 0
+
+    run(work, jobs=(Collects(),), largest_control=2 * MIB)
+    assert [reason for reason in reasons(caplog) if "memory for those is used up" in reason]
+
+
+@pytest.mark.parametrize(
+    ("certificate", "client_ca", "trusted", "refused"),
+    [
+        (None, None, False, False),
+        ("shim.pem", None, False, True),
+        ("shim.pem", "ca.pem", False, False),
+        ("shim.pem", None, True, False),
+    ],
+)
+def test_a_certificate_for_the_brokers_needs_a_way_to_know_who_uses_it(
+    certificate: str | None, client_ca: str | None, trusted: bool, refused: bool
+) -> None:
+    if not refused:
+        check_relay(certificate, client_ca, trusted)
+        return
+    with pytest.raises(Misconfigured, match=r"--client-ca FILE, or --trust-clients"):
+        check_relay(certificate, client_ca, trusted)
+
+
+def test_a_ca_of_clients_needs_tls_and_a_file_that_is_one(tmp_path: Path) -> None:
+    with pytest.raises(Misconfigured, match="a CA of clients without a certificate"):
+        server_tls(None, None, "ca.pem")
+    with pytest.raises(Misconfigured, match="100 bytes is too small"):
+        ShimSettings((("a", 1),), ("127.0.0.1", 0), largest_control=100)
+    with pytest.raises(Misconfigured, match="0 connections are not enough"):
+        ShimSettings((("a", 1),), ("127.0.0.1", 0), most_connections=0)

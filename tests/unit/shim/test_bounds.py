@@ -1,0 +1,367 @@
+"""What a client can make the shim read, keep and say is bounded: whatever it sends, and however it is cut."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eos.shim import events
+from eos.shim.collected import Account, Collected
+from eos.shim.complaints import INTERVAL_S, LINES_PER_HOST, LINES_PER_INTERVAL, Complaints
+from eos.shim.errors import Malformed, ProtocolError
+from eos.shim.pipeline import Connection, Exchange, Job, Pipeline
+from eos.shim.protect import translate
+from eos.shim.protect.machine import Identity
+from eos.shim.trace import decode
+from eos.shim.wire import answers, api, measure, walk
+from eos.shim.wire.cursor import LONGEST_STRING_BYTES, MOST_ELEMENTS, MOST_TAGS, Cursor, uvarint
+from eos.shim.wire.frames import FRAMES_PER_TURN, HANDLED_BYTES_PER_TURN, PASSING, FrameSplitter, Passage, Piece
+from eos.shim.wire.headers import LONGEST_HEAD_BYTES, REQUEST_HEAD, AcksReader
+from eos.shim.wire.walk import Layout, Walk
+from tests.unit.shim.messages import requests
+from tests.unit.shim.test_frames import cut, framed
+from tests.unit.shim.test_protect_frames import produce_request
+from tests.unit.shim.test_protect_passing import SHAPES, Passed, collected
+from tests.unit.shim.test_unreadable import CLASSES, KEYS
+
+ENDLESS = b"\xff" * 100_000
+
+
+def produce_head(version: int, behind: bytes, client_id: bytes = b"") -> bytes:
+    return struct.pack(">ihhih", 90 << 20, api.PRODUCE, version, 1, len(client_id)) + client_id + behind
+
+
+# A Produce's head.
+
+
+@pytest.mark.parametrize(
+    ("behind", "reason"),
+    [
+        (ENDLESS, "a varint is longer"),
+        (b"\0" + ENDLESS, "a varint is longer"),
+        (b"\1" + ENDLESS, "a varint is longer"),
+        (b"\1\5" + ENDLESS, "a varint is longer"),
+        (uvarint(MOST_TAGS + 1), "tagged fields"),
+        (b"\1\5" + uvarint(80 << 20), "a head of more than"),
+        (b"\0" + uvarint(80 << 20), "a head of more than"),
+    ],
+)
+def test_a_produce_whose_head_does_not_end_is_refused_with_its_first_bytes(behind: bytes, reason: str) -> None:
+    whole = produce_head(9, behind)
+    with pytest.raises(Malformed, match=reason):
+        AcksReader(9).read(whole[: 30 + len(uvarint(80 << 20))], 0)
+    reader = AcksReader(9)
+    with pytest.raises(Malformed, match=reason):
+        for end in range(REQUEST_HEAD.size, len(whole) + 1):
+            reader.read(whole[:end], 0)
+
+
+class Counted(bytes):
+    """Knows how often it was looked at, and how many bytes were."""
+
+    looks = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        type(self).looks += 1 if isinstance(at, int) else len(range(*at.indices(len(self))))
+        return super().__getitem__(at)
+
+
+def test_a_head_that_comes_byte_by_byte_is_not_read_from_its_beginning_each_time() -> None:
+    tags = uvarint(MOST_TAGS) + b"\x63\x02ab" * MOST_TAGS
+    whole = produce_head(9, tags + uvarint(3_001) + b"t" * 3_000 + b"\xff\xff", b"c" * 3_000)
+    reader, Counted.looks, found = AcksReader(9), 0, []
+    for end in range(REQUEST_HEAD.size, len(whole) + 1):
+        found.append(reader.read(Counted(whole[:end]), 0))
+    assert found[-1] == -1
+    assert set(found[:-1]) == {None}
+    # Two or three for each new byte: of the field that is not whole yet.
+    assert Counted.looks < 4 * len(whole)
+
+
+@given(st.integers(0, MOST_TAGS), st.integers(0, 300), st.integers(0, 300))
+def test_the_longest_heads_that_clients_may_have_are_read(tags: int, client: int, name: int) -> None:
+    section = uvarint(tags) + b"\x63\x01a" * tags
+    whole = produce_head(9, section + uvarint(name + 1) + b"t" * name + b"\0\1", b"c" * client)
+    assert AcksReader(9).read(whole, 0) == 1
+    longest = b"c" * LONGEST_STRING_BYTES
+    whole = produce_head(9, section + uvarint(LONGEST_STRING_BYTES + 1) + longest + b"\0\1", longest)
+    assert AcksReader(9).read(whole, 0) == 1
+    assert len(whole) < LONGEST_HEAD_BYTES
+
+
+def test_a_produce_that_comes_byte_by_byte_is_looked_at_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+    read = translate.produce_by_head
+
+    def counted(head: Piece, version: int, size: int) -> translate.Produce | None:
+        nonlocal looks
+        looks += 1
+        return read(head, version, size)
+
+    monkeypatch.setattr(translate, "produce_by_head", counted)
+    for shape, most in (("one batch", 9), ("two batches", 9), ("two topics", 9), ("no records", 9)):
+        frame = produce_request(9, "t" * 200, SHAPES[shape])
+        passed, looks = Passed(), 0
+        passed.job.machine.initialised("t" * 200, Identity(5, 0), 1)
+        for at in range(len(frame)):
+            passed.feed(frame[at : at + 1])
+        assert 0 < looks <= most
+        assert passed.splitter.between_frames
+
+
+def test_what_a_stream_of_produce_keeps_counts_until_it_is_decided() -> None:
+    frame = produce_request(9, "t", SHAPES["two partitions"])
+    passed, kept = Passed(), Collected(1 << 20)
+    opened = passed._open
+
+    def with_account(data: Piece, pos: int) -> Passage:
+        passage = opened(data, pos)
+        passed.exchanges[-1].connection.collected = Account(kept, lambda: None)
+        return passage
+
+    passed.splitter._open = with_account
+    passed.feed(frame[:-5])
+    assert kept.total == len(frame) - 5
+    passed.feed(frame[-5:])
+    assert kept.total == 0
+    assert passed.out == collected(frame, 9)
+
+
+# The frames of a connection.
+
+
+@given(st.integers(1, 300), st.lists(st.integers(1, 4_000), max_size=10), st.booleans())
+def test_no_connection_has_more_than_its_share_of_a_turn(count: int, steps: list[int], whole: bool) -> None:
+    opened = most = 0
+
+    def open_frame(data: Piece, pos: int) -> Passage:
+        nonlocal opened
+        opened += 1
+        return (lambda frame: frame) if whole else PASSING
+
+    splitter = FrameSplitter(12, 1 << 20, open_frame)
+    data, out = b"".join(framed(b"%08d" % number * 3) for number in range(count)), b""
+    for chunk in cut(data, steps):
+        rest: Piece | None = chunk
+        while rest is not None:
+            before = opened
+            out += b"".join(splitter.feed(rest))
+            rest = splitter.rest
+            most = max(most, opened - before)
+    assert out == data
+    assert (opened, splitter.between_frames) == (count, True)
+    assert most <= FRAMES_PER_TURN
+
+
+def test_large_frames_that_are_collected_have_a_turn_each() -> None:
+    splitter = FrameSplitter(12, 1 << 20, lambda data, pos: lambda frame: frame)
+    frame = framed(bytes(HANDLED_BYTES_PER_TURN))
+    assert b"".join(splitter.feed(frame * 3)) == frame
+    assert splitter.rest == frame * 2
+    assert not splitter.between_frames
+
+
+def test_what_is_collected_in_the_reader_counts_until_it_is_whole() -> None:
+    kept = Collected(1 << 20)
+    splitter = FrameSplitter(12, 1 << 20, lambda data, pos: lambda frame: frame, Account(kept, lambda: None))
+    frame = framed(b"x" * 100)
+    for at in range(0, 80, 20):
+        splitter.feed(frame[at : at + 20])
+        assert kept.total == at + 20
+    assert splitter.feed(frame[80:]) == [frame]
+    assert kept.total == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), max_size=80))
+def test_the_sum_of_what_is_kept_stays_below_its_limit_and_the_oldest_go_first(steps: list[tuple[int, int]]) -> None:
+    kept, evicted = Collected(100), list[int]()
+    accounts = [Account(kept, lambda n=n: evicted.append(n)) for n in range(10)]  # type: ignore[misc]
+    model: dict[int, int] = {}
+    for number, count in steps:
+        if not count:
+            accounts[number].clear()
+            model.pop(number, None)
+            continue
+        accounts[number].add(count)
+        model[number] = model.get(number, 0) + count
+        while sum(model.values()) > 100:
+            oldest = next(iter(model))
+            del model[oldest]
+            assert evicted.pop(0) == oldest
+        assert not evicted
+        assert kept.total == sum(model.values())
+
+
+class Reads(Job):
+    def wants_request(self, api_key: int, version: int) -> bool:
+        return True
+
+    def wants_response(self, api_key: int, version: int) -> bool:
+        return True
+
+
+def test_only_a_produce_may_be_collected_up_to_the_largest_frame() -> None:
+    pipeline = Pipeline([Reads()], 1_000_000, 2_000)
+    connection = Connection(1, "c", "b", 0)
+    for key, size, passes in (
+        (api.PRODUCE, 1_000_000, True),
+        (api.PRODUCE, 1_000_001, False),
+        (api.END_TXN, 2_000, True),
+        (api.END_TXN, 2_001, False),
+        (api.API_VERSIONS, 2_001, False),
+    ):
+        exchange = Exchange(connection, key, 3, 1)
+        if passes:
+            assert callable(pipeline.request(exchange, size))
+        else:
+            with pytest.raises(ProtocolError, match=f"{api.api_name(key)} v3 of {size} bytes is over the limit"):
+                pipeline.request(exchange, size)
+    assert callable(pipeline.response(Exchange(connection, api.METADATA, 9, 1), 900_000)), "answers are the broker's"
+
+
+def test_any_number_of_apis_and_versions_leaves_no_more_in_memory_than_kafka_has() -> None:
+    pipeline = Pipeline([Reads()], 1_000_000)
+    for key in range(1_000):
+        for version in range(0, 101, 20):
+            exchange = Exchange(Connection(1, "c", "b", 0), key, version, 1)
+            pipeline.request(exchange, 20)
+            pipeline.response(exchange, 20)
+    assert set(pipeline.traffic.requests) == set(range(api.NEWEST_KNOWN + 1)) | {api.UNKNOWN}
+    assert len(pipeline._for_request) < 200
+    assert len(pipeline._for_response) < 200
+
+
+# Messages.
+
+
+def flexible(data: bytes) -> Cursor:
+    return Cursor(data, 0, flexible=True)
+
+
+def test_a_cursor_goes_on_for_no_longer_than_real_messages_need() -> None:
+    flexible(uvarint(MOST_TAGS) + b"\5\0" * MOST_TAGS).skip_tags()
+    with pytest.raises(Malformed, match="101 tagged fields"):
+        flexible(uvarint(MOST_TAGS + 1) + b"\5\0" * (MOST_TAGS + 1)).skip_tags()
+    assert len(flexible(uvarint(LONGEST_STRING_BYTES + 1) + b"a" * 40_000).string() or "") == LONGEST_STRING_BYTES
+    with pytest.raises(Malformed, match="a string of 32768 bytes"):
+        flexible(uvarint(LONGEST_STRING_BYTES + 2) + b"a" * 40_000).string()
+    half = uvarint(MOST_ELEMENTS // 2 + 1)
+    cursor = flexible(half * 3 + bytes(MOST_ELEMENTS))
+    assert cursor.count() == cursor.count() == MOST_ELEMENTS // 2
+    with pytest.raises(Malformed, match=f"more than {MOST_ELEMENTS} elements"):
+        cursor.count()
+
+
+def test_a_walk_keeps_no_field_longer_than_a_string_and_follows_no_more_fields_than_it_is_told() -> None:
+    def name(at: Walk) -> Layout:
+        yield from walk.text(True)
+
+    with pytest.raises(Malformed, match="a string of"):
+        Walk(name).feed(uvarint(80 << 20))
+
+    def tags(at: Walk) -> Layout:
+        yield from walk.tags(True)
+
+    with pytest.raises(Malformed, match="tagged fields"):
+        Walk(tags).feed(uvarint(80 << 20))
+
+    def numbers(at: Walk) -> Layout:
+        while True:
+            yield from walk.int16()
+
+    Walk(numbers, 101).feed(bytes(200))
+    with pytest.raises(Malformed, match="more fields than are followed"):
+        Walk(numbers, 101).feed(bytes(202))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_measuring_follows_a_request_of_any_version_to_its_end(key: int) -> None:
+    cls, versions = CLASSES[key], set[int]()
+
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        version = data.draw(st.integers(0, cls.max_version))
+        frame = data.draw(requests(cls, version))
+        versions.add(version)
+        measure.check(cls, frame, version)
+        if len(frame) > REQUEST_HEAD.size + 2:
+            with pytest.raises(Malformed):
+                measure.check(cls, frame[:-1], version)
+
+    check()
+    assert len(versions) > cls.max_version // 2
+
+
+def end_txn(tags: bytes) -> bytes:
+    payload = struct.pack(">hhih", api.END_TXN, 3, 1, -1) + b"\0\2t" + struct.pack(">qhb", 1, 1, 1) + tags
+    return framed(payload)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        end_txn(uvarint(101) + b"\5\0" * 101 + bytes(100)),
+        framed(struct.pack(">hhih", api.END_TXN, 3, 1, -1) + uvarint(101) + b"\5\0" * 101 + bytes(100)),
+    ],
+    ids=["in the body", "in the header"],
+)
+def test_a_request_with_more_in_it_than_any_has_is_not_decoded(frame: bytes) -> None:
+    with pytest.raises(Malformed, match="101 tagged fields"):
+        answers.read(frame, api.END_TXN, 3)
+    with pytest.raises(Malformed, match="101 tagged fields"):
+        decode.request_steps(api.END_TXN, 3, frame, 0.0)
+    assert answers.read(end_txn(uvarint(99) + b"\5\0" * 99 + bytes(200)), api.END_TXN, 3).transactional_id == "t"
+
+
+def test_a_step_without_a_transactional_id_is_none() -> None:
+    """Brokers refuse it; the page of the trace would have no name to show."""
+    payload = struct.pack(">hhih", api.END_TXN, 1, 1, -1) + b"\xff\xff" + struct.pack(">qhb", 1, 1, 1)
+    with pytest.raises(Malformed, match="null"):
+        decode.request_steps(api.END_TXN, 1, framed(payload), 0.0)
+
+
+def test_more_batches_in_a_partition_than_any_client_sends_are_not_followed() -> None:
+    header = struct.pack(">qiibIhiqqqhii", 0, 49, 0, 2, 0, 0x10, 0, 0, 0, 5, 0, 0, 0)
+    with pytest.raises(Malformed, match="more than 1000 record batches"):
+        translate._batches(header * 1_001, 0, len(header) * 1_001, ("t", 0))
+    assert len(translate._batches(header * 1_000, 0, len(header) * 1_000, ("t", 0))) == 1_000
+
+
+# The log.
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.floats(0, 20)), max_size=300))
+def test_each_complaint_is_told_once_alone_or_with_others_in_few_lines(steps: list[tuple[int, float]]) -> None:
+    now, told = 0.0, list[logging.LogRecord]()
+    handler = logging.Handler()
+    handler.emit = told.append  # type: ignore[method-assign]
+    events.logger.addHandler(handler)
+    try:
+        complaints = Complaints("closed", "more closed", lambda: now)
+        for host, seconds in steps:
+            now += seconds
+            complaints.say(f"10.0.0.{host}:4711", "why", connection=1)
+        complaints.tell()
+    finally:
+        events.logger.removeHandler(handler)
+    fields: list[dict[str, Any]] = [vars(record)["fields"] for record in told]
+    alone = [each for each in fields if "client" in each]
+    assert len(alone) + sum(each["count"] for each in fields if "count" in each) == len(steps)
+    intervals = now / INTERVAL_S + 1
+    assert len(fields) <= intervals * (LINES_PER_INTERVAL + 1)
+    for host in {each["client"] for each in alone}:
+        assert sum(each["client"] == host for each in alone) <= intervals * LINES_PER_HOST
+
+
+def test_a_line_shows_no_long_value_whole_and_no_line_end_of_a_clients(caplog: pytest.LogCaptureFixture) -> None:
+    events.warning("refused", name="t" * 40_000, forged="x\n2026 error all is lost", count=3)
+    (record,) = caplog.records
+    assert len(record.getMessage()) < 1_000
+    assert "(40000 characters)" in record.getMessage()
+    assert "\n" not in record.getMessage()
+    assert vars(record)["fields"]["count"] == 3

@@ -1,0 +1,84 @@
+"""ApiVersions offers what broker and shim both know, and says so to clients that are newer than both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from kafka.protocol.metadata import ApiVersionsResponse
+
+from eos.shim.addresses import layouts
+from eos.shim.pipeline import Connection, Exchange, Pipeline
+from eos.shim.versions import VersionsJob, clamped
+from eos.shim.wire import api
+
+NEWEST = api.NEWEST[api.API_VERSIONS]
+ranges = st.dictionaries(
+    st.integers(0, 120), st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted), max_size=100
+)
+
+
+def offered(version: int, apis: dict[int, Any], error: int = 0, **more: Any) -> bytes:
+    kind = ApiVersionsResponse.ApiVersion
+    keys = [kind(version=version, api_key=k, min_version=low, max_version=high) for k, (low, high) in apis.items()]
+    response = ApiVersionsResponse(version=version, error_code=error, api_keys=keys, throttle_time_ms=7, **more)
+    response.with_header(correlation_id=5)
+    return bytes(response.encode(header=True, framed=True))
+
+
+def told(frame: bytes, version: int) -> Any:
+    assert int.from_bytes(frame[:4], "big") == len(frame) - 4
+    return ApiVersionsResponse.decode(frame, version=version, header=True, framed=True)
+
+
+@given(st.integers(0, NEWEST), ranges)
+def test_what_is_newer_than_the_shim_is_not_offered_and_all_else_is_as_it_was(
+    version: int, apis: dict[int, Any]
+) -> None:
+    more: dict[str, Any] = {}
+    if version >= 3:
+        feature = ApiVersionsResponse.SupportedFeatureKey
+        more = {
+            "supported_features": [feature(version=version, name="f", min_version=0, max_version=2)],
+            "finalized_features_epoch": 9,
+        }
+    answer = told(clamped(offered(version, apis, **more), version), version)
+    expected = {
+        key: (low, min(high, api.NEWEST[key]))
+        for key, (low, high) in apis.items()
+        if key in api.NEWEST and low <= api.NEWEST[key]
+    }
+    assert {each.api_key: (each.min_version, each.max_version) for each in answer.api_keys} == expected
+    assert (answer.error_code, answer.throttle_time_ms if version else 7) == (0, 7)
+    if version >= 3:
+        assert [each.name for each in answer.supported_features] == ["f"]
+        assert answer.finalized_features_epoch == 9
+
+
+def test_an_answer_of_a_broker_that_knows_no_more_than_the_shim_stays_as_it_is() -> None:
+    apis = {key: (0, newest) for key, newest in api.NEWEST.items()}
+    for version in range(NEWEST + 1):
+        frame = offered(version, apis)
+        assert clamped(frame, version) == frame
+        refused = offered(0, {api.API_VERSIONS: (0, 3)}, error=35)
+        assert clamped(refused, version) == refused
+
+
+def test_a_client_newer_than_the_shim_is_told_which_version_to_ask_with() -> None:
+    pipeline = Pipeline([VersionsJob()], 1 << 20)
+    exchange = Exchange(Connection(1, "c", "b", 0), api.API_VERSIONS, NEWEST + 1, 77)
+    passage = pipeline.request(exchange, 30)
+    assert callable(passage)
+    assert passage(b"any bytes of a layout nobody here knows") == b""
+    assert exchange.answer is not None
+    answer = told(exchange.answer, 0)
+    assert answer.error_code == 35
+    assert [(each.api_key, each.min_version, each.max_version) for each in answer.api_keys] == [(18, 0, NEWEST)]
+    assert exchange.answer[4:8] == (77).to_bytes(4, "big")
+
+
+def test_no_version_is_offered_whose_addresses_are_not_rewritten() -> None:
+    assert {key: api.NEWEST[key] for key in layouts.KNOWN} == {
+        key: newest for key, (_, newest) in layouts.KNOWN.items()
+    }
