@@ -134,8 +134,8 @@ class Out(msgspec.Struct, frozen=True, gc=False):
 
     `value`: bytes as they are, str as UTF-8, None a tombstone, else JSON; `key` by the same rule, KEEP the
     input's key, None a null key. `topic` None: the first of `to`. `headers`: (name, bytes, str or None) pairs or
-    a mapping; the input's are not copied. `partition` None: by the key. `timestamp`: milliseconds since the
-    epoch, KEEP the input's, 0 the time of producing.
+    a mapping; of the input's those that `eos.headers.pass` names come before them. `partition` None: by the key.
+    `timestamp`: milliseconds since the epoch, KEEP the input's, 0 the time of producing.
 
     In a batch function an Out has no single input: the key must be said, and KEEP is the time of producing.
     `record.out(value)` says the record's key and timestamp there too.
@@ -173,7 +173,7 @@ class Route:
 
     __slots__ = (
         "annotation", "batch", "concurrent", "decode", "destinations", "each", "encode", "feed", "function", "name",
-        "on_error", "outputs", "outputs_batch", "sources",
+        "on_error", "outputs", "outputs_batch", "passing", "sources",
     )  # fmt: skip
 
     feed: Feed
@@ -191,7 +191,9 @@ class Route:
         on_error: Policy = stop,
         decode: Decode | None = None,
         encode: Encode | None = None,
+        passing: frozenset[str] = frozenset(),
     ) -> None:
+        self.passing = passing
         self.function, self.annotation, self.name = function, annotation, function_name(function)
         self.sources, self.destinations, self.batch, self.on_error = sources, destinations, batch, on_error
         self.decode, self.encode, self.concurrent = decode, encode, is_async(function)
@@ -206,21 +208,38 @@ class Route:
             self.each = _one_by_one(self.outputs)
             return
         decoded = _record_decoder(annotation, self.name, decode)
-        normalise = _normaliser(self.name, destinations, Hints(function))
+        normalise = _normaliser(self.name, destinations, Hints(function), passing)
         if self.concurrent:
             self.outputs, self.each = _compile_concurrent(function, decoded, finish, normalise)
             self.feed = feed_each(self.each)
         else:
             run = function if finish is None else lambda given: finish(function(given))
-            self.outputs, self.feed = _compile_single(run, decoded, normalise, destinations)
+            self.outputs, self.feed = _compile_single(run, decoded, normalise, destinations, passing)
             self.each = _one_by_one(self.outputs)
         # No loop in its place: an error out of it could not say which record it is about.
         self.outputs_batch = functools.partial(_not_a_batch_route, self.name)
 
     def __reduce__(self) -> tuple[object, ...]:
         # msgspec decoders and closures cannot be pickled; Spark ships routes to its executors: compile again there.
-        parts = ("function", "annotation", "sources", "destinations", "batch", "on_error", "decode", "encode")
+        parts = (
+            "function",
+            "annotation",
+            "sources",
+            "destinations",
+            "batch",
+            "on_error",
+            "decode",
+            "encode",
+            "passing",
+        )
         return Route, tuple(getattr(self, part) for part in parts)
+
+    def with_passing(self, names: Iterable[str]) -> Route:
+        """The same, and outputs get the input's headers of these names, unless an Out has its own of that name. Not in
+        a batch function, whose outputs have no single input."""
+        coders = self.decode, self.encode
+        topics = self.sources, self.destinations
+        return Route(self.function, self.annotation, *topics, self.batch, self.on_error, *coders, frozenset(names))
 
     def __repr__(self) -> str:
         return f"<Route {self.name}: {', '.join(self.sources)} -> {', '.join(self.destinations) or 'nothing'}>"
@@ -573,7 +592,11 @@ _HOLDS_SEVERAL: Final = _HoldsSeveral()
 
 
 def _compile_single(
-    function: Callable[[Any], Any], decode: Decode | None, normalise: Normalise, destinations: tuple[str, ...]
+    function: Callable[[Any], Any],
+    decode: Decode | None,
+    normalise: Normalise,
+    destinations: tuple[str, ...],
+    passing: frozenset[str],
 ) -> tuple[Callable[[Record], Sequence[Send]], Feed]:
     """`outputs` and `feed` of a function of one record."""
     # Bytes are a function's usual result by far; without a destination no result is usual.
@@ -594,7 +617,9 @@ def _compile_single(
             partly = 0
             return len(sends)
 
-        sent, handled, error = hotloop.feed_values(records, function, decode, topic, produce, refused, other)
+        sent, handled, error = hotloop.feed_values(
+            records, function, decode, topic, produce, refused, other, passing or None
+        )
         return Fed(sent + partly, handled, error)
 
     return outputs, feed
@@ -697,19 +722,21 @@ def _encoded(encode: Encode, result: Any) -> Any:
     return [one(item) for item in result] if _HOLDS_SEVERAL[type(result)] else one(result)
 
 
-def _normaliser(name: str, destinations: tuple[str, ...], hints: Hints) -> Normalise:
+def _normaliser(name: str, destinations: tuple[str, ...], hints: Hints, passing: frozenset[str]) -> Normalise:
     """Whatever a function of one record returned -> Sends."""
     convert = _out_converter(name, destinations)
     topic = destinations[0] if destinations else None
 
     def one(record: Record, item: object) -> Send:
         if type(item) is Out:
-            return convert(item, record)
-        if topic is None:
-            return convert(Out(item), record)  # raises: nowhere to send to
-        value = item if type(item) is bytes else _value(item, name)
-        timestamp = record.timestamp
-        return topic, value, record.key, -1, timestamp if timestamp > 0 else 0, None
+            send = convert(item, record)
+        elif topic is None:
+            send = convert(Out(item), record)  # raises: nowhere to send to
+        else:
+            value = item if type(item) is bytes else _value(item, name)
+            timestamp = record.timestamp
+            send = topic, value, record.key, -1, timestamp if timestamp > 0 else 0, None
+        return _with_passed(send, record.headers, passing) if record.headers and passing else send
 
     def normalise(record: Record, result: object) -> Sequence[Send]:
         if result is None:
@@ -728,6 +755,14 @@ def _normaliser(name: str, destinations: tuple[str, ...], hints: Hints) -> Norma
         return sends
 
     return normalise
+
+
+def _with_passed(send: Send, headers: Sequence[Header], passing: frozenset[str]) -> Send:
+    """The output with the input's headers that are passed on, before its own."""
+    own = send[5] or []
+    given = {name for name, _ in own}
+    passed = [(name, value) for name, value in headers if name in passing and name not in given]
+    return (*send[:5], passed + own) if passed else send
 
 
 def _looks_like_a_pair(items: list[Any]) -> bool:

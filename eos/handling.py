@@ -98,10 +98,15 @@ class Took(NamedTuple):
 
 class Handler:
     """The routes of one App with their policies; one per worker. An `async def` runs on at most `concurrent_most`
-    records at once, a batch function is handed at most `batch_most`."""
+    records at once, a batch function is handed at most `batch_most`. `passing`: names of headers, see Route."""
 
     def __init__(
-        self, app: App, ledger: Ledger | None = None, concurrent_most: int = 100, batch_most: int = 5_000
+        self,
+        app: App,
+        ledger: Ledger | None = None,
+        concurrent_most: int = 100,
+        batch_most: int = 5_000,
+        passing: Collection[str] = (),
     ) -> None:
         self._app, self._ledger = app, ledger
         self._concurrent_most, self._batch_most = concurrent_most, batch_most
@@ -109,7 +114,8 @@ class Handler:
         for route in app.functions:
             if ledger is not None:
                 check_route(route)
-            self._feeds[route] = self._noted(route, route.feed if ledger is None else self._feed_of(route.each))
+            made = route.with_passing(passing) if passing else route
+            self._feeds[route] = self._noted(route, made.feed if ledger is None else self._feed_of(made.each))
         # How often each record failed. Kept until its offset is committed, because an abort brings it again.
         self._failures: dict[Place, int] = {}
         # Records that are not run like all others when they come again: refused ones have their error (until their

@@ -79,6 +79,11 @@ OPTIONS: dict[str, Option] = {
     # A batch that lies in the processor's cache: 5,000 of 1 KB cost a tenth more (docs/performance.md).
     "eos.batch.max.records": Option(250, _at_least(1), "most records handed to a batch function at once"),
     "eos.async.max.records": Option(100, _at_least(1), "most records on which an `async def` function runs at once"),
+    "eos.headers.pass": Option(
+        "traceparent,tracestate",
+        str,
+        "headers that outputs get from their input, separated by commas; not those of batch functions",
+    ),
     "eos.lineage": Option(
         False, _boolean, "outputs name their input in a header, committed offsets count them, for `eos verify`"
     ),
@@ -255,6 +260,10 @@ class Settings:
     @property
     def instance(self) -> str:
         return self._options["eos.instance"] or socket.gethostname()
+
+    @property
+    def passed_headers(self) -> frozenset[str]:
+        return frozenset(name.strip() for name in self["eos.headers.pass"].split(",")) - {""}
 
     @property
     def bootstrap_servers(self) -> str:

@@ -53,7 +53,8 @@ class Worker:
         ledger = Ledger() if self.settings["eos.lineage"] else None
         self._concurrent_most: int = self.settings["eos.async.max.records"]
         self._batch_most: int = self.settings["eos.batch.max.records"]
-        self._handler = Handler(app, ledger, self._concurrent_most, self._batch_most)
+        passing = self.settings.passed_headers
+        self._handler = Handler(app, ledger, self._concurrent_most, self._batch_most, passing)
         self._new_topics = NewTopics(self.settings, app) if app.patterns else None
         self._found_topics = False
         self.session = TransactSession(

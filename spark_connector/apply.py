@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -44,17 +44,19 @@ _SCHEMA = pa.schema(
 
 class Apply:
     """One App, ready for `mapInArrow`; pickled with its functions. `batch_most`, `concurrent_most`: the settings
-    `eos.batch.max.records` and `eos.async.max.records`. The App's hooks run around each task."""
+    `eos.batch.max.records` and `eos.async.max.records`; `passing`: of `eos.headers.pass`. The App's hooks run around
+    each task."""
 
-    def __init__(self, app: App, batch_most: int, concurrent_most: int = 100) -> None:
+    def __init__(self, app: App, batch_most: int, concurrent_most: int = 100, passing: Collection[str] = ()) -> None:
         self._app, self._batch_most, self._concurrent_most = app, batch_most, concurrent_most
+        self._passing = passing
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Raises ExecutorFailure for what ends the run: a record that its policy stops at, a wrong App, a hook."""
         begin_task()
         if all(isinstance(handler, logging.NullHandler) for handler in log.logger.handlers):
             log.configure(level="warning")  # skipped records and dead letters, in the executor's stderr
-        handler = Handler(self._app, None, self._concurrent_most, self._batch_most)
+        handler = Handler(self._app, None, self._concurrent_most, self._batch_most, self._passing)
         hooks, finished = Hooks(self._app), False
         try:
             hooks.start()

@@ -140,7 +140,8 @@ def outputs(run: Run, spark: SparkSession) -> DataFrame:
         # The names under which the cluster's ACLs know the query's readers.
         options={"groupIdPrefix": f"{run.app.id}-spark", **options},
     )
-    apply = Apply(run.app, run.settings["eos.batch.max.records"], run.settings["eos.async.max.records"])
+    limits = run.settings["eos.batch.max.records"], run.settings["eos.async.max.records"]
+    apply = Apply(run.app, *limits, run.settings.passed_headers)
     rows = source.mapInArrow(apply, OUTPUTS)
     return rows.selectExpr("*", "timestamp_millis(timestamp_ms) as timestamp").drop("timestamp_ms")
 

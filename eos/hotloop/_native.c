@@ -258,7 +258,7 @@ static PyObject *records_of(PyObject *Py_UNUSED(self), PyObject *const *args, Py
 
 /* ---- producing --------------------------------------------------------------------------------------------------- */
 
-enum { SHORT = 3, LONG = 7 }; /* how many arguments `produce` is given */
+enum { SHORT = 3, LONG = 7, LONGEST = 8 }; /* how many arguments `produce` is given */
 
 /* function(*args). The client's `produce`, which takes a tuple, is called as C: that saves a tenth of its time. */
 static PyObject *call_produce(PyObject *function, PyObject *const *args, Py_ssize_t given) {
@@ -274,17 +274,19 @@ static PyObject *call_produce(PyObject *function, PyObject *const *args, Py_ssiz
     return result;
 }
 
-/* produce(topic, value, key[, -1, None, None, timestamp]); what it raises goes to refused(error, send). -1: raised. */
+/* produce(topic, value, key[, -1, None, None, timestamp[, headers]]); what it raises goes to refused(error, send).
+ * -1: raised. */
 static int put(
-    PyObject *produce, PyObject *refused, PyObject *topic, PyObject *value, PyObject *key, PyObject *timestamp
+    PyObject *produce, PyObject *refused, PyObject *topic, PyObject *value, PyObject *key, PyObject *timestamp,
+    PyObject *headers
 ) {
-    PyObject *const args[LONG] = {topic, value, key, minus_one, Py_None, Py_None, timestamp};
-    PyObject *result = call_produce(produce, args, timestamp == NULL ? SHORT : LONG);
+    PyObject *const args[LONGEST] = {topic, value, key, minus_one, Py_None, Py_None, timestamp, headers};
+    PyObject *result = call_produce(produce, args, timestamp == NULL ? SHORT : headers == Py_None ? LONG : LONGEST);
     if (result == NULL) {
         PyObject *error = caught();
         if (error == NULL) return -1;
         PyObject *sent_at = timestamp == NULL ? zero : timestamp;
-        PyObject *send = PyTuple_Pack(6, topic, value, key, minus_one, sent_at, Py_None);
+        PyObject *send = PyTuple_Pack(6, topic, value, key, minus_one, sent_at, headers);
         if (send != NULL) {
             result = PyObject_CallFunctionObjArgs(refused, error, send, NULL);
             Py_DECREF(send);
@@ -295,11 +297,11 @@ static int put(
     return result == NULL ? -1 : 0;
 }
 
-/* ---- feed_values(records, function, decode, topic, produce, refused, other) --------------------------------------- */
+/* ---- feed_values(records, function, decode, topic, produce, refused, other[, passing]) ----------------------------- */
 
 typedef struct {
-    PyObject *function, *decode, *topic, *produce, *refused, *other;
-    Field key, timestamp, value;
+    PyObject *function, *decode, *topic, *produce, *refused, *other, *passing;
+    Field key, timestamp, value, headers;
 } Values;
 
 static PyObject *given_of(const Values *to, PyObject *record) {
@@ -311,14 +313,39 @@ static PyObject *given_of(const Values *to, PyObject *record) {
     return given;
 }
 
+/* Those of `headers` whose names are in `passing`: a list, None without one, NULL: raised. */
+static PyObject *passed_of(PyObject *headers, PyObject *passing) {
+    PyObject *pairs = PySequence_Fast(headers, "headers"), *passed = pairs == NULL ? NULL : PyList_New(0);
+    for (Py_ssize_t i = 0; passed != NULL && i < PySequence_Fast_GET_SIZE(pairs); i++) {
+        PyObject *pair = Py_NewRef(PySequence_Fast_GET_ITEM(pairs, i)), *name = PySequence_GetItem(pair, 0);
+        int wanted = name == NULL ? -1 : PySequence_Contains(passing, name);
+        if (wanted < 0 || (wanted && PyList_Append(passed, pair) < 0)) Py_CLEAR(passed);
+        Py_XDECREF(name);
+        Py_DECREF(pair);
+    }
+    Py_XDECREF(pairs);
+    if (passed != NULL && !PyList_GET_SIZE(passed)) Py_SETREF(passed, Py_NewRef(Py_None));
+    return passed;
+}
+
+static PyObject *passed_from(const Values *to, PyObject *record) {
+    if (to->passing == Py_None) return Py_NewRef(Py_None);
+    PyObject *headers = get(&to->headers, record);
+    if (headers == NULL) return NULL;
+    PyObject *passed = headers == empty ? Py_NewRef(Py_None) : passed_of(headers, to->passing);
+    Py_DECREF(headers);
+    return passed;
+}
+
 static int put_value(const Values *to, PyObject *record, PyObject *value) {
-    PyObject *timestamp = get(&to->timestamp, record), *key = NULL;
+    PyObject *timestamp = get(&to->timestamp, record), *key = NULL, *passed = NULL;
     int known = timestamp == NULL ? -1 : PyObject_RichCompareBool(timestamp, zero, Py_GT);
     int done = -1;
-    if (known >= 0 && (key = get(&to->key, record)) != NULL)
-        done = put(to->produce, to->refused, to->topic, value, key, known ? timestamp : zero);
+    if (known >= 0 && (passed = passed_from(to, record)) != NULL && (key = get(&to->key, record)) != NULL)
+        done = put(to->produce, to->refused, to->topic, value, key, known ? timestamp : zero, passed);
     Py_XDECREF(timestamp);
     Py_XDECREF(key);
+    Py_XDECREF(passed);
     return done;
 }
 
@@ -353,15 +380,17 @@ static Py_ssize_t feed_value(const Values *to, PyObject *record) {
 }
 
 static PyObject *feed_values(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
-    if (count != 7) return PyErr_Format(PyExc_TypeError, "feed_values takes 7 arguments");
+    if (count != 7 && count != 8) return PyErr_Format(PyExc_TypeError, "feed_values takes 7 or 8 arguments");
     PyObject *records = PySequence_Fast(args[0], "records");
     if (records == NULL) return NULL;
-    Values to = {args[1], args[2], args[3], args[4], args[5], args[6], {0}, {0}, {0}};
+    PyObject *passing = count == 8 ? args[7] : Py_None;
+    Values to = {args[1], args[2], args[3], args[4], args[5], args[6], passing, {0}, {0}, {0}, {0}};
     if (PySequence_Fast_GET_SIZE(records)) {
         PyTypeObject *type = Py_TYPE(PySequence_Fast_GET_ITEM(records, 0));
         to.key = field_of(type, names[KEY]);
         to.timestamp = field_of(type, names[TIMESTAMP]);
         to.value = field_of(type, names[VALUE]);
+        to.headers = field_of(type, names[HEADERS]);
     }
     Py_ssize_t sent = 0, i = 0;
     PyObject *error = NULL;
@@ -486,7 +515,7 @@ static int put_out(const Plain *plain, PyObject *out, PyObject *const *args) {
     PyObject *value = get(&plain->value, out), *key = NULL, *timestamp = NULL;
     int done = -1;
     if (value != NULL && (key = get(&plain->key, out)) != NULL && (timestamp = get(&plain->timestamp, out)) != NULL)
-        done = put(produce, refused, topic, value, key, timestamp == keep ? NULL : timestamp);
+        done = put(produce, refused, topic, value, key, timestamp == keep ? NULL : timestamp, Py_None);
     Py_XDECREF(value);
     Py_XDECREF(key);
     Py_XDECREF(timestamp);

@@ -45,12 +45,14 @@ def feed_values(
     produce: Callable[..., object],
     refused: Callable[[Exception, Any], object],
     other: Callable[[Any, Any], int],
+    passing: frozenset[str] | None = None,
 ) -> tuple[int, int, Exception | None]:
     """(outputs sent, records handled, what the next record failed of): a function of one record on many.
 
-    A result that is bytes is produced to `topic` with the record's key and timestamp, None of a record that has a value
-    is no output, and all else is for `other`, which returns how many outputs it sent; with `topic` None so are bytes.
-    `refused` gets what `produce` raised, with the output.
+    A result that is bytes is produced to `topic` with the record's key and timestamp, and with those of its headers
+    whose names are in `passing`; None of a record that has a value is no output, and all else is for `other`, which
+    returns how many outputs it sent; with `topic` None so are bytes. `refused` gets what `produce` raised, with the
+    output.
     """
     sent = 0
     usual = _Nothing if topic is None else bytes
@@ -60,10 +62,16 @@ def feed_values(
             result = function(record if decode is None else decode(record.value))
             if type(result) is usual:
                 timestamp = record.timestamp if record.timestamp > 0 else 0
+                passed = None
+                if passing is not None and record.headers is not _NO_HEADERS:
+                    passed = [header for header in record.headers if header[0] in passing]
                 try:
-                    produce(topic, result, record.key, -1, None, None, timestamp)
+                    if passed:
+                        produce(topic, result, record.key, -1, None, None, timestamp, passed)
+                    else:
+                        produce(topic, result, record.key, -1, None, None, timestamp)
                 except Exception as error:  # noqa: BLE001 - it decides
-                    refused(error, (topic, result, record.key, -1, timestamp, None))
+                    refused(error, (topic, result, record.key, -1, timestamp, passed or None))
                 sent += 1
             elif result is not None or record.value is None:
                 sent += other(record, result)

@@ -18,6 +18,7 @@ from eos.errors import ConfigurationError
 from eos.handling import Handler, Kept
 from eos.hooks import Hooks
 from eos.serde import encode, encode_key
+from eos.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def run(app: App, records: Iterable[Record | tuple[Any, ...]]) -> Ran:
     for record in given:
         if record.topic not in app.routes:
             raise ConfigurationError(f"no function of {app!r} gets records of the topic {record.topic!r}")
-    handler, kept, ran, hooks = Handler(app), Kept(), Ran(), Hooks(app)
+    kept, ran, hooks = Kept(), Ran(), Hooks(app)
+    handler = Handler(app, passing=Settings({}).passed_headers)
     finished = False
     try:
         hooks.start()

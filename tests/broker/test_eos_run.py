@@ -43,8 +43,20 @@ def test_both_ways_give_the_same(eos_run, again):
     assert told(online) == told(offline)
     assert online.values("doubled") == offline.values("doubled") == [b'{"n":2}', b'{"n":4}']
     assert online.values("orders.dlq") == offline.values("orders.dlq") == [b"no json", None]
-    assert (online.dead_letters, online.retries, online.skipped) == (2, 2, 0)
-    assert (offline.dead_letters, offline.retries, offline.skipped) == (2, 2, 0)
+    assert (online.dead_letters, online.retries, online.skipped) == (2, 0, 0)
+    assert (offline.dead_letters, offline.retries, offline.skipped) == (2, 0, 0)
+
+traced = eos.App("traced")
+
+@traced.process("orders", to="doubled")
+def same(record: eos.Record):
+    return record.value
+
+def test_a_trace_does_not_end_at_the_app(eos_run):
+    headers = [("traceparent", b"00-1"), ("x", b"y"), ("tracestate", None)]
+    given = [eos.Record("orders", 0, 0, value=b"v", headers=headers), eos.Record("orders", 0, 1, value=b"w")]
+    for run in (eos_run, eos.testing.run):
+        assert [s.headers for s in run(traced, given).to("doubled")] == [[headers[0], headers[2]], []]
 
 def test_a_record_that_stops_the_run_is_raised(eos_run):
     for run in (eos_run, eos.testing.run):
@@ -65,7 +77,7 @@ def test_the_fixture_runs_an_app_as_the_worker_does_and_each_run_is_its_own(kafk
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 passed" in done.stdout
+    assert "4 passed" in done.stdout
 
 
 BYTEMAN = "4.0.24"

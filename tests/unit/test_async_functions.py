@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import signal
 import threading
 import time
+import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -296,17 +298,21 @@ def test_a_worker_is_refused_before_it_reaches_for_its_cluster() -> None:
 
 
 @pytest.mark.parametrize("batch", [False, True])
-@pytest.mark.filterwarnings("error::RuntimeWarning")  # a coroutine that was never awaited
 def test_a_loop_that_runs_where_the_start_could_not_see_it_is_no_failure_of_a_record(batch: bool) -> None:
     kept = Kept()
 
     async def around() -> Halt | None:
         return Handler(an_app(batch)).handle(kept, records(b"a", b"b"))
 
-    halt = asyncio.run(around())
-    assert halt is not None
-    assert isinstance(halt.error, ConfigurationError)
-    assert (halt.handled, kept.skipped) == (0, 0)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        halt = asyncio.run(around())
+        assert halt is not None
+        assert isinstance(halt.error, ConfigurationError)
+        assert (halt.handled, kept.skipped) == (0, 0)
+        del halt
+        gc.collect()
+    assert [str(w.message) for w in warned if "never awaited" in str(w.message)] == []
 
 
 def test_a_loop_that_a_function_closed_is_no_failure_of_the_next_record() -> None:
