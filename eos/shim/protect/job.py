@@ -14,7 +14,18 @@ from eos.shim.errors import Malformed
 from eos.shim.pipeline import Connection, Exchange, Job
 from eos.shim.protect import translate
 from eos.shim.protect.journal import Journal
-from eos.shim.protect.machine import INVALID_PRODUCER_EPOCH, End, Identity, Machine, Partition, Refused, State
+from eos.shim.protect.machine import (
+    CONCURRENT_TRANSACTIONS,
+    INVALID_PRODUCER_EPOCH,
+    LOAD_IN_PROGRESS,
+    NOT_ENOUGH_REPLICAS,
+    End,
+    Identity,
+    Machine,
+    Partition,
+    Refused,
+    State,
+)
 from eos.shim.wire import api
 from eos.shim.wire.frames import Piece, Stream
 from eos.shim.wire.headers import LONGEST_HEAD_BYTES
@@ -31,11 +42,19 @@ class _Ending(NamedTuple):
 
 
 class ProtectJob(Job):
-    """Off until `upstream` was told that every broker that answers takes EndTxn v5, and that one does."""
+    """Off until `upstream` was told that every broker that answers takes EndTxn v5, and that one does.
 
-    def __init__(self, machine: Machine | None = None, journal: Journal | None = None) -> None:
+    While it is off all bytes pass as they are; if it is `required`, a transactional request is told to come again
+    instead. Once it is on it stays on.
+    """
+
+    def __init__(self, machine: Machine | None = None, journal: Journal | None = None, required: bool = False) -> None:
         self.machine = machine or Machine()
-        self._journal = journal
+        self._journal, self._required = journal, required
+        self._lacking: str | None = None  # why it is off, as was said
+        self._old: set[str] = set()  # brokers without EndTxn v5, when they answered last
+        # Clients may have identities that nobody here saw: what is not known has begun before, and passes as it did.
+        self._began_late = False
         for pair in journal.restored if journal else ():
             self.machine.restore(pair)
         self.active = False
@@ -43,18 +62,24 @@ class ProtectJob(Job):
         self._renewing = set[int]()  # connections whose client renews its identity after an abort
 
     def upstream(self, newest: Mapping[str, Mapping[int, int] | None]) -> None:
-        told = {broker: offered.get(api.END_TXN, 0) for broker, offered in newest.items() if offered is not None}
-        old = sorted(broker for broker, version in told.items() if version < translate.END_TXN_VERSION)
-        silent = sorted(newest.keys() - told.keys())
-        self.active = bool(told) and not old
-        if not self.active:
-            events.warning(
-                "NO PROTECTION: late requests can still change the next transaction",
-                brokers=", ".join(old or silent),
-                reason="they do not offer EndTxn v5 (Kafka 4.0 and later do)" if old else "none says what it offers",
-            )
+        if self.active:
             return
-        events.info("transactions are protected", brokers=len(told))
+        told = {broker: offered.get(api.END_TXN, 0) for broker, offered in newest.items() if offered is not None}
+        # One that was old and is silent now may be old again when it is back.
+        self._old = {name for name in self._old if name in newest and name not in told}
+        self._old |= {broker for broker, version in told.items() if version < translate.END_TXN_VERSION}
+        silent = sorted(newest.keys() - told.keys())
+        if not told or self._old:
+            self._tell_off(", ".join(sorted(self._old) or silent), bool(self._old))
+            return
+        if self._lacking is not None and not self._required:
+            self._began_late, self.machine = True, Machine()
+        self.active = True
+        events.info(
+            "transactions are protected",
+            brokers=len(told),
+            **({"since": "now, for clients that initialise from now on"} if self._began_late else {}),
+        )
         if silent:
             events.warning(
                 "taken for brokers that offer EndTxn v5 as the others do",
@@ -62,10 +87,31 @@ class ProtectJob(Job):
                 reason="they did not answer",
             )
 
+    def _tell_off(self, brokers: str, old: bool) -> None:
+        reason = "they do not offer EndTxn v5 (Kafka 4.0 and later do)" if old else "none says what it offers"
+        if self._lacking != (lacking := f"{brokers}: {reason}"):
+            self._lacking = lacking
+            does = (
+                "transactional requests wait until there is (--require-protection)"
+                if self._required
+                else "late requests can still change the next transaction"
+            )
+            events.warning(f"NO PROTECTION: {does}", brokers=brokers, reason=reason)
+
+    @property
+    def asks_again(self) -> bool:
+        return not self.active
+
+    @property
+    def not_ready(self) -> str | None:
+        if self.active or not self._required:
+            return None
+        return f"no protection of transactions (--require-protection): {self._lacking or 'no broker was asked yet'}"
+
     def wants_request(self, api_key: int, version: int) -> bool:
         if api_key == api.API_VERSIONS:
-            return self.active and version >= translate.NAMED_SINCE
-        return self.active and version in translate.VERSIONS.get(api_key, ())
+            return version >= translate.NAMED_SINCE  # who a client is has to be known when protection begins later
+        return (self.active or self._required) and version in translate.VERSIONS.get(api_key, ())
 
     def wants_response(self, api_key: int, version: int) -> bool:
         if api_key == api.DESCRIBE_TRANSACTIONS:
@@ -81,6 +127,13 @@ class ProtectJob(Job):
         request = translate.identified(frame, key, version)
         if request.name is None:
             return frame  # an idempotent producer's InitProducerId
+        if not self.active:
+            exchange.answer = translate.refusal(frame, key, version, exchange.correlation_id, _COME_AGAIN[key])
+            return b""
+        if self._is_from_before(request.name):
+            if key == api.INIT_PRODUCER_ID:
+                exchange.notes[self] = _Init(request.name, None)
+            return frame
         before = self.machine.state(request.name)
         try:
             made = self._identified(exchange, frame, request.name, request)
@@ -93,7 +146,7 @@ class ProtectJob(Job):
 
     def response(self, exchange: Exchange, frame: bytes) -> bytes:
         if exchange.api_key == api.DESCRIBE_TRANSACTIONS:
-            return translate.described(frame, self.machine.shown)
+            return translate.described(frame, self._shown)
         noted = exchange.notes.pop(self, None)
         if isinstance(noted, _Init):
             error, identity = translate.initialised(frame, exchange.version)
@@ -123,7 +176,13 @@ class ProtectJob(Job):
         self, exchange: Exchange, request: translate.Produce
     ) -> tuple[Identity, dict[Partition, int]] | bytes | None:
         """How a Produce goes upstream, or what it is answered here; None: as it is."""
-        if request.name is None or not request.batches:
+        if request.name is None:
+            return None
+        if not self.active:
+            return translate.produce_refusal(
+                request, exchange.version, exchange.correlation_id, _COME_AGAIN[api.PRODUCE]
+            )
+        if not request.batches or self._is_from_before(request.name):
             return None
         try:
             virtual, *others = request.identities
@@ -173,6 +232,12 @@ class ProtectJob(Job):
             return frame
         exchange.notes[self] = _Init(name, virtual)
         return translate.with_identity(frame, request.at, real)
+
+    def _is_from_before(self, name: str) -> bool:
+        return self._began_late and self.machine.state(name) is None
+
+    def _shown(self, name: str, seen: Identity, state: str) -> Identity:
+        return seen if self._is_from_before(name) else self.machine.shown(name, seen, state)
 
     def _write_down(self, name: str, before: State | None) -> None:
         """Before anybody learns of it."""
@@ -267,6 +332,16 @@ class _PassingProduce:
 
 
 _SPOKEN_BY_V2_CLIENTS = 5  # InitProducerId
+
+# What is told while there is no protection and it is required: a live client asks again.
+_COME_AGAIN = {
+    api.PRODUCE: NOT_ENOUGH_REPLICAS,
+    api.INIT_PRODUCER_ID: CONCURRENT_TRANSACTIONS,
+    api.ADD_PARTITIONS_TO_TXN: CONCURRENT_TRANSACTIONS,
+    api.ADD_OFFSETS_TO_TXN: CONCURRENT_TRANSACTIONS,
+    api.END_TXN: CONCURRENT_TRANSACTIONS,
+    api.TXN_OFFSET_COMMIT: LOAD_IN_PROGRESS,
+}
 
 
 def _broker(exchange: Exchange) -> Hashable:
