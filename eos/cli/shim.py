@@ -84,6 +84,13 @@ def shim(
             help="Keep late requests out of the next transaction (KIP-890 part 2 for all clients).",
         ),
     ] = True,
+    require_protection: Annotated[
+        bool,
+        typer.Option(
+            "--require-protection",
+            help="Where the brokers do not allow protection transactions wait, and are not passed.",
+        ),
+    ] = False,
     journal: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Clients outlive a restart of the shim between their transactions."),
@@ -113,6 +120,8 @@ def shim(
     sinks = [] if printer is None else [lambda step: printer.print(line(step))]
     if journal is not None and not protect:
         raise UsageError("--journal has nothing to keep with --no-protect")
+    if require_protection and not protect:
+        raise UsageError("--require-protection and --no-protect exclude each other")
     counting = CountingJob() if http else None
     jobs: list[Job] = [] if counting is None else [counting]
     jobs += [TraceJob(history, *sinks)] if sinks or trace_html else []
@@ -122,7 +131,7 @@ def shim(
             jobs.append(GuardJob(read_policy(policy)))
         if protect:
             kept = None if journal is None else Journal(journal)
-            jobs.append(ProtectJob(journal=kept))
+            jobs.append(ProtectJob(journal=kept, required=require_protection))
         plan = None if faults is None else read_plan(faults)
         listening = parse_address(listen, "--listen")
         check_relay(upstream_cert, client_ca, trust_clients)
@@ -202,6 +211,7 @@ def _sources(jobs: Sequence[Job], plan: Plan | None, server: Chain) -> Sources:
         traffic=lambda: {"request": server.traffic.requests, "answer": server.traffic.answers},
         errors=lambda: counting.errors,
         ends=lambda: counting.ends,
+        protecting=lambda: protection is not None and protection.active,
         challenges=lambda: {} if protection is None else {kind: protection.counts[kind] for kind in kinds},
         refusals=lambda: {} if guard is None else guard.refused,
         faults=lambda: {} if plan is None else plan.fired_by_action(),

@@ -128,9 +128,19 @@ class Job:
         return None
 
     def upstream(self, newest: Mapping[str, Mapping[int, int] | None]) -> None:
-        """Called once, before clients are served: per broker the newest version of each API it offers, None if it does
-        not answer.
+        """Called before clients are served: per broker the newest version of each API it offers, None if it does not
+        answer. And again while it `asks_again`; what it wants may be different after that.
         """
+
+    @property
+    def asks_again(self) -> bool:
+        """Whether what the brokers offer was not enough, and `upstream` is to be called again."""
+        return False
+
+    @property
+    def not_ready(self) -> str | None:
+        """Why a client that comes now would not be served, or None."""
+        return None
 
     def closed(self, connection: Connection) -> None:
         """The connection is gone, and with it the requests that were not answered."""
@@ -160,6 +170,14 @@ class Pipeline:
     def wants_upstream(self) -> bool:
         """Whether a job wants to know what the brokers offer."""
         return any(type(job).upstream is not Job.upstream for job in self.jobs)
+
+    @property
+    def asks_again(self) -> bool:
+        return any(job.asks_again for job in self.jobs)
+
+    @property
+    def not_ready(self) -> str | None:
+        return next((reason for job in self.jobs if (reason := job.not_ready) is not None), None)
 
     def request(self, exchange: Exchange, size: int) -> Passage:
         """How a request of `size` bytes passes."""
@@ -193,6 +211,8 @@ class Pipeline:
     def upstream(self, newest: Mapping[str, Mapping[int, int] | None]) -> None:
         for job in self.jobs:
             job.upstream(newest)
+        self._for_request.clear()
+        self._for_response.clear()
 
     def _shown(self, exchange: Exchange, answer: bytes, by: Job) -> bytes:
         """An answer that a job gave, after the jobs on the client's side of it saw it as any other."""

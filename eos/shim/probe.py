@@ -1,7 +1,7 @@
-"""The one thing the shim asks brokers for itself, at its start: are you Kafka, and who else is there?
+"""What the shim asks brokers for itself: are you Kafka, who else is there (at its start), and what do you offer?
 
-Owns that exchange. It needs no login: ApiVersions is answered before one; if Metadata is not, the brokers are learned
-from what clients are told later. It must never be used once clients are served.
+Owns these exchanges. They need no login: ApiVersions is answered before one; where Metadata is not, brokers are learned
+from what clients are told later. It must never ask on a client's connection.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ async def brokers(
 
 
 async def newest_versions(
-    addresses: Iterable[Address], context: ssl.SSLContext | None, timeout_s: float
+    addresses: Iterable[Address], context: ssl.SSLContext | None, timeout_s: float, again: bool = False
 ) -> dict[Address, dict[int, int]]:
-    """Of each broker that answers: the newest version of every API it offers."""
+    """Of each broker that answers: the newest version of every API it offers. `again`: who does not answer was said."""
 
     async def ask(address: Address) -> tuple[Address, dict[int, int] | None]:
         try:
@@ -60,7 +60,8 @@ async def newest_versions(
                 finally:
                     writer.close()
         except (OSError, asyncio.IncompleteReadError, Malformed, ValueError, IndexError) as error:
-            events.warning("broker not reachable", broker=f"{address[0]}:{address[1]}", reason=error)
+            tell = events.debug if again else events.warning
+            tell("broker not reachable", broker=f"{address[0]}:{address[1]}", reason=error)
             return address, None
 
     answers = await asyncio.gather(*map(ask, addresses))

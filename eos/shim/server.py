@@ -54,6 +54,7 @@ class Shim:
         self._opening: set[asyncio.Task[None]] = set()
         self._unreachable: set[Endpoint] = set()
         self._waiting: asyncio.Task[None] | None = None  # for a broker, while none can be reached
+        self._asking: asyncio.Task[None] | None = None  # while the brokers do not offer what a job needs
         self._stopping = False
         self._all_links_ended = asyncio.Event()
         self._next_port = settings.listen[1]
@@ -89,7 +90,7 @@ class Shim:
             return "not listening yet"
         if self._none_reachable:
             return "no broker can be reached"
-        return None
+        return self._pipeline.not_ready
 
     async def start(self) -> None:
         """Asks the brokers who is there, then listens. A cluster that wants a login first is found out from clients."""
@@ -106,18 +107,28 @@ class Shim:
             self._pipeline.upstream(await self._newest_versions())
         for endpoint in self.book.endpoints:
             await self._serve(endpoint)
+        self._asking = asyncio.get_running_loop().create_task(self._ask_again())
 
-    async def _newest_versions(self) -> dict[str, dict[int, int] | None]:
+    async def _newest_versions(self, again: bool = False) -> dict[str, dict[int, int] | None]:
         names = {endpoint.upstream: endpoint.name for endpoint in self.book.endpoints}
-        offered = await probe.newest_versions(names, self.settings.upstream_tls, self.settings.connect_timeout_s)
+        tls, timeout_s = self.settings.upstream_tls, self.settings.connect_timeout_s
+        offered = await probe.newest_versions(names, tls, timeout_s, again)
         return {name: offered.get(address) for address, name in names.items()}
+
+    async def _ask_again(self) -> None:
+        """Brokers come up late, and are replaced by newer ones under running shims."""
+        while self._pipeline.asks_again:
+            await asyncio.sleep(self.settings.ask_again_s)
+            self._pipeline.upstream(await self._newest_versions(again=True))
 
     async def stop(self) -> None:
         """No new connection, no new request; answers under way are delivered, for at most `drain_timeout_s`."""
         self._stopping = True
         if self._waiting is not None:
             self._waiting.cancel()
-        coming = (*self._accepting, *self._arriving)
+        coming = [*self._accepting, *self._arriving]
+        if self._asking is not None:
+            coming.append(self._asking)
         for task in coming:
             task.cancel()
         await asyncio.gather(*coming, return_exceptions=True)

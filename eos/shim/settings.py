@@ -53,6 +53,7 @@ class ShimSettings:
     first_request_timeout_s: float = 30.0
     connect_timeout_s: float = 10.0
     drain_timeout_s: float = 10.0
+    ask_again_s: float = 5.0  # between two questions to brokers that do not offer what is needed
     inside: bool = False  # between two shims of one process: its ports are nobody's business
 
     def __post_init__(self) -> None:

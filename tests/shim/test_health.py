@@ -6,15 +6,17 @@ import signal
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import KafkaException, Producer
 from prometheus_client.parser import text_string_to_metric_families
 
 from eos.broker import LocalKafka
+from eos.broker.node import free_ports
 from tests.shim.shims import RunningShim, eventually, running
-from tests.support.reading import create_topic
+from tests.support.reading import create_topic, transaction_of
 
 Names = Callable[[str], str]
 _OPTIONS = ("--http", "127.0.0.1:0")
@@ -104,3 +106,43 @@ def test_a_shim_that_hangs_is_not_alive_and_one_without_brokers_is_not_ready(nam
         except (TimeoutError, urllib.error.URLError):
             shim.process.send_signal(signal.SIGCONT)
         eventually(lambda: ask(shim, "/livez")[0] == 200)
+
+
+def test_protection_begins_when_the_brokers_allow_it_and_where_it_is_required_transactions_wait_for_it(
+    names: Names,
+) -> None:
+    """The same addresses with Kafka 3.9.2 first, then nobody, then 4.3.1."""
+    (port,) = free_ports(1)
+    topic = names("out")
+
+    def producer(shim: RunningShim, name: str) -> Producer:
+        return Producer({"bootstrap.servers": shim.bootstrap_servers, "transactional.id": name, "log_level": 0})
+
+    with ExitStack() as stack:
+        with LocalKafka(version="3.9.2", port=port) as old:
+            plain = stack.enter_context(running(old.bootstrap_servers, *_OPTIONS))
+            strict = stack.enter_context(running(old.bootstrap_servers, *_OPTIONS, "--require-protection"))
+            assert [metrics(shim)["eos_shim_protecting",] for shim in (plain, strict)] == [0, 0]
+            assert ask(plain, "/readyz")[0] == 200
+            status, reason = ask(strict, "/readyz")
+            assert status == 503
+            assert "no protection of transactions (--require-protection)" in reason
+            create_topic(old.bootstrap_servers, topic)
+            transactions(plain.bootstrap_servers, names("id"), topic)
+            waits = producer(strict, names("waits"))
+            with pytest.raises(KafkaException) as error:
+                waits.init_transactions(3)
+            assert error.value.args[0].retriable()
+            waits.close()
+            idempotent = Producer({"bootstrap.servers": strict.bootstrap_servers, "enable.idempotence": True})
+            idempotent.produce(topic, b"needs no protection")
+            assert idempotent.flush(30) == 0
+        with LocalKafka(port=port) as new:
+            for shim in (plain, strict):
+                eventually(lambda shim=shim: metrics(shim)["eos_shim_protecting",] == 1)
+                assert ask(shim, "/readyz") == (200, "ok\n")
+                create_topic(new.bootstrap_servers, topic := names(f"t{len(shim.events)}"))
+                name = names(f"id{len(shim.events)}")
+                transactions(shim.bootstrap_servers, name, topic)
+                assert transaction_of(new.bootstrap_servers, name).producer_epoch >= 3, "an epoch for each"
+                assert len([e for e in shim.events if "NO PROTECTION" in str(e.get("event"))]) == 1

@@ -25,6 +25,7 @@ class Sources:
     traffic: Callable[[], Mapping[str, Mapping[int, tuple[int, int]]]]
     errors: Callable[[], Mapping[tuple[str, str], int]]
     ends: Callable[[], Mapping[str, int]]
+    protecting: Callable[[], bool] = bool  # not, unless somebody says so
     challenges: Callable[[], Mapping[str, int]] = _nothing
     refusals: Callable[[], Mapping[str, int]] = _nothing
     faults: Callable[[], Mapping[str, int]] = _nothing
@@ -59,6 +60,8 @@ def _families(sources: Sources) -> Iterator[Any]:
             for key, counts in by_key.items():
                 family.add_metric((direction, api.api_name(key)), counts[place])
         yield family
+    protecting = "Whether the transactions of clients that begin now are protected."
+    yield GaugeMetricFamily("eos_shim_protecting", protecting, value=int(sources.protecting()))
     errors = CounterMetricFamily(
         "eos_shim_errors", "Answers with an error, as clients saw them.", labels=("api", "error")
     )

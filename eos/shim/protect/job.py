@@ -6,7 +6,10 @@ be a request without protection that looks like one with it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from eos.shim import events
@@ -14,7 +17,19 @@ from eos.shim.errors import Malformed
 from eos.shim.pipeline import Connection, Exchange, Job
 from eos.shim.protect import translate
 from eos.shim.protect.journal import Journal
-from eos.shim.protect.machine import INVALID_PRODUCER_EPOCH, End, Identity, Machine, Partition, Refused, State
+from eos.shim.protect.machine import (
+    CONCURRENT_TRANSACTIONS,
+    INVALID_PRODUCER_EPOCH,
+    LOAD_IN_PROGRESS,
+    NOT_ENOUGH_REPLICAS,
+    Authority,
+    End,
+    Identity,
+    Machine,
+    Partition,
+    Refused,
+    State,
+)
 from eos.shim.wire import api
 from eos.shim.wire.frames import Piece, Stream
 from eos.shim.wire.headers import LONGEST_HEAD_BYTES
@@ -28,33 +43,71 @@ class _Init(NamedTuple):
 class _Ending(NamedTuple):
     name: str
     end: End
+    number: int | None
+    act: Callable[[], object] | None  # what the answer lets happen, where the request was to change nothing
+
+
+class _Waiting(NamedTuple):
+    """A request on a connection that the broker has not accepted yet: what it does once it is answered without error.
+
+    With partitions it may be answered well for some of them: they are what `act` is told.
+    """
+
+    name: str
+    number: int | None
+    act: Callable[[set[Partition]], object]
+    size: int = 1
+
+
+class _Proving(NamedTuple):
+    """A question for the next identity that waits for what the broker says of its connection."""
+
+    name: str
+    virtual: Identity
 
 
 class ProtectJob(Job):
-    """Off until `upstream` was told that every broker that answers takes EndTxn v5, and that one does."""
+    """Off until `upstream` was told that every broker that answers takes EndTxn v5, and that one does.
 
-    def __init__(self, machine: Machine | None = None, journal: Journal | None = None) -> None:
+    While it is off all bytes pass as they are; if it is `required`, a transactional request is told to come again
+    instead. Once it is on it stays on.
+    """
+
+    def __init__(self, machine: Machine | None = None, journal: Journal | None = None, required: bool = False) -> None:
         self.machine = machine or Machine()
-        self._journal = journal
+        self._journal, self._required = journal, required
+        self._lacking: str | None = None  # why it is off, as was said
+        self._old: set[str] = set()  # brokers without EndTxn v5, when they answered last
+        # Clients may have identities that nobody here saw: what is not known has begun before, and passes as it did.
+        self._began_late = False
         for pair in journal.restored if journal else ():
             self.machine.restore(pair)
         self.active = False
         self.counts = {"transactions": 0, "challenged": 0, "fenced": 0, "renewed": 0}
         self._renewing = set[int]()  # connections whose client renews its identity after an abort
+        # By connection, the transactional.ids of which the broker accepted a request there.
+        self._accepted: dict[int, OrderedDict[str, None]] = {}
+        self._waiting: dict[int, int] = {}  # by connection, how much is remembered for answers
 
     def upstream(self, newest: Mapping[str, Mapping[int, int] | None]) -> None:
-        told = {broker: offered.get(api.END_TXN, 0) for broker, offered in newest.items() if offered is not None}
-        old = sorted(broker for broker, version in told.items() if version < translate.END_TXN_VERSION)
-        silent = sorted(newest.keys() - told.keys())
-        self.active = bool(told) and not old
-        if not self.active:
-            events.warning(
-                "NO PROTECTION: late requests can still change the next transaction",
-                brokers=", ".join(old or silent),
-                reason="they do not offer EndTxn v5 (Kafka 4.0 and later do)" if old else "none says what it offers",
-            )
+        if self.active:
             return
-        events.info("transactions are protected", brokers=len(told))
+        told = {broker: offered.get(api.END_TXN, 0) for broker, offered in newest.items() if offered is not None}
+        # One that was old and is silent now may be old again when it is back.
+        self._old = {name for name in self._old if name in newest and name not in told}
+        self._old |= {broker for broker, version in told.items() if version < translate.END_TXN_VERSION}
+        silent = sorted(newest.keys() - told.keys())
+        if not told or self._old:
+            self._tell_off(", ".join(sorted(self._old) or silent), bool(self._old))
+            return
+        if self._lacking is not None and not self._required:
+            self._began_late, self.machine = True, Machine()
+        self.active = True
+        events.info(
+            "transactions are protected",
+            brokers=len(told),
+            **({"since": "now, for clients that initialise from now on"} if self._began_late else {}),
+        )
         if silent:
             events.warning(
                 "taken for brokers that offer EndTxn v5 as the others do",
@@ -62,15 +115,36 @@ class ProtectJob(Job):
                 reason="they did not answer",
             )
 
+    def _tell_off(self, brokers: str, old: bool) -> None:
+        reason = "they do not offer EndTxn v5 (Kafka 4.0 and later do)" if old else "none says what it offers"
+        if self._lacking != (lacking := f"{brokers}: {reason}"):
+            self._lacking = lacking
+            does = (
+                "transactional requests wait until there is (--require-protection)"
+                if self._required
+                else "late requests can still change the next transaction"
+            )
+            events.warning(f"NO PROTECTION: {does}", brokers=brokers, reason=reason)
+
+    @property
+    def asks_again(self) -> bool:
+        return not self.active
+
+    @property
+    def not_ready(self) -> str | None:
+        if self.active or not self._required:
+            return None
+        return f"no protection of transactions (--require-protection): {self._lacking or 'no broker was asked yet'}"
+
     def wants_request(self, api_key: int, version: int) -> bool:
         if api_key == api.API_VERSIONS:
-            return self.active and version >= translate.NAMED_SINCE
-        return self.active and version in translate.VERSIONS.get(api_key, ())
+            return version >= translate.NAMED_SINCE  # who a client is has to be known when protection begins later
+        return (self.active or self._required) and version in translate.VERSIONS.get(api_key, ())
 
     def wants_response(self, api_key: int, version: int) -> bool:
         if api_key == api.DESCRIBE_TRANSACTIONS:
             return self.active and version == translate.DESCRIBED_VERSION
-        return api_key in (api.INIT_PRODUCER_ID, api.END_TXN) and self.wants_request(api_key, version)
+        return api_key != api.API_VERSIONS and self.wants_request(api_key, version)
 
     def request(self, exchange: Exchange, frame: bytes) -> bytes:
         key, version = exchange.api_key, exchange.version
@@ -81,10 +155,18 @@ class ProtectJob(Job):
         request = translate.identified(frame, key, version)
         if request.name is None:
             return frame  # an idempotent producer's InitProducerId
+        if not self.active:
+            exchange.answer = translate.refusal(frame, key, version, exchange.correlation_id, _COME_AGAIN[key])
+            return b""
+        if self._is_from_before(request.name):
+            if key == api.INIT_PRODUCER_ID:
+                exchange.notes[self] = _Init(request.name, None)
+            return frame
         before = self.machine.state(request.name)
         try:
             made = self._identified(exchange, frame, request.name, request)
-            self._write_down(request.name, before)
+            if self._is_accepted(exchange, request.name):
+                self._write_down(request.name, before)
             return made
         except Refused as refused:
             self._note(exchange, request.name, refused)
@@ -93,20 +175,30 @@ class ProtectJob(Job):
 
     def response(self, exchange: Exchange, frame: bytes) -> bytes:
         if exchange.api_key == api.DESCRIBE_TRANSACTIONS:
-            return translate.described(frame, self.machine.shown)
+            return translate.described(frame, self._shown)
         noted = exchange.notes.pop(self, None)
-        if isinstance(noted, _Init):
+        if isinstance(noted, _Waiting):
+            self._answered(exchange, frame, noted)
+        elif isinstance(noted, _Proving):
+            return self._proven(exchange, frame, noted)
+        elif isinstance(noted, _Init):
             error, identity = translate.initialised(frame, exchange.version)
             if not error:
+                self._accept(exchange, noted.name)
                 connection = exchange.connection.number
                 before = self.machine.state(noted.name)
                 self.machine.initialised(noted.name, identity, connection, connection in self._renewing, noted.bumped)
                 self._write_down(noted.name, before)
         elif isinstance(noted, _Ending):
             throttle_ms, error, following = translate.ended(frame)
+            if error == _NOT_AUTHORIZED:
+                self._accepted.get(exchange.connection.number, OrderedDict()).pop(noted.name, None)
             if not error:
                 self.counts["transactions"] += 1
+                self._accept(exchange, noted.name)
                 before = self.machine.state(noted.name)
+                if noted.act is not None:
+                    self._act(noted.name, noted.number, noted.act)
                 if self.machine.ended(noted.name, noted.end, following):
                     error = api.ABORTED_TAKE_THE_NEXT_IDENTITY
                 self._write_down(noted.name, before)
@@ -114,23 +206,57 @@ class ProtectJob(Job):
         return frame
 
     def closed(self, connection: Connection) -> None:
-        self._renewing.discard(connection.number)
+        number = connection.number
+        self._renewing.discard(number)
+        self._accepted.pop(number, None)
+        self._waiting.pop(number, None)
+        self.machine.closed(number)
 
     def request_stream(self, exchange: Exchange, size: int) -> Stream | None:
         return _PassingProduce(self, exchange, size) if exchange.api_key == api.PRODUCE else None
+
+    def response_stream(self, exchange: Exchange, size: int) -> Stream | None:
+        if exchange.api_key == api.DESCRIBE_TRANSACTIONS or self in exchange.notes:
+            return None
+        return _AS_IT_IS
 
     def produce(
         self, exchange: Exchange, request: translate.Produce
     ) -> tuple[Identity, dict[Partition, int]] | bytes | None:
         """How a Produce goes upstream, or what it is answered here; None: as it is."""
-        if request.name is None or not request.batches:
+        if request.name is None:
+            return None
+        if not self.active:
+            return translate.produce_refusal(
+                request, exchange.version, exchange.correlation_id, _COME_AGAIN[api.PRODUCE]
+            )
+        if not request.batches or self._is_from_before(request.name):
             return None
         try:
             virtual, *others = request.identities
             if others:
                 raise Refused(INVALID_PRODUCER_EPOCH, "batches of more than one identity")
-            connection, broker = exchange.connection.number, _broker(exchange)
-            return self.machine.produces(request.name, virtual, connection, broker, request.written)
+            name, connection, broker, written = (
+                request.name,
+                exchange.connection.number,
+                _broker(exchange),
+                request.written,
+            )
+            if self._is_accepted(exchange, name):
+                return self.machine.produces(name, virtual, connection, broker, written)
+            if not request.transactional:
+                # Brokers ask for no right to the transactional.id then, and their answer would prove none.
+                raise Refused(_INVALID_TXN_STATE, "records outside of the transaction")
+            if (waiting := self._waiting.get(connection, 0)) and waiting + len(written) > _MOST_WAITING:
+                raise Refused(NOT_ENOUGH_REPLICAS, "too many batches before the broker accepted this connection")
+            way = self.machine.produces(name, virtual, connection, broker, written, Authority.UNKNOWN)
+
+            def act(done: set[Partition]) -> object:
+                taken = [batch for batch in written if batch.partition in done]
+                return self.machine.produces(name, virtual, connection, broker, taken, Authority.ANSWERED)
+
+            self._wait(exchange, name, act, len(written))
+            return way
         except Refused as refused:
             self._note(exchange, request.name, refused)
             return translate.produce_refusal(request, exchange.version, exchange.correlation_id, refused.code)
@@ -140,24 +266,96 @@ class ProtectJob(Job):
         key, connection, virtual = exchange.api_key, exchange.connection.number, request.identity
         if key == api.INIT_PRODUCER_ID:
             return self._init(exchange, frame, name, request)
-        mark = (key, request.body)
+        mark = (key, hashlib.blake2b(request.body, digest_size=16).digest())
+        accepted = self._is_accepted(exchange, name)
+        authority = Authority.ACCEPTED if accepted else Authority.UNKNOWN
         if key == api.END_TXN:
-            end = self.machine.ends(name, virtual, connection, request.committed, mark)
-            exchange.notes[self] = _Ending(name, end)
+            ends = partial(self.machine.ends, name, virtual, connection, request.committed, mark)
+            number = self.machine.number(name)
+            end = ends(authority)
+            exchange.notes[self] = _Ending(name, end, number, None if accepted else partial(ends, Authority.ANSWERED))
             exchange.sent_version = translate.END_TXN_VERSION
             return translate.end_txn(frame, exchange.version, name, end.identity, end.committed)
+        act: Callable[[Authority], Identity]
         if key == api.TXN_OFFSET_COMMIT:
-            broker = _broker(exchange)
-            real = self.machine.commits_offsets(name, virtual, connection, request.group, broker, mark)
+            commits = self.machine.commits_offsets
+            act = partial(commits, name, virtual, connection, request.group, _broker(exchange), mark)
         else:
-            real = self.machine.opens(name, virtual, connection, mark)
+            act = partial(self.machine.opens, name, virtual, connection, mark)
+        real = act(authority)
+        if not accepted:
+            self._wait(exchange, name, lambda _: act(Authority.ANSWERED))
         return translate.with_identity(frame, request.at, real)
+
+    # What the broker has to say first.
+
+    def _is_accepted(self, exchange: Exchange, name: str) -> bool:
+        return name in self._accepted.get(exchange.connection.number, ())
+
+    def _accept(self, exchange: Exchange, name: str) -> None:
+        names = self._accepted.setdefault(exchange.connection.number, OrderedDict())
+        names[name] = None
+        names.move_to_end(name)
+        if len(names) > _MOST_ACCEPTED:
+            names.popitem(last=False)
+
+    def _wait(self, exchange: Exchange, name: str, act: Callable[[set[Partition]], object], size: int = 1) -> None:
+        if exchange.awaited:
+            number = exchange.connection.number
+            self._waiting[number] = self._waiting.get(number, 0) + size
+            exchange.notes[self] = _Waiting(name, self.machine.number(name), act, size)
+
+    def _answered(self, exchange: Exchange, frame: bytes, noted: _Waiting) -> None:
+        self._waiting[exchange.connection.number] -= noted.size
+        key, done = exchange.api_key, set[Partition]()
+        if key == api.ADD_OFFSETS_TO_TXN:
+            accepted = translate.added_offsets(frame, exchange.version) == 0
+        else:
+            results = translate.results(frame, key, exchange.version)
+            done = {partition for partition, code in results if code in (0, _DUPLICATE_SEQUENCE_NUMBER)}
+            # A transaction is opened for all partitions or for none; of records and offsets some may be taken.
+            accepted = len(done) == len(results) > 0 if key == api.ADD_PARTITIONS_TO_TXN else bool(done)
+        if accepted:
+            self._accept(exchange, noted.name)
+            before = self.machine.state(noted.name)
+            self._act(noted.name, noted.number, partial(noted.act, done))
+            self._write_down(noted.name, before)
+
+    def _act(self, name: str, number: int | None, act: Callable[[], object]) -> None:
+        """What a request was let pass for, unless another one has ended its transaction meanwhile."""
+        if self.machine.number(name) != number:
+            return
+        try:
+            act()
+        except Refused as refused:
+            events.debug("overtaken", transactional_id=name, reason=refused.reason)
+
+    def _proven(self, exchange: Exchange, frame: bytes, noted: _Proving) -> bytes:
+        _, error, _ = translate.ended(frame)
+        if error not in _OF_AN_OWNER:
+            return translate.init_answer(exchange.correlation_id, exchange.version, translate.NONE, error)
+        self._accept(exchange, noted.name)
+        before = self.machine.state(noted.name)
+        following = self.machine.renewed(noted.name, noted.virtual, exchange.connection.number)
+        if following is None:  # another request was faster: this one is judged anew when it comes again
+            return translate.init_answer(
+                exchange.correlation_id, exchange.version, translate.NONE, CONCURRENT_TRANSACTIONS
+            )
+        self.counts["renewed"] += 1
+        self._write_down(noted.name, before)
+        return translate.init_answer(exchange.correlation_id, exchange.version, following)
 
     def _init(self, exchange: Exchange, frame: bytes, name: str, request: translate.Identified) -> bytes:
         virtual = request.identity
         if virtual == translate.NONE:
             exchange.notes[self] = _Init(name, None)
             return frame
+        if self.machine.can_renew(name, virtual) and not self._is_accepted(exchange, name):
+            # Nobody but the broker knows whether this connection may have it. An InitProducerId would make it give out
+            # one more, and abort what is open. This EndTxn ends nothing: the right is judged first, then the identity.
+            exchange.notes[self] = _Proving(name, virtual)
+            exchange.sent_version = translate.END_TXN_VERSION
+            return translate.end_txn(frame, exchange.version, name, translate.NONE, False, api.INIT_PRODUCER_ID)
         following = self.machine.renewed(name, virtual, exchange.connection.number)
         if following is not None:
             self.counts["renewed"] += 1
@@ -173,6 +371,12 @@ class ProtectJob(Job):
             return frame
         exchange.notes[self] = _Init(name, virtual)
         return translate.with_identity(frame, request.at, real)
+
+    def _is_from_before(self, name: str) -> bool:
+        return self._began_late and self.machine.state(name) is None
+
+    def _shown(self, name: str, seen: Identity, state: str) -> Identity:
+        return seen if self._is_from_before(name) else self.machine.shown(name, seen, state)
 
     def _write_down(self, name: str, before: State | None) -> None:
         """Before anybody learns of it."""
@@ -195,6 +399,16 @@ class ProtectJob(Job):
             reason=refused.reason,
             connection=exchange.connection.number,
         )
+
+
+class _AsItIs:
+    """A `Stream` of an answer that nothing waits for."""
+
+    def feed(self, piece: Piece) -> Piece:
+        return piece
+
+
+_AS_IT_IS = _AsItIs()
 
 
 class _PassingProduce:
@@ -267,6 +481,24 @@ class _PassingProduce:
 
 
 _SPOKEN_BY_V2_CLIENTS = 5  # InitProducerId
+_NOT_AUTHORIZED = 53  # TRANSACTIONAL_ID_AUTHORIZATION_FAILED
+_INVALID_TXN_STATE = 48
+_DUPLICATE_SEQUENCE_NUMBER = 46  # the records are there: clients take it for an acknowledgement
+# How an EndTxn with an identity that is none is answered to those who have the right to the transactional.id:
+# INVALID_PRODUCER_EPOCH, INVALID_PRODUCER_ID_MAPPING, PRODUCER_FENCED.
+_OF_AN_OWNER = (INVALID_PRODUCER_EPOCH, 49, 90)
+_MOST_ACCEPTED = 100  # transactional.ids of a connection; one that is forgotten waits for an answer once more
+_MOST_WAITING = 1_000  # batches and requests of a connection; a single request may have more
+
+# What is told while there is no protection and it is required: a live client asks again.
+_COME_AGAIN = {
+    api.PRODUCE: NOT_ENOUGH_REPLICAS,
+    api.INIT_PRODUCER_ID: CONCURRENT_TRANSACTIONS,
+    api.ADD_PARTITIONS_TO_TXN: CONCURRENT_TRANSACTIONS,
+    api.ADD_OFFSETS_TO_TXN: CONCURRENT_TRANSACTIONS,
+    api.END_TXN: CONCURRENT_TRANSACTIONS,
+    api.TXN_OFFSET_COMMIT: LOAD_IN_PROGRESS,
+}
 
 
 def _broker(exchange: Exchange) -> Hashable:

@@ -11,6 +11,10 @@ its init to the next; upstream every transaction has its own, the real one, as K
 A client that `renews` (librdkafka) is told after an abort that its identity is not known any more. It asks for the next
 one by itself (KIP-360), inside the same call: what it gave up then carries an identity that is over. For other clients
 a challenge has to tell live requests from late ones.
+
+Whoever knows names and identities may send anything: a request moves nothing before the broker has accepted one for
+that transactional.id on that connection (`Authority`). Until then it goes upstream, and what it does waits for its
+answer.
 """
 
 from __future__ import annotations
@@ -103,6 +107,14 @@ class Pair(NamedTuple):
     sequences: list[tuple[str, int, int]] | None
 
 
+class Authority(Enum):
+    """What the broker said of a connection and a transactional.id; a request of UNKNOWN comes again as ANSWERED."""
+
+    ACCEPTED = "it accepted an earlier request: this one acts at once"
+    UNKNOWN = "it said nothing yet: this one is judged, and changes nothing"
+    ANSWERED = "it accepted this request, which was let pass before: it acts"
+
+
 class Refused(Exception):
     """Is not sent on; `code` is what the client is told."""
 
@@ -134,16 +146,19 @@ class _Transactional:
     bases_known: bool = True
     trusted: dict[Hashable, int] = field(default_factory=dict)  # class of requests -> connection
     revoked: bool = False  # a class without a trusted connection has to be challenged
-    challenged: dict[tuple[Hashable, int], set[Hashable]] = field(default_factory=dict)
     renews: bool = False  # asks for its next identity after every abort
     before: Identity | None = None  # the virtual identity that a KIP-360 bump replaced
 
     def move(self, event: Event) -> None:
         self.state = MOVES[self.state, event]
 
-    def next_transaction(self) -> None:
-        self.number += 1
-        self.challenged.clear()
+
+# What was challenged on one connection, by transactional.id, transaction and class of requests. All of it is forgotten
+# with the connection: whose requests the broker never accepts must not fill the memory.
+_Challenged = OrderedDict[tuple[str, int, Hashable], set[Hashable]]
+_MOST_CHALLENGES = 64  # of a connection; the oldest is forgotten, and is challenged once more
+_MOST_MARKS = 300  # of a connection, over all its challenges
+_MOST_MARKS_ACCEPTED = 10_000
 
 
 class Machine:
@@ -156,6 +171,15 @@ class Machine:
     def __init__(self, keep: int = 100_000) -> None:
         self._known: OrderedDict[str, _Transactional] = OrderedDict()
         self._keep = keep
+        self._challenged: dict[int, _Challenged] = {}  # by connection
+
+    def closed(self, connection: int) -> None:
+        self._challenged.pop(connection, None)
+
+    def number(self, name: str) -> int | None:
+        """Of the transaction that is open, or comes next; no two of a name have the same."""
+        known = self._known.get(name)
+        return None if known is None else known.number
 
     def state(self, name: str) -> State | None:
         known = self._known.get(name)
@@ -205,6 +229,12 @@ class Machine:
 
     # Init.
 
+    def can_renew(self, name: str, virtual: Identity) -> bool:
+        known = self._known.get(name)
+        if known is None:
+            return False
+        return known.before == virtual or (known.virtual == virtual and known.state in (State.ENDED, State.SPENT))
+
     def renewed(self, name: str, virtual: Identity, connection: int) -> Identity | None:
         """A client asks for the next epoch (KIP-360), and nobody else has to be asked: the identity it is told.
 
@@ -212,12 +242,10 @@ class Machine:
         answer was lost, or the question is late.
         """
         known = self._known.get(name)
-        if known is None:
+        if known is None or not self.can_renew(name, virtual):
             return None
         if known.before == virtual:
             return known.virtual
-        if known.virtual != virtual or known.state not in (State.ENDED, State.SPENT):
-            return None
         self._begin(name, known.real, connection, known.renews, virtual)
         return known.real
 
@@ -257,26 +285,47 @@ class Machine:
 
     # What a transaction consists of.
 
-    def opens(self, name: str, virtual: Identity, connection: int, mark: Hashable) -> Identity:
+    def opens(
+        self,
+        name: str,
+        virtual: Identity,
+        connection: int,
+        mark: Hashable,
+        authority: Authority = Authority.ACCEPTED,
+    ) -> Identity:
         """AddPartitionsToTxn or AddOffsetsToTxn; `mark` is the same for the same request again."""
         known = self._identified(name, virtual)
         self._in_use(known)
-        self._challenge(known, COORDINATOR, connection, {mark}, CONCURRENT_TRANSACTIONS)
+        self._challenge(name, known, COORDINATOR, connection, [mark], CONCURRENT_TRANSACTIONS, authority)
         self._allow(known, Event.OPENS, CONCURRENT_TRANSACTIONS)
-        known.move(Event.OPENS)
+        if authority is not Authority.UNKNOWN:
+            known.move(Event.OPENS)
         return known.real
 
     def commits_offsets(
-        self, name: str, virtual: Identity, connection: int, group: str, broker: Hashable, mark: Hashable
+        self,
+        name: str,
+        virtual: Identity,
+        connection: int,
+        group: str,
+        broker: Hashable,
+        mark: Hashable,
+        authority: Authority = Authority.ACCEPTED,
     ) -> Identity:
         known = self._identified(name, virtual)
         self._in_use(known)
         self._allow(known, Event.WRITES, LOAD_IN_PROGRESS)
-        self._challenge(known, ("group", group, broker), connection, {mark}, LOAD_IN_PROGRESS)
+        self._challenge(name, known, ("group", group, broker), connection, [mark], LOAD_IN_PROGRESS, authority)
         return known.real
 
     def produces(
-        self, name: str, virtual: Identity, connection: int, broker: Hashable, batches: Sequence[Written]
+        self,
+        name: str,
+        virtual: Identity,
+        connection: int,
+        broker: Hashable,
+        batches: Sequence[Written],
+        authority: Authority = Authority.ACCEPTED,
     ) -> tuple[Identity, dict[Partition, int]]:
         """The real identity, and per partition what to subtract from the client's sequences (modulo 2**31)."""
         known = self._identified(name, virtual)
@@ -288,52 +337,71 @@ class Machine:
             # Of a client that does, a late one has an identity that is over or a sequence that is: the error would only
             # be in its way. librdkafka gives a record back to its queue for it, and one that comes back while
             # abort_transaction waits for it is neither sent nor given up until message.timeout.ms.
-            marks: set[Hashable] = {(batch.partition, batch.first) for batch in batches}
-            self._challenge(known, kind, connection, marks, NOT_ENOUGH_REPLICAS)
+            marks = [(batch.partition, batch.first) for batch in batches]
+            self._challenge(name, known, kind, connection, marks, NOT_ENOUGH_REPLICAS, authority)
         bases = dict[Partition, int]()
         for batch in batches:
             partition = batch.partition
             if partition not in bases:
                 base = known.bases.get(partition)
                 bases[partition] = (
-                    base.sequence if base else self._begins_at(known, kind, connection, partition, batches)
+                    base.sequence if base else self._begins_at(name, known, kind, connection, partition, batches)
                 )
         for batch in batches:
             if (batch.first - bases[batch.partition]) % _SEQUENCES >= _EARLIER:
                 raise Refused(NOT_ENOUGH_REPLICAS, "a sequence of an earlier transaction")
+        if authority is Authority.UNKNOWN:
+            return known.real, bases
         for batch in batches:
             base = known.bases.setdefault(batch.partition, _Base(bases[batch.partition]))
             base.sent = max(base.sent, (batch.first - base.sequence) % _SEQUENCES + batch.records)
         return known.real, bases
 
     def _begins_at(
-        self, known: _Transactional, kind: Hashable, connection: int, partition: Partition, batches: Sequence[Written]
+        self,
+        name: str,
+        known: _Transactional,
+        kind: Hashable,
+        connection: int,
+        partition: Partition,
+        batches: Sequence[Written],
     ) -> int:
         """The client's sequence that is 0 upstream, of a partition that has none in this transaction yet."""
         if known.bases_known:
             return 0
-        seen = known.challenged.get((kind, connection), set())
+        challenged = self._challenged.get(connection)
+        seen = set[Hashable]() if challenged is None else challenged.get((name, known.number, kind), set())
         firsts = [batch.first for batch in batches if batch.partition == partition]
         return _earliest([*firsts, *_firsts(seen, partition)])
 
     # Ends.
 
-    def ends(self, name: str, virtual: Identity, connection: int, committed: bool, mark: Hashable) -> End:
+    def ends(
+        self,
+        name: str,
+        virtual: Identity,
+        connection: int,
+        committed: bool,
+        mark: Hashable,
+        authority: Authority = Authority.ACCEPTED,
+    ) -> End:
         """EndTxn, first or again: always with the identity of the transaction it belongs to."""
         known = self._identified(name, virtual)
         again = known.end is not None and known.end.committed == committed
         if known.state is State.SPENT and not again:
             self._in_use(known)
-        self._challenge(known, COORDINATOR, connection, {mark}, CONCURRENT_TRANSACTIONS)
+        self._challenge(name, known, COORDINATOR, connection, [mark], CONCURRENT_TRANSACTIONS, authority)
         if known.state in (State.ENDED, State.SPENT) and known.end is not None and again:
             return known.end  # its answer was lost: the broker gives the same one again
         if known.state is State.ENDING and known.end is not None:
-            known.end = known.end._replace(committed=committed)  # the broker knows what it did, and judges
+            end = known.end._replace(committed=committed)  # the broker knows what it did, and judges
         else:
             # Also for a transaction nobody saw open: the empty abort of a client whose first request was lost.
-            known.end = End(known.number, known.real, committed)
-        known.move(Event.ENDS)
-        return known.end
+            end = End(known.number, known.real, committed)
+        if authority is not Authority.UNKNOWN:
+            known.end = end
+            known.move(Event.ENDS)
+        return end
 
     def ended(self, name: str, end: End, following: Identity) -> bool:
         """The broker ended it, and says which identity comes next; an answer that is known already changes nothing.
@@ -349,7 +417,7 @@ class Machine:
         spent = known.renews and not end.committed
         known.move(Event.ABORTED if spent else Event.ENDED)
         known.real = following
-        known.next_transaction()
+        known.number += 1
         if end.committed:
             # A client commits when all it sent is acknowledged: it goes on counting from there.
             for base in known.bases.values():
@@ -380,21 +448,40 @@ class Machine:
             raise Refused(code, f"the transaction is {known.state.name}")
 
     def _challenge(
-        self, known: _Transactional, kind: Hashable, connection: int, marks: set[Hashable], code: int
+        self,
+        name: str,
+        known: _Transactional,
+        kind: Hashable,
+        connection: int,
+        marks: Sequence[Hashable],
+        code: int,
+        authority: Authority,
     ) -> None:
         """Moves the trust to a connection on which the same request comes a second time in this transaction."""
         trusted = known.trusted.get(kind)
         if trusted == connection:
             return
-        if trusted is None and not known.revoked:
+        challenges = trusted is not None or known.revoked
+        if challenges and authority is not Authority.ANSWERED:
+            most = _MOST_MARKS if authority is Authority.UNKNOWN else _MOST_MARKS_ACCEPTED
+            if not self._comes_again((name, known.number, kind), connection, marks, most):
+                raise Refused(code, "challenged: not the connection of this client, as far as known")
+        if authority is not Authority.UNKNOWN:
             known.trusted[kind] = connection
-            return
-        seen = known.challenged.setdefault((kind, connection), set())
-        if not seen & marks:
-            seen |= marks
-            raise Refused(code, "challenged: not the connection of this client, as far as known")
-        seen |= marks
-        known.trusted[kind] = connection
+
+    def _comes_again(
+        self, what: tuple[str, int, Hashable], connection: int, marks: Sequence[Hashable], most: int
+    ) -> bool:
+        challenged = self._challenged.setdefault(connection, OrderedDict())
+        seen = challenged.setdefault(what, set())
+        challenged.move_to_end(what)
+        again = not seen.isdisjoint(marks)
+        room = most - sum(map(len, challenged.values()))
+        while len(challenged) > 1 and (room < len(marks) or len(challenged) > _MOST_CHALLENGES):
+            room += len(challenged.popitem(last=False)[1])
+        # The first ones stay: a client that sends many at once sends these again first.
+        seen.update(marks[: max(0, room)])
+        return again
 
 
 def _firsts(marks: Iterable[Hashable], partition: Partition) -> list[int]:

@@ -42,6 +42,7 @@ _FENCED_KNOWN_SINCE = 2  # EndTxn
 _BATCH = struct.Struct(">qiibIhiqqqhii")
 _CRC_AT, _IDENTITY_AT, _SEQUENCE_AT, _CHANGED_END = 17, 43, 53, 57
 _LENGTH_COUNTS_FROM, _MAGIC = 12, 2
+_TRANSACTIONAL = 0x10  # of the attributes
 # Of one partition in one Produce; brokers take a single one.
 _MOST_BATCHES = 1_000
 
@@ -77,9 +78,11 @@ def with_identity(frame: bytes, at: int, identity: Identity) -> bytes:
     return frame[:at] + _IDENTITY.pack(*identity) + frame[at + _IDENTITY.size :]
 
 
-def end_txn(frame: bytes, version: int, name: str, identity: Identity, committed: bool) -> bytes:
-    """The same EndTxn as v5, for `identity`."""
-    client_id, _ = request_body(frame, api.END_TXN, version)
+def end_txn(
+    frame: bytes, version: int, name: str, identity: Identity, committed: bool, api_key: int = api.END_TXN
+) -> bytes:
+    """The same EndTxn as v5, for `identity`; or one in the place of the request that `frame` is."""
+    client_id, _ = request_body(frame, api_key, version)
     correlation_id = REQUEST_HEAD.unpack_from(frame)[3]
     head = struct.pack(">hhi", api.END_TXN, END_TXN_VERSION, correlation_id)
     whose = struct.pack(">h", -1) if client_id is None else string(client_id, False)
@@ -127,11 +130,41 @@ def initialised(frame: bytes, version: int) -> tuple[int, Identity]:
     return cursor.int16(), Identity(cursor.int64(), cursor.int16())
 
 
-def init_answer(correlation_id: int, version: int, identity: Identity) -> bytes:
-    """The answer of a broker that gives out `identity`."""
+def added_offsets(frame: bytes, version: int) -> int:
+    """Error code of an AddOffsetsToTxn answer."""
+    cursor = response_body(frame, api.ADD_OFFSETS_TO_TXN, version)
+    cursor.skip(4)  # throttle_time_ms
+    return cursor.int16()
+
+
+def results(frame: bytes, api_key: int, version: int) -> list[tuple[Partition, int]]:
+    """Error code by partition of an answer to Produce, AddPartitionsToTxn or TxnOffsetCommit."""
+    cursor = response_body(frame, api_key, version)
+    if api_key != api.PRODUCE:
+        cursor.skip(4)  # throttle_time_ms
+    found: list[tuple[Partition, int]] = []
+    for _ in range(cursor.count()):
+        topic = cursor.string() or ""
+        for _ in range(cursor.count()):
+            found.append(((topic, cursor.int32()), cursor.int16()))
+            if api_key == api.PRODUCE:
+                cursor.skip(16 + (8 if version >= 5 else 0))  # base_offset, log_append_time, log_start_offset
+                if version >= 8:
+                    for _ in range(cursor.count()):  # record_errors
+                        cursor.skip(4)
+                        cursor.skip_string()
+                        cursor.skip_tags()
+                    cursor.skip_string()  # error_message
+            cursor.skip_tags()
+        cursor.skip_tags()
+    return found
+
+
+def init_answer(correlation_id: int, version: int, identity: Identity, error: int = 0) -> bytes:
+    """The answer of a broker that gives out `identity`, or none."""
     tags = _tags(api.INIT_PRODUCER_ID, version)
     ongoing = _IDENTITY.pack(*NONE) if version >= 6 else b""
-    body = struct.pack(">ih", 0, 0) + _IDENTITY.pack(*identity) + ongoing
+    body = struct.pack(">ih", 0, error) + _IDENTITY.pack(*identity) + ongoing
     return _framed(struct.pack(">i", correlation_id) + tags + body + tags)
 
 
@@ -157,6 +190,7 @@ class _Batch:
     size: int
     identity: Identity
     written: Written
+    transactional: bool
 
 
 @dataclass(frozen=True)
@@ -170,6 +204,10 @@ class Produce:
     @property
     def identities(self) -> set[Identity]:
         return {batch.identity for batch in self.batches}
+
+    @property
+    def transactional(self) -> bool:
+        return all(batch.transactional for batch in self.batches)
 
     @property
     def written(self) -> list[Written]:
@@ -248,7 +286,7 @@ def _batch(frame: Piece, at: int, end: int, partition: Partition) -> _Batch:
     if fields[3] != _MAGIC or size < _BATCH.size or size > end - at or last_delta < 0:
         raise Malformed("a record batch of a transaction that cannot be followed")
     identity, sequence = Identity(fields[9], fields[10]), fields[11]
-    return _Batch(at, size, identity, Written(partition, sequence, last_delta + 1))
+    return _Batch(at, size, identity, Written(partition, sequence, last_delta + 1), bool(fields[5] & _TRANSACTIONAL))
 
 
 def produce_as(frame: Piece, request: Produce, identity: Identity, bases: Mapping[Partition, int]) -> Piece:

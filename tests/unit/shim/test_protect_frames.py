@@ -379,3 +379,65 @@ def test_an_abort_is_told_so_that_librdkafka_takes_its_next_identity_and_others_
         job.closed(connection)
         assert not job._renewing
         journal.close()
+
+
+# Protection that begins later.
+
+OFFERS, OFFERS_NOT = {api.END_TXN: 5}, {api.END_TXN: 4}
+
+
+def asked(job: ProtectJob, key: int, version: int) -> tuple[bytes, bytes | None]:
+    exchange = Exchange(Connection(1, "c", "b", 0), key, version, 77)
+    frame = job.request(exchange, encoded(requests(key, version)))
+    return frame, exchange.answer
+
+
+def test_what_was_lacking_is_said_once_and_asked_again_until_it_is_there(caplog: pytest.LogCaptureFixture) -> None:
+    job = ProtectJob()
+    for _ in range(3):
+        job.upstream({"broker 1": OFFERS_NOT, "broker 2": OFFERS})
+        assert job.asks_again
+    assert len(caplog.records) == 1
+    job.upstream({"broker 1": None, "broker 2": OFFERS})
+    assert job.asks_again, "an old broker that is restarted is old until it says otherwise"
+    job.upstream({"broker 1": OFFERS, "broker 2": OFFERS})
+    assert not job.asks_again
+    job.upstream({"broker 1": None})
+    assert job.active, "and stays"
+
+
+@pytest.mark.parametrize(
+    ("key", "version"), [(api.END_TXN, 3), (api.ADD_OFFSETS_TO_TXN, 3), (api.TXN_OFFSET_COMMIT, 3)]
+)
+def test_an_identity_from_before_protection_passes_as_it_did_until_its_client_initialises(
+    key: int, version: int
+) -> None:
+    job = ProtectJob()
+    job.machine.initialised("t", NEW, 1)  # as a journal restores it: its client went on without protection
+    job.upstream({"broker 1": None})
+    job.upstream({"broker 1": OFFERS})
+    assert asked(job, key, version) == (encoded(requests(key, version)), None)
+    exchange = Exchange(Connection(1, "c", "b", 0), api.INIT_PRODUCER_ID, 4, 77)
+    frame = encoded(requests(api.INIT_PRODUCER_ID, 4))
+    assert job.request(exchange, frame) == frame
+    job.response(exchange, translate.init_answer(77, 4, Identity(OLD[0], OLD[1] + 1)))
+    passed, answer = asked(job, key, version)
+    assert (passed, answer is None) == (b"", False), "the identity before is over"
+
+
+def test_where_protection_is_required_nothing_passes_without_it_and_nothing_is_forgotten() -> None:
+    job = ProtectJob(required=True)
+    assert job.not_ready
+    job.machine.initialised("t", OLD, 1)
+    job.upstream({"broker 1": OFFERS_NOT})
+    assert "EndTxn v5" in str(job.not_ready)
+    for key in (api.INIT_PRODUCER_ID, api.ADD_PARTITIONS_TO_TXN, api.ADD_OFFSETS_TO_TXN, api.TXN_OFFSET_COMMIT):
+        assert job.wants_request(key, 3)
+        passed, answer = asked(job, key, 3)
+        assert (passed, answer is None) == (b"", False)
+    produce = translate.produce(produce_request(9, "t", {"a": {0: records(5)}}), 9)
+    assert isinstance(job.produce(Exchange(Connection(1, "c", "b", 0), api.PRODUCE, 9, 77), produce), bytes)
+    job.upstream({"broker 1": OFFERS})
+    assert job.not_ready is None
+    passed, answer = asked(job, api.ADD_OFFSETS_TO_TXN, 3)
+    assert (bool(passed), answer) == (True, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ from eos.shim.protect.machine import (
     INVALID_PRODUCER_EPOCH,
     LOAD_IN_PROGRESS,
     NOT_ENOUGH_REPLICAS,
+    Authority,
     End,
     Identity,
     Machine,
@@ -413,3 +415,70 @@ def test_the_longest_unused_transactional_id_is_forgotten() -> None:
     machine.opens("a", V, A, "m")
     machine.initialised("c", V, A)
     assert [machine.state(name) for name in "abc"] == [State.OPEN, None, State.EMPTY]
+
+
+# Rule 9: authority.
+
+
+def seen(machine: Machine) -> tuple[object, ...]:
+    known = machine._known["t"]
+    bases = {partition: (base.sequence, base.sent) for partition, base in known.bases.items()}
+    return known.state, known.number, known.real, known.virtual, known.end, bases, dict(known.trusted), known.revoked
+
+
+STRANGER = 77
+ASKS: dict[str, Callable[[Machine, Identity, int, Authority], object]] = {
+    "opens": lambda m, v, c, a: m.opens("t", v, c, "add", a),
+    "offsets": lambda m, v, c, a: m.commits_offsets("t", v, c, "g2", 0, "offsets", a),
+    "produce": lambda m, v, c, a: m.produces("t", v, c, 9, [Written(P1, 40, 2)], a),
+    "commit": lambda m, v, c, a: m.ends("t", v, c, True, "commit", a),
+    "abort": lambda m, v, c, a: m.ends("t", v, c, False, "abort", a),
+}
+
+
+@pytest.mark.parametrize("ask", ASKS)
+@pytest.mark.parametrize("stage", ["empty", "open", "ending", "committed", "aborted", "spent"])
+def test_whoever_the_broker_has_not_accepted_changes_nothing_however_often_it_asks(ask: str, stage: str) -> None:
+    machine = Machine()
+    machine.initialised("t", V, A, renews=stage == "spent")
+    if stage != "empty":
+        machine.opens("t", V, A, "mine")
+        machine.produces("t", V, A, 0, [Written(P0, 0, 3)])
+    if stage not in ("empty", "open"):
+        end = machine.ends("t", V, A, stage == "committed", "end")
+        if stage != "ending":
+            machine.ended("t", end, real(8))
+    before = seen(machine)
+    for connection in (STRANGER, STRANGER, STRANGER, STRANGER + 1):
+        with contextlib.suppress(Refused):
+            ASKS[ask](machine, V, connection, Authority.UNKNOWN)
+        assert seen(machine) == before
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_what_the_broker_accepts_acts_as_if_it_had_acted_at_once(ask: str, client: Client) -> None:
+    other = Client()
+    for each in (client, other):
+        each.add()
+        refused(CONCURRENT_TRANSACTIONS, lambda each=each: each.machine.opens("t", V, B, "add"))  # type: ignore[misc]
+        each.machine.opens("t", V, B, "add")
+    at_once = ASKS[ask](other.machine, V, B, Authority.ACCEPTED)
+    assert ASKS[ask](client.machine, V, B, Authority.UNKNOWN) == at_once
+    assert ASKS[ask](client.machine, V, B, Authority.ANSWERED) == at_once
+    assert seen(client.machine) == seen(other.machine)
+
+
+def test_what_is_remembered_of_a_connection_is_bounded_and_goes_with_it(client: Client) -> None:
+    client.add()
+    for number in range(2_000):
+        refused(CONCURRENT_TRANSACTIONS, lambda n=number: client.machine.opens("t", V, B, n, Authority.UNKNOWN))  # type: ignore[misc]
+    kept = client.machine._challenged[B]
+    assert 100 < sum(map(len, kept.values())) <= 300
+    assert client.machine.opens("t", V, B, 0, Authority.UNKNOWN) == real(7), "the first are asked again first"
+    for number in range(200):
+        client.machine.initialised(f"t{number}", V, A)
+        call = lambda n=number: client.machine.opens(f"t{n}", V, B, "add", Authority.UNKNOWN)  # type: ignore[misc] # noqa: E731
+        refused(CONCURRENT_TRANSACTIONS, call)
+    assert len(kept) <= 64
+    client.machine.closed(B)
+    assert not client.machine._challenged

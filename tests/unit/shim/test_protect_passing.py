@@ -44,6 +44,8 @@ class Passed:
             self.job.machine.initialised("t", OLD, 1)
             self.job.machine.opens("t", OLD, 1, "mark")
             self.job.machine._known["t"].real = upstream
+            for connection in (1, 2):  # the broker accepted requests on them before
+                self.job._accept(Exchange(Connection(connection, "c", "b", 0), api.END_TXN, 3, 1), "t")
         self.pipeline = Pipeline([*before, self.job], 1 << 20)
         self.exchanges: list[Exchange] = []
         self.splitter = FrameSplitter(REQUEST_HEAD.size, 1 << 20, self._open)
