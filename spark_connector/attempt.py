@@ -17,7 +17,7 @@ was sent, and never initialise again before it is known that no newer instance o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -34,6 +34,7 @@ from spark_connector.identity import Transaction
 from spark_connector.marker import Decision, Marker, MarkerReader, WrongProgress
 from spark_connector.murmur2 import murmur2_column
 from spark_connector.options import Options
+from spark_connector.packing import targets_of
 from spark_connector.partition import PartitionWriter
 from spark_connector.progress import Progress
 from spark_connector.routing import gather, planned_for_the_sink, route
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _PACKERS_PER_CORE = 4  # tasks; with one, the slowest would be waited for
 _LONGEST_PAUSE = 64  # batches
+_DRIVER_SHARES = 16  # times what one task may bring to the driver: so much may all of them
 
 
 class Again(Exception):
@@ -70,6 +72,10 @@ class Batch(Protocol):
         """Raises WrongProgress for a marker that no transaction under way can make right."""
 
     def marker(self, found: Marker | None, decision: Decision, rows: int) -> Marker: ...
+
+    def forgets(self, known: Mapping[bytes, int]) -> list[bytes]:
+        """Of the keys with a marker, and when each was written (Unix milliseconds): those that are not needed."""
+        ...
 
 
 @dataclass
@@ -123,8 +129,9 @@ class Connected:
             place = (murmur2_column(name)[0].as_py() & 0x7FFFFFFF) % count
             longest_ms = longest_transaction_ms(wire, timeout_s)
             transaction_ms = options.transaction_ms or longest_ms
+            markers = MarkerReader(wire, place, timeout_s, options.transactional_id)
             transaction = Transaction(wire, options.transactional_id, transaction_ms, timeout_s)
-            return cls(wire, targets, MarkerReader(wire, place, timeout_s), transaction, transaction_ms, longest_ms)
+            return cls(wire, targets, markers, transaction, transaction_ms, longest_ms)
         except BaseException:
             wire.close()
             raise
@@ -173,14 +180,15 @@ class Attempt:
         if decision is Decision.ADOPT:
             log.warning("batch adopts what another sink wrote", **self._who())
         targets = self._timed("targets", connected.targets.read)
-        partitions = [(target.topic, target.partition) for target in targets]
-        if batch.key is not None:
-            partitions.append((marker.TOPIC, connected.markers.partition))
         cores = self._cores()  # asks the JVM, so before anything is open that its end would leave open
+        began = time.monotonic()
+        gathered = self._gathered(targets, cores)
+        gathering_s = time.monotonic() - began
         self._began = clock.elapsing()
-        self._timed("add", lambda: self._transaction.add(partitions))
+        self._timed("add", lambda: self._transaction.add(self._partitions(targets, gathered)))
         self._options.on_step("add")
-        results = self._timed("produce", lambda: self._produce(targets, cores))
+        results = self._timed("produce", lambda: self._produce(targets, cores, gathered))
+        self._seconds["produce"] += gathering_s
         rows = sum(result.rows for result in results)
         self._options.on_step("produce")
         if batch.key is not None:
@@ -205,17 +213,35 @@ class Attempt:
     def _find_marker(self) -> Marker | None:
         return None if self._batch.key is None else self._connected.markers.read(self._batch.key)
 
-    def _produce(self, targets: Sequence[Target], cores: int | None) -> list[Result]:
+    def _gathered(self, targets: Sequence[Target], cores: int | None) -> pa.RecordBatch | None:
+        """All rows, packed, for the driver to write, if the batch before was so small that it may; None: tasks write.
+        Nothing is written yet, and no transaction waits for it."""
+        if not self._connected.recent.tries:
+            return None
+        with planned_for_the_sink(self._df):
+            return gather(
+                self._df, targets, self._options.topic, self._packers(cores), self._options.driver_bytes, _DRIVER_SHARES
+            )
+
+    def _partitions(self, targets: Sequence[Target], gathered: pa.RecordBatch | None) -> list[tuple[str, int]]:
+        """Those that the transaction writes, as far as that is known: each gets a control record."""
+        used = range(len(targets)) if gathered is None else sorted(targets_of(gathered) & set(range(len(targets))))
+        partitions = [(targets[number].topic, targets[number].partition) for number in used]
+        if self._batch.key is not None:
+            partitions.append((marker.TOPIC, self._connected.markers.partition))
+        return partitions
+
+    def _produce(self, targets: Sequence[Target], cores: int | None, gathered: pa.RecordBatch | None) -> list[Result]:
         """Every row is acknowledged when this returns, each share of the partitions by one task; or all by the driver,
-        if the batch before was so small that this one is gathered for it."""
+        if they were gathered for it."""
         claims, recent = self._server.claims, self._connected.recent
+        tried, self._by_tasks = recent.tries, gathered is None
         claims.begin(self._transaction.identity)
         try:
-            with planned_for_the_sink(self._df):
-                tried = recent.tries
-                results = self._by_driver(targets, cores) if tried else None
-                self._by_tasks = results is None
-                if results is None:
+            if gathered is not None:
+                results = self._by_driver(targets, gathered)
+            else:
+                with planned_for_the_sink(self._df):
                     results = self._on_executors(targets, cores)
         except Exception as error:
             if claims.poison is not None:
@@ -231,12 +257,7 @@ class Attempt:
         recent.note(small, tried, by_driver=not self._by_tasks)
         return results
 
-    def _by_driver(self, targets: Sequence[Target], cores: int | None) -> list[Result] | None:
-        """One stage of tasks instead of two. None: it is not small this time, and nothing was written."""
-        options = self._options
-        rows = gather(self._df, targets, options.topic, self._packers(cores), options.driver_bytes)
-        if rows is None:
-            return None
+    def _by_driver(self, targets: Sequence[Target], rows: pa.RecordBatch) -> list[Result]:
         # It need not be reachable for itself at the address that executors know.
         job = replace(self._job(targets, 1), office=self._server.claims)
         result = write_rows(job, iter([rows]), lambda: self._connected.wire)
@@ -286,8 +307,9 @@ class Attempt:
             self._connected.markers.partition,
             delivery_timeout_s=self._options.delivery_s,
         )
-        key, value = pa.array([self._batch.key], pa.binary()), pa.array([new.encode()], pa.binary())
-        one.write(pa.record_batch({"key": key, "value": value}))
+        forgotten = self._batch.forgets(self._connected.markers.written)
+        keys, values = [self._batch.key, *forgotten], [new.encode(), *[None] * len(forgotten)]
+        one.write(pa.record_batch({"key": pa.array(keys, pa.binary()), "value": pa.array(values, pa.binary())}))
         one.finish()
 
     def _abort(self) -> Stopped | None:

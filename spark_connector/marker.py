@@ -85,6 +85,18 @@ def sink_key(transactional_id: str, batch_id: str | None = None) -> bytes:
     return json.dumps(name, sort_keys=True).encode()
 
 
+def is_of(key: bytes, transactional_id: str) -> bool:
+    """Whether it is this sink's: of its stream, or of one of its batch writes."""
+    try:
+        return bool(json.loads(key)["sink"] == transactional_id)
+    except (ValueError, KeyError, TypeError):
+        return False  # no key of ours
+
+
+def is_of_a_write(key: bytes) -> bool:
+    return "batch" in json.loads(key)
+
+
 class Decision(Enum):
     WRITE = "the batch is not in Kafka"
     ADOPT = "the batch is not in Kafka, as far as adopt_at says"
@@ -147,13 +159,23 @@ def _refusal(marker: Marker | None, query: str, batch: int, offsets: str, topics
     )
 
 
-class MarkerReader:
-    """The markers of one partition of the topic, as of the last `read`. Reads on from where it was."""
+_Written = tuple[bytes | None, int]  # a marker, or None where it was forgotten; when, Unix milliseconds
 
-    def __init__(self, wire: Wire, partition: int, timeout_s: float) -> None:
+
+class MarkerReader:
+    """The markers of one sink, from one partition of the topic, as of the last `read`. Reads on from where it was, and
+    keeps nothing of other sinks."""
+
+    def __init__(self, wire: Wire, partition: int, timeout_s: float, transactional_id: str) -> None:
         self._wire, self.partition, self._timeout_s = wire, partition, timeout_s
+        self._transactional_id = transactional_id
         self._next = -1
-        self._markers: dict[bytes, bytes | None] = {}
+        self._markers: dict[bytes, _Written] = {}
+
+    @property
+    def written(self) -> dict[bytes, int]:
+        """When each of the sink's markers was written, Unix milliseconds."""
+        return {key: at_ms for key, (value, at_ms) in self._markers.items() if value is not None}
 
     def read(self, key: bytes) -> Marker | None:
         """The marker of `key`. Call it after InitProducerId has returned. Raises Unreachable, Stopped, ValueError."""
@@ -164,8 +186,12 @@ class MarkerReader:
         while self._next < stable:
             self._next = self._below_stable(self._next, stable)
         # Above it nothing is decided for all: it is read again next time.
-        value = (self._markers | self._above_stable(self._next, end, key)).get(key)
+        value, _ = (self._markers | self._above_stable(self._next, end, key)).get(key, (None, 0))
         return None if value is None else Marker.decode(value)
+
+    def _records(self, batch: Any) -> dict[bytes, _Written]:
+        keyed = ((bytes(record.key or b""), record) for record in batch)
+        return {k: (record.value, record.timestamp) for k, record in keyed if is_of(k, self._transactional_id)}
 
     def _below_stable(self, position: int, stable: int) -> int:
         answer = self._fetch(position, _READ_COMMITTED)
@@ -183,14 +209,14 @@ class MarkerReader:
             if batch.is_control_batch:
                 gone.discard(batch.producer_id)
             elif not (batch.is_transactional and batch.producer_id in gone):
-                self._markers |= _records(batch)
+                self._markers |= self._records(batch)
             position = batch.next_offset
         return position
 
-    def _above_stable(self, position: int, end: int, key: bytes) -> dict[bytes, bytes | None]:
+    def _above_stable(self, position: int, end: int, key: bytes) -> dict[bytes, _Written]:
         """What was committed in spite of somebody's open transaction, by the control records."""
-        decided: dict[bytes, bytes | None] = {}
-        undecided: dict[int, dict[bytes, bytes | None]] = {}
+        decided: dict[bytes, _Written] = {}
+        undecided: dict[int, dict[bytes, _Written]] = {}
         while position < end:
             for batch in _batches(self._fetch(position, _READ_UNCOMMITTED, some=True).records):
                 if batch.last_offset < position:
@@ -200,9 +226,9 @@ class MarkerReader:
                     if next(iter(batch)).commit:
                         decided |= records
                 elif batch.is_transactional:
-                    undecided.setdefault(batch.producer_id, {}).update(_records(batch))
+                    undecided.setdefault(batch.producer_id, {}).update(self._records(batch))
                 else:
-                    decided |= _records(batch)
+                    decided |= self._records(batch)
                 position = batch.next_offset
         if any(key in records for records in undecided.values()):
             raise Stopped(Answer.RESTART, f"a marker of {key.decode()} is in a transaction that is still open")
@@ -288,10 +314,6 @@ class MarkerReader:
         elif verdict is not Answer.DONE:
             raise Stopped(verdict, f"{what} on {TOPIC}-{self.partition} was answered with {name(code)}")
         return verdict is Answer.DONE
-
-
-def _records(batch: Any) -> dict[bytes, bytes | None]:
-    return {bytes(record.key or b""): record.value for record in batch}
 
 
 def _batches(data: Any) -> Iterable[Any]:

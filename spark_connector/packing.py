@@ -125,6 +125,11 @@ def unpack(packed: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
             yield from stream
 
 
+def targets_of(packed: pa.RecordBatch) -> set[int]:
+    """The targets that have rows."""
+    return {int(target) for rows in unpack(packed) for target in np.unique(numbers(rows, TARGET))}
+
+
 def split(rows: pa.RecordBatch, by: NDArray[np.int32]) -> Iterator[tuple[int, pa.RecordBatch]]:
     """(number, its rows in their order). Unless all have one number these are parts of one copy, and each keeps all of
     it."""

@@ -62,14 +62,25 @@ def route(
 
 
 def gather(
-    df: DataFrame, targets: Sequence[Target], topic: str | Sequence[str], most_packers: int | None, most_bytes: int
+    df: DataFrame,
+    targets: Sequence[Target],
+    topic: str | Sequence[str],
+    most_packers: int | None,
+    most_bytes: int,
+    most_in_all: int,
 ) -> pa.RecordBatch | None:
     """All rows, packed as one share, in order: for a batch so small that a second stage of tasks would cost more than
-    its writing. None: a task has more than `most_bytes` of them; it stopped reading there."""
+    its writing. None: a task has more than `most_bytes` of them, or than its share of `most_in_all` times that; it
+    stopped reading there. The driver's memory and `spark.driver.maxResultSize` know nothing of tasks."""
     from pyspark.sql.pandas.types import from_arrow_schema
 
+    given = _given(df)
+    tasks = 1 if given is None else int(given.rdd().getNumPartitions())
+    if most_packers is not None:
+        tasks = min(tasks, most_packers)
+    of_each = min(most_bytes, most_in_all * most_bytes // max(1, tasks))
     rows, places = _placed(df, targets, topic, most_packers)
-    found = rows.mapInArrow(packer(1, places, most_bytes), from_arrow_schema(PACKED)).collect()
+    found = rows.mapInArrow(packer(1, places, of_each), from_arrow_schema(PACKED)).collect()
     if any(row[SHARE] == TOO_MUCH for row in found):
         return None
     found.sort(key=itemgetter(ORDER))

@@ -7,8 +7,10 @@ begin a batch anew in any other way than by a new attempt, whose first step fenc
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, ClassVar
 
 from eos import log
@@ -16,13 +18,14 @@ from eos.errors import ConfigurationError, Temporary
 from spark_connector import query
 from spark_connector.attempt import Again, Attempt, Batch, Connected, translated
 from spark_connector.claims import ClaimServer, place_of
-from spark_connector.marker import Decision, Marker, WrongProgress, decide, sink_key
+from spark_connector.marker import Decision, Marker, WrongProgress, decide, is_of_a_write, sink_key
 from spark_connector.options import Options, refuse_unsafe
 from spark_connector.progress import Progress, to_spark_metrics
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+_FORGOTTEN_AT_ONCE = 10_000  # markers of old writes
 RESTARTS = 3  # of a batch inside one call; an exception out of foreachBatch ends the query
 
 
@@ -47,6 +50,9 @@ def exactly_once_sink(
     `adopt_at`: the batch number at which this sink takes over a query that another sink wrote before. `on_step` is
     called with "init", "add", "produce", "mark", "commit" when each of these is done, `on_progress` with a Progress
     when a batch was committed (what it raises ends the query; the batch stays committed).
+
+    A stateful plan must give the same rows when it is run again: behind a crash between Kafka and the checkpoint the
+    rows are those of the first run, and the state is that of the second (no current_timestamp(), no rand()).
 
     Raises ConfigurationError at once for arguments that cannot be; out of the query, with one sentence: Unavailable,
     NotAuthorised, Fenced, Temporary, or ConfigurationError when marker and checkpoint do not belong together.
@@ -85,15 +91,18 @@ def exactly_once_write(
     settings: Mapping[str, str] | None = None,
     compression: str = "none",
     batch_id: str | None = None,
+    remember_days: float = 90,
 ) -> int:
     """Writes a batch DataFrame in one transaction: all of it or nothing. Returns the number of rows.
 
     With `batch_id`, a call with a (transactional_id, batch_id) that was written before writes nothing and returns the
-    number of rows it had then. Without it, an exception leaves open whether the rows are there only if it says that the
-    commit's answer never came. Everything else as for `exactly_once_sink`.
+    number of rows it had then. A batch_id is remembered for `remember_days`: a later write with another one forgets it,
+    or what is kept of them would grow for ever. Without batch_id, an exception leaves open whether the rows are there
+    only if it says that the commit's answer never came. Everything else as for `exactly_once_sink`.
     """
     sink = _Sink(Options.of(topic, transactional_id, bootstrap_servers, settings, compression))
-    batch = _Write(None if batch_id is None else sink_key(transactional_id, batch_id), batch_id or "", sink.topics)
+    key = None if batch_id is None else sink_key(transactional_id, batch_id)
+    batch = _Write(key, batch_id or "", sink.topics, remember_days)
     try:
         progress = sink.deliver(df, batch)
     finally:
@@ -147,6 +156,9 @@ class _MicroBatch:
         if found is not None and (found.query != self.query.id or int(found.batch) > self.number):
             self.decide(found)
 
+    def forgets(self, known: Mapping[bytes, int]) -> list[bytes]:
+        return []
+
     def marker(self, found: Marker | None, decision: Decision, rows: int) -> Marker:
         adopted = found.adopted if found is not None and found.query == self.query.id else None
         if decision is Decision.ADOPT:
@@ -159,6 +171,7 @@ class _Write:
     key: bytes | None
     batch_id: str
     topics: tuple[str, ...]
+    remember_days: float
     found: Marker | None = None
     name: str = field(init=False)
 
@@ -176,6 +189,11 @@ class _Write:
 
     def refuse(self, found: Marker | None) -> None:
         """Two writes with one batch_id are told apart by `decide` alone."""
+
+    def forgets(self, known: Mapping[bytes, int]) -> list[bytes]:
+        oldest_ms = (time.time() - self.remember_days * 86_400) * 1000
+        old = (key for key, at_ms in known.items() if at_ms < oldest_ms and is_of_a_write(key) and key != self.key)
+        return list(islice(old, _FORGOTTEN_AT_ONCE))
 
     def marker(self, found: Marker | None, decision: Decision, rows: int) -> Marker:
         return Marker("", self.batch_id, rows, "", None, self.topics)

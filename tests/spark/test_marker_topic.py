@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import pyarrow as pa
@@ -53,40 +54,53 @@ def found(wire: Wire, reader: MarkerReader, name: str) -> int | str | None:
 
 
 def test_only_committed_markers_count(wire: Wire, names: Names) -> None:
-    ours, reader = names("a"), MarkerReader(wire, PARTITION, 30)
+    ours = names("a")
+    reader = MarkerReader(wire, PARTITION, 30, ours)
     assert found(wire, reader, ours) is None
     mark(wire, ours, 0)
     mark(wire, ours, 1, commit=False)
-    for each in (reader, MarkerReader(wire, PARTITION, 30)):
+    for each in (reader, MarkerReader(wire, PARTITION, 30, ours)):
         assert found(wire, each, ours) == 0
     mark(wire, ours, 1)
     mark(wire, ours, 2, commit=None)
-    for each in (reader, MarkerReader(wire, PARTITION, 30)):
+    for each in (reader, MarkerReader(wire, PARTITION, 30, ours)):
         assert found(wire, each, ours) == 1
 
 
 def test_somebody_elses_hanging_transaction_hides_nothing(wire: Wire, names: Names) -> None:
     """It holds the last stable offset back; a reader that stopped there would write batch 1 twice."""
     ours, other = names("a"), names("b")
-    reader = MarkerReader(wire, PARTITION, 30)
+    reader = MarkerReader(wire, PARTITION, 30, ours)
     mark(wire, ours, 0)
     assert found(wire, reader, ours) == 0
     mark(wire, other, 7, commit=None)
     mark(wire, ours, 1)
     mark(wire, ours, 2, commit=False)
-    for each in (reader, MarkerReader(wire, PARTITION, 30)):
+    for each in (reader, MarkerReader(wire, PARTITION, 30, ours)):
         assert found(wire, each, ours) == 1
-    for each in (reader, MarkerReader(wire, PARTITION, 30)):
-        assert found(wire, each, other) is None  # it is aborted now
+    assert found(wire, MarkerReader(wire, PARTITION, 30, other), other) is None  # it is aborted now
+    for each in (reader, MarkerReader(wire, PARTITION, 30, ours)):
         assert found(wire, each, ours) == 1
 
 
 def test_a_reader_agrees_with_a_new_one_after_every_step(kafka: LocalKafka, wire: Wire, names: Names) -> None:
-    ours, old = names("a"), MarkerReader(wire, PARTITION, 30)
+    ours = names("a")
+    old = MarkerReader(wire, PARTITION, 30, ours)
     plain = Producer({"bootstrap.servers": kafka.bootstrap_servers})
     for batch in range(12):
         mark(wire, ours, batch, commit=batch % 3 != 1)
         plain.produce(TOPIC, b"not ours", sink_key(names("c")), partition=PARTITION)
         assert plain.flush(30) == 0
         expected = batch if batch % 3 != 1 else batch - 1
-        assert found(wire, old, ours) == found(wire, MarkerReader(wire, PARTITION, 30), ours) == expected
+        assert found(wire, old, ours) == found(wire, MarkerReader(wire, PARTITION, 30, ours), ours) == expected
+
+
+def test_a_reader_keeps_the_markers_of_its_own_sink_only(wire: Wire, names: Names) -> None:
+    """The topic holds those of all sinks, and of each write with a batch_id."""
+    ours, others = names("a"), [names(f"b{number}") for number in range(5)]
+    for name in (ours, *others):
+        mark(wire, name, 3)
+    reader = MarkerReader(wire, PARTITION, 30, ours)
+    assert found(wire, reader, ours) == 3
+    assert set(reader.written) == {sink_key(ours)}
+    assert abs(time.time() * 1000 - reader.written[sink_key(ours)]) < 300_000

@@ -221,7 +221,7 @@ def test_a_broker_before_kip_890_is_written_to_alike(kafka392: LocalKafka, names
     topic, name = create_topic(kafka392.bootstrap_servers, names("out")), names("id")
     wire = connect(kafka392.bootstrap_servers)
     assert ensure_marker_topic(wire, [topic], 30) == marker.PARTITIONS
-    reader = marker.MarkerReader(wire, 0, 30)
+    reader = marker.MarkerReader(wire, 0, 30, name)
     key = marker.sink_key(name)
     transaction = Transaction(wire, name, longest_transaction_ms(wire, 30), 30)
     for batch, commit in enumerate([True, False, True]):

@@ -24,6 +24,7 @@ from eos.errors import ConfigurationError, Fenced, Unavailable
 from eos.settings import Settings
 from eos.testing.history import read_topic
 from spark_connector import exactly_once_sink, exactly_once_write
+from spark_connector.identity import Transaction
 from spark_connector.packing import SLICE_BYTES
 from spark_connector.progress import Progress
 from spark_connector.routing import planned_for_the_sink
@@ -94,10 +95,13 @@ def test_a_batch_id_is_written_once(kafka: LocalKafka, names: Names, spark: Any)
     }
     assert [exactly_once_write(df, batch_id=day, **where) for day in ("1", "2", "1", "2")] == [1000] * 4
     assert exactly_once_write(df.limit(0), batch_id="empty", **where) == 0
+    assert exactly_once_write(df.limit(7), batch_id="3", remember_days=0, **where) == 7, "it forgets the ones before"
+    assert exactly_once_write(df.limit(7), batch_id="empty", **where) == 7
+    assert exactly_once_write(df.limit(9), batch_id="3", **where) == 7
     where["topic"] = create_topic(kafka.bootstrap_servers, names("other"))
-    with pytest.raises(ConfigurationError, match=f"batch_id 1 was written to {topic}, and not to {where['topic']}"):
-        exactly_once_write(df, batch_id="1", **where)
-    assert len(settled(kafka.bootstrap_servers, topic)) == 2000
+    with pytest.raises(ConfigurationError, match=f"batch_id 3 was written to {topic}, and not to {where['topic']}"):
+        exactly_once_write(df, batch_id="3", **where)
+    assert len(settled(kafka.bootstrap_servers, topic)) == 2014
 
 
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])
@@ -250,10 +254,19 @@ def test_rows_of_many_partitions_are_packed_in_few_tasks_and_in_order(
 
 
 def test_a_small_batch_is_written_by_the_driver_and_a_large_one_behind_it_by_tasks(
-    kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any
+    kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the same order, to the same partitions, whoever writes; what the driver gave up is not written twice."""
-    topic = create_topic(kafka.bootstrap_servers, names("out"), 3)
+    """In the same order, to the same partitions, whoever writes; what the driver gave up is not written twice. The
+    driver's transactions have the partitions that they write, for each gets a control record."""
+    topic = create_topic(kafka.bootstrap_servers, names("out"), 12)
+    added: list[int] = []
+    add = Transaction.add
+
+    def spy(transaction: Transaction, partitions: Any) -> None:
+        added.append(len(partitions))
+        add(transaction, partitions)
+
+    monkeypatch.setattr(Transaction, "add", spy)
     source = tmp_path / "rows"
     source.mkdir()
     where = {"transactional_id": names("id"), "bootstrap_servers": kafka.bootstrap_servers}
@@ -273,6 +286,10 @@ def test_a_small_batch_is_written_by_the_driver_and_a_large_one_behind_it_by_tas
     assert query.exception() is None
     assert [progress.rows for progress in told] == sizes
     assert [progress.tasks > 0 for progress in told] == [True, False, True, True, False, False, False]
+    used = [progress.partitions + 1 for progress in told]  # and the marker's
+    assert added == [used[number] if progress.tasks == 0 else 13 for number, progress in enumerate(told)]
+    assert max(used) <= 8
+    assert used[5] == 1
     log = settled(kafka.bootstrap_servers, topic)
     assert len(log) == sum(sizes)
     by_key: dict[bytes | None, list[bytes]] = {}
