@@ -47,21 +47,24 @@ def run_all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Outcome]:
         raise fatal from None
 
 
-def check() -> None:
-    """Raises ConfigurationError in a thread whose event loop runs: no second one can run in it."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    raise ConfigurationError(
-        "async def functions cannot run here, because an event loop runs in this thread already (as in a notebook "
-        "or an async test)",
-        remedy="give the App a thread of its own: `await asyncio.to_thread(eos.testing.run, app, records)`",
-    )
+def prepare() -> None:
+    """Makes this thread's loop, where what a coroutine inherits of the caller's context is nobody's yet: neither a
+    record's nor a transaction's. Raises ConfigurationError in a thread whose event loop runs: no second one can run in
+    it. Temporary: none can be made."""
+    _running()
 
 
 def _running() -> asyncio.Runner:
-    check()
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    else:
+        raise ConfigurationError(
+            "async def functions cannot run here, because an event loop runs in this thread already (as in a notebook "
+            "or an async test)",
+            remedy="give the App a thread of its own: `await asyncio.to_thread(eos.testing.run, app, records)`",
+        )
     if _here.runner is None:
         runner = asyncio.Runner()
         try:

@@ -33,7 +33,7 @@ class Hooks:
         ConfigurationError where coroutines of the App could not be run."""
         hooks = [*self._app.start_hooks, *self._app.stop_hooks]
         if any(route.concurrent for route in self._app.functions) or any(map(is_async, hooks)):
-            concurrent.check()
+            concurrent.prepare()
         for hook in self._app.start_hooks:
             _run("on_start", hook)
         self._started = True

@@ -276,6 +276,8 @@ class TransactSession:
         self.on_refused: Callable[[Record, CallFailed], None] = _stop_at_refused
         """Called after the abort when an output of this record was refused for good; its records come again unless this
         raises."""
+        self.on_committed: Callable[[Transaction], None] = lambda txn: None
+        """Called when the commit of this transaction was answered."""
 
         self._interval_s: float = self.settings["eos.transaction.interval.ms"] / 1000
         self._most: int = self.settings["eos.transaction.max.records"]
@@ -753,6 +755,7 @@ class TransactSession:
         self._rebuilds_in_a_row = self._aborts_in_a_row = 0
         self._ours_until, self._ours_by = time.time(), "our last commit"
         self._limit = min(self._most, self._limit * 2)
+        self.on_committed(leaving.transaction)
         counters = self.counters
         counters.transactions += 1
         counters.records_in += leaving.taken

@@ -87,6 +87,9 @@ OPTIONS: dict[str, Option] = {
     "eos.lineage": Option(
         False, _boolean, "outputs name their input in a header, committed offsets count them, for `eos verify`"
     ),
+    "eos.otel.spans": Option(
+        False, _boolean, "a span of OpenTelemetry per transaction, to what the process has configured (extra `otel`)"
+    ),
     "eos.producers": Option(
         "1", _one_of("1", "2"), "2: the next transaction is filled while the one before commits; 1: one by one"
     ),

@@ -25,6 +25,7 @@ from eos.lineage import Ledger
 from eos.session import Transaction, TransactSession
 from eos.settings import Settings
 from eos.slowness import Slowness
+from eos.spans import Spans
 
 _SLICE_TARGET_S = 0.005
 _LARGEST_SLICE = 2_000
@@ -76,6 +77,11 @@ class Worker:
         self.on_tick: Callable[[], None] = lambda: None
         """Called after each transaction, and about every 100 ms while there is nothing to do."""
         self.session.on_idle = self._tick
+        self._spans: Spans | None = None
+        if self.settings["eos.otel.spans"]:
+            whose = {"eos.transactional_id": self.session.transactional_id, "messaging.consumer.group.name": app.id}
+            self._spans = Spans(whose)
+            self.session.on_committed = self._spans.committed
 
     def find_topics(self) -> None:
         """Takes in the topics that match the App's patterns now; `run` does so unless it was done before. Raises
@@ -109,7 +115,8 @@ class Worker:
                 self._new_topics.watch()
             with _rare_garbage_collection():
                 for txn in session:
-                    halt = self._handle(txn)
+                    with self._span(txn):
+                        halt = self._handle(txn)
                     if halt is not None:
                         self._end_at(txn, halt)
                     self._tick()
@@ -127,6 +134,8 @@ class Worker:
             except ShutdownExpired as expired:
                 log.warning("the stop took too long: the clients are left behind", reason=str(expired))
             finally:
+                if self._spans is not None:
+                    self._spans.look({}, 0)
                 hooks.stop(failed=not finished)
         self._log_totals(time.monotonic() - began)
 
@@ -149,6 +158,12 @@ class Worker:
             seconds=round(seconds, 1),
         )
 
+    def _span(self, txn: Transaction) -> contextlib.AbstractContextManager[None]:
+        if self._spans is None:
+            return contextlib.nullcontext()
+        self._spans.look(self.session.committed, 1 if self.session.commit_under_way_s else 0)
+        return self._spans.handling(txn)
+
     # ---- one transaction --------------------------------------------------------------------------------------
 
     def _handle(self, txn: Transaction) -> Halt | None:
@@ -162,6 +177,8 @@ class Worker:
             batch = txn.take(self._slice_size())
             if not batch:
                 return None
+            if self._spans is not None:
+                self._spans.took(txn, batch)
             began = time.monotonic()
             halt = self._handle_batch(txn, batch)
             ended = time.monotonic()

@@ -281,12 +281,12 @@ static int put(
     PyObject *headers
 ) {
     PyObject *const args[LONGEST] = {topic, value, key, minus_one, Py_None, Py_None, timestamp, headers};
-    PyObject *result = call_produce(produce, args, timestamp == NULL ? SHORT : headers == Py_None ? LONG : LONGEST);
+    PyObject *result = call_produce(produce, args, timestamp == NULL ? SHORT : headers == NULL ? LONG : LONGEST);
     if (result == NULL) {
         PyObject *error = caught();
         if (error == NULL) return -1;
         PyObject *sent_at = timestamp == NULL ? zero : timestamp;
-        PyObject *send = PyTuple_Pack(6, topic, value, key, minus_one, sent_at, headers);
+        PyObject *send = PyTuple_Pack(6, topic, value, key, minus_one, sent_at, headers == NULL ? Py_None : headers);
         if (send != NULL) {
             result = PyObject_CallFunctionObjArgs(refused, error, send, NULL);
             Py_DECREF(send);
@@ -328,20 +328,26 @@ static PyObject *passed_of(PyObject *headers, PyObject *passing) {
     return passed;
 }
 
-static PyObject *passed_from(const Values *to, PyObject *record) {
-    if (to->passing == Py_None) return Py_NewRef(Py_None);
+/* Into `*passed`: what of the record's headers is passed on, NULL when that is none of them. -1: raised. */
+static int pass_on(const Values *to, PyObject *record, PyObject **passed) {
     PyObject *headers = get(&to->headers, record);
-    if (headers == NULL) return NULL;
-    PyObject *passed = headers == empty ? Py_NewRef(Py_None) : passed_of(headers, to->passing);
+    if (headers == NULL) return -1;
+    int done = 0;
+    if (headers != empty) {
+        *passed = passed_of(headers, to->passing);
+        done = *passed == NULL ? -1 : 0;
+        if (*passed == Py_None) Py_CLEAR(*passed);
+    }
     Py_DECREF(headers);
-    return passed;
+    return done;
 }
 
 static int put_value(const Values *to, PyObject *record, PyObject *value) {
     PyObject *timestamp = get(&to->timestamp, record), *key = NULL, *passed = NULL;
     int known = timestamp == NULL ? -1 : PyObject_RichCompareBool(timestamp, zero, Py_GT);
     int done = -1;
-    if (known >= 0 && (passed = passed_from(to, record)) != NULL && (key = get(&to->key, record)) != NULL)
+    if (known >= 0 && (to->passing == NULL || pass_on(to, record, &passed) == 0) &&
+        (key = get(&to->key, record)) != NULL)
         done = put(to->produce, to->refused, to->topic, value, key, known ? timestamp : zero, passed);
     Py_XDECREF(timestamp);
     Py_XDECREF(key);
@@ -365,14 +371,12 @@ static Py_ssize_t feed_value(const Values *to, PyObject *record) {
     Py_DECREF(given);
     if (result == NULL) return -1;
     Py_ssize_t sent = 0;
-    int unusual = result == Py_None ? is_tombstone(to, record) : 1;
-    if (unusual < 0) {
-        sent = -1;
-    } else if (PyBytes_CheckExact(result) && to->topic != Py_None) {
+    if (PyBytes_CheckExact(result) && to->topic != Py_None) {
         sent = put_value(to, record, result) < 0 ? -1 : 1;
-    } else if (unusual) {
-        PyObject *number = PyObject_CallFunctionObjArgs(to->other, record, result, NULL);
-        sent = number == NULL ? -1 : PyLong_AsSsize_t(number);
+    } else {
+        int unusual = result == Py_None ? is_tombstone(to, record) : 1;
+        PyObject *number = unusual > 0 ? PyObject_CallFunctionObjArgs(to->other, record, result, NULL) : NULL;
+        if (unusual) sent = number == NULL ? -1 : PyLong_AsSsize_t(number);
         Py_XDECREF(number);
     }
     Py_DECREF(result);
@@ -383,7 +387,7 @@ static PyObject *feed_values(PyObject *Py_UNUSED(self), PyObject *const *args, P
     if (count != 7 && count != 8) return PyErr_Format(PyExc_TypeError, "feed_values takes 7 or 8 arguments");
     PyObject *records = PySequence_Fast(args[0], "records");
     if (records == NULL) return NULL;
-    PyObject *passing = count == 8 ? args[7] : Py_None;
+    PyObject *passing = count == 8 && args[7] != Py_None ? args[7] : NULL;
     Values to = {args[1], args[2], args[3], args[4], args[5], args[6], passing, {0}, {0}, {0}, {0}};
     if (PySequence_Fast_GET_SIZE(records)) {
         PyTypeObject *type = Py_TYPE(PySequence_Fast_GET_ITEM(records, 0));
@@ -515,7 +519,7 @@ static int put_out(const Plain *plain, PyObject *out, PyObject *const *args) {
     PyObject *value = get(&plain->value, out), *key = NULL, *timestamp = NULL;
     int done = -1;
     if (value != NULL && (key = get(&plain->key, out)) != NULL && (timestamp = get(&plain->timestamp, out)) != NULL)
-        done = put(produce, refused, topic, value, key, timestamp == keep ? NULL : timestamp, Py_None);
+        done = put(produce, refused, topic, value, key, timestamp == keep ? NULL : timestamp, NULL);
     Py_XDECREF(value);
     Py_XDECREF(key);
     Py_XDECREF(timestamp);

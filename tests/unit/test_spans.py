@@ -1,0 +1,128 @@
+"""A span per transaction: what it says, what it is linked to, and when it ends. Needs the extra `otel`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from eos import App, Record, Settings
+from eos.errors import ConfigurationError
+from eos.handling import Handler, Kept
+from eos.hooks import Hooks
+from eos.spans import Spans
+from eos.worker import Worker
+
+SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "eos.instance": "one", "eos.otel.spans": "true"}
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARENT = f"00-{TRACE}-b7ad6b7169203331-01".encode()
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Called: the spans that ended so far."""
+    trace = pytest.importorskip("opentelemetry.trace", reason="the extra `otel` is not installed")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    return exporter.get_finished_spans
+
+
+def records(*headers: Any, first: int = 0) -> list[Record]:
+    return [Record("in", 0, first + number, value=b"v", headers=given) for number, given in enumerate(headers)]
+
+
+def test_a_committed_transaction_is_a_span_with_its_records_and_links_to_their_traces(exported: Any) -> None:
+    spans = Spans({"eos.transactional_id": "app-one"})
+    with spans.handling("txn"):
+        traced = [("traceparent", PARENT), ("tracestate", b"v=1")]
+        spans.took("txn", records((), traced, traced, [("traceparent", b"nonsense")], [("traceparent", None)]))
+        spans.took("txn", records([("traceparent", PARENT.replace(b"-b7", b"-c8"))], first=5))
+    assert exported() == ()
+    spans.committed("txn")
+    (span,) = exported()
+    assert (span.name, span.kind.name) == ("eos.transaction", "CONSUMER")
+    assert span.attributes["messaging.batch.message_count"] == 6
+    assert span.attributes["eos.outcome"] == "committed"
+    assert span.attributes["eos.transactional_id"] == "app-one"
+    assert [f"{link.context.trace_id:032x}-{link.context.span_id:016x}" for link in span.links] == [
+        f"{TRACE}-b7ad6b7169203331",
+        f"{TRACE}-c8ad6b7169203331",
+    ]
+    assert span.links[0].context.is_remote
+
+
+def test_links_have_a_bound(exported: Any) -> None:
+    spans = Spans({})
+    with spans.handling("txn"):
+        spans.took("txn", records(*[[("traceparent", b"00-%032x-%016x-01" % (n, n))] for n in range(1, 1_000)]))
+    spans.committed("txn")
+    assert len(exported()[0].links) == 32
+
+
+def test_spans_of_a_function_lie_in_the_transaction_s(exported: Any) -> None:
+    from opentelemetry import trace
+
+    spans = Spans({})
+    with spans.handling("txn"), trace.get_tracer("user").start_as_current_span("query"):
+        pass
+    spans.committed("txn")
+    query, transaction = exported()
+    assert query.parent.span_id == transaction.context.span_id
+
+
+def test_spans_of_coroutines_lie_in_no_transaction_s_rather_than_in_that_of_an_earlier_one(exported: Any) -> None:
+    from opentelemetry import trace
+
+    async def queries(record: Record) -> None:
+        with trace.get_tracer("user").start_as_current_span("query"):
+            pass
+
+    app = App("app")
+    app.process("in")(queries)
+    hooks, handler, spans = Hooks(app), Handler(app), Spans({})
+    hooks.start()
+    for number in range(2):
+        with spans.handling(number):
+            handler.handle(Kept(), records(()))
+        spans.committed(number)
+    hooks.stop(failed=False)
+    assert [span.parent for span in exported() if span.name == "query"] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("committed", "outcome"), [({("in", 0): 0}, "aborted"), ({("in", 0): 2}, "committed"), ({}, "unknown")]
+)
+def test_a_transaction_without_a_commit_ends_when_the_next_begins(committed: Any, outcome: str, exported: Any) -> None:
+    spans = Spans({})
+    with spans.handling("txn"):
+        spans.took("txn", records((), ()))
+    spans.look(committed, on_its_way=1)
+    assert exported() == ()
+    spans.look(committed, on_its_way=0)
+    (span,) = exported()
+    assert span.attributes["eos.outcome"] == outcome
+    assert span.status.is_ok is (outcome != "aborted")
+    spans.committed("txn")
+    assert len(exported()) == 1
+
+
+def app_of() -> App:
+    app = App("app")
+    app.process("in", to="out")(lambda record: b"x")
+    return app
+
+
+def test_a_worker_makes_none_unless_it_is_asked() -> None:
+    assert Worker(app_of(), Settings(SETTINGS | {"eos.otel.spans": "false"}))._spans is None
+
+
+def test_without_opentelemetry_the_setting_is_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'eos-kafka\[otel\]'"):
+        Worker(app_of(), Settings(SETTINGS))
