@@ -35,12 +35,14 @@ class Spans:
     def __init__(self, attributes: Mapping[str, str]) -> None:
         try:
             from opentelemetry import trace
+            from opentelemetry.context import Context
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
             raise ConfigurationError(
                 "eos.otel.spans=true needs OpenTelemetry", remedy="pip install 'eos-kafka[otel]'"
             ) from error
         self._trace, self._propagator = trace, TraceContextTextMapPropagator()
+        self._nothing = Context()  # a link is the record's, never the present span's
         self._tracer = trace.get_tracer("eos")
         self._attributes = {"messaging.system": "kafka", "messaging.operation.type": "process", **attributes}
         self._open: dict[Hashable, _Open] = {}
@@ -68,7 +70,9 @@ class Spans:
         carrier = {name: value.decode("latin-1") for name, value in record.headers if name in _TRACE and value}
         if (parent := carrier.get("traceparent")) is None or parent in opened.traces:
             return
-        context = self._trace.get_current_span(self._propagator.extract(carrier, context={})).get_span_context()
+        context = self._trace.get_current_span(
+            self._propagator.extract(carrier, context=self._nothing)
+        ).get_span_context()
         if context.is_valid:
             opened.traces.add(parent)
             opened.span.add_link(context)

@@ -79,12 +79,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--eos-kafka-nodes", metavar="N", type=int, default=3, help="nodes of eos_kafka; default: 3")
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, object, object]:
+    """Around pytest's own, which reads the filters before a conftest.py imports anything."""
+    for line in _NOT_THE_USERS:
+        early_config.addinivalue_line("filterwarnings", line)
+    return (yield)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     wanted = config.getoption("--eos-kafka")
     if wanted not in (None, "container", "jvm") and not _ADDRESSES.fullmatch(wanted):
         raise pytest.UsageError(f"--eos-kafka={wanted}: must be container, jvm or HOST:PORT[,HOST:PORT...]")
-    for line in _NOT_THE_USERS:
-        config.addinivalue_line("filterwarnings", line)
     config.stash[_STATE] = _State()
 
 

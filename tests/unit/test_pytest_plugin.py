@@ -23,9 +23,14 @@ def test_the_users_own():
 """
 
 
+@pytest.mark.parametrize("by", ["test_users.py", "conftest.py"])
 @pytest.mark.parametrize("strictly", [False, True])
-def test_a_users_tests_show_the_users_warnings_and_none_of_kafka_python(tmp_path: Path, strictly: bool) -> None:
+def test_a_users_tests_show_the_users_warnings_and_none_of_kafka_python(
+    tmp_path: Path, strictly: bool, by: str
+) -> None:
     (tmp_path / "test_users.py").write_text(TESTS)
+    with (tmp_path / by).open("a") as first:
+        first.write("\nimport kafka.admin\n")  # a conftest.py is imported before plugins are configured
     if strictly:
         (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHONWARNINGS"))}
