@@ -89,6 +89,7 @@ class RetryEvidence:
             "commit": MARGIN * retry_backoff_ms,
         }
         self.reason: str | None = None
+        self.begun = False  # a transaction, by the application
         self.ended = 0  # EndTxn calls made by the application
         self._offsets_sent = 0
         self._one_clock = one_clock
@@ -153,7 +154,8 @@ class RetryEvidence:
         if coordinator is not None and coordinator.req.get("EndTxn", 0) > self.ended:
             self._found(f"{coordinator.req['EndTxn']} EndTxn requests for {self.ended} transactions")
         if before is None:
-            if coordinator is not None and coordinator.disconnects:
+            # Statistics that came before the first transaction tell of the init, which a new cluster interrupts.
+            if coordinator is not None and coordinator.disconnects and self.begun:
                 self._found("the connection to the transaction coordinator was lost")
             return
         for name, old in before.brokers.items():

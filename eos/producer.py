@@ -328,6 +328,7 @@ class TransactionalProducer:
             client.producer.begin_transaction()
         except KafkaException as error:
             raise self._failed("begin", error) from error
+        client.evidence.begun = True
         self._produced = client.delivery_errors = 0
         client.delivery_error = None
         self._offsets_sent = False

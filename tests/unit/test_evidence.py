@@ -299,8 +299,20 @@ def test_more_end_txn_requests_than_transactions_are_a_sign_even_in_the_first_sn
     assert evidence.reason == "2 EndTxn requests for 1 transactions"
 
 
+def test_a_connection_lost_in_the_init_is_no_sign() -> None:
+    """A cluster that has just made its transaction log loses it once."""
+    evidence = RetryEvidence()
+    evidence.statistics(statistics(disconnects=1))
+    evidence.begun = True
+    evidence.statistics(statistics(disconnects=1))
+    assert evidence.reason is None
+    evidence.statistics(statistics(disconnects=2))
+    assert evidence.reason is not None
+
+
 def test_a_lost_connection_is_a_sign_even_in_the_first_snapshot() -> None:
     evidence = RetryEvidence()
+    evidence.begun = True
     evidence.statistics(statistics(disconnects=1))
     assert evidence.reason == "the connection to the transaction coordinator was lost"
 
