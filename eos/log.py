@@ -1,7 +1,8 @@
 """One line per event: human on stderr by default, JSON for machines; every line about a transaction says whose.
 
 Owns the format only. Events are `log.info("event", name=value)`; users of the library see them as ordinary `logging`
-records of the logger "eos".
+records of the logger "eos". It has no handler of its own, so where a program says nothing of logging Python prints
+warnings on stderr: they are about records, and nobody should have to ask for them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Any
 _SILENT = logging.CRITICAL + 1  # librdkafka calls it critical when a producer is fenced; we say what follows from it
 
 logger = logging.getLogger("eos")
-logger.addHandler(logging.NullHandler())
 # librdkafka's own lines; they repeat what our events say with the action taken, so they show only on --log-level debug.
 client_logger = logging.getLogger("eos.librdkafka")
 client_logger.setLevel(_SILENT)

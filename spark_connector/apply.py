@@ -8,7 +8,6 @@ or raises.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -54,7 +53,7 @@ class Apply:
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Raises ExecutorFailure for what ends the run: a record that its policy stops at, a wrong App, a hook."""
         begin_task()
-        if all(isinstance(handler, logging.NullHandler) for handler in log.logger.handlers):
+        if not log.logger.handlers:
             log.configure(level="warning")  # skipped records and dead letters, in the executor's stderr
         handler = Handler(self._app, None, self._concurrent_most, self._batch_most, self._passing)
         hooks, finished = Hooks(self._app), False

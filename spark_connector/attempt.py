@@ -38,6 +38,7 @@ from spark_connector.packing import targets_of
 from spark_connector.partition import PartitionWriter
 from spark_connector.progress import Progress
 from spark_connector.routing import gather, planned_for_the_sink, route
+from spark_connector.shipping import lacking
 from spark_connector.targets import AUTHORIZATION_ERRORS, Target, Targets, ensure_marker_topic, longest_transaction_ms
 from spark_connector.task import RESULT, Job, Result, write_rows, writer
 from spark_connector.wire import Broken, Unreachable, Wire
@@ -411,7 +412,11 @@ def _check(results: Sequence[Result], granted: frozenset[int]) -> None:
 
 
 def translated(error: Exception) -> Exception:
-    """What a failure outside an attempt's own steps is called: connecting, and kafka-python's errors."""
+    """What a failure outside an attempt's own steps is called: connecting, kafka-python's errors, a Python worker's."""
+    from pyspark.errors import PythonException
+
+    if isinstance(error, PythonException):
+        return lacking(str(error)) or error
     if isinstance(error, AUTHORIZATION_ERRORS):
         return NotAuthorised(f"{type(error).__name__}: {error}")
     if isinstance(error, Stopped):

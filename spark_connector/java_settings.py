@@ -1,16 +1,16 @@
 """The worker's settings (librdkafka's names) for the Java client inside Spark's Kafka source.
 
-Owns that translation, data and no I/O but the reading of PEM files: their content is passed on, so that executors need
-no file. It must never drop a setting of security that it does not know: it raises.
+Owns that translation, data and no I/O: what PEM files hold is passed on (pem.py), so that executors need no file. It
+must never drop a setting of security that it does not know: it raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from eos.errors import ConfigurationError
+from spark_connector.pem import FILES, contents
 
 # Same name, same meaning, for a consumer. What is not here (producer's and group settings, librdkafka's own tuning) has
 # no counterpart in Spark's source.
@@ -33,11 +33,6 @@ _SAME = frozenset(
     ]
 )
 _PEM = {
-    "ssl.ca.location": "ssl.truststore.certificates",
-    "ssl.certificate.location": "ssl.keystore.certificate.chain",
-    "ssl.key.location": "ssl.keystore.key",
-}
-_PEM_TEXT = {
     "ssl.ca.pem": "ssl.truststore.certificates",
     "ssl.certificate.pem": "ssl.keystore.certificate.chain",
     "ssl.key.pem": "ssl.keystore.key",
@@ -73,7 +68,8 @@ def java_consumer(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def unused(settings: Mapping[str, Any]) -> list[str]:
     """The settings of Kafka's that Spark's source does not use. Raises ConfigurationError for those of security."""
-    known = _SAME | _PEM.keys() | _PEM_TEXT.keys() | _TRANSLATED
+    files = {location for location, text in FILES.items() if text in _PEM}
+    known = _SAME | _PEM.keys() | files | _TRANSLATED
     left = sorted(name for name in settings if name not in known and not name.startswith("eos."))
     for name in left:
         if name.startswith(("ssl.", "sasl.")):
@@ -85,14 +81,8 @@ def unused(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _tls(settings: Mapping[str, Any]) -> dict[str, str]:
-    java: dict[str, str] = {}
-    for name, java_name in _PEM.items():
-        if name in settings:
-            try:
-                java[java_name] = Path(str(settings[name])).read_text()
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigurationError(f"{name}={settings[name]} cannot be read: {error}") from error
-    java |= {java_name: str(settings[name]) for name, java_name in _PEM_TEXT.items() if name in settings}
+    settings = contents(settings)
+    java = {java_name: str(settings[name]) for name, java_name in _PEM.items() if name in settings}
     if "ssl.truststore.certificates" in java:
         java["ssl.truststore.type"] = "PEM"
     if "ssl.keystore.key" in java:

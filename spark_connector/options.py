@@ -12,6 +12,7 @@ from typing import Any
 from eos.errors import ConfigurationError
 from eos.settings import Settings
 from spark_connector import marker
+from spark_connector.pem import contents
 from spark_connector.recordbatch import COMPRESSIONS
 
 _DELIVERY_TIMEOUT_MS = 120_000
@@ -51,7 +52,8 @@ def refuse_unsafe(settings: Callable[[str], str | None]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """`topic` as the user gave it, `topics` as a tuple. `connection`: Kafka's names, for executors too."""
+    """`topic` as the user gave it, `topics` as a tuple. `connection`: Kafka's names, for executors too: what the files
+    hold, and not where they are."""
 
     topic: str | Sequence[str]
     topics: tuple[str, ...]
@@ -71,13 +73,13 @@ class Options:
         compression: str,
         on_step: Callable[[str], None] | None = None,
     ) -> Options:
-        """Raises ConfigurationError."""
+        """Raises ConfigurationError, also for a file of TLS that cannot be read."""
         checked = Settings({**(settings or {}), "bootstrap.servers": bootstrap_servers})
         if compression == "none":
             compression = str(checked.values.get("compression.type", "none"))
         topics = (topic,) if isinstance(topic, str) else tuple(topic)
         _check(topics, transactional_id, compression, str(checked["partitioner"]))
-        connection = checked.connection() | {"client.id": f"eos-spark-{transactional_id}"}
+        connection = contents(checked.connection()) | {"client.id": f"eos-spark-{transactional_id}"}
         return cls(
             topic=topic,
             topics=topics,

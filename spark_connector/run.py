@@ -255,7 +255,14 @@ def _spark_error(error: Exception, failure: Exception | None) -> EosError:
     for kind, what, pattern in _SPARK_ERRORS:
         if found := pattern.search(text):
             return kind(f"{what}: {first_line(found[found.lastindex or 0])}")
-    return Temporary(f"the query failed: {first_line(str(failure or error))}")
+    return Temporary(f"the query failed: {_reason(str(failure or error))}")
+
+
+def _reason(text: str) -> str:
+    """Of a Python worker's traceback what it ends with; of anything else its first line."""
+    traceback = text.rpartition("Traceback (most recent call last):\n")[2]
+    ends_with = [line for line in traceback.splitlines() if re.match(r"[\w.]+(: |$)", line)]
+    return first_line(ends_with[0] if traceback != text and ends_with else text)
 
 
 # What Spark's source says; its text and error conditions (kafka-error-conditions.json) are all there is to go by.

@@ -1,23 +1,26 @@
 """What executors must be able to import: the App's modules and, on a cluster, this package.
 
-Owns which files are sent with the query. It must never send what is installed (site-packages, the standard library):
-compiled packages cannot be sent this way, so the executors' Python must have msgspec, pyarrow and kafka-python.
+Owns which files are sent with the query, and what an executor's failure to import is called. It must never send what
+is installed (site-packages, the standard library): compiled packages cannot be sent so, and the executors' Python must
+have msgspec, pyarrow and kafka-python.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import re
 import shutil
 import sys
 import sysconfig
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eos.app import App
+from eos.errors import ConfigurationError
 from eos.serde import underlying
 from spark_connector.session import is_local
 
@@ -25,18 +28,48 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _OURS = ("eos", "spark_connector")
+_sent: set[tuple[str, str]] = set()
+"""Spark's applicationId, and the name of what it has: the driver offers a file once."""
+# The last line of a Python worker's traceback.
+_LACKS = (
+    re.compile(r"^\s*ModuleNotFoundError: (No module named '[^']+')", re.MULTILINE),
+    re.compile(r"PySparkImportError: \[PACKAGE_NOT_INSTALLED\] (.+)"),
+    re.compile(r"PySparkRuntimeError: \[PYTHON_VERSION_MISMATCH\] (.+?)[.,]? PySpark"),
+)
 
 
-def ship(spark: SparkSession, app: App) -> list[str]:
-    """Sends the modules of the App's functions and, unless everything runs in this machine's Python, eos itself; the
-    names of what was sent. Modules that these import and that are not installed there: `--py-files`."""
-    wanted = set(_modules_of(app))
+def ship(spark: SparkSession, app: App) -> None:
+    """Sends the modules of the App's functions, and this package. Modules that these import and that are not installed
+    there: `--py-files`."""
+    ship_ourselves(spark)
+    _send(spark, _modules_of(app))
+
+
+def ship_ourselves(spark: SparkSession) -> None:
+    """Unless everything runs in this machine's Python. Always the driver's version, whatever is installed there: both
+    ends of a claim and of a failure must agree."""
     if not is_local(spark.sparkContext.master):
-        # Always the driver's version, whatever is installed there: both ends of a claim and of a failure must agree.
-        wanted |= set(_OURS)
-    for name in sorted(wanted):
-        spark.sparkContext.addPyFile(str(_importable(name)))
-    return sorted(wanted)
+        _send(spark, _OURS)
+
+
+def lacking(text: str) -> ConfigurationError | None:
+    """What `text`, of an error that Spark brought from a Python worker, says that its Python has not."""
+    for pattern in _LACKS:
+        if found := pattern.search(text):
+            return ConfigurationError(
+                f"the executors' Python cannot do the work: {found[1].rstrip('.')}",
+                remedy="pip install 'eos-kafka[spark]' and what your functions import there, under the driver's minor "
+                "version of Python, or send an environment (docs/spark.md)",
+            )
+    return None
+
+
+def _send(spark: SparkSession, names: Iterable[str]) -> None:
+    context = spark.sparkContext
+    for name in sorted(set(names)):
+        if (context.applicationId, name) not in _sent:
+            context.addPyFile(str(_importable(name)))
+            _sent.add((context.applicationId, name))
 
 
 def _modules_of(app: App) -> Iterator[str]:

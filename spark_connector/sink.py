@@ -21,6 +21,7 @@ from spark_connector.claims import ClaimServer, place_of
 from spark_connector.marker import Decision, Marker, WrongProgress, decide, is_of_a_write, sink_key
 from spark_connector.options import Options, refuse_unsafe
 from spark_connector.progress import Progress, to_spark_metrics
+from spark_connector.shipping import ship_ourselves
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -248,7 +249,7 @@ class _Sink:
         raise AssertionError("the last attempt returns or raises")
 
     def _claims(self, df: DataFrame) -> ClaimServer:
-        """Refuses a session in which the guarantee cannot be kept."""
+        """Refuses a session in which the guarantee cannot be kept; executors get this package."""
         if not hasattr(df, "_jdf"):
             raise ConfigurationError("Spark Connect is not supported: the sink runs in the driver's own process")
         if self._server is None:
@@ -261,6 +262,7 @@ class _Sink:
                 return session.get(name, None) if name.startswith("spark.sql.") else configuration.get(name)
 
             refuse_unsafe(setting)
+            ship_ourselves(df.sparkSession)
             self._server = ClaimServer(*place_of(setting), self._options.claims_port)
         return self._server
 

@@ -211,13 +211,19 @@ def _from_endpoint(values: Mapping[str, Any]) -> Token:
             urllib.parse.urlencode(form).encode(),
             {"Authorization": f"Basic {basic}", "Accept": "application/json"},
         )
-        ca = str(values.get("https.ca.location", _PROBE))
-        context = ssl.create_default_context(cafile=None if ca == _PROBE else ca) if url[:6] == "https:" else None
+        context = _endpoint_tls(values) if url.startswith("https:") else None
         with urllib.request.urlopen(request, timeout=_TOKEN_TIMEOUT_S, context=context) as answer:
             found = json.load(answer)
         return str(found["access_token"]), time.time() + float(found.get("expires_in", 300))
     except (OSError, ValueError, KeyError) as error:
         raise NotAuthorised(f"no token could be had from sasl.oauthbearer.token.endpoint.url: {error}") from error
+
+
+def _endpoint_tls(values: Mapping[str, Any]) -> ssl.SSLContext:
+    path = str(values.get("https.ca.location", _PROBE))
+    if path == _PROBE:
+        return ssl.create_default_context(cadata=values.get("https.ca.pem"))
+    return ssl.create_default_context(cafile=path)
 
 
 def _unsecured(text: str) -> Token:

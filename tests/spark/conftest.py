@@ -41,16 +41,17 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 class Driver:
-    """A running driver program; `end` kills whatever is left of it, its JVM and its Python workers too."""
+    """A running driver program; `kill` ends whatever is left of it, its JVM and its Python workers too. `python`: its
+    executors'."""
 
-    def __init__(self, query: Query, how: dict[str, Any], log: Path) -> None:
+    def __init__(self, query: Query, how: dict[str, Any], log: Path, python: str, cwd: Path) -> None:
         self.log = log
         command = [sys.executable, "-u", "-m", "tests.support.spark_driver", query.to_json(), json.dumps(how)]
-        environment = os.environ | {"PYSPARK_PYTHON": sys.executable}
+        environment = os.environ | {"PYSPARK_PYTHON": python, "PYTHONPATH": str(ROOT)}
         # A session of its own: the JVM and the Python workers are in its process group and die with it.
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
 
     def wait_for(self, line: str, timeout_s: float = 180) -> str:
@@ -83,8 +84,8 @@ class Driver:
 def drivers(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
     started: list[Driver] = []
 
-    def start(query: Query, **how: Any) -> Driver:
-        started.append(Driver(query, how, tmp_path / f"driver-{len(started)}.log"))
+    def start(query: Query, *, python: str = sys.executable, cwd: Path = ROOT, **how: Any) -> Driver:
+        started.append(Driver(query, how, tmp_path / f"driver-{len(started)}.log", python, cwd))
         return started[-1]
 
     yield start

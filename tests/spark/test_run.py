@@ -17,6 +17,7 @@ from confluent_kafka import Message
 
 from tests.support.pipeline import REPOSITORY, WorkerProcess
 from tests.support.reading import TooSlow, create_topic, wait_until
+from tests.support.spark_standalone import python_without
 
 if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
     from tests.support.spark import SparkRuns
@@ -286,6 +287,15 @@ assert not set(["kafka", "spark_connector.run", "spark_connector.sink"]) & set(s
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_the_executors_python_lacks_is_named(spark_runs: SparkRuns) -> None:
+    source, target = spark_runs.topic("in"), spark_runs.topic("out")
+    spark_runs.load(source, [b"x"])
+    python = python_without(["pyarrow"], spark_runs.directory / "python")
+    environment = {"PYSPARK_PYTHON": python, "PYTHONPATH": str(REPOSITORY)}
+    run = spark_runs.spark(copying(spark_runs, source, target), "--until-end", environment=environment)
+    assert_ended(run, CONFIGURATION, "the executors' Python cannot do the work: No module named 'pyarrow': pip install")
 
 
 def test_input_that_is_gone_before_it_was_read_stops_with_66(spark_runs: SparkRuns) -> None:

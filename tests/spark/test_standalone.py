@@ -1,96 +1,29 @@
-"""A standalone cluster, a master and two worker processes of the same PySpark: executors die, not the query."""
+"""A standalone cluster, a master and two worker processes: executors die, not the query; and they see nothing of the
+driver's machine."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
-import pyspark
 import pytest
 
 from eos.broker import LocalKafka
-from eos.broker.node import free_ports
-from spark_connector.session import spark_java
+from tests.shim.test_tls_and_sasl import pki  # noqa: F401 - a fixture
 from tests.spark.conftest import Driver
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
-from tests.support.reading import wait_until
+from tests.support.secure import secure_kafka
 from tests.support.spark_query import BY_TASKS, Query
+from tests.support.spark_standalone import Standalone, python_without
 
 RECORDS = 3000
+SMALL = {"spark.executor.memory": "512m", "spark.executor.cores": "1"}
 pytestmark = pytest.mark.timeout(400)
 
 
-class Standalone:
-    """`master` is its URL."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory, self._processes = directory, list[subprocess.Popen[bytes]]()
-        port, web = free_ports(2)
-        self.master = f"spark://127.0.0.1:{port}"
-        try:
-            self._launch("Master", "--host", "127.0.0.1", "--port", str(port), "--webui-port", str(web))
-            wait_until("the master is up", lambda: "Starting Spark master" in self.log("Master"), 90)
-            for i in range(2):
-                where = ["--host", "127.0.0.1", "--webui-port", "0", "-c", "1", "-m", "700m"]
-                self._launch("Worker", *where, "-d", str(directory / f"work-{i}"), self.master)
-            wait_until("two workers", lambda: len(self._registered()) == 2, 90)
-        except BaseException:
-            self.end()
-            raise
-
-    def _launch(self, name: str, *arguments: str) -> None:
-        home = Path(pyspark.__file__).parent
-        environment = os.environ | {
-            "SPARK_HOME": str(home),
-            "JAVA_HOME": str(spark_java()),
-            "SPARK_DAEMON_MEMORY": "256m",
-            "PYSPARK_PYTHON": sys.executable,
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-        }
-        command = [home / "bin/spark-class", f"org.apache.spark.deploy.{name.lower()}.{name}", *arguments]
-        with (self._directory / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        self._processes.append(process)
-
-    def _registered(self) -> set[str]:
-        """The addresses of the workers; one that lost its connection registers a second time."""
-        return set(re.findall(r"Registering worker (\S+)", self.log("Master")))
-
-    def log(self, name: str) -> str:
-        return (self._directory / f"{name}.log").read_text(errors="replace")
-
-    def processes(self, what: str) -> list[psutil.Process]:
-        """Those below the workers whose command line has this."""
-        found: list[psutil.Process] = []
-        for process in self._processes:
-            for child in psutil.Process(process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-                    if what in " ".join(child.cmdline()):
-                        found.append(child)
-        return found
-
-    def end(self) -> None:
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-                for child in psutil.Process(process.pid).children(recursive=True):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        child.kill()
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(30)
-
-
-@pytest.fixture
-def standalone(tmp_path: Path) -> Iterator[Standalone]:
-    cluster = Standalone(tmp_path)
+@pytest.fixture(scope="module")
+def standalone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standalone]:
+    cluster = Standalone(tmp_path_factory.mktemp("standalone"))
     yield cluster
     cluster.end()
 
@@ -104,8 +37,7 @@ def test_an_executor_killed_in_mid_batch_loses_and_doubles_nothing(
     port = int(kafka.proxied_servers.rpartition(":")[2])
     with HoldingProxy(port, kafka.proxied_upstream) as proxy:
         rule = proxy.on(ApiKey.Produce, Fault.HOLD_RESPONSE, nth=7, transactional_id=query.transactional_id)
-        config = {"spark.executor.memory": "512m", "spark.executor.cores": "1"}
-        driver = drivers(query, master=standalone.master, config=config)
+        driver = drivers(query, master=standalone.master, config=SMALL)
         rule.wait(200)
         executors = standalone.processes("CoarseGrainedExecutorBackend")
         assert len(executors) == 2
@@ -116,3 +48,26 @@ def test_an_executor_killed_in_mid_batch_loses_and_doubles_nothing(
         assert driver.wait() == 0, driver.tail()
     assert "begins anew" in driver.log.read_text()
     query.verify(RECORDS)
+
+
+def test_executors_need_neither_the_package_nor_the_files_of_the_settings(
+    pki: Path,  # noqa: F811
+    standalone: Standalone,
+    queries: Callable[..., Query],
+    drivers: Callable[..., Driver],
+    tmp_path: Path,
+) -> None:
+    python = python_without(["confluent_kafka"], tmp_path / "python")
+    # Below the driver's working directory, which is not the executors'.
+    settings = {
+        "security.protocol": "ssl",
+        "ssl.ca.location": "ca.pem",
+        "ssl.certificate.location": "client.pem",
+        "ssl.key.location": "client.key",
+    }
+    with secure_kafka(pki, {"super.users": "User:ANONYMOUS;User:alice"}) as secure:
+        query = queries(secure.servers["PLAINTEXT"], sink_servers=secure.servers["TLS"], settings=settings | BY_TASKS)
+        query.create(4).load(RECORDS)
+        driver = drivers(query, python=python, cwd=pki, master=standalone.master, config=SMALL)
+        assert driver.wait() == 0, driver.tail()
+        query.verify(RECORDS)

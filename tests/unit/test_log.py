@@ -7,6 +7,8 @@ import io
 import json
 import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,17 @@ def test_without_configuration_events_are_ordinary_records_of_the_logger_eos(cap
         log.info("committed", epoch=3)
     (record,) = [r for r in caplog.records if r.name == "eos"]
     assert (record.getMessage(), vars(record)["fields"]) == ("committed epoch=3", {"epoch": 3})
+
+
+@pytest.mark.parametrize(
+    ("configured", "heard"),
+    [
+        ("pass", "lost 3 n=1\n"),
+        ("logging.getLogger('eos').addHandler(logging.NullHandler())", ""),
+        ("logging.basicConfig(level='INFO')", "INFO:eos:began\nWARNING:eos:lost 3 n=1\n"),
+    ],
+)
+def test_a_program_that_says_nothing_of_logging_hears_warnings(configured: str, heard: str) -> None:
+    program = f"import logging; from eos import log; {configured}; log.info('began'); log.warning('lost 3', n=1)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert (ran.stdout, ran.stderr) == ("", heard)

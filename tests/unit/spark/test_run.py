@@ -16,6 +16,7 @@ from eos.errors import (
 )
 from spark_connector.failures import to_line
 from spark_connector.run import error_of
+from spark_connector.shipping import lacking
 
 DATA_LOSS = """Job aborted due to stage failure: Task 1 in stage 4.0 failed 1 times, most recent failure: Lost task 1.0
 org.apache.spark.SparkException: [KAFKA_DATA_LOSS.COULD_NOT_READ_OFFSET_RANGE] Some data may have been lost because they
@@ -32,6 +33,15 @@ OUT_OF_RANGE = (
     "org.apache.kafka.clients.consumer.OffsetOutOfRangeException: Fetch position 0 is out of range for in-1\n at x"
 )
 DENIED = "org.apache.kafka.common.errors.TopicAuthorizationException: Not authorized to access topics: [in]\n at x"
+OF_A_TASK = """Job aborted due to stage failure: Task 0 in stage 2.0 failed 4 times
+org.apache.spark.api.python.PythonException: An exception was thrown from the Python worker:
+Traceback (most recent call last):
+  File "worker.py", line 3602, in main
+    read()
+{0}
+ SQLSTATE: 38000
+\tat org.apache.spark.api.python.BasePythonRunner$ReaderIterator.handlePythonException(PythonRunner.scala:665)
+"""
 TLS = "org.apache.kafka.common.errors.SslAuthenticationException: SSL handshake failed"
 
 
@@ -47,6 +57,8 @@ TLS = "org.apache.kafka.common.errors.SslAuthenticationException: SSL handshake 
         (DENIED, NotAuthorised, "TopicAuthorizationException: Not authorized to access topics: [in]"),
         (TLS, ConfigurationError, "SSL handshake failed"),
         ("x.UnknownTopicOrPartitionException: This server does not host this topic", Unavailable, "does not host"),
+        (OF_A_TASK.format("OSError: no room"), Temporary, "the query failed: OSError: no room"),
+        (OF_A_TASK.format("KeyboardInterrupt"), Temporary, "the query failed: KeyboardInterrupt"),
         ("ExecutorLostFailure (executor 1 exited)\nmore", Temporary, "the query failed: ExecutorLostFailure"),
     ],
 )
@@ -60,6 +72,29 @@ def test_what_spark_s_source_says_is_one_sentence_with_a_worker_s_exit_code(
         assert "\n" not in str(ended)
         assert "failOnDataLoss" not in str(ended)
         assert trace == ""
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        ("ModuleNotFoundError: No module named 'spark_connector'", "No module named 'spark_connector': pip install"),
+        (
+            "pyspark.errors.exceptions.base.PySparkImportError: [PACKAGE_NOT_INSTALLED] PyArrow >= 18.0.0 must be "
+            "installed; however, it was not found.",
+            "PyArrow >= 18.0.0 must be installed; however, it was not found: pip install",
+        ),
+        (
+            "pyspark.errors.exceptions.base.PySparkRuntimeError: [PYTHON_VERSION_MISMATCH] Python in worker has "
+            "different version: 3.10 than that in driver: 3.11, PySpark cannot run with different minor versions.",
+            "Python in worker has different version: 3.10 than that in driver: 3.11: pip install",
+        ),
+    ],
+)
+def test_what_an_executors_python_lacks_is_for_good_and_named(raised: str, said: str) -> None:
+    found = lacking(OF_A_TASK.format(raised))
+    assert isinstance(found, ConfigurationError)
+    assert said in str(found)
+    assert lacking(OF_A_TASK.format("ValueError: no")) is None
 
 
 def test_what_the_sink_raised_is_kept_and_what_an_executor_told_wins() -> None:
