@@ -12,6 +12,7 @@ fails without its function being run.
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple, Protocol
@@ -19,7 +20,7 @@ from typing import NamedTuple, Protocol
 from eos import log
 from eos.app import App, Each, Fed, Feed, Header, Produce, Record, Refused, Route, Send, feed_each
 from eos.dead_letters import class_name, dead_letter, message_of
-from eos.errors import CallFailed, EosError, PoisonRecord
+from eos.errors import CallFailed, EosError, PoisonRecord, Temporary
 from eos.frames import Frame, frames_of, text_of
 from eos.lineage import Ledger, check_route, feed_with_lineage
 from eos.policies import Policy, stop
@@ -29,9 +30,9 @@ Partition = tuple[str, int]
 Place = tuple[str, int, int]  # of a record: topic, partition, offset
 
 _LINES, _LINES_INTERVAL_S = 10, 10.0  # about single records: so many lines in so many seconds
-_PLACES = (
-    100  # in the user's code whose frames are told: a function that is made anew for each record has no end of them
-)
+# In the user's code, whose frames are told: a function that is made anew for each record has no end of them.
+_PLACES = 100
+_NO_ROOM = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT))
 
 
 class RecordRefused(Exception):
@@ -217,7 +218,7 @@ class Handler:
             error = self._special.get(_place(part[0])) if self._special else None
             if error is None:
                 fed = txn.feed(feed, part)
-                at, error = at + fed.handled, fed.error
+                at, error = at + fed.handled, fed.error and _of_whom(route, records[at + fed.handled], fed.error)
                 if error is None:
                     if self._special:
                         self._special.pop(_place(part[0]), None)
@@ -277,6 +278,22 @@ class Handler:
             self._told.line("dead letter", record, error, frames, to=sends[0][0])
         txn.feed(self._noted(route, self._feed_of(lambda _: iter([sends]))), [record])
         return None
+
+
+def _of_whom(route: Route, record: Record, error: Exception) -> Exception:
+    """What this process has no room for (memory, files, disk) is no failure of the record: a policy would skip it, and
+    the next one. It is Temporary, unless the policy names it."""
+    cause = error.__cause__ if isinstance(error, DecodeError) else error
+    full = isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in _NO_ROOM)
+    if not full or isinstance(cause, route.on_error.on):
+        return error
+    where = f"{record.topic} [{record.partition}] offset {record.offset}"
+    temporary = Temporary(
+        f"{route.name} ran out of room on {where}: {class_name(error)}: {message_of(error)}",
+        remedy="the record counts as unread; give the process more memory, files or disk, whichever it names",
+    )
+    temporary.__cause__ = error
+    return temporary
 
 
 def _is_tried_again(policy: Policy, error: Exception) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import errno
 import logging
 import pickle
 import time
@@ -23,7 +24,7 @@ import eos.testing
 from eos import App, Out, Record, dlq, retry, skip, stop
 from eos.app import Fed, Feed, Send
 from eos.dead_letters import MESSAGE_BYTES, dead_letter
-from eos.errors import Action, CallFailed, ConfigurationError, PoisonRecord
+from eos.errors import Action, CallFailed, ConfigurationError, PoisonRecord, Temporary
 from eos.handling import DeadLetterRefused, Halt, Handler, RecordRefused
 from eos.lineage import HEADER, Ledger, decode
 from eos.policies import Policy, policy_of
@@ -320,6 +321,59 @@ def test_an_app_that_is_wrong_stops_whatever_the_policy(policy: Policy) -> None:
     assert halt is not None
     assert isinstance(halt.error, ConfigurationError)
     assert (halt.handled, txn.sends, txn.skipped) == (0, [], 0)
+
+
+@pytest.mark.parametrize("policy", [stop, skip, dlq, retry(3, on=(KeyError,), then=skip)])
+@pytest.mark.parametrize(
+    "full", [MemoryError(), OSError(errno.EMFILE, "Too many open files"), OSError(errno.ENOSPC, "no")]
+)
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_process_without_room_is_no_failure_of_the_record(policy: Policy, full: Exception, batch: bool) -> None:
+    def filling(record: Record) -> Out:
+        if record.value == b"b":
+            raise full
+        return record.out(b"x")
+
+    app = App("app")
+    if batch:
+        app.process_batch("in", to="out", on_error=policy)(lambda given: [filling(record) for record in given])
+    else:
+        app.process("in", to="out", on_error=policy)(filling)
+    txn = Txn()
+    halt = Handler(app).handle(txn, records(b"a", b"b", b"c"))
+    assert halt is not None
+    assert isinstance(halt.error, Temporary)
+    assert halt.error.__cause__ is full
+    assert "ran out of room on in [0] offset 1" in str(halt.error)
+    assert (halt.handled, len(txn.sends), txn.skipped, txn.dead_letters) == ((0, 0, 0, 0) if batch else (1, 1, 0, 0))
+
+
+def test_a_decoder_without_room_is_no_failure_of_the_record_either() -> None:
+    def decode(value: bytes) -> Any:
+        raise MemoryError
+
+    app = App("app")
+    app.process("in", to="out", on_error=skip, decode=decode)(lambda record: record.value)
+    halt = Handler(app).handle(Txn(), records(b"a"))
+    assert halt is not None
+    assert isinstance(halt.error, Temporary)
+
+
+def test_a_policy_that_names_what_is_full_treats_it() -> None:
+    def waits(value: bytes) -> bytes:
+        raise OSError(errno.ENOSPC, "no")
+
+    halts = run_through(Handler(app_of(waits, retry(2, on=(OSError,), then=skip, backoff_ms=0))), records(b"a"), Txn())
+    assert [halt.error for halt in halts] == [None, None]
+
+
+def test_other_errors_of_the_system_are_the_records() -> None:
+    def asks(value: bytes) -> bytes:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody there")
+
+    txn = Txn()
+    assert Handler(app_of(asks, skip)).handle(txn, records(b"a")) is None
+    assert txn.skipped == 1
 
 
 # ---- tries -----------------------------------------------------------------------------------------------------------
