@@ -6,6 +6,7 @@ import functools
 import os
 import random
 import re
+import signal
 import uuid
 from collections.abc import Callable, Generator, Iterator
 
@@ -31,6 +32,9 @@ def pytest_configure() -> None:
     first, last = node.PORT_RANGE
     share = (last - first) // _WORKERS
     node.PORT_RANGE = (first + _WORKER * share, first + (_WORKER + 1) * share)
+    # A shell that runs pytest in the background has it ignore SIGINT, and all that it starts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)

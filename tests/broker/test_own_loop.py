@@ -22,6 +22,7 @@ from eos.broker import LocalKafka
 from eos.errors import Action, CallFailed, Fenced, IllegalState, Temporary
 from eos.plain import Transactions
 from eos.settings import member_of
+from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.reading import create_topic, ends_of, settled_ends, settled_values, stable_offset, wait_until
 
 COUNT = 10
@@ -384,7 +385,7 @@ def test_a_callback_that_raises_out_of_a_poll_loses_none_of_the_records_that_cam
     assert loop.copied() == [b"%d" % number for number in range(600)]
 
 
-def test_what_a_users_callback_raises_comes_out_of_the_loop_and_loses_nothing(loop: Loop) -> None:
+def test_what_a_users_callback_raises_comes_out_of_the_loop_and_loses_nothing(kafka: LocalKafka, loop: Loop) -> None:
     loop.load(range(COUNT, 600))
     told: list[str] = []
 
@@ -392,9 +393,11 @@ def test_what_a_users_callback_raises_comes_out_of_the_loop_and_loses_nothing(lo
         told.append(str(error))
         raise LookupError(f"of the error callback: {error}")
 
-    nobody = "127.0.0.1:9"  # which the clients ask too, and are refused
-    with loop.session(**{"bootstrap.servers": f"{loop.servers},{nobody}", "error_cb": fail}) as session:
-        assert go_on_until_the_end(session, loop.target, LookupError) > 0
+    port = int(kafka.proxied_servers.rpartition(":")[2])
+    with HoldingProxy(port, kafka.proxied_upstream) as proxy:
+        proxy.on(ApiKey.Fetch, Fault.CUT_AFTER, nth=2)
+        with loop.session(**{"bootstrap.servers": kafka.proxied_servers, "error_cb": fail}) as session:
+            assert go_on_until_the_end(session, loop.target, LookupError) > 0
     assert told
     assert loop.copied() == [b"%d" % number for number in range(600)]
 

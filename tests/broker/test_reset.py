@@ -56,7 +56,7 @@ def test_a_reset_is_refused_while_a_member_lives_and_names_it(life: Life) -> Non
         before = life.committed()
         refused = life.reset("--from", "earliest", "--yes")
         assert refused.returncode == 69
-        assert f"group {life.app} has 1 member (the-living on 127.0.0.1): stop them first" in refused.stderr
+        assert f"group {life.app} has 1 member ({life.app}-the-living on 127.0.0.1): stop them first" in refused.stderr
         assert life.committed() == before
     finally:
         worker.terminate()
