@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import socketserver
 import threading
 from collections.abc import Iterator
 
@@ -342,16 +343,16 @@ def test_wrong_arguments_end_with_one_sentence_and_the_codes_of_the_command_line
 
 
 def test_an_upstream_that_is_no_kafka_is_said_so() -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
+    class Web(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(100)
+            self.request.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(100))
 
-    def serve() -> None:
-        connection, _ = listener.accept()
-        connection.recv(100)
-        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(100))
-
-    threading.Thread(target=serve, daemon=True).start()
-    with listener:
-        code, errors = ended_with("--upstream", f"127.0.0.1:{listener.getsockname()[1]}")
+    # Others may come first: a client of a test before this one, whose broker had this port.
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Web) as server:
+        threading.Thread(target=server.serve_forever).start()
+        code, errors = ended_with("--upstream", f"127.0.0.1:{server.server_address[1]}")
+        server.shutdown()
     assert code == 69
     assert "an answer of 1213486160 bytes" in errors
 

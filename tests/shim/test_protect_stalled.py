@@ -179,17 +179,18 @@ def test_a_produce_whose_connection_breaks_in_its_midst_is_appended_once_when_it
 ) -> None:
     with client_of(kafka, names) as (client, topic):
         breaking = client.connection()
-        client.stalls(breaking, 0)
+        assert client.sends(breaking, 0, "first") == 0
+        client.stalls(breaking, 1)
         breaking.socket.close()
         other = client.connection()
-        assert client.sends(other, 0, LONG) == NOT_ENOUGH_REPLICAS, "challenged"
-        assert client.sends(other, 0, LONG) == 0
-        assert client.sends(other, 1, "second") == 0
+        assert client.sends(other, 1, LONG) == NOT_ENOUGH_REPLICAS, "challenged"
+        assert client.sends(other, 1, LONG) == 0
+        assert client.sends(other, 2, "second") == 0
         client.end(True)
         client.begin()
-        assert client.sends(other, 2, "third") == 0
+        assert client.sends(other, 3, "third") == 0
         client.end(True)
-    assert texts(kafka.bootstrap_servers, topic) == [LONG, "second", "third"]
+    assert texts(kafka.bootstrap_servers, topic) == ["first", LONG, "second", "third"]
 
 
 def test_a_produce_that_was_overtaken_by_itself_on_a_trusted_connection_is_appended_once(
@@ -197,11 +198,27 @@ def test_a_produce_that_was_overtaken_by_itself_on_a_trusted_connection_is_appen
 ) -> None:
     """The challenge moves the trust while the first copy is half there; its rest is a duplicate to the broker."""
     with client_of(kafka, names) as (client, topic):
+        trusted, other = client.connection(), client.connection()
+        assert client.sends(trusted, 0, "first") == 0
+        stalled = client.stalls(trusted, 1)
+        assert client.sends(other, 1, LONG) == NOT_ENOUGH_REPLICAS, "challenged"
+        assert client.sends(other, 1, LONG) == 0
+        assert stalled() == 0
+        assert client.sends(other, 2, "second") == 0
+        client.end(True)
+    assert texts(kafka.bootstrap_servers, topic) == ["first", LONG, "second"]
+
+
+def test_a_produce_that_was_overtaken_by_itself_before_the_broker_accepted_either_is_appended_once(
+    kafka: LocalKafka, names: Names
+) -> None:
+    """No connection is trusted before the broker took its Produce, and then the one whose answer came last."""
+    with client_of(kafka, names) as (client, topic):
         stalled = client.stalls(client.connection(), 0)
         other = client.connection()
-        assert client.sends(other, 0, LONG) == NOT_ENOUGH_REPLICAS, "challenged"
         assert client.sends(other, 0, LONG) == 0
         assert stalled() == 0
+        assert client.sends(other, 1, "second") == NOT_ENOUGH_REPLICAS, "challenged"
         assert client.sends(other, 1, "second") == 0
         client.end(True)
     assert texts(kafka.bootstrap_servers, topic) == [LONG, "second"]

@@ -235,6 +235,7 @@ def test_a_killed_broker_is_gone_and_back_behind_the_same_port(
                 cluster.kill(victim)
                 assert to_victim.ended(), "the client's connection outlived its broker"
             with Wire(before[victim]) as to_victim:
+                to_victim.socket.sendall(to_victim.frame(MetadataRequest(version=4, topics=[])))
                 assert to_victim.ended(), "the port of a dead broker takes connections and keeps them"
             two_transactions(producer, topic, "without it")
     finally:
