@@ -92,7 +92,7 @@ def maven_jars(
         return known
     record.parent.mkdir(parents=True, exist_ok=True)
     # One lock for all versions: they share most of the repository's files, and the resolver writes in place.
-    with _locked(record.parent / "lock"):
+    with locked(record.parent / "lock"):
         known = _read_record(record, wanted)
         if known is not None:
             return known
@@ -132,7 +132,8 @@ def _write_record(record: Path, wanted: list[str], jars: list[Path]) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time is in here."""
     with path.open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
+from eos.broker import archive
 from eos.broker.properties import HOST, NodePorts, logging_options, render, server_properties
 from eos.errors import ConfigurationError, Unavailable
 
@@ -89,7 +91,7 @@ class Node:
         require_free(self.ports.all())
         self.paused = False
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
-        options = [f"-Xmx{heap}", "-Xms256m", "-XX:+UseSerialGC", "-XX:+ExitOnOutOfMemoryError"]
+        options = [f"-Xmx{heap}", *jvm_options(), "-XX:+ExitOnOutOfMemoryError"]
         command = [*self._java_command(options, "kafka.Kafka"), str(self.properties_path)]
         with self.stdout_path.open("ab") as output:
             self.process = subprocess.Popen(
@@ -106,7 +108,8 @@ class Node:
     def _java_command(self, options: list[str], main_class: str) -> list[str]:
         _, logging = logging_options(self.version, self.directory)
         class_path = os.pathsep.join(map(str, self.jars))
-        return [str(self.java), *options, *logging, "-Djava.awt.headless=true", "-cp", class_path, main_class]
+        shared = archive.options(self.java, self.jars)
+        return [str(self.java), *shared, *options, *logging, "-Djava.awt.headless=true", "-cp", class_path, main_class]
 
     def running(self) -> bool:
         if self.process is None:
@@ -175,6 +178,11 @@ class Node:
                 cause = f": {after.strip()}" if re.match(r"[\w.]+(Exception|Error)\b", after) else ""
                 return f"{line.strip()}{cause}"[:600]
         return _last_statement(_lines(self.stdout_path))
+
+
+def jvm_options() -> list[str]:
+    """Of a broker's JVM: those of KAFKA_JVM_PERFORMANCE_OPTS, as Kafka's own scripts read it, else ours."""
+    return shlex.split(os.environ.get("KAFKA_JVM_PERFORMANCE_OPTS") or "-Xms256m -XX:+UseSerialGC")
 
 
 def _lines(path: Path, start: int = 0) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from eos.broker import jars, java
+from eos.broker import archive, jars, java, node
 from eos.broker.detached import Detached, NodeState, State, command_line
 from eos.broker.jars import coordinates, kafka_jars
 from eos.broker.local import LocalKafka, choose_ports, persistent_cluster_id
@@ -34,6 +34,31 @@ def listening() -> Iterator[int]:
         server.bind(("127.0.0.1", 0))
         server.listen()
         yield server.getsockname()[1]
+
+
+# the JVM
+
+
+def test_a_brokers_jvm_has_the_options_of_the_variable_that_kafkas_own_scripts_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KAFKA_JVM_PERFORMANCE_OPTS", "-XX:+UseSerialGC '-Dname=two words'")
+    assert node.jvm_options() == ["-XX:+UseSerialGC", "-Dname=two words"]
+    monkeypatch.setenv("KAFKA_JVM_PERFORMANCE_OPTS", "")
+    assert node.jvm_options() == ["-Xms256m", "-XX:+UseSerialGC"]
+
+
+def test_an_archive_of_classes_is_only_for_the_java_and_the_jars_that_it_was_made_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    java, other = tmp_path / "17" / "bin" / "java", tmp_path / "21" / "bin" / "java"
+    made = archive.path_of(java, [Path("a.jar"), Path("b.jar")])
+    assert archive.options(java, [Path("a.jar"), Path("b.jar")]) == []
+    made.parent.mkdir(parents=True)
+    made.touch()
+    assert archive.options(java, [Path("a.jar"), Path("b.jar")]) == [f"-XX:SharedArchiveFile={made}"]
+    assert archive.options(java, [Path("a.jar")]) == archive.options(other, [Path("a.jar"), Path("b.jar")]) == []
 
 
 # server.properties

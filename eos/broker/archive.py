@@ -1,0 +1,68 @@
+"""An archive of the classes that a Kafka version loads (the JVM's class data sharing): a node that has one is up after
+less than half of the processor time.
+
+Owns where such an archive is and how it is made, which is only done on request (`make`; the test suites ask). A node takes
+the archive of its Java and its jars where there is one; the JVM itself would refuse it for others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from eos.broker.jars import cache_directory, kafka_jars, locked
+from eos.broker.java import find_java
+
+
+def options(java: Path, jars: Sequence[Path]) -> list[str]:
+    """What a JVM of these jars is started with."""
+    path = path_of(java, jars)
+    return [f"-XX:SharedArchiveFile={path}"] if path.exists() else []
+
+
+def make(version: str) -> Path:
+    """The archive of this version on this machine's Java; if it is not there a node is started, used and stopped."""
+    path = path_of(find_java(), kafka_jars(version))
+    with locked(path.with_suffix(".lock")):
+        if not path.exists():
+            part = path.with_suffix(".part")
+            _record(version, part)
+            part.replace(path)
+    return path
+
+
+def path_of(java: Path, jars: Sequence[Path]) -> Path:
+    release = java.resolve().parent.parent / "release"
+    of_java = release.read_bytes() if release.exists() else bytes(java.resolve())
+    key = hashlib.sha256(b"\0".join([of_java, *map(bytes, jars)])).hexdigest()[:16]
+    return cache_directory() / f"classes-{key}.jsa"
+
+
+def _record(version: str, part: Path) -> None:
+    from confluent_kafka import Consumer, Producer
+    from confluent_kafka.admin import AdminClient, NewTopic
+
+    from eos.broker.local import LocalKafka
+
+    os.environ["KAFKA_JVM_PERFORMANCE_OPTS"] = f"-XX:+UseSerialGC -XX:ArchiveClassesAtExit={part}"
+    with LocalKafka(version=version) as kafka:
+        client: dict[str, str | int | float | bool] = {"bootstrap.servers": kafka.bootstrap_servers, "log_level": 0}
+        admin = AdminClient(client)
+        admin.create_topics([NewTopic("words", 1, 1)])["words"].result(30)
+        producer = Producer(client | {"transactional.id": "writer"})
+        producer.init_transactions()
+        producer.begin_transaction()
+        producer.produce("words", b"be")
+        producer.commit_transaction()
+        consumer = Consumer(client | {"group.id": "readers", "auto.offset.reset": "earliest"})
+        consumer.subscribe(["words"])
+        assert consumer.consume(1, 30), "nothing was read"
+        producer.begin_transaction()
+        read = consumer.position(consumer.assignment())
+        producer.send_offsets_to_transaction(read, consumer.consumer_group_metadata())
+        producer.commit_transaction()
+        consumer.close()
+        # In good order: the JVM writes the archive at its end.
+        kafka.stop(0)
