@@ -6,10 +6,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 STAMP := $(VENV)/.installed
 PLOTS := $(VENV)/.plots
-# A suite's whole time is printed at its end; make stops at the first suite that fails.
-PYTEST := $(BIN)/python -m pytest -q --durations=8
 
-.PHONY: demo demo-spark test test-unit test-broker test-shim test-containers test-spark test-matrix test-long chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-spark bench-far clean engine image own-images up down ps worker shim sweep bench-shim
+.PHONY: demo demo-spark check test test-all test-ci flaky chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-spark bench-far clean engine image own-images up down ps worker shim sweep bench-shim
 
 demo: $(READY)
 	$(BIN)/eos demo
@@ -18,25 +16,36 @@ demo: $(READY)
 demo-spark: $(STAMP)
 	$(BIN)/eos demo --spark
 
-test: lint test-unit test-broker test-shim test-containers test-matrix test-spark
+SUITES := $(BIN)/python -m tests.suites
 
-test-unit: $(STAMP)
-	$(PYTEST) tests/unit --ignore tests/unit/shim
+# Before a commit: lint, types, unit tests; a minute.
+check: $(STAMP)
+	@$(SUITES) check
 
-# Most of these tests wait for a broker's clock: two files at a time, each process with brokers of its own.
-test-broker: $(STAMP)
-	$(PYTEST) tests/broker -m "not long" -n 2 --dist loadfile
+# All suites, whatever fails, and a table at the end. `make test-broker` runs one: lint, unit, broker, shim, containers,
+# spark (tests/suites/table.py). A wait that was too long is tried again, and named; nothing else is.
+test: $(STAMP)
+	@$(SUITES) test
 
-# Clusters that are broken on purpose: containers where an engine answers and has the image, else local JVMs; the first
-# line says which. Two clusters at a time.
-test-containers: $(STAMP)
-	@$(BIN)/python -m eos.testing.clusters
-	$(PYTEST) tests/containers --ignore tests/containers/matrix -n 2
+# Everything that exists, with the repetitions: every step killed 20 times and more, each with a random delay. Hours.
+test-all: $(STAMP)
+	@$(SUITES) all
 
-# Real workers in one or three stages while workers and brokers are killed, paused and cut off; judged by the checker.
-# Two cells here, the pairwise cover by `make matrix` (it goes on where it stopped; table in build/matrix/table.md).
-test-matrix: $(STAMP)
-	$(PYTEST) tests/containers/matrix -m "not long"
+# As `make test`, with the deep tests of what changed since the last landing.
+test-ci: $(STAMP)
+	@$(SUITES) ci
+
+test-%: $(STAMP)
+	@$(SUITES) test $*
+
+lint: $(STAMP)
+	@$(SUITES) check lint
+
+# One test N times beside a busy core: make flaky TEST=tests/broker/test_topic.py::test_name N=20
+N ?= 20
+
+flaky: $(STAMP)
+	@$(BIN)/python -m tests.suites.flaky "$(TEST)" $(N)
 
 SEED ?= 1
 
@@ -51,34 +60,15 @@ soak: $(STAMP)
 	@$(IMAGES)
 	$(BIN)/python -m tests.containers.matrix.soak --minutes $(MINUTES) --seed $(SEED)
 
-# The shim with clients nobody here wrote; two files at a time, each with clusters of its own.
-test-shim: $(STAMP)
-	$(PYTEST) tests/unit/shim tests/shim -m "not long" -n 2 --dist loadfile
-
 # 20,000 transactions of eight clients with 2,000 faults on both sides of the shim, kills of the shim among them; about
 # ten minutes. Kafka is read at the end: 0 lost, 0 doubled, 0 torn, or it fails.
 chaos-shim: $(STAMP)
 	$(BIN)/python -m tests.shim.chaos
 
 # Our own worker through every fault at every step of a transaction, with the shim's protection and without it; prints a
-# table. About 390 runs of 5 s and more. A few cases are in test-shim.
+# table. About 390 runs of 5 s and more. A few cases are in `make test-shim`.
 sweep: $(STAMP)
 	$(BIN)/python -m tests.shim.sweep
-
-# The repetitions: every step killed 20 times and more, each with a random delay.
-test-long: test
-	$(PYTEST) tests/broker tests/shim tests/spark -m long -n 2 --timeout 3600
-	$(PYTEST) tests/containers/matrix -m long
-
-# Apps and queries on Spark, the sink killed at its steps. Needs a JDK. Two files at a time, each process with a Spark and
-# brokers of its own.
-test-spark: $(STAMP)
-	$(PYTEST) tests/spark -m "not long" -n 2 --dist loadfile --timeout 600
-
-lint: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.worker_speed

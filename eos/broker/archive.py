@@ -1,8 +1,8 @@
 """An archive of the classes that a Kafka version loads (the JVM's class data sharing): a node that has one is up after
 less than half of the processor time.
 
-Owns where such an archive is and how it is made, which is only done on request (`make`; the test suites ask). A node takes
-the archive of its Java and its jars where there is one; the JVM itself would refuse it for others.
+Owns where such an archive is and how it is made, which is only done on request (`make`; the test suites ask). A node
+takes the archive of its Java and its jars where there is one; the JVM itself would refuse it for others.
 """
 
 from __future__ import annotations

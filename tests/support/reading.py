@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class TooSlow(AssertionError):
-    """A wait that was too long. What a machine under load does: `.ci/run` runs such a test a second time, and only such
+    """A wait that was too long. What a machine under load does: `make` runs such a test a second time, and only such
     a one. What was found wrong, however late, is never this."""
 
 

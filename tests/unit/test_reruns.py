@@ -1,4 +1,4 @@
-"""Which failures `.ci/run` gives a second try: what a slow machine does, and nothing that was found wrong."""
+"""Which failures a suite gives a second try: what a slow machine does, and nothing that was found wrong."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.suites.late import SECOND_TRY
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,26 +87,11 @@ def test_a_wait_that_was_too_long_is_tried_again_and_what_was_found_wrong_is_not
     processes: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "test_dummy.py").write_text(TESTS.replace("DIRECTORY,", f"{str(tmp_path)!r},"))
-    lines = re.findall(r"^(?:slow\+?=|export PYTEST_ADDOPTS=).*$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
-    assert len(lines) == 3, lines
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-rfR",
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        os.devnull,
-        *processes,
-        ".",
-    ]
-    script = "\n".join([*lines, 'exec "$@"'])
+    command = [sys.executable, "-m", "pytest", "-q", "-rfR", "-p", "no:cacheprovider", "-c", os.devnull]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     environment.pop("PYTEST_XDIST_WORKER", None)
     ran = subprocess.run(
-        ["bash", "-c", script, "bash", *command], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [*command, *SECOND_TRY, *processes, "."], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     failed = set(re.findall(r"^FAILED test_dummy\.py::(\S+)", ran.stdout, re.MULTILINE))
     tried_again = set(re.findall(r"^RERUN test_dummy\.py::(\S+)", ran.stdout, re.MULTILINE))

@@ -91,4 +91,4 @@ SHORT = (
     Cell("kill", "transaction-coordinator", "classic-4.3.1", 3),
     Cell("cut", "leader", "consumer-4.3.1", 1),
 )
-"""What `make test-matrix` plays: both protocols, both lengths, in about five minutes."""
+"""What `make test` plays: both protocols, both lengths, in about five minutes."""

@@ -1,0 +1,1 @@
+"""What `make check`, `make test`, `make test-all` and CI run: the suites as data (table.py), and who runs them."""

@@ -1,0 +1,156 @@
+"""`python -m tests.suites check|test|all|ci [SUITE ...]`: runs the suites, all of them whatever fails.
+
+At the end one table says how many tests each had, how long it took and how long it may take. Exit code 1 if one failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from eos.broker import DEFAULT_VERSION, archive
+from eos.errors import Unavailable
+from tests.suites import late, machine
+from tests.suites.changes import since_the_last_landing
+from tests.suites.table import QUICK, SUITES, Suite, deep_for
+
+NO_TESTS = 5  # pytest's exit code when it ran none
+BROKER_VERSIONS = (DEFAULT_VERSION, "3.9.2")
+MEMORY = Path("/dev/shm")
+MEMORY_NEEDED_BYTES = 8 << 30
+COLUMNS = ("tests", "left out", "late", "failed", "seconds", "budget")
+DEPTHS = {"check": "not long and not deep", "test": "not long and not deep", "deep": "not long", "all": ""}
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+@dataclass
+class Result:
+    """Of one suite. `left_out`: reason -> number of tests."""
+
+    suite: Suite
+    depth: str
+    ok: bool
+    seconds: float
+    passed: int = 0
+    failed: int = 0
+    late: list[str] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
+
+
+def main(arguments: list[str]) -> int:
+    mode, *wanted = arguments
+    if unknown := set(wanted) - {suite.name for suite in SUITES}:
+        console.print(f"there is no suite {', '.join(unknown)}: {', '.join(suite.name for suite in SUITES)}")
+        return 64
+    chosen = [s for s in SUITES if (s.name in wanted if wanted else mode != "check" or s.name in QUICK)]
+    depths = _depths(mode, chosen)
+    for line in machine.lacks():
+        console.print(f"[yellow]not here: {line}")
+    with _directory() as directory:
+        _prepare(chosen)
+        results = [_run(suite, depths[suite.name], directory) for suite in chosen]
+    _show(results)
+    return 0 if all(result.ok for result in results) else 1
+
+
+def _depths(mode: str, chosen: list[Suite]) -> dict[str, str]:
+    """Suite -> its depth; in CI what changed decides."""
+    if mode != "ci":
+        return {suite.name: mode for suite in chosen}
+    changed, why = since_the_last_landing()
+    console.print(f"ci: {why}")
+    asked = {suite.name: [why] for suite in chosen} if changed is None else deep_for(changed)
+    for suite in chosen:
+        paths = asked.get(suite.name)
+        more = f" and {len(paths) - 3} more" if paths and len(paths) > 3 else ""
+        said = (
+            f"with deep tests: {', '.join(paths[:3])}{more}" if paths else "without deep tests: no change asks for them"
+        )
+        console.print(f"ci: {suite.name} {said}")
+    return {suite.name: "deep" if suite.name in asked else "test" for suite in chosen}
+
+
+@contextmanager
+def _directory() -> Iterator[Path]:
+    """Where brokers keep their data: in memory, where there is enough of it; kept when something in it was kept."""
+    roomy = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= MEMORY_NEEDED_BYTES
+    made = Path(tempfile.mkdtemp(prefix="eos-tests-", dir=MEMORY if roomy else None))
+    os.environ["TMPDIR"] = str(made)
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made / "tallies", ignore_errors=True)
+        for path in made.glob("pytest-of-*"):
+            shutil.rmtree(path, ignore_errors=True)
+        if not any(made.iterdir()):
+            made.rmdir()
+
+
+def _prepare(chosen: list[Suite]) -> None:
+    """The archives of the brokers' classes, once on a machine: every node is up in half the time then."""
+    if not any(suite.name not in QUICK for suite in chosen):
+        return
+    for version in BROKER_VERSIONS:
+        try:
+            archive.make(version)
+        except Unavailable as error:
+            console.print(f"[yellow]no archive of the classes of Kafka {version}: {error}")
+
+
+def _run(suite: Suite, depth: str, directory: Path) -> Result:
+    console.rule(f"{suite.name}")
+    start = time.monotonic()
+    if suite.commands:
+        codes = [subprocess.run(command, check=False).returncode for command in suite.commands]
+        return Result(suite, depth, not any(codes), time.monotonic() - start)
+    tally = directory / "tallies" / f"{suite.name}.json"
+    tally.parent.mkdir(exist_ok=True)
+    code = subprocess.run(_pytest(suite, depth, tally), check=False).returncode
+    counted = json.loads(tally.read_text()) if tally.exists() else {}
+    return Result(suite, depth, code in (0, NO_TESTS), time.monotonic() - start, **counted)
+
+
+def _pytest(suite: Suite, depth: str, tally: Path) -> list[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "--durations=5", f"--timeout={suite.timeout_s}", *late.SECOND_TRY]
+    command += ["-p", "tests.suites.tally", f"--tally={tally}", "-m", DEPTHS[depth]]
+    return [*command, "-n", str(suite.processes), *suite.paths]
+
+
+def _show(results: list[Result]) -> None:
+    table = Table("suite", *(Column(name, justify="right") for name in COLUMNS))
+    for r in results:
+        over = r.seconds > r.suite.budget_s and r.depth in ("check", "test")
+        counts = [str(n or "") for n in (r.passed + r.failed, sum(r.left_out.values()), len(r.late), r.failed)]
+        name = f"{r.suite.name} ({r.depth})" if r.depth in ("deep", "all") else r.suite.name
+        seconds = [f"{r.seconds:.0f}", str(r.suite.budget_s)]
+        table.add_row(name, *counts, *seconds, style="red" if over or not r.ok else None)
+    table.add_section()
+    total = [sum(r.passed + r.failed for r in results), "", "", ""]
+    spent = [sum(r.seconds for r in results), sum(r.suite.budget_s for r in results)]
+    table.add_row("all", *map(str, total), *(f"{s:.0f}" for s in spent))
+    console.print(table)
+    for r in results:
+        for reason, count in r.left_out.items():
+            console.print(f"{r.suite.name}: {count} left out: {escape(reason)}")
+        for test in r.late:
+            console.print(f"[yellow]{r.suite.name}: late, and run again: {escape(test)}")
+        if not r.ok:
+            console.print(f"[red]{r.suite.name} failed")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:] or ["test"]))

@@ -1,0 +1,38 @@
+"""Which tests stay together in one process, and which begin first."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# A fixture of the module's own, or one of a conftest.py that is made once per module.
+_SHARED = re.compile(r'scope="module"|\b(cluster|whole|clusters|single_nodes): ')
+
+LONGEST = (
+    "tests/unit/test_cli.py",
+    "tests/unit/shim/test_protect_requests.py",
+    "tests/unit/shim/test_addresses.py",
+)
+"""Beginnings of names: what takes so long that others should not wait for it at the end, the longest first."""
+
+
+@cache
+def _stays_together(file: str) -> bool:
+    return file.startswith("tests/unit/") or bool(_SHARED.search((ROOT / file).read_text()))
+
+
+def unit_of(nodeid: str) -> str:
+    """What one process runs as a whole: a test, or a file whose tests share what their module made.
+
+    Unit tests are too short to be sent one by one.
+    """
+    file = nodeid.partition("::")[0]
+    return file if _stays_together(file) else nodeid
+
+
+def rank(nodeid: str) -> int:
+    """The lower, the earlier."""
+    return next((n for n, begin in enumerate(LONGEST) if nodeid.startswith(begin)), len(LONGEST))

@@ -1,0 +1,83 @@
+"""The suites as data: what each runs, how wide, how long it may take, and which changes ask for its deep tests.
+
+Three depths, by pytest's markers: a test without a mark is in `make test`; `deep` ones are in `make test-all`, and in
+CI where a path changed that asks for them; `long` ones, the repetitions, are in `make test-all` only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Suite:
+    """`processes`: of pytest-xdist; `budget_s`: of `make test` on two idle cores; `commands`: what is not pytest's."""
+
+    name: str
+    budget_s: int
+    paths: tuple[str, ...] = ()
+    processes: int = 0
+    timeout_s: int = 300
+    commands: tuple[tuple[str, ...], ...] = ()
+
+
+_PYTHON = (sys.executable, "-m")
+
+SUITES = (
+    Suite(
+        "lint",
+        20,
+        commands=((*_PYTHON, "ruff", "check", "."), (*_PYTHON, "ruff", "format", "--check", "."), (*_PYTHON, "mypy")),
+    ),
+    Suite("unit", 40, ("tests/unit",), 2),
+    # Most of these wait for a broker's clock: each process has brokers of its own.
+    Suite("broker", 330, ("tests/broker",), 6),
+    Suite("shim", 150, ("tests/shim",), 6),
+    # Clusters of three that are broken on purpose: containers where an engine answers, else local JVMs.
+    Suite("containers", 120, ("tests/containers",), 4),
+    Suite("spark", 240, ("tests/spark",), 4, timeout_s=600),
+)
+QUICK = ("lint", "unit")
+"""What `make check` runs."""
+
+EVERY = frozenset(suite.name for suite in SUITES)
+_CORE = frozenset({"broker", "containers"})
+
+DEEP: dict[str, frozenset[str]] = {
+    "eos/admin/": _CORE,
+    "eos/broker/": _CORE | {"shim"},
+    "eos/cli/shim.py": frozenset({"shim"}),
+    "eos/cli/spark.py": frozenset({"spark"}),
+    "eos/demo/": frozenset({"broker"}),
+    "eos/health/": frozenset({"broker"}),
+    "eos/shim/": frozenset({"shim"}),
+    "eos/testing/": _CORE,
+    "eos/": _CORE | {"spark"},
+    "spark_connector/": frozenset({"spark"}),
+    "compose/": frozenset({"containers"}),
+    "examples/": frozenset({"broker"}),
+    "tests/broker/": frozenset({"broker"}),
+    "tests/containers/": frozenset({"containers"}),
+    "tests/shim/": frozenset({"shim"}),
+    "tests/spark/": frozenset({"spark"}),
+    "tests/unit/": frozenset(),
+    "docs/": frozenset(),
+    "benchmarks/": frozenset(),
+    "README.md": frozenset(),
+    "CHANGELOG.md": frozenset(),
+    ".ci/landed": frozenset(),
+}
+"""Path, or the beginning of one -> the suites whose deep tests a change of it asks for; the longest that fits counts.
+What fits none (this table, the tests' support, pyproject.toml, the Makefile) asks for all."""
+
+
+def deep_for(changed: Iterable[str]) -> dict[str, list[str]]:
+    """The suites whose deep tests are to run, each with the paths that ask for it."""
+    asked: dict[str, list[str]] = {}
+    for path in changed:
+        fits = max((begin for begin in DEEP if path.startswith(begin)), key=len, default=None)
+        for name in EVERY if fits is None else DEEP[fits]:
+            asked.setdefault(name, []).append(path)
+    return asked

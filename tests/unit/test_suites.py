@@ -1,0 +1,88 @@
+"""What the suites run of what there is: which changes ask for deep tests, which tests stay together."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.suites.changes import LANDED, since_the_last_landing
+from tests.suites.order import LONGEST, unit_of
+from tests.suites.table import DEEP, EVERY, SUITES, deep_for
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """One commit, with a file `a`."""
+    git(tmp_path, "init", "-q")
+    (tmp_path / "a").write_text("1")
+    commit(tmp_path)
+    return tmp_path
+
+
+def git(where: Path, *arguments: str) -> str:
+    who = ("-c", "user.name=tests", "-c", "user.email=tests@localhost")
+    return subprocess.run(["git", *who, *arguments], cwd=where, check=True, capture_output=True, text=True).stdout
+
+
+def commit(where: Path) -> str:
+    git(where, "add", "-A")
+    git(where, "commit", "-qm", "a step")
+    return git(where, "rev-parse", "HEAD").strip()
+
+
+@pytest.mark.parametrize(
+    ("changed", "asked"),
+    [
+        (["docs/shim.md", "README.md", "tests/unit/test_cli.py"], set()),
+        (["eos/shim/lane.py"], {"shim"}),
+        (["eos/session.py"], {"broker", "containers", "spark"}),
+        (["spark_connector/sink.py", "docs/spark.md"], {"spark"}),
+        (["tests/broker/test_topic.py", "tests/shim/test_trace.py"], {"broker", "shim"}),
+        (["tests/support/reading.py"], EVERY),
+        (["tests/suites/table.py"], EVERY),
+        (["a/new/folder"], EVERY),
+    ],
+)
+def test_a_change_asks_for_the_deep_tests_of_the_suites_that_show_it(changed: list[str], asked: set[str]) -> None:
+    assert set(deep_for(changed)) == asked
+
+
+def test_every_path_of_the_tables_is_there() -> None:
+    named = [path.partition("::")[0] for path in (*DEEP, *LONGEST)]
+    assert [path for path in named if not (ROOT / path).exists()] == []
+    assert [path for suite in SUITES for path in suite.paths if not (ROOT / path).is_dir()] == []
+
+
+def test_every_folder_of_tests_is_in_a_suite() -> None:
+    folders = {str(path.parent.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
+    paths = [path for suite in SUITES for path in suite.paths]
+    assert [folder for folder in folders if not any(f"{folder}/".startswith(f"{path}/") for path in paths)] == []
+
+
+def test_what_changed_is_what_differs_from_the_commit_that_landed(repository: Path) -> None:
+    landed = git(repository, "rev-parse", "HEAD").strip()
+    (repository / ".ci").mkdir()
+    (repository / LANDED).write_text(landed)
+    (repository / "b").write_text("2")
+    commit(repository)
+    changed, why = since_the_last_landing(repository)
+    assert (changed, landed[:9] in why) == ([LANDED, "b"], True)
+
+
+@pytest.mark.parametrize("landed", ["", "0" * 40], ids=["no base", "a base that is not in the history"])
+def test_without_a_base_everything_is_run(landed: str, repository: Path) -> None:
+    (repository / ".ci").mkdir()
+    (repository / LANDED).write_text(landed)
+    changed, why = since_the_last_landing(repository)
+    assert changed is None
+    assert "everything" in why
+
+
+def test_tests_that_share_what_their_module_made_stay_together() -> None:
+    assert unit_of("tests/broker/test_security.py::test_a[x]") == "tests/broker/test_security.py"
+    assert unit_of("tests/broker/test_topic.py::test_a[x]") == "tests/broker/test_topic.py::test_a[x]"
+    assert unit_of("tests/unit/test_cli.py::test_a") == "tests/unit/test_cli.py"
