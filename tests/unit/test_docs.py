@@ -15,6 +15,7 @@ import eos.testing
 from eos import errors
 from eos.cli import COMMANDS
 from eos.settings import OPTIONS
+from tests.suites.table import SUITES
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -89,6 +90,7 @@ def test_every_setting_and_command_that_a_document_names_exists(document: Path) 
 
 def test_every_target_of_make_that_a_document_names_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets |= {f"test-{suite.name}" for suite in SUITES}
     named = {name for path in DOCUMENTS for name in re.findall(r"`make ([a-z-]+)", path.read_text())}
     assert len(named) > 10
     assert named <= targets
