@@ -17,6 +17,7 @@ import pytest_timeout
 
 from eos.broker import DEFAULT_VERSION, LocalKafka, node
 from eos.raising import raising
+from tests.suites.depth import is_deep
 from tests.suites.order import rank, unit_of
 
 # How long an example takes is the machine's; all else is as before (in CI: the same examples each time).
@@ -53,6 +54,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False  # by number of tests
     return ByUnit(config, log)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if is_deep(item.nodeid):
+        item.add_marker("deep")
 
 
 @pytest.hookimpl(trylast=True)

@@ -19,6 +19,8 @@ from confluent_kafka import libversion
 import eos
 from eos import cli
 from eos.cli import COMMANDS
+from tests.support.forked import environment
+from tests.support.forked import eos as program
 
 ROOT = Path(eos.__file__).resolve().parents[1]
 APP = """
@@ -40,17 +42,11 @@ def here(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def program(here: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("EOS_", "KAFKA_"))}
-    return subprocess.run(
-        [sys.executable, "-m", "eos", *arguments],
-        cwd=here,
-        env=inherited | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def started(here: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """As `program`, with all imports to come."""
+    command = [sys.executable, "-m", "eos", *arguments]
+    variables = environment({"PYTHONPATH": str(ROOT)} | more)
+    return subprocess.run(command, cwd=here, env=variables, capture_output=True, text=True, timeout=60, check=False)
 
 
 def refused(code: int, here: Path, *arguments: str, **environment: str) -> str:
@@ -77,7 +73,7 @@ def test_help_shows_every_command_and_exits_with_0(here: Path) -> None:
 
 @pytest.mark.parametrize("pure_python", ["0", "1"])
 def test_the_versions_that_a_report_needs_are_told(here: Path, pure_python: str) -> None:
-    ended = program(here, "--version", EOS_PURE_PYTHON=pure_python)
+    ended = started(here, "--version", EOS_PURE_PYTHON=pure_python)
     assert (ended.returncode, ended.stderr) == (0, "")
     for name in ("eos-kafka", "confluent-kafka", "kafka-python"):
         assert f"{name} {metadata.version(name)}" in ended.stdout
@@ -413,7 +409,7 @@ def test_garbage_is_collected_again_when_a_users_module_is_imported_and_the_impo
     here: Path,
 ) -> None:
     (here / "good.py").write_text(f"import gc\nprint(gc.isenabled(), gc.get_freeze_count() > 10_000)\n{APP}")
-    assert program(here, *WORKER).stdout == "True True\n"
+    assert started(here, *WORKER).stdout == "True True\n"
 
 
 def test_the_versions_are_told_without_a_command(here: Path) -> None:

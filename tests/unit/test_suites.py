@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.suites import depth
 from tests.suites.changes import LANDED, since_the_last_landing
 from tests.suites.order import LONGEST, unit_of
 from tests.suites.table import DEEP, EVERY, SUITES, deep_for
@@ -55,6 +57,26 @@ def test_every_path_of_the_tables_is_there() -> None:
     named = [path.partition("::")[0] for path in (*DEEP, *LONGEST)]
     assert [path for path in named if not (ROOT / path).exists()] == []
     assert [path for suite in SUITES for path in suite.paths if not (ROOT / path).is_dir()] == []
+
+
+def test_every_test_that_is_called_deep_is_there() -> None:
+    for file, tests in depth.DEEP.items():
+        names = re.findall(r"^def test_(\w+)", (ROOT / file).read_text(), re.MULTILINE)
+        assert [begin for begin in tests if not any(name.startswith(begin) for name in names)] == [], file
+
+
+@pytest.mark.parametrize(
+    ("nodeid", "deep"),
+    [
+        ("tests/broker/test_overdue.py::test_any[3.9.2]", True),
+        ("tests/broker/test_overdue.py::test_any[4.3.1]", False),
+        ("tests/broker/test_topic_ids.py::test_while_a_broker_is_down_it_is[1]", True),
+        ("tests/broker/test_topic_ids.py::test_another", False),
+        ("tests/broker/test_topic.py::test_any[3.9.2]", False),
+    ],
+)
+def test_deep_is_what_the_table_says_of_a_test_and_its_parameters(nodeid: str, deep: bool) -> None:
+    assert depth.is_deep(nodeid) is deep
 
 
 def test_every_folder_of_tests_is_in_a_suite() -> None:

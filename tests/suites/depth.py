@@ -1,0 +1,118 @@
+"""Which tests are too much for `make test`: `deep` ones, which CI runs where a change asks for them, and `make test-all`.
+
+`make test` shows the whole promise once: each step of a transaction killed, each row of docs/guarantees.md, each client of
+the shim, each kind of fault of a cluster. What shows the same again (another protocol, another version, another side) is
+here. Repetitions are marked `long` where they are.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+DEEP: dict[str, dict[str, tuple[str, ...]]] = {
+    "tests/broker/test_broker_faults.py": {
+        "a_commit_to_a_broker_that_is_away": ("past-its-timeout",),
+        "a_killed_coordinator_of_three_brokers": ("offsets sent",),
+        "a_group_session_that_ended_while_no_broker": (),
+    },
+    "tests/broker/test_demo.py": {"an_interrupt_while_the_workers_run": ()},
+    "tests/broker/test_eos_run.py": {"what_was_loaded_is_handled_however_late": ()},
+    "tests/broker/test_kill_steps.py": {
+        # Each step once, before the timeouts or after them.
+        "a_worker_killed_at_any_step": (
+            "after-begin-after*",
+            "after-produce-before*",
+            "in-flush-after*",
+            "after-send-offsets-before*",
+            "commit-before-it-arrives-after*",
+            "commit-before-its-answer-before*",
+            "after-commit-before*",
+        ),
+        "a_worker_with_two_producers_in_turn": ("after-*", "in-flush*"),
+        "a_worker_killed_in_a_group_of_the_consumer": ("after-produce*", "commit-before-it-arrives*"),
+        "a_worker_killed_on_a_broker_before_kip_890": ("after-produce*", "commit-before-it-arrives*"),
+    },
+    "tests/broker/test_late_requests.py": {
+        "a_late_commit_in_the_next_transaction": ("*-60",),
+        "a_late_offset_commit_moves_the_group": ("*-40",),
+        "the_next_transaction_waits_for_the_statistics": ("*AddOffsetsToTxn", "*-TxnOffsetCommit"),
+        "a_call_that_was_slow_and_not_retried": ("*AddOffsetsToTxn", "*TxnOffsetCommit"),
+    },
+    "tests/broker/test_local_kafka.py": {
+        # tests/containers shows both on clusters of three.
+        "three_nodes_serve_on_when_the_leader": (),
+        "a_committed_record_survives_a_stop": (),
+    },
+    "tests/broker/test_operations.py": {"metrics_agree": ("eos.producers=2",)},
+    "tests/broker/test_overdue.py": {"": ("3.9.2",)},
+    "tests/broker/test_own_loop.py": {"aborts_at_random_places": ("consumer",)},
+    "tests/broker/test_patterns.py": {
+        "a_topic_that_comes_under_a_running": ("two producers", "range", "consumer", "latest"),
+        "of_two_workers_one_is_killed": ("range", "consumer"),
+        "a_worker_that_has_not_heard": ("cooperative-sticky",),
+        "topics_that_come_on_three_brokers": (),
+    },
+    "tests/broker/test_policies.py": {
+        "an_output_that_is_too_large": ("client-skip", "client-retry", "broker-skip"),
+        "dead_letters_are_there_exactly_once_on_a_broker_before": (),
+        "dead_letters_are_there_exactly_once_in_a_group_of": (),
+    },
+    "tests/broker/test_preflight.py": {"topics_that_can_lose_acknowledged": ()},
+    "tests/broker/test_rebalances.py": {
+        "members_that_come_and_go_while": ("range*", "cooperative*"),
+        "a_member_that_loses_its_partitions": ("cooperative-sticky-flushed*", "consumer-offsets*"),
+        "a_rebalance_waits_for": ("range", "cooperative*"),
+    },
+    "tests/broker/test_reset.py": {
+        "an_app_whose_sources_changed": ("more1",),
+        "a_topic_made_anew_under_a_running": ("fewer*",),
+    },
+    "tests/broker/test_security.py": {
+        "a_worker_with_just_its_rights": ("plain", "certificate", "token of an identity provider"),
+    },
+    "tests/broker/test_starts_and_ends.py": {
+        "a_stop_that_takes_too_long": ("the-shutdown-timeout",),
+        "an_output_that_is_too_large": ("the-broker",),
+    },
+    "tests/broker/test_topic_ids.py": {"while_a_broker_is_down": ()},
+    "tests/broker/test_zombies.py": {
+        "a_worker_paused_past_its_transaction_timeout_goes": ("flushed", "offsets sent"),
+        "a_worker_paused_past_its_transaction_timeout_on_a_broker": (),
+        "a_zombie_resumed_while": ("before-its-timeout-consumer", "past-its-timeout-classic"),
+        "a_zombie_resumed_when": ("before-its-timeout-classic", "past-its-timeout-consumer"),
+        "a_zombie_on_a_broker_before_kip_890_is_fenced_by_a_busy": (),
+    },
+    "tests/shim/test_clients.py": {
+        "": ("3.9.2*",),
+        "records_of_every_codec": ("*-gzip", "*-lz4"),
+    },
+    "tests/shim/test_faults.py": {
+        "the_broker_has_ended_the_transaction_only": ("blackhole-*",),
+    },
+    "tests/shim/test_protect.py": {
+        "a_transaction_has_an_epoch": ("gzip", "snappy", "lz4"),
+        # Both clients, both sides and without protection stay; not their product.
+        "h1_a_late_end": ("abort-*",),
+        "h1_whatever_the_next": ("* commit-*-broker-*", "* abort-*-client-*", "* crash-*-broker-*"),
+        "h2b_a_produce_that_was": ("acknowledgement lost-*-broker-*", "record late-*-client-*"),
+    },
+    "tests/shim/test_protect_failover.py": {"the_death_of_a_coordinator": ("*-leader-*",)},
+    "tests/shim/test_protect_restarts.py": {
+        "a_client_outlives": ("after an abort-confluent-kafka", "after a commit-kafka-python"),
+        "a_shim_killed_at_a_step": ("*-before",),
+    },
+    "tests/shim/test_sweep.py": {
+        "our_worker_is_right": ("FindCoordinator*", "TxnOffsetCommit*"),
+        "the_summary_of_pytest": ("one process",),
+    },
+}
+"""File -> beginning of a test's name behind `test_` -> patterns of the parameters that are deep; none: all of it."""
+
+
+def is_deep(nodeid: str) -> bool:
+    file, _, name = nodeid.partition("::")
+    test, _, parameters = name.removeprefix("test_").removesuffix("]").partition("[")
+    return any(
+        test.startswith(begin) and (not patterns or any(fnmatchcase(parameters, pattern) for pattern in patterns))
+        for begin, patterns in DEEP.get(file, {}).items()
+    )
