@@ -15,10 +15,17 @@ from typing import Any
 
 import pytest
 
+from eos.errors import Unavailable
+from tests.support import spark_classes
 from tests.support.reading import TooSlow
 from tests.support.spark_query import Query
 
 ROOT = Path(__file__).parents[2]
+
+
+def pytest_configure() -> None:
+    with contextlib.suppress(Unavailable):  # of which the first test that starts a Spark tells
+        os.environ["SPARK_SUBMIT_OPTS"] = spark_classes.options()
 
 
 @pytest.fixture(scope="session")

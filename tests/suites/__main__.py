@@ -12,9 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -26,6 +27,7 @@ from eos.errors import Unavailable
 from tests.suites import late, machine
 from tests.suites.changes import since_the_last_landing
 from tests.suites.table import QUICK, SUITES, Suite, deep_for
+from tests.support import spark_classes
 
 NO_TESTS = 5  # pytest's exit code when it ran none
 BROKER_VERSIONS = (DEFAULT_VERSION, "3.9.2")
@@ -101,14 +103,18 @@ def _directory() -> Iterator[Path]:
 
 
 def _prepare(chosen: list[Suite]) -> None:
-    """The archives of the brokers' classes, once on a machine: every node is up in half the time then."""
-    if not any(suite.name not in QUICK for suite in chosen):
-        return
-    for version in BROKER_VERSIONS:
+    """The archives of the classes of brokers and of Spark, once on a machine: each one's start costs half and less."""
+    names = {suite.name for suite in chosen}
+    makes: list[Callable[[], object]] = []
+    if names - set(QUICK):
+        makes += [partial(archive.make, version) for version in BROKER_VERSIONS]
+    if "spark" in names:
+        makes.append(spark_classes.make)
+    for make in makes:
         try:
-            archive.make(version)
+            make()
         except Unavailable as error:
-            console.print(f"[yellow]no archive of the classes of Kafka {version}: {error}")
+            console.print(f"[yellow]no archive of classes: {error}")
 
 
 def _run(suite: Suite, depth: str, directory: Path) -> Result:

@@ -1,0 +1,71 @@
+"""An archive of the classes that Spark loads, as eos/broker/archive.py has of Kafka's: a driver with it costs a third.
+
+Made once by the suites; `options` are those of every driver's JVM that a test starts, with it or without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from eos.broker.archive import path_of
+from eos.broker.jars import locked
+from spark_connector.session import spark_java
+
+# C1 alone: no driver of a test lives long enough to earn what C2 costs.
+_QUICK = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"
+_PROGRAM = """
+from spark_connector import spark_session, session
+
+spark = spark_session("classes", master="local[2]", config={"spark.ui.enabled": "false"})
+rows = spark.range(1000).selectExpr("id % 7 as key", "id as value")
+rows.groupBy("key").count().collect()
+rows.mapInArrow(lambda batches: batches, "key long, value long").repartition(2).collect()
+query = spark.readStream.format("rate").load().writeStream.format("noop").trigger(once=True).start()
+query.awaitTermination()
+print("JVM", session._jvm_process(spark).pid)
+"""
+
+
+def _path() -> Path:
+    import pyspark
+
+    # All that is in this directory, of this version.
+    jars = Path(pyspark.__file__).parent / "jars"
+    return path_of(spark_java() / "bin" / "java", [jars, Path(pyspark.__version__)])
+
+
+def options() -> str:
+    """For SPARK_SUBMIT_OPTS."""
+    path = _path()
+    return f"{_QUICK} -XX:SharedArchiveFile={path}" if path.exists() else _QUICK
+
+
+def make() -> None:
+    """The archive, if it is not there. Raises Unavailable where there is no Java for Spark."""
+    path = _path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path.with_suffix(".lock")):
+        if path.exists():
+            return
+        part = path.with_suffix(".part")
+        variables = os.environ | {"SPARK_SUBMIT_OPTS": f"{_QUICK} -XX:ArchiveClassesAtExit={part}"}
+        ran = subprocess.run(
+            [sys.executable, "-c", _PROGRAM],
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            check=True,
+        )
+        # The JVM writes it at its end, which comes behind its Python's.
+        jvm = re.search(rb"^JVM (\d+)$", ran.stdout, re.MULTILINE)
+        assert jvm, ran.stdout[-500:]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(int(jvm[1])).wait(120)
+        part.replace(path)
