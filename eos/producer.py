@@ -395,7 +395,7 @@ class TransactionalProducer:
         assert isinstance(error, KafkaException)
         if classify("produce", error.args[0]) is Action.ABORT:
             self._raise_delivery_error(_REPORT_DELAY_S)  # what the transaction failed of, if it was a record
-        raise self._failed("produce", error) from error
+        raise self._failed("produce", error, topic=record[0]) from error
 
     def _raise_delivery_error(self, wait_s: float = 0.0) -> None:
         """Raises for the first record that could not be delivered, if its report is there or comes within `wait_s`."""
@@ -563,10 +563,10 @@ class TransactionalProducer:
                     told = now
                     log.warning("waiting for the cluster", call=name, error=describe_error(error), **self.who())
 
-    def _failed(self, call: Call, error: KafkaException) -> CallFailed:
-        return self._fail(call, classify(call, error.args[0]), error)
+    def _failed(self, call: Call, error: KafkaException, topic: str = "") -> CallFailed:
+        return self._fail(call, classify(call, error.args[0]), error, topic=topic)
 
-    def _fail(self, call: Call, action: Action, error: BaseException, where: str = "") -> CallFailed:
+    def _fail(self, call: Call, action: Action, error: BaseException, where: str = "", topic: str = "") -> CallFailed:
         """Moves the machine to where the action leaves it; returns the exception to raise."""
         if action is Action.SETTLE or action is Action.FENCED:
             self._machine.fire(Event.FENCE)
@@ -580,7 +580,7 @@ class TransactionalProducer:
             self._machine.fire(Event.FAIL)
             action = Action.REBUILD
         self._spent = self._spent or f"failure: {call} raised"
-        topic = where.rsplit(" [", 1)[0]
+        topic = topic or where.rsplit(" [", 1)[0]
         group: str = self._settings.get("group.id", "")
         right = denied(error, group=group, transactional_id=self.transactional_id, topic=topic)
         failure = CallFailed(call, action, error, right)

@@ -123,6 +123,23 @@ def test_an_input_whose_offsets_may_not_be_committed_is_named(monkeypatch: pytes
     assert str(stopped).startswith(said("topic in", "READ"))
 
 
+def test_an_output_that_the_client_knows_to_be_forbidden_is_named() -> None:
+    """Its metadata may say so before a record is sent: then `produce` itself raises, and not the delivery."""
+    transactional = TransactionalProducer(Settings(), "t")
+
+    def produce(*_: object) -> None:
+        raise KafkaException(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED))
+
+    transactional._client = SimpleNamespace(producer=SimpleNamespace(produce=produce))  # type: ignore[assignment]
+    transactional._machine.fire(Event.INITIALISED)
+    transactional._machine.fire(Event.BEGIN)
+    with pytest.raises(CallFailed) as raised:
+        transactional.send("out", b"value")
+    stopped = stop_error(raised.value)
+    assert isinstance(stopped, NotAuthorised)
+    assert str(stopped).startswith(said("topic out", "WRITE"))
+
+
 # ---- eos reset ------------------------------------------------------------------------------------------------------
 
 
