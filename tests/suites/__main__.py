@@ -31,6 +31,7 @@ from tests.support import spark_classes
 
 NO_TESTS = 5  # pytest's exit code when it ran none
 BROKER_VERSIONS = (DEFAULT_VERSION, "3.9.2")
+TALLIES = Path(__file__).parents[2] / "build" / "suites"
 MEMORY = Path("/dev/shm")
 MEMORY_NEEDED_BYTES = 8 << 30
 COLUMNS = ("tests", "left out", "late", "failed", "seconds", "budget")
@@ -62,9 +63,9 @@ def main(arguments: list[str]) -> int:
     depths = _depths(mode, chosen)
     for line in machine.lacks():
         console.print(f"[yellow]not here: {line}")
-    with _directory() as directory:
+    with _directory():
         _prepare(chosen)
-        results = [_run(suite, depths[suite.name], directory) for suite in chosen]
+        results = [_run(suite, depths[suite.name]) for suite in chosen]
     _show(results)
     return 0 if all(result.ok for result in results) else 1
 
@@ -87,15 +88,15 @@ def _depths(mode: str, chosen: list[Suite]) -> dict[str, str]:
 
 
 @contextmanager
-def _directory() -> Iterator[Path]:
+def _directory() -> Iterator[None]:
     """Where brokers keep their data: in memory, where there is enough of it; kept when something in it was kept."""
     roomy = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= MEMORY_NEEDED_BYTES
     made = Path(tempfile.mkdtemp(prefix="eos-tests-", dir=MEMORY if roomy else None))
+    made.chmod(0o755)  # some tests are another user's
     os.environ["TMPDIR"] = str(made)
     try:
-        yield made
+        yield
     finally:
-        shutil.rmtree(made / "tallies", ignore_errors=True)
         for path in made.glob("pytest-of-*"):
             shutil.rmtree(path, ignore_errors=True)
         if not any(made.iterdir()):
@@ -117,16 +118,18 @@ def _prepare(chosen: list[Suite]) -> None:
             console.print(f"[yellow]no archive of classes: {error}")
 
 
-def _run(suite: Suite, depth: str, directory: Path) -> Result:
+def _run(suite: Suite, depth: str) -> Result:
     console.rule(f"{suite.name}")
     start = time.monotonic()
     if suite.commands:
         codes = [subprocess.run(command, check=False).returncode for command in suite.commands]
         return Result(suite, depth, not any(codes), time.monotonic() - start)
-    tally = directory / "tallies" / f"{suite.name}.json"
-    tally.parent.mkdir(exist_ok=True)
+    TALLIES.mkdir(parents=True, exist_ok=True)
+    tally = TALLIES / f"{suite.name}.json"
+    tally.unlink(missing_ok=True)
     code = subprocess.run(_pytest(suite, depth, tally), check=False).returncode
     counted = json.loads(tally.read_text()) if tally.exists() else {}
+    counted.pop("took_s", None)
     return Result(suite, depth, code in (0, NO_TESTS), time.monotonic() - start, **counted)
 
 

@@ -105,6 +105,27 @@ DEEP: dict[str, dict[str, tuple[str, ...]]] = {
         "our_worker_is_right": ("FindCoordinator*", "TxnOffsetCommit*"),
         "the_summary_of_pytest": ("one process",),
     },
+    "tests/spark/test_brokers.py": {
+        "a_broker_killed_in_mid_batch": ("coordinator-mark",),
+        "a_topic_that_has_too_few_replicas": (),
+    },
+    "tests/spark/test_kills.py": {
+        "a_driver_killed_behind_a_step": ("produce-driver", "commit-tasks"),
+        "a_driver_killed_inside_a_step": ("half produced-tasks", "EndTxn sent-driver"),
+    },
+    "tests/spark/test_run.py": {
+        "a_jvm_that_is_gone": (),
+        "a_second_signal_gives_up": (),
+        "executors_of_a_cluster_get": (),
+        "what_is_wrong_is_said": (),
+        "what_the_executors_python_lacks": (),
+        "a_lost_checkpoint_is_refused": (),  # tests/spark/test_sink.py shows the rule
+    },
+    "tests/spark/test_security.py": {"": ()},
+    "tests/spark/test_sink.py": {"many_and_large_rows": ("zstd",)},
+    "tests/spark/test_standalone.py": {"executors_need_neither": ()},
+    "tests/spark/test_tasks.py": {"a_task_that_dies": ("counted",)},
+    "tests/spark/test_through_shim.py": {"": ("3.9.2",)},
 }
 """File -> beginning of a test's name behind `test_` -> patterns of the parameters that are deep; none: all of it."""
 

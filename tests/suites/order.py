@@ -15,6 +15,20 @@ LONGEST = (
     "tests/unit/test_cli.py",
     "tests/unit/shim/test_protect_requests.py",
     "tests/unit/shim/test_addresses.py",
+    "tests/broker/test_security.py",
+    "tests/broker/test_broker_faults.py",
+    "tests/broker/test_overdue.py",
+    "tests/broker/test_coordinator_clocks.py",
+    "tests/broker/test_demo.py::test_the_demo_hits",
+    "tests/broker/test_verify.py::test_a_run_with_a_kill",
+    "tests/broker/test_own_loop.py::test_aborts_at_random",
+    "tests/shim/test_clients.py",
+    "tests/shim/test_sweep.py",
+    "tests/shim/test_protect_failover.py",
+    "tests/containers/matrix/test_matrix.py",
+    "tests/spark/test_run.py",
+    "tests/spark/test_standalone.py",
+    "tests/spark/test_kills.py",
 )
 """Beginnings of names: what takes so long that others should not wait for it at the end, the longest first."""
 

@@ -17,10 +17,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     stats = terminalreporter.stats
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in stats.get("skipped", []))
+    took: dict[str, float] = {}
+    for report in (*stats.get("passed", []), *stats.get("failed", []), *stats.get("", [])):
+        took[report.nodeid] = round(took.get(report.nodeid, 0) + report.duration, 2)
     tally = {
         "passed": len(stats.get("passed", [])),
         "failed": len(stats.get("failed", [])) + len(stats.get("error", [])),
         "late": [report.nodeid for report in stats.get("rerun", [])],
         "left_out": reasons,
+        "took_s": dict(sorted(took.items(), key=lambda item: -item[1])),
     }
     Path(config.getoption("--tally")).write_text(json.dumps(tally))
