@@ -16,6 +16,7 @@ demo: $(READY)
 demo-spark: $(STAMP)
 	$(BIN)/eos demo --spark
 
+# docs/testing.md.
 SUITES := $(BIN)/python -m tests.suites
 
 # Before a commit: lint, types, unit tests; a minute.

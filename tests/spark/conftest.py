@@ -23,9 +23,13 @@ from tests.support.spark_query import Query
 ROOT = Path(__file__).parents[2]
 
 
-def pytest_configure() -> None:
-    with contextlib.suppress(Unavailable):  # of which the first test that starts a Spark tells
+@pytest.fixture(scope="session", autouse=True)
+def java() -> None:
+    """What every driver of these tests is started with; without a JDK they are left out."""
+    try:
         os.environ["SPARK_SUBMIT_OPTS"] = spark_classes.options()
+    except Unavailable as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ SUITES = (
         20,
         commands=((*_PYTHON, "ruff", "check", "."), (*_PYTHON, "ruff", "format", "--check", "."), (*_PYTHON, "mypy")),
     ),
-    Suite("unit", 40, ("tests/unit",), 2),
+    Suite("unit", 40, ("tests/unit",), 4),
     # Most of these wait for a broker's clock: each process has brokers of its own.
     Suite("broker", 330, ("tests/broker",), 6),
     Suite("shim", 150, ("tests/shim",), 6),
