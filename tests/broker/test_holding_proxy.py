@@ -6,14 +6,13 @@ client or the broker has changed: read it again before touching the rule. Nothin
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from enum import Enum
 
 import pytest
 
 from eos.broker import LocalKafka
-from tests.support.proxy import ApiKey, Fault, HoldingProxy, Request
+from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.raw import Background, RawProducer, raw_producer
 from tests.support.reading import (
     create_topic,
@@ -75,59 +74,6 @@ def test_a_held_end_txn_keeps_the_commit_waiting_until_it_is_released(
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
 
 
-def test_a_held_answer_keeps_the_commit_waiting_though_the_broker_has_committed(
-    kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
-) -> None:
-    hold = proxy.on(ApiKey.EndTxn, Fault.HOLD_RESPONSE, transactional_id=raw.transactional_id)
-    raw.begin()
-    raw.send(topic, "one")
-    commit = Background(raw.commit)
-    hold.wait()
-    assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
-    assert commit.running
-    hold.release()
-    commit.result()
-    assert len(proxy.seen(ApiKey.EndTxn, raw.transactional_id)) == 1
-
-
-def test_requests_behind_a_held_one_wait_for_it_and_arrive_in_order(
-    kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
-) -> None:
-    raw.begin()
-    raw.send(topic, "0")
-    before = len(proxy.seen(ApiKey.Produce, raw.transactional_id))
-    hold = proxy.on(ApiKey.Produce, Fault.HOLD_REQUEST, transactional_id=raw.transactional_id)
-    raw.offer(topic, "1")
-    held = hold.wait()
-    raw.offer(topic, "2")
-
-    def behind_it() -> list[Request]:
-        return proxy.seen(ApiKey.Produce, raw.transactional_id)[before + 1 :]
-
-    wait_until("the pipelined Produce", behind_it)
-    assert {request.connection for request in behind_it()} == {held.connection}
-    hold.release()
-    raw.commit()
-    assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"0", b"1", b"2"]
-
-
-def test_a_held_request_arrives_although_its_client_was_cut_off(
-    kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
-) -> None:
-    hold = proxy.on(ApiKey.EndTxn, Fault.HOLD_REQUEST, transactional_id=raw.transactional_id)
-    raw.begin()
-    raw.send(topic, "one")
-    commit = Background(raw.commit)
-    hold.wait()
-    assert proxy.cut_all() >= 1
-    commit.result()  # the retry on a new connection did it
-    # While the markers are being written the coordinator answers 51 CONCURRENT_TRANSACTIONS to anything.
-    assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
-    hold.release()
-    assert hold.answer().error == 0
-    assert len(proxy.seen(ApiKey.EndTxn, raw.transactional_id)) == 2
-
-
 @pytest.mark.parametrize("fault", [Fault.CUT_BEFORE, Fault.CUT_AFTER], ids=enum_name)
 def test_a_commit_survives_a_cut_around_end_txn(
     kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str, fault: Fault
@@ -140,31 +86,6 @@ def test_a_commit_survives_a_cut_around_end_txn(
     assert retries
     assert first.connection not in {retry.connection for retry in retries}
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
-
-
-def test_a_swallowed_request_is_sent_again_only_after_the_socket_timeout(
-    kafka: LocalKafka, proxy: HoldingProxy, topic: str, names: Callable[[str], str]
-) -> None:
-    with raw_producer(kafka.proxied_servers, names("tx"), socket_timeout_ms=1000) as raw:
-        hole = proxy.on(ApiKey.EndTxn, Fault.BLACKHOLE, transactional_id=raw.transactional_id)
-        commit_one(raw, topic, "one")
-        first, retry = proxy.seen(ApiKey.EndTxn, raw.transactional_id)
-    assert hole.hit
-    assert retry.seen_at - first.seen_at > 0.9
-    assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
-
-
-def test_while_refusing_the_proxy_accepts_no_connection_and_keeps_the_open_ones(
-    kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
-) -> None:
-    commit_one(raw, topic, "one")
-    proxy.refuse = True
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", proxy.listen_port), timeout=5)
-    commit_one(raw, topic, "two")
-    proxy.refuse = False
-    socket.create_connection(("127.0.0.1", proxy.listen_port), timeout=5).close()
-    assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"one", b"two"]
 
 
 def test_a_rule_that_never_fired_fails_the_test(proxy: HoldingProxy) -> None:
