@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.suites import __main__ as runner
 from tests.suites import depth
 from tests.suites.changes import LANDED, since_the_last_landing
 from tests.suites.order import LONGEST, unit_of
-from tests.suites.table import DEEP, EVERY, SUITES, deep_for
+from tests.suites.table import DEEP, EVERY, SUITES, Suite, deep_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,6 +37,34 @@ def commit(where: Path) -> str:
     git(where, "add", "-A")
     git(where, "commit", "-qm", "a step")
     return git(where, "rev-parse", "HEAD").strip()
+
+
+@pytest.fixture
+def suites(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
+    """Runs suites in place of ours, each a program of Python; returns the exit code."""
+
+    def run(**programs: str) -> int:
+        made = [Suite(name, 0, commands=((sys.executable, "-c", code),)) for name, code in programs.items()]
+        monkeypatch.setattr(runner, "SUITES", tuple(made))
+        return runner.main(["test"])
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(runner, "_prepare", lambda chosen: None)
+    return run
+
+
+def test_every_suite_is_run_whatever_fails_and_the_table_says_which(
+    suites: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert suites(first="print('1st'); exit(3)", second="print('2nd')") == 1
+    told = capfd.readouterr().out
+    assert "1st" in told
+    assert "2nd" in told
+    assert re.findall(r"^(\w+) failed$", told, re.MULTILINE) == ["first"]
+
+
+def test_a_suite_over_its_budget_has_not_failed(suites: Callable[..., int]) -> None:
+    assert suites(slow="pass") == 0
 
 
 @pytest.mark.parametrize(
