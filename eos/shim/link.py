@@ -453,11 +453,13 @@ class _Side(asyncio.BufferedProtocol):
             if self.takes_more:
                 self._unsent += map(bytes, pieces)  # what came before reading could be paused
             return
-        if self._ended or transport.is_closing():
+        if self._ended:
             return
         if len(pieces) > 1 and sum(map(len, pieces)) <= _JOINED_BYTES:
             pieces = [b"".join(pieces)]
         for piece in pieces:
+            if transport.is_closing():  # the piece before may have found out; asyncio warns of who goes on
+                return
             if len(piece) <= _JOINED_BYTES or transport.get_write_buffer_size():
                 transport.write(bytes(piece))
                 continue

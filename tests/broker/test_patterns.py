@@ -21,7 +21,7 @@ from eos.settings import Settings
 from eos.testing.online import run_on
 from eos.worker import Worker
 from tests.support.life import POISON, Life
-from tests.support.reading import create_topic, visible_values, wait_until
+from tests.support.reading import create_topic, settled_values, visible_values, wait_until
 
 if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
     from tests.support.pipeline import Pipelines
@@ -217,11 +217,11 @@ def test_what_matches_is_what_run_doctor_and_reset_see(life: Life) -> None:
     assert shown.returncode == 0, shown.stdout
     assert f"{second}: 1 partitions" in shown.stdout
     assert life.run().returncode == 0
-    assert life.outputs() == [b"a", b"b"]
+    assert life.settled() == [b"a", b"b"]
     moved = life.reset("--from", "earliest", "--yes", "--topic", second)
     assert moved.returncode == 0, moved.stderr
     assert life.run().returncode == 0
-    assert life.outputs() == [b"a", b"b", b"b"]
+    assert life.settled() == [b"a", b"b", b"b"]
     refused = life.reset("--from", "earliest", "--yes", "--topic", f"{life.input}-3")
     assert refused.returncode == 64, refused.stderr
 
@@ -252,7 +252,7 @@ def test_two_workers_under_a_supervisor_take_a_topic_in(life: Life) -> None:
     finally:
         supervisor.terminate()
         assert supervisor.wait(60) == 0, log_of(life)
-    assert life.outputs() == [b"a", b"b", b"b", b"c", b"c", b"d", b"d"]
+    assert life.settled() == [b"a", b"b", b"b", b"c", b"c", b"d", b"d"]
 
 
 def test_a_topic_whose_dead_letters_have_no_topic_is_not_read_until_they_have(
@@ -334,7 +334,7 @@ def test_a_topic_that_matched_and_is_deleted_ends_the_worker_as_a_named_one_and_
     assert second in log_of(life).splitlines()[-1]
     life.load([b"c"])
     assert life.run().returncode == 0
-    assert life.outputs() == [b"a", b"b", b"c"]
+    assert life.settled() == [b"a", b"b", b"c"]
 
 
 def test_a_topic_that_two_functions_want_ends_a_running_worker_with_78(life: Life) -> None:
@@ -385,7 +385,7 @@ def test_a_worker_of_one_s_own_program_finds_its_topics_itself(kafka: LocalKafka
         with eos.transaction(settings.with_values(**{"transactional.id": names("load")})) as txn:
             txn.send(topic, f"{number}".encode())
     Worker(app, settings, until_end=True).run()
-    assert sorted(visible_values(kafka.bootstrap_servers, names("out"))[0], key=str) == [b"0", b"1"]
+    assert sorted(settled_values(kafka.bootstrap_servers, names("out"))[0], key=str) == [b"0", b"1"]
 
 
 def test_a_session_asks_for_new_topics_only_when_no_transaction_is_open(kafka: LocalKafka, names: Names) -> None:
@@ -416,4 +416,4 @@ def test_a_session_asks_for_new_topics_only_when_no_transaction_is_open(kafka: L
     assert len(asked) > 2
     assert all(asked)
     assert sorted(handled, key=str) == [(topic, value) for topic in sorted((first, second)) for value in (b"1", b"2")]
-    assert sorted(visible_values(servers, out)[0], key=str) == [b"1", b"1", b"2", b"2"]
+    assert sorted(settled_values(servers, out)[0], key=str) == [b"1", b"1", b"2", b"2"]

@@ -18,7 +18,7 @@ from eos.broker import LocalKafka
 from eos.broker.node import free_ports
 from tests.support.hanging import NO_VERIFICATION, produce_late
 from tests.support.raw import raw_producer
-from tests.support.reading import create_topic, took_under, transaction_of, visible_values, wait_until
+from tests.support.reading import create_topic, settled_values, took_under, transaction_of, wait_until
 
 Names = Callable[[str], str]
 ROOT = Path(__file__).parents[2]
@@ -122,7 +122,7 @@ def test_a_topic_that_is_missing_is_exit_69_and_create_topics_makes_it(kafka: Lo
     assert ended.returncode == 0, ended.stderr
     assert f"topic created topic={here.output}" in ended.stderr
     assert len(repaired.list_topics(here.output, timeout=10).topics[here.output].partitions) == 3
-    assert [v for values in visible_values(servers, here.output).values() for v in values] == [b"x"]
+    assert [v for values in settled_values(servers, here.output).values() for v in values] == [b"x"]
 
 
 def test_a_transaction_timeout_above_the_brokers_is_exit_78_with_the_limit(kafka: LocalKafka, here: Directory) -> None:

@@ -37,7 +37,7 @@ def test_a_record_that_nobody_can_handle_is_stepped_past_and_the_input_replayed(
     moved = life.reset("--from", f"{life.input}:0:2", "--yes")
     assert moved.returncode == 0, moved.stderr
     assert life.run().returncode == 0
-    assert life.outputs() == [b"a", b"b", b"c"]
+    assert life.settled() == [b"a", b"b", b"c"]
     assert life.committed() == [3, 1]
     assert life.reset("--from", "latest", "--yes").returncode == 0
     assert life.committed() == [3, 1]
@@ -45,7 +45,7 @@ def test_a_record_that_nobody_can_handle_is_stepped_past_and_the_input_replayed(
     assert life.committed() == [0, 0]
     assert life.reset("--from", f"{life.input}:0:2", "--yes").returncode == 0
     assert life.run().returncode == 0
-    assert life.outputs() == [b"a", b"b", b"b", b"c", b"c"], "the record before is not read again, the others are"
+    assert life.settled() == [b"a", b"b", b"b", b"c", b"c"], "the record before is not read again, the others are"
 
 
 def test_a_reset_is_refused_while_a_member_lives_and_names_it(life: Life) -> None:
@@ -103,7 +103,7 @@ def test_the_group_of_an_at_least_once_consumer_is_adopted_where_it_stands(life:
     assert "INCONSISTENT_GROUP_PROTOCOL" in refused.stderr
     consumer.close()
     assert life.run().returncode == 0
-    assert life.outputs() == [b"a"]
+    assert life.settled() == [b"a"]
 
 
 def test_other_instance_names_go_on_where_the_old_ones_stopped(life: Life) -> None:
@@ -112,7 +112,7 @@ def test_other_instance_names_go_on_where_the_old_ones_stopped(life: Life) -> No
     life.load([b"b"])
     renamed = life.eos("run", "theapp.py:app", "--instance", "another", "--until-end")
     assert renamed.returncode == 0, renamed.stderr
-    assert life.outputs() == [b"a", b"b"]
+    assert life.settled() == [b"a", b"b"]
 
 
 @pytest.mark.parametrize("more", [(), ("-X", "partition.assignment.strategy=range")])
@@ -149,7 +149,7 @@ def test_a_topic_made_anew_while_no_worker_runs_is_read_from_its_beginning(life:
     assert life.run().returncode == 0
     life.make_input_anew([b"d"])
     assert life.run().returncode == 0
-    assert life.outputs() == [b"a", b"b", b"c", b"d"]
+    assert life.settled() == [b"a", b"b", b"c", b"d"]
 
 
 @pytest.mark.parametrize("records", [1, 8], ids=["fewer records than before", "more records than before"])
@@ -169,7 +169,7 @@ def test_a_topic_made_anew_under_a_running_worker_stops_it_with_66(records: int,
         worker.wait(10)
     assert life.reset("--from", "earliest", "--yes", "--wait", "30").returncode == 0
     assert life.run().returncode == 0
-    assert life.outputs().count(b"new") >= records
+    assert life.settled().count(b"new") >= records
 
 
 def test_a_new_partition_is_taken_up_from_its_beginning_by_a_running_worker(life: Life) -> None:
@@ -220,4 +220,4 @@ def test_a_rolling_restart_under_the_same_names_loses_and_doubles_nothing(life: 
         codes = [worker.wait(60) for worker in workers.values()]
         stderr.close()
     assert codes == [0, 0], log.read_text()
-    assert life.outputs() == expected
+    assert life.settled() == expected

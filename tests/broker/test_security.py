@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from confluent_kafka import Producer
 
-from tests.support.reading import create_topic, took_under, visible_values, wait_until
+from tests.support.reading import create_topic, settled_ends, took_under, visible_values, wait_until
 from tests.support.secure import ALICE, SecureKafka, make_pki, secure_kafka
 
 Names = Callable[[str], str]
@@ -188,6 +188,7 @@ def test_a_worker_with_just_its_rights_works(way: str, case: Case, pki: Path, to
     listener, settings = ways(pki, token_endpoint)[way]
     ended = case.run(listener, settings)
     assert ended.returncode == 0, ended.stderr
+    settled_ends(case.kafka.servers["PLAINTEXT"], [case.output])
     assert case.outputs() == case.values
 
 

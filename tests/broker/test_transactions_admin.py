@@ -29,6 +29,7 @@ from tests.support.reading import (
     create_topic,
     ends_of,
     partitions_of,
+    settled_values,
     stable_offset,
     transaction_of,
     visible_values,
@@ -259,4 +260,4 @@ def test_a_worker_that_waits_for_a_hanging_offset_names_it_and_the_command_and_g
     finally:
         worker.kill()
         worker.wait(10)
-    assert visible_values(servers, names("out")) == {0: [b"waits"]}
+    assert settled_values(servers, names("out")) == {0: [b"waits"]}

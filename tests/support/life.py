@@ -16,7 +16,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, Topi
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from eos.broker import LocalKafka
-from tests.support.reading import create_topic, visible_values, wait_known, wait_until
+from tests.support.reading import create_topic, settled_ends, visible_values, wait_known, wait_until
 
 ROOT = Path(__file__).parents[2]
 POISON = b"poison"
@@ -106,6 +106,11 @@ class Life:
 
     def reset(self, *more: str) -> subprocess.CompletedProcess[str]:
         return self.eos("reset", "theapp.py:app", *more)
+
+    def settled(self) -> list[bytes | None]:
+        """Its outputs once no transaction is open: Kafka answers a commit before all partitions show it."""
+        settled_ends(self.servers, [self.output])
+        return self.outputs()
 
     def outputs(self) -> list[bytes | None]:
         return sorted(v for values in visible_values(self.servers, self.output).values() for v in values if v)

@@ -323,3 +323,17 @@ def test_what_comes_for_a_side_that_is_gone_goes_nowhere(gone: str) -> None:
         late()
     assert not any(transport.kept for transport in transports.values())
     assert not side._unsent
+
+
+def test_of_pieces_for_a_side_whose_connection_breaks_with_the_first_no_other_is_written() -> None:
+    """asyncio warns of each write after the fifth into a connection that it has found lost."""
+
+    class Breaking(Keeping):
+        def write(self, data: Any) -> None:
+            super().write(data)
+            self.closed = True
+
+    link = a_link(Pipeline([], 1 << 30))
+    link.upstream._transport = transport = Breaking()
+    link.upstream.write([bytes(100_000)] * 9)
+    assert len(transport.kept) == 1
