@@ -33,8 +33,8 @@ SUITES = (
     ),
     Suite("unit", 40, ("tests/unit",), 4),
     # Most of these wait for a broker's clock: each process has brokers of its own.
-    Suite("broker", 330, ("tests/broker",), 6),
-    Suite("shim", 150, ("tests/shim",), 6),
+    Suite("broker", 300, ("tests/broker",), 8),
+    Suite("shim", 150, ("tests/shim",), 8),
     # Clusters of three that are broken on purpose: containers where an engine answers, else local JVMs.
     Suite("containers", 120, ("tests/containers",), 4),
     Suite("spark", 240, ("tests/spark",), 4, timeout_s=600),

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, Message, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec  # type: ignore[attr-defined]
 from kafka import KafkaAdminClient
+from kafka.errors import RetriableError
 from kafka.protocol.metadata import MetadataRequest
 
 from tests.support.wire import Wire
@@ -184,8 +185,15 @@ class TransactionState:
 
 def transaction_of(servers: str, transactional_id: str) -> TransactionState:
     admin = KafkaAdminClient(bootstrap_servers=servers)
+
+    def described() -> Any:
+        try:
+            return admin.describe_transactions([transactional_id])[transactional_id]
+        except RetriableError:
+            return None  # the first one that asks a new broker waits for the transaction log
+
     try:
-        found = admin.describe_transactions([transactional_id])[transactional_id]
+        found = wait_until(f"the state of {transactional_id}", described)
     finally:
         admin.close()
     return TransactionState(
