@@ -15,6 +15,7 @@ from typing import Any
 from confluent_kafka import KafkaError, Message, TopicPartition
 
 from eos import log
+from eos.admin.cluster import ClusterAdmin
 from eos.app import Headers, send_of
 from eos.claim import Claim
 from eos.errors import (
@@ -31,7 +32,7 @@ from eos.errors import (
     stop_error,
 )
 from eos.ownership import Described, Owner
-from eos.producer import TransactionalProducer
+from eos.producer import OLD_TRANSACTIONS, TransactionalProducer
 from eos.settings import Settings, settings_of
 from eos.states import OPEN, State
 
@@ -65,10 +66,22 @@ class Delivery:
 
 
 class PlainTransaction:
-    """One transaction without an input; ends with its block."""
+    """One transaction without an input; ends with its block.
 
-    def __init__(self, producer: TransactionalProducer, public: Callable[[CallFailed, str], EosError]) -> None:
-        self._producer, self._public = producer, public
+    `renewed`: the producer was initialised anew for it, so another instance may have been at work since the one before.
+    Whoever sends offsets asks then whether they are still where it left them.
+    """
+
+    def __init__(
+        self,
+        producer: TransactionalProducer,
+        public: Callable[[CallFailed, str], EosError],
+        sends_offsets: bool = False,
+    ) -> None:
+        self._producer, self._public, self._sends_offsets = producer, public, sends_offsets
+        self.renewed = False
+        self.over = False
+        """Its block has ended: what the producer has open is not this transaction."""
         self.failure: CallFailed | None = None
         """Of a send: the transaction cannot commit any more."""
         self.failed_topic = ""
@@ -90,8 +103,7 @@ class PlainTransaction:
         Raises the transaction's failure as soon as it is known; the block's end aborts then, and raises it again if the
         block went on.
         """
-        if self._producer.state is not State.IN_TRANSACTION:
-            raise IllegalState(f"send is not possible in state {self._producer.state.value}")
+        self._must_be_open("send")
         delivery = Delivery(topic)
         record = send_of("send", topic, value, key, partition, timestamp_ms, headers)
         try:
@@ -105,9 +117,10 @@ class PlainTransaction:
 
     def send_offsets(self, offsets: list[TopicPartition], group_metadata: Any) -> None:
         """Commits offsets of a group with this transaction, for a reader of its own that is in no group; the last call
-        before the block's end."""
-        if self._producer.state is not State.IN_TRANSACTION:
-            raise IllegalState(f"send_offsets is not possible in state {self._producer.state.value}")
+        before the block's end. The Transactions was made with `offsets=True`."""
+        if not self._sends_offsets:
+            raise IllegalState("send_offsets needs Transactions(settings, offsets=True)")
+        self._must_be_open("send_offsets")
         try:
             self._producer.flush()
             self._producer.send_offsets(offsets, group_metadata)
@@ -115,21 +128,39 @@ class PlainTransaction:
             self.failure = failure
             raise self._public(failure, self.failed_topic) from failure
 
+    def _must_be_open(self, call: str) -> None:
+        if self.over:
+            raise IllegalState(f"{call} is not possible: this transaction's block has ended")
+        if self._producer.state is not State.IN_TRANSACTION:
+            raise IllegalState(f"{call} is not possible in state {self._producer.state.value}")
+
 
 class Transactions:
-    """A started transactional producer: `with transactions.begin() as txn:` as often as needed."""
+    """A started transactional producer: `with transactions.begin() as txn:` as often as needed, one block at a time.
 
-    def __init__(self, settings: Settings | Mapping[str, Any]) -> None:
+    Several threads take one each, with a transactional.id of its own. `offsets`: its transactions may `send_offsets`.
+    """
+
+    def __init__(self, settings: Settings | Mapping[str, Any], *, offsets: bool = False) -> None:
         self.settings = settings_of(settings)
         if not self.settings.get("transactional.id"):
             raise ConfigurationError("transactional.id must be set for a transaction")
-        self._producer = TransactionalProducer(self.settings, self.settings["transactional.id"], reports=True)
+        self._sends_offsets = offsets
+        self._producer = self._new_producer(alternate=False)
+        self._open: PlainTransaction | None = None  # whose block has the producer
         self._between = threading.Lock()  # held to begin, and to poll while no transaction is open
         self._ended = threading.Event()
         self._claim = Claim(self.settings, _lost_to)
         self._idle = threading.Thread(target=self._poll_while_idle, name="eos-idle", daemon=True)
 
+    def _new_producer(self, alternate: bool) -> TransactionalProducer:
+        return TransactionalProducer(self.settings, self.settings["transactional.id"], alternate, reports=True)
+
     def __enter__(self) -> Transactions:
+        if self._sends_offsets:
+            # On brokers before 4.0 a late TxnOffsetCommit takes pending offsets from a replacement of the same id.
+            with ClusterAdmin(self.settings) as admin:
+                self._producer = self._new_producer(alternate=admin.transaction_version() < OLD_TRANSACTIONS)
         self._producer.start(time.monotonic() + self.settings["eos.startup.timeout.ms"] / 1000)
         self._idle.start()
         return self
@@ -150,23 +181,44 @@ class Transactions:
     def begin(self) -> Iterator[PlainTransaction]:
         """One transaction: the block's end commits, an exception out of it aborts and goes on up.
 
-        Raises Fenced (and from then on always: a newer instance owns the id), CommitOutcomeUnknown, NotAuthorised, ...,
-        or Temporary when it was aborted for another reason, its own timeout for one: then nothing of it is visible, and
-        it may be tried again.
+        Raises IllegalState while another block of this producer is open, in whichever thread: what both sent would be
+        one transaction, and the end of one the end of the other. Raises Fenced (and from then on always: a newer
+        instance owns the id), CommitOutcomeUnknown, NotAuthorised, ..., or Temporary when it was aborted for another
+        reason, its own timeout for one: then nothing of it is visible, and it may be tried again.
         """
-        self._claim.hold()
+        txn = PlainTransaction(self._producer, self._public, self._sends_offsets)
+        try:
+            self._begin(txn)
+            yield from self._block(txn)
+        finally:
+            txn.over = True
+            if self._open is txn:
+                self._open = None
+
+    def _begin(self, txn: PlainTransaction) -> None:
         producer = self._producer
         with self._between:
+            if self._open is not None:
+                raise IllegalState(
+                    "a transaction of this producer is open: end its block first, or take another Transactions with a "
+                    "transactional.id of its own"
+                )
+            self._open = txn
+            self._claim.hold()
             # An exception that is none of the client's (a signal's) ended a transaction half way: nobody waits for its
             # answer any more, and the new producer's init settles it.
             producer.give_up("the transaction before it was not ended")
             try:
                 if reason := producer.must_replace():
+                    txn.renewed = True
                     self._claim.replace(producer, reason)
                 producer.begin()
             except CallFailed as failure:
                 raise self._public(failure) from failure
-        txn = PlainTransaction(producer, self._public)
+
+    def _block(self, txn: PlainTransaction) -> Iterator[PlainTransaction]:
+        """The transaction's life behind its begin: the user's block, and its end."""
+        producer = self._producer
         try:
             yield txn
         except BaseException:

@@ -42,6 +42,7 @@ from eos.states import OPEN, Event, Machine, State
 from eos.watchdog import CallHung, Watchdog
 
 ALWAYS = "always"  # the setting, and the reason it gives
+OLD_TRANSACTIONS = 2  # transaction.version below it: a replaced producer needs another transactional.id
 HANG_MARGIN_S = 5.0
 _WAIT_LOG_INTERVAL_S = 10.0
 _FLUSH_LOOK_S, _FLUSH_WAIT_S = 0.001, 0.5

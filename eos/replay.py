@@ -6,8 +6,9 @@ topic, up to its end as of the start. One that fails again is a dead letter agai
 number of its replays; it lies behind that end, so a run cannot meet it twice.
 
 The place is the committed offset of the group `{app}-dlq-replay`, of which nobody is a member. Two replays of one App
-at once are kept apart by their transactional.id, which has the same name: the newer fences the older. No transaction is
-open while the user's code runs.
+at once are kept apart by their transactional.id, which has the same name: the newer fences the older. But an older one
+whose producer is replaced takes the id back, and no group guards these offsets: behind each init of its own the place
+is read again, and whoever does not find its own there ends with 79. No transaction is open while the user's code runs.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from eos.errors import (
     Action,
     CallFailed,
     EosError,
+    Fenced,
     PoisonRecord,
     Unavailable,
     UsageError,
@@ -129,6 +131,7 @@ class Place:
 
     def __init__(self, settings: Settings, group: str) -> None:
         self._group = group
+        self._left: dict[str, dict[int, int]] = {}  # topic -> partition -> the offset where we left it, -1: none
         self._consumer = Consumer(
             {
                 **settings.admin(),
@@ -145,6 +148,27 @@ class Place:
 
     def metadata(self) -> Any:
         return self._consumer.consumer_group_metadata()
+
+    def of(self, topic: str, partitions: Iterable[int]) -> dict[int, int]:
+        """Where the replay of a topic begins: the offsets of those partitions that have one."""
+        found = self.committed(topic, partitions)
+        self._left[topic] = dict.fromkeys(partitions, -1) | found
+        return found
+
+    def moved(self, topic: str, offsets: Mapping[int, int]) -> None:
+        """They are committed now."""
+        self._left[topic].update(offsets)
+
+    def confirm(self, topic: str) -> None:
+        """Raises Fenced where somebody else has moved it since."""
+        left = self._left[topic]
+        found = dict.fromkeys(left, -1) | self.committed(topic, left)
+        if moved := {partition for partition in left if found[partition] != left[partition]}:
+            at = min(moved)
+            raise Fenced(
+                f"another replay has moved group {self._group} on {topic} [{at}] from {_told(left[at])} to "
+                f"{_told(found[at])}: this one stops, what it has committed stands"
+            )
 
     def committed(self, topic: str, partitions: Iterable[int]) -> dict[int, int]:
         """Stable offsets of those partitions that have one."""
@@ -166,10 +190,14 @@ class Place:
             time.sleep(0.05)
 
 
+def _told(offset: int) -> str:
+    return "no offset" if offset < 0 else str(offset)
+
+
 def letters(settings: Settings, topic: str, place: Place | None) -> Iterator[Letter]:
     """The dead letters in this topic up to its end of now, from `place` on if there is one."""
     held = tail.spans(settings, topic, _CONNECT_S)
-    at = {} if place is None else place.committed(topic, held)
+    at = {} if place is None else place.of(topic, held)
     starts = {partition: max(span.low, at.get(partition, 0)) for partition, span in held.items()}
     with tail.TopicReader(settings, topic, starts, uncommitted=False) as reader:
         for seen in tail.read_until(reader, tail.ends_of(held, uncommitted=False)):
@@ -186,7 +214,7 @@ class Replay:
         group = group_of(app)
         self._settings = settings.with_values(**{"group.id": group, "transactional.id": group})
         self._app, self._hooks = app, Hooks(app)
-        self._transactions = Transactions(self._settings)
+        self._transactions = Transactions(self._settings, offsets=True)
         self._interval_s = self._settings["eos.transaction.interval.ms"] / 1000
 
     def __enter__(self) -> Replay:
@@ -255,6 +283,8 @@ class Replay:
         """One transaction: outputs, letters that failed again, and how far the replay came."""
         after: dict[int, int] = {}
         with self._transactions.begin() as txn:
+            if txn.renewed:
+                self._place.confirm(topic)
             for letter, result in handled:
                 sends = [again(letter, result)] if isinstance(result, Exception) else result
                 for to, value, key, partition, timestamp_ms, headers in sends:
@@ -263,3 +293,4 @@ class Replay:
                 after[letter.partition] = letter.offset + 1
             offsets = [TopicPartition(topic, partition, offset) for partition, offset in after.items()]
             txn.send_offsets(offsets, self._place.metadata())
+        self._place.moved(topic, after)

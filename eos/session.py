@@ -51,7 +51,7 @@ from eos.observe import COMMIT_BOUNDS_S, END_TO_END_BOUNDS_S, Histogram, Pulse, 
 from eos.ownership import Described
 from eos.positions import Positions
 from eos.positions import TopicPartition as Partition
-from eos.producer import ALWAYS, TransactionalProducer
+from eos.producer import ALWAYS, OLD_TRANSACTIONS, TransactionalProducer
 from eos.settings import Settings, alternate_of, settings_of
 from eos.states import OPEN
 from eos.watchdog import Job, Watchdog
@@ -70,7 +70,6 @@ _AHEAD, _AHEAD_BYTES = 20_000, 4 << 20
 _BACKLOG_PAUSE_S = 0.005  # how long an open transaction waits for the next record before it ends early
 MOST_REBUILDS = 5  # without a commit in between; then a supervisor's back-off is the better place to wait
 _ABORTS_TO_WARN_OF = 3  # in a row, by rebalances: one or two are what a member that comes or goes costs
-OLD_TRANSACTIONS = 2  # transaction.version below it: a replaced producer needs another transactional.id
 
 
 @dataclass

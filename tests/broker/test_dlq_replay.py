@@ -16,9 +16,12 @@ import pytest
 from confluent_kafka import Message
 
 import eos as package
+from eos import replay
 from eos.app import Record
 from eos.broker import LocalKafka
 from eos.dead_letters import dead_letter
+from eos.errors import Fenced
+from eos.settings import Settings
 from tests.support.reading import create_topic, settled_ends, visible_records
 
 Names = Callable[[str], str]
@@ -206,3 +209,26 @@ def test_what_is_wrong_with_a_replay_is_said_in_one_sentence(shop: Shop) -> None
         assert (ended.returncode, ended.stdout) == (code, ""), ended.stderr
         assert sentence in ended.stderr
         assert "Traceback" not in ended.stderr
+
+
+def test_a_replay_that_a_newer_one_overtook_repeats_nothing_and_ends_with_79(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next producer takes the transactional.id back, and no group would refuse its offsets."""
+    values = shop.letters(4)
+    settings = Settings({"bootstrap.servers": shop.servers, "eos.replace.producer": "always"})
+    monkeypatch.setattr(replay, "_MOST", 1)
+    handled: list[bytes] = []
+    app = package.App(shop.id)
+
+    @app.process(shop.source, to=shop.out, on_error=package.dlq)
+    def upper(value: bytes) -> bytes:
+        handled.append(value)
+        if len(handled) == 2:
+            with replay.Replay(app, settings) as newer:
+                assert newer.topic(shop.source).handled == 3
+        return value.upper()
+
+    with replay.Replay(app, settings) as older, pytest.raises(Fenced, match="another replay has moved group"):
+        older.topic(shop.source)
+    assert shop.outputs() == sorted(value.upper() for value in values)

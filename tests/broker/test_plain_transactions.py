@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import Consumer, Producer, TopicPartition
 
 import eos
 from eos.broker import LocalKafka
@@ -49,6 +49,44 @@ def test_every_send_reports_topic_partition_and_offset(
         (topic, 1, 1, None),
     ]
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"0", b"2"], 1: [b"1", b"3"]}
+
+
+def test_a_producer_has_one_open_block_and_a_second_one_takes_nothing_of_it(
+    kafka: LocalKafka, settings: dict[str, object], topic: str
+) -> None:
+    with Transactions(settings) as transactions:
+        with transactions.begin() as first:
+            first.send(topic, "a1", partition=0)
+            second = transactions.begin()
+            with pytest.raises(IllegalState, match="is open: end its block first"):
+                second.__enter__()
+            first.send(topic, "a2", partition=0)
+        with transactions.begin() as next_one:
+            with pytest.raises(IllegalState, match="block has ended"):
+                first.send(topic, "late", partition=0)
+            next_one.send(topic, "b1", partition=0)
+    assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"a1", b"a2", b"b1"], 1: []}
+
+
+@pytest.mark.parametrize(("broker", "ids"), [("kafka", 1), ("kafka392", 2)])
+def test_offsets_of_a_replaced_producer_go_on_under_another_id_on_brokers_before_4_0(
+    broker: str, ids: int, request: pytest.FixtureRequest, names: Callable[[str], str]
+) -> None:
+    """As a session's do: tests/broker/test_late_requests.py shows what they are lost by under the same one."""
+    servers = request.getfixturevalue(broker).bootstrap_servers
+    topic, name = create_topic(servers, names("in")), names("tx")
+    settings = {"bootstrap.servers": servers, "transactional.id": name, "eos.replace.producer": "always"}
+    group = Consumer({"bootstrap.servers": servers, "group.id": names("group")})
+    used = set()
+    with Transactions(settings, offsets=True) as transactions:
+        for offset in (3, 7):
+            with transactions.begin() as txn:
+                assert txn.renewed
+                used.add(transactions._producer.transactional_id)
+                txn.send_offsets([TopicPartition(topic, 0, offset)], group.consumer_group_metadata())
+    assert used == set([name, f"{name}-alternate"][:ids])
+    assert group.committed([TopicPartition(topic, 0)], timeout=15)[0].offset == 7
+    group.close()
 
 
 def test_an_exception_in_the_block_aborts_and_comes_out_unchanged(
@@ -115,7 +153,7 @@ def test_calls_in_the_wrong_order_raise_and_change_nothing(
             kept = txn.send(topic, "kept", partition=0)
             with pytest.raises(IllegalState, match="begin is not possible in state InTransaction"):
                 transactions._producer.begin()
-        with pytest.raises(IllegalState, match="send is not possible in state Ready"):
+        with pytest.raises(IllegalState, match="block has ended"):
             txn.send(topic, "too late", partition=0)
         assert transactions._producer.state is State.READY
     assert kept.error is None
