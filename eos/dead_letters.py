@@ -5,9 +5,10 @@ Owns the format only; it must never send one (eos/handling.py does, in the trans
 Key and value are the record's own bytes; the partition follows from the key. The timestamp is the time of producing:
 with the record's own, a replay of old records would leave dead letters that retention removes at once. The record's
 headers come first, then ours, all UTF-8 text: `eos-dlq-topic`, `-partition`, `-offset`, `-timestamp` (milliseconds
-since the epoch, -1 unknown), `-exception` (its class with its module), `-message` and, where the user's own code
-raised, `-trace` (its innermost frames, one per line, that which raised is the last). Of two headers of one name the
-last counts, as everywhere in Kafka: a dead letter that was handled again and failed again tells of the second time.
+since the epoch, -1 unknown), `-app` and `-function` (whose dead letter it is), `-exception` (its class with its
+module), `-message` and, where the user's own code raised, `-trace` (its innermost frames, one per line, that which
+raised is the last); `-replays` where a replay wrote it (how often it came back and failed). `-topic` is the first of
+them: what stands before the last one is the record's own, other dead letters' headers too, and tells us nothing.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ PREFIX = "eos-dlq-"
 MESSAGE_BYTES = 1_000  # of the exception's message; a message may quote the whole record
 
 
-def dead_letter(record: Record, error: BaseException, frames: Sequence[Frame] = ()) -> Send:
+def dead_letter(
+    record: Record, error: BaseException, frames: Sequence[Frame] = (), app: str = "", function: str = ""
+) -> Send:
     """What to send for `record`, which failed with `error` in these frames of the user's."""
     why = {
         "topic": record.topic,
         "partition": str(record.partition),
         "offset": str(record.offset),
         "timestamp": str(record.timestamp),
+        **({"app": app, "function": function} if app else {}),
         "exception": class_name(error),
         "message": message_of(error),
     }
@@ -39,6 +43,18 @@ def dead_letter(record: Record, error: BaseException, frames: Sequence[Frame] = 
     headers: list[Header] = [header for header in record.headers if header[0] != LINEAGE]
     headers += [(PREFIX + name, text.encode(errors="replace")) for name, text in why.items()]
     return dead_letter_topic(record.topic), record.value, record.key, -1, 0, headers
+
+
+def parts_of(headers: Sequence[Header]) -> tuple[list[Header], dict[str, str]]:
+    """The headers of a dead letter, undone: the record's own, and what its worker said of it by name without PREFIX. A
+    record that no worker wrote has only headers of its own."""
+    first = max((at for at, (name, _) in enumerate(headers) if name == f"{PREFIX}topic"), default=len(headers))
+    told = {
+        name.removeprefix(PREFIX): value.decode(errors="replace")
+        for name, value in headers[first:]
+        if name.startswith(PREFIX) and value
+    }
+    return list(headers[:first]), told
 
 
 def class_name(error: BaseException) -> str:

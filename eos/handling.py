@@ -99,7 +99,8 @@ class Took(NamedTuple):
 
 class Handler:
     """The routes of one App with their policies; one per worker. An `async def` runs on at most `concurrent_most`
-    records at once, a batch function is handed at most `batch_most`. `passing`: names of headers, see Route."""
+    records at once, a batch function is handed at most `batch_most`. `passing`: names of headers, see Route. `policy`:
+    of all functions, in place of their own."""
 
     def __init__(
         self,
@@ -108,8 +109,9 @@ class Handler:
         concurrent_most: int = 100,
         batch_most: int = 5_000,
         passing: Collection[str] = (),
+        policy: Policy | None = None,
     ) -> None:
-        self._app, self._ledger = app, ledger
+        self._app, self._ledger, self._policy = app, ledger, policy
         self._concurrent_most, self._batch_most = concurrent_most, batch_most
         self._feeds: dict[Route, Feed] = {}
         for route in app.functions:
@@ -218,13 +220,13 @@ class Handler:
             error = self._special.get(_place(part[0])) if self._special else None
             if error is None:
                 fed = txn.feed(feed, part)
-                at, error = at + fed.handled, fed.error and _of_whom(route, records[at + fed.handled], fed.error)
+                at, error = at + fed.handled, fed.error and self._of_whom(route, records[at + fed.handled], fed.error)
                 if error is None:
                     if self._special:
                         self._special.pop(_place(part[0]), None)
                     continue
                 if len(part) > 1 and route.batch and not isinstance(error, EosError):
-                    if route.on_error == stop:
+                    if self._policy_of(route) == stop:
                         return Halt(at, _poison_batch(route, part, error))
                     most = 1  # record by record from here on: which one was it?
                     continue
@@ -255,15 +257,15 @@ class Handler:
             return Halt(0, error)  # not about the record: the App is wrong (a destination that was not named, ...)
         place = _place(record)
         failures = self._failures[place] = self._failures.get(place, 0) + 1
-        last = isinstance(error, DeadLetterRefused)
-        wait_s = route.on_error.wait_s(failures) if not last and _is_tried_again(route.on_error, error) else None
+        last, policy = isinstance(error, DeadLetterRefused), self._policy_of(route)
+        wait_s = policy.wait_s(failures) if not last and _is_tried_again(policy, error) else None
         if wait_s is not None:
             self._special[place] = None
             self._told.line(
                 "record fails, will be tried again", record, error, frames_of(error), after_s=wait_s, failures=failures
             )
             return Halt(0, None, wait_s)
-        verdict = "stop" if last else route.on_error.verdict
+        verdict = "stop" if last else policy.verdict
         if verdict == "stop":
             return Halt(0, _poison(route, record, error))
         sends: list[Send] = []
@@ -272,28 +274,30 @@ class Handler:
             txn.skipped += 1
             self._told.line("record skipped", record, error, frames)
         else:
-            sends.append(dead_letter(record, error, frames))
+            sends.append(dead_letter(record, error, frames, self._app.id, route.name))
             self._dead.add(place)
             txn.dead_letters += 1
             self._told.line("dead letter", record, error, frames, to=sends[0][0])
         txn.feed(self._noted(route, self._feed_of(lambda _: iter([sends]))), [record])
         return None
 
+    def _policy_of(self, route: Route) -> Policy:
+        return route.on_error if self._policy is None else self._policy
 
-def _of_whom(route: Route, record: Record, error: Exception) -> Exception:
-    """What this process has no room for (memory, files, disk) is no failure of the record: a policy would skip it, and
-    the next one. It is Temporary, unless the policy names it."""
-    cause = error.__cause__ if isinstance(error, DecodeError) else error
-    full = isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in _NO_ROOM)
-    if not full or isinstance(cause, route.on_error.on):
-        return error
-    where = f"{record.topic} [{record.partition}] offset {record.offset}"
-    temporary = Temporary(
-        f"{route.name} ran out of room on {where}: {class_name(error)}: {message_of(error)}",
-        remedy="the record counts as unread; give the process more memory, files or disk, whichever it names",
-    )
-    temporary.__cause__ = error
-    return temporary
+    def _of_whom(self, route: Route, record: Record, error: Exception) -> Exception:
+        """What this process has no room for (memory, files, disk) is no failure of the record: a policy would skip it,
+        and the next one. It is Temporary, unless the policy names it."""
+        cause = error.__cause__ if isinstance(error, DecodeError) else error
+        full = isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in _NO_ROOM)
+        if not full or isinstance(cause, self._policy_of(route).on):
+            return error
+        where = f"{record.topic} [{record.partition}] offset {record.offset}"
+        temporary = Temporary(
+            f"{route.name} ran out of room on {where}: {class_name(error)}: {message_of(error)}",
+            remedy="the record counts as unread; give the process more memory, files or disk, whichever it names",
+        )
+        temporary.__cause__ = error
+        return temporary
 
 
 def _is_tried_again(policy: Policy, error: Exception) -> bool:

@@ -41,11 +41,21 @@ def debug(message: str, **fields: Any) -> None:
     event(logging.DEBUG, message, **fields)
 
 
+def printable(text: str, keep: str = "") -> str:
+    """For people: what would move a terminal's cursor, colour it or rename its window is escaped, but `keep`.
+
+    Records, their headers and what functions say of them are anybody's words.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
 class HumanFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         line = f"{clock}.{int(record.msecs):03d} {record.levelname.lower():7} {record.getMessage()}"
-        return " ".join(line.splitlines())  # librdkafka's sentences can end in a newline
+        return printable(" ".join(line.splitlines()))  # librdkafka's sentences can end in a newline
 
 
 class JsonFormatter(logging.Formatter):

@@ -24,11 +24,10 @@ from confluent_kafka import Consumer, KafkaException, TopicPartition
 from eos import log
 from eos.admin import tail
 from eos.app import App, Header, Record, Route, Send
-from eos.dead_letters import PREFIX, class_name, dead_letter
+from eos.dead_letters import PREFIX, parts_of
 from eos.errors import (
     Action,
     CallFailed,
-    EosError,
     Fenced,
     PoisonRecord,
     Unavailable,
@@ -37,9 +36,10 @@ from eos.errors import (
     describe_error,
     stop_error,
 )
+from eos.handling import Handler, Kept
 from eos.hooks import Hooks
 from eos.plain import Transactions
-from eos.policies import DEAD_LETTER_SUFFIX, dead_letter_topic
+from eos.policies import DEAD_LETTER_SUFFIX, dead_letter_topic, dlq
 from eos.settings import Settings
 
 _REPLAYS = "replays"
@@ -51,14 +51,27 @@ _COMMITTED_S = 30.0  # a predecessor that was killed may have offsets pending
 
 @dataclass(frozen=True)
 class Letter:
-    """A dead letter: where it lies, the record as its function got it, and why it is here."""
+    """A dead letter: where it lies, the record as its function got it, whose it is ("": not told), why it is here."""
 
     partition: int
     offset: int
     record: Record
+    app: str
     exception: str
     message: str
     replays: int
+
+    def is_of(self, app_id: str) -> bool:
+        return self.app in ("", app_id)
+
+
+@dataclass(frozen=True)
+class Handled:
+    """What a letter led to: outputs; or, where `failed` is the class of an exception, the one dead letter again."""
+
+    letter: Letter
+    sends: list[Send]
+    failed: str = ""
 
 
 @dataclass
@@ -69,19 +82,22 @@ class Told:
     outputs: int = 0
     failed: dict[str, int] = field(default_factory=dict)
     """By exception: dead letters again."""
+    strangers: dict[str, int] = field(default_factory=dict)
+    """By App: the letters of others, left to their own replays."""
 
 
-def group_of(app: App) -> str:
-    return f"{app.id}-dlq-replay"
+def group_of(app_id: str) -> str:
+    return f"{app_id}-dlq-replay"
 
 
 def letter_of(read: Record) -> Letter:
-    """What a worker wrote there, undone. A record that no worker wrote is taken as it is."""
-    ours = {name.removeprefix(PREFIX): value or b"" for name, value in read.headers if name.startswith(PREFIX)}
-    headers: list[Header] = [header for header in read.headers if not header[0].startswith(PREFIX)]
-    told = {name: value.decode(errors="replace") for name, value in ours.items() if value}
+    """What a worker wrote there, undone. A record that no worker wrote is taken as it is.
+
+    It goes back to the topic that it was dead-lettered from, whatever its headers say: they are who wrote the record's.
+    """
+    headers, told = parts_of(read.headers)
     record = Record(
-        told.get("topic", read.topic.removesuffix(DEAD_LETTER_SUFFIX)),
+        read.topic.removesuffix(DEAD_LETTER_SUFFIX),
         _number(told, "partition", read.partition),
         _number(told, "offset", read.offset),
         _number(told, "timestamp", read.timestamp),
@@ -89,18 +105,19 @@ def letter_of(read: Record) -> Letter:
         read.value,
         headers or (),
     )
-    why = told.get("exception", "-"), told.get("message", "-")
+    why = told.get("app", ""), told.get("exception", "-"), told.get("message", "-")
     return Letter(read.partition, read.offset, record, *why, _number(told, _REPLAYS, 0))
 
 
 def _number(told: Mapping[str, str], name: str, default: int) -> int:
     text = told.get(name, "")
-    return int(text) if text.removeprefix("-").isdecimal() else default
+    number = int(text) if len(text) < 20 and text.isascii() and text.removeprefix("-").isdecimal() else default
+    return number if -1 <= number < 1 << 63 else default
 
 
-def again(letter: Letter, error: BaseException) -> Send:
-    """The dead letter of one that failed again."""
-    topic, value, key, partition, timestamp, headers = dead_letter(letter.record, error)
+def again(letter: Letter, send: Send) -> Send:
+    """The dead letter of one that failed again: it says how often."""
+    topic, value, key, partition, timestamp, headers = send
     count: Header = (PREFIX + _REPLAYS, str(letter.replays + 1).encode())
     return topic, value, key, partition, timestamp, [*(headers or []), count]
 
@@ -208,12 +225,19 @@ def letters(settings: Settings, topic: str, place: Place | None) -> Iterator[Let
 
 
 class Replay:
-    """The replays of one App: `with Replay(app, settings) as replay: replay.topic("orders")`."""
+    """The replays of one App: `with Replay(app, settings) as replay: replay.topic("orders")`.
 
-    def __init__(self, app: App, settings: Settings) -> None:
-        group = group_of(app)
+    `letters_of`: the letters of the App of this id, in place of its own, from where that one's replay stands. Those
+    that do not say whose they are belong to every App.
+    """
+
+    def __init__(self, app: App, settings: Settings, letters_of: str | None = None) -> None:
+        self._whose = letters_of or app.id
+        group = group_of(self._whose)
         self._settings = settings.with_values(**{"group.id": group, "transactional.id": group})
         self._app, self._hooks = app, Hooks(app)
+        # The worker's own, but each letter is run once: what fails again waits for another replay.
+        self._handler = Handler(app, passing=settings.passed_headers, policy=dlq)
         self._transactions = Transactions(self._settings, offsets=True)
         self._interval_s = self._settings["eos.transaction.interval.ms"] / 1000
 
@@ -221,7 +245,7 @@ class Replay:
         # First: what a predecessor left open is aborted, and one that runs is fenced before its place is read.
         self._transactions.__enter__()
         try:
-            self._place = Place(self._settings, group_of(self._app))
+            self._place = Place(self._settings, group_of(self._whose))
             self._hooks.start()
         except BaseException:
             self._transactions.__exit__()
@@ -230,6 +254,7 @@ class Replay:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
+            self._handler.end()
             self._hooks.stop(failed=kind is not None)
         finally:
             self._place.close()
@@ -237,60 +262,69 @@ class Replay:
 
     def topic(self, source: str, function: str | None = None, limit: int | None = None) -> Told:
         """Replays the dead letters of one source topic, `limit` of them at most."""
-        route, told = route_of(self._app, source, function), Told()
-        waiting = itertools.islice(letters(self._settings, dead_letter_topic(source), self._place), limit)
-        while handled := self._handle(route, waiting):
-            self._commit(dead_letter_topic(source), handled, told)
+        route, told, topic = route_of(self._app, source, function), Told(), dead_letter_topic(source)
+        waiting = itertools.islice(letters(self._settings, topic, self._place), limit)
+        while handled := self._handle(route, waiting, told):
+            self._commit(route, topic, handled, told)
         return told
 
-    def _handle(self, route: Route, waiting: Iterator[Letter]) -> list[tuple[Letter, list[Send] | Exception]]:
+    def _handle(self, route: Route, waiting: Iterator[Letter], told: Told) -> list[Handled]:
         """What the function makes of the next letters, for as long as a transaction's interval."""
-        done: list[tuple[Letter, list[Send] | Exception]] = []
+        self._handler.begin((), {})  # nothing is kept of letters that are committed
+        done: list[Handled] = []
         until = time.monotonic() + self._interval_s
         for letter in itertools.islice(waiting, _MOST):
-            try:
-                done.append((letter, list(route.outputs(letter.record))))
-            except EosError:
-                raise  # not about the record: the App is wrong
-            except Exception as error:  # noqa: BLE001 - the user's code may raise anything
-                done.append((letter, error))
+            if not letter.is_of(self._whose):
+                told.strangers[letter.app] = told.strangers.get(letter.app, 0) + 1
+                done.append(Handled(letter, []))
+                continue
+            done.append(self._run(route, letter))
             if time.monotonic() >= until:
                 break
         return done
 
-    def _commit(self, topic: str, handled: list[tuple[Letter, list[Send] | Exception]], told: Told) -> None:
+    def _run(self, route: Route, letter: Letter) -> Handled:
+        kept = Kept()
+        halt = self._handler.handle_route(kept, route, [letter.record])
+        if halt is not None and halt.error is not None:
+            raise halt.error
+        if not kept.dead_letters:
+            return Handled(letter, kept.sends)
+        failed = parts_of(kept.sends[0][-1] or [])[1]["exception"]
+        return Handled(letter, [again(letter, kept.sends[0])], failed)
+
+    def _commit(self, route: Route, topic: str, handled: list[Handled], told: Told) -> None:
         try:
             self._send(topic, handled)
         except PoisonRecord as refused:
             # Nothing of it was committed. Which one was it? It is a dead letter again then.
             if len(handled) > 1:
                 for one in handled:
-                    self._commit(topic, [one], told)
+                    self._commit(route, topic, [one], told)
                 return
-            if isinstance(handled[0][1], Exception):
+            if handled[0].failed:
                 raise  # its dead letter itself is refused
-            handled = [(handled[0][0], refused)]
+            self._handler.refused(handled[0].letter.record, refused)
+            handled = [self._run(route, handled[0].letter)]
             self._send(topic, handled)
-        for _, result in handled:
-            if isinstance(result, Exception):
-                kind = class_name(result)
-                told.failed[kind] = told.failed.get(kind, 0) + 1
-            else:
+        for one in handled:
+            if one.failed:
+                told.failed[one.failed] = told.failed.get(one.failed, 0) + 1
+            elif one.letter.is_of(self._whose):
                 told.handled += 1
-                told.outputs += len(result)
+                told.outputs += len(one.sends)
 
-    def _send(self, topic: str, handled: list[tuple[Letter, list[Send] | Exception]]) -> None:
+    def _send(self, topic: str, handled: list[Handled]) -> None:
         """One transaction: outputs, letters that failed again, and how far the replay came."""
         after: dict[int, int] = {}
         with self._transactions.begin() as txn:
             if txn.renewed:
                 self._place.confirm(topic)
-            for letter, result in handled:
-                sends = [again(letter, result)] if isinstance(result, Exception) else result
-                for to, value, key, partition, timestamp_ms, headers in sends:
+            for one in handled:
+                for to, value, key, partition, timestamp_ms, headers in one.sends:
                     where = None if partition < 0 else partition
                     txn.send(to, value, key=key, partition=where, timestamp_ms=timestamp_ms, headers=headers or ())
-                after[letter.partition] = letter.offset + 1
+                after[one.letter.partition] = one.letter.offset + 1
             offsets = [TopicPartition(topic, partition, offset) for partition, offset in after.items()]
             txn.send_offsets(offsets, self._place.metadata())
         self._place.moved(topic, after)

@@ -156,7 +156,7 @@ def _tell_end(sentence: str, code: int, trace: str) -> None:
     if log.for_machines():
         log.event(logging.ERROR, "ended", error=sentence, exit_code=code, **({"traceback": trace} if trace else {}))
         return
-    print(f"{trace}eos: {sentence}", file=sys.stderr)
+    print(log.printable(f"{trace}eos: {sentence}", "\n\t"), file=sys.stderr)
 
 
 def _users_traceback(error: BaseException) -> str:

@@ -28,14 +28,18 @@ _TIMEOUT_S = 5.0
 _MESSAGE = 80
 
 app = typer.Typer(no_args_is_help=True, help="Dead letters: what lies there and why, and bring them back exactly once.")
+LettersOf = Annotated[
+    str | None, typer.Option("--letters-of", metavar="APP", help="Letters of the App of this id, not of this one.")
+]
 Topics = Annotated[list[str] | None, typer.Option("--topic", help="Only of this source topic; repeatable.")]
 
 
 @dataclass
 class Kind:
-    """Dead letters of one topic and one exception."""
+    """Dead letters of one topic, one App ("": not told) and one exception."""
 
     topic: str
+    app: str
     exception: str
     letters: int
     first: str
@@ -50,6 +54,7 @@ def list_(
         str, typer.Argument(metavar="MODULE:APP|TOPIC", help="An App: what it has not replayed. A topic: all there is.")
     ],
     topic: Topics = None,
+    letters_of: LettersOf = None,
     json: Json = False,
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
@@ -59,10 +64,12 @@ def list_(
     rows: list[Kind] = []
     if ":" in target or target.endswith(".py"):
         loaded = _app(target, settings)
-        place = Place(settings, replay.group_of(loaded))
+        whose = letters_of or loaded.id
+        place = Place(settings, replay.group_of(whose))
         try:
             for name in _sources(loaded, topic or []):
-                rows += _kinds(name, replay.letters(settings, dead_letter_topic(name), place))
+                found = replay.letters(settings, dead_letter_topic(name), place)
+                rows += _kinds(name, (letter for letter in found if letter.is_of(whose)))
         finally:
             place.close()
     else:
@@ -78,10 +85,11 @@ def list_(
     if not rows:
         print("no dead letter")
         return
-    table = Table("topic", "exception", "letters", "first", "last", "replays", "the last one says")
+    table = Table("topic", "app", "exception", "letters", "first", "last", "replays", "the last one says")
     for row in rows:
         numbers = (row.first, row.last, str(row.most_replays))
-        table.add_row(row.topic, escape(row.exception), str(row.letters), *map(escape, numbers), escape(row.message))
+        words = (row.topic, row.app or "-", row.exception, str(row.letters), *numbers, row.message)
+        table.add_row(*map(escape, words))
     print_table(table)
 
 
@@ -91,6 +99,7 @@ def replay_(
     topic: Topics = None,
     function: Annotated[str | None, typer.Option(help="Another function of the App than the one that failed.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many of each topic.")] = None,
+    letters_of: LettersOf = None,
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> None:
@@ -105,7 +114,7 @@ def replay_(
     sources = _sources(loaded, topic or [])
     for name in sources:
         replay.route_of(loaded, name, function)
-    with Replay(loaded, settings) as running:
+    with Replay(loaded, settings, letters_of) as running:
         for name in sources:
             told = running.topic(name, function, limit)
             failed = sum(told.failed.values())
@@ -115,7 +124,10 @@ def replay_(
                 flush=True,
             )
             for kind, count in told.failed.items():
-                print(f"{dead_letter_topic(name)}: {count} times {kind}", file=sys.stderr)
+                print(f"{dead_letter_topic(name)}: {count} times {log.printable(kind)}", file=sys.stderr)
+            for whose, count in told.strangers.items():
+                sentence = f"{count} of App {log.printable(whose)} left to its own replay (--letters-of takes them)"
+                print(f"{dead_letter_topic(name)}: {sentence}", file=sys.stderr)
 
 
 def _app(target: str, settings: Settings) -> App:
@@ -137,10 +149,11 @@ def _sources(loaded: App, named: list[str]) -> list[str]:
 
 
 def _kinds(topic: str, letters: Iterable[Letter]) -> list[Kind]:
-    found: dict[str, Kind] = {}
+    found: dict[tuple[str, str], Kind] = {}
     for letter in letters:
         where = f"{letter.record.topic}[{letter.record.partition}]@{letter.record.offset}"
-        kind = found.setdefault(letter.exception, Kind(topic, letter.exception, 0, where, where, 0, ""))
+        new = Kind(topic, letter.app, letter.exception, 0, where, where, 0, "")
+        kind = found.setdefault((letter.app, letter.exception), new)
         kind.letters += 1
         kind.last, kind.message = where, letter.message[:_MESSAGE]
         kind.most_replays = max(kind.most_replays, letter.replays)

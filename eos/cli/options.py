@@ -13,6 +13,7 @@ from rich.table import Table
 
 from eos import settings
 from eos.errors import UsageError
+from eos.log import printable
 from eos.settings import Settings
 
 BootstrapServers = Annotated[str | None, typer.Option("--bootstrap-servers", help="HOST:PORT[,HOST:PORT...]")]
@@ -44,7 +45,9 @@ def confirm(what: str, yes: bool) -> None:
 
 
 def print_table(table: Table) -> None:
-    """On stdout; into a pipe nothing is cut off, for who reads it there has no window."""
+    """On stdout; into a pipe nothing is cut off, for who reads it there has no window. Cells may be anybody's words."""
+    for column in table.columns:
+        column._cells[:] = [printable(cell, "\n") if isinstance(cell, str) else cell for cell in column._cells]
     console = Console()
     if not console.is_terminal:
         console = Console(width=240)

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from eos import log
 from eos.admin import facts, tail
 from eos.admin.tail import Mark, Seen
 from eos.app import Header, is_topic_name
@@ -189,7 +190,7 @@ def _show(seen: Seen) -> None:
     mark = "" if seen.mark is Mark.COMMITTED else f"  ({seen.mark.value})"
     key = "-" if record.key is None else text_of(record.key)
     value = "(tombstone)" if record.value is None else text_of(record.value)
-    headers = "".join(f"  {name}={'(null)' if v is None else text_of(v)}" for name, v in record.headers)
+    headers = "".join(f"  {log.printable(name)}={'(null)' if v is None else text_of(v)}" for name, v in record.headers)
     print(f"{record.topic}[{record.partition}]@{record.offset}  {moment}  {key}  {value}{headers}{mark}", flush=True)
 
 
@@ -211,12 +212,12 @@ def _show_json(seen: Seen) -> None:
 
 
 def text_of(data: bytes) -> str:
-    """UTF-8 as it reads, with what would move a terminal's cursor escaped; other bytes as Python writes them."""
+    """UTF-8 as it reads, and printable; other bytes as Python writes them."""
     try:
         text = data.decode()
     except UnicodeDecodeError:
         return repr(data)
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return log.printable(text)
 
 
 def _json_of(data: bytes | None) -> str | dict[str, str] | None:

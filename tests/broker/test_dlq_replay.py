@@ -102,7 +102,7 @@ class Shop:
         """Writes dead letters as a worker does; their values."""
         values = [f"bad {number}" for number in range(count)]
         records = [Record(self.source, 0, n, 7, f"k{n}".encode(), value.encode()) for n, value in enumerate(values)]
-        sends = [dead_letter(record, ValueError("why")) for record in records]
+        sends = [dead_letter(record, ValueError("why"), app=self.id) for record in records]
         self.send(self.dlq, [(key, value, headers or []) for _, value, key, _, _, headers in sends])
         return values
 
@@ -189,7 +189,7 @@ def test_an_output_that_the_client_refuses_is_the_letters_failure_alone(shop: Sh
     assert told == "3 replayed, 2 handled (2 outputs), 1 failed again"
     assert shop.outputs() == ["bad 0", "bad 2"]
     (kind,) = shop.listed()
-    assert (kind["letters"], kind["exception"], kind["first"]) == (1, "eos.errors.PoisonRecord", f"{shop.source}[0]@1")
+    assert (kind["letters"], kind["exception"], kind["first"]) == (1, "eos.handling.RecordRefused", f"{shop.source}[0]@1")
 
 
 def test_what_is_wrong_with_a_replay_is_said_in_one_sentence(shop: Shop) -> None:
@@ -232,3 +232,21 @@ def test_a_replay_that_a_newer_one_overtook_repeats_nothing_and_ends_with_79(
     with replay.Replay(app, settings) as older, pytest.raises(Fenced, match="another replay has moved group"):
         older.topic(shop.source)
     assert shop.outputs() == sorted(value.upper() for value in values)
+
+
+def test_letters_of_another_app_are_left_to_its_own_replay_unless_they_are_asked_for(shop: Shop) -> None:
+    """Two Apps on one topic have one topic of dead letters; nobody's function runs over the other's."""
+    record = Record(shop.source, 0, 0, 7, b"k", b"bad other")
+    _, value, key, _, _, headers = dead_letter(record, ValueError("why"), app="billing", function="bill")
+    shop.send(shop.dlq, [(key, value, headers or [])])
+    shop.letters(1)
+    (kind,) = shop.listed()
+    assert (kind["app"], kind["letters"]) == (shop.id, 1)
+    assert {kind["app"]: kind["letters"] for kind in shop.listed(shop.dlq)} == {"billing": 1, shop.id: 1}
+    ended = shop.eos("dlq", "replay", "shop:app", MENDED="1")
+    assert "2 replayed" not in ended.stdout
+    assert "1 handled (1 outputs), 0 failed again" in ended.stdout
+    assert "1 of App billing left to its own replay (--letters-of takes them)" in ended.stderr
+    assert shop.outputs() == ["BAD 0"]
+    assert "1 handled" in shop.replay("--letters-of", "billing", MENDED="1")
+    assert "BAD OTHER" in shop.outputs()

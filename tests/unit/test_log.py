@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
 from eos import log
+from eos.cli.options import print_table
 
 
 def written(log_format: str, level: str = "info") -> io.StringIO:
@@ -118,3 +120,15 @@ def test_a_program_that_says_nothing_of_logging_hears_warnings(configured: str, 
     program = f"import logging; from eos import log; {configured}; log.info('began'); log.warning('lost 3', n=1)"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert (ran.stdout, ran.stderr) == ("", heard)
+
+
+def test_what_anybody_wrote_does_not_move_a_terminals_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure()
+    log.warning("dead letter", error="\x1b[2J\x1b]0;owned\x07 \u202e")
+    table = Table("message")
+    table.add_row("two\nlines \x1b[31m")
+    print_table(table)
+    told = capsys.readouterr()
+    assert "error=\\x1b[2J\\x1b]0;owned\\x07 \\u202e" in told.err
+    assert "lines \\x1b[31m" in told.out
+    assert "\x1b" not in told.err + told.out

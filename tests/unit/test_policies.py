@@ -204,6 +204,8 @@ def test_dlq_sends_the_record_as_it_came_with_where_and_why_in_its_place() -> No
         ("eos-dlq-partition", b"0"),
         ("eos-dlq-offset", b"11"),
         ("eos-dlq-timestamp", b"1001"),
+        ("eos-dlq-app", b"app"),
+        ("eos-dlq-function", b"upper"),
         ("eos-dlq-exception", b"ValueError"),
         ("eos-dlq-message", b"no bad 1"),
         ("eos-dlq-trace", f'{__file__}:{UPPER_RAISES} in upper: raise ValueError(f"no {{value.decode()}}")'.encode()),

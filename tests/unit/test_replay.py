@@ -34,16 +34,32 @@ def app_of() -> App:
 
 
 def test_a_letter_is_the_record_that_failed_again_and_again() -> None:
-    letter = letter_of(read(dead_letter(RECORD, ValueError("why"))))
-    assert letter == Letter(1, 5, RECORD, "ValueError", "why", 0)
+    letter = letter_of(read(dead_letter(RECORD, ValueError("why"), app="shop")))
+    assert letter == Letter(1, 5, RECORD, "shop", "ValueError", "why", 0)
     for replays in (1, 2, 3):
-        letter = letter_of(read(again(letter, KeyError(replays)), 5 + replays))
-        assert letter == Letter(1, 5 + replays, RECORD, "KeyError", str(replays), replays)
+        failed = dead_letter(letter.record, KeyError(replays))
+        letter = letter_of(read(again(letter, failed), 5 + replays))
+        assert letter == Letter(1, 5 + replays, RECORD, "", "KeyError", str(replays), replays)
 
 
 def test_what_no_worker_wrote_is_taken_as_it_lies_there() -> None:
-    strange = Record("orders.dlq", 1, 5, 9, None, None, [("eos-dlq-partition", b"x"), ("eos-dlq-offset", None)])
-    assert letter_of(strange) == Letter(1, 5, Record("orders", 1, 5, 9), "-", "-", 0)
+    strange = [("eos-dlq-partition", b"x"), ("eos-dlq-offset", None)]
+    letter = letter_of(Record("orders.dlq", 1, 5, 9, None, None, strange))
+    assert letter == Letter(1, 5, Record("orders", 1, 5, 9, headers=strange), "", "-", "-", 0)
+
+
+def test_headers_of_a_record_that_look_like_a_letters_choose_nothing() -> None:
+    """Not where it goes back to, nor whose it is; and no number of them ends a replay."""
+    names = ("topic", "partition", "offset", "timestamp", "app", "exception", "replays")
+    theirs = [(f"eos-dlq-{name}", b"victim" if name == "topic" else b"9" * 5_000) for name in names]
+    record = Record("orders", 3, 17, 1_700_000_000_000, b"k", b"v", theirs)
+    assert letter_of(read(dead_letter(record, ValueError("why"), app="shop"))) == Letter(
+        1, 5, record, "shop", "ValueError", "why", 0
+    )
+    # Written by nobody's worker: what they say is read, where it can be.
+    assert letter_of(Record("orders.dlq", 1, 5, 9, None, b"v", theirs)) == Letter(
+        1, 5, Record("orders", 1, 5, 9, None, b"v"), "9" * 5_000, "9" * 5_000, "-", 0
+    )
 
 
 def test_the_function_is_the_one_that_failed_or_the_one_that_is_named() -> None:
