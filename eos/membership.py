@@ -418,7 +418,7 @@ class Membership:
             self._next_resolve = time.monotonic() + _RESOLVE_PAUSE_S
             self._tell_waiting()
             return
-        (self.consumer.incremental_assign if self._incremental else self.consumer.assign)(list(starts.values()))
+        self._assign(starts)
         self._noted_member_id()
         self._begun_at |= {p: tp.offset for p, tp in starts.items()}
         self._unresolved = set()
@@ -427,6 +427,16 @@ class Membership:
         if self._ledger is not None:
             self._ledger.begin_all(starts)
         log.info("partitions assigned", partitions=_names(starts), group=self.group)
+
+    def _assign(self, starts: Mapping[Partition, TopicPartition]) -> None:
+        if not self._incremental:
+            self.consumer.assign(list(starts.values()))
+            return
+        # The client has some already where an exception (a signal's) came right behind this call the last time.
+        begun = [tp for tp in self.consumer.assignment() if (tp.topic, tp.partition) in starts]
+        if begun:
+            self.consumer.incremental_unassign(begun)
+        self.consumer.incremental_assign(list(starts.values()))
 
     def _tell_waiting(self) -> None:
         now = time.monotonic()
