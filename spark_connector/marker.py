@@ -50,7 +50,7 @@ class Marker:
     `query`: the id of the streaming query (of its checkpoint), or "" for a batch write. `batch`: its number, or the
     caller's batch_id. `offsets`: digest of the batch's source offsets. `adopted`: the adopt_at that was used up last.
     `topics`: where the batch went, None in a marker of version 1. `run`: the id of the query's run, which a restart
-    changes; for people.
+    changes, and behind a `/` which call of the sink it was.
     """
 
     query: str

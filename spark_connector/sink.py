@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar
@@ -62,12 +64,10 @@ def exactly_once_sink(
 
     def write(df: DataFrame, batch: int) -> None:
         current = query.current(df, batch)
-        once = _Once((bootstrap_servers, transactional_id), (current.run, batch))
         try:
-            once.check()
             key, topics = sink_key(transactional_id), sink.topics
-            progress = sink.deliver(df, _MicroBatch(key, batch, current, adopt_at, topics))
-            once.note()
+            with _Once.of(bootstrap_servers, transactional_id).in_batch(current.run, batch):
+                progress = sink.deliver(df, _MicroBatch(key, batch, current, adopt_at, topics))
             if progress is None:
                 # Its rows are in Kafka, but a stateful plan must run for its state, and Spark checks that it did.
                 df.write.format("noop").mode("overwrite").save()
@@ -81,6 +81,12 @@ def exactly_once_sink(
             raise
 
     return write
+
+
+_SECOND = (
+    "{name} wrote batch {number} already: a second call in the same micro-batch would lose its rows; give each sink a "
+    "transactional_id of its own, or write one DataFrame with a column `topic`, to exactly_once_sink(topic=[...])"
+)
 
 
 def exactly_once_write(
@@ -114,28 +120,34 @@ def exactly_once_write(
     return batch.found.rows
 
 
-@dataclass(frozen=True)
 class _Once:
     """A sink writes once in a micro-batch: a second call would find the marker of the first, and its rows would count
-    as written. So would those of another sink with the same id, in the same process or behind a restart."""
+    as written. So would those of another sink with the same id, in the same process or behind a restart, and those of a
+    call in another thread, which waits for the first one here."""
 
-    sink: tuple[str, str]
-    """Brokers and transactional.id."""
-    batch: tuple[str, int]
-    """The query's run, and the batch's number."""
-    _done: ClassVar[dict[tuple[str, str], tuple[str, int]]] = {}
+    _every: ClassVar[dict[tuple[frozenset[str], str], _Once]] = {}
+    _making: ClassVar[threading.Lock] = threading.Lock()
 
-    def check(self) -> None:
-        if self._done.get(self.sink) == self.batch:
-            name, number = self.sink[1], self.batch[1]
-            raise ConfigurationError(
-                f"{name} wrote batch {number} already: a second call in the same micro-batch would lose its rows; give "
-                "each sink a transactional_id of its own, or write one DataFrame with a column `topic`, to "
-                "exactly_once_sink(topic=[...])"
-            )
+    def __init__(self, transactional_id: str) -> None:
+        self._name = transactional_id
+        self._one_at_a_time = threading.Lock()
+        self._done: tuple[str, int] | None = None
 
-    def note(self) -> None:
-        self._done[self.sink] = self.batch
+    @classmethod
+    def of(cls, bootstrap_servers: str, transactional_id: str) -> _Once:
+        """In whichever order its brokers are named."""
+        brokers = frozenset(server.strip() for server in bootstrap_servers.split(","))
+        with cls._making:
+            return cls._every.setdefault((brokers, transactional_id), cls(transactional_id))
+
+    @contextmanager
+    def in_batch(self, run: str, number: int) -> Iterator[None]:
+        """The write of batch `number` of a query's run; ConfigurationError where one came to its end."""
+        with self._one_at_a_time:
+            if self._done == (run, number):
+                raise ConfigurationError(_SECOND.format(name=self._name, number=number))
+            yield
+            self._done = run, number
 
 
 @dataclass
@@ -146,11 +158,18 @@ class _MicroBatch:
     adopt_at: int | None
     topics: tuple[str, ...]
     name: str = field(init=False)
+    call: str = field(init=False)
+    """The query's run, and which of its calls this is."""
 
     def __post_init__(self) -> None:
         self.name = f"batch {self.number}"
+        self.call = f"{self.query.run}/{uuid.uuid4().hex[:8]}"
 
     def decide(self, found: Marker | None) -> Decision:
+        if found is not None and found.query == self.query.id and found.batch == self.number:
+            run, _, call = found.run.partition("/")
+            if call and run == self.query.run and found.run != self.call:
+                raise WrongProgress(_SECOND.format(name="this sink", number=self.number))
         return decide(found, self.query.id, self.number, self.query.offsets, self.adopt_at, self.topics)
 
     def refuse(self, found: Marker | None) -> None:
@@ -164,7 +183,7 @@ class _MicroBatch:
         adopted = found.adopted if found is not None and found.query == self.query.id else None
         if decision is Decision.ADOPT:
             adopted = self.adopt_at
-        return Marker(self.query.id, self.number, rows, self.query.offsets, adopted, self.topics, self.query.run)
+        return Marker(self.query.id, self.number, rows, self.query.offsets, adopted, self.topics, self.call)
 
 
 @dataclass

@@ -1,0 +1,73 @@
+"""A sink writes once in a micro-batch, whoever calls it twice."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from eos.errors import ConfigurationError
+from spark_connector import query, sink
+from spark_connector.marker import Decision, Marker, WrongProgress
+from spark_connector.query import Query
+
+QUERY = Query("the-query", "the-run", "digest", None)
+
+
+def micro_batch(run: str = "the-run") -> sink._MicroBatch:
+    return sink._MicroBatch(b"key", 7, Query("the-query", run, "digest", None), None, ("out",))
+
+
+def written(by: sink._MicroBatch) -> Marker:
+    """Its marker, as a reader finds it."""
+    return Marker.decode(by.marker(None, Decision.WRITE, 10).encode())
+
+
+@pytest.mark.parametrize("servers", [("a:1,b:1", "a:1,b:1"), ("a:1,b:1", "b:1, a:1")], ids=["the same", "reordered"])
+def test_of_two_threads_in_one_micro_batch_one_is_refused(
+    servers: tuple[str, str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Both looked before either had written."""
+    monkeypatch.setattr(query, "current", lambda df, batch: QUERY)
+    monkeypatch.setattr(query, "is_stop", lambda df, error: False)
+    monkeypatch.setattr(sink, "to_spark_metrics", lambda *_: None)
+    delivering, delivered, refused = threading.Event(), [], []
+
+    def deliver(self: Any, df: Any, batch: Any) -> Any:
+        delivering.wait(0.2)  # time for the other one to look
+        delivered.append(df)
+        return SimpleNamespace(rows=1)
+
+    monkeypatch.setattr(sink._Sink, "deliver", deliver)
+
+    def call(server: str, df: str) -> None:
+        write = sink.exactly_once_sink(topic="out", transactional_id=request.node.name, bootstrap_servers=server)
+        try:
+            write(df, 7)  # type: ignore[arg-type]
+        except ConfigurationError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=call, args=each) for each in zip(servers, ("one", "two"), strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(delivered) == 1
+    assert len(refused) == 1
+    assert "would lose its rows" in refused[0]
+
+
+def test_the_marker_of_another_call_in_the_same_run_is_no_marker_of_ours() -> None:
+    """Another sink object, process or name of the brokers: Kafka knows of both."""
+    mine, other = micro_batch(), micro_batch()
+    assert mine.decide(written(mine)) is Decision.ALREADY  # an attempt before, whose answer was lost
+    with pytest.raises(WrongProgress, match="would lose its rows"):
+        mine.decide(written(other))
+    assert micro_batch("a restart").decide(written(other)) is Decision.ALREADY
+
+
+def test_a_marker_of_before_says_nothing_of_calls() -> None:
+    old = Marker("the-query", 7, 10, "digest", None, ("out",), "the-run")
+    assert micro_batch().decide(old) is Decision.ALREADY
