@@ -32,7 +32,14 @@ Place = tuple[str, int, int]  # of a record: topic, partition, offset
 _LINES, _LINES_INTERVAL_S = 10, 10.0  # about single records: so many lines in so many seconds
 # In the user's code, whose frames are told: a function that is made anew for each record has no end of them.
 _PLACES = 100
-_NO_ROOM = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT))
+# What an operating system says of itself, and not of what it was asked for: no handles, memory, disk, processes; a disk
+# that cannot be read or written.
+_OF_THE_MACHINE = frozenset(
+    (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.EIO, errno.EROFS)
+    + (errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOBUFS)
+)
+_NO_THREAD = "can't start new thread"  # a RuntimeError without a kind of its own
+_CHAIN = 10  # causes that are followed
 
 
 class RecordRefused(Exception):
@@ -285,19 +292,36 @@ class Handler:
         return route.on_error if self._policy is None else self._policy
 
     def _of_whom(self, route: Route, record: Record, error: Exception) -> Exception:
-        """What this process has no room for (memory, files, disk) is no failure of the record: a policy would skip it,
-        and the next one. It is Temporary, unless the policy names it."""
-        cause = error.__cause__ if isinstance(error, DecodeError) else error
-        full = isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in _NO_ROOM)
-        if not full or isinstance(cause, self._policy_of(route).on):
+        """What this process or its machine lacks (memory, files, threads, a disk that can be written) is no failure of
+        the record: a policy would skip it, and the next one. It is Temporary, unless the policy names it, or what the
+        function made of it."""
+        cause = next((one for one in _causes(error) if _is_the_machines(one)), None)
+        named = self._policy_of(route).on
+        if cause is None or isinstance(error, named) or isinstance(cause, named):
             return error
         where = f"{record.topic} [{record.partition}] offset {record.offset}"
         temporary = Temporary(
             f"{route.name} ran out of room on {where}: {class_name(error)}: {message_of(error)}",
-            remedy="the record counts as unread; give the process more memory, files or disk, whichever it names",
+            remedy="the record counts as unread; give the process more memory, files, threads or disk, whichever it names",
         )
         temporary.__cause__ = error
         return temporary
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and what it was raised for or while it was dealt with, as a traceback shows them."""
+    cause: BaseException | None = error
+    for _ in range(_CHAIN):
+        if cause is None:
+            return
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
+def _is_the_machines(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in _OF_THE_MACHINE
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and str(error) == _NO_THREAD)
 
 
 def _is_tried_again(policy: Policy, error: Exception) -> bool:

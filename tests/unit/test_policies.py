@@ -316,6 +316,11 @@ def test_nothing_of_a_record_that_fails_half_way_is_sent() -> None:
     assert txn.values == [b"a", b"a", b"b", b"b"]
 
 
+def caused(error: Exception, by: Exception) -> Exception:
+    error.__cause__ = by
+    return error
+
+
 @pytest.mark.parametrize("policy", [stop, skip, dlq, retry(3, then=skip)])
 def test_an_app_that_is_wrong_stops_whatever_the_policy(policy: Policy) -> None:
     txn = Txn()
@@ -327,7 +332,18 @@ def test_an_app_that_is_wrong_stops_whatever_the_policy(policy: Policy) -> None:
 
 @pytest.mark.parametrize("policy", [stop, skip, dlq, retry(3, on=(KeyError,), then=skip)])
 @pytest.mark.parametrize(
-    "full", [MemoryError(), OSError(errno.EMFILE, "Too many open files"), OSError(errno.ENOSPC, "no")]
+    "full",
+    [
+        MemoryError(),
+        OSError(errno.EMFILE, "Too many open files"),
+        OSError(errno.ENOSPC, "no"),
+        OSError(errno.EAGAIN, "Resource temporarily unavailable"),
+        OSError(errno.EIO, "Input/output error"),
+        OSError(errno.EROFS, "Read-only file system"),
+        RuntimeError("can't start new thread"),
+        caused(ConnectionError("the service cannot be reached"), by=OSError(errno.EMFILE, "Too many open files")),
+    ],
+    ids=lambda error: str(error)[:12] or "memory",
 )
 @pytest.mark.parametrize("batch", [False, True])
 def test_a_process_without_room_is_no_failure_of_the_record(policy: Policy, full: Exception, batch: bool) -> None:
@@ -359,6 +375,16 @@ def test_a_decoder_without_room_is_no_failure_of_the_record_either() -> None:
     halt = Handler(app).handle(Txn(), records(b"a"))
     assert halt is not None
     assert isinstance(halt.error, Temporary)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "no"), ConnectionRefusedError(), RuntimeError("no")])
+def test_what_the_function_asked_for_in_vain_is_the_records_failure(error: Exception) -> None:
+    def failing(value: bytes) -> bytes:
+        raise error
+
+    txn = Txn()
+    assert Handler(app_of(failing, skip)).handle(txn, records(b"a")) is None
+    assert txn.skipped == 1
 
 
 def test_a_policy_that_names_what_is_full_treats_it() -> None:
