@@ -35,8 +35,10 @@ _PLACES = 100
 # What an operating system says of itself, and not of what it was asked for: no handles, memory, disk, processes; a disk
 # that cannot be read or written.
 _OF_THE_MACHINE = frozenset(
-    (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.EIO, errno.EROFS)
-    + (errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOBUFS)
+    (
+        *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOBUFS),
+        *(errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO),
+    )
 )
 _NO_THREAD = "can't start new thread"  # a RuntimeError without a kind of its own
 _CHAIN = 10  # causes that are followed
@@ -302,7 +304,7 @@ class Handler:
         where = f"{record.topic} [{record.partition}] offset {record.offset}"
         temporary = Temporary(
             f"{route.name} ran out of room on {where}: {class_name(error)}: {message_of(error)}",
-            remedy="the record counts as unread; give the process more memory, files, threads or disk, whichever it names",
+            remedy="the record counts as unread; give the process more of what it names (memory, files, threads, disk)",
         )
         temporary.__cause__ = error
         return temporary
