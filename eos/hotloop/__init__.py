@@ -11,10 +11,10 @@ hand back to their caller.
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eos import log
 from eos.hotloop import python
 from eos.hotloop.source import checksum
 
@@ -43,4 +43,4 @@ if not TYPE_CHECKING and os.environ.get("EOS_PURE_PYTHON", "") in ("", "0"):
         else:
             # An editable installation keeps what it compiled when the source changes.
             STALE = "the compiled hot loop is of another source and is not used: build it again with `pip install -e .`"
-            warnings.warn(STALE, RuntimeWarning, stacklevel=2)
+            log.warning(STALE)

@@ -672,7 +672,7 @@ def test_python_can_be_chosen() -> None:
 @compiled
 @pytest.mark.parametrize(("change", "used"), [("", True), ("// another rule\n", False)])
 def test_a_compiled_loop_of_another_source_is_told_and_not_used(tmp_path: Path, change: str, used: bool) -> None:
-    """As an editable installation is left behind by a pull."""
+    """As an editable installation is left behind by a pull; also where a user's tests turn warnings into errors."""
     package = Path(eos.__file__).parent
     shutil.copytree(package, tmp_path / "eos", ignore=shutil.ignore_patterns("__pycache__"))
     with (tmp_path / "eos" / "hotloop" / "_native.c").open("a") as source:
@@ -680,13 +680,13 @@ def test_a_compiled_loop_of_another_source_is_told_and_not_used(tmp_path: Path, 
     code = "import eos.app, eos.hotloop as h; print(h.__file__, h.COMPILED, h.feed_values.__module__)"
 
     def imported() -> subprocess.CompletedProcess[str]:
-        ran = [sys.executable, "-c", code]
+        ran = [sys.executable, "-W", "error", "-c", code]
         return subprocess.run(ran, cwd=tmp_path, env={}, capture_output=True, text=True, check=True)
 
     done = imported()
     form = "True eos.hotloop._native" if used else "False eos.hotloop.python"
     assert done.stdout == f"{tmp_path}/eos/hotloop/__init__.py {form}\n"
-    told = [line for line in done.stderr.splitlines() if "Warning" in line]
+    told = done.stderr.splitlines()
     assert len(told) == (0 if used else 1)
     assert used or told[0].endswith("is not used: build it again with `pip install -e .`")
     (tmp_path / "eos" / "hotloop" / "_native.c").unlink()  # as in a wheel without it
