@@ -98,14 +98,15 @@ def exactly_once_write(
     settings: Mapping[str, str] | None = None,
     compression: str = "none",
     batch_id: str | None = None,
-    remember_days: float = 90,
+    remember_days: float | None = None,
 ) -> int:
     """Writes a batch DataFrame in one transaction: all of it or nothing. Returns the number of rows.
 
     With `batch_id`, a call with a (transactional_id, batch_id) that was written before writes nothing and returns the
-    number of rows it had then. A batch_id is remembered for `remember_days`: a later write with another one forgets it,
-    or what is kept of them would grow for ever. Without batch_id, an exception leaves open whether the rows are there
-    only if it says that the commit's answer never came. Everything else as for `exactly_once_sink`.
+    number of rows it had then, however long ago that was. With `remember_days` a write forgets older batch_ids: one of
+    them would be written again, and what is kept of them (some 200 bytes each) does not grow for ever. Without batch_id,
+    an exception leaves open whether the rows are there only if it says that the commit's answer never came. Everything
+    else as for `exactly_once_sink`.
     """
     sink = _Sink(Options.of(topic, transactional_id, bootstrap_servers, settings, compression))
     key = None if batch_id is None else sink_key(transactional_id, batch_id)
@@ -191,7 +192,7 @@ class _Write:
     key: bytes | None
     batch_id: str
     topics: tuple[str, ...]
-    remember_days: float
+    remember_days: float | None
     found: Marker | None = None
     name: str = field(init=False)
 
@@ -211,6 +212,8 @@ class _Write:
         """Two writes with one batch_id are told apart by `decide` alone."""
 
     def forgets(self, known: Mapping[bytes, int]) -> list[bytes]:
+        if self.remember_days is None:
+            return []
         oldest_ms = (time.time() - self.remember_days * 86_400) * 1000
         old = (key for key, at_ms in known.items() if at_ms < oldest_ms and is_of_a_write(key) and key != self.key)
         return list(islice(old, _FORGOTTEN_AT_ONCE))

@@ -10,7 +10,7 @@ import pytest
 
 from eos.errors import ConfigurationError
 from spark_connector import query, sink
-from spark_connector.marker import Decision, Marker, WrongProgress
+from spark_connector.marker import Decision, Marker, WrongProgress, sink_key
 from spark_connector.query import Query
 
 QUERY = Query("the-query", "the-run", "digest", None)
@@ -71,3 +71,10 @@ def test_the_marker_of_another_call_in_the_same_run_is_no_marker_of_ours() -> No
 def test_a_marker_of_before_says_nothing_of_calls() -> None:
     old = Marker("the-query", 7, 10, "digest", None, ("out",), "the-run")
     assert micro_batch().decide(old) is Decision.ALREADY
+
+
+def test_a_batch_id_is_forgotten_only_where_it_was_asked_for() -> None:
+    old = {sink_key("id", "long ago"): 0, sink_key("id"): 0}
+    asked = sink._Write(sink_key("id", "new"), "new", ("out",), remember_days=30)
+    assert asked.forgets(old) == [sink_key("id", "long ago")]
+    assert sink._Write(asked.key, "new", ("out",), remember_days=None).forgets(old) == []
