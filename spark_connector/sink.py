@@ -104,9 +104,9 @@ def exactly_once_write(
 
     With `batch_id`, a call with a (transactional_id, batch_id) that was written before writes nothing and returns the
     number of rows it had then, however long ago that was. With `remember_days` a write forgets older batch_ids: one of
-    them would be written again, and what is kept of them (some 200 bytes each) does not grow for ever. Without batch_id,
-    an exception leaves open whether the rows are there only if it says that the commit's answer never came. Everything
-    else as for `exactly_once_sink`.
+    them would be written again, and what is kept of them (some 200 bytes each) does not grow for ever. Without a
+    batch_id an exception leaves open whether the rows are there only if it says that the commit's answer never came.
+    Everything else as for `exactly_once_sink`.
     """
     sink = _Sink(Options.of(topic, transactional_id, bootstrap_servers, settings, compression))
     key = None if batch_id is None else sink_key(transactional_id, batch_id)
