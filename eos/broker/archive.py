@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from eos.broker.jars import cache_directory, kafka_jars, locked
 from eos.broker.java import find_java
+from eos.errors import Unavailable
+
+JVM_OPTIONS = "KAFKA_JVM_PERFORMANCE_OPTS"
 
 
 def options(java: Path, jars: Sequence[Path]) -> list[str]:
@@ -23,14 +27,24 @@ def options(java: Path, jars: Sequence[Path]) -> list[str]:
 
 
 def make(version: str) -> Path:
-    """The archive of this version on this machine's Java; if it is not there a node is started, used and stopped."""
+    """The archive of this version on this machine's Java; if it is not there a node is started, used and stopped.
+
+    Raises Unavailable where no node can run, or this Java makes none.
+    """
     path = path_of(find_java(), kafka_jars(version))
     with locked(path.with_suffix(".lock")):
         if not path.exists():
             part = path.with_suffix(".part")
             _record(version, part)
-            part.replace(path)
+            keep(part, path)
     return path
+
+
+def keep(part: Path, path: Path) -> None:
+    """What a JVM wrote at its end; Unavailable if it wrote nothing."""
+    if not part.exists():
+        raise Unavailable(f"{find_java()} wrote no archive of its classes: it may lack the one of its own")
+    part.replace(path)
 
 
 def path_of(java: Path, jars: Sequence[Path]) -> Path:
@@ -40,14 +54,27 @@ def path_of(java: Path, jars: Sequence[Path]) -> Path:
     return cache_directory() / f"classes-{key}.jsa"
 
 
+@contextmanager
+def _jvm_options(options: str) -> Iterator[None]:
+    """Those of nodes that are started meanwhile; everything else that this process starts has its own."""
+    before = os.environ.get(JVM_OPTIONS)
+    os.environ[JVM_OPTIONS] = options
+    try:
+        yield
+    finally:
+        os.environ.pop(JVM_OPTIONS)
+        if before is not None:
+            os.environ[JVM_OPTIONS] = before
+
+
 def _record(version: str, part: Path) -> None:
     from confluent_kafka import Consumer, Producer
     from confluent_kafka.admin import AdminClient, NewTopic
 
     from eos.broker.local import LocalKafka
 
-    os.environ["KAFKA_JVM_PERFORMANCE_OPTS"] = f"-XX:+UseSerialGC -XX:ArchiveClassesAtExit={part}"
-    with LocalKafka(version=version) as kafka:
+    options = f"-XX:+UseSerialGC -XX:ArchiveClassesAtExit={part}"
+    with _jvm_options(options), LocalKafka(version=version) as kafka:
         client: dict[str, str | int | float | bool] = {"bootstrap.servers": kafka.bootstrap_servers, "log_level": 0}
         admin = AdminClient(client)
         admin.create_topics([NewTopic("words", 1, 1)])["words"].result(30)

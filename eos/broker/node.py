@@ -182,7 +182,7 @@ class Node:
 
 def jvm_options() -> list[str]:
     """Of a broker's JVM: those of KAFKA_JVM_PERFORMANCE_OPTS, as Kafka's own scripts read it, else ours."""
-    return shlex.split(os.environ.get("KAFKA_JVM_PERFORMANCE_OPTS") or "-Xms256m -XX:+UseSerialGC")
+    return shlex.split(os.environ.get(archive.JVM_OPTIONS) or "-Xms256m -XX:+UseSerialGC")
 
 
 def _lines(path: Path, start: int = 0) -> list[str]:

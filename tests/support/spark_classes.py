@@ -14,8 +14,9 @@ from pathlib import Path
 
 import psutil
 
-from eos.broker.archive import path_of
+from eos.broker.archive import keep, path_of
 from eos.broker.jars import locked
+from eos.errors import Unavailable
 from spark_connector.session import spark_java
 
 # C1 alone: no driver of a test lives long enough to earn what C2 costs.
@@ -48,7 +49,7 @@ def options() -> str:
 
 
 def make() -> None:
-    """The archive, if it is not there. Raises Unavailable where there is no Java for Spark."""
+    """The archive, if it is not there. Raises Unavailable where Spark cannot run, or its Java makes none."""
     path = _path()
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.with_suffix(".lock")):
@@ -56,16 +57,11 @@ def make() -> None:
             return
         part = path.with_suffix(".part")
         variables = os.environ | {"SPARK_SUBMIT_OPTS": f"{_QUICK} -XX:ArchiveClassesAtExit={part}"}
-        ran = subprocess.run(
-            [sys.executable, "-c", _PROGRAM],
-            env=variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            check=True,
-        )
+        ran = subprocess.run([sys.executable, "-c", _PROGRAM], env=variables, capture_output=True, check=False)
         # The JVM writes it at its end, which comes behind its Python's.
         jvm = re.search(rb"^JVM (\d+)$", ran.stdout, re.MULTILINE)
-        assert jvm, ran.stdout[-500:]
+        if jvm is None:
+            raise Unavailable(f"Spark could not be run: {ran.stderr.decode(errors='replace')[-500:]}")
         with contextlib.suppress(psutil.NoSuchProcess):
             psutil.Process(int(jvm[1])).wait(120)
-        part.replace(path)
+        keep(part, path)

@@ -61,6 +61,19 @@ def test_an_archive_of_classes_is_only_for_the_java_and_the_jars_that_it_was_mad
     assert archive.options(java, [Path("a.jar")]) == archive.options(other, [Path("a.jar"), Path("b.jar")]) == []
 
 
+@pytest.mark.parametrize("before", [None, "-Xms1g"])
+def test_making_an_archive_leaves_the_options_of_other_brokers_alone(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(archive.JVM_OPTIONS, raising=False)
+    if before:
+        monkeypatch.setenv(archive.JVM_OPTIONS, before)
+    with pytest.raises(ZeroDivisionError), archive._jvm_options("-XX:ArchiveClassesAtExit=here"):
+        assert node.jvm_options() == ["-XX:ArchiveClassesAtExit=here"]
+        _ = 1 // 0
+    assert os.environ.get(archive.JVM_OPTIONS) == before
+
+
 # server.properties
 
 
