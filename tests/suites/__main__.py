@@ -23,6 +23,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from eos.broker import DEFAULT_VERSION, archive
+from eos.broker.jars import cache_directory
 from eos.errors import Unavailable
 from tests.suites import late, machine
 from tests.suites.changes import since_the_last_landing
@@ -111,6 +112,8 @@ def _prepare(chosen: list[Suite]) -> None:
         makes += [partial(archive.make, version) for version in BROKER_VERSIONS]
     if "spark" in names:
         makes.append(spark_classes.make)
+    if makes and not any(cache_directory().glob("classes-*.jsa")):
+        console.print("the first run on this machine fetches brokers and makes archives of their classes: two minutes")
     for make in makes:
         try:
             make()
