@@ -66,7 +66,7 @@ def exactly_once_sink(
         current = query.current(df, batch)
         try:
             key, topics = sink_key(transactional_id), sink.topics
-            with _Once.of(bootstrap_servers, transactional_id).in_batch(current.run, batch):
+            with _Once.of(bootstrap_servers, transactional_id, current.run).in_batch(batch):
                 progress = sink.deliver(df, _MicroBatch(key, batch, current, adopt_at, topics))
             if progress is None:
                 # Its rows are in Kafka, but a stateful plan must run for its state, and Spark checks that it did.
@@ -124,31 +124,35 @@ def exactly_once_write(
 class _Once:
     """A sink writes once in a micro-batch: a second call would find the marker of the first, and its rows would count
     as written. So would those of another sink with the same id, in the same process or behind a restart, and those of a
-    call in another thread, which waits for the first one here."""
+    call in another thread, which waits for the first one here. Of one run of a query: the next run waits for nobody.
+    """
 
-    _every: ClassVar[dict[tuple[frozenset[str], str], _Once]] = {}
+    _latest: ClassVar[dict[tuple[frozenset[str], str], _Once]] = {}
     _making: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, transactional_id: str) -> None:
-        self._name = transactional_id
+    def __init__(self, transactional_id: str, run: str) -> None:
+        self._name, self._run = transactional_id, run
         self._one_at_a_time = threading.Lock()
-        self._done: tuple[str, int] | None = None
+        self._done: int | None = None
 
     @classmethod
-    def of(cls, bootstrap_servers: str, transactional_id: str) -> _Once:
+    def of(cls, bootstrap_servers: str, transactional_id: str, run: str) -> _Once:
         """In whichever order its brokers are named."""
-        brokers = frozenset(server.strip() for server in bootstrap_servers.split(","))
+        key = frozenset(server.strip() for server in bootstrap_servers.split(",")), transactional_id
         with cls._making:
-            return cls._every.setdefault((brokers, transactional_id), cls(transactional_id))
+            latest = cls._latest.get(key)
+            if latest is None or latest._run != run:
+                latest = cls._latest[key] = cls(transactional_id, run)
+            return latest
 
     @contextmanager
-    def in_batch(self, run: str, number: int) -> Iterator[None]:
-        """The write of batch `number` of a query's run; ConfigurationError where one came to its end."""
+    def in_batch(self, number: int) -> Iterator[None]:
+        """The write of one batch; ConfigurationError where one came to its end."""
         with self._one_at_a_time:
-            if self._done == (run, number):
+            if self._done == number:
                 raise ConfigurationError(_SECOND.format(name=self._name, number=number))
             yield
-            self._done = run, number
+            self._done = number
 
 
 @dataclass

@@ -28,7 +28,7 @@ hypothesis.settings.load_profile("untimed")
 
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-_PROXIED_PORTS = 1_000  # of each process and version, to choose from
+_PROXIED_PORTS = 5_000 // (2 * _WORKERS)  # of each process and version, to choose from
 
 
 @pytest.hookimpl(trylast=True)

@@ -43,7 +43,7 @@ def make(version: str) -> Path:
 def keep(part: Path, path: Path) -> None:
     """What a JVM wrote at its end; Unavailable if it wrote nothing."""
     if not part.exists():
-        raise Unavailable(f"{find_java()} wrote no archive of its classes: it may lack the one of its own")
+        raise Unavailable("the JVM wrote no archive of its classes: this Java may lack the one of its own")
     part.replace(path)
 
 

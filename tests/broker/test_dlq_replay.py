@@ -22,7 +22,7 @@ from eos.broker import LocalKafka
 from eos.dead_letters import dead_letter
 from eos.errors import Fenced
 from eos.settings import Settings
-from tests.support.reading import create_topic, settled_ends, visible_records
+from tests.support.reading import create_topic, settled_records, visible_records
 
 Names = Callable[[str], str]
 ROOT = Path(__file__).parents[2]
@@ -113,9 +113,8 @@ class Shop:
 
     def read(self, topic: str, settled: bool = True) -> list[Message]:
         """`settled`: once no transaction is open on it. Kafka answers a commit before all partitions show it."""
-        if settled:
-            settled_ends(self.servers, [topic])
-        return [message for found in visible_records(self.servers, topic).values() for message in found]
+        records = settled_records if settled else visible_records
+        return [message for found in records(self.servers, topic).values() for message in found]
 
     def outputs(self, settled: bool = True) -> list[str]:
         return sorted((message.value() or b"").decode() for message in self.read(self.out, settled))

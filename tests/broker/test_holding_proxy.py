@@ -74,6 +74,23 @@ def test_a_held_end_txn_keeps_the_commit_waiting_until_it_is_released(
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
 
 
+def test_a_held_request_arrives_although_its_client_was_cut_off(
+    kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
+) -> None:
+    hold = proxy.on(ApiKey.EndTxn, Fault.HOLD_REQUEST, transactional_id=raw.transactional_id)
+    raw.begin()
+    raw.send(topic, "one")
+    commit = Background(raw.commit)
+    hold.wait()
+    assert proxy.cut_all() >= 1
+    commit.result()  # the retry on a new connection did it
+    # While the markers are being written the coordinator answers 51 CONCURRENT_TRANSACTIONS to anything.
+    assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
+    hold.release()
+    assert hold.answer().error == 0
+    assert len(proxy.seen(ApiKey.EndTxn, raw.transactional_id)) == 2
+
+
 @pytest.mark.parametrize("fault", [Fault.CUT_BEFORE, Fault.CUT_AFTER], ids=enum_name)
 def test_a_commit_survives_a_cut_around_end_txn(
     kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str, fault: Fault
@@ -85,6 +102,18 @@ def test_a_commit_survives_a_cut_around_end_txn(
     first, *retries = proxy.seen(ApiKey.EndTxn, raw.transactional_id)
     assert retries
     assert first.connection not in {retry.connection for retry in retries}
+    assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
+
+
+def test_a_swallowed_request_is_sent_again_only_after_the_socket_timeout(
+    kafka: LocalKafka, proxy: HoldingProxy, topic: str, names: Callable[[str], str]
+) -> None:
+    with raw_producer(kafka.proxied_servers, names("tx"), socket_timeout_ms=1000) as raw:
+        hole = proxy.on(ApiKey.EndTxn, Fault.BLACKHOLE, transactional_id=raw.transactional_id)
+        commit_one(raw, topic, "one")
+        first, retry = proxy.seen(ApiKey.EndTxn, raw.transactional_id)
+    assert hole.hit
+    assert retry.seen_at - first.seen_at > 0.9
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one"], 1: []}
 
 

@@ -1,4 +1,4 @@
-"""`eos ...` in a process of its own that has imported everything already: 20 ms instead of 350.
+"""`eos ...` in a process of its own that has imported everything already: 60 ms instead of 350.
 
 For tests of what a command says and exits with. What a process imports, and when, is tested with real ones.
 """

@@ -115,10 +115,15 @@ def settled_ends(servers: str, topics: Sequence[str]) -> dict[tuple[str, int], i
     return {(place.topic, place.partition): end for place, end in zip(partitions, found, strict=True)}
 
 
-def settled_values(servers: str, topic: str) -> dict[int, list[bytes | None]]:
-    """The committed values of each partition in offset order, once no transaction is open on the topic."""
+def settled_records(servers: str, topic: str) -> dict[int, list[Message]]:
+    """The committed records of each partition in offset order, once no transaction is open on the topic."""
     settled_ends(servers, [topic])
-    return visible_values(servers, topic)
+    return visible_records(servers, topic)
+
+
+def settled_values(servers: str, topic: str) -> dict[int, list[bytes | None]]:
+    """As `settled_records`, the values alone."""
+    return {p: [message.value() for message in found] for p, found in settled_records(servers, topic).items()}
 
 
 def visible_values(servers: str, topic: str) -> dict[int, list[bytes | None]]:

@@ -18,7 +18,7 @@ from kafka import KafkaAdminClient, TopicPartition
 
 from eos.broker import LocalKafka
 from tests.support.pipeline import WorkerProcess
-from tests.support.reading import TooSlow, create_topic, settled_values, transaction_of, visible_records, wait_until
+from tests.support.reading import TooSlow, create_topic, settled_records, transaction_of, wait_until
 
 SPARK_S = 240.0
 _JVM_GONE_S = 60.0
@@ -96,8 +96,7 @@ class SparkRuns:
 
     def settled(self, topic: str) -> dict[int, list[Message]]:
         """Committed records by partition, once no transaction is open on the topic."""
-        settled_values(self.servers, topic)
-        return visible_records(self.servers, topic)
+        return settled_records(self.servers, topic)
 
     def wait_until_writing(
         self, process: WorkerProcess, transactional_id: str, topic: str, partitions: int = 3

@@ -63,6 +63,14 @@ def test_every_suite_is_run_whatever_fails_and_the_table_says_which(
     assert re.findall(r"^(\w+) failed$", told, re.MULTILINE) == ["first"]
 
 
+@pytest.mark.parametrize(("arguments", "said"), [(["nope"], "no mode nope"), (["test", "nope"], "no suite nope")])
+def test_what_does_not_exist_is_answered_with_what_does(
+    arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert runner.main(arguments) == 64
+    assert f"there is {said}: " in capfd.readouterr().out
+
+
 def test_a_suite_over_its_budget_has_not_failed(suites: Callable[..., int]) -> None:
     assert suites(slow="pass") == 0
 
