@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,11 +33,13 @@ def make(version: str) -> Path:
 
     Raises Unavailable where no node can run, or this Java makes none.
     """
-    path = path_of(find_java(), kafka_jars(version))
+    java, jars = find_java(), kafka_jars(version)
+    path = path_of(java, jars)
     with locked(path.with_suffix(".lock")):
         if not path.exists():
             part = path.with_suffix(".part")
             _record(version, part)
+            _check(java, jars, part)
             keep(part, path)
     return path
 
@@ -52,6 +56,19 @@ def path_of(java: Path, jars: Sequence[Path]) -> Path:
     of_java = release.read_bytes() if release.exists() else bytes(java.resolve())
     key = hashlib.sha256(b"\0".join([of_java, *map(bytes, jars)])).hexdigest()[:16]
     return cache_directory() / f"classes-{key}.jsa"
+
+
+def _check(java: Path, jars: Sequence[Path], part: Path) -> None:
+    """A JVM crashes on an archive that is not whole: its writer was killed, or had no room on the disk."""
+    if not part.exists():
+        return
+    command = [str(java), "-Xshare:on", "-XX:+VerifySharedSpaces", f"-XX:SharedArchiveFile={part}"]
+    command += ["-cp", os.pathsep.join(map(str, jars)), "-version"]
+    with tempfile.TemporaryDirectory() as crash:  # where it leaves its report
+        whole = subprocess.run(command, cwd=crash, capture_output=True, check=False).returncode == 0
+    if not whole:
+        part.unlink()
+        raise Unavailable("the archive of Kafka's classes is not whole: the JVM did not come to the end of writing it")
 
 
 @contextmanager

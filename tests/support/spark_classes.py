@@ -5,7 +5,6 @@ Made once by the suites; `options` are those of every driver's JVM that a test s
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import subprocess
@@ -62,6 +61,10 @@ def make() -> None:
         jvm = re.search(rb"^JVM (\d+)$", ran.stdout, re.MULTILINE)
         if jvm is None:
             raise Unavailable(f"Spark could not be run: {ran.stderr.decode(errors='replace')[-500:]}")
-        with contextlib.suppress(psutil.NoSuchProcess):
+        try:
             psutil.Process(int(jvm[1])).wait(120)
+        except psutil.NoSuchProcess:
+            pass  # it has written all of it
+        except psutil.TimeoutExpired:
+            raise Unavailable("Spark's JVM did not end: what it wrote may not be whole") from None
         keep(part, path)

@@ -61,6 +61,27 @@ def test_an_archive_of_classes_is_only_for_the_java_and_the_jars_that_it_was_mad
     assert archive.options(java, [Path("a.jar")]) == archive.options(other, [Path("a.jar"), Path("b.jar")]) == []
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_archive_that_is_not_whole_is_not_kept(whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A JVM that is given one crashes, and every start of a broker with it."""
+    java = tmp_path / "java"
+    java.write_text(f"#!/bin/sh\nexit {0 if whole else 134}\n")
+    java.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(archive, "find_java", lambda: java)
+    monkeypatch.setattr(archive, "kafka_jars", lambda version: [Path("a.jar")])
+    monkeypatch.setattr(archive, "_record", lambda version, part: part.touch())
+    path = archive.path_of(java, [Path("a.jar")])
+    path.parent.mkdir(parents=True)
+    if whole:
+        assert archive.make("4.3.1") == path
+    else:
+        with pytest.raises(Unavailable, match="is not whole"):
+            archive.make("4.3.1")
+    assert path.exists() is whole
+    assert not path.with_suffix(".part").exists()
+
+
 @pytest.mark.parametrize("before", [None, "-Xms1g"])
 def test_making_an_archive_leaves_the_options_of_other_brokers_alone(
     before: str | None, monkeypatch: pytest.MonkeyPatch
