@@ -1,5 +1,6 @@
 """The worker, same load:
-`python -m benchmarks.eos_loop BOOTSTRAP SOURCE TARGET COUNT GROUP record|batch|typed [NAME=VALUE...]` (settings)."""
+`python -m benchmarks.eos_loop BOOTSTRAP SOURCE TARGET COUNT GROUP record|batch|typed|filter [NAME=VALUE...]`, which are
+settings."""
 
 from __future__ import annotations
 
@@ -31,6 +32,12 @@ def main(bootstrap: str, source: str, target: str, count: int, group: str, kind:
         @app.process(source, to=target)
         def upper_typed(row: Row) -> Row:
             return Row(row.n, row.text.upper())
+
+    elif kind == "filter":
+
+        @app.process(source, to=target)
+        def no_output(record: Record) -> bytes | None:
+            return None
 
     else:
 

@@ -2,7 +2,8 @@
 
 It has no recovery, no rebalance handling and no error policy: what a careful person writes by hand for speed.
 Run as a process by worker_speed.py and far.py:
-`python -m benchmarks.straight_loop BOOTSTRAP SOURCE TARGET COUNT GROUP [LINGER [INTERVAL_MS]]`.
+`python -m benchmarks.straight_loop BOOTSTRAP SOURCE TARGET COUNT GROUP [LINGER [INTERVAL_MS [filter]]]`; as a filter it
+sends nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ CHUNK = 2_000
 
 
 def main(
-    bootstrap: str, source: str, target: str, count: int, group: str, linger_ms: str = "5", ms: str = "100"
+    bootstrap: str,
+    source: str,
+    target: str,
+    count: int,
+    group: str,
+    linger_ms: str = "5",
+    ms: str = "100",
+    kind: str = "",
 ) -> None:
     consumer, producer = straight(bootstrap, group, linger_ms)
     consumer.subscribe([source])
@@ -38,7 +46,7 @@ def main(
         for message in messages:
             if message.error() is not None:  # its value() would be the error's text, and go out as a record
                 raise SystemExit(str(message.error()))
-            while True:
+            while kind != "filter":
                 try:
                     produce(target, message.value().upper(), message.key())
                     break

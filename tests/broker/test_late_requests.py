@@ -347,7 +347,8 @@ def wait_for_statistics(session: TransactSession) -> None:
         pytest.param(ApiKey.EndTxn, Fault.LATE_COPY, SELDOM, id="EndTxn"),
         pytest.param(ApiKey.AddOffsetsToTxn, Fault.LATE_COPY, SELDOM, id="AddOffsetsToTxn"),
         pytest.param(ApiKey.TxnOffsetCommit, Fault.LATE_COPY, SELDOM, id="TxnOffsetCommit"),
-        # Nothing but the number of requests tells.
+        # No connection is lost.
+        pytest.param(ApiKey.AddOffsetsToTxn, Fault.BLACKHOLE, NO_CUT, id="AddOffsetsToTxn that timed out"),
         pytest.param(ApiKey.TxnOffsetCommit, Fault.BLACKHOLE, NO_CUT, id="TxnOffsetCommit that timed out"),
     ],
 )
@@ -403,6 +404,20 @@ def test_nor_does_one_in_the_first_transaction_of_a_new_producer(scenario: Scena
         assert session.producer.replacements == {"abort": 1}
         assert session.end()
     scenario.finish().raise_if_violated()
+
+
+@pytest.mark.parametrize("scenario", ["auto"], indirect=True)
+def test_nor_do_transactions_without_outputs(scenario: Scenario) -> None:
+    """Their first request meets the markers of the one before, and is sent again when it was answered."""
+    scenario.load(60)
+    handled = 0
+    with scenario.session(**{"eos.transaction.max.records": 1}) as session:
+        for txn in session:
+            handled += len(list(txn.records))
+            if handled == 60:
+                session.stop_requested = True
+        assert session.producer.replacements == {}
+        assert session.counters.transactions == 60
 
 
 @far(versions=("kafka",))

@@ -70,6 +70,7 @@ REALISTIC: dict[str, Any] = {
             "state": "UP",
             "tx": 29,
             "txretries": 0,
+            "req_timeouts": 0,
             "connects": 1,
             "disconnects": 0,
             "req": {
@@ -173,7 +174,7 @@ def test_statistics_give_the_producers_epoch_and_the_coordinators_counters() -> 
     decoded = decode_statistics(json.dumps(REALISTIC))
     assert (decoded.eos.producer_id, decoded.eos.producer_epoch) == (4007, 3)
     coordinator = decoded.brokers[COORDINATOR]
-    assert (coordinator.nodeid, coordinator.connects, coordinator.disconnects, coordinator.txretries) == (1, 1, 0, 0)
+    assert (coordinator.nodeid, coordinator.connects, coordinator.disconnects, coordinator.req_timeouts) == (1, 1, 0, 0)
     assert coordinator.req["EndTxn"] == 9
     assert decoded.brokers["127.0.0.1:9092/bootstrap"].nodeid == -1
 
@@ -244,7 +245,7 @@ def test_the_bootstrap_connection_may_come_and_go() -> None:
 def test_what_happens_during_the_init_is_no_sign() -> None:
     evidence = RetryEvidence()
     evidence.statistics(statistics(epoch=-1))
-    evidence.statistics(statistics(epoch=-1, connects=9, disconnects=8, txretries=7, end_txn=6))
+    evidence.statistics(statistics(epoch=-1, connects=9, disconnects=8, req_timeouts=7, end_txn=6))
     assert evidence.reason is None
     evidence.statistics(statistics(epoch=0))
     assert evidence.reason is None, "not compared with a snapshot of the init either"
@@ -255,7 +256,7 @@ def test_what_happens_during_the_init_is_no_sign() -> None:
 
 def test_a_cut_after_add_partitions_is_seen_by_the_connection_though_every_call_was_fast() -> None:
     evidence = healthy()
-    evidence.statistics(statistics(connects=2, disconnects=1, txretries=0))
+    evidence.statistics(statistics(connects=2, disconnects=1))
     took(evidence, "send_offsets", 1.3)
     evidence.ended += 1
     took(evidence, "commit", 0.3)
@@ -319,8 +320,8 @@ def test_a_lost_connection_is_a_sign_even_in_the_first_snapshot() -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [{"disconnects": 1}, {"connects": 2}, {"connects": 0}, {"txretries": 1}],
-    ids=["disconnected", "connected again", "counters started again", "retried"],
+    [{"disconnects": 1}, {"connects": 2}, {"connects": 0}, {"req_timeouts": 1}],
+    ids=["disconnected", "connected again", "counters started again", "not answered"],
 )
 def test_each_change_of_the_coordinators_connection_is_a_sign(changed: dict[str, int]) -> None:
     evidence = healthy()
@@ -376,6 +377,14 @@ def test_a_slow_call_is_acquitted_by_right_counts_on_the_same_connections(call: 
     assert (evidence.reason, evidence.undecided) == (None, False)
 
 
+def test_add_offsets_that_was_answered_and_sent_again_is_no_sign() -> None:
+    """The markers of the transaction before were being written: CONCURRENT_TRANSACTIONS."""
+    evidence = suspected("send_offsets", counted(BEFORE, 0))
+    again = {COORDINATOR: {"txretries": 2, "req": {"EndTxn": 1, "AddOffsetsToTxn": 3}}}
+    evidence.statistics(counted(BEHIND, changes=again))
+    assert (evidence.reason, evidence.undecided) == (None, False)
+
+
 @SLOW_CALLS
 def test_statistics_from_inside_a_call_decide_nothing(call: str) -> None:
     """They may be older than the cut: the first copy is counted, the second not sent yet."""
@@ -401,9 +410,10 @@ GONE, AGAIN = "is not known any more", "is another one"
         ("commit", {COORDINATOR: None}, "vanished"),
         (
             "send_offsets",
-            {COORDINATOR: {"req": {"EndTxn": 1, "AddOffsetsToTxn": 2}}},
-            "AddOffsetsToTxn was sent 2 times",
+            {COORDINATOR: {"req": {"EndTxn": 1, "AddOffsetsToTxn": 0}}},
+            "AddOffsetsToTxn was sent 0 times",
         ),
+        ("send_offsets", {COORDINATOR: {"req_timeouts": 1}}, "not answered in time"),
         ("send_offsets", {ORDINARY: {"req": {"TxnOffsetCommit": 2}}}, "TxnOffsetCommit was sent 2 times"),
         ("send_offsets", {"other:1/2": {"req": {"TxnOffsetCommit": 1}}}, "TxnOffsetCommit was sent 2 times"),
         # The handle was made anew: its counters began again, and the second copy is the one that is owed.
