@@ -275,7 +275,10 @@ class Membership:
             raise
         # Before anything is raised: what was fetched does not come a second time to who goes on all the same.
         records = hotloop.records_of(messages, Record)
+        told = self._positions.repeated
         self._positions.fetched(records)
+        if not told and self._positions.repeated:
+            log.warning("the client delivered records again; they are dropped, and counted", group=self.group)
         if self._latched is not None:
             latched, self._latched = self._latched, None
             raise latched

@@ -3,9 +3,9 @@
 Handed-out records are not kept: keeping a transaction's worth of them (tens of thousands) cost a fifth of the speed
 and up to `eos.transaction.max.records` records of memory. What is kept is where the open transaction began in each
 partition, and a rewind says where the consumer must go back to. What this module guarantees: per partition records
-are handed out in offset order, none is skipped, none is handed out again after its commit; the offsets of a
-transaction are exactly those after its handed-out records. If you change it, read TransactSession.end and _rebuild,
-and Membership.go_back.
+are handed out in offset order, none is skipped, none is handed out a second time but by a rewind, whatever the consumer
+delivers (librdkafka has delivered an offset twice: its issues 4637 and 4686); the offsets of a transaction are exactly
+those after its handed-out records. If you change it, read TransactSession.end and _rebuild, and Membership.go_back.
 """
 
 from __future__ import annotations
@@ -56,6 +56,9 @@ class Positions(Generic[R]):
         self._nexts: dict[TopicPartition, int] = {}  # one after the last offset it took, without the last batch
         self._lost: set[TopicPartition] = set()  # of what the open transaction took
         self._leaving: _Leaving | None = None
+        self._behind: dict[TopicPartition, int] = {}  # the lowest offset that may come next
+        self.repeated = 0
+        """Records that the consumer delivered again: dropped."""
         # End of the partition as seen behind all fetched records (control markers included).
         self._ends: dict[TopicPartition, int] = {}
         self.committed: dict[TopicPartition, int] = {}  # next offset, as far as this member committed or resolved it
@@ -86,10 +89,30 @@ class Positions(Generic[R]):
 
     def fetched(self, records: list[R]) -> None:
         """More records, behind all that wait. The list is the positions' from now on."""
+        behind = self._drop_repeated(records)
         if self._waiting:
             self._waiting += records
         else:
             self._waiting = records
+        self._behind |= behind
+
+    def _drop_repeated(self, records: list[R]) -> dict[TopicPartition, int]:
+        """Takes out what the consumer delivered before; returns the lowest offset that may come behind the rest."""
+        behind: dict[TopicPartition, int] = {}
+        repeated: list[slice] = []
+        for start, stop in _runs(records):
+            partition = _partition_of(records[start])
+            lowest, fresh = behind.get(partition, self._behind.get(partition, 0)), start
+            while fresh < stop and records[fresh].offset < lowest:
+                fresh += 1
+            if fresh > start:
+                repeated.append(slice(start, fresh))
+            if fresh < stop:
+                behind[partition] = records[stop - 1].offset + 1
+        for run in reversed(repeated):
+            self.repeated += run.stop - run.start
+            del records[run]
+        return behind
 
     def reached_end(self, partition: TopicPartition, offset: int) -> None:
         """The consumer stands at the end of a partition: nothing readable lies between its last record and `offset`."""
@@ -144,8 +167,10 @@ class Positions(Generic[R]):
         }
 
     def expected(self) -> dict[TopicPartition, int]:
-        """Where the consumer must stand in each partition of ours: behind all that it fetched of it."""
-        return self.committed | self._nexts | _span(self._last)[1] | _span(self._waiting)[1]
+        """Where the consumer must stand in each partition of ours: behind all that it fetched of it. Noted anew, for an
+        exception (a signal's) may have ended the last noting half way."""
+        self._behind = self.committed | self._nexts | _span(self._last)[1] | _span(self._waiting)[1]
+        return self._behind.copy()
 
     @property
     def unsettled(self) -> bool:
@@ -200,6 +225,7 @@ class Positions(Generic[R]):
         # An end that was seen lies behind records that come again: committing it now would skip them.
         self._drop(targets)
         self._begin_anew()
+        self._behind |= targets
         return targets
 
     def _drop(self, partitions: Collection[TopicPartition]) -> None:
@@ -212,6 +238,7 @@ class Positions(Generic[R]):
         """New partitions and the offsets they begin at; whatever was known of them belongs to an earlier assignment."""
         self.forget(starts)
         self.committed |= starts
+        self._behind |= starts
 
     def forget(self, partitions: Collection[TopicPartition]) -> bool:
         """Partitions that are not ours any more. True: the open transaction took records of them, so it must abort.
@@ -226,11 +253,12 @@ class Positions(Generic[R]):
             self._leaving.lost |= gone  # how its commit ends is no news of theirs any more
         for partition in gone:
             self.committed.pop(partition, None)
+            self._behind.pop(partition, None)
         return bool(touched)
 
     def clear(self) -> None:
         """Nothing is ours any more: the consumer is given up, and with it all it fetched."""
-        self._waiting, self._ends, self.committed = [], {}, {}
+        self._waiting, self._ends, self.committed, self._behind = [], {}, {}, {}
         self._leaving = None
         self._begin_anew()
 
@@ -245,16 +273,23 @@ class Positions(Generic[R]):
         for partition, offset in stable.items():
             if offset is not None and partition not in self._lost:
                 self.committed[partition] = max(offset, self.committed.get(partition, 0))
-        return {p: max(offset, self.committed.get(p, 0)) for p, offset in self.rewind().items()}
+        targets = {p: max(offset, self.committed.get(p, 0)) for p, offset in self.rewind().items()}
+        self._behind |= targets
+        return targets
+
+
+def _runs(batch: list[R]) -> list[tuple[int, int]]:
+    """Where in a batch the records of one partition with rising offsets begin and end. The client delivers such runs:
+    what costs something happens once per run."""
+    begins = hotloop.runs_of(batch)
+    return list(zip(begins, [*begins[1:], len(batch)], strict=False))  # none in an empty batch
 
 
 def _span(batch: list[R]) -> tuple[dict[TopicPartition, int], dict[TopicPartition, int]]:
     """First offset, and one after the last, of each partition in a batch in order."""
     begins: dict[TopicPartition, int] = {}
     nexts: dict[TopicPartition, int] = {}
-    # The client delivers runs of one partition: what costs something happens once per run.
-    runs = hotloop.runs_of(batch)
-    for start, stop in zip(runs, [*runs[1:], len(batch)], strict=False):  # none in an empty batch
+    for start, stop in _runs(batch):
         partition = _partition_of(batch[start])
         begins.setdefault(partition, batch[start].offset)
         nexts[partition] = batch[stop - 1].offset + 1

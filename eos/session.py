@@ -81,6 +81,8 @@ class Counters:
     skipped: int = 0
     dead_letters: int = 0
     retries: int = 0
+    repeated: int = 0
+    """Input records that the client delivered a second time: dropped."""
     transactions: int = 0
     aborts: int = 0
     rebuilds: int = 0
@@ -761,6 +763,7 @@ class TransactSession:
         counters.records_out += leaving.transaction.sent
         counters.skipped += leaving.transaction.skipped
         counters.dead_letters += leaving.transaction.dead_letters
+        counters.repeated = self._positions.repeated
         self._count_replacements()
         ended_at: float = leaving.job.result
         counters.commit_seconds.observe(ended_at - leaving.left_at)

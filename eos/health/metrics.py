@@ -60,6 +60,7 @@ _COUNTERS: list[tuple[str, str, Callable[[Status], float]]] = [
     ("eos_records_out", "Output records of committed transactions.", lambda s: s.records_out),
     ("eos_transactions_committed", "Transactions that were committed.", lambda s: s.transactions),
     ("eos_retries", "Times that a failing record was tried again.", lambda s: s.retries),
+    ("eos_records_repeated", "Input records that the client delivered again; dropped.", lambda s: s.repeated),
     ("eos_worker_restarts", "Times that the supervisor started this worker again.", lambda s: s.restarts),
     ("eos_cpu_seconds", "CPU time of the worker's process.", lambda s: s.cpu_seconds),
 ]

@@ -80,6 +80,7 @@ class Observer:
             records_out=counters.records_out,
             transactions=counters.transactions,
             retries=counters.retries,
+            repeated=counters.repeated,
             aborts=dict(counters.aborts_by_cause),
             rebuilds=dict(counters.rebuilds_by_cause),
             replacements=dict(counters.replacements),

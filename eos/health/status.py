@@ -55,6 +55,7 @@ class Status(msgspec.Struct):
     records_out: int = 0
     transactions: int = 0
     retries: int = 0
+    repeated: int = 0
     aborts: dict[str, int] = {}
     rebuilds: dict[str, int] = {}
     replacements: dict[str, int] = {}
@@ -86,7 +87,7 @@ def continued(before: Status, now: Status) -> Status:
     )
 
 
-_COUNTS = ("records_in", "records_out", "transactions", "retries")
+_COUNTS = ("records_in", "records_out", "transactions", "retries", "repeated")
 _COUNTS_BY_CAUSE = ("aborts", "rebuilds", "replacements", "rebalances", "poison")
 _DISTRIBUTIONS = ("commit_seconds", "end_to_end_seconds")
 

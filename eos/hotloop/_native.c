@@ -426,19 +426,31 @@ static int is_last(PyObject **last, PyObject *value) {
     return answer;
 }
 
+/* `value`, which is taken over, as a number: 0, or -1: raised. */
+static int number_of(PyObject *value, long long *number) {
+    if (value == NULL) return -1;
+    *number = PyLong_AsLongLong(value);
+    Py_DECREF(value);
+    return *number == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
 static PyObject *runs_of(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
     if (count != 1 || !PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "runs_of takes a list");
     PyObject *records = args[0], *runs = PyList_New(0), *topic = NULL, *partition = NULL;
+    long long last = 0;
     if (runs == NULL || !PyList_GET_SIZE(records)) return runs;
     PyTypeObject *type = Py_TYPE(PyList_GET_ITEM(records, 0));
     const Field topics = field_of(type, names[TOPIC]), partitions = field_of(type, names[PARTITION]);
+    const Field offsets = field_of(type, names[OFFSET]);
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(records) && runs != NULL; i++) {
         PyObject *record = Py_NewRef(PyList_GET_ITEM(records, i));
         int same_topic = is_last(&topic, get(&topics, record));
         int same_partition = same_topic < 0 ? -1 : is_last(&partition, get(&partitions, record));
+        long long before = last;
+        int known = same_partition < 0 ? -1 : number_of(get(&offsets, record), &last);
         Py_DECREF(record);
-        if (same_topic > 0 && same_partition > 0) continue;
-        PyObject *at = same_partition < 0 ? NULL : PyLong_FromSsize_t(i);
+        if (same_topic > 0 && same_partition > 0 && known >= 0 && last > before) continue;
+        PyObject *at = known < 0 ? NULL : PyLong_FromSsize_t(i);
         if (at == NULL || PyList_Append(runs, at) < 0) Py_CLEAR(runs);
         Py_XDECREF(at);
     }

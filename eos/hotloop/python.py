@@ -27,13 +27,14 @@ def records_of(messages: Iterable[Any], record_type: Callable[..., Any]) -> list
 
 
 def runs_of(records: Sequence[Any]) -> list[int]:
-    """Where in `records` another topic or partition begins; 0 is the first, if there are any."""
+    """Where in `records` another partition begins, or the offset does not rise; 0 is the first, if there are any."""
     runs: list[int] = []
-    topic, partition = None, _Nothing
+    topic, partition, offset = None, _Nothing, 0
     for at, record in enumerate(records):
-        if record.partition != partition or record.topic != topic:
+        if record.topic != topic or record.partition != partition or record.offset <= offset:
             topic, partition = record.topic, record.partition
             runs.append(at)
+        offset = record.offset
     return runs
 
 

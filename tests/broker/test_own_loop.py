@@ -163,6 +163,32 @@ def test_an_aborted_transaction_hands_the_same_records_out_again(loop: Loop) -> 
     assert loop.copied() == ALL
 
 
+class Stuttering:
+    """A consumer that delivers the last record of each batch twice, as librdkafka has done."""
+
+    def __init__(self, consumer: Consumer) -> None:
+        self._consumer = consumer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._consumer, name)
+
+    def consume(self, *args: Any) -> list[Any]:
+        messages: list[Any] = self._consumer.consume(*args)
+        return [*messages, *[message for message in messages[-1:] if message.error() is None]]
+
+
+def test_a_record_that_the_client_delivers_again_is_handled_once(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+    with loop.session() as session:
+        session.membership.consumer = Stuttering(session.consumer)  # type: ignore[assignment]
+        for txn in session:
+            for record in txn.records:
+                txn.send(loop.target, record.value)
+        assert session.counters.repeated > 0
+        assert session.counters.records_in == COUNT
+    assert loop.copied() == ALL
+    assert caplog.text.count("the client delivered records again") == 1
+
+
 @pytest.mark.parametrize("protocol", ["classic", "consumer"])
 def test_aborts_at_random_places_of_a_backlog_lose_nothing_and_keep_the_order(
     protocol: str, kafka: LocalKafka, names: Callable[[str], str]

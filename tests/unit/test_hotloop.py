@@ -224,30 +224,39 @@ def test_a_record_type_that_raises_raises(loop: Any) -> None:
 # ---- runs_of ------------------------------------------------------------------------------------------------------
 
 
-def placed(kind: Callable[..., Any], topic: str, partition: int) -> Any:
+def placed(kind: Callable[..., Any], topic: str, partition: int, offset: int) -> Any:
     # Equal ones that are not the same object: topics are new strings, and partitions above 256 new numbers.
-    where = {"topic": "".join([topic, "-in"]), "partition": partition + 0}
-    return kind(offset=0, timestamp=0, key=None, value=None, **where) if kind is Record else kind(**where)
+    where = {"topic": "".join([topic, "-in"]), "partition": partition + 0, "offset": offset}
+    return kind(timestamp=0, key=None, value=None, **where) if kind is Record else kind(**where)
 
 
 @both
 @given(
     st.lists(
-        st.tuples(st.sampled_from([Record, types.SimpleNamespace]), st.sampled_from("ab"), st.sampled_from([0, 1, 300]))
+        st.tuples(
+            st.sampled_from([Record, types.SimpleNamespace]),
+            st.sampled_from("ab"),
+            st.sampled_from([0, 1, 300]),
+            st.sampled_from([-1, 0, 1, 2**40]),
+        )
     )
 )
-def test_runs_begin_where_the_topic_or_the_partition_changes(loop: Any, made: list[tuple[Any, str, int]]) -> None:
-    expected = [at for at, each in enumerate(made) if at == 0 or each[1:] != made[at - 1][1:]]
+def test_runs_begin_where_the_partition_changes_or_the_offset_does_not_rise(
+    loop: Any, made: list[tuple[Any, str, int, int]]
+) -> None:
+    expected = [
+        at for at, each in enumerate(made) if at == 0 or each[1:3] != made[at - 1][1:3] or each[3] <= made[at - 1][3]
+    ]
     assert loop.runs_of([placed(*each) for each in made]) == expected
 
 
 @both
-@pytest.mark.parametrize("lacks", ["topic", "partition"])
+@pytest.mark.parametrize("lacks", ["topic", "partition", "offset"])
 def test_a_record_that_is_nowhere_raises(loop: Any, lacks: str) -> None:
-    where = {"topic": "in", "partition": 1}
+    where = {"topic": "in", "partition": 1, "offset": 1}
     del where[lacks]
     with pytest.raises(AttributeError, match=lacks):
-        loop.runs_of([types.SimpleNamespace(topic="in", partition=1), types.SimpleNamespace(**where)])
+        loop.runs_of([types.SimpleNamespace(topic="in", partition=1, offset=0), types.SimpleNamespace(**where)])
 
 
 @compiled
@@ -259,7 +268,7 @@ def test_records_that_go_while_they_are_compared_are_not_touched() -> None:
 
         __hash__ = None  # type: ignore[assignment]
 
-    records = [types.SimpleNamespace(topic="in", partition=Emptying()) for _ in range(9)]
+    records = [types.SimpleNamespace(topic="in", partition=Emptying(), offset=at) for at in range(9)]
     assert native.runs_of(records) == [0]
 
 

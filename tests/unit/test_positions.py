@@ -63,6 +63,16 @@ def test_the_next_offset_is_one_after_the_last_record_not_their_number() -> None
     assert known.offsets() == {A: 10, B: 101}
 
 
+def test_what_the_client_delivers_again_is_dropped_and_counted() -> None:
+    known = positions(*records(A, 5, 6, 6, 7, 5), *records(B, 2, 3), *records(A, 7, 8), a=5, b=3)
+    assert known.take(9) == [*records(A, 5, 6, 7), *records(B, 3), *records(A, 8)]
+    known.fetched(records(A, 4, 8))
+    assert (len(known), known.offsets(), known.repeated) == (0, {A: 9, B: 4}, 6)
+    assert known.rewind() == {A: 5, B: 3}
+    known.fetched(records(A, 4, 5, 6))
+    assert known.take(9) == records(A, 5, 6), "a rewind's records are no repeated ones"
+
+
 def test_a_rewind_goes_back_to_where_the_transaction_began_in_each_partition() -> None:
     known = positions(*records(A, 4, 5), *records(B, 7), *records(A, 9))
     known.take(2)
@@ -355,6 +365,7 @@ class PositionsAgainstModel(RuleBasedStateMachine):
         self.owned: set[TopicPartition] = set()
         self.waiting: dict[TopicPartition, list[int]] = defaultdict(list)
         self.taken: list[R] = []
+        self.repeated = 0
         self.last = 0  # how many of them are the last batch
         self.leaving: list[R] | None = None
         self.leaving_offsets: dict[TopicPartition, int] = {}
@@ -394,13 +405,18 @@ class PositionsAgainstModel(RuleBasedStateMachine):
                 expected[partition] = reached
         return expected
 
-    @rule(data=st.lists(st.tuples(partitions, st.integers(0, 3)), min_size=1, max_size=12))
-    def fetch(self, data: list[tuple[TopicPartition, int]]) -> None:
-        """A batch of partitions mixed at random, with gaps where markers and aborted records lie."""
+    @rule(data=st.lists(st.tuples(partitions, st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=12))
+    def fetch(self, data: list[tuple[TopicPartition, int, int]]) -> None:
+        """A batch of partitions mixed at random, with gaps where markers and aborted records lie, and with records that
+        were delivered before."""
         batch = []
-        for partition, gap in data:
+        for partition, gap, repeats in data:
             if partition in self.owned:
                 log = self.log[partition]
+                if repeats:
+                    before = [offset for offset in log if offset < self.fetch_at[partition]][-repeats:]
+                    batch += [R(*partition, offset) for offset in before]
+                    self.repeated += len(before)
                 again = [offset for offset in log if offset >= self.fetch_at[partition]]
                 offset = again[0] if again else self.fetch_at[partition] + gap
                 if not again:
@@ -409,6 +425,7 @@ class PositionsAgainstModel(RuleBasedStateMachine):
                 self.waiting[partition].append(offset)
                 batch.append(R(*partition, offset))
         self.code.fetched(batch)
+        assert self.code.repeated == self.repeated
 
     @rule(partition=partitions, gap=st.integers(0, 3))
     def reach_the_end(self, partition: TopicPartition, gap: int) -> None:
