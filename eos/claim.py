@@ -100,9 +100,9 @@ class Claim:
 
             def settled(admin: ClusterAdmin) -> tuple[Owner, Described | None]:
                 owner, answer = ownership.settle(asked, lambda: self._looked(admin, producer))
-                if owner in (Owner.GHOST, Owner.ABORTED_EARLY):
+                if owner in ownership.TO_ASK_THE_GROUP:
                     if self._nobody_took_our_place is None:
-                        ours = ghost_is_ours and owner is Owner.GHOST
+                        ours = ghost_is_ours and owner is not Owner.ABORTED_EARLY
                     else:
                         ours = self._nobody_took_our_place()
                     owner = owner if ours else Owner.NEWER

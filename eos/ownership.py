@@ -51,21 +51,27 @@ class Situation:
     reach: Reach
     age_ms: float  # since the present transaction began
     timeout_ms: int  # transaction.timeout.ms
+    inits: int = 1  # InitProducerId requests that our client sent: each but one may have arrived late
 
 
 class Owner(Enum):
     MINE = "the epoch is still ours"
     OWN_TIMEOUT = "the broker aborted our transaction at its timeout"
     GHOST = "a transaction that we never knew of timed out while we were idle"
+    LATE_INIT = "a copy of our own init, sent twice on a bad network, came late and took the next epoch"
     ABORTED_EARLY = "our transaction was aborted before its timeout by our clock, and nobody took our place"
     NEWER = "a newer instance initialised this transactional.id"
     NOBODY = "the transactional.id expired"
     ASK_AGAIN = "the coordinator is still busy with it"
 
 
+TO_ASK_THE_GROUP = (Owner.GHOST, Owner.LATE_INIT, Owner.ABORTED_EARLY)
+"""What a newer instance that died young, or has not worked yet, leaves behind too."""
+
+
 def judge(situation: Situation, answer: Described | None) -> Owner:
-    """The owner by one answer. OWN_TIMEOUT, GHOST and ABORTED_EARLY count only if a second answer 1.5 s later agrees;
-    GHOST and ABORTED_EARLY only if the group does not know of somebody in our place either."""
+    """The owner by one answer. OWN_TIMEOUT and TO_ASK_THE_GROUP count only if a second answer 1.5 s later agrees; the
+    latter only if the group does not know of somebody in our place either."""
     if answer is None:
         return Owner.NOBODY
     mine = situation.mine
@@ -73,6 +79,9 @@ def judge(situation: Situation, answer: Described | None) -> Owner:
         return Owner.ASK_AGAIN if answer.state in ABORTING else Owner.MINE
     if _is_behind(answer, mine):
         return Owner.ASK_AGAIN
+    late = range(mine.epoch + 1, mine.epoch + situation.inits)
+    if answer.producer_id == mine.producer_id and answer.epoch in late and answer.state == "Empty":
+        return Owner.LATE_INIT
     if (answer.producer_id, answer.epoch) != (mine.producer_id, mine.epoch + 1):
         return Owner.NEWER
     # Our own timeout bumps the epoch by exactly one and ends in CompleteAbort; 3.9.2 passes through Ongoing.

@@ -67,6 +67,8 @@ class _Client:
         self.watchdog = Watchdog(f"eos-{transactional_id}")
         self.evidence = RetryEvidence(settings.retry_backoff_ms)
         self.identity: Identity | None = None
+        self.inits = 1
+        """InitProducerId requests that were sent."""
         self.statistics_seen = 0
         self.delivery_error: tuple[KafkaError, str] | None = None
         self.delivery_errors = 0
@@ -97,6 +99,7 @@ class _Client:
             statistics = decode_statistics(text)
             if statistics.eos.producer_epoch >= 0:
                 self.identity = Identity(statistics.eos.producer_id, statistics.eos.producer_epoch)
+            self.inits = max(self.inits, statistics.count("InitProducerId"))
             self.statistics_seen += 1
             self.evidence.statistics(statistics)
         except Exception as error:  # noqa: BLE001 - must not pass through C frames
@@ -530,7 +533,8 @@ class TransactionalProducer:
         identity = self.identity(fresh=True)
         if identity is None:
             return None
-        return Situation(identity, self.reach(), age_ms, self._settings.transaction_timeout_ms)
+        timeout_ms = self._settings.transaction_timeout_ms
+        return Situation(identity, self.reach(), age_ms, timeout_ms, self.client.inits)
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 

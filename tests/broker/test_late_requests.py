@@ -420,6 +420,22 @@ def test_nor_do_transactions_without_outputs(scenario: Scenario) -> None:
         assert session.counters.transactions == 60
 
 
+@pytest.mark.parametrize("scenario", ["auto"], indirect=True)
+def test_a_late_copy_of_its_own_init_does_not_stop_a_session(scenario: Scenario) -> None:
+    """It takes the next epoch while the session is idle; a newer instance's init looks the same to the coordinator."""
+    scenario.load(2)
+    late = scenario.proxy.on(ApiKey.InitProducerId, Fault.LATE_COPY, transactional_id=scenario.transactional_id)
+    with scenario.session() as session:
+        assert handle(session, scenario.target).commit()
+        servers, transactional_id = scenario.kafka.bootstrap_servers, scenario.transactional_id
+        wait_until("its end", lambda: transaction_of(servers, transactional_id).state == "CompleteCommit")
+        assert late.deliver_late().error == 0, "the coordinator takes it"
+        assert not handle(session, scenario.target).commit()
+        assert handle(session, scenario.target).commit()
+        assert session.counters.rebuilds == 1
+    scenario.finish().raise_if_violated()
+
+
 @far(versions=("kafka",))
 def test_a_late_add_partitions_starts_a_ghost_that_an_idle_session_survives(scenario: Scenario) -> None:
     """No record is lost either way; a replaced producer does not even let the ghost come to life."""

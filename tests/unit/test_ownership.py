@@ -22,6 +22,9 @@ IDLE = Situation(Identity(PRODUCER, E), Reach.NOTHING, age_ms=60_000, timeout_ms
 UNANSWERED = Situation(Identity(PRODUCER, E), Reach.SENT, age_ms=10_500, timeout_ms=TIMEOUT_MS)
 YOUNG_UNANSWERED = Situation(Identity(PRODUCER, E), Reach.SENT, age_ms=400, timeout_ms=TIMEOUT_MS)
 
+# The first copy of its init was cut, the client sent it again.
+TWICE = Situation(Identity(PRODUCER, E), Reach.SENT, age_ms=10_500, timeout_ms=TIMEOUT_MS, inits=2)
+
 
 class Row(NamedTuple):
     what: str
@@ -70,6 +73,9 @@ ROWS = [
         Owner.OWN_TIMEOUT,
     ),
     Row("the same, younger than its timeout: the group is asked", YOUNG_UNANSWERED, 1, "CompleteAbort", Owner.GHOST),
+    Row("a late copy of my own init: the group is asked", TWICE, 1, "Empty", Owner.LATE_INIT),
+    Row("more than copies of my own init", TWICE, 2, "Empty", Owner.NEWER),
+    Row("a second one initialised and commits, whatever became of my init", TWICE, 1, "CompleteCommit", Owner.NEWER),
     Row("a broker that was cut off answers of an epoch before mine", YOUNG, -1, "Empty", Owner.ASK_AGAIN),
     Row("the same, of a transaction that it thinks is over", LATE, -2, "CompleteAbort", Owner.ASK_AGAIN),
 ]
