@@ -70,6 +70,10 @@ TABLE: dict[tuple[Call | Literal["*"], int], Action] = {
     ("consume", _K._UNKNOWN_TOPIC): Action.UNAVAILABLE,
     ("consume", _K._AUTO_OFFSET_RESET): Action.INPUT_GONE,
     ("consume", _K.OFFSET_OUT_OF_RANGE): Action.INPUT_GONE,
+    # A batch with a wrong checksum, or that cannot be decompressed or understood: librdkafka reads it again and again.
+    ("consume", _K._BAD_MSG): Action.DAMAGED,
+    ("consume", _K._BAD_COMPRESSION): Action.DAMAGED,
+    ("consume", _K._NOT_IMPLEMENTED): Action.DAMAGED,
     ("consume", _K.INVALID_SESSION_TIMEOUT): Action.MISCONFIGURED,
     ("consume", _K.INCONSISTENT_GROUP_PROTOCOL): Action.MISCONFIGURED,
     ("consume", _K.INVALID_GROUP_ID): Action.MISCONFIGURED,

@@ -8,7 +8,7 @@ Importing it loads no Kafka client: a Spark executor that runs an App has none.
     ├── UsageError              64   the command line was wrong
     │   └── ImportFailed             a user's module raised while it was imported
     ├── PoisonRecord            65   a record that cannot be handled stopped the worker
-    ├── InputGone               66   the input at the committed offset does not exist any more
+    ├── InputGone               66   the input at the committed offset does not exist any more, or is damaged
     ├── Unavailable             69   the cluster cannot be reached, or a preflight check failed
     ├── IllegalState            70   a call in the wrong order: nothing was sent, nothing changed
     ├── Temporary               75   restart me: nothing is lost
@@ -61,7 +61,8 @@ class PoisonRecord(EosError):
 
 
 class InputGone(EosError):
-    """The committed offset of a partition is out of range; resetting it silently would lose or repeat records."""
+    """The committed offset of a partition is out of range, or what is stored there is damaged; resetting it silently
+    would lose or repeat records."""
 
     exit_code = 66
 
@@ -109,6 +110,7 @@ class Action(Enum):
     SETTLE = "find out who owns the transactional.id before anything else"
     POISON = "the record is refused for good: treat it like a record whose function raised"
     INPUT_GONE = "stop: the input at the committed offset is gone"
+    DAMAGED = "stop, once all before it is committed: what is stored there cannot be read"
     UNAVAILABLE = "stop: something that must exist does not"
     UNAUTHORISED = "stop: not authorised"
     MISCONFIGURED = "stop: the configuration is wrong"
@@ -216,6 +218,7 @@ def stop_error(failure: CallFailed) -> EosError:
         Action.MISCONFIGURED: ConfigurationError,
         Action.FENCED: Fenced,
         Action.INPUT_GONE: InputGone,
+        Action.DAMAGED: InputGone,
         Action.BUG: IllegalState,
     }
     stopped = kinds.get(failure.action, Temporary)(str(failure))

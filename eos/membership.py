@@ -56,6 +56,7 @@ _CLOSE_S = 10.0
 _WAIT_LOG_INTERVAL_S = 10.0
 _TAKEOVER_LOG_INTERVAL_S = 2.0
 _STATISTICS_INTERVAL_MS = 1_000  # how old a lag may be
+_STANDING_S = 30.0
 
 
 class _NotNow(Exception):
@@ -130,7 +131,10 @@ class Membership:
         """How often partitions were "assigned", "revoked" and "lost"."""
         self._statistics: _Statistics | None = None  # not looked at yet
         self._lags: dict[Partition, int] = {}
+        self._standing: dict[Partition, tuple[int, float]] = {}  # where nothing comes, since when or told when
         self._begun_at: dict[Partition, int] = {}  # as the consumer was told: OFFSET_BEGINNING is no offset
+        self._unreadable: tuple[Partition, int] | None = None  # where the client could not read
+        self._damaged: tuple[Partition, int, KafkaError] | None = None  # the same, a second time
         self._untold = False  # the group may have given or taken what was not noted
         self._adrift = False  # the consumer may stand behind records that it did not hand out
         configuration = guarded(settings.consumer() | {"logger": log.client_logger}, self._latch)
@@ -257,6 +261,8 @@ class Membership:
         if self._untold:
             interrupted = RuntimeError("a poll was interrupted: what the group gave or took in it is not known")
             raise CallFailed("consume", Action.FENCED, interrupted)
+        if self._damaged is not None:
+            self._stop_at_damage(*self._damaged)
         if self._adrift:
             self._stand_where_expected()
         # Until all of it is noted. confluent-kafka destroys what it has taken when a callback or a signal's handler
@@ -286,7 +292,9 @@ class Membership:
             self._failed(failed, None)
         if self._statistics is not None:
             # Now and not when it is asked for: what is committed later belongs to later ends.
-            self._lags, self._statistics = self._lags_by(self._statistics), None
+            statistics, self._statistics = self._statistics, None
+            self._lags = self._lags_by(statistics)
+            self._tell_standing(statistics)
         if len(records) < len(messages):
             for message in messages:
                 self._note_error(message)
@@ -324,6 +332,13 @@ class Membership:
         action = classify("consume", error)
         if action is Action.INPUT_GONE and message is not None:
             raise self._input_gone(message, error)
+        if action is Action.DAMAGED and message is not None:
+            partition, offset = (message.topic(), message.partition()), message.offset()
+            if self._unreadable == (partition, offset):
+                self._damaged = partition, offset, error
+            log.warning("the consumer reports", error=describe_error(error), group=self.group)
+            self._unreadable = partition, offset
+            return
         if action is Action.FENCED:
             raise CallFailed("consume", action, KafkaException(error))
         if action is not Action.RETRY:
@@ -346,6 +361,19 @@ class Membership:
             f"the input is gone: {topic} [{partition}] is committed at offset {at}, but the topic now holds {holds}"
             f"; reset the group's offset on purpose to go on ({error.str()})"
         )
+
+    def _stop_at_damage(self, partition: Partition, offset: int, error: KafkaError) -> None:
+        """InputGone, once all before it is committed or on its way. Until then the client tries on, and may succeed."""
+        if partition not in self.owned or self._positions.passed(partition, offset):
+            self._damaged = None
+        elif not self._positions.holds(partition):
+            topic, number = partition
+            raise InputGone(
+                f"the input is damaged: {topic} [{number}] cannot be read at offset {offset}, and all before it is "
+                f"committed ({error.str()})",
+                remedy="make another replica its leader and start again, or give up what the batch holds: "
+                f"`eos reset --from {topic}:{number}:OFFSET` with an offset behind it",
+            )
 
     # ---- callbacks: facts only --------------------------------------------------------------------------------
 
@@ -689,6 +717,26 @@ class Membership:
                 behind = max(0, seen.ls_offset - max(positions.committed.get(partition, 0), 0))
                 lags[partition] = 0 if fetched and nothing_in_hand else behind
         return lags
+
+    def _tell_standing(self, statistics: _Statistics) -> None:
+        """A warning where there is more to fetch and nothing comes: else only the lag would tell."""
+        now, before, self._standing = time.monotonic(), self._standing, {}
+        for name, topic in statistics.topics.items():
+            for number, seen in topic.partitions.items():
+                partition = (name, int(number))
+                if partition not in self.owned or seen.fetchq_cnt or not 0 <= seen.next_offset < seen.ls_offset:
+                    continue
+                at, since = before.get(partition, (-1, now))
+                if at == seen.next_offset and now - since >= _STANDING_S:
+                    log.warning(
+                        "a partition has more, and nothing comes of it",
+                        partitions=_names([partition]),
+                        at=at,
+                        stable_end=seen.ls_offset,
+                        group=self.group,
+                    )
+                    since = now
+                self._standing[partition] = seen.next_offset, since if at == seen.next_offset else now
 
 
 class Finish:

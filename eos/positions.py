@@ -114,6 +114,14 @@ class Positions(Generic[R]):
             del records[run]
         return behind
 
+    def holds(self, partition: TopicPartition) -> bool:
+        """Records of it wait, or the open transaction took some."""
+        return partition in self._begins or partition in map(_partition_of, [*self._last, *self._waiting])
+
+    def passed(self, partition: TopicPartition, offset: int) -> bool:
+        """The record at this offset, or one behind it, was fetched."""
+        return self._behind.get(partition, 0) > offset
+
     def reached_end(self, partition: TopicPartition, offset: int) -> None:
         """The consumer stands at the end of a partition: nothing readable lies between its last record and `offset`."""
         self._ends[partition] = offset

@@ -164,6 +164,9 @@ class TopicReader:
         action = classify("consume", error)
         if action is Action.INPUT_GONE:
             raise InputGone(f"{self._topic}: what was to be read was removed meanwhile ({error.str()})")
+        if action is Action.DAMAGED:
+            where = f"{self._topic} [{message.partition()}] cannot be read at offset {message.offset()}"
+            raise InputGone(f"{where}: what is stored there is damaged ({error.str()})")
         if action is not Action.RETRY:
             raise stop_error(CallFailed("consume", action, error, denied(error, topic=self._topic)))
         log.debug("the reader reports", error=describe_error(error))
@@ -188,6 +191,7 @@ def _consumer(settings: Settings, isolation: str, places: list[TopicPartition]) 
             "enable.auto.commit": False,
             "allow.auto.create.topics": False,
             "auto.offset.reset": "error",
+            "check.crcs": True,
             "fetch.queue.backoff.ms": 5,
             "fetch.wait.max.ms": 50,
         }

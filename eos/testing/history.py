@@ -57,6 +57,7 @@ _MAYBE_NEW = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC)
 _RAISED: dict[Action, type[EosError]] = {
     Action.UNAUTHORISED: NotAuthorised,
     Action.INPUT_GONE: InputGone,
+    Action.DAMAGED: InputGone,
     Action.MISCONFIGURED: ConfigurationError,
 }
 
@@ -479,6 +480,7 @@ def _reader_config(bootstrap: str, isolation: Isolation, config: Mapping[str, An
         "allow.auto.create.topics": False,
         # A jump over records that retention removed meanwhile would look like a loss or hide one.
         "auto.offset.reset": "error",
+        "check.crcs": True,
     }
 
 

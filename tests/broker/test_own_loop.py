@@ -16,10 +16,10 @@ import pytest
 from confluent_kafka import Consumer, IsolationLevel, TopicPartition
 
 import eos
-from eos import Transaction, TransactSession, clock
+from eos import Transaction, TransactSession, clock, membership
 from eos.admin.cluster import ClusterAdmin
 from eos.broker import LocalKafka
-from eos.errors import Action, CallFailed, Fenced, IllegalState, Temporary
+from eos.errors import Action, CallFailed, Fenced, IllegalState, InputGone, Temporary
 from eos.plain import Transactions
 from eos.settings import member_of
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
@@ -187,6 +187,51 @@ def test_a_record_that_the_client_delivers_again_is_handled_once(loop: Loop, cap
         assert session.counters.records_in == COUNT
     assert loop.copied() == ALL
     assert caplog.text.count("the client delivered records again") == 1
+
+
+def damage(kafka: LocalKafka, topic: str, offset: int, at: int = -5) -> None:
+    """Flips a bit of the batch that begins there, in partition 0, on the broker's disk; `at`: so many bytes behind its
+    length, or before its end."""
+    segment = kafka.log_path(0).parent / "data" / f"{topic}-0" / f"{0:020}.log"
+    with segment.open("r+b") as file:
+        while int.from_bytes(file.read(8)) != offset:
+            file.seek(int.from_bytes(file.read(4)), os.SEEK_CUR)
+        length = int.from_bytes(file.read(4))
+        file.seek(at if at > 0 else length + at, os.SEEK_CUR)
+        there = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([there[0] ^ 1]))
+
+
+def test_a_damaged_batch_stops_the_loop_once_all_before_it_is_committed(loop: Loop, kafka: LocalKafka) -> None:
+    """Nothing of it is copied, and a restart ends the same way until somebody chooses."""
+    first = COUNT + 1  # behind the control record
+    loop.load(range(COUNT, 2 * COUNT))
+    damage(kafka, loop.source, first)
+    for handled in (COUNT, 0):
+        with pytest.raises(InputGone, match=rf"{loop.source} \[0\] cannot be read at offset {first}"):  # noqa: SIM117
+            with loop.session() as session:
+                for txn in session:
+                    for record in txn.records:
+                        txn.send(loop.target, record.value)
+        assert session.counters.records_in == handled
+    assert loop.copied() == ALL
+
+
+def test_a_partition_of_which_nothing_comes_is_told(
+    loop: Loop, kafka: LocalKafka, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without checksums librdkafka stands for ever before a record whose length is damaged, and says nothing."""
+    monkeypatch.setattr(membership, "_STANDING_S", 2.0)
+    damage(kafka, loop.source, 0, at=49)
+    with loop.session(**{"check.crcs": False}) as session:
+
+        def idle() -> None:
+            session.stop_requested = "has more, and nothing comes of it" in caplog.text
+
+        session.on_idle = idle
+        assert next(session, None) is None
+    assert loop.copied() == []
 
 
 @pytest.mark.parametrize("protocol", ["classic", "consumer"])

@@ -89,6 +89,9 @@ MEASURED = [
     Row("two live static members: the older's poll", "consume", K._FATAL, "1/0/0", Action.FENCED),
     # facts/loop-rules.md 16 and 13.
     Row("the committed offset is out of range", "consume", K._AUTO_OFFSET_RESET, "0/0/0", Action.INPUT_GONE),
+    Row("a batch with a wrong checksum", "consume", K._BAD_MSG, "0/0/0", Action.DAMAGED),
+    Row("a batch that cannot be decompressed", "consume", K._BAD_COMPRESSION, "0/0/0", Action.DAMAGED),
+    Row("a batch that librdkafka does not understand", "consume", K._NOT_IMPLEMENTED, "0/0/0", Action.DAMAGED),
     Row("spurious epoch mismatch (KAFKA-19779)", "send_offsets", K.STALE_MEMBER_EPOCH, "0/0/1", Action.ABORT),
     # Nobody's fault, or the administrator's.
     Row("the transactional.id expired", "begin", K.INVALID_PRODUCER_ID_MAPPING, "1/0/0", Action.REBUILD),
@@ -221,6 +224,7 @@ STOPS: list[tuple[Action, type[EosError]]] = [
     (Action.MISCONFIGURED, errors.ConfigurationError),
     (Action.FENCED, errors.Fenced),
     (Action.INPUT_GONE, errors.InputGone),
+    (Action.DAMAGED, errors.InputGone),
     (Action.BUG, errors.IllegalState),
 ]
 
