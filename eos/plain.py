@@ -34,9 +34,7 @@ from eos.errors import (
 from eos.ownership import Described, Owner
 from eos.producer import OLD_TRANSACTIONS, TransactionalProducer
 from eos.settings import Settings, settings_of
-from eos.states import OPEN, State
-
-_IDLE_POLL_S = 0.5
+from eos.states import State
 
 
 class Delivery:
@@ -148,10 +146,8 @@ class Transactions:
         self._sends_offsets = offsets
         self._producer = self._new_producer(alternate=False)
         self._open: PlainTransaction | None = None  # whose block has the producer
-        self._between = threading.Lock()  # held to begin, and to poll while no transaction is open
-        self._ended = threading.Event()
+        self._beginning = threading.Lock()
         self._claim = Claim(self.settings, _lost_to)
-        self._idle = threading.Thread(target=self._poll_while_idle, name="eos-idle", daemon=True)
 
     def _new_producer(self, alternate: bool) -> TransactionalProducer:
         return TransactionalProducer(self.settings, self.settings["transactional.id"], alternate, reports=True)
@@ -162,20 +158,10 @@ class Transactions:
             with ClusterAdmin(self.settings) as admin:
                 self._producer = self._new_producer(alternate=admin.transaction_version() < OLD_TRANSACTIONS)
         self._producer.start(time.monotonic() + self.settings["eos.startup.timeout.ms"] / 1000)
-        self._idle.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._idle.join()
         self._producer.close()
-
-    def _poll_while_idle(self) -> None:
-        """Between two transactions, which may be days apart, nobody else takes what the client says."""
-        while not self._ended.wait(_IDLE_POLL_S):
-            with self._between:
-                if self._producer.state not in OPEN:
-                    self._producer.poll(0)
 
     @contextlib.contextmanager
     def begin(self) -> Iterator[PlainTransaction]:
@@ -197,7 +183,7 @@ class Transactions:
 
     def _begin(self, txn: PlainTransaction) -> None:
         producer = self._producer
-        with self._between:
+        with self._beginning:
             if self._open is not None:
                 raise IllegalState(
                     "a transaction of this producer is open: end its block first, or take another Transactions with a "

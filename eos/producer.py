@@ -39,7 +39,7 @@ from eos.ownership import Identity, Reach, Situation
 from eos.raising import raising
 from eos.settings import STATISTICS_INTERVAL_MS, Settings, alternate_of
 from eos.states import OPEN, Event, Machine, State
-from eos.watchdog import CallHung, Watchdog
+from eos.watchdog import IDLE_S, CallHung, Watchdog
 
 ALWAYS = "always"  # the setting, and the reason it gives
 OLD_TRANSACTIONS = 2  # transaction.version below it: a replaced producer needs another transactional.id
@@ -64,7 +64,8 @@ class _Client:
 
     def __init__(self, settings: Settings, transactional_id: str, reports: bool) -> None:
         self.transactional_id = transactional_id
-        self.watchdog = Watchdog(f"eos-{transactional_id}")
+        self._looking = threading.Lock()  # held to change the evidence
+        self._served_at = time.monotonic()
         self.evidence = RetryEvidence(settings.retry_backoff_ms)
         self.identity: Identity | None = None
         self.inits = 1
@@ -90,9 +91,25 @@ class _Client:
         try:
             self.producer = Producer(configuration)
         except (KafkaException, TypeError, ValueError) as error:
-            self.watchdog.close()
             raise ConfigurationError(f"the producer's settings were refused: {describe_error(error)}") from error
         self.statistics_interval_s = int(configuration["statistics.interval.ms"]) / 1000
+        self.watchdog = self.new_watchdog()
+
+    def new_watchdog(self) -> Watchdog:
+        return Watchdog(f"eos-{self.transactional_id}", self._serve_unasked)
+
+    def serve(self, timeout_s: float = 0.0) -> None:
+        """Calls the callbacks of what the client has to say."""
+        self._served_at = time.monotonic()
+        raising(self.producer.poll, timeout_s)
+
+    def _serve_unasked(self) -> None:
+        """By the watchdog's thread, while a user's function runs for minutes or a kept producer has nothing to do:
+        statistics come ten times a second, of 10 KB and more."""
+        if time.monotonic() - self._served_at >= IDLE_S:
+            # What it raises, a fatal error, shows again at the next transactional call.
+            with contextlib.suppress(KafkaException, SystemError):
+                self.serve()
 
     def _statistics(self, text: str) -> None:
         try:
@@ -101,11 +118,22 @@ class _Client:
                 self.identity = Identity(statistics.eos.producer_id, statistics.eos.producer_epoch)
             self.inits = max(self.inits, statistics.count("InitProducerId"))
             self.statistics_seen += 1
-            self.evidence.statistics(statistics)
+            with self._looking:
+                self.evidence.statistics(statistics)
         except Exception as error:  # noqa: BLE001 - must not pass through C frames
             self._keep(error)
         if self.user_stats is not None:
             self.user_stats(text)
+
+    def timed(self, call: Call, function: Callable[[], None]) -> None:
+        """A call whose duration tells whether it was retried inside."""
+        with self._looking:
+            self.evidence.call_began()
+        began = time.monotonic()
+        function()
+        returned = time.monotonic()
+        with self._looking:
+            self.evidence.call_took(call, (returned - began) * 1000, returned)
 
     def _keep(self, error: Exception) -> None:
         """Raised at the transaction's end."""
@@ -238,7 +266,7 @@ class TransactionalProducer:
             client.watchdog.close()
             while not client.watchdog.ended(_ABANDONED_POLL_S):
                 self._pulse.beat("calling", "init")
-            client.watchdog = Watchdog(f"eos-{client.transactional_id}")
+            client.watchdog = client.new_watchdog()
         try:
             self._call(client, "init", client.producer.init_transactions, deadline=deadline)
         except CallFailed as failure:
@@ -416,15 +444,12 @@ class TransactionalProducer:
             raise self._fail("delivery", classify("delivery", refusal), KafkaException(refusal), where)
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Serves callbacks. A fatal error that poll raises shows again, with flags, at the next transactional call.
-
-        Statistics wait to be served, ten a second of some 10 KB: who keeps a producer must poll it, idle or not.
-        """
+        """Serves callbacks. A fatal error that poll raises shows again, with flags, at the next transactional call."""
         self._serve(self.client, timeout_s)
 
     def _serve(self, client: _Client, timeout_s: float = 0.0) -> None:
         try:
-            raising(client.producer.poll, timeout_s)
+            client.serve(timeout_s)
         except (KafkaException, SystemError) as error:
             log.debug("poll raised", error=describe_error(error), **self.who())
 
@@ -539,13 +564,7 @@ class TransactionalProducer:
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def _timed(self, name: Call, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> None:
-        """A call whose duration tells whether it was retried inside."""
-        evidence = self.client.evidence
-        evidence.call_began()
-        began = time.monotonic()
-        self._call(self.client, name, function, *args, deadline=deadline)
-        returned = time.monotonic()
-        evidence.call_took(name, (returned - began) * 1000, returned)
+        self.client.timed(name, lambda: self._call(self.client, name, function, *args, deadline=deadline))
 
     def _call(
         self, client: _Client, name: Call, function: Callable[..., Any], *args: Any, deadline: float | None

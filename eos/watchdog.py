@@ -7,6 +7,7 @@ not use the abandoned one again.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import Any
 from eos.raising import raising
 
 _LOOK_S = 0.5
+IDLE_S = 1.0
 
 
 class CallHung(Exception):
@@ -35,16 +37,18 @@ class Job:
 
 
 class Watchdog:
-    """Runs calls one after the other on one daemon thread; after a hang it refuses further calls."""
+    """Runs calls one after the other on one daemon thread; after a hang it refuses further calls. While there is none,
+    that thread calls `idle` once a second."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, idle: Callable[[], None] | None = None) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self.hung = False
+        self._idle = idle
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next()) is not None:
             if job.done.is_set():
                 continue  # it came twice
             try:
@@ -55,6 +59,14 @@ class Watchdog:
             # This frame is in the error's traceback. Were the job left in it, the two would hold each other, and with
             # them the producer whose method was called, until a garbage collection: which a worker keeps from running.
             del job
+        self._idle = None  # whose it is may hold us
+
+    def _next(self) -> Job | None:
+        while self._idle is not None:
+            with contextlib.suppress(queue.Empty):
+                return self._jobs.get(timeout=IDLE_S)
+            self._idle()
+        return self._jobs.get()
 
     def start(self, function: Callable[..., Any], *args: Any) -> Job:
         """Has the function called behind the jobs before it; does not wait."""
@@ -75,6 +87,8 @@ class Watchdog:
             # In pieces: a signal that comes a moment before a wait begins does not end it, and is handled behind it.
             while not (finished := job.done.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))):
                 if time.monotonic() >= deadline:
+                    # This process may have stood still (SIGSTOP, a suspended machine): the call had no time either.
+                    finished = job.done.wait(_LOOK_S)
                     break
         except BaseException:
             # A signal ended the wait: the call is still running, so this producer is done for.

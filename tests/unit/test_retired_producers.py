@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from eos import plain, producer
+from eos import producer, watchdog
 from eos.errors import CallFailed
-from eos.plain import Transactions
 from eos.producer import TransactionalProducer, _Client, _retire
 from eos.session import TransactSession
 from eos.settings import Settings
@@ -100,14 +99,17 @@ def test_a_client_that_something_holds_is_read_and_a_circle_is_collected_in_the_
     wait_until("who retires it ends", lambda: all(t.name != "eos-retire" for t in threading.enumerate()))
 
 
-def test_a_producer_without_an_input_is_read_between_its_transactions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "_IDLE_POLL_S", 0.01)
-    transactions = Transactions(OFTEN)
-    client = with_a_client(transactions._producer)
-    monkeypatch.setattr(transactions._producer, "start", lambda deadline: None)
-    with transactions:
-        wait_until("its statistics are read", lambda: client.statistics_seen > 3)
-    assert not transactions._idle.is_alive()
+def test_a_client_is_read_while_nobody_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's function runs for minutes, or a kept producer has nothing to do."""
+    monkeypatch.setattr(producer, "IDLE_S", 0.01)
+    monkeypatch.setattr(watchdog, "IDLE_S", 0.01)
+    client = _Client(Settings(OFTEN), "t", reports=False)
+    threads: set[str] = set()
+    client.user_stats = lambda text: threads.add(threading.current_thread().name)
+    wait_until("its statistics are read", lambda: client.statistics_seen > 3)
+    assert threads == {"eos-t"}
+    _retire(client)
+    wait_until("its thread ends", lambda: all(t.name != "eos-t" for t in threading.enumerate()))
 
 
 def test_both_producers_of_an_idle_session_are_read() -> None:

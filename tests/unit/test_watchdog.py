@@ -43,6 +43,12 @@ def test_a_call_runs_on_the_watchdogs_own_daemon_thread_and_never_two_at_once(wa
     assert (first.name, first.daemon) == ("eos-test", True)
 
 
+def test_a_call_that_ends_a_moment_behind_its_deadline_is_no_hang(watchdog: Watchdog) -> None:
+    """A process that stood still finds the deadline passed, and its call about to return."""
+    assert watchdog.call(threading.Event().wait, 0.1, timeout_s=0.0) is False
+    assert not watchdog.hung
+
+
 @pytest.mark.parametrize(
     "error", [ValueError("no"), SystemExit(3), KeyboardInterrupt()], ids=lambda e: type(e).__name__
 )
