@@ -50,6 +50,7 @@ T = TypeVar("T")
 _PACKERS_PER_CORE = 4  # tasks; with one, the slowest would be waited for
 _LONGEST_PAUSE = 64  # batches
 _DRIVER_SHARES = 16  # times what one task may bring to the driver: so much may all of them
+_MAX_RESULT = "spark.driver.maxResultSize"
 
 
 class Again(Exception):
@@ -219,10 +220,16 @@ class Attempt:
         Nothing is written yet, and no transaction waits for it."""
         if not self._connected.recent.tries:
             return None
+        most = self._options.driver_bytes
         with planned_for_the_sink(self._df):
-            return gather(
-                self._df, targets, self._options.topic, self._packers(cores), self._options.driver_bytes, _DRIVER_SHARES
-            )
+            return gather(self._df, targets, self._options.topic, self._packers(cores), most, self._driver_takes(most))
+
+    def _driver_takes(self, of_each: int) -> int:
+        """Bytes of rows that all tasks together may bring to the driver. Spark fails a job above its own limit (0: it
+        has none), and half of that is for what comes with the rows."""
+        java: Any = self._df.sparkSession.sparkContext._jsc
+        limit = int(java.getConf().getSizeAsBytes(_MAX_RESULT, "1g"))
+        return min(_DRIVER_SHARES * of_each, limit // 2) if limit else _DRIVER_SHARES * of_each
 
     def _partitions(self, targets: Sequence[Target], gathered: pa.RecordBatch | None) -> list[tuple[str, int]]:
         """Those that the transaction writes, as far as that is known: each gets a control record."""

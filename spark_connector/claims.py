@@ -7,8 +7,9 @@ A second claim poisons the epoch: the driver aborts the transaction and begins a
 twice, and never answer for an attempt that is over.
 
 The socket takes only who knows the key: question and answer each carry an HMAC over both sides' nonces. Nothing of a
-stranger's is read but a few hundred bytes, for a few seconds, and only so many callers are heard at once: who comes
-then pushes out who has been silent for longest.
+stranger's is read but a few hundred bytes, and only so many callers are heard at once: the others wait in the kernel's
+queue, and who is silent for a second makes room for them. A task that got no answer asks again, by the name of its
+call: what was granted to that call is granted to it again, and to nobody else.
 """
 
 from __future__ import annotations
@@ -25,22 +26,23 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from eos import log
 from eos.errors import ConfigurationError
 from spark_connector.recordbatch import Identity
 from spark_connector.wire import Unreachable
 
-_BACKLOG = 128
+_BACKLOG = 4096  # callers that wait to be heard; the kernel's own limit is below or the same
 _NONCE = 32
 _MAC = hashlib.sha256().digest_size
 _LENGTH = 4
 _LONGEST = 1 << 16  # of a question or an answer, in bytes
-_PATIENCE_S = 5.0  # with a caller: from its connection to its question's last byte
+_PATIENCE_S = 1.0  # with a caller: from its turn to its question's last byte
 _MOST = 64  # callers at once
 _PORTS = 16  # behind the one that was asked for, as spark.port.maxRetries
 _DEADLINE_S = 60.0  # of a claim
+_TRY_S = 10.0  # of one question: a full queue may have lost the connection, and only one side knows
 _PAUSE_S = 0.1
 
 
@@ -56,7 +58,7 @@ class Claims:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._attempt: Identity | None = None
-        self._granted: dict[int, str] = {}
+        self._granted: dict[int, tuple[str, str | None]] = {}  # to whom, and to which call
         self._poison: str | None = None
 
     def begin(self, attempt: Identity) -> None:
@@ -69,18 +71,18 @@ class Claims:
             self._attempt = None
             return frozenset(self._granted), self._poison
 
-    def claim(self, attempt: Identity, share: int, who: str) -> str | None:
-        """None: granted. Else why not, one sentence."""
+    def claim(self, attempt: Identity, share: int, who: str, call: str | None = None) -> str | None:
+        """None: granted. Else why not, one sentence. A `call` with a name may ask again; without one each is new."""
         with self._lock:
             if attempt != self._attempt:
                 return f"epoch {attempt.epoch} of producer {attempt.producer_id} is over"
-            if share in self._granted:
-                self._poison = f"share {share} was claimed by {self._granted[share]} and again by {who}"
-                return self._poison
             if self._poison is not None:
                 return f"this epoch is given up: {self._poison}"
-            self._granted[share] = who
-            return None
+            if share not in self._granted:
+                self._granted[share] = who, call
+            elif call is None or self._granted[share][1] != call:
+                self._poison = f"share {share} was claimed by {self._granted[share][0]} and again by {who}"
+            return self._poison
 
     @property
     def poison(self) -> str | None:
@@ -100,20 +102,15 @@ class ClaimOffice:
     def claim(self, attempt: Identity, share: int, who: str, deadline_s: float = _DEADLINE_S) -> str | None:
         """As `Claims.claim`. Raises Unreachable when the driver gives no answer in that time.
 
-        Asked again only while the question cannot have been read: a claim that was granted, and its answer lost, would
-        be a second one.
+        Asked until there is an answer: a driver that is busy, or has no file left, closes or loses connections.
         """
-        question = json.dumps([attempt.producer_id, attempt.epoch, share, who]).encode()
+        call = secrets.token_hex(16)
+        question = json.dumps([attempt.producer_id, attempt.epoch, share, who, call]).encode()
         deadline = time.monotonic() + deadline_s
         while True:
             try:
-                with socket.create_connection((self.host, self.port), _left(deadline)) as connection:
-                    theirs = _received(connection, _NONCE, deadline)
-                    ours = secrets.token_bytes(_NONCE)
-                    connection.sendall(ours + _sealed(self.key, b"question", ours + theirs, question))
-                    return self._answer(connection, ours + theirs, deadline)
+                return self._ask(question, min(deadline, time.monotonic() + _TRY_S))
             except OSError as error:
-                # Refused, or closed before its nonce came: too many callers at once, or a driver that is busy.
                 if time.monotonic() + _PAUSE_S >= deadline:
                     where = f"{self.host}:{self.port}"
                     raise Unreachable(
@@ -122,15 +119,14 @@ class ClaimOffice:
                     ) from error
                 time.sleep(_PAUSE_S)
 
-    def _answer(self, connection: socket.socket, nonces: bytes, deadline: float) -> str | None:
-        try:
+    def _ask(self, question: bytes, deadline: float) -> str | None:
+        """Raises OSError where no answer came, Unreachable for one of somebody else."""
+        with socket.create_connection((self.host, self.port), _left(deadline)) as connection:
+            theirs, ours = _received(connection, _NONCE, deadline), secrets.token_bytes(_NONCE)
+            connection.sendall(ours + _sealed(self.key, b"question", ours + theirs, question))
             length = int.from_bytes(_received(connection, _LENGTH, deadline))
-            if length > _LONGEST:
-                raise OSError("what answers is no claim server")
-            mac, text = _received(connection, _MAC, deadline), _received(connection, length, deadline)
-        except OSError as error:
-            raise Unreachable(f"the driver's answer to a claim was lost: {error}") from error
-        if not hmac.compare_digest(mac, _mac(self.key, b"answer", nonces, text)):
+            mac, text = _received(connection, _MAC, deadline), _received(connection, min(length, _LONGEST), deadline)
+        if not hmac.compare_digest(mac, _mac(self.key, b"answer", ours + theirs, text)):
             raise Unreachable(f"{self.host}:{self.port} is not this query's driver")
         answer: str | None = json.loads(text)
         return answer
@@ -170,65 +166,81 @@ class ClaimServer:
         self._key = secrets.token_bytes(_NONCE)
         listening = _listen(bind, port)
         self.office = ClaimOffice(host, listening.getsockname()[1], self._key)
-        self._callers: dict[asyncio.Task[None], None] = {}  # in the order in which they came
-        self._loop = asyncio.new_event_loop()
-        self._over = asyncio.Event()
         self._tell_again = 0.0
-        threading.Thread(target=self._run, args=(listening,), name="eos-claims", daemon=True).start()
+        self._loop = asyncio.new_event_loop()
+        self._serving = self._loop.create_task(self._serve(listening))
+        threading.Thread(target=self._run, name="eos-claims", daemon=True).start()
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # closed already
-            self._loop.call_soon_threadsafe(self._over.set)
+            self._loop.call_soon_threadsafe(self._serving.cancel)
 
-    def _run(self, listening: socket.socket) -> None:
+    def _run(self) -> None:
         try:
-            self._loop.run_until_complete(self._serve(listening))
+            with contextlib.suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(self._serving)
         finally:
             self._loop.close()
 
     async def _serve(self, listening: socket.socket) -> None:
-        # asyncio's accepting survives what a connection brings, and pauses while there are no files left.
-        self._loop.set_exception_handler(self._told)
-        async with await asyncio.start_server(self._called, sock=listening, limit=_LONGEST):
-            await self._over.wait()
-        for caller in list(self._callers):
-            caller.cancel()
+        room = asyncio.Semaphore(_MOST)
+        with listening:
+            listening.setblocking(False)
+            async with asyncio.TaskGroup() as callers:
+                while True:
+                    await room.acquire()
+                    callers.create_task(self._hear(await self._accepted(listening), room))
 
-    def _told(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    async def _accepted(self, listening: socket.socket) -> socket.socket:
+        """The next caller. One that has gone, or a process without files left, is not the end of it."""
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(listening)
+                return connection
+            except OSError as error:
+                self._tell(error)
+                await asyncio.sleep(_PAUSE_S)
+
+    def _tell(self, error: OSError) -> None:
         """One line in ten seconds: without files left each attempt to accept fails."""
         if self._loop.time() >= self._tell_again:
             self._tell_again = self._loop.time() + 10
-            log.warning("tasks' claims wait", error=str(context.get("exception") or context["message"]))
+            log.warning("tasks' claims wait", error=str(error))
 
-    async def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        caller = asyncio.current_task()
-        assert caller is not None
-        self._callers[caller] = None
-        if len(self._callers) > _MOST:
-            next(iter(self._callers)).cancel()
+    async def _hear(self, connection: socket.socket, room: asyncio.Semaphore) -> None:
         try:
-            async with asyncio.timeout(_PATIENCE_S):
-                await self._answer(reader, writer)
-        except (OSError, EOFError, ValueError, asyncio.CancelledError):
-            pass  # not one of our tasks, or one that died: it got no grant, and a granted one counts as running
+            with connection:
+                async with asyncio.timeout(_PATIENCE_S):
+                    await self._answer(connection)
+        except (OSError, EOFError, ValueError, TypeError):
+            pass  # not one of our tasks, or one that died, or that asks again; any other error would end the server
         finally:
-            self._callers.pop(caller, None)
-            writer.close()
+            room.release()
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, connection: socket.socket) -> None:
         ours = secrets.token_bytes(_NONCE)
-        writer.write(ours)
-        theirs = await reader.readexactly(_NONCE)
-        length = int.from_bytes(await reader.readexactly(_LENGTH))
+        await self._loop.sock_sendall(connection, ours)
+        theirs = await self._read(connection, _NONCE)
+        length = int.from_bytes(await self._read(connection, _LENGTH))
         if length > _LONGEST:
             return
-        mac, text = await reader.readexactly(_MAC), await reader.readexactly(length)
+        mac, text = await self._read(connection, _MAC), await self._read(connection, length)
         if not hmac.compare_digest(mac, _mac(self._key, b"question", theirs + ours, text)):
             return
-        producer_id, epoch, share, who = json.loads(text)
-        answer = self.claims.claim(Identity(producer_id, epoch), share, who)
-        writer.write(_sealed(self._key, b"answer", theirs + ours, json.dumps(answer).encode()))
-        await writer.drain()
+        producer_id, epoch, share, who, call = json.loads(text)
+        answer = self.claims.claim(Identity(producer_id, epoch), share, who, call)
+        await self._loop.sock_sendall(
+            connection, _sealed(self._key, b"answer", theirs + ours, json.dumps(answer).encode())
+        )
+
+    async def _read(self, connection: socket.socket, size: int) -> bytes:
+        found = b""
+        while len(found) < size:
+            piece = await self._loop.sock_recv(connection, size - len(found))
+            if not piece:
+                raise EOFError
+            found += piece
+        return found
 
 
 def _listen(bind: str, port: int) -> socket.socket:

@@ -70,15 +70,18 @@ def gather(
     most_in_all: int,
 ) -> pa.RecordBatch | None:
     """All rows, packed as one share, in order: for a batch so small that a second stage of tasks would cost more than
-    its writing. None: a task has more than `most_bytes` of them, or than its share of `most_in_all` times that; it
-    stopped reading there. The driver's memory and `spark.driver.maxResultSize` know nothing of tasks."""
+    its writing. None: a task has more than `most_bytes` of them, or than its share of `most_in_all`, and stopped there;
+    or nobody knows how many tasks there would be."""
     from pyspark.sql.pandas.types import from_arrow_schema
 
     given = _given(df)
-    tasks = 1 if given is None else int(given.rdd().getNumPartitions())
-    if most_packers is not None:
-        tasks = min(tasks, most_packers)
-    of_each = min(most_bytes, most_in_all * most_bytes // max(1, tasks))
+    if given is not None:
+        tasks = int(given.rdd().getNumPartitions())
+    elif most_packers is not None:
+        df, tasks = df.coalesce(most_packers), most_packers  # or fewer: these stay as they are
+    else:
+        return None
+    of_each = min(most_bytes, most_in_all // max(1, min(tasks, most_packers or tasks)))
     rows, places = _placed(df, targets, topic, most_packers)
     found = rows.mapInArrow(packer(1, places, of_each), from_arrow_schema(PACKED)).collect()
     if any(row[SHARE] == TOO_MUCH for row in found):

@@ -17,7 +17,7 @@ from confluent_kafka.admin import AdminClient
 
 from eos import log
 from eos.app import App
-from eos.errors import ConfigurationError, EosError, InputGone, NotAuthorised, Temporary, Unavailable
+from eos.errors import ConfigurationError, EosError, Fenced, InputGone, NotAuthorised, Temporary, Unavailable
 from eos.membership import check_topics
 from eos.settings import Settings
 from eos.worker import ShutdownExpired, StopSignals
@@ -32,6 +32,8 @@ from spark_connector.source import read_committed
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
+
+    from spark_connector.sink import Stream
 
 DEFAULT_INSTANCE = "spark"
 _OF_THE_SINK = ("eos.spark.driver.bytes", "eos.spark.claims.port")  # those of our settings that are the sink's
@@ -146,7 +148,7 @@ def outputs(run: Run, spark: SparkSession) -> DataFrame:
     return rows.selectExpr("*", "timestamp_millis(timestamp_ms) as timestamp").drop("timestamp_ms")
 
 
-def sink(run: Run) -> Any:
+def sink(run: Run) -> Stream:
     from spark_connector.sink import exactly_once_sink
 
     return exactly_once_sink(
@@ -192,8 +194,8 @@ class BatchFailed(Exception):
 class _Batches:
     """foreachBatch: the sink, until a stop is asked for. Remembers what the sink raised; Spark gives only its text."""
 
-    def __init__(self, write: Any, settings: Settings) -> None:
-        self._write, self.settings = write, settings
+    def __init__(self, write: Stream, settings: Settings) -> None:
+        self.write, self.settings = write, settings
         self.stop_requested = False
         self.writing = False
         self.done = 0
@@ -204,7 +206,7 @@ class _Batches:
         try:
             if self.stop_requested:
                 raise StopRequested("a stop was asked for")
-            self._write(rows, batch_id)
+            self.write(rows, batch_id)
             self.done += 1
         except Exception as error:
             self.failure = error
@@ -231,7 +233,18 @@ def _follow(query: StreamingQuery, batches: _Batches) -> None:
         log.debug("the query ended", error=str(error))
         ended, trace = error_of(error, batches.failure)
         print(trace, end="", file=sys.stderr)
+        if isinstance(ended, Fenced) and batches.failure is None and not _is_replaced(batches.write):
+            # This run has fenced the other one, which ends with 79: if both did, nobody would go on.
+            raise Temporary(f"{ended}; that one does not have the transactional.id") from None
         raise ended from None
+
+
+def _is_replaced(write: Stream) -> bool:
+    try:
+        return write.is_replaced()
+    except EosError as unanswered:
+        log.warning("whether another run took over cannot be asked", error=str(unanswered))
+        return False
 
 
 def _is_idle(query: StreamingQuery) -> bool:
@@ -273,6 +286,11 @@ _SPARK_ERRORS: tuple[tuple[type[EosError], str, re.Pattern[str]], ...] = (
         "the input at the checkpoint's offset is gone",
         # What comes before the reason is general, and advises to go on without the records.
         re.compile(r"\[KAFKA_DATA_LOSS[\s\S]*?Reason:\s*(.+)|(OffsetOutOfRangeException.*)"),
+    ),
+    (
+        Fenced,
+        "another run of this query writes to its checkpoint",
+        re.compile(r"\[CONCURRENT_STREAM_LOG_UPDATE\] (.*)"),
     ),
     (Unavailable, "a topic of the source is gone", re.compile(r"UnknownTopicOrPartitionException.*")),
     (ConfigurationError, "TLS", re.compile(r"SslAuthenticationException.*")),

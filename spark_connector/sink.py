@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar
 
-from eos import log
+from eos import log, ownership
+from eos.admin.cluster import ClusterAdmin
 from eos.errors import ConfigurationError, Temporary
 from spark_connector import query
 from spark_connector.attempt import Again, Attempt, Batch, Connected, translated
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 _FORGOTTEN_AT_ONCE = 10_000  # markers of old writes
+_INIT_S = 10.0  # from another run's note of a batch in the checkpoint to its init
+_ASK_AGAIN_S = 0.25
 RESTARTS = 3  # of a batch inside one call; an exception out of foreachBatch ends the query
 
 
@@ -42,7 +45,7 @@ def exactly_once_sink(
     adopt_at: int | None = None,
     on_step: Callable[[str], None] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
-) -> Callable[[DataFrame, int], None]:
+) -> Stream:
     """For `writeStream.foreachBatch(...)`: every micro-batch is in Kafka exactly once.
 
     Columns as in Spark's Kafka sink: `value`, and if there `key`, `headers`, `partition`, and `timestamp`; others count
@@ -61,26 +64,52 @@ def exactly_once_sink(
     NotAuthorised, Fenced, Temporary, or ConfigurationError when marker and checkpoint do not belong together.
     """
     sink = _Sink(Options.of(topic, transactional_id, bootstrap_servers, settings, compression, on_step))
+    return Stream(sink, bootstrap_servers, adopt_at, on_progress)
 
-    def write(df: DataFrame, batch: int) -> None:
-        current = query.current(df, batch)
+
+class Stream:
+    """A foreachBatch function."""
+
+    def __init__(
+        self,
+        sink: _Sink,
+        bootstrap_servers: str,
+        adopt_at: int | None,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self._sink, self._servers, self._adopt_at, self._on_progress = sink, bootstrap_servers, adopt_at, on_progress
+
+    def __call__(self, df: DataFrame, batch: int) -> None:
+        current, sink = query.current(df, batch), self._sink
         try:
-            key, topics = sink_key(transactional_id), sink.topics
-            with _Once.of(bootstrap_servers, transactional_id, current.run).in_batch(batch):
-                progress = sink.deliver(df, _MicroBatch(key, batch, current, adopt_at, topics))
+            key, name = sink_key(sink.transactional_id), sink.transactional_id
+            with _Once.of(self._servers, name, current.run).in_batch(batch):
+                progress = sink.deliver(df, _MicroBatch(key, batch, current, self._adopt_at, sink.topics))
             if progress is None:
                 # Its rows are in Kafka, but a stateful plan must run for its state, and Spark checks that it did.
                 df.write.format("noop").mode("overwrite").save()
                 return
             to_spark_metrics(df, current.execution, progress)
-            if on_progress is not None:
-                on_progress(progress)
+            if self._on_progress is not None:
+                self._on_progress(progress)
         except Exception as error:
             if query.is_stop(df, error):
                 raise error.with_traceback(None) from None
             raise
 
-    return write
+    def is_replaced(self, patience_s: float = _INIT_S) -> bool:
+        """Whether another run goes on if this one ends: this one has fenced nobody, or somebody has its place, or takes
+        it while this waits. Only reads: to init would fence the other one. Raises EosError."""
+        mine = self._sink.identity
+        if mine is None:
+            return True
+        deadline = time.monotonic() + patience_s
+        with ClusterAdmin(self._sink.settings) as admin:
+            while not ownership.went_on(mine, admin.describe(self._sink.transactional_id)):
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(_ASK_AGAIN_S)
+        return True
 
 
 _SECOND = (
@@ -231,11 +260,18 @@ class _Sink:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self.topics = options.topics
+        self.topics, self.transactional_id, self.settings = options.topics, options.transactional_id, options.settings
         self._connected: Connected | None = None
         self._server: ClaimServer | None = None
         # One sink may have been given to two queries; the marker refuses the second one, in its turn.
         self._one_at_a_time = threading.Lock()
+
+    @property
+    def identity(self) -> ownership.Identity | None:
+        """Of the last init, None without one."""
+        if self._connected is None or not self._connected.transaction.initialised:
+            return None
+        return ownership.Identity(*self._connected.transaction.identity)
 
     def close(self) -> None:
         self._disconnect()

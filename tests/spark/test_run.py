@@ -8,15 +8,17 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 from confluent_kafka import Message
+from kafka import errors as kafka_errors
 
 from tests.support.pipeline import REPOSITORY, WorkerProcess
-from tests.support.reading import TooSlow, create_topic, wait_until
+from tests.support.reading import TooSlow, create_topic, transaction_of, wait_until
 from tests.support.spark_standalone import python_without
 
 if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
@@ -26,7 +28,7 @@ pytest_plugins = ["tests.support.spark"]
 pytestmark = pytest.mark.timeout(560)
 
 SPARK_S = 240.0
-USAGE, POISON, INPUT_GONE, UNAVAILABLE, TEMPORARY, CONFIGURATION = 64, 65, 66, 69, 75, 78
+USAGE, POISON, INPUT_GONE, UNAVAILABLE, TEMPORARY, CONFIGURATION, FENCED = 64, 65, 66, 69, 75, 78, 79
 
 # Every way in which an App says what to send; each output tells its source's place, in its value or a header.
 EVERYTHING = """
@@ -75,6 +77,20 @@ COPY = """
     def copy(record: Record) -> bytes:
         if record.value == b"bad" and not os.path.exists($mended):
             raise ValueError("this one is bad")
+        return record.value
+"""
+
+HOLD = """
+    import os, time
+    from eos import App, Record
+
+    app = App($app)
+
+
+    @app.process($source, to=$to)
+    def slow(record: Record) -> bytes:
+        while record.value == b"3" and not os.path.exists($go_on):
+            time.sleep(0.05)
         return record.value
 """
 
@@ -135,6 +151,12 @@ def values_of(found: Mapping[int, list[Message]]) -> list[bytes | None]:
 
 def copying(runs: SparkRuns, source: str, target: str) -> str:
     return runs.app(COPY, app=runs.prefix, source=source, to=target, mended=str(runs.directory / "mended"))
+
+
+def holding(runs: SparkRuns, source: str, target: str) -> str:
+    """As `copying`; the transaction of the batch with record 3 is open until there is a file `go-on`."""
+    go_on = str(runs.directory / "go-on")
+    return runs.app(HOLD, app=runs.prefix, source=source, to=target, go_on=go_on)
 
 
 def test_an_app_on_spark_gives_exactly_the_outputs_of_the_worker(spark_runs: SparkRuns) -> None:
@@ -345,31 +367,85 @@ def test_a_jvm_that_is_gone_is_exit_75_and_a_restart_repairs_it(spark_runs: Spar
     spark_runs.load(source, [b"%d" % n for n in range(3_000)])
     run = spark_runs.spark(app, "-X", "eos.transaction.max.records=500")
     run.wait_log("batch committed", SPARK_S)
-    (jvm,) = [child for child in psutil.Process(run.pid).children() if child.name() == "java"]
-    jvm.kill()
+    _jvm(run).kill()
     assert_ended(run, TEMPORARY, "JVM is gone")
     assert spark_runs.spark(app, "--until-end").wait(SPARK_S) == 0
     assert sorted(values_of(spark_runs.settled(target))) == sorted(b"%d" % n for n in range(3_000))
 
 
+def test_of_two_drivers_on_one_checkpoint_who_came_too_late_ends_with_79_and_the_other_goes_on(
+    spark_runs: SparkRuns,
+) -> None:
+    """Spark lets one of them write down the next batch. First the newer driver is too late, which has fenced nobody
+    yet; then the older one, when another newer one has its place."""
+    source, target = spark_runs.topic("in"), spark_runs.topic("out")
+    app = copying(spark_runs, source, target)
+    batches = count()
+
+    def batch_by(run: WorkerProcess) -> None:
+        """One record, so that it is one batch; it comes to its end in the checkpoint too."""
+        number, before = next(batches), run.log.count("batch committed")
+        spark_runs.load(source, [b"%d" % number])
+        done = spark_runs.directory / "checkpoint" / "commits" / str(number)
+        wait_until("the batch", lambda: done.exists() or not run.running, SPARK_S)
+        assert run.log.count("batch committed") > before, run.log[-3_000:]
+
+    older = spark_runs.spark(app)
+    batch_by(older)
+    for too_late_is_newer in (True, False):
+        newer = spark_runs.spark(app)
+        wait_until("it knows its next batch", lambda run=newer: _reads(spark_runs, run), SPARK_S)
+        too_late, in_time = (newer, older) if too_late_is_newer else (older, newer)
+        jvm = _jvm(too_late)
+        jvm.suspend()
+        batch_by(in_time)
+        jvm.resume()
+        assert_ended(too_late, FENCED, "another run of this query")
+        batch_by(in_time)
+    newer.terminate()
+    assert newer.wait(SPARK_S) == 0, newer.log[-3_000:]
+    assert sorted(values_of(spark_runs.settled(target))) == [b"%d" % n for n in range(next(batches))]
+
+
+def test_of_two_drivers_in_one_batch_the_older_ends_with_79_and_the_newer_writes_it(spark_runs: SparkRuns) -> None:
+    source, target = spark_runs.topic("in"), spark_runs.topic("out")
+    app = holding(spark_runs, source, target)
+    spark_runs.load(source, [b"%d" % n for n in range(30)])
+    transactional_id = f"{spark_runs.prefix}-spark"
+    older = spark_runs.spark(app)
+    wait_until("a transaction is open", lambda: _is_ongoing(spark_runs, transactional_id), SPARK_S)
+    epoch = transaction_of(spark_runs.servers, transactional_id).producer_epoch
+    newer = spark_runs.spark(app, "--until-end")
+    wait_until(
+        "the newer one's transaction is open",
+        lambda: (
+            _is_ongoing(spark_runs, transactional_id)
+            and transaction_of(spark_runs.servers, transactional_id).producer_epoch > epoch
+        ),
+        SPARK_S,
+    )
+    (spark_runs.directory / "go-on").touch()
+    assert_ended(older, FENCED, "another query, or another run of this one, took over")
+    assert newer.wait(SPARK_S) == 0, newer.log[-3_000:]
+    assert sorted(values_of(spark_runs.settled(target))) == sorted(b"%d" % n for n in range(30))
+
+
+def _jvm(run: WorkerProcess) -> psutil.Process:
+    (jvm,) = [child for child in psutil.Process(run.pid).children() if child.name() == "java"]
+    return jvm
+
+
+def _reads(runs: SparkRuns, run: WorkerProcess) -> bool:
+    """Spark looks for the source's end behind the checkpoint's."""
+    assert run.running, run.log[-3_000:]
+    port = int(runs.servers.rpartition(":")[2])
+    jvms = [child for child in psutil.Process(run.pid).children() if child.name() == "java"]
+    return any(c.raddr and c.raddr.port == port for jvm in jvms for c in jvm.net_connections())
+
+
 def test_a_second_signal_gives_up_at_once_and_a_restart_repairs_it(spark_runs: SparkRuns) -> None:
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
-    app = spark_runs.app(
-        """
-        import os, time
-        from eos import App, Record
-        app = App($app)
-        @app.process($source, to=$to)
-        def slow(record: Record) -> bytes:
-            while record.value == b"3" and not os.path.exists($go_on):
-                time.sleep(0.05)
-            return record.value
-        """,
-        app=spark_runs.prefix,
-        source=source,
-        to=target,
-        go_on=str(spark_runs.directory / "go-on"),
-    )
+    app = holding(spark_runs, source, target)
     spark_runs.load(source, [b"%d" % n for n in range(30)])
     run = spark_runs.spark(app, "--until-end")
     run.wait_log("query starts", SPARK_S)
@@ -386,10 +462,6 @@ def test_a_second_signal_gives_up_at_once_and_a_restart_repairs_it(spark_runs: S
 
 
 def _is_ongoing(runs: SparkRuns, transactional_id: str) -> bool:
-    from kafka import errors as kafka_errors
-
-    from tests.support.reading import transaction_of
-
     try:
         return transaction_of(runs.servers, transactional_id).state == "Ongoing"
     except kafka_errors.TransactionalIdNotFoundError:

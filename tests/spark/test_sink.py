@@ -25,9 +25,10 @@ from eos.settings import Settings
 from eos.testing.history import read_topic
 from spark_connector import exactly_once_sink, exactly_once_write
 from spark_connector.identity import Transaction
-from spark_connector.packing import SLICE_BYTES
+from spark_connector.packing import SLICE_BYTES, unpack
 from spark_connector.progress import Progress
-from spark_connector.routing import planned_for_the_sink
+from spark_connector.routing import gather, planned_for_the_sink
+from spark_connector.targets import Target
 from tests.support.reading import create_topic, wait_until
 from tests.support.spark_query import Query
 
@@ -297,6 +298,57 @@ def test_a_small_batch_is_written_by_the_driver_and_a_large_one_behind_it_by_tas
         by_key.setdefault(key, []).append((value or b"")[2:9])
     assert len(by_key) == 7
     assert all(values == sorted(set(values)) for values in by_key.values())
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["as given", "changed"])
+def test_the_driver_gathers_no_more_than_its_bound_of_however_many_tasks(
+    changed: bool, spark: Any, tmp_path: Path
+) -> None:
+    """Rows that the user's foreachBatch function changed are in as many partitions as those that it was given."""
+    gathered: list[list[pa.RecordBatch | None]] = []
+    most, in_all = 10_000, 40_000
+
+    def batch(df: Any, _: int) -> None:
+        rows = df.selectExpr("value") if changed else df
+        few = rows.where("length(value) < 2") if changed else rows.limit(0)
+        limits = [(few, 8, most, in_all), (rows, 8, most, 10**9), (rows, 8, 10**9, in_all), (few, None, most, 10**9)]
+        gathered.append([gather(frame, [Target("t", 0, 10**6)], "t", *rest) for frame, *rest in limits])
+
+    stream = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 100).option("numPartitions", 50).load()
+    rows = stream.selectExpr("if(value < 10, 'x', array_join(transform(sequence(1, 40), x -> uuid()), '')) as value")
+    query = rows.writeStream.foreachBatch(batch).option("checkpointLocation", str(tmp_path / "checkpoint")).start()
+    wait_until("a batch", lambda: gathered or not query.isActive, 120)
+    query.stop()
+    assert query.exception() is None
+    few, too_much_for_a_task, too_much_in_all, of_unknown_tasks = gathered[0]
+    assert few is not None
+    assert few.nbytes <= in_all
+    assert sum(rows.num_rows for rows in unpack(few)) == (10 if changed else 0)
+    assert too_much_for_a_task is None
+    assert too_much_in_all is None
+    assert of_unknown_tasks is None
+
+
+def test_a_small_batch_that_spark_would_not_let_the_driver_have_is_written_by_tasks(
+    kafka: LocalKafka, names: Names, tmp_path: Path, spark: Any
+) -> None:
+    topic = create_topic(kafka.bootstrap_servers, names("out"))
+    told: list[Progress] = []
+    where = {"transactional_id": names("id"), "bootstrap_servers": kafka.bootstrap_servers}
+    sink = exactly_once_sink(topic=topic, on_progress=told.append, **where)
+    stream = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 3_000).load()
+    rows = stream.selectExpr("md5(cast(value as string)) as value").writeStream.foreachBatch(sink)
+    configuration = spark.sparkContext._jsc.sc().conf()
+    configuration.set("spark.driver.maxResultSize", "64k")
+    try:
+        query = rows.option("checkpointLocation", str(tmp_path / "checkpoint")).start()
+        wait_until("two batches", lambda: len(told) > 1 or not query.isActive, 120)
+        query.stop()
+    finally:
+        configuration.remove("spark.driver.maxResultSize")
+    assert query.exception() is None
+    assert told[0].bytes < 256_000, "small enough for the driver"
+    assert told[1].tasks > 0
 
 
 # Progress

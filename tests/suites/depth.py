@@ -119,6 +119,7 @@ DEEP: dict[str, dict[str, tuple[str, ...]]] = {
         "executors_of_a_cluster_get": (),
         "what_is_wrong_is_said": (),
         "what_the_executors_python_lacks": (),
+        "of_two_drivers_in_one_batch": (),
         "a_lost_checkpoint_is_refused": (),  # tests/spark/test_sink.py shows the rule
     },
     "tests/spark/test_security.py": {"": ()},

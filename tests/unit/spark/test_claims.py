@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import multiprocessing
 import os
 import resource
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -54,6 +56,17 @@ def test_a_straggler_of_another_epoch_gets_nothing_and_harms_nothing() -> None:
     assert "is over" in str(claims.claim(TWO, 0, "late"))
 
 
+def test_a_call_that_asks_again_has_its_grant_and_nobody_else_has_it() -> None:
+    claims = Claims()
+    claims.begin(ONE)
+    assert [claims.claim(ONE, 0, "a", "its call") for _ in range(3)] == [None] * 3
+    assert "claimed by a and again by a" in str(claims.claim(ONE, 0, "a", "another call"))
+    assert "given up" in str(claims.claim(ONE, 0, "a", "its call"))
+    claims.begin(TWO)
+    assert claims.claim(TWO, 0, "a") is None
+    assert "again by a" in str(claims.claim(TWO, 0, "a")), "without a name it is not the same call"
+
+
 def test_of_many_at_once_one_is_granted(server: ClaimServer) -> None:
     server.claims.begin(ONE)
     with ThreadPoolExecutor(16) as pool:
@@ -61,6 +74,40 @@ def test_of_many_at_once_one_is_granted(server: ClaimServer) -> None:
     assert len(answers) == 40
     assert answers.count(None) <= 4
     assert server.claims.poison is not None
+
+
+def test_all_tasks_of_a_large_cluster_may_ask_at_once(server: ClaimServer) -> None:
+    """More than are heard at once, and more than a short queue of the kernel holds."""
+    server.claims.begin(ONE)
+    tasks = 6 * claims_module._MOST
+    together = threading.Barrier(tasks)
+
+    def ask(share: int) -> str | None:
+        together.wait(60)
+        return server.office.claim(ONE, share, f"task {share}", deadline_s=30)
+
+    with ThreadPoolExecutor(tasks) as pool:
+        assert list(pool.map(ask, range(tasks))) == [None] * tasks
+    assert server.claims.end() == (frozenset(range(tasks)), None)
+
+
+def test_a_task_whose_answer_is_lost_asks_again_and_has_its_grant(
+    server: ClaimServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.claims.begin(ONE)
+    claim, asked = server.claims.claim, []
+
+    def lost_at_first(*question: Any) -> str | None:
+        answer = claim(*question)
+        asked.append(question)
+        if len(asked) < 3:
+            raise ConnectionResetError("the answer is lost")
+        return answer
+
+    monkeypatch.setattr(server.claims, "claim", lost_at_first)
+    assert server.office.claim(ONE, 0, "a") is None
+    assert len(asked) == 3
+    assert "claimed by a and again by a" in str(server.office.claim(ONE, 0, "a")), "the next call is another one"
 
 
 def test_who_does_not_know_the_key_is_not_answered(server: ClaimServer) -> None:
@@ -95,6 +142,17 @@ def claimed(server: ClaimServer, share: int) -> str | None:
 
 def test_silent_callers_hold_up_nobody_and_are_given_up(server: ClaimServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims_module, "_PATIENCE_S", 0.3)
+    answer, heard, at_once = server._answer, set(), []
+
+    async def counted(connection: socket.socket) -> None:
+        heard.add(connection)
+        at_once.append(len(heard))
+        try:
+            await answer(connection)
+        finally:
+            heard.remove(connection)
+
+    monkeypatch.setattr(server, "_answer", counted)
     server.claims.begin(ONE)
     with contextlib.ExitStack() as silent:
         callers = [
@@ -105,24 +163,32 @@ def test_silent_callers_hold_up_nobody_and_are_given_up(server: ClaimServer, mon
         for caller in callers:
             while caller.recv(64):  # TimeoutError: its connection was not closed
                 pass
+    assert max(at_once) == claims_module._MOST
     assert threading.active_count() < claims_module._MOST, "nobody has a thread of his own"
 
 
-def test_a_process_without_files_left_answers_when_it_has_some_again(server: ClaimServer) -> None:
+def test_a_process_without_files_left_answers_when_it_has_some_again() -> None:
+    """In a process of its own: other threads of this one need files."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as another:
+        another.submit(claim_without_files).result(60)
+
+
+def claim_without_files() -> None:
     """One failed accept must not be the last."""
+    told = threading.Event()
+    pytest.MonkeyPatch().setattr("spark_connector.claims.log.warning", lambda *_, **__: told.set())
+    server = ClaimServer("127.0.0.1", "127.0.0.1")
     server.claims.begin(ONE)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(int).result()
         os.close(free := os.dup(0))
         resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))  # one for the caller's socket, none to accept it
-        try:
-            asking = pool.submit(claimed, server, 0)
-            with pytest.raises(TimeoutError):
-                asking.result(timeout=1.5)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert asking.result(timeout=20) is None
+        asking = pool.submit(claimed, server, 0)
+        assert told.wait(30), "nothing was said of it"
+        assert not asking.done()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert asking.result(timeout=30) is None
 
 
 def test_a_driver_that_is_not_there_ends_the_claim_with_a_sentence() -> None:

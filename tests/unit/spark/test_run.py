@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
+from pyspark.errors import StreamingQueryException
 
 from eos.errors import (
     ConfigurationError,
@@ -14,8 +18,9 @@ from eos.errors import (
     Temporary,
     Unavailable,
 )
+from eos.settings import Settings
 from spark_connector.failures import to_line
-from spark_connector.run import error_of
+from spark_connector.run import _Batches, _follow, error_of
 from spark_connector.shipping import lacking
 
 DATA_LOSS = """Job aborted due to stage failure: Task 1 in stage 4.0 failed 1 times, most recent failure: Lost task 1.0
@@ -42,6 +47,9 @@ Traceback (most recent call last):
  SQLSTATE: 38000
 \tat org.apache.spark.api.python.BasePythonRunner$ReaderIterator.handlePythonException(PythonRunner.scala:665)
 """
+CONCURRENT = """[STREAM_FAILED] Query [id = 8c9bd319] terminated with exception: [CONCURRENT_STREAM_LOG_UPDATE] \
+Concurrent update to the log. Multiple streaming jobs detected for 1.
+Please make sure only one streaming job runs on a specific checkpoint location at a time. SQLSTATE: 40000"""
 TLS = "org.apache.kafka.common.errors.SslAuthenticationException: SSL handshake failed"
 
 
@@ -56,6 +64,11 @@ TLS = "org.apache.kafka.common.errors.SslAuthenticationException: SSL handshake 
         (OUT_OF_RANGE, InputGone, "OffsetOutOfRangeException: Fetch position 0 is out of range for in-1"),
         (DENIED, NotAuthorised, "TopicAuthorizationException: Not authorized to access topics: [in]"),
         (TLS, ConfigurationError, "SSL handshake failed"),
+        (
+            CONCURRENT,
+            Fenced,
+            "another run of this query writes to its checkpoint: Concurrent update to the log. Multiple",
+        ),
         ("x.UnknownTopicOrPartitionException: This server does not host this topic", Unavailable, "does not host"),
         (OF_A_TASK.format("OSError: no room"), Temporary, "the query failed: OSError: no room"),
         (OF_A_TASK.format("KeyboardInterrupt"), Temporary, "the query failed: KeyboardInterrupt"),
@@ -106,3 +119,24 @@ def test_what_the_sink_raised_is_kept_and_what_an_executor_told_wins() -> None:
     ended, _ = error_of(Exception("[STREAM_FAILED]"), told)
     assert isinstance(ended, PoisonRecord)
     assert (ended.topic, ended.partition, ended.offset) == ("in", 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("replaced", "kind"), [(True, Fenced), (False, Temporary), (Unavailable("the cluster is away"), Temporary)]
+)
+def test_a_run_too_late_for_its_checkpoint_gives_way_only_to_one_that_goes_on(
+    replaced: bool | Unavailable, kind: type[EosError]
+) -> None:
+    def is_replaced() -> bool:
+        if isinstance(replaced, Unavailable):
+            raise replaced
+        return replaced
+
+    def await_termination(_: float) -> bool:
+        raise StreamingQueryException(CONCURRENT)
+
+    batches = _Batches(cast("Any", SimpleNamespace(is_replaced=is_replaced)), Settings())
+    query = cast("Any", SimpleNamespace(awaitTermination=await_termination))
+    with pytest.raises(kind, match="another run of this query writes to its checkpoint") as ended:
+        _follow(query, batches)
+    assert type(ended.value) is kind

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from eos.errors import ConfigurationError
+from eos.ownership import Described, Identity
 from spark_connector import query, sink
 from spark_connector.marker import Decision, Marker, WrongProgress, sink_key
 from spark_connector.query import Query
@@ -78,3 +80,27 @@ def test_a_batch_id_is_forgotten_only_where_it_was_asked_for() -> None:
     asked = sink._Write(sink_key("id", "new"), "new", ("out",), remember_days=30)
     assert asked.forgets(old) == [sink_key("id", "long ago")]
     assert sink._Write(asked.key, "new", ("out",), remember_days=None).forgets(old) == []
+
+
+@pytest.mark.parametrize(
+    ("mine", "coordinator", "replaced"),
+    [
+        (None, [], True),  # it has fenced nobody
+        (Identity(7, 3), [Described("CompleteCommit", 7, 4)], True),
+        (Identity(7, 3), [Described("CompleteCommit", 7, 3), Described("Empty", 7, 4)], True),  # while this one waits
+        (Identity(7, 3), [Described("CompleteCommit", 7, 3)] * 3, False),  # it has fenced the other one
+        (Identity(7, 3), [None] * 3, False),
+    ],
+)
+def test_a_run_is_replaced_where_another_one_goes_on(
+    mine: Identity | None, coordinator: list[Described | None], replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two that both gave way none would be left."""
+    answers = iter(coordinator)
+    now = iter(range(100))
+    monkeypatch.setattr(sink, "ClusterAdmin", lambda _: nullcontext(SimpleNamespace(describe=lambda _: next(answers))))
+    monkeypatch.setattr(sink, "time", SimpleNamespace(monotonic=lambda: next(now), sleep=lambda _: None))
+    monkeypatch.setattr(sink._Sink, "identity", mine)
+    stream = sink.exactly_once_sink(topic="out", transactional_id="id", bootstrap_servers="a:1")
+    assert stream.is_replaced(patience_s=3) is replaced
+    assert next(answers, "asked no more") == "asked no more"
