@@ -3,8 +3,8 @@
 Owns both transports and the order of what passes between them. Back-pressure is the sockets' own: when one side cannot
 write, the other is not read; nor is a client that does not take its answers, or has too many requests unanswered. An
 end of one direction is passed on as such; what one side can still send is delivered before the other is closed. The
-upstream connection is made with the client's first request. It must never buffer more than asyncio's write buffer and
-one collected frame per direction, nor work on for one connection while others wait.
+upstream connection is made with the client's first request. It must never hold a byte that its account does not count,
+nor work on for one connection while others wait.
 
 What is read lies in one buffer that all connections of a shim share: it is dealt with, changed in place where that is
 needed, and written to the other side before the next read. A megabyte that passes is neither copied nor allocated here.
@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from eos.shim.addresses.book import Endpoint
-from eos.shim.collected import Account, Collected
 from eos.shim.errors import Malformed, ProtocolError
 from eos.shim.lane import Lane
+from eos.shim.memory import Memory
 from eos.shim.pipeline import Connection, Exchange, Pipeline
 from eos.shim.wire import api
 from eos.shim.wire.frames import FrameSplitter, Passage, Piece
@@ -40,10 +40,16 @@ MOST_UNANSWERED = 1_024
 MOST_OWED_BYTES = 1024 * 1024
 # Linger on, for 0 seconds: closing sends a reset.
 _NO_LINGER = struct.pack("ii", 1, 0)
-_WRITE_BUFFER_BYTES = 1024 * 1024
+# With more than this unsent a side is full. Little: the sockets' own buffers hold megabytes, and are not empty when it
+# goes on.
+_WRITE_BUFFER_BYTES = 32 * 1024
 # Not less: at the end of a TLS connection asyncio reads out what it holds once, up to twice its 256 KiB, and drops the
 # rest.
 _READ_BYTES = 512 * 1024
+# While memory is tight: a side that is not read costs what was read for it last. Not with TLS, for the reason above.
+_TIGHT_READ_BYTES = 16 * 1024
+# A request that waits for its answer, as Python keeps it.
+_EXCHANGE_BYTES = 320
 _JOINED_BYTES = 64 * 1024  # up to here a copy costs less than another system call, or than other memory to read into
 
 
@@ -72,7 +78,7 @@ class Link:
         largest_frame: int,
         shim: Ends,
         buffer: ReadBuffer,
-        collected: Collected,
+        memory: Memory,
     ) -> None:
         self.number, self.endpoint, self._pipeline, self._largest = number, endpoint, pipeline, largest_frame
         self.shim = shim
@@ -83,15 +89,15 @@ class Link:
         self.connection.link = self
         self._up, self._down = Lane(self.upstream.write), Lane(self.client.write)
         self._reset_before: Exchange | None = None
-        self._accounts = Account(collected, self._evict), Account(collected, self._evict)
-        self.connection.collected = self._accounts[0]
-        self._requests = FrameSplitter(REQUEST_HEAD.size, largest_frame, self._open_request, self._accounts[0])
-        self._responses = FrameSplitter(RESPONSE_HEAD.size, largest_frame, self._open_response, self._accounts[1])
+        self._requests = FrameSplitter(REQUEST_HEAD.size, largest_frame, self._open_request)
+        self._responses = FrameSplitter(RESPONSE_HEAD.size, largest_frame, self._open_response)
         self._acks: AcksReader | None = None  # of a Produce whose head has not come whole
         self._pending: deque[Exchange] = deque()
         self.asked = False  # its first request has begun
         self._draining = False
         self._over = False
+        self.memory = memory
+        self._account = memory.open(self._held, self._evict)
         self.connecting: asyncio.Task[None] | None = None
         self.patience: asyncio.TimerHandle | None = None  # ends it when no request comes
 
@@ -175,7 +181,11 @@ class Link:
         exchange = Exchange(self.connection, head.api_key, head.version, head.correlation_id)
         exchange.awaited = awaited
         passage = self._pipeline.request(exchange, head.size + 4)
+        self._account.renew()
         if awaited:
+            # Jobs may remember what they read of a request, but not records.
+            read = head.size if callable(passage) and head.api_key != api.PRODUCE else 0
+            exchange.remember(_EXCHANGE_BYTES + read)
             self._pending.append(exchange)
         return passage
 
@@ -211,7 +221,7 @@ class Link:
             self._responses.insert(self._next_own_answer())
         if not pending or pending[0].correlation_id != correlation_id:
             raise Malformed(f"the broker answers request {correlation_id}, which is not the next one")
-        return self._pipeline.response(pending.popleft(), size + 4)
+        return self._pipeline.response(self._next_answered(), size + 4)
 
     def _send_own_answers(self) -> None:
         """Answers a job gave, as soon as all requests before them are answered."""
@@ -220,21 +230,37 @@ class Link:
             self._down.pass_on([self._next_own_answer()])
 
     def _next_own_answer(self) -> bytes:
-        answer = self._pending.popleft().answer or b""
+        answer = self._next_answered().answer or b""
         self.connection.owed -= len(answer)
         return answer
+
+    def _next_answered(self) -> Exchange:
+        exchange = self._pending.popleft()
+        exchange.forget()
+        return exchange
+
+    # What it holds.
+
+    def count(self) -> None:
+        self._account.count()
+
+    def _held(self) -> int:
+        ways = self._requests, self._responses, self._up, self._down, self.client, self.upstream
+        return sum(way.kept for way in ways) + self.connection.kept + self.connection.owed
 
     # Ends.
 
     def failed(self, side: _Side, error: Exception) -> None:
         """Fails closed: nothing more goes to the client."""
         self.shim.failed(self, "client" if side is self.client else self.endpoint.name, error)
-        for account in self._accounts:
-            account.clear()
+        self._account.close()
         self.abort()
 
     def _evict(self) -> None:
-        self.failed(self.client, ProtocolError("it sends its request too slowly, and memory for those is used up"))
+        reason = (
+            f"the memory that connections may hold is used up, and this one has held {self._held()} bytes for longest"
+        )
+        self.failed(self.client, ProtocolError(reason))
 
     def silent(self) -> None:
         """Its time for a first request is over, or its place is needed."""
@@ -288,12 +314,11 @@ class Link:
                 self.connecting.cancel()
             if self.patience is not None:
                 self.patience.cancel()
-            for account in self._accounts:
-                account.clear()
+            self._account.close()
             self._pipeline.closed(self.connection)
             self.shim.ended(self)
             # They lead back here. Without them the memory is free now, not when the collector comes.
-            del self.connection, self._requests, self._responses, self._accounts, self.patience
+            del self.connection, self._requests, self._responses, self._account, self.patience
 
 
 class ReadBuffer:
@@ -327,7 +352,9 @@ class _Side(asyncio.BufferedProtocol):
     def __init__(self, link: Link, received: Callable[[Piece], Piece | None], buffer: ReadBuffer) -> None:
         self._link, self._received, self._buffer = link, received, buffer
         self._transport: asyncio.Transport | None = None
+        self._beneath: asyncio.Transport | None = None  # with TLS the one that writes
         self._unsent: list[bytes] = []
+        self._keeps_buffer = False  # what is unsent may be a view of one that was read into
         self._ended = False  # `write_end` was the last word
         self._holds = 0
         self._rest: Piece | None = None  # of what was read
@@ -341,6 +368,18 @@ class _Side(asyncio.BufferedProtocol):
         return self._transport is None and not self.gone
 
     @property
+    def kept(self) -> int:
+        rest = 0 if self._rest is None else len(self._rest)
+        if self._transport is None:
+            return rest + sum(map(len, self._unsent))
+        unsent = self._transport.get_write_buffer_size()
+        if self._beneath is not None:
+            unsent += self._beneath.get_write_buffer_size()
+        if not unsent:
+            self._keeps_buffer = False
+        return rest + max(unsent, _READ_BYTES * self._keeps_buffer)
+
+    @property
     def takes_more(self) -> bool:
         """Whether what is written now still goes out, as far as this side knows."""
         transport = self._transport
@@ -352,6 +391,8 @@ class _Side(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        # Its own size leaves out what it has handed on, and that may be all of it. Nothing public leads there.
+        self._beneath = getattr(getattr(transport, "_ssl_protocol", None), "_transport", None)
         transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
         if self is self._link.client:
             self._link.connection.client = _peer(transport)
@@ -364,7 +405,8 @@ class _Side(asyncio.BufferedProtocol):
             self.write_end()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer.view
+        view = self._buffer.view
+        return view[:_TIGHT_READ_BYTES] if self._link.memory.is_tight and self._beneath is None else view
 
     def buffer_updated(self, count: int) -> None:
         read = self._buffer.view[:count]
@@ -374,6 +416,7 @@ class _Side(asyncio.BufferedProtocol):
             self._rest = memoryview(bytearray(rest))
             self._pause()
             self._go_on()
+        self._link.count()
 
     def _take(self, data: Piece) -> Piece | None:
         try:
@@ -401,6 +444,7 @@ class _Side(asyncio.BufferedProtocol):
         self._turn = None
         if self._rest is not None and not self._holds:
             self._rest = self._take(self._rest)
+            self._link.count()
             if self._rest is None and self._lost:
                 self._lose()
             else:
@@ -414,6 +458,7 @@ class _Side(asyncio.BufferedProtocol):
             self.hold(Hold.UNREAD)
 
     def resume_writing(self) -> None:
+        self._link.count()
         self.other.let_go(Hold.FULL)
         self.let_go(Hold.UNREAD)
 
@@ -441,7 +486,7 @@ class _Side(asyncio.BufferedProtocol):
         link = self._link
         # asyncio is done with this side, and nothing the link may still call needs them: no circle is left. A transport
         # of TLS leads to 256 KiB to read into, and the link may live on with its other side.
-        self._transport = None
+        self._transport = self._beneath = None
         del self._link, self._received, self.other
         link.side_closed(self)
 
@@ -468,6 +513,7 @@ class _Side(asyncio.BufferedProtocol):
                 # Since Python 3.12 a transport does not copy what it could not send yet. A side that does not read has
                 # one such buffer at most: what comes behind it is copied above.
                 self._buffer.keep()
+                self._keeps_buffer = True
 
     def write_end(self) -> None:
         """At once, whatever a lane holds: its client may be gone for good, and nobody would say so after this.

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from eos.shim import events, probe
 from eos.shim.addresses.book import AddressBook, Endpoint
 from eos.shim.addresses.job import AddressJob
-from eos.shim.collected import Collected
 from eos.shim.complaints import Complaints
 from eos.shim.errors import Unreachable
 from eos.shim.link import Link, ReadBuffer
+from eos.shim.memory import BESIDE_A_FRAME_BYTES, Memory
 from eos.shim.pipeline import Job, Pipeline, Traffic
 from eos.shim.settings import ShimSettings
 from eos.shim.versions import VersionsJob
@@ -30,8 +30,6 @@ _TRY_AGAIN_S = 1.0
 # How long nobody is accepted when the process has no descriptor left.
 _NO_DESCRIPTOR_WAIT_S = 0.1
 _HANDSHAKE_TIMEOUT_S = 10.0
-# Beside one frame of the largest size: what all clients together may have sent of frames that are collected.
-_COLLECTED_BYTES = 32 * 1024 * 1024
 
 
 class Shim:
@@ -47,7 +45,7 @@ class Shim:
         self._silent: dict[Link, None] = {}  # those without a request, the oldest first
         self._arriving: set[asyncio.Task[None]] = set()  # TLS handshakes, mostly
         self._complaints = Complaints("connection closed", "more connections closed")
-        self._collected = Collected(settings.largest_frame + _COLLECTED_BYTES)
+        self._memory = Memory(settings.largest_frame + BESIDE_A_FRAME_BYTES, settings.most_connections)
         self._buffer = ReadBuffer()
         self._sockets: dict[Endpoint, socket.socket] = {}
         self._accepting: dict[asyncio.Task[None], socket.socket] = {}
@@ -232,7 +230,7 @@ class Shim:
 
     async def _arrive(self, endpoint: Endpoint, connection: socket.socket, number: int) -> None:
         peer, tls = _peer(connection), self.settings.tls
-        link = Link(number, endpoint, self._pipeline, self.settings.largest_frame, self, self._buffer, self._collected)
+        link = Link(number, endpoint, self._pipeline, self.settings.largest_frame, self, self._buffer, self._memory)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: link.client, connection, ssl=tls, ssl_handshake_timeout=_HANDSHAKE_TIMEOUT_S if tls else None

@@ -164,7 +164,7 @@ def test_frames_that_are_never_finished(shim: RunningShim, honest: Honest) -> No
                 send_until_closed(stranger, commit, bytes(3 * MIB // 2), MIB)
             else:
                 send_until_closed(stranger, produce, bytes(MIB), 60 * MIB)
-        sent_away(shim, "127.0.0.11", "memory for those is used up")
+        sent_away(shim, "127.0.0.11", "memory that connections may hold is used up")
 
 
 def test_all_that_kafka_offers_is_offered(shim: RunningShim, kafka: LocalKafka) -> None:

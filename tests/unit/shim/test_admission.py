@@ -14,16 +14,20 @@ from typing import Any
 import pytest
 
 from eos.shim import Shim, ShimSettings
+from eos.shim.complaints import LINES_PER_HOST
 from eos.shim.errors import Misconfigured
 from eos.shim.link import MOST_UNANSWERED
+from eos.shim.memory import Memory
 from eos.shim.pipeline import Exchange, Job
 from eos.shim.settings import check_relay, server_tls
 from eos.shim.wire import api
+from eos.shim.wire.cursor import uvarint
 from tests.shim.fake_broker import FakeBroker
 from tests.support.secure import make_pki
 from tests.unit.shim.test_link import ANSWERED, FORWARDED, Meddling, answer, frame
 
 MIB = 1024 * 1024
+UNANSWERED = 40
 
 
 def run(
@@ -305,36 +309,72 @@ def test_answers_given_here_behind_one_that_the_broker_owes_are_bounded_too() ->
     assert run(work, FakeBroker(lambda request: None), jobs=(Large(),)) < 3 * MIB
 
 
-def test_a_frame_that_is_never_finished_ends_its_connection_when_memory_for_those_is_used_up(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Collects(Job):
-        def wants_request(self, api_key: int, version: int) -> bool:
-            return True
+class Collects(Job):
+    def wants_request(self, api_key: int, version: int) -> bool:
+        return api_key == FORWARDED
 
-    def begun(size: int) -> bytes:
-        return struct.pack(">ihhih", 600_000, FORWARDED, 1, 1, -1) + bytes(size)
+
+class Answers(Meddling):
+    """20 KB for each request, at once."""
+
+    def request(self, exchange: Exchange, frame: bytes) -> bytes:
+        if exchange.api_key == ANSWERED:
+            exchange.answer = answer(exchange.correlation_id, bytes(20_000))
+            return b""
+        return frame
+
+
+def unfinished_head() -> bytes:
+    """Of a Produce with a tag of 120 KB before its acks."""
+    tags = b"\1\x63" + uvarint(120_000)
+    return struct.pack(">ihhih", 600_000, api.PRODUCE, 9, 1, -1) + tags + bytes(119_000)
+
+
+HOLDING = {
+    "an unfinished head": unfinished_head(),
+    "a part of a frame that is collected": struct.pack(">ihhih", 600_000, FORWARDED, 1, 1, -1) + bytes(119_000),
+    "unanswered requests": frame(UNANSWERED, 1) * 1_000,
+    "answers behind one that the broker owes": frame(UNANSWERED, 1) + frame(ANSWERED, 1) * 40,
+}
+
+
+@pytest.mark.parametrize("held", HOLDING)
+def test_whatever_connections_hold_is_bounded_in_all_and_who_does_for_longest_goes(
+    held: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """But not one that waits for its answer, nor one with a large request."""
 
     async def work(shim: Shim, broker: FakeBroker) -> None:
-        shim._collected.limit = 1_100_000
-        first, second = await connect(shim), await connect(shim)
-        for _, writer in (first, second):
-            writer.write(begun(500_000))
-            before = shim._collected.total
-            await until(lambda before=before: shim._collected.total >= before + 500_000)
-        third = await connect(shim)
-        third[1].write(begun(500_000))
-        assert await ended(first[0])
-        await until(lambda: shim.connections == 2)
-        assert 500_000 <= shim._collected.total <= 1_100_000
-        for _, writer in (second, third):
-            writer.write(bytes(600_004 - len(begun(500_000))))
-        for reader, _ in (second, third):
-            assert await reader.readexactly(9)
-        assert shim._collected.total == 0
+        memory = shim._memory = Memory(4 * MIB, 100)
+        waiting = await connect(shim)
+        waiting[1].write(frame(UNANSWERED, 1))
+        await until(lambda: memory.total > 0)
+        strangers, newest = [], 1
+        for newest in range(2, 72):
+            strangers.append(await connect(shim))
+            strangers[-1][1].write(HOLDING[held])
+            await until(
+                lambda newest=newest: any(
+                    link.number == newest and link._account.held > memory.share for link in shim._links
+                )
+            )
+            assert memory.total <= memory.limit
+            assert memory.total >= sum(link._held() for link in shim._links if link.client.takes_more)
+        assert await ended(strangers[0][0])
+        large = await connect(shim)
+        large[1].write(frame(FORWARDED, 2, bytes(MIB)))
+        assert await large[0].readexactly(9)
+        assert not waiting[0].at_eof()
+        for _, writer in (*strangers, waiting, large):
+            writer.transport.abort()
+        await until(lambda: not shim.connections)
+        assert memory.total == 0
 
-    run(work, jobs=(Collects(),), largest_control=2 * MIB)
-    assert [reason for reason in reasons(caplog) if "memory for those is used up" in reason]
+    broker = FakeBroker(lambda request: None if request[1] == UNANSWERED else b"x")
+    run(work, broker, (Collects(), Answers()), largest_control=2 * MIB)
+    lines = [reason for reason in reasons(caplog) if "is used up" in reason]
+    assert len(lines) == LINES_PER_HOST
+    assert set(lines) == set(reasons(caplog)) - {"None"}
 
 
 @pytest.mark.parametrize(
