@@ -16,8 +16,10 @@ import asyncio
 import socket
 import ssl
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 from eos.shim.addresses.book import Endpoint
@@ -33,6 +35,9 @@ from eos.shim.wire.headers import REQUEST_HEAD, RESPONSE_HEAD, AcksReader, impla
 LINGER_S = 30.0
 # How long a reset waits for the answers of earlier requests: a JoinGroup may stay unanswered for minutes.
 RESET_WAIT_S = 2.0
+# What brokers answer to anybody. Anything else they answer after the login, where they ask for one, and else end the
+# connection.
+_BEFORE_A_LOGIN = frozenset({api.API_VERSIONS, api.SASL_HANDSHAKE, api.SASL_AUTHENTICATE})
 # Requests of one connection that are not answered yet, and bytes of answers given here that wait for the broker's
 # before them. Brokers deal with one request of a connection at a time: a client that is not read meanwhile loses
 # nothing.
@@ -61,6 +66,9 @@ class Ends(Protocol):
 
     def asks(self, link: Link) -> None:
         """Its first request begins: it needs its broker."""
+
+    def let_in(self, link: Link) -> None:
+        """Its broker answered what it answers only to clients that it lets in."""
 
     def failed(self, link: Link, whose: str, error: Exception) -> None:
         """It ends because of what was sent on it; `whose` is client or the broker's name."""
@@ -94,12 +102,14 @@ class Link:
         self._acks: AcksReader | None = None  # of a Produce whose head has not come whole
         self._pending: deque[Exchange] = deque()
         self.asked = False  # its first request has begun
+        self.is_let_in = False
+        self.began_at = self.heard_at = 0.0  # monotonic; `heard_at` when something came last, from either side
         self._draining = False
         self._over = False
         self.memory = memory
         self._account = memory.open(self._held, self._evict)
         self.connecting: asyncio.Task[None] | None = None
-        self.patience: asyncio.TimerHandle | None = None  # ends it when no request comes
+        self.patience: asyncio.TimerHandle | None = None  # ends it when it is idle
 
     # What the server does with a link.
 
@@ -191,9 +201,6 @@ class Link:
 
     def _ask(self) -> None:
         self.asked = True
-        if self.patience is not None:
-            self.patience.cancel()
-            self.patience = None
         if self.upstream.never_connected:
             self.client.hold(Hold.CONNECTING)
         self.shim.asks(self)
@@ -221,7 +228,11 @@ class Link:
             self._responses.insert(self._next_own_answer())
         if not pending or pending[0].correlation_id != correlation_id:
             raise Malformed(f"the broker answers request {correlation_id}, which is not the next one")
-        return self._pipeline.response(self._next_answered(), size + 4)
+        exchange = self._next_answered()
+        if not self.is_let_in and exchange.api_key not in _BEFORE_A_LOGIN:
+            self.is_let_in = True
+            self.shim.let_in(self)
+        return self._pipeline.response(exchange, size + 4)
 
     def _send_own_answers(self) -> None:
         """Answers a job gave, as soon as all requests before them are answered."""
@@ -262,9 +273,21 @@ class Link:
         )
         self.failed(self.client, ProtocolError(reason))
 
-    def silent(self) -> None:
-        """Its time for a first request is over, or its place is needed."""
-        self.failed(self.client, ProtocolError("no request came"))
+    @property
+    def is_owed(self) -> bool:
+        """Whether the broker has a whole request that it did not answer: then it is the broker that takes its time."""
+        whole = len(self._pending) - (1 if self._requests.left else 0)
+        return any(exchange.answer is None for exchange in islice(self._pending, whole))
+
+    def give_up(self, after: str) -> None:
+        """Its time is over, or its place is needed."""
+        if not self.asked:
+            reason = "no request came"
+        elif self.is_let_in:
+            reason = "it is idle"
+        else:
+            reason = "it asked for nothing but what comes before a login"
+        self.failed(self.client, ProtocolError(f"{reason} ({after})"))
 
     def side_closed(self, side: _Side) -> None:
         other = self.upstream if side is self.client else self.client
@@ -417,6 +440,7 @@ class _Side(asyncio.BufferedProtocol):
             self._pause()
             self._go_on()
         self._link.count()
+        self._link.heard_at = time.monotonic()
 
     def _take(self, data: Piece) -> Piece | None:
         try:

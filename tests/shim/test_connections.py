@@ -336,6 +336,8 @@ def test_wrong_arguments_end_with_one_sentence_and_the_codes_of_the_command_line
             (("--upstream", there, "--upstream-cert", "any.pem"), 78, "--client-ca FILE, or --trust-clients"),
             (("--upstream", there, "--client-ca", "any.pem"), 78, "a CA of clients without a certificate"),
             (("--upstream", there, "--max-connections", "0"), 78, "0 connections are not enough"),
+            (("--upstream", there, "--max-connections-per-address", "0"), 78, "0 connections of an address are not"),
+            (("--upstream", there, "--idle-timeout", "0"), 78, "may be idle for some"),
             (("--upstream", there, "--max-control-bytes", "10"), 78, "10 bytes is too small"),
             (("--upstream", there, "--log-format", "xml"), 64, "--log-format xml: must be one of human, json"),
             ((), 64, "--upstream"),

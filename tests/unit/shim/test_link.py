@@ -52,6 +52,9 @@ class Nobody:
     def asks(self, link: Link) -> None:
         pass
 
+    def let_in(self, link: Link) -> None:
+        pass
+
     def failed(self, link: Link, whose: str, error: Exception) -> None:
         self.reasons.append(f"{whose}: {error}")
 
