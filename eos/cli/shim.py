@@ -26,7 +26,9 @@ from eos.shim.pipeline import Job
 from eos.shim.protect import Journal, ProtectJob
 from eos.shim.settings import (
     CONTROL_BYTES,
+    IDLE_TIMEOUT_S,
     LARGEST_FRAME_BYTES,
+    LOGIN_TIMEOUT_S,
     MOST_CONNECTIONS,
     Address,
     check_relay,
@@ -72,6 +74,16 @@ def shim(
         int, typer.Option(help="Larger requests other than Produce end the connection, where they are read whole.")
     ] = CONTROL_BYTES,
     max_connections: Annotated[int, typer.Option(help="Clients' connections at once.")] = MOST_CONNECTIONS,
+    max_connections_per_address: Annotated[
+        int | None,
+        typer.Option(help="Of one address (IPv6: of its /64).", show_default="three quarters of --max-connections"),
+    ] = None,
+    login_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Until a broker answers more than what comes before a login.")
+    ] = LOGIN_TIMEOUT_S,
+    idle_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Without a byte and without a request that a broker still owes.")
+    ] = IDLE_TIMEOUT_S,
     trace: Annotated[bool, typer.Option("--trace", help="Show the steps of every transaction on stdout.")] = False,
     trace_format: Annotated[str, typer.Option(help="text or json (lines)")] = "text",
     trace_html: Annotated[
@@ -144,6 +156,9 @@ def shim(
             largest_frame=max_frame_bytes,
             largest_control=max_control_bytes,
             most_connections=max_connections,
+            most_of_an_address=max_connections_per_address,
+            login_timeout_s=login_timeout,
+            idle_timeout_s=idle_timeout,
         )
         settings = replace(settings, most_connections=_with_descriptors(max_connections, plan))
         html = None if trace_html is None else _Page(trace_html, history, upstream)

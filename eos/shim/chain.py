@@ -63,7 +63,13 @@ class Chain:
                 told = replace(self.settings, upstream=upstream, upstream_tls=tls)
                 if not last:
                     told = replace(
-                        told, listen=_INSIDE, advertise=None, tls=None, inside=True, most_connections=sys.maxsize
+                        told,
+                        listen=_INSIDE,
+                        advertise=None,
+                        tls=None,
+                        inside=True,
+                        most_connections=sys.maxsize,
+                        most_of_an_address=sys.maxsize,
                     )
                 for job in jobs:
                     if isinstance(job, FaultJob):

@@ -32,6 +32,7 @@ class Lane:
     def __init__(self, write: Callable[[Sequence[Piece]], None]) -> None:
         self._write = write
         self._waiting: deque[bytes] = deque()
+        self.kept = 0  # bytes that wait
 
     @property
     def is_held(self) -> bool:
@@ -60,11 +61,15 @@ class Lane:
                         head.reached()
                         continue  # it may have been released, or everything dropped
                 return
+            self.kept -= len(head)
             self._write([waiting.popleft()])
 
     def _keep(self, pieces: Iterable[Piece]) -> None:
-        self._waiting.extend(piece if isinstance(piece, bytes) else bytes(piece) for piece in pieces)
+        for piece in pieces:
+            self.kept += len(piece)
+            self._waiting.append(piece if isinstance(piece, bytes) else bytes(piece))
 
     def drop(self) -> None:
         """Nothing that waits will ever leave."""
         self._waiting.clear()
+        self.kept = 0

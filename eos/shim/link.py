@@ -3,8 +3,8 @@
 Owns both transports and the order of what passes between them. Back-pressure is the sockets' own: when one side cannot
 write, the other is not read; nor is a client that does not take its answers, or has too many requests unanswered. An
 end of one direction is passed on as such; what one side can still send is delivered before the other is closed. The
-upstream connection is made with the client's first request. It must never buffer more than asyncio's write buffer and
-one collected frame per direction, nor work on for one connection while others wait.
+upstream connection is made with the client's first request. It must never hold a byte that its account does not count,
+nor work on for one connection while others wait.
 
 What is read lies in one buffer that all connections of a shim share: it is dealt with, changed in place where that is
 needed, and written to the other side before the next read. A megabyte that passes is neither copied nor allocated here.
@@ -16,14 +16,16 @@ import asyncio
 import socket
 import ssl
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 from eos.shim.addresses.book import Endpoint
-from eos.shim.collected import Account, Collected
 from eos.shim.errors import Malformed, ProtocolError
 from eos.shim.lane import Lane
+from eos.shim.memory import Memory
 from eos.shim.pipeline import Connection, Exchange, Pipeline
 from eos.shim.wire import api
 from eos.shim.wire.frames import FrameSplitter, Passage, Piece
@@ -33,6 +35,9 @@ from eos.shim.wire.headers import REQUEST_HEAD, RESPONSE_HEAD, AcksReader, impla
 LINGER_S = 30.0
 # How long a reset waits for the answers of earlier requests: a JoinGroup may stay unanswered for minutes.
 RESET_WAIT_S = 2.0
+# What brokers answer to anybody. Anything else they answer after the login, where they ask for one, and else end the
+# connection.
+_BEFORE_A_LOGIN = frozenset({api.API_VERSIONS, api.SASL_HANDSHAKE, api.SASL_AUTHENTICATE})
 # Requests of one connection that are not answered yet, and bytes of answers given here that wait for the broker's
 # before them. Brokers deal with one request of a connection at a time: a client that is not read meanwhile loses
 # nothing.
@@ -40,10 +45,16 @@ MOST_UNANSWERED = 1_024
 MOST_OWED_BYTES = 1024 * 1024
 # Linger on, for 0 seconds: closing sends a reset.
 _NO_LINGER = struct.pack("ii", 1, 0)
-_WRITE_BUFFER_BYTES = 1024 * 1024
+# With more than this unsent a side is full. Little: the sockets' own buffers hold megabytes, and are not empty when it
+# goes on.
+_WRITE_BUFFER_BYTES = 32 * 1024
 # Not less: at the end of a TLS connection asyncio reads out what it holds once, up to twice its 256 KiB, and drops the
 # rest.
 _READ_BYTES = 512 * 1024
+# While memory is tight: a side that is not read costs what was read for it last. Not with TLS, for the reason above.
+_TIGHT_READ_BYTES = 16 * 1024
+# A request that waits for its answer, as Python keeps it.
+_EXCHANGE_BYTES = 320
 _JOINED_BYTES = 64 * 1024  # up to here a copy costs less than another system call, or than other memory to read into
 
 
@@ -55,6 +66,9 @@ class Ends(Protocol):
 
     def asks(self, link: Link) -> None:
         """Its first request begins: it needs its broker."""
+
+    def let_in(self, link: Link) -> None:
+        """Its broker answered what it answers only to clients that it lets in."""
 
     def failed(self, link: Link, whose: str, error: Exception) -> None:
         """It ends because of what was sent on it; `whose` is client or the broker's name."""
@@ -72,7 +86,7 @@ class Link:
         largest_frame: int,
         shim: Ends,
         buffer: ReadBuffer,
-        collected: Collected,
+        memory: Memory,
     ) -> None:
         self.number, self.endpoint, self._pipeline, self._largest = number, endpoint, pipeline, largest_frame
         self.shim = shim
@@ -83,17 +97,19 @@ class Link:
         self.connection.link = self
         self._up, self._down = Lane(self.upstream.write), Lane(self.client.write)
         self._reset_before: Exchange | None = None
-        self._accounts = Account(collected, self._evict), Account(collected, self._evict)
-        self.connection.collected = self._accounts[0]
-        self._requests = FrameSplitter(REQUEST_HEAD.size, largest_frame, self._open_request, self._accounts[0])
-        self._responses = FrameSplitter(RESPONSE_HEAD.size, largest_frame, self._open_response, self._accounts[1])
+        self._requests = FrameSplitter(REQUEST_HEAD.size, largest_frame, self._open_request)
+        self._responses = FrameSplitter(RESPONSE_HEAD.size, largest_frame, self._open_response)
         self._acks: AcksReader | None = None  # of a Produce whose head has not come whole
         self._pending: deque[Exchange] = deque()
         self.asked = False  # its first request has begun
+        self.is_let_in = False
+        self.began_at = self.heard_at = 0.0  # monotonic; `heard_at` when something came last, from either side
         self._draining = False
         self._over = False
+        self.memory = memory
+        self._account = memory.open(self._held, self._evict)
         self.connecting: asyncio.Task[None] | None = None
-        self.patience: asyncio.TimerHandle | None = None  # ends it when no request comes
+        self.patience: asyncio.TimerHandle | None = None  # ends it when it is idle
 
     # What the server does with a link.
 
@@ -175,15 +191,16 @@ class Link:
         exchange = Exchange(self.connection, head.api_key, head.version, head.correlation_id)
         exchange.awaited = awaited
         passage = self._pipeline.request(exchange, head.size + 4)
+        self._account.renew()
         if awaited:
+            # Jobs may remember what they read of a request, but not records.
+            read = head.size if callable(passage) and head.api_key != api.PRODUCE else 0
+            exchange.remember(_EXCHANGE_BYTES + read)
             self._pending.append(exchange)
         return passage
 
     def _ask(self) -> None:
         self.asked = True
-        if self.patience is not None:
-            self.patience.cancel()
-            self.patience = None
         if self.upstream.never_connected:
             self.client.hold(Hold.CONNECTING)
         self.shim.asks(self)
@@ -211,7 +228,11 @@ class Link:
             self._responses.insert(self._next_own_answer())
         if not pending or pending[0].correlation_id != correlation_id:
             raise Malformed(f"the broker answers request {correlation_id}, which is not the next one")
-        return self._pipeline.response(pending.popleft(), size + 4)
+        exchange = self._next_answered()
+        if not self.is_let_in and exchange.api_key not in _BEFORE_A_LOGIN:
+            self.is_let_in = True
+            self.shim.let_in(self)
+        return self._pipeline.response(exchange, size + 4)
 
     def _send_own_answers(self) -> None:
         """Answers a job gave, as soon as all requests before them are answered."""
@@ -220,25 +241,53 @@ class Link:
             self._down.pass_on([self._next_own_answer()])
 
     def _next_own_answer(self) -> bytes:
-        answer = self._pending.popleft().answer or b""
+        answer = self._next_answered().answer or b""
         self.connection.owed -= len(answer)
         return answer
+
+    def _next_answered(self) -> Exchange:
+        exchange = self._pending.popleft()
+        exchange.forget()
+        return exchange
+
+    # What it holds.
+
+    def count(self) -> None:
+        self._account.count()
+
+    def _held(self) -> int:
+        ways = self._requests, self._responses, self._up, self._down, self.client, self.upstream
+        return sum(way.kept for way in ways) + self.connection.kept + self.connection.owed
 
     # Ends.
 
     def failed(self, side: _Side, error: Exception) -> None:
         """Fails closed: nothing more goes to the client."""
         self.shim.failed(self, "client" if side is self.client else self.endpoint.name, error)
-        for account in self._accounts:
-            account.clear()
+        self._account.close()
         self.abort()
 
     def _evict(self) -> None:
-        self.failed(self.client, ProtocolError("it sends its request too slowly, and memory for those is used up"))
+        reason = (
+            f"the memory that connections may hold is used up, and this one has held {self._held()} bytes for longest"
+        )
+        self.failed(self.client, ProtocolError(reason))
 
-    def silent(self) -> None:
-        """Its time for a first request is over, or its place is needed."""
-        self.failed(self.client, ProtocolError("no request came"))
+    @property
+    def is_owed(self) -> bool:
+        """Whether the broker has a whole request that it did not answer: then it is the broker that takes its time."""
+        whole = len(self._pending) - (1 if self._requests.left else 0)
+        return any(exchange.answer is None for exchange in islice(self._pending, whole))
+
+    def give_up(self, after: str) -> None:
+        """Its time is over, or its place is needed."""
+        if not self.asked:
+            reason = "no request came"
+        elif self.is_let_in:
+            reason = "it is idle"
+        else:
+            reason = "it asked for nothing but what comes before a login"
+        self.failed(self.client, ProtocolError(f"{reason} ({after})"))
 
     def side_closed(self, side: _Side) -> None:
         other = self.upstream if side is self.client else self.client
@@ -288,12 +337,11 @@ class Link:
                 self.connecting.cancel()
             if self.patience is not None:
                 self.patience.cancel()
-            for account in self._accounts:
-                account.clear()
+            self._account.close()
             self._pipeline.closed(self.connection)
             self.shim.ended(self)
             # They lead back here. Without them the memory is free now, not when the collector comes.
-            del self.connection, self._requests, self._responses, self._accounts, self.patience
+            del self.connection, self._requests, self._responses, self._account, self.patience
 
 
 class ReadBuffer:
@@ -327,7 +375,9 @@ class _Side(asyncio.BufferedProtocol):
     def __init__(self, link: Link, received: Callable[[Piece], Piece | None], buffer: ReadBuffer) -> None:
         self._link, self._received, self._buffer = link, received, buffer
         self._transport: asyncio.Transport | None = None
+        self._beneath: asyncio.Transport | None = None  # with TLS the one that writes
         self._unsent: list[bytes] = []
+        self._keeps_buffer = False  # what is unsent may be a view of one that was read into
         self._ended = False  # `write_end` was the last word
         self._holds = 0
         self._rest: Piece | None = None  # of what was read
@@ -341,6 +391,18 @@ class _Side(asyncio.BufferedProtocol):
         return self._transport is None and not self.gone
 
     @property
+    def kept(self) -> int:
+        rest = 0 if self._rest is None else len(self._rest)
+        if self._transport is None:
+            return rest + sum(map(len, self._unsent))
+        unsent = self._transport.get_write_buffer_size()
+        if self._beneath is not None:
+            unsent += self._beneath.get_write_buffer_size()
+        if not unsent:
+            self._keeps_buffer = False
+        return rest + max(unsent, _READ_BYTES * self._keeps_buffer)
+
+    @property
     def takes_more(self) -> bool:
         """Whether what is written now still goes out, as far as this side knows."""
         transport = self._transport
@@ -352,6 +414,8 @@ class _Side(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        # Its own size leaves out what it has handed on, and that may be all of it. Nothing public leads there.
+        self._beneath = getattr(getattr(transport, "_ssl_protocol", None), "_transport", None)
         transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
         if self is self._link.client:
             self._link.connection.client = _peer(transport)
@@ -364,7 +428,8 @@ class _Side(asyncio.BufferedProtocol):
             self.write_end()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer.view
+        view = self._buffer.view
+        return view[:_TIGHT_READ_BYTES] if self._link.memory.is_tight and self._beneath is None else view
 
     def buffer_updated(self, count: int) -> None:
         read = self._buffer.view[:count]
@@ -374,6 +439,8 @@ class _Side(asyncio.BufferedProtocol):
             self._rest = memoryview(bytearray(rest))
             self._pause()
             self._go_on()
+        self._link.count()
+        self._link.heard_at = time.monotonic()
 
     def _take(self, data: Piece) -> Piece | None:
         try:
@@ -401,6 +468,7 @@ class _Side(asyncio.BufferedProtocol):
         self._turn = None
         if self._rest is not None and not self._holds:
             self._rest = self._take(self._rest)
+            self._link.count()
             if self._rest is None and self._lost:
                 self._lose()
             else:
@@ -414,6 +482,7 @@ class _Side(asyncio.BufferedProtocol):
             self.hold(Hold.UNREAD)
 
     def resume_writing(self) -> None:
+        self._link.count()
         self.other.let_go(Hold.FULL)
         self.let_go(Hold.UNREAD)
 
@@ -441,7 +510,7 @@ class _Side(asyncio.BufferedProtocol):
         link = self._link
         # asyncio is done with this side, and nothing the link may still call needs them: no circle is left. A transport
         # of TLS leads to 256 KiB to read into, and the link may live on with its other side.
-        self._transport = None
+        self._transport = self._beneath = None
         del self._link, self._received, self.other
         link.side_closed(self)
 
@@ -468,6 +537,7 @@ class _Side(asyncio.BufferedProtocol):
                 # Since Python 3.12 a transport does not copy what it could not send yet. A side that does not read has
                 # one such buffer at most: what comes behind it is copied above.
                 self._buffer.keep()
+                self._keeps_buffer = True
 
     def write_end(self) -> None:
         """At once, whatever a lane holds: its client may be gone for good, and nobody would say so after this.

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Protocol
 
 from eos.shim.addresses.book import Endpoint
-from eos.shim.collected import Account
 from eos.shim.errors import ProtocolError
 from eos.shim.settings import CONTROL_BYTES
 from eos.shim.wire import api
@@ -41,18 +40,17 @@ class Control(Protocol):
 class Connection:
     """What a job may know of the connection a frame is on; `number` counts from 1 over the shim's life.
 
-    `collected` is told what a stream of its requests keeps; `owed` are the bytes of answers that jobs gave and that
-    wait for the broker's answers before them.
+    `kept` are the bytes that streams of its requests hold and that are remembered of requests until their answers;
+    `owed` those of answers that jobs gave and that wait for the broker's answers before them.
     """
 
-    __slots__ = ("broker", "client", "collected", "link", "node_id", "number", "owed")
+    __slots__ = ("broker", "client", "kept", "link", "node_id", "number", "owed")
 
     link: Control
 
     def __init__(self, number: int, client: str, broker: str, node_id: int | None) -> None:
         self.number, self.client, self.broker, self.node_id = number, client, broker, node_id
-        self.collected: Account | None = None
-        self.owed = 0
+        self.kept = self.owed = 0
 
 
 class Exchange:
@@ -68,6 +66,7 @@ class Exchange:
         "connection",
         "correlation_id",
         "notes",
+        "remembered",
         "sent_version",
         "started",
         "version",
@@ -81,6 +80,15 @@ class Exchange:
         self.awaited = False
         self._answer: bytes | None = None
         self.notes: dict[Job, Any] = {}  # what a job wants to remember until the answer comes
+        self.remembered = 0  # bytes of it and of this
+
+    def remember(self, count: int) -> None:
+        """So many bytes more are held until it is answered."""
+        self.remembered += count
+        self.connection.kept += count
+
+    def forget(self) -> None:
+        self.remember(-self.remembered)
 
     @property
     def answer(self) -> bytes | None:

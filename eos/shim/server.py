@@ -7,17 +7,20 @@ answers. It must never decide what happens to a frame; that is the jobs' part.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 import ssl
+import time
+from collections import Counter
 from collections.abc import Sequence
 
 from eos.shim import events, probe
 from eos.shim.addresses.book import AddressBook, Endpoint
 from eos.shim.addresses.job import AddressJob
-from eos.shim.collected import Collected
 from eos.shim.complaints import Complaints
 from eos.shim.errors import Unreachable
 from eos.shim.link import Link, ReadBuffer
+from eos.shim.memory import BESIDE_A_FRAME_BYTES, Memory
 from eos.shim.pipeline import Job, Pipeline, Traffic
 from eos.shim.settings import ShimSettings
 from eos.shim.versions import VersionsJob
@@ -30,8 +33,6 @@ _TRY_AGAIN_S = 1.0
 # How long nobody is accepted when the process has no descriptor left.
 _NO_DESCRIPTOR_WAIT_S = 0.1
 _HANDSHAKE_TIMEOUT_S = 10.0
-# Beside one frame of the largest size: what all clients together may have sent of frames that are collected.
-_COLLECTED_BYTES = 32 * 1024 * 1024
 
 
 class Shim:
@@ -44,10 +45,12 @@ class Shim:
         self.settings = settings
         self.connections_made = 0
         self._links: set[Link] = set()
-        self._silent: dict[Link, None] = {}  # those without a request, the oldest first
+        self._strangers: dict[Link, None] = {}  # those that no broker has let in, the oldest first
+        self._addresses: dict[Link, str] = {}  # of all, also of those in their TLS handshake
+        self._places: Counter[str] = Counter()  # taken, by address
         self._arriving: set[asyncio.Task[None]] = set()  # TLS handshakes, mostly
         self._complaints = Complaints("connection closed", "more connections closed")
-        self._collected = Collected(settings.largest_frame + _COLLECTED_BYTES)
+        self._memory = Memory(settings.largest_frame + BESIDE_A_FRAME_BYTES, settings.most_connections)
         self._buffer = ReadBuffer()
         self._sockets: dict[Endpoint, socket.socket] = {}
         self._accepting: dict[asyncio.Task[None], socket.socket] = {}
@@ -203,7 +206,7 @@ class Shim:
         told = False
         while True:
             try:
-                connection, _ = await loop.sock_accept(bound)
+                connection, peer = await loop.sock_accept(bound)
             except OSError as error:
                 # No descriptor is left, or that client is gone already. The next one must find somebody who accepts.
                 if not told:
@@ -213,26 +216,39 @@ class Shim:
                 continue
             told = False
             self.connections_made += 1
-            if len(self._links) + len(self._arriving) < self.settings.most_connections or self._make_room():
-                task = loop.create_task(self._arrive(endpoint, connection, self.connections_made))
+            address = whose(peer[0])
+            reason = self._no_place(address)
+            if reason is None:
+                task = loop.create_task(self._arrive(endpoint, connection, self.connections_made, address))
                 self._arriving.add(task)
                 task.add_done_callback(self._arriving.discard)
             else:
-                reason = f"{self.settings.most_connections} connections are open (--max-connections)"
                 self._complain(self.connections_made, _peer(connection), "shim", reason)
                 connection.close()
             await asyncio.sleep(0)  # those that are here already have their turn
 
-    def _make_room(self) -> bool:
-        """Who asks for nothing goes before a newcomer is refused."""
-        if not self._silent:
-            return False
-        next(iter(self._silent)).silent()
-        return True
+    def _no_place(self, address: str) -> str | None:
+        """Why one more is refused, if nobody could be sent away for it."""
+        most, of_one = self.settings.most_connections, self.settings.places_of_an_address
+        if self._places[address] >= of_one and not self._make_room(address):
+            return f"{of_one} connections from {address} are open (--max-connections-per-address)"
+        if len(self._addresses) >= most and not self._make_room():
+            return f"{most} connections are open (--max-connections)"
+        return None
 
-    async def _arrive(self, endpoint: Endpoint, connection: socket.socket, number: int) -> None:
+    def _make_room(self, address: str | None = None) -> bool:
+        """Who was not let in goes before a newcomer is refused, unless it is the broker that takes its time."""
+        for link in self._strangers:
+            if address in (None, self._addresses[link]) and not link.is_owed:
+                link.give_up("its place is needed")
+                return True
+        return False
+
+    async def _arrive(self, endpoint: Endpoint, connection: socket.socket, number: int, address: str) -> None:
         peer, tls = _peer(connection), self.settings.tls
-        link = Link(number, endpoint, self._pipeline, self.settings.largest_frame, self, self._buffer, self._collected)
+        link = Link(number, endpoint, self._pipeline, self.settings.largest_frame, self, self._buffer, self._memory)
+        self._addresses[link] = address
+        self._places[address] += 1
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: link.client, connection, ssl=tls, ssl_handshake_timeout=_HANDSHAKE_TIMEOUT_S if tls else None
@@ -240,6 +256,14 @@ class Shim:
         except OSError as error:  # ssl.SSLError and ConnectionAbortedError are OSErrors
             why = error.reason if isinstance(error, ssl.SSLError) and error.reason else error
             self._complain(number, peer, "client", f"no TLS connection: {why}")
+            self._leave(link)
+
+    def _leave(self, link: Link) -> None:
+        address = self._addresses.pop(link, None)
+        if address is not None:
+            self._places[address] -= 1
+            if not self._places[address]:
+                del self._places[address]
 
     def _complain(self, connection: int, client: str, by: str, reason: object) -> None:
         self._complaints.say(client, reason, connection=connection, by=by)
@@ -248,21 +272,40 @@ class Shim:
 
     def began(self, link: Link) -> None:
         self._links.add(link)
-        self._silent[link] = None
-        wait_s = self.settings.first_request_timeout_s
-        link.patience = asyncio.get_running_loop().call_later(wait_s, link.silent)
+        self._strangers[link] = None
+        link.began_at = link.heard_at = time.monotonic()
+        self._look_after(link)
+
+    def let_in(self, link: Link) -> None:
+        self._strangers.pop(link, None)
+        self._look_after(link)
+
+    def _look_after(self, link: Link) -> None:
+        """Ends a connection that was not let in in time, or is idle; or looks again when it could be."""
+        if link.patience is not None:
+            link.patience.cancel()
+        settings, loop = self.settings, asyncio.get_running_loop()
+        limit_s, since = (
+            (settings.idle_timeout_s, link.heard_at) if link.is_let_in else (settings.login_timeout_s, link.began_at)
+        )
+        left_s = since + limit_s - time.monotonic()
+        if left_s > 0 or link.is_owed:
+            link.patience = loop.call_later(left_s if left_s > 0 else limit_s, self._look_after, link)
+        else:
+            link.give_up(f"{limit_s:g} s")
 
     def asks(self, link: Link) -> None:
-        self._silent.pop(link, None)
         link.connecting = asyncio.get_running_loop().create_task(self._connect(link))
 
     def failed(self, link: Link, whose: str, error: Exception) -> None:
-        self._silent.pop(link, None)
+        self._strangers.pop(link, None)
+        self._leave(link)
         self._complain(link.number, link.connection.client, whose, error)
 
     def ended(self, link: Link) -> None:
-        self._silent.pop(link, None)
+        self._strangers.pop(link, None)
         self._links.discard(link)
+        self._leave(link)
         if not self._links:
             self._all_links_ended.set()
 
@@ -307,6 +350,14 @@ class Shim:
             bound.close()
         self._sockets.clear()
         self._accepting.clear()
+
+
+def whose(host: str) -> str:
+    """The address that a connection counts for: of IPv6 a /64, since whoever has one address there has all of it."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if address.version == 4 or address.ipv4_mapped:
+        return host
+    return str(ipaddress.ip_network((int(address), 64), strict=False))
 
 
 def _peer(connection: socket.socket) -> str:

@@ -20,6 +20,10 @@ LARGEST_FRAME_BYTES = 100 * 1024 * 1024
 CONTROL_BYTES = 2 * 1024 * 1024
 # An idle one takes 20 KB here, with TLS up to 280 KB, and two descriptors.
 MOST_CONNECTIONS = 2_000
+# Until a broker answers what it answers only to whom it lets in. Logins take seconds.
+LOGIN_TIMEOUT_S = 30.0
+# As on brokers (connections.max.idle.ms); Java clients close theirs after nine minutes.
+IDLE_TIMEOUT_S = 600.0
 
 
 def parse_address(text: str, what: str, default_port: int | None = None) -> Address:
@@ -39,7 +43,8 @@ class ShimSettings:
 
     `advertise` is what clients are told instead of `listen` (a name, a mapped port: the n-th local port is advertised
     as its port + n). `tls` is for clients, `upstream_tls` for brokers. `largest_frame` bounds requests and answers,
-    `largest_control` requests other than Produce where they have to be read whole. Sizes in bytes, times in seconds.
+    `largest_control` requests other than Produce where they have to be read whole. `most_of_an_address` is three
+    quarters of `most_connections` unless said: the others keep a quarter. Sizes in bytes, times in seconds.
     """
 
     upstream: tuple[Address, ...]
@@ -50,7 +55,9 @@ class ShimSettings:
     largest_frame: int = LARGEST_FRAME_BYTES
     largest_control: int = CONTROL_BYTES
     most_connections: int = MOST_CONNECTIONS
-    first_request_timeout_s: float = 30.0
+    most_of_an_address: int | None = None
+    login_timeout_s: float = LOGIN_TIMEOUT_S
+    idle_timeout_s: float = IDLE_TIMEOUT_S
     connect_timeout_s: float = 10.0
     drain_timeout_s: float = 10.0
     ask_again_s: float = 5.0  # between two questions to brokers that do not offer what is needed
@@ -69,12 +76,20 @@ class ShimSettings:
             raise Misconfigured(f"a largest request of {self.largest_control} bytes is too small for Kafka")
         if self.most_connections < 1:
             raise Misconfigured(f"{self.most_connections} connections are not enough for any client")
+        if self.most_of_an_address is not None and self.most_of_an_address < 1:
+            raise Misconfigured(f"{self.most_of_an_address} connections of an address are not enough for any client")
+        if min(self.login_timeout_s, self.idle_timeout_s) <= 0:
+            raise Misconfigured("a connection needs some time for its login, and may be idle for some")
         told = self.advertise or self.listen
         if told[0] in ("0.0.0.0", "::"):
             raise Misconfigured(
                 f"clients cannot be told the address {told[0]}: "
                 "say how they reach the shim, with --advertise HOST[:PORT]"
             )
+
+    @property
+    def places_of_an_address(self) -> int:
+        return self.most_of_an_address or max(1, self.most_connections * 3 // 4)
 
 
 def server_tls(certificate: str | None, key: str | None, client_ca: str | None = None) -> ssl.SSLContext | None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import socketserver
+import struct
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import psutil
 import pytest
 from kafka.protocol.metadata import ApiVersionsRequest, MetadataRequest
 
 from eos.broker.node import free_ports
+from eos.shim.wire.cursor import uvarint
 from tests.shim.fake_broker import FakeBroker
 from tests.shim.shims import RunningShim, eventually, launch, running
 from tests.support.wire import Wire
@@ -332,6 +336,8 @@ def test_wrong_arguments_end_with_one_sentence_and_the_codes_of_the_command_line
             (("--upstream", there, "--upstream-cert", "any.pem"), 78, "--client-ca FILE, or --trust-clients"),
             (("--upstream", there, "--client-ca", "any.pem"), 78, "a CA of clients without a certificate"),
             (("--upstream", there, "--max-connections", "0"), 78, "0 connections are not enough"),
+            (("--upstream", there, "--max-connections-per-address", "0"), 78, "0 connections of an address are not"),
+            (("--upstream", there, "--idle-timeout", "0"), 78, "may be idle for some"),
             (("--upstream", there, "--max-control-bytes", "10"), 78, "10 bytes is too small"),
             (("--upstream", there, "--log-format", "xml"), 64, "--log-format xml: must be one of human, json"),
             ((), 64, "--upstream"),
@@ -364,3 +370,21 @@ def test_clients_are_told_what_advertise_says(broker: FakeBroker) -> None:
         (told,) = wire.ask(MetadataRequest(version=4, topics=[])).brokers
         assert (told.host, told.port) == ("shim.example", 7000)
         assert shim.addresses == ["shim.example:7000"]
+
+
+def test_900_unfinished_heads_take_no_more_memory_than_connections_may_hold() -> None:
+    """Of 119 KB each, 107 MB in all, where 33 MiB are allowed; a connection itself takes 20 KB."""
+    begun = struct.pack(">ihhih", 600_000, 0, 9, 1, -1) + b"\1\x63" + uvarint(120_000) + bytes(119_000)
+    options = ("--max-frame-bytes", str(MIB))
+    with FakeBroker() as broker, running(broker.address, *options) as shim, ExitStack() as stack:
+        address, port = shim.bootstrap_servers.rsplit(":", 1)
+        before = memory(shim)
+        for _ in range(900):
+            stranger = stack.enter_context(socket.create_connection((address, int(port)), 20))
+            with contextlib.suppress(ConnectionError):
+                stranger.sendall(begun)
+        (first, *_) = eventually(lambda: shim.named("connection closed"))
+        assert "the memory that connections may hold is used up" in first["reason"]
+        with Wire(shim.bootstrap_servers) as wire:  # answered behind all of them
+            assert wire.ask(MetadataRequest(version=4, topics=[])).brokers
+        assert memory(shim) - before < (33 + 18 + 13) * MIB

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 from confluent_kafka.admin import AdminClient, NewTopic
+from kafka.protocol.metadata import ApiVersionsRequest
 
 from tests.shim.shims import RunningShim, eventually, launch, running
 from tests.support.reading import transaction_of
 from tests.support.secure import ALICE, SecureKafka, make_pki, secure_kafka
+from tests.support.wire import Wire
 
 Names = Callable[[str], str]
 
@@ -86,6 +89,19 @@ def test_a_login_passes_through(secure: SecureKafka, names: Names) -> None:
     with running(secure.servers["SASL"]) as shim:
         addresses_found_late(shim)
         transactions_work(secure, shim.bootstrap_servers, names, PLAIN | {"security.protocol": "sasl_plaintext"})
+
+
+def test_who_never_logs_in_keeps_no_place_from_those_who_do(secure: SecureKafka, names: Names) -> None:
+    """All places are taken by strangers whom the broker answered: they make room, and go when their time is over."""
+    options = ("--max-connections", "24", "--max-connections-per-address", "24", "--login-timeout", "8")
+    with running(secure.servers["SASL"], *options) as shim, ExitStack() as stack:
+        strangers = [stack.enter_context(Wire(shim.bootstrap_servers)) for _ in range(24)]
+        for stranger in strangers:
+            assert stranger.ask(ApiVersionsRequest(version=0)).api_keys
+        transactions_work(secure, shim.bootstrap_servers, names, PLAIN | {"security.protocol": "sasl_plaintext"})
+        eventually(lambda: all(stranger.ended() for stranger in strangers))
+        reasons = {event["reason"].partition(" (")[0] for event in shim.named("connection closed")}
+        assert reasons == {"it asked for nothing but what comes before a login"}
 
 
 def test_a_wrong_password_is_refused_by_the_broker_through_the_shim(secure: SecureKafka) -> None:

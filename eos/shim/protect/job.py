@@ -256,6 +256,7 @@ class ProtectJob(Job):
                 return self.machine.produces(name, virtual, connection, broker, taken, Authority.ANSWERED)
 
             self._wait(exchange, name, act, len(written))
+            exchange.remember(sum(_WRITTEN_BYTES + len(batch.partition[0]) for batch in written))
             return way
         except Refused as refused:
             self._note(exchange, request.name, refused)
@@ -415,7 +416,7 @@ class _PassingProduce:
     """A `Stream` over one Produce of `size` bytes: changed and passed on as soon as its head tells how.
 
     What is refused is swallowed, and answered when its client has sent all of it: before that no client waits for an
-    answer. What is kept until it is decided counts as collected.
+    answer.
     """
 
     def __init__(self, job: ProtectJob, exchange: Exchange, size: int) -> None:
@@ -438,11 +439,10 @@ class _PassingProduce:
 
     def _decide(self, piece: Piece) -> Piece:
         """What goes on now."""
-        account = self._exchange.connection.collected
+        connection = self._exchange.connection
         if self._held:
             self._held += piece
-            if account is not None:
-                account.add(len(piece))
+            connection.kept += len(piece)
             if self._seen < self._look_at:
                 return b""
             piece = memoryview(self._held)
@@ -453,12 +453,11 @@ class _PassingProduce:
                 piece.release()  # what has a view cannot grow
             else:
                 self._held += piece
-                if account is not None:
-                    account.add(len(piece))
+                connection.kept += len(piece)
             return b""
         self._decided = True
-        if account is not None:
-            account.clear()
+        connection.kept -= len(self._held)
+        self._held = bytearray()  # this stream is there until the next request begins
         way = self._job.produce(self._exchange, request)
         if isinstance(way, bytes):
             self._refusal = way
@@ -488,6 +487,7 @@ _DUPLICATE_SEQUENCE_NUMBER = 46  # the records are there: clients take it for an
 # INVALID_PRODUCER_EPOCH, INVALID_PRODUCER_ID_MAPPING, PRODUCER_FENCED.
 _OF_AN_OWNER = (INVALID_PRODUCER_EPOCH, 49, 90)
 _MOST_ACCEPTED = 100  # transactional.ids of a connection; one that is forgotten waits for an answer once more
+_WRITTEN_BYTES = 300  # a batch, its partition and its place in lists
 _MOST_WAITING = 1_000  # batches and requests of a connection; a single request may have more
 
 # What is told while there is no protection and it is required: a live client asks again.

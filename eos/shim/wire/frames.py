@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from eos.shim.collected import Account
 from eos.shim.errors import Malformed
 
 # Bytes on their way; a view is of a buffer that is used again, so whoever keeps it copies it.
@@ -52,7 +51,7 @@ class FrameSplitter:
 
     `head` is the number of bytes it is shown at least. `feed` returns the pieces that go on; `rest` is then what it did
     not get to, to be fed before anything else, or None. Whatever `open_frame` and handlers raise leaves `feed`, and the
-    splitter must not be used again. `account` is told what is kept of a frame that is collected.
+    splitter must not be used again. `kept` is how much it holds between feeds.
     """
 
     def __init__(
@@ -60,9 +59,8 @@ class FrameSplitter:
         head: int,
         largest_frame: int,
         open_frame: Callable[[Piece, int], Passage | None],
-        account: Account | None = None,
     ) -> None:
-        self._head, self._largest, self._open, self._account = head, largest_frame, open_frame, account
+        self._head, self._largest, self._open = head, largest_frame, open_frame
         self.left = 0  # bytes still to come of the frame under way
         self.rest: Piece | None = None
         self._passage: Passage = PASSING
@@ -73,6 +71,10 @@ class FrameSplitter:
     @property
     def between_frames(self) -> bool:
         return self.left == 0 and not self._carried and self.rest is None
+
+    @property
+    def kept(self) -> int:
+        return len(self._carried) + len(self._whole)
 
     def insert(self, frame: bytes) -> None:
         """From `open_frame` or between feeds: a frame of ours that goes out before the one about to open."""
@@ -136,14 +138,10 @@ class FrameSplitter:
             return passage.feed(piece)
         if self.left:
             self._whole += piece
-            if self._account is not None:
-                self._account.add(len(piece))
             return b""
         if self._whole:
             self._whole += piece
             piece, self._whole = bytes(self._whole), bytearray()
-            if self._account is not None:
-                self._account.clear()
         return passage(bytes(piece))
 
 

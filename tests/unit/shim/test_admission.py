@@ -7,6 +7,7 @@ import errno
 import socket
 import ssl
 import struct
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,22 @@ from typing import Any
 import pytest
 
 from eos.shim import Shim, ShimSettings
+from eos.shim.complaints import LINES_PER_HOST
 from eos.shim.errors import Misconfigured
-from eos.shim.link import MOST_UNANSWERED
+from eos.shim.link import MOST_UNANSWERED, Hold
+from eos.shim.memory import Memory
 from eos.shim.pipeline import Exchange, Job
+from eos.shim.server import whose
 from eos.shim.settings import check_relay, server_tls
 from eos.shim.wire import api
+from eos.shim.wire.cursor import uvarint
+from eos.shim.wire.frames import FRAMES_PER_TURN
 from tests.shim.fake_broker import FakeBroker
 from tests.support.secure import make_pki
 from tests.unit.shim.test_link import ANSWERED, FORWARDED, Meddling, answer, frame
 
 MIB = 1024 * 1024
+UNANSWERED = 40
 
 
 def run(
@@ -50,9 +57,10 @@ async def connect(shim: Shim) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
     return await asyncio.open_connection(*shim.addresses[0])
 
 
-async def ended(reader: asyncio.StreamReader) -> bool:
+async def ended(reader: asyncio.StreamReader, answered: int = 0) -> bool:
+    """Whether no more than so many bytes of answers came before the end."""
     try:
-        return await reader.read() == b""
+        return len(await reader.read()) == answered
     except ConnectionError:
         return True
 
@@ -66,22 +74,57 @@ def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [str(vars(record)["fields"].get("reason")) for record in caplog.records if hasattr(record, "fields")]
 
 
+HELLO = struct.pack(">ihhih", 10, api.API_VERSIONS, 0, 1, -1)
+HALF = frame(0, 1, b"")[:13]
+
+
 @pytest.mark.parametrize(
-    "first", [b"", b"\0\0\0\x30\0\0", frame(0, 1, b"")[:13]], ids=["nothing", "part", "part of a Produce"]
+    ("first", "reason"),
+    [
+        (b"", "no request came"),
+        (b"\0\0\0\x30\0\0", "no request came"),
+        (HALF, "no request came"),
+        (HELLO, "it asked for nothing but what comes before a login"),
+        (HELLO + frame(api.SASL_HANDSHAKE, 1), "it asked for nothing but what comes before a login"),
+        (HELLO + frame(FORWARDED, 1, bytes(100))[:50], "it asked for nothing but what comes before a login"),
+    ],
+    ids=["nothing", "part", "part of a Produce", "ApiVersions", "a login's first step", "part of a request"],
 )
-def test_who_does_not_ask_in_time_is_sent_away(first: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_is_not_let_in_in_time_is_sent_away(first: bytes, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     async def work(shim: Shim, broker: FakeBroker) -> None:
         asking, silent = await connect(shim), await connect(shim)
         asking[1].write(frame(FORWARDED, 1))
         silent[1].write(first)
         assert await asking[0].readexactly(9)
-        assert await ended(silent[0])
-        asking[1].write(frame(FORWARDED, 2))  # who asked once may be silent for as long as it likes
+        await ended(silent[0])
+        asking[1].write(frame(FORWARDED, 2))
         assert await asking[0].readexactly(9)
         assert shim.connections == 1
 
-    run(work, first_request_timeout_s=0.3)
-    assert reasons(caplog).count("no request came") == 1
+    run(work, login_timeout_s=0.3)
+    assert reasons(caplog).count(f"{reason} (0.3 s)") == 1
+
+
+def test_who_waits_for_its_broker_is_not_idle(caplog: pytest.LogCaptureFixture) -> None:
+    """A first JoinGroup may wait for minutes, and a broker that stands still lets nobody in."""
+
+    async def work(shim: Shim, broker: FakeBroker) -> None:
+        clients = []
+        for kind in (UNANSWERED, api.SASL_HANDSHAKE, FORWARDED):
+            clients.append(await connect(shim))
+            clients[-1][1].write(frame(kind, 1))
+        assert await ended(clients[-1][0], 9)
+        looks = [link.patience for link in shim._links]
+        await until(lambda: not set(looks) & {link.patience for link in shim._links})  # it was looked once more
+        assert shim.connections == 2
+
+    run(
+        work,
+        FakeBroker(lambda request: b"x" if request[1] == FORWARDED else None),
+        login_timeout_s=0.5,
+        idle_timeout_s=0.2,
+    )
+    assert reasons(caplog).count("it is idle (0.2 s)") == 1
 
 
 def test_no_upstream_connection_is_made_before_a_request_and_none_for_garbage() -> None:
@@ -137,8 +180,88 @@ def test_when_all_places_are_taken_the_oldest_silent_one_goes_and_else_the_newco
         again[1].write(frame(FORWARDED, 1))
         assert await again[0].readexactly(9)
 
-    run(work, most_connections=2)
-    assert reasons(caplog) == ["no request came", "2 connections are open (--max-connections)"]
+    run(work, most_connections=2, most_of_an_address=2)
+    assert reasons(caplog) == [
+        "no request came (its place is needed)",
+        "2 connections from 127.0.0.1 are open (--max-connections-per-address)",
+    ]
+
+
+async def connect_from(shim: Shim, host: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(*shim.addresses[0], local_addr=(host, 0))
+
+
+async def asks(client: tuple[asyncio.StreamReader, asyncio.StreamWriter], api_key: int = FORWARDED) -> None:
+    client[1].write(frame(api_key, 1))
+    assert await client[0].readexactly(9)
+
+
+@pytest.mark.parametrize("first", [api.SASL_HANDSHAKE, FORWARDED], ids=["not let in", "let in"])
+def test_no_address_takes_all_places_and_who_is_not_let_in_none_that_a_newcomer_needs(
+    first: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(shim: Shim, broker: FakeBroker) -> None:
+        honest = await connect_from(shim, "127.0.0.3")
+        await asks(honest)
+        strangers = []
+        for _ in range(3):
+            strangers.append(await connect_from(shim, "127.0.0.2"))
+            await asks(strangers[-1], first)
+        strangers.append(await connect_from(shim, "127.0.0.2"))
+        assert await ended(strangers[0 if first == api.SASL_HANDSHAKE else 3][0])
+        for _ in range(4):  # what an address gives back it may have again
+            other = await connect_from(shim, "127.0.0.3")
+            await asks(other)
+            other[1].close()
+            await until(lambda: shim._places["127.0.0.3"] == 1)
+        await asks(honest)
+        for _, writer in (*strangers, honest):
+            writer.close()
+        await until(lambda: not shim.connections)
+        assert not shim._places
+        assert not shim._addresses
+
+    run(work, most_connections=5, most_of_an_address=3)
+    reason = {
+        api.SASL_HANDSHAKE: "it asked for nothing but what comes before a login (its place is needed)",
+        FORWARDED: "3 connections from 127.0.0.2 are open (--max-connections-per-address)",
+    }[first]
+    assert reasons(caplog) == [reason]
+
+
+def test_all_places_taken_by_many_who_are_not_let_in_are_free_for_a_newcomer(caplog: pytest.LogCaptureFixture) -> None:
+    async def work(shim: Shim, broker: FakeBroker) -> None:
+        strangers = [await connect_from(shim, f"127.0.1.{number}") for number in range(1, 51)]
+        for stranger in strangers:
+            await asks(stranger, api.SASL_HANDSHAKE)
+        assert shim.connections == 50
+        newcomer = await connect(shim)
+        await asks(newcomer)
+        assert await ended(strangers[0][0])
+
+    run(work, most_connections=50)
+    assert reasons(caplog) == ["it asked for nothing but what comes before a login (its place is needed)"]
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("10.0.0.7", "10.0.0.7"),
+        ("::ffff:10.0.0.7", "::ffff:10.0.0.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+    ],
+)
+def test_of_ipv6_a_network_counts_as_one_address(host: str, address: str) -> None:
+    assert whose(host) == address
+
+
+@pytest.mark.parametrize(("said", "most", "places"), [(None, 2_000, 1_500), (None, 1, 1), (7, 2_000, 7)])
+def test_an_address_has_three_quarters_of_the_places_unless_it_is_said(
+    said: int | None, most: int, places: int
+) -> None:
+    settings = ShimSettings((("a", 1),), ("127.0.0.1", 0), most_connections=most, most_of_an_address=said)
+    assert settings.places_of_an_address == places
 
 
 def test_accepting_goes_on_after_an_error_of_the_system(
@@ -209,33 +332,38 @@ def test_what_a_client_sent_before_it_left_reaches_the_broker(secure: bool, tmp_
 def test_an_honest_client_has_its_turn_beside_one_that_sends_thousands(leaves: str) -> None:
     """A turn of the loop is a share of frames, not all that was read; nor is the end of a connection."""
 
-    class Slow(Meddling):
+    count, turn, handled = 25_000, 0, Counter[int]()  # how many of its requests in each turn of the loop
+
+    class Counting(Meddling):
         def request(self, exchange: Exchange, frame: bytes) -> bytes:
-            deadline = asyncio.get_running_loop().time() + 0.0001
-            while asyncio.get_running_loop().time() < deadline:
-                pass
+            handled[turn] += 1
             return super().request(exchange, frame)
 
-    async def work(shim: Shim, broker: FakeBroker) -> float:
-        loop = asyncio.get_running_loop()
+    async def turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def work(shim: Shim, broker: FakeBroker) -> None:
+        counting = asyncio.create_task(turns())
         honest, greedy = await connect(shim), await connect(shim)
-        honest[1].write(frame(FORWARDED, 1))
-        assert await honest[0].readexactly(9)
-        greedy[1].write(frame(ANSWERED, 1, b"body") * 25_000)  # 2.5 s of work, in one read
+        await asks(honest)
+        greedy[1].write(frame(ANSWERED, 1, b"body") * count)
         assert await greedy[0].readexactly(12)
         if leaves == "reset":
             greedy[1].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             greedy[1].transport.abort()
-        slowest = 0.0
-        for number in range(10):
-            began = loop.time()
-            honest[1].write(frame(FORWARDED, number))
-            assert await honest[0].readexactly(9)
-            slowest = max(slowest, loop.time() - began)
+            await until(lambda: shim.connections == 1)
+        else:
+            await until(lambda: handled.total() == count)
+        await asks(honest)
         greedy[1].transport.abort()
-        return slowest
+        counting.cancel()
 
-    assert run(work, jobs=(Slow(),)) < 1.0
+    run(work, jobs=(Counting(),))
+    assert handled.total() > FRAMES_PER_TURN
+    assert max(handled.values()) <= FRAMES_PER_TURN
 
 
 class Large(Meddling):
@@ -253,14 +381,17 @@ def test_a_client_that_does_not_take_the_answers_given_here_is_not_read_on() -> 
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
             client.setblocking(False)
             await loop.sock_connect(client, shim.addresses[0])
-            piece, sent, stuck_since = frame(ANSWERED, 1, b"body") * 20_000, 0, loop.time()
-            while sent < 60 * MIB and loop.time() - stuck_since < 1.0:
+            await until(lambda: len(shim._links) == 1)
+            (link,) = shim._links
+            piece, sent, is_full = frame(ANSWERED, 1, b"body") * 20_000, 0, False
+            while not (is_full and link.client._holds & Hold.UNREAD):
                 try:
                     sent += client.send(piece[sent % len(piece) :])
-                    stuck_since = loop.time()
+                    is_full = False
+                    assert sent < 60 * MIB
                 except BlockingIOError:
-                    await asyncio.sleep(0.01)
-            (link,) = shim._links
+                    is_full = True
+                await asyncio.sleep(0)
             assert link.client._transport is not None
             assert link.client._transport.get_write_buffer_size() < 3 * MIB
             # And it goes on once answers are taken.
@@ -278,9 +409,7 @@ def test_requests_that_a_broker_does_not_answer_are_not_remembered_without_end()
     async def work(shim: Shim, broker: FakeBroker) -> int:
         _, writer = await connect(shim)
         writer.write(frame(FORWARDED, 1, b"b") * 20_000)
-        await until(lambda: any(len(link._pending) >= MOST_UNANSWERED for link in shim._links))
-        for _ in range(50):
-            await asyncio.sleep(0.005)
+        await until(lambda: any(link.client._holds & Hold.UNANSWERED for link in shim._links))
         (link,) = shim._links
         most = len(link._pending)
         writer.transport.abort()
@@ -293,9 +422,7 @@ def test_answers_given_here_behind_one_that_the_broker_owes_are_bounded_too() ->
     async def work(shim: Shim, broker: FakeBroker) -> int:
         _, writer = await connect(shim)
         writer.write(frame(FORWARDED, 1, b"b") + frame(ANSWERED, 1, b"b") * 5_000)
-        await until(lambda: any(link.connection.owed > MIB for link in shim._links))
-        for _ in range(50):
-            await asyncio.sleep(0.005)
+        await until(lambda: any(link.client._holds & Hold.UNANSWERED for link in shim._links))
         (link,) = shim._links
         owed = sum(len(exchange.answer or b"") for exchange in link._pending)
         assert owed == link.connection.owed
@@ -305,36 +432,72 @@ def test_answers_given_here_behind_one_that_the_broker_owes_are_bounded_too() ->
     assert run(work, FakeBroker(lambda request: None), jobs=(Large(),)) < 3 * MIB
 
 
-def test_a_frame_that_is_never_finished_ends_its_connection_when_memory_for_those_is_used_up(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Collects(Job):
-        def wants_request(self, api_key: int, version: int) -> bool:
-            return True
+class Collects(Job):
+    def wants_request(self, api_key: int, version: int) -> bool:
+        return api_key == FORWARDED
 
-    def begun(size: int) -> bytes:
-        return struct.pack(">ihhih", 600_000, FORWARDED, 1, 1, -1) + bytes(size)
+
+class Answers(Meddling):
+    """20 KB for each request, at once."""
+
+    def request(self, exchange: Exchange, frame: bytes) -> bytes:
+        if exchange.api_key == ANSWERED:
+            exchange.answer = answer(exchange.correlation_id, bytes(20_000))
+            return b""
+        return frame
+
+
+def unfinished_head() -> bytes:
+    """Of a Produce with a tag of 120 KB before its acks."""
+    tags = b"\1\x63" + uvarint(120_000)
+    return struct.pack(">ihhih", 600_000, api.PRODUCE, 9, 1, -1) + tags + bytes(119_000)
+
+
+HOLDING = {
+    "an unfinished head": unfinished_head(),
+    "a part of a frame that is collected": struct.pack(">ihhih", 600_000, FORWARDED, 1, 1, -1) + bytes(119_000),
+    "unanswered requests": frame(UNANSWERED, 1) * 1_000,
+    "answers behind one that the broker owes": frame(UNANSWERED, 1) + frame(ANSWERED, 1) * 40,
+}
+
+
+@pytest.mark.parametrize("held", HOLDING)
+def test_whatever_connections_hold_is_bounded_in_all_and_who_does_for_longest_goes(
+    held: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """But not one that waits for its answer, nor one with a large request."""
 
     async def work(shim: Shim, broker: FakeBroker) -> None:
-        shim._collected.limit = 1_100_000
-        first, second = await connect(shim), await connect(shim)
-        for _, writer in (first, second):
-            writer.write(begun(500_000))
-            before = shim._collected.total
-            await until(lambda before=before: shim._collected.total >= before + 500_000)
-        third = await connect(shim)
-        third[1].write(begun(500_000))
-        assert await ended(first[0])
-        await until(lambda: shim.connections == 2)
-        assert 500_000 <= shim._collected.total <= 1_100_000
-        for _, writer in (second, third):
-            writer.write(bytes(600_004 - len(begun(500_000))))
-        for reader, _ in (second, third):
-            assert await reader.readexactly(9)
-        assert shim._collected.total == 0
+        memory = shim._memory = Memory(4 * MIB, 100)
+        waiting = await connect(shim)
+        waiting[1].write(frame(UNANSWERED, 1))
+        await until(lambda: memory.total > 0)
+        strangers, newest = [], 1
+        for newest in range(2, 72):
+            strangers.append(await connect(shim))
+            strangers[-1][1].write(HOLDING[held])
+            await until(
+                lambda newest=newest: any(
+                    link.number == newest and link._account.held > memory.share for link in shim._links
+                )
+            )
+            assert memory.total <= memory.limit
+            assert memory.total >= sum(link._held() for link in shim._links if link.client.takes_more)
+        assert await ended(strangers[0][0])
+        large = await connect(shim)
+        large[1].write(frame(FORWARDED, 2, bytes(MIB)))
+        assert await large[0].readexactly(9)
+        assert not waiting[0].at_eof()
+        for _, writer in (*strangers, waiting, large):
+            writer.transport.abort()
+        await until(lambda: not shim.connections)
+        assert memory.total == 0
 
-    run(work, jobs=(Collects(),), largest_control=2 * MIB)
-    assert [reason for reason in reasons(caplog) if "memory for those is used up" in reason]
+    broker = FakeBroker(lambda request: None if request[1] == UNANSWERED else b"x")
+    run(work, broker, (Collects(), Answers()), largest_control=2 * MIB)
+    lines = [reason for reason in reasons(caplog) if "is used up" in reason]
+    assert len(lines) == LINES_PER_HOST
+    assert set(lines) == set(reasons(caplog)) - {"None"}
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ import struct
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from eos.shim import events
-from eos.shim.collected import Account, Collected
 from eos.shim.complaints import INTERVAL_S, LINES_PER_HOST, LINES_PER_INTERVAL, Complaints
 from eos.shim.errors import Malformed, ProtocolError
+from eos.shim.memory import Memory
 from eos.shim.pipeline import Connection, Exchange, Job, Pipeline
 from eos.shim.protect import translate
 from eos.shim.protect.machine import Identity
@@ -116,19 +116,12 @@ def test_a_produce_that_comes_byte_by_byte_is_looked_at_seldom(monkeypatch: pyte
 
 def test_what_a_stream_of_produce_keeps_counts_until_it_is_decided() -> None:
     frame = produce_request(9, "t", SHAPES["two partitions"])
-    passed, kept = Passed(), Collected(1 << 20)
-    opened = passed._open
-
-    def with_account(data: Piece, pos: int) -> Passage:
-        passage = opened(data, pos)
-        passed.exchanges[-1].connection.collected = Account(kept, lambda: None)
-        return passage
-
-    passed.splitter._open = with_account
+    passed = Passed()
     passed.feed(frame[:-5])
-    assert kept.total == len(frame) - 5
+    connection = passed.exchanges[-1].connection
+    assert connection.kept == len(frame) - 5
     passed.feed(frame[-5:])
-    assert kept.total == 0
+    assert connection.kept == passed.exchanges[-1].remembered
     assert passed.out == collected(frame, 9)
 
 
@@ -166,35 +159,67 @@ def test_large_frames_that_are_collected_have_a_turn_each() -> None:
     assert not splitter.between_frames
 
 
-def test_what_is_collected_in_the_reader_counts_until_it_is_whole() -> None:
-    kept = Collected(1 << 20)
-    splitter = FrameSplitter(12, 1 << 20, lambda data, pos: lambda frame: frame, Account(kept, lambda: None))
+def test_what_a_splitter_holds_counts_until_it_goes_on() -> None:
+    """Of a frame that is collected, and of one whose head has not come whole."""
     frame = framed(b"x" * 100)
-    for at in range(0, 80, 20):
-        splitter.feed(frame[at : at + 20])
-        assert kept.total == at + 20
-    assert splitter.feed(frame[80:]) == [frame]
-    assert kept.total == 0
+    collecting = FrameSplitter(12, 1 << 20, lambda data, pos: lambda frame: frame)
+    opening = FrameSplitter(12, 1 << 20, lambda data, pos: PASSING if len(data) - pos > 90 else None)
+    for splitter in (collecting, opening):
+        for at in range(0, 80, 20):
+            splitter.feed(frame[at : at + 20])
+            assert splitter.kept == at + 20
+        assert splitter.feed(frame[80:]) == [frame]
+        assert splitter.kept == 0
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), max_size=80))
-def test_the_sum_of_what_is_kept_stays_below_its_limit_and_the_oldest_go_first(steps: list[tuple[int, int]]) -> None:
-    kept, evicted = Collected(100), list[int]()
-    accounts = [Account(kept, lambda n=n: evicted.append(n)) for n in range(10)]  # type: ignore[misc]
-    model: dict[int, int] = {}
-    for number, count in steps:
-        if not count:
-            accounts[number].clear()
-            model.pop(number, None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40), st.booleans()), max_size=80))
+@example([(number, 20, False) for number in range(5)] + [(0, 20, True), (5, 20, False)])
+def test_what_is_held_in_all_stays_below_its_limit_and_who_holds_more_than_a_share_for_longest_goes(
+    steps: list[tuple[int, int, bool]],
+) -> None:
+    memory, held, evicted = Memory(100, 10), [0] * 10, list[int]()
+    accounts = [memory.open(lambda n=n: held[n], lambda n=n: evicted.append(n)) for n in range(10)]  # type: ignore[misc]
+    is_open, large = [True] * 10, list[int]()  # the longest first
+    for number, units, renews in steps:
+        if not is_open[number]:
             continue
-        accounts[number].add(count)
-        model[number] = model.get(number, 0) + count
-        while sum(model.values()) > 100:
-            oldest = next(iter(model))
-            del model[oldest]
-            assert evicted.pop(0) == oldest
-        assert not evicted
-        assert kept.total == sum(model.values())
+        if renews:
+            accounts[number].renew()
+        held[number] = units
+        if number in large and (renews or units <= 10):
+            large.remove(number)
+        if number not in large and units > 10:
+            large.append(number)
+        accounts[number].count()
+        if sum(held) > 100:
+            assert evicted
+        for gone in evicted:
+            assert gone == large.pop(0)
+            is_open[gone], held[gone] = False, 0
+        evicted.clear()
+        assert memory.total == sum(held) <= 100
+    for account in accounts:
+        account.close()
+    assert memory.total == 0
+
+
+def test_nobody_is_sent_away_for_what_has_gone_out_meanwhile() -> None:
+    """A socket that takes what waited for it says so to nobody."""
+    memory, evicted, held = Memory(300, 2), list[int](), [200] * 2
+    accounts = [memory.open(lambda n=n: held[n], lambda n=n: evicted.append(n)) for n in range(2)]  # type: ignore[misc]
+    accounts[0].count()
+    held[0] = 0
+    accounts[1].count()
+    assert (memory.total, evicted) == (held[1], [])
+
+
+def test_who_holds_no_more_than_a_share_is_never_sent_away() -> None:
+    memory, evicted, held = Memory(1000, 10), list[int](), [100] * 9 + [0]
+    accounts = [memory.open(lambda n=n: held[n], lambda n=n: evicted.append(n)) for n in range(10)]  # type: ignore[misc]
+    for held[9] in (100, 101):
+        for account in accounts:
+            account.count()
+    assert evicted == [9]
 
 
 class Reads(Job):

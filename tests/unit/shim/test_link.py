@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 
 from eos.shim import Shim, ShimSettings
 from eos.shim.addresses.book import Endpoint
-from eos.shim.collected import Collected
 from eos.shim.errors import ProtocolError
 from eos.shim.link import Hold, Link, ReadBuffer
+from eos.shim.memory import Memory
 from eos.shim.pipeline import Exchange, Job, Pipeline
 from eos.shim.settings import server_tls
 from eos.shim.wire.frames import Piece
 from tests.shim.fake_broker import FakeBroker
 from tests.support.secure import make_pki
 
-FORWARDED, ANSWERED, CHANGED, REFUSED = 36, 37, 38, 39
+FORWARDED, ANSWERED, CHANGED, REFUSED = 35, 37, 38, 39
 
 
 def frame(api_key: int, correlation_id: int, body: bytes = b"") -> bytes:
@@ -52,6 +52,9 @@ class Nobody:
     def asks(self, link: Link) -> None:
         pass
 
+    def let_in(self, link: Link) -> None:
+        pass
+
     def failed(self, link: Link, whose: str, error: Exception) -> None:
         self.reasons.append(f"{whose}: {error}")
 
@@ -61,7 +64,7 @@ class Nobody:
 
 def a_link(pipeline: Pipeline, number: int = 1, buffer: ReadBuffer | None = None, largest: int = 1 << 30) -> Link:
     endpoint = Endpoint(("127.0.0.1", 1))
-    return Link(number, endpoint, pipeline, largest, Nobody(), buffer or ReadBuffer(), Collected(1 << 30))
+    return Link(number, endpoint, pipeline, largest, Nobody(), buffer or ReadBuffer(), Memory(1 << 30, 1))
 
 
 class Meddling(Job):
@@ -141,6 +144,15 @@ class Keeping(asyncio.Transport):
     def close(self) -> None:
         self.closed = True
 
+    def abort(self) -> None:
+        self.closed = True
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
     def write(self, data: Any) -> None:
         self.kept.append(data)
 
@@ -173,6 +185,35 @@ def test_what_a_side_could_not_send_yet_is_not_overwritten_by_the_next_read(read
     # A side that does not read must not hold a whole buffer for each small piece it did not take.
     for transport in transports:
         assert sum(isinstance(piece, memoryview) for piece in transport.kept) <= 1
+
+
+def test_a_link_counts_what_its_sides_did_not_take_and_what_there_was_no_time_for() -> None:
+    link = a_link(Pipeline([], 1 << 30))
+    upstream = Keeping()
+
+    def comes(data: bytes) -> int:
+        link.client.get_buffer(-1)[: len(data)] = data
+        link.client.buffer_updated(len(data))
+        return link.memory.total
+
+    link._ask()
+    early = frame(FORWARDED, 1, bytes(1_000))
+    assert comes(early) >= len(early)
+    link.upstream.connection_made(upstream)
+    link.client.let_go(Hold.CONNECTING)
+    assert len(early) <= comes(frame(FORWARDED, 2)) < 3_000
+    upstream.kept.clear()
+    # A view keeps all of the buffer that was read into.
+    assert comes(frame(FORWARDED, 3, bytes(100_000))) >= len(link.client._buffer.view)
+    upstream.kept.clear()
+    link.upstream.resume_writing()
+    assert link.memory.total < 3_000
+    link.client.hold(Hold.FULL)
+    many = frame(FORWARDED, 4) * 10_000
+    upstream.kept.clear()
+    assert comes(many) > len(many) * 0.9
+    assert link.client._rest is not None
+    link.abort()
 
 
 def test_what_comes_before_the_upstream_connection_is_there_goes_out_first_on_it() -> None:

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eos.shim.addresses.book import Endpoint
-from eos.shim.collected import Collected
 from eos.shim.faults import Event, FaultJob, Plan, Rule
 from eos.shim.lane import Held
 from eos.shim.link import Link, ReadBuffer
+from eos.shim.memory import Memory
 from eos.shim.pipeline import Exchange, Job, Pipeline
 from eos.shim.wire import api
 from tests.shim.fake_broker import FakeBroker
@@ -116,7 +116,7 @@ class Wired:
             1 << 20,
             Nobody(),
             ReadBuffer(),
-            Collected(1 << 30),
+            Memory(1 << 30, 1),
         )
         self.client, self.broker = Noted(), Noted()
         self.link.client._transport, self.link.upstream._transport = self.client, self.broker
