@@ -25,7 +25,7 @@ def main(bootstrap: str, source: str, target: str, count: int, group: str, kind:
         # the timestamp too, and costs a call more.
         @app.process_batch(source, to=target)
         def upper_all(records: list[Record]) -> list[Out]:
-            return [Out(record.value.upper(), record.key) for record in records if record.value is not None]
+            return [Out(r.value.upper(), r.key, timestamp=0) for r in records if r.value is not None]
 
     elif kind == "typed":
         # JSON decoded into a struct and encoded again: what none of the other loops does.

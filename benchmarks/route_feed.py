@@ -38,7 +38,7 @@ def apps() -> dict[str, App]:
 
     @made["batch"].process_batch("in", to="out")
     def batch(records: list[Record]) -> list[Out]:
-        return [Out(record.value, record.key) for record in records]
+        return [Out(record.value, record.key, timestamp=0) for record in records]
 
     return made
 

@@ -137,8 +137,8 @@ class Out(msgspec.Struct, frozen=True, gc=False):
     a mapping; of the input's those that `eos.headers.pass` names come before them. `partition` None: by the key.
     `timestamp`: milliseconds since the epoch, KEEP the input's, 0 the time of producing.
 
-    In a batch function an Out has no single input: the key must be said, and KEEP is the time of producing.
-    `record.out(value)` says the record's key and timestamp there too.
+    In a batch function an Out has no single input, so nothing can be kept: it says its key and its timestamp.
+    `record.out(value)` says the record's.
     """
 
     value: object
@@ -788,11 +788,9 @@ def _compile_batch(
         if isinstance(result, (Out, str, bytes, bytearray, Mapping)) or not isinstance(result, Iterable):
             raise TypeError(
                 f"{name} returned a {type(result).__name__}: a batch function returns an iterable of Out, made by "
-                "record.out(value) or Out(value, key=...)"
+                "record.out(value) or Out(value, key=..., timestamp=...)"
             )
         outs = result if type(result) is list else list(result)
-        if outs and type(outs[0]) is Out and outs[0].timestamp is KEEP:
-            hints.timestamp(records[0])
         return outs if finish is None else cast("list[Any]", finish(outs))
 
     def converted(outs: list[Any]) -> list[Send]:
@@ -803,7 +801,7 @@ def _compile_batch(
             elif out is not None:
                 raise TypeError(
                     f"{name} gave a bare {type(out).__name__}: in a batch function no input says what its key is; "
-                    "use record.out(value) or Out(value, key=...)"
+                    "use record.out(value) or Out(value, key=..., timestamp=...)"
                 )
         return sends
 
@@ -815,8 +813,8 @@ def _compile_batch(
         try:
             outs = run(records)
             # Looked through before the first is sent: all of the batch's outputs go out, or none.
-            if destinations and hotloop.all_plain(outs, Out, KEEP):
-                sent, failed = hotloop.put_plain(outs, topic, KEEP, produce, refused)
+            if destinations and hotloop.all_plain(outs, Out):
+                sent, failed = hotloop.put_plain(outs, topic, produce, refused)
                 if failed is not None:
                     return Fed(sent, 0, failed)
             else:
@@ -835,7 +833,10 @@ def _not_a_batch_route(name: str, records: list[Record]) -> list[Send]:
 
 
 def _out_converter(name: str, destinations: tuple[str, ...]) -> Callable[[Out, Record | None], Send]:
-    """Out -> Send by the rules in full; the record is what KEEP refers to, None in a batch function."""
+    """Out -> Send by the rules in full; the record is what KEEP refers to, None in a batch function.
+
+    ConfigurationError for what is wrong with the function and not with the record: no policy skips that.
+    """
     allowed = frozenset(destinations)
     default = destinations[0] if destinations else None
 
@@ -849,15 +850,16 @@ def _out_converter(name: str, destinations: tuple[str, ...]) -> Callable[[Out, R
                 f"{name} sent to the topic {topic!r}, which its to= does not name (it names {named})"
             )
         value, key, timestamp = out.value, out.key, out.timestamp
+        if record is None and (key is KEEP or timestamp is KEEP):
+            raise ConfigurationError(
+                f"{name} gave an Out without a {'key' if key is KEEP else 'timestamp'}: in a batch function no input "
+                "says what to keep; use record.out(value), or Out(value, key=..., timestamp=...) with the timestamp 0 "
+                "for the time of producing"
+            )
         if key is KEEP:
-            if record is None:
-                raise TypeError(
-                    f"{name} gave an Out without a key: in a batch function no input says what to keep; use "
-                    "record.out(value) or Out(value, key=...)"
-                )
-            key = record.key
+            key = cast("Record", record).key
         if timestamp is KEEP:
-            timestamp_ms = 0 if record is None else max(record.timestamp, 0)
+            timestamp_ms = max(cast("Record", record).timestamp, 0)
         else:
             timestamp_ms = _integer(timestamp, END_OF_TIME, "timestamp (milliseconds since the epoch)", name)
         return (

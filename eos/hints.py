@@ -26,10 +26,6 @@ _PAIR = (
     "each item of a returned tuple is a record of its own: for one record with a key return Out(value, key=key); for "
     "several without this line return a list"
 )
-_TIMESTAMP = (
-    "no input says what the timestamp of an Out(...) of a batch function is: record.out(value) keeps the record's; "
-    "timestamp=0 asks for the time of producing without this line"
-)
 
 
 class Hints:
@@ -43,21 +39,17 @@ class Hints:
 
     def tombstone(self, record: Record) -> None:
         """None came of a record without a value."""
-        self._say(log.warning, "a tombstone led to no output", _TOMBSTONE, record)
+        self._say("a tombstone led to no output", _TOMBSTONE, record)
 
     def pair(self, record: Record) -> None:
         """A tuple was returned that looks like a key and a value."""
-        self._say(log.warning, "a tuple is not a key and a value", _PAIR, record)
+        self._say("a tuple is not a key and a value", _PAIR, record)
 
-    def timestamp(self, record: Record) -> None:
-        """An Out of a batch function kept a timestamp that nothing says."""
-        self._say(log.info, "outputs get the time of producing", _TIMESTAMP, record)
-
-    def _say(self, tell: Callable[..., None], event: str, why: str, record: Record) -> None:
+    def _say(self, event: str, why: str, record: Record) -> None:
         if event in self._done:
             return
         self._done.add(event)
         if (event, *self._defined) not in _said:
             _said.add((event, *self._defined))
             where = {"topic": record.topic, "partition": record.partition, "offset": record.offset}
-            tell(event, function=self._name, **where, why=why)
+            log.warning(event, function=self._name, **where, why=why)

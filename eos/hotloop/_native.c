@@ -459,7 +459,7 @@ static PyObject *runs_of(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ss
     return runs;
 }
 
-/* ---- all_plain(outs, out_type, keep), put_plain(outs, topic, keep, produce, refused) ------------------------------- */
+/* ---- all_plain(outs, out_type), put_plain(outs, topic, produce, refused) ------------------------------------------ */
 
 typedef struct {
     Field value, key, topic, partition, headers, timestamp;
@@ -494,31 +494,28 @@ static int check(const Field *field, PyObject *out, int (*fits)(PyObject *)) {
     return answer;
 }
 
-static int is_plain(const Plain *plain, PyObject *out, PyObject *keep) {
+static int is_plain(const Plain *plain, PyObject *out) {
     const struct { const Field *field; int (*fits)(PyObject *); } rules[] = {
         {&plain->value, is_bytes}, {&plain->key, is_key}, {&plain->topic, is_none},
         {&plain->partition, is_none}, {&plain->headers, is_empty},
+        {&plain->timestamp, is_time},
     };
     for (size_t i = 0; i < COUNT_OF(rules); i++) {
         int answer = check(rules[i].field, out, rules[i].fits);
         if (answer <= 0) return answer;
     }
-    PyObject *timestamp = get(&plain->timestamp, out);
-    if (timestamp == NULL) return -1;
-    int answer = timestamp == keep || is_time(timestamp);
-    Py_DECREF(timestamp);
-    return answer;
+    return 1;
 }
 
 static PyObject *all_plain(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
-    if (count != 3 || !PyList_Check(args[0]) || !PyType_Check(args[1]))
-        return PyErr_Format(PyExc_TypeError, "all_plain takes a list, a type and an object");
+    if (count != 2 || !PyList_Check(args[0]) || !PyType_Check(args[1]))
+        return PyErr_Format(PyExc_TypeError, "all_plain takes a list and a type");
     PyObject *outs = args[0];
     PyTypeObject *type = (PyTypeObject *)args[1];
     const Plain plain = plain_of(type);
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outs); i++) {
         PyObject *out = Py_NewRef(PyList_GET_ITEM(outs, i));
-        int answer = Py_IS_TYPE(out, type) ? is_plain(&plain, out, args[2]) : 0;
+        int answer = Py_IS_TYPE(out, type) ? is_plain(&plain, out) : 0;
         Py_DECREF(out);
         if (answer < 0) return NULL;
         if (!answer) Py_RETURN_FALSE;
@@ -527,11 +524,11 @@ static PyObject *all_plain(PyObject *Py_UNUSED(self), PyObject *const *args, Py_
 }
 
 static int put_out(const Plain *plain, PyObject *out, PyObject *const *args) {
-    PyObject *topic = args[1], *keep = args[2], *produce = args[3], *refused = args[4];
+    PyObject *topic = args[1], *produce = args[2], *refused = args[3];
     PyObject *value = get(&plain->value, out), *key = NULL, *timestamp = NULL;
     int done = -1;
     if (value != NULL && (key = get(&plain->key, out)) != NULL && (timestamp = get(&plain->timestamp, out)) != NULL)
-        done = put(produce, refused, topic, value, key, timestamp == keep ? NULL : timestamp, NULL);
+        done = put(produce, refused, topic, value, key, timestamp == zero ? NULL : timestamp, NULL);
     Py_XDECREF(value);
     Py_XDECREF(key);
     Py_XDECREF(timestamp);
@@ -539,7 +536,7 @@ static int put_out(const Plain *plain, PyObject *out, PyObject *const *args) {
 }
 
 static PyObject *put_plain(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
-    if (count != 5 || !PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "put_plain takes a list and 4 more");
+    if (count != 4 || !PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "put_plain takes a list and 3 more");
     PyObject *outs = args[0];
     if (!PyList_GET_SIZE(outs)) return Py_BuildValue("nO", (Py_ssize_t)0, Py_None);
     const Plain plain = plain_of(Py_TYPE(PyList_GET_ITEM(outs, 0)));

@@ -81,8 +81,8 @@ def feed_values(
     return sent, len(records), None
 
 
-def all_plain(outs: list[Any], out_type: Any, keep: object) -> bool:
-    """Whether each is what record.out(bytes) or Out(bytes, key) makes: nothing to encode, to look up or to refuse."""
+def all_plain(outs: list[Any], out_type: Any) -> bool:
+    """Whether each is what record.out(bytes) or Out(bytes, key, timestamp=0) makes: all can be sent as it is."""
     for out in outs:
         if (
             type(out) is not out_type
@@ -94,7 +94,7 @@ def all_plain(outs: list[Any], out_type: Any, keep: object) -> bool:
         ):
             return False
         timestamp = out.timestamp
-        if timestamp is not keep and not (type(timestamp) is int and 0 <= timestamp < END_OF_TIME):
+        if not (type(timestamp) is int and 0 <= timestamp < END_OF_TIME):
             return False
     return True
 
@@ -102,7 +102,6 @@ def all_plain(outs: list[Any], out_type: Any, keep: object) -> bool:
 def put_plain(
     outs: list[Any],
     topic: str,
-    keep: object,
     produce: Callable[..., object],
     refused: Callable[[Exception, Any], object],
 ) -> tuple[int, Exception | None]:
@@ -112,7 +111,7 @@ def put_plain(
         try:
             for out in coming:
                 timestamp = out.timestamp
-                if timestamp is keep:
+                if timestamp == 0:
                     produce(topic, out.value, out.key)  # eight arguments take 60 ns more than three
                 else:
                     produce(topic, out.value, out.key, -1, None, None, timestamp)
@@ -120,6 +119,6 @@ def put_plain(
         except Exception as error:  # noqa: BLE001 - it decides
             sent = len(outs) - operator.length_hint(coming) - 1
             try:
-                refused(error, (topic, out.value, out.key, -1, 0 if timestamp is keep else timestamp, None))
+                refused(error, (topic, out.value, out.key, -1, timestamp, None))
             except Exception as final:  # noqa: BLE001 - the caller's to tell
                 return sent, final

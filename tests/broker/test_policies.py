@@ -370,7 +370,7 @@ def outs(record):
     if record.offset % 10 == 5:
         raise ValueError("this record is one of many")
     where = sources.index(record.topic), record.partition, record.offset
-    return [eos.Out(stamp(*where, i), record.key, topic=topic) for i, topic in enumerate(destinations)]
+    return [eos.Out(stamp(*where, i), record.key, topic=topic, timestamp=0) for i, topic in enumerate(destinations)]
 """
 BATCH = (
     STAMPING
@@ -459,7 +459,7 @@ def outs_refused(record):
 if {batch}:
     @app.process_batch(sources, to=destinations, on_error=eos.dlq)
     def copy_all(records: list[eos.Record]):
-        return [eos.Out(out.value, r.key, out.topic, (), out.partition) for r in records for out in outs_refused(r)]
+        return [eos.Out(out.value, r.key, out.topic, (), out.partition, 0) for r in records for out in outs_refused(r)]
 else:
     app.process(sources, to=destinations, on_error=eos.dlq)(outs_refused)
 """

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import eos
-from eos.app import KEEP, Out, Record
+from eos.app import Out, Record
 from eos.hotloop import python
 
 try:
@@ -439,17 +439,23 @@ def test_records_that_are_plain_objects_are_read_by_name(loop: Any) -> None:
 
 # ---- all_plain, put_plain -----------------------------------------------------------------------------------------
 
-PLAIN = [Out(b"v", b"k"), Out(b"v", None, timestamp=0), Out(b"", b"", timestamp=2**63 - 1), Out(b"v", b"k", None, ())]
+PLAIN = [
+    Out(b"v", b"k", timestamp=0),
+    Out(b"v", None, timestamp=0),
+    Out(b"", b"", timestamp=2**63 - 1),
+    Out(b"v", b"k", None, (), timestamp=0),
+]
 NOT_PLAIN = [
-    Out("v", b"k"),
-    Out(None, b"k"),
-    Out(bytearray(b"v"), b"k"),
-    Out(b"v"),
-    Out(b"v", "k"),
-    Out(b"v", b"k", "topic"),
-    Out(b"v", b"k", None, [("h", b"x")]),
-    Out(b"v", b"k", None, []),
-    Out(b"v", b"k", partition=0),
+    Out("v", b"k", timestamp=0),
+    Out(None, b"k", timestamp=0),
+    Out(bytearray(b"v"), b"k", timestamp=0),
+    Out(b"v", timestamp=0),
+    Out(b"v", "k", timestamp=0),
+    Out(b"v", b"k", "topic", timestamp=0),
+    Out(b"v", b"k", None, [("h", b"x")], timestamp=0),
+    Out(b"v", b"k", None, [], timestamp=0),
+    Out(b"v", b"k", partition=0, timestamp=0),
+    Out(b"v", b"k"),
     Out(b"v", b"k", timestamp=-1),
     Out(b"v", b"k", timestamp=2**63),
     Out(b"v", b"k", timestamp=2**200),
@@ -463,11 +469,11 @@ NOT_PLAIN = [
 
 @both
 def test_what_is_plain(loop: Any) -> None:
-    assert loop.all_plain(PLAIN, Out, KEEP) is True
-    assert loop.all_plain([], Out, KEEP) is True
+    assert loop.all_plain(PLAIN, Out) is True
+    assert loop.all_plain([], Out) is True
     for odd in NOT_PLAIN:
-        assert loop.all_plain([odd], Out, KEEP) is False, odd
-        assert loop.all_plain([*PLAIN, odd], Out, KEEP) is False, odd
+        assert loop.all_plain([odd], Out) is False, odd
+        assert loop.all_plain([*PLAIN, odd], Out) is False, odd
 
 
 def put(loop: Any, outs: list[Out], fails: set[int], for_good: set[int]) -> tuple[object, ...]:
@@ -483,7 +489,7 @@ def put(loop: Any, outs: list[Out], fails: set[int], for_good: set[int]) -> tupl
         if len(calls) - 1 in for_good:
             raise RuntimeError("refused")
 
-    sent, error = loop.put_plain(outs, "out", KEEP, produce, refused)
+    sent, error = loop.put_plain(outs, "out", produce, refused)
     return sent, type(error), calls
 
 
@@ -497,7 +503,7 @@ def test_both_put_the_same(outs: list[Out], fails: set[int], for_good: set[int])
 
 @both
 def test_where_putting_stops(loop: Any) -> None:
-    outs = [Out(b"a", b"k"), Out(b"b", None, timestamp=5), Out(b"c", b"k")]
+    outs = [Out(b"a", b"k", timestamp=0), Out(b"b", None, timestamp=5), Out(b"c", b"k", timestamp=0)]
     assert put(loop, outs, set(), set())[:2] == (3, type(None))
     sent, error, calls = put(loop, outs, {2}, {2})
     assert (sent, error) == (1, RuntimeError)
@@ -514,13 +520,13 @@ def test_an_interrupt_passes_through_putting(loop: Any) -> None:
         raise Interrupt
 
     with pytest.raises(Interrupt):
-        loop.put_plain([Out(b"a", b"k")], "out", KEEP, interrupt, print)
+        loop.put_plain([Out(b"a", b"k", timestamp=0)], "out", interrupt, print)
 
 
 @compiled
 def test_a_list_that_shrinks_while_it_is_put_ends_early() -> None:
-    outs = [Out(b"a", b"k"), Out(b"b", b"k"), Out(b"c", b"k")]
-    sent, error = native.put_plain(outs, "out", KEEP, lambda *_: outs.clear(), print)
+    outs = [Out(b"a", b"k", timestamp=0), Out(b"b", b"k", timestamp=0), Out(b"c", b"k", timestamp=0)]
+    sent, error = native.put_plain(outs, "out", lambda *_: outs.clear(), print)
     assert (sent, error) == (1, None)
 
 
@@ -545,13 +551,13 @@ def never(*_: object) -> None:
 def test_the_client_takes_what_it_has_room_for_and_the_rest_is_refused(loop: Any) -> None:
     producer, refused = client(3), []
     outs = [
-        Out(b"a", b"k"),
+        Out(b"a", b"k", timestamp=0),
         Out(b"b", None, timestamp=5),
-        Out(b"c", b"k"),
-        Out(b"d", b"l"),
+        Out(b"c", b"k", timestamp=0),
+        Out(b"d", b"l", timestamp=0),
         Out(b"e", b"l", timestamp=6),
     ]
-    sent, error = loop.put_plain(outs, "out", KEEP, producer.produce, lambda *call: refused.append(call))
+    sent, error = loop.put_plain(outs, "out", producer.produce, lambda *call: refused.append(call))
     assert (sent, error) == (5, None)
     assert [(type(error), send) for error, send in refused] == [
         (BufferError, ("out", b"d", b"l", -1, 0, None)),
@@ -563,9 +569,9 @@ def test_the_client_takes_what_it_has_room_for_and_the_rest_is_refused(loop: Any
 def test_the_client_has_in_its_queue_what_was_put(loop: Any) -> None:
     given: list[object] = []
     producer = client(1_000, lambda _, message: given.append((message.topic(), message.key(), message.value())))
-    outs = [Out(b"%d" % n, b"k%d" % n if n % 2 else None, timestamp=n if n % 3 else KEEP) for n in range(9)]
+    outs = [Out(b"%d" % n, b"k%d" % n if n % 2 else None, timestamp=n if n % 3 else 0) for n in range(9)]
     for topic in ("one", "two"):
-        assert loop.put_plain(outs, topic, KEEP, producer.produce, never) == (9, None)
+        assert loop.put_plain(outs, topic, producer.produce, never) == (9, None)
     producer.purge()
     producer.flush(5)
     wanted = [(topic, out.key, out.value) for topic in ("one", "two") for out in outs]
@@ -575,9 +581,9 @@ def test_the_client_has_in_its_queue_what_was_put(loop: Any) -> None:
 @both
 def test_other_builtin_functions_get_their_arguments_too(loop: Any) -> None:
     """They are told apart by how they take them."""
-    assert loop.put_plain([Out("upper", None)], "text", KEEP, getattr, never) == (1, None)
+    assert loop.put_plain([Out("upper", None, timestamp=0)], "text", getattr, never) == (1, None)
     refused: list[Exception] = []
-    assert loop.put_plain([Out(b"v", b"k")], "out", KEEP, [].append, lambda error, _: refused.append(error)) == (
+    assert loop.put_plain([Out(b"v", b"k", timestamp=0)], "out", [].append, lambda error, _: refused.append(error)) == (
         1,
         None,
     )
@@ -594,7 +600,7 @@ def test_no_reference_is_lost_and_none_kept() -> None:
     for_good = Case(["bytes", "refuse for good"], "out", decodes=False)
     other_raises = Case(["other raises"], None, decodes=False)
     value, key, topic = b"value" * 9, b"key" * 9, "out-topic"
-    outs = [Out(value, key), Out(value, key, timestamp=10**12)]
+    outs = [Out(value, key, timestamp=0), Out(value, key, timestamp=10**12)]
     usual = message(10**6, topic=topic, key=key, value=value, headers=[("h", value)])
     messages = [usual, message(1, error=ERROR), usual, usual]
     broken = [messages[0], Other(messages[0], "headers")]
@@ -613,30 +619,30 @@ def test_no_reference_is_lost_and_none_kept() -> None:
         native.runs_of(runs)
         with pytest.raises(AttributeError):
             native.runs_of([*runs, case])
-        native.all_plain([*outs, *NOT_PLAIN], Out, KEEP)
+        native.all_plain([*outs, *NOT_PLAIN], Out)
         put(native, outs, {1}, set())
         put(native, outs, {1}, {1})
 
     kinds = [Out, Record, Collected, Checked]
     leaves_all_as_it_was(
-        turn, [value, key, topic, KEEP, *kinds, *outs, *messages, *runs, *case.records, *for_good.records, case.produce]
+        turn, [value, key, topic, *kinds, *outs, *messages, *runs, *case.records, *for_good.records, case.produce]
     )
 
 
 @compiled
 def test_the_client_s_produce_loses_no_reference_and_keeps_none() -> None:
     value, key, topic = b"value" * 9, b"key" * 9, "out-topic"
-    outs = [Out(value, key), Out(value, key, timestamp=10**12)]
+    outs = [Out(value, key, timestamp=0), Out(value, key, timestamp=10**12)]
     full, producer = client(1), client(1_000)
     full.produce("queue", b"is full")
 
     def turn() -> None:
-        native.put_plain(outs, topic, KEEP, full.produce, lambda *_: None)
-        native.put_plain(outs, topic, KEEP, producer.produce, never)
+        native.put_plain(outs, topic, full.produce, lambda *_: None)
+        native.put_plain(outs, topic, producer.produce, never)
         producer.purge()
         producer.poll(0)
 
-    leaves_all_as_it_was(turn, [value, key, topic, KEEP, Out, *outs, full, producer])
+    leaves_all_as_it_was(turn, [value, key, topic, Out, *outs, full, producer])
 
 
 def leaves_all_as_it_was(turn: Callable[[], None], watched: list[object]) -> None:

@@ -9,7 +9,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from eos import KEEP, App, Out, Record, hints
+from eos import KEEP, App, Out, Record
+from eos.errors import ConfigurationError
 from eos.plain import PlainTransaction
 from eos.session import Transaction
 from eos.states import State
@@ -114,23 +115,15 @@ def test_record_out_says_key_and_timestamp_in_a_batch_function_too() -> None:
     assert batch_of(lambda records: [records[0].out("v")])([INPUT]) == [("out", b"v", b"input", -1, 1_000, None)]
 
 
-def test_an_out_of_a_batch_function_keeps_no_key_and_the_refusal_names_what_does() -> None:
-    with pytest.raises(TypeError, match=r"use record\.out\(value\) or Out\(value, key=\.\.\.\)"):
-        batch_of(lambda records: [Out("v")])([INPUT])
+@pytest.mark.parametrize(
+    ("out", "lacks"), [(Out("v"), "key"), (Out("v", timestamp=0), "key"), (Out(b"v", b"k"), "timestamp")]
+)
+def test_an_out_of_a_batch_function_keeps_nothing_and_the_refusal_names_what_does(out: Out, lacks: str) -> None:
+    run = batch_of(lambda records: [records[0].out("v"), out])
+    with pytest.raises(ConfigurationError, match=rf"an Out without a {lacks}: .* use record\.out\(value\), or Out\("):
+        run([INPUT])
 
 
-def test_an_out_of_a_batch_function_has_the_time_of_producing_which_is_told_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hints, "_said", set())
-    caplog.set_level("INFO", "eos")
-    run = batch_of(lambda records: [Out("v", b"k")])
-    for _ in range(2):
-        assert run([INPUT]) == [("out", b"v", b"k", -1, 0, None)]
-    (line,) = caplog.messages
-    assert line.startswith("outputs get the time of producing function=")
-    assert "record.out(value) keeps the record's" in line
-    caplog.clear()
-    batch_of(lambda records: [Out("v", b"k", timestamp=0)])([INPUT])
-    batch_of(lambda records: [records[0].out("v")])([INPUT])
-    assert caplog.messages == []
+def test_an_out_of_a_batch_function_says_key_and_timestamp() -> None:
+    run = batch_of(lambda records: [Out("v", b"k", timestamp=0), Out("v", None, timestamp=7)])
+    assert run([INPUT]) == [("out", b"v", b"k", -1, 0, None), ("out", b"v", None, -1, 7, None)]
