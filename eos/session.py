@@ -52,7 +52,7 @@ from eos.ownership import Described
 from eos.positions import Positions
 from eos.positions import TopicPartition as Partition
 from eos.producer import ALWAYS, OLD_TRANSACTIONS, TransactionalProducer
-from eos.settings import Settings, alternate_of, settings_of
+from eos.settings import OF_FUNCTIONS, Settings, alternate_of, settings_of
 from eos.states import OPEN
 from eos.watchdog import Job, Watchdog
 
@@ -249,6 +249,12 @@ class TransactSession:
         named = [t.strip() for t in self.settings["eos.input.topics"].split(",") if t.strip()]
         self.topics = list(topics) if topics is not None else named
         self.destinations = list(destinations)
+        for name in OF_FUNCTIONS:
+            if name in self.settings.values:
+                raise ConfigurationError(
+                    f"{name} is about an App's functions, and does nothing in a loop of your own",
+                    remedy="unset it; `txn.send(..., headers=...)` passes headers on there, a span goes around the body",
+                )
         for name in ("group.id", "transactional.id"):
             if not self.settings.get(name):
                 raise ConfigurationError(f"{name} must be set for a session")

@@ -122,6 +122,9 @@ OPTIONS: dict[str, Option] = {
     ),
 }
 
+OF_FUNCTIONS = ("eos.headers.pass", "eos.otel.spans")
+"""What an App's functions do: a loop of one's own would ask for it and get nothing."""
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -261,6 +264,10 @@ class Settings:
     def with_values(self, **more: Any) -> Settings:
         """A copy with more settings; dots are written as they are: with_values(**{"group.id": "g"})."""
         return Settings({**self.values, **more})
+
+    def without(self, *names: str) -> Settings:
+        """A copy in which these have their defaults."""
+        return Settings({name: value for name, value in self.values.items() if name not in names})
 
     @property
     def instance(self) -> str:

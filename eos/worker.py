@@ -23,7 +23,7 @@ from eos.handling import Halt, Handler
 from eos.hooks import Hooks
 from eos.lineage import Ledger
 from eos.session import Transaction, TransactSession
-from eos.settings import Settings
+from eos.settings import OF_FUNCTIONS, Settings
 from eos.slowness import Slowness
 from eos.spans import Spans
 
@@ -59,7 +59,7 @@ class Worker:
         self._new_topics = NewTopics(self.settings, app) if app.patterns else None
         self._found_topics = False
         self.session = TransactSession(
-            self.settings,
+            self.settings.without(*OF_FUNCTIONS),
             app.topics,
             until_end=until_end,
             destinations=sorted(app.destinations),

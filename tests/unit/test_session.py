@@ -10,8 +10,11 @@ from confluent_kafka import KafkaError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eos.errors import Action, CallFailed, Temporary
+from eos import App, Settings
+from eos.errors import Action, CallFailed, ConfigurationError, Temporary
 from eos.session import MOST_REBUILDS, TransactSession, chunk_of, room_ahead, room_of
+from eos.settings import OF_FUNCTIONS
+from eos.worker import Worker
 
 
 @given(interval_ms=st.integers(1, 10_000), gathered_ms=st.integers(0, 20_000))
@@ -47,6 +50,16 @@ def test_a_poll_of_a_backlog_takes_what_a_cache_holds() -> None:
     # In whole batches, where a function gets batches: one at least.
     assert [chunk_of(size, 250) for size in (100, 1_000, 100_000)] == [1_000, 250, 250]
     assert chunk_of(1_000, 5_000) == 5_000
+
+
+@pytest.mark.parametrize("name", OF_FUNCTIONS)
+def test_what_only_functions_have_is_refused_where_there_are_none(name: str) -> None:
+    settings = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t", name: "false"}
+    with pytest.raises(ConfigurationError, match=f"{name} is about an App's functions"):
+        TransactSession(settings, ["in"])
+    app = App("app")
+    app.process("in")(print)
+    Worker(app, Settings({"bootstrap.servers": "127.0.0.1:9", name: "false"}))
 
 
 def rebuild(session: TransactSession, times: int) -> None:
