@@ -5,7 +5,9 @@ that topic has handled the record already, and would get it twice. Letters are r
 topic, up to its end as of the start. One that fails again is a dead letter again, in the same transaction, with the
 number of its replays; it lies behind that end, so a run cannot meet it twice.
 
-The place is the committed offset of the group `{app}-dlq-replay`, of which nobody is a member. Two replays of one App
+The place is the committed offset of the group `{app}-dlq-replay`, of which nobody is a member. The brokers forget it
+some days after its last commit, so each run commits it for all partitions, and where letters are old enough that it may
+have been forgotten nobody replays them unasked. Two replays of one App
 at once are kept apart by their transactional.id, which has the same name: the newer fences the older. But an older one
 whose producer is replaced takes the id back, and no group guards these offsets: behind each init of its own the place
 is read again, and whoever does not find its own there ends with 79. No transaction is open while the user's code runs.
@@ -15,14 +17,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaException, TopicPartition
 
 from eos import log
-from eos.admin import tail
+from eos.admin import facts, tail
 from eos.app import App, Header, Record, Route, Send
 from eos.dead_letters import PREFIX, parts_of
 from eos.errors import (
@@ -148,7 +150,10 @@ class Place:
 
     def __init__(self, settings: Settings, group: str) -> None:
         self._group = group
+        self._settings = settings
         self._left: dict[str, dict[int, int]] = {}  # topic -> partition -> the offset where we left it, -1: none
+        self.stands: dict[str, dict[int, int]] = {}
+        """By topic, where each partition's replay stands."""
         self._consumer = Consumer(
             {
                 **settings.admin(),
@@ -175,6 +180,14 @@ class Place:
     def moved(self, topic: str, offsets: Mapping[int, int]) -> None:
         """They are committed now."""
         self._left[topic].update(offsets)
+        self.stands[topic].update(offsets)
+
+    def forgotten(self, topic: str, partitions: Iterable[int]) -> tuple[set[int], float]:
+        """Those of these partitions, which have letters and no place, that may have had one: the brokers forget it so
+        many days after its last commit, and the first letters are older."""
+        kept_ms = facts.offsets_kept_ms(facts.connect(self._settings, _CONNECT_S))
+        before_ms = round(time.time() * 1000) - kept_ms
+        return tail.older(self._settings, topic, partitions, before_ms, _CONNECT_S), kept_ms / 86_400_000
 
     def confirm(self, topic: str) -> None:
         """Raises Fenced where somebody else has moved it since."""
@@ -211,11 +224,24 @@ def _told(offset: int) -> str:
     return "no offset" if offset < 0 else str(offset)
 
 
-def letters(settings: Settings, topic: str, place: Place | None) -> Iterator[Letter]:
-    """The dead letters in this topic up to its end of now, from `place` on if there is one."""
+def letters(
+    settings: Settings, topic: str, place: Place | None, on_forgotten: Callable[[str], None] = lambda sentence: None
+) -> Iterator[Letter]:
+    """The dead letters in this topic up to its end of now, from `place` on if there is one. `on_forgotten` is told
+    where it may have been forgotten."""
     held = tail.spans(settings, topic, _CONNECT_S)
     at = {} if place is None else place.of(topic, held)
     starts = {partition: max(span.low, at.get(partition, 0)) for partition, span in held.items()}
+    if place is not None:
+        place.stands[topic] = starts
+        without = [partition for partition, span in held.items() if partition not in at and span.low < span.stable]
+        forgotten, days = place.forgotten(topic, without) if without else (set(), 0.0)
+        if forgotten:
+            where = ", ".join(f"[{partition}]" for partition in sorted(forgotten))
+            on_forgotten(
+                f"no replay's place is known of {topic} {where}, and letters there are older than the {days:g} days "
+                "that the brokers keep one (offsets.retention.minutes): they may have been replayed before"
+            )
     with tail.TopicReader(settings, topic, starts, uncommitted=False) as reader:
         for seen in tail.read_until(reader, tail.ends_of(held, uncommitted=False)):
             yield letter_of(seen.record)
@@ -260,12 +286,24 @@ class Replay:
             self._place.close()
             self._transactions.__exit__()
 
-    def topic(self, source: str, function: str | None = None, limit: int | None = None) -> Told:
-        """Replays the dead letters of one source topic, `limit` of them at most."""
+    def topic(
+        self, source: str, function: str | None = None, limit: int | None = None, from_earliest: bool = False
+    ) -> Told:
+        """Replays the dead letters of one source topic, `limit` of them at most.
+
+        UsageError where letters may have been replayed before and the place is forgotten, unless `from_earliest`.
+        """
+
+        def refuse(sentence: str) -> None:
+            if not from_earliest:
+                raise UsageError(sentence, remedy="`--from earliest` replays all that is there, once you know")
+
         route, told, topic = route_of(self._app, source, function), Told(), dead_letter_topic(source)
-        waiting = itertools.islice(letters(self._settings, topic, self._place), limit)
+        waiting = itertools.islice(letters(self._settings, topic, self._place, refuse), limit)
         while handled := self._handle(route, waiting, told):
             self._commit(route, topic, handled, told)
+        # What did not move is committed again, for the brokers count the days by partition.
+        self._send(topic, [])
         return told
 
     def _handle(self, route: Route, waiting: Iterator[Letter], told: Told) -> list[Handled]:
@@ -316,7 +354,7 @@ class Replay:
 
     def _send(self, topic: str, handled: list[Handled]) -> None:
         """One transaction: outputs, letters that failed again, and how far the replay came."""
-        after: dict[int, int] = {}
+        after = self._place.stands[topic].copy()
         with self._transactions.begin() as txn:
             if txn.renewed:
                 self._place.confirm(topic)

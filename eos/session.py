@@ -253,7 +253,7 @@ class TransactSession:
             if name in self.settings.values:
                 raise ConfigurationError(
                     f"{name} is about an App's functions, and does nothing in a loop of your own",
-                    remedy="unset it; `txn.send(..., headers=...)` passes headers on there, a span goes around the body",
+                    remedy="unset it; `txn.send(..., headers=...)` passes headers on, a span goes around the body",
                 )
         for name in ("group.id", "transactional.id"):
             if not self.settings.get(name):

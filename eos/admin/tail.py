@@ -12,7 +12,7 @@ import functools
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
@@ -74,6 +74,15 @@ def spans(settings: Settings, topic: str, timeout_s: float) -> dict[int, Span]:
     stable = _offsets(client, places, OffsetSpec.latest(), IsolationLevel.READ_COMMITTED)  # type: ignore[no-untyped-call]
     end = _offsets(client, places, OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED)  # type: ignore[no-untyped-call]
     return {partition: Span(low[partition], stable[partition], end[partition]) for partition in low}
+
+
+def older(settings: Settings, topic: str, partitions: Iterable[int], before_ms: int, timeout_s: float) -> set[int]:
+    """Those of these partitions whose first record was written before this moment, by the records' timestamps."""
+    client = facts.connect(settings, timeout_s)
+    places = [TopicPartition(topic, partition) for partition in partitions]
+    low = _offsets(client, places, OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)  # type: ignore[no-untyped-call]
+    since = _offsets(client, places, OffsetSpec.for_timestamp(before_ms), IsolationLevel.READ_UNCOMMITTED)
+    return {partition for partition in low if since[partition] != low[partition]}  # -1: there is none so young
 
 
 def _offsets(client: Any, places: list[TopicPartition], spec: Any, level: IsolationLevel) -> dict[int, int]:

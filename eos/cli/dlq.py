@@ -68,7 +68,7 @@ def list_(
         place = Place(settings, replay.group_of(whose))
         try:
             for name in _sources(loaded, topic or []):
-                found = replay.letters(settings, dead_letter_topic(name), place)
+                found = replay.letters(settings, dead_letter_topic(name), place, _tell)
                 rows += _kinds(name, (letter for letter in found if letter.is_of(whose)))
         finally:
             place.close()
@@ -100,12 +100,17 @@ def replay_(
     function: Annotated[str | None, typer.Option(help="Another function of the App than the one that failed.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many of each topic.")] = None,
     letters_of: LettersOf = None,
+    from_: Annotated[
+        str | None, typer.Option("--from", metavar="earliest", help="Old letters whose replay was forgotten, too.")
+    ] = None,
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> None:
     """Run the function on its dead letters; outputs and the replay's place are one commit. What fails again is a dead
     letter again, for another replay."""
     log.configure("human", "warning")
+    if from_ not in (None, "earliest"):
+        raise UsageError(f"--from {from_}: only `earliest` can be said here")
     settings = load_settings(bootstrap_servers, set_)
     for name in ("group.id", "transactional.id"):
         if name in settings.values:
@@ -116,7 +121,7 @@ def replay_(
         replay.route_of(loaded, name, function)
     with Replay(loaded, settings, letters_of) as running:
         for name in sources:
-            told = running.topic(name, function, limit)
+            told = running.topic(name, function, limit, from_ == "earliest")
             failed = sum(told.failed.values())
             print(
                 f"{dead_letter_topic(name)}: {told.handled + failed} replayed, {told.handled} handled "
@@ -128,6 +133,10 @@ def replay_(
             for whose, count in told.strangers.items():
                 sentence = f"{count} of App {log.printable(whose)} left to its own replay (--letters-of takes them)"
                 print(f"{dead_letter_topic(name)}: {sentence}", file=sys.stderr)
+
+
+def _tell(sentence: str) -> None:
+    print(f"eos: {sentence}", file=sys.stderr)
 
 
 def _app(target: str, settings: Settings) -> App:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka import Message
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
 import eos as package
 from eos import replay
@@ -22,6 +23,7 @@ from eos.broker import LocalKafka
 from eos.dead_letters import dead_letter
 from eos.errors import Fenced
 from eos.settings import Settings
+from eos.testing.history import committed_offsets
 from tests.support.reading import create_topic, settled_records, visible_records
 
 Names = Callable[[str], str]
@@ -174,6 +176,30 @@ def test_a_replay_that_is_killed_in_a_transaction_goes_on_without_one_lost_or_do
     assert told == f"{left} replayed, {left} handled ({left} outputs), 0 failed again"
     assert shop.outputs() == sorted(value.upper() for value in values)
     assert shop.listed() == []
+
+
+def test_letters_whose_place_was_forgotten_are_not_replayed_again_unasked(shop: Shop) -> None:
+    """The brokers forget it `offsets.retention.minutes` after its last commit; here the group is deleted."""
+    admin = AdminClient({"bootstrap.servers": shop.servers})
+    for topic in (shop.dlq, shop.out):
+        kept = ConfigResource(ResourceType.TOPIC, topic)
+        kept.add_incremental_config(ConfigEntry("retention.ms", "-1", incremental_operation=AlterConfigOpType.SET))
+        admin.incremental_alter_configs([kept])[kept].result()
+    shop.sent_ms -= 8 * 86_400_000
+    shop.letters(2)
+    assert shop.eos("dlq", "replay", "shop:app").returncode == 64, "nobody knows whether this is the first time"
+    assert shop.replay("--from", "earliest", MENDED="1").startswith("2 replayed, 2 handled")
+    group = f"{shop.id}-dlq-replay"
+    assert {place[1] for place in committed_offsets(shop.servers, group, [shop.dlq])} == {0, 1}, (
+        "with and without letters"
+    )
+    admin.delete_consumer_groups([group])[group].result()
+    again = shop.eos("dlq", "replay", "shop:app", MENDED="1")
+    assert again.returncode == 64
+    assert "letters there are older than the 7 days" in again.stderr
+    assert "`--from earliest` replays all that is there" in again.stderr
+    assert "they may have been replayed before" in shop.eos("dlq", "list", "shop:app").stderr
+    assert shop.outputs() == ["BAD 0", "BAD 1"]
 
 
 def test_another_function_may_take_them(shop: Shop) -> None:
