@@ -27,6 +27,7 @@ REQUIRED_APIS = {
     "InitProducerId": "0.11",
 }
 SAFE_COPIES, SAFE_IN_SYNC = 3, 2
+SAFE_PLACE_MINUTES = 1_440  # a worker may stand still for a night
 
 
 class Level(Enum):
@@ -238,6 +239,27 @@ def _timeouts(need: Need, facts: Facts) -> Iterator[Finding]:
     yield Finding("timeouts", Level.OK, f"transaction.timeout.ms={need.transaction_timeout_ms} of at most {most}")
 
 
+def _place(need: Need, facts: Facts) -> Iterator[Finding]:
+    """A group without members loses its offsets: a job by `--until-end` that runs less often begins anew each time."""
+    if need.group is None:
+        return
+    minutes = _number(facts.broker_config or {}, "offsets.retention.minutes")
+    if minutes is None:
+        yield Finding("place", Level.UNKNOWN, "for how long the brokers keep a group's offsets may not be read by us")
+        return
+    kept = f"{minutes / 1440:g} days" if minutes >= 1440 else f"{minutes} minutes"
+    sentence = f"the brokers keep the offsets of group {need.group} for {kept} while nobody is a member"
+    if minutes >= SAFE_PLACE_MINUTES:
+        yield Finding("place", Level.OK, sentence)
+        return
+    yield Finding(
+        "place",
+        Level.WARNING,
+        f"{sentence}; who comes back later begins by auto.offset.reset, again or too late",
+        "raise offsets.retention.minutes on the brokers (Kafka's default is 10080, 7 days)",
+    )
+
+
 def _durable(need: Need, facts: Facts) -> Iterator[Finding]:
     """Exactly-once needs a cluster that keeps what it acknowledged. A cluster of one makes no such promise."""
     level = Level.FAILED if need.strict else Level.WARNING
@@ -321,7 +343,7 @@ def _number(config: Config, name: str) -> int | None:
 
 
 # In this order: what makes the later ones meaningless comes first, and the first failure gives the exit code.
-CHECKS: tuple[Check, ...] = (_brokers, _authorised, _topics, _transaction_log, _timeouts, _durable)
+CHECKS: tuple[Check, ...] = (_brokers, _authorised, _topics, _transaction_log, _timeouts, _place, _durable)
 
 
 # ---- judging and asking ---------------------------------------------------------------------------------------

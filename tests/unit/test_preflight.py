@@ -27,6 +27,7 @@ BROKER = {
     "transaction.state.log.replication.factor": "3",
     "transaction.state.log.min.isr": "2",
     "offsets.topic.replication.factor": "3",
+    "offsets.retention.minutes": "10080",
 }
 RIGHTS = frozenset({"READ", "WRITE", "DESCRIBE"})
 
@@ -79,6 +80,7 @@ def test_a_fit_cluster_passes_every_check_and_each_check_says_so() -> None:
         "transaction log",
         "transaction log",
         "timeouts",
+        "place",
         "durability",
     ]
     raise_first(found)
@@ -226,7 +228,7 @@ def test_what_may_not_be_asked_is_not_a_failure() -> None:
         NEED, facts(in_=blind, out=blind, ids=hidden, offsets=hidden, broker_config=None, group_operations=None)
     )
     assert {f.level for f in found} == {Level.OK, Level.UNKNOWN}
-    unseen = ["authorised", "transaction log", "transaction log", "timeouts", *["durability"] * 3]
+    unseen = ["authorised", "transaction log", "transaction log", "timeouts", "place", *["durability"] * 3]
     assert [f.check for f in spoken(found)] == unseen
     raise_first(found)
 
@@ -320,6 +322,14 @@ def test_a_partition_without_a_leader_or_short_of_replicas_is_a_warning_for_it_c
 def test_an_expiration_within_the_transaction_timeout_is_a_warning() -> None:
     found = spoken(judge(NEED, facts(broker={"transactional.id.expiration.ms": "5000"})))
     assert [(f.check, f.level) for f in found] == [("timeouts", Level.WARNING)]
+
+
+def test_a_place_that_is_forgotten_within_a_day_is_a_warning_and_any_other_is_told() -> None:
+    (short,) = spoken(judge(NEED, facts(broker={"offsets.retention.minutes": "60"})))
+    assert (short.check, short.level) == ("place", Level.WARNING)
+    assert "the offsets of group app for 60 minutes while nobody is a member; who comes back later" in short.sentence
+    (long,) = (f for f in judge(NEED, facts(broker={"offsets.retention.minutes": "10080"})) if f.check == "place")
+    assert (long.level, long.sentence.partition(" for 7 days")[1]) == (Level.OK, " for 7 days")
 
 
 def test_of_several_failures_the_most_fundamental_gives_the_exit_code_and_the_others_are_said(
