@@ -527,9 +527,17 @@ class Membership:
             raise _NotNow(f"committed offsets of {topic} are not stable")
         return any(tp.offset >= 0 for tp in committed.values())
 
-    def topics_with_commits(self, topics: Iterable[str]) -> set[str]:
-        """Those of which the group has committed offsets; waits until these are stable. Raises Stopped."""
-        return {topic for topic in topics if self._when_possible(functools.partial(self._has_commits, topic))}
+    def topics_with_commits(self, admin: ClusterAdmin) -> set[str]:
+        """Those of which the group has committed offsets. Other members' open transactions are not waited for: their
+        first commit of a topic, if it is one, does not make it older. Raises Stopped."""
+
+        def ask() -> set[str]:
+            try:
+                return admin.committed_topics(self.group)
+            except Unavailable as error:
+                raise _NotNow(str(error)) from error
+
+        return self._when_possible(ask)
 
     def _partitions_of(self, topic: str) -> list[Partition]:
         found = self._ask("metadata", topic, lambda: self.consumer.list_topics(topic, timeout=_ASK_S))

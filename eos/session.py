@@ -364,7 +364,7 @@ class TransactSession:
             with ClusterAdmin(self.settings) as admin:
                 self._start_producers(admin, deadline)
                 self._membership.make_way(admin)
-            self._came_later |= self._came_without_us()
+                self._came_later |= self._came_without_us(admin)
             if self.until_end:
                 self._finish = Finish(self._membership)
             self._membership.join()
@@ -377,12 +377,12 @@ class TransactSession:
         self.producer.identity(0.5)  # comes with the first statistics; the log should name it from the start
         log.info("session started", group=self.group, topics=",".join(self.topics), **self.producer.who())
 
-    def _came_without_us(self) -> set[str]:
+    def _came_without_us(self, admin: ClusterAdmin) -> set[str]:
         """Topics of patterns that came while no worker ran, or whose first worker died before it committed anything of
         them: the group has offsets, but none of these. Where it has none at all, `latest` is about every topic."""
         if not self.by_pattern or self.settings.get("auto.offset.reset") != "latest":
             return set()
-        committed = self.membership.topics_with_commits(self.topics)
+        committed = self.membership.topics_with_commits(admin)
         return self.by_pattern - committed if committed else set()
 
     def _start_producers(self, admin: ClusterAdmin, deadline: float) -> None:

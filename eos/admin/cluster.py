@@ -331,9 +331,16 @@ class ClusterAdmin:
 
     def committed_metadata(self, group: str) -> list[str]:
         """What the committers of a group's offsets wrote beside them."""
+        return [str(committed.metadata) for committed in self._committed(group).values() if committed.metadata]
+
+    def committed_topics(self, group: str) -> set[str]:
+        """Of which the group has committed offsets; those that pend in an open transaction do not count."""
+        return {place.topic for place in self._committed(group)}
+
+    def _committed(self, group: str) -> Mapping[Any, Any]:
         with _translated("OffsetFetch", f"group {group}", "DESCRIBE"):
-            offsets = self._client.list_group_offsets(group)[group]
-        return [str(committed.metadata) for committed in offsets.values() if committed.metadata]
+            found: Mapping[Any, Any] = self._client.list_group_offsets(group)[group]
+            return found
 
     def remove_member(self, group: str, group_instance_id: str) -> None:
         """A static member leaves for good (its close() alone leaves it in the group until the session timeout)."""

@@ -62,6 +62,22 @@ def settings(kafka: LocalKafka) -> Settings:
     return Settings({"bootstrap.servers": kafka.bootstrap_servers})
 
 
+def test_what_a_group_has_committed_is_told_while_a_member_s_transaction_is_open(
+    kafka: LocalKafka, names: Names
+) -> None:
+    """A worker that starts need not wait for it (`latest`, and topics by a pattern)."""
+    group, topics = names("group"), [create_topic(kafka.bootstrap_servers, names(which)) for which in ("old", "new")]
+    with raw_producer(kafka.bootstrap_servers, names("tx")) as producer, ClusterAdmin(settings(kafka)) as admin:
+        producer.begin()
+        producer.send_offset(group, topics[0], 3)
+        producer.commit()
+        wait_until("its place", lambda: admin.committed_topics(group) == {topics[0]})
+        producer.begin()
+        producer.send_offset(group, topics[0], 4)
+        producer.send_offset(group, topics[1], 4)
+        assert admin.committed_topics(group) == {topics[0]}
+
+
 def is_settled(kafka: LocalKafka, transactional_id: str) -> bool:
     return transaction_of(kafka.bootstrap_servers, transactional_id).state.startswith("Complete")
 
