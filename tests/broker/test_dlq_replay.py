@@ -103,7 +103,9 @@ class Shop:
     def letters(self, count: int) -> list[str]:
         """Writes dead letters as a worker does; their values."""
         values = [f"bad {number}" for number in range(count)]
-        records = [Record(self.source, 0, n, self.sent_ms, f"k{n}".encode(), value.encode()) for n, value in enumerate(values)]
+        records = [
+            Record(self.source, 0, n, self.sent_ms, f"k{n}".encode(), value.encode()) for n, value in enumerate(values)
+        ]
         sends = [dead_letter(record, ValueError("why"), app=self.id) for record in records]
         self.send(self.dlq, [(key, value, headers or []) for _, value, key, _, _, headers in sends])
         return values
