@@ -24,6 +24,7 @@ from eos.errors import ConfigurationError
 
 HEADER = "eos-lineage"
 KEY = "lineage"
+OFFSET_FORMAT = 1  # of the metadata, `v` in it: docs/formats.md
 FORMAT = struct.Struct("<iqiiq")
 TopicPartition = tuple[str, int]
 
@@ -63,9 +64,11 @@ class Tally:
 def tally_of(metadata: str | None) -> Tally | None:
     """What a committed offset's metadata says; None if it says nothing of lineage."""
     try:
-        numbers = json.loads((metadata or "").rstrip("\0"))[KEY]
-        begin, inputs, outputs = map(operator.index, numbers)
-    except (ValueError, KeyError, TypeError):
+        found = json.loads((metadata or "").rstrip("\0"))
+        begin, inputs, outputs = map(operator.index, found[KEY])
+        if found.get("v", OFFSET_FORMAT) > OFFSET_FORMAT:
+            return None
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None  # written by something else, or without lineage
     return Tally(begin, inputs, outputs)
 

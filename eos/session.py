@@ -45,7 +45,7 @@ from eos.errors import (
     rebalanced,
     stop_error,
 )
-from eos.lineage import Ledger
+from eos.lineage import OFFSET_FORMAT, Ledger
 from eos.membership import Finish, Membership, Stopped
 from eos.observe import COMMIT_BOUNDS_S, END_TO_END_BOUNDS_S, Histogram, Pulse, add
 from eos.ownership import Described
@@ -792,6 +792,7 @@ class TransactSession:
         """Committed beside each offset, so that a fenced instance can say who replaced it."""
         identity = self.producer.client.identity
         return {
+            "v": OFFSET_FORMAT,
             "instance": self.transactional_id,
             "host": socket.gethostname(),
             "since": _STARTED_AT,

@@ -213,7 +213,15 @@ class Attempt:
             return None
 
     def _find_marker(self) -> Marker | None:
-        return None if self._batch.key is None else self._connected.markers.read(self._batch.key)
+        if self._batch.key is None:
+            return None
+        try:
+            return self._connected.markers.read(self._batch.key)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"what {marker.TOPIC} says of this sink cannot be read: {error}",
+                remedy="go on with the version of eos that wrote it",
+            ) from error
 
     def _gathered(self, targets: Sequence[Target], cores: int | None) -> pa.RecordBatch | None:
         """All rows, packed, for the driver to write, if the batch before was so small that it may; None: tasks write.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import Any
 
@@ -34,7 +34,7 @@ CONFIG = {
     "min.cleanable.dirty.ratio": "0.1",
 }
 
-_VERSION = 2  # of a marker's value
+_VERSION = 2  # of a marker's value: docs/formats.md
 _FETCH_MAX_VERSION = 12  # by topic name
 _LIST_OFFSETS_MIN_VERSION, _LIST_OFFSETS_MAX_VERSION = 5, 7  # 5: a new leader says that it does not know (KIP-207)
 _LATEST, _EARLIEST = -1, -2
@@ -66,13 +66,19 @@ class Marker:
 
     @classmethod
     def decode(cls, value: bytes) -> Marker:
-        """Raises ValueError for what is no marker of this version or the one before."""
-        fields = json.loads(value)
-        if not isinstance(fields, dict) or fields.pop("version", None) not in (1, _VERSION):
-            raise ValueError(f"not a marker of version 1 or {_VERSION}: {value[:80]!r}")
-        if fields.get("topics") is not None:
-            fields["topics"] = tuple(fields["topics"])
-        return cls(**fields)
+        """Raises ValueError for what is no marker of a version that is known here (docs/formats.md)."""
+        found = json.loads(value)
+        version = found.get("version") if isinstance(found, dict) else None
+        if version not in range(1, _VERSION + 1):
+            raise ValueError(f"a marker of version {version}, and this eos reads up to {_VERSION}: {value[:80]!r}")
+        names = {each.name for each in fields(cls)}
+        known = {name: value for name, value in found.items() if name in names}
+        if known.get("topics") is not None:
+            known["topics"] = tuple(known["topics"])
+        try:
+            return cls(**known)
+        except TypeError as error:
+            raise ValueError(f"not a marker: {value[:80]!r}") from error
 
     def went_elsewhere(self, topics: Sequence[str]) -> str:
         """Where this batch went, if that is not where the sink writes now; else ""."""

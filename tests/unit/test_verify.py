@@ -58,6 +58,11 @@ def test_metadata_of_others_says_nothing(metadata: str | None) -> None:
     assert tally_of(metadata) is None
 
 
+def test_metadata_of_a_later_format_says_nothing_and_that_without_a_number_is_of_the_first() -> None:
+    assert tally_of('{"lineage": [1, 2, 3]}') == tally_of('{"v": 1, "news": 0, "lineage": [1, 2, 3]}') == Tally(1, 2, 3)
+    assert tally_of('{"v": 2, "lineage": [1, 2, 3]}') is None
+
+
 # ---- counting --------------------------------------------------------------------------------------------------
 
 A = ("a", 0)

@@ -77,7 +77,14 @@ def test_a_batch_that_went_to_another_topic_is_not_this_one() -> None:
     assert decide(found, MINE, 7, SAME, 7, ["b"]) is ADOPT
 
 
-@pytest.mark.parametrize("value", [b"", b"{}", b"[1]", b'{"version": 3}', b"\xff"])
+def test_names_that_a_later_version_adds_are_passed_over_and_a_higher_number_is_told() -> None:
+    text = at(7).encode().decode()
+    assert Marker.decode(text.replace("{", '{"news": 1, ', 1).encode()) == at(7)
+    with pytest.raises(ValueError, match="a marker of version 3, and this eos reads up to 2"):
+        Marker.decode(text.replace('"version": 2', '"version": 3').encode())
+
+
+@pytest.mark.parametrize("value", [b"", b"{}", b"[1]", b'{"version": 3}', b'{"version": 2, "run": "r"}', b"\xff"])
 def test_what_is_no_marker_is_not_taken_for_one(value: bytes) -> None:
     with pytest.raises(ValueError):
         Marker.decode(value)
