@@ -88,6 +88,12 @@ def test_every_setting_and_command_that_a_document_names_exists(document: Path) 
         assert command in COMMANDS or f"There is no `eos {command}`" in text, command
 
 
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
+def test_no_document_holds_a_place_for_what_was_to_come(document: Path) -> None:
+    held = r"^[A-Z_]{4,}$|\b(?:TODO|TBD|FIXME|XXX)\b|lorem ipsum"
+    assert re.findall(held, re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S), re.M) == []
+
+
 def test_every_target_of_make_that_a_document_names_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     targets |= {f"test-{suite.name}" for suite in SUITES}

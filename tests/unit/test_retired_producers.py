@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from eos import producer, watchdog
+from eos import clock, producer, watchdog
 from eos.errors import CallFailed
+from eos.ownership import Identity
 from eos.producer import TransactionalProducer, _Client, _retire
 from eos.session import TransactSession
 from eos.settings import Settings
@@ -110,6 +111,25 @@ def test_a_client_is_read_while_nobody_asks_it(monkeypatch: pytest.MonkeyPatch) 
     assert threads == {"eos-t"}
     _retire(client)
     wait_until("its thread ends", lambda: all(t.name != "eos-t" for t in threading.enumerate()))
+
+
+@pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="the host's clocks: Linux")
+def test_a_transaction_ages_while_the_host_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the broker's does: by CLOCK_BOOTTIME, which goes on there, and not by time.monotonic(), which stands still."""
+    transactional = TransactionalProducer(Settings(OFTEN), "t")
+    with_a_client(transactional)
+    slept, now = 0.0, time.clock_gettime
+    monkeypatch.setattr(
+        time, "clock_gettime", lambda which: now(which) + (slept if which == time.CLOCK_BOOTTIME else 0)
+    )
+    transactional._open_since, slept = clock.elapsing(), 60.0
+    monkeypatch.setattr(transactional, "identity", lambda fresh: Identity(1, 1))
+    try:
+        situation = transactional.situation()
+        assert situation is not None
+        assert 60_000 <= situation.age_ms < 90_000
+    finally:
+        transactional.close()
 
 
 def test_both_producers_of_an_idle_session_are_read() -> None:
