@@ -426,6 +426,27 @@ def test_aiokafka_has_an_epoch_per_transaction(kafka: LocalKafka, names: Names) 
 # What is not protected, and says so; and clients that come and go.
 
 
+def test_a_commit_behind_the_transaction_s_timeout_is_answered_as_without_the_shim(
+    kafka: LocalKafka, names: Names
+) -> None:
+    """Brokers tell it to part 2 in another way, which is fatal to older clients as INVALID_TXN_STATE."""
+    topic, told = create_topic(kafka.bootstrap_servers, names("out")), []
+    with running(kafka.bootstrap_servers, "--protect") as shim:
+        for which, servers in (("direct", kafka.bootstrap_servers), ("behind", shim.bootstrap_servers)):
+            producer = producer_of(
+                servers, names(which), **{"transaction.timeout.ms": 1_000, "message.timeout.ms": 1_000}
+            )
+            producer.begin_transaction()
+            producer.produce(topic, "x", partition=0)
+            assert producer.flush(30) == 0
+            name = names(which)
+            eventually(lambda name=name: transaction_of(kafka.bootstrap_servers, name).state == "CompleteAbort", 30)
+            with pytest.raises(KafkaException) as raised:
+                producer.commit_transaction(30)
+            told.append(raised.value.args[0].name())
+    assert told == ["_FENCED", "_FENCED"]
+
+
 def test_a_broker_that_cannot_is_passed_through_with_one_loud_line(kafka392: LocalKafka, names: Names) -> None:
     topic, name = create_topic(kafka392.bootstrap_servers, names("out")), names("id")
     with running(kafka392.bootstrap_servers, "--protect") as shim:

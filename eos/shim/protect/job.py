@@ -44,6 +44,7 @@ class _Ending(NamedTuple):
     name: str
     end: End
     number: int | None
+    opened: bool  # before it was sent
     act: Callable[[], object] | None  # what the answer lets happen, where the request was to change nothing
 
 
@@ -193,6 +194,9 @@ class ProtectJob(Job):
             throttle_ms, error, following = translate.ended(frame)
             if error == _NOT_AUTHORIZED:
                 self._accepted.get(exchange.connection.number, OrderedDict()).pop(noted.name, None)
+            if error == _INVALID_TXN_STATE and noted.opened:
+                # The broker has ended it at its timeout, and says so to part 2 only (KAFKA-20785): there it is fatal.
+                error = INVALID_PRODUCER_EPOCH
             if not error:
                 self.counts["transactions"] += 1
                 self._accept(exchange, noted.name)
@@ -272,9 +276,10 @@ class ProtectJob(Job):
         authority = Authority.ACCEPTED if accepted else Authority.UNKNOWN
         if key == api.END_TXN:
             ends = partial(self.machine.ends, name, virtual, connection, request.committed, mark)
-            number = self.machine.number(name)
+            number, opened = self.machine.number(name), self.machine.state(name) in (State.OPEN, State.ENDING)
             end = ends(authority)
-            exchange.notes[self] = _Ending(name, end, number, None if accepted else partial(ends, Authority.ANSWERED))
+            act_when_answered = None if accepted else partial(ends, Authority.ANSWERED)
+            exchange.notes[self] = _Ending(name, end, number, opened, act_when_answered)
             exchange.sent_version = translate.END_TXN_VERSION
             return translate.end_txn(frame, exchange.version, name, end.identity, end.committed)
         act: Callable[[Authority], Identity]
