@@ -426,6 +426,23 @@ def test_aiokafka_has_an_epoch_per_transaction(kafka: LocalKafka, names: Names) 
 # What is not protected, and says so; and clients that come and go.
 
 
+@pytest.mark.long
+@pytest.mark.timeout(3_600)
+def test_a_client_goes_on_behind_the_last_epoch_of_its_producer_id(kafka: LocalKafka, names: Names) -> None:
+    """EndTxn gives a new producer id then; the client keeps its own."""
+    topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
+    with running(kafka.bootstrap_servers, "--protect") as shim:
+        producer = producer_of(shim.bootstrap_servers, name)
+        first = transaction_of(kafka.bootstrap_servers, name).producer_id
+        count = (1 << 15) + 20
+        for number in range(count):
+            producer.begin_transaction()
+            producer.produce(topic, str(number), partition=0)
+            producer.commit_transaction(30)
+        assert transaction_of(kafka.bootstrap_servers, name).producer_id != first
+    assert texts(kafka.bootstrap_servers, topic) == [str(number) for number in range(count)]
+
+
 def test_a_commit_behind_the_transaction_s_timeout_is_answered_as_without_the_shim(
     kafka: LocalKafka, names: Names
 ) -> None:
