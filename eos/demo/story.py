@@ -27,8 +27,8 @@ from eos.ownership import Described
 TRANSACTION_TIMEOUT_MS = 5_000
 # A run has about this many transactions, whatever the number of flights: small ones, so that there is work left when
 # the faults come, as there is in a topic that never ends.
-_TRANSACTIONS = 800
-_KILL_AT, _PAUSE_AT = 0.10, 0.25  # of the flights
+_TRANSACTIONS = 1_000
+_KILL_AT, _PAUSE_AT = 0.03, 0.10  # of the flights: a busy machine needs several tries, and work for each
 _WORK_S = 150.0
 _RESTART_ME = 75
 
