@@ -290,6 +290,7 @@ class TransactSession:
         self._most: int = self.settings["eos.transaction.max.records"]
         self._chunk = _SMALLEST_CHUNK  # see chunk_of
         self._limit = self._most  # shrinks while a record that the broker refuses is being found
+        self._suspects = 0  # the next so many records have it among them
         self._positions: Positions[Record] = Positions()
         self._ledger = ledger  # what the worker counts, committed beside the offsets
         self._new_topics: Callable[[], Sequence[str]] = new_topics or tuple
@@ -761,7 +762,8 @@ class TransactSession:
             self._ledger.commit()
         self._rebuilds_in_a_row = self._aborts_in_a_row = 0
         self._ours_until, self._ours_by = time.time(), "our last commit"
-        self._limit = min(self._most, self._limit * 2)
+        self._suspects = max(0, self._suspects - leaving.taken)
+        self._limit = max(1, self._suspects // 2) if self._suspects else min(self._most, self._limit * 2)
         self.on_committed(leaving.transaction)
         counters = self.counters
         counters.transactions += 1
@@ -858,9 +860,10 @@ class TransactSession:
             raise PoisonRecord(f"an output without an input was refused: {failure}", "", -1, -1) from failure
         self._pause_until = 0.0
         if failure.record is not None or taken == 1:
+            self._suspects = 0
             self.on_refused(failure.record or last, failure)
         else:
-            self._limit = max(1, taken // 2)
+            self._suspects, self._limit = taken, max(1, taken // 2)
 
     def _rebuild(self, reason: str, cause: str) -> None:
         """Outcome unknown or producer dead: a new producer, then the group's stable committed offsets decide."""

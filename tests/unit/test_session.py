@@ -10,7 +10,7 @@ from confluent_kafka import KafkaError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eos import App, Settings
+from eos import App, Record, Settings
 from eos.errors import Action, CallFailed, ConfigurationError, Temporary
 from eos.session import MOST_REBUILDS, TransactSession, chunk_of, room_ahead, room_of
 from eos.settings import OF_FUNCTIONS
@@ -67,11 +67,11 @@ def rebuild(session: TransactSession, times: int) -> None:
         session._count_rebuild("timed out", "timeout")
 
 
-def commit_one(session: TransactSession) -> None:
+def commit_one(session: TransactSession, taken: int = 0) -> None:
     sent = SimpleNamespace(sent=0, skipped=0, dead_letters=0)
     job, producer = SimpleNamespace(result=2.0), SimpleNamespace(who=dict)
     leaving: Any = SimpleNamespace(
-        producer=producer, transaction=sent, taken=0, began_at=0.0, first_timestamp_ms=-1, left_at=1.0, job=job
+        producer=producer, transaction=sent, taken=taken, began_at=0.0, first_timestamp_ms=-1, left_at=1.0, job=job
     )
     session._count_commit(leaving)
 
@@ -84,6 +84,37 @@ def test_rebuilds_without_a_commit_between_them_come_to_an_end_and_a_commit_begi
     with pytest.raises(Temporary, match=rf"^{MOST_REBUILDS + 1} rebuilds without one commit, .*timed out.*--instance"):
         rebuild(session, 1)
     assert session.counters.rebuilds_by_cause == {"timeout": 2 * MOST_REBUILDS + 1}
+
+
+@pytest.mark.parametrize("refused_at", [0, 99, 100, 199])
+def test_a_refused_record_is_found_by_halves(refused_at: int) -> None:
+    """Each abort costs a producer, half a second and more."""
+    session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"])
+    producer: Any = SimpleNamespace(abort=lambda: None, who=dict, replacements={})
+    session._producers = [producer]
+    session._membership = SimpleNamespace(go_back=lambda rewind: rewind())  # type: ignore[assignment]
+    refusal = CallFailed("delivery", Action.POISON, RuntimeError("too large"))
+    found: list[int] = []
+    session.on_refused = lambda record, failure: found.append(record.offset)
+    session._positions.assigned({("in", 0): 0})
+    at, aborts = 0, 0
+    while not found:
+        session._positions.fetched([Record("in", 0, offset) for offset in range(at, 200)])
+        taken = len(session._positions.take(session._limit))
+        if at <= refused_at < at + taken:
+            session._abort_poisoned(refusal)
+            aborts += 1
+        else:
+            session._positions.leave(session._positions.offsets())
+            session._positions.arrived()
+            session._positions.clear()
+            session._positions.assigned({("in", 0): at + taken})
+            commit_one(session, taken)
+            at += taken
+    assert found == [refused_at]
+    assert aborts <= 9
+    commit_one(session)
+    assert session._limit == 2, "and then they grow again"
 
 
 def test_an_abort_by_a_rebalance_is_news_and_no_warning_until_they_do_not_end(
