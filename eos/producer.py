@@ -106,10 +106,14 @@ class _Client:
     def _serve_unasked(self) -> None:
         """By the watchdog's thread, while a user's function runs for minutes or a kept producer has nothing to do:
         statistics come ten times a second, of 10 KB and more."""
-        if time.monotonic() - self._served_at >= IDLE_S:
-            # What it raises, a fatal error, shows again at the next transactional call.
-            with contextlib.suppress(KafkaException, SystemError):
-                self.serve()
+        if time.monotonic() - self._served_at < IDLE_S:
+            return
+        try:
+            self.serve()
+        except (KafkaException, SystemError):
+            pass  # a fatal error: it shows again at the next transactional call
+        except BaseException as error:  # noqa: BLE001 - a callback's; the thread goes on, and the loop is told
+            self._keep(error)
 
     def _statistics(self, text: str) -> None:
         try:
@@ -135,7 +139,7 @@ class _Client:
         with self._looking:
             self.evidence.call_took(call, (returned - began) * 1000, returned)
 
-    def _keep(self, error: Exception) -> None:
+    def _keep(self, error: BaseException) -> None:
         """Raised at the transaction's end."""
         self.callback_error = self.callback_error or error
 
@@ -628,9 +632,9 @@ def _retire(client: _Client) -> None:
 
 
 def _destroy(client: _Client) -> None:
+    client.user_stats = None
     while not client.watchdog.ended(_ABANDONED_POLL_S):
         # A call hangs in it, perhaps for ever: what the client says meanwhile concerns nobody, but must not gather.
-        client.user_stats = None
         _unheard(client.producer)
     producer = client.producer
     # The client and its producer's callbacks hold each other. Left to the garbage collector, which a worker keeps from

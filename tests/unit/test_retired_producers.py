@@ -113,6 +113,20 @@ def test_a_client_is_read_while_nobody_asks_it(monkeypatch: pytest.MonkeyPatch) 
     wait_until("its thread ends", lambda: all(t.name != "eos-t" for t in threading.enumerate()))
 
 
+def test_what_a_callback_raises_meanwhile_is_kept_for_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(producer, "IDLE_S", 0.01)
+    monkeypatch.setattr(watchdog, "IDLE_S", 0.01)
+    client = _Client(Settings(OFTEN), "t", reports=False)
+
+    def interrupted(text: str) -> None:
+        raise KeyboardInterrupt
+
+    client.user_stats = interrupted
+    wait_until("it is kept", lambda: isinstance(client.callback_error, KeyboardInterrupt))
+    assert client.watchdog.call(int, "7", timeout_s=10) == 7, "the thread goes on"
+    _retire(client)
+
+
 @pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="the host's clocks: Linux")
 def test_a_transaction_ages_while_the_host_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the broker's does: by CLOCK_BOOTTIME, which goes on there, and not by time.monotonic(), which stands still."""
