@@ -120,6 +120,7 @@ def test_a_worker_that_has_not_heard_of_a_topic_gets_none_of_it_and_holds_nothin
     pipeline.skip_loaded()
     deaf = pipeline.worker("deaf", settings=settings | NEVER, reads=[pipeline.pattern])
     hears = pipeline.worker("hears", settings=settings | SOON, reads=[pipeline.pattern])
+    deaf.wait_log("session started")  # it has looked which topics there are
     wait_until("a commit of every partition", lambda: len(pipeline.committed()) == 6, 30)
     new = pipeline.add_source()
     pipeline.load_transaction(1_500)
