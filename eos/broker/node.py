@@ -68,7 +68,13 @@ class Node:
         # C1 only: the tool lives for a second and a half and never earns what C2 costs.
         command = self._java_command(["-Xmx128m", "-XX:TieredStopAtLevel=1"], "kafka.tools.StorageTool")
         command += ["format", "--ignore-formatted", "-t", cluster_id, "-c", str(self.properties_path)]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=self.directory,  # where a JVM that crashes leaves its report
+        )
 
     def end_format(self, tool: subprocess.Popen[bytes] | None) -> None:
         if tool is None:
