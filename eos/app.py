@@ -20,7 +20,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeVar, cast, final
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar, cast, final
 
 import msgspec
 
@@ -850,16 +850,10 @@ def _out_converter(name: str, destinations: tuple[str, ...]) -> Callable[[Out, R
                 f"{name} sent to the topic {topic!r}, which its to= does not name (it names {named})"
             )
         value, key, timestamp = out.value, out.key, out.timestamp
-        if record is None and (key is KEEP or timestamp is KEEP):
-            raise ConfigurationError(
-                f"{name} gave an Out without a {'key' if key is KEEP else 'timestamp'}: in a batch function no input "
-                "says what to keep; use record.out(value), or Out(value, key=..., timestamp=...) with the timestamp 0 "
-                "for the time of producing"
-            )
         if key is KEEP:
-            key = cast("Record", record).key
+            key = (record or _nothing_to_keep(name, "key")).key
         if timestamp is KEEP:
-            timestamp_ms = max(cast("Record", record).timestamp, 0)
+            timestamp_ms = max((record or _nothing_to_keep(name, "timestamp")).timestamp, 0)
         else:
             timestamp_ms = _integer(timestamp, END_OF_TIME, "timestamp (milliseconds since the epoch)", name)
         return (
@@ -872,6 +866,13 @@ def _out_converter(name: str, destinations: tuple[str, ...]) -> Callable[[Out, R
         )
 
     return convert
+
+
+def _nothing_to_keep(name: str, what: str) -> NoReturn:
+    raise ConfigurationError(
+        f"{name} gave an Out without a {what}: in a batch function no input says what to keep; use record.out(value), "
+        "or Out(value, key=..., timestamp=...) with the timestamp 0 for the time of producing"
+    )
 
 
 def send_of(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -81,6 +81,11 @@ class _TopicStatistics(msgspec.Struct):
 
 class _Statistics(msgspec.Struct):
     topics: dict[str, _TopicStatistics] = {}
+
+    def partitions(self) -> Iterator[tuple[Partition, _PartitionStatistics]]:
+        for name, topic in self.topics.items():
+            for number, seen in topic.partitions.items():
+                yield (name, int(number)), seen
 
 
 _decode_statistics = msgspec.json.Decoder(_Statistics).decode
@@ -332,16 +337,14 @@ class Membership:
         action = classify("consume", error)
         if action is Action.INPUT_GONE and message is not None:
             raise self._input_gone(message, error)
-        if action is Action.DAMAGED and message is not None:
-            partition, offset = (message.topic(), message.partition()), message.offset()
-            if self._unreadable == (partition, offset):
-                self._damaged = partition, offset, error
-            log.warning("the consumer reports", error=describe_error(error), group=self.group)
-            self._unreadable = partition, offset
-            return
         if action is Action.FENCED:
             raise CallFailed("consume", action, KafkaException(error))
-        if action is not Action.RETRY:
+        if action is Action.DAMAGED and message is not None:
+            at = (message.topic(), message.partition()), message.offset()
+            if self._unreadable == at:
+                self._damaged = *at, error
+            self._unreadable = at
+        elif action is not Action.RETRY:
             raise self._stop("consume", error, message.topic() if message is not None else "")
         log.warning("the consumer reports", error=describe_error(error), group=self.group)
 
@@ -716,35 +719,28 @@ class Membership:
     def _lags_by(self, statistics: _Statistics) -> dict[Partition, int]:
         positions, lags = self._positions, {}
         nothing_in_hand = not len(positions) and not positions.taken
-        for name, topic in statistics.topics.items():
-            for number, seen in topic.partitions.items():
-                if seen.ls_offset < 0:
-                    continue
-                partition = (name, int(number))
-                fetched = seen.next_offset >= seen.ls_offset and not seen.fetchq_cnt
-                behind = max(0, seen.ls_offset - max(positions.committed.get(partition, 0), 0))
-                lags[partition] = 0 if fetched and nothing_in_hand else behind
+        for partition, seen in statistics.partitions():
+            if seen.ls_offset < 0:
+                continue
+            fetched = seen.next_offset >= seen.ls_offset and not seen.fetchq_cnt
+            behind = max(0, seen.ls_offset - max(positions.committed.get(partition, 0), 0))
+            lags[partition] = 0 if fetched and nothing_in_hand else behind
         return lags
 
     def _tell_standing(self, statistics: _Statistics) -> None:
         """A warning where there is more to fetch and nothing comes: else only the lag would tell."""
         now, before, self._standing = time.monotonic(), self._standing, {}
-        for name, topic in statistics.topics.items():
-            for number, seen in topic.partitions.items():
-                partition = (name, int(number))
-                if partition not in self.owned or seen.fetchq_cnt or not 0 <= seen.next_offset < seen.ls_offset:
-                    continue
-                at, since = before.get(partition, (-1, now))
-                if at == seen.next_offset and now - since >= _STANDING_S:
-                    log.warning(
-                        "a partition has more, and nothing comes of it",
-                        partitions=_names([partition]),
-                        at=at,
-                        stable_end=seen.ls_offset,
-                        group=self.group,
-                    )
-                    since = now
-                self._standing[partition] = seen.next_offset, since if at == seen.next_offset else now
+        for partition, seen in statistics.partitions():
+            if partition not in self.owned or seen.fetchq_cnt or not 0 <= seen.next_offset < seen.ls_offset:
+                continue
+            at, since = before.get(partition, (-1, now))
+            if at != seen.next_offset:
+                at, since = seen.next_offset, now
+            elif now - since >= _STANDING_S:
+                where = {"partitions": _names([partition]), "at": at, "stable_end": seen.ls_offset}
+                log.warning("a partition has more, and nothing comes of it", **where, group=self.group)
+                since = now
+            self._standing[partition] = at, since
 
 
 class Finish:

@@ -182,12 +182,13 @@ class Place:
         self._left[topic].update(offsets)
         self.stands[topic].update(offsets)
 
-    def forgotten(self, topic: str, partitions: Iterable[int]) -> tuple[set[int], float]:
-        """Those of these partitions, which have letters and no place, that may have had one: the brokers forget it so
-        many days after its last commit, and the first letters are older."""
-        kept_ms = facts.offsets_kept_ms(facts.connect(self._settings, _CONNECT_S))
-        before_ms = round(time.time() * 1000) - kept_ms
-        return tail.older(self._settings, topic, partitions, before_ms, _CONNECT_S), kept_ms / 86_400_000
+    def forgotten(self, topic: str, low: Mapping[int, int]) -> tuple[list[int], float]:
+        """Those of these partitions, which have letters from `low` on and no place, that may have had one: the brokers
+        forget it so many days after its last commit, and the first letters are older."""
+        client = facts.connect(self._settings, _CONNECT_S)
+        days = facts.offsets_kept_minutes(client, self._settings.bootstrap_servers) / (24 * 60)
+        before_ms = round((time.time() - days * 86_400) * 1000)
+        return sorted(tail.older(client, topic, low, before_ms)), days
 
     def confirm(self, topic: str) -> None:
         """Raises Fenced where somebody else has moved it since."""
@@ -234,10 +235,10 @@ def letters(
     starts = {partition: max(span.low, at.get(partition, 0)) for partition, span in held.items()}
     if place is not None:
         place.stands[topic] = starts
-        without = [partition for partition, span in held.items() if partition not in at and span.low < span.stable]
-        forgotten, days = place.forgotten(topic, without) if without else (set(), 0.0)
+        without = {p: span.low for p, span in held.items() if p not in at and span.low < span.stable}
+        forgotten, days = place.forgotten(topic, without) if without else ([], 0.0)
         if forgotten:
-            where = ", ".join(f"[{partition}]" for partition in sorted(forgotten))
+            where = ", ".join(f"[{partition}]" for partition in forgotten)
             on_forgotten(
                 f"no replay's place is known of {topic} {where}, and letters there are older than the {days:g} days "
                 "that the brokers keep one (offsets.retention.minutes): they may have been replayed before"
@@ -300,11 +301,12 @@ class Replay:
 
         route, told, topic = route_of(self._app, source, function), Told(), dead_letter_topic(source)
         waiting = itertools.islice(letters(self._settings, topic, self._place, refuse), limit)
-        while handled := self._handle(route, waiting, told):
+        handled = self._handle(route, waiting, told)
+        while True:
+            # Of no letter too, once: for each partition the brokers count the days from its last commit.
             self._commit(route, topic, handled, told)
-        # What did not move is committed again, for the brokers count the days by partition.
-        self._send(topic, [])
-        return told
+            if not (handled := self._handle(route, waiting, told)):
+                return told
 
     def _handle(self, route: Route, waiting: Iterator[Letter], told: Told) -> list[Handled]:
         """What the function makes of the next letters, for as long as a transaction's interval."""

@@ -25,7 +25,7 @@ T = TypeVar("T")
 Config = Mapping[str, str]
 NEW_TOPIC_S = 2.0  # each broker learns of a new topic at a moment of its own, and any of them is asked
 _ASK_S = 5.0
-_KEPT_MINUTES = 10_080
+OFFSETS_KEPT, _KEPT_MINUTES = "offsets.retention.minutes", 10_080
 _ANSWER_S = _ASK_S + 5.0
 _UNKNOWN = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
 _DENIED = (
@@ -208,12 +208,12 @@ def configs(client: Any, topics: Collection[str], broker: int | None = None) -> 
     return found
 
 
-def offsets_kept_ms(client: Any) -> int:
+def offsets_kept_minutes(client: Any, servers: str) -> int:
     """For how long the brokers keep a committed offset of a group without members; Kafka's default where they may not
     be asked."""
-    broker = min(client.list_topics(timeout=_ASK_S).brokers)
+    broker = min(metadata(client, servers, _ASK_S).brokers)
     config = configs(client, [], broker).get(("broker", str(broker)), {})
-    return int(config.get("offsets.retention.minutes", _KEPT_MINUTES)) * 60_000
+    return int(config.get(OFFSETS_KEPT, _KEPT_MINUTES))
 
 
 def _group(admin: ClusterAdmin, group: str) -> tuple[frozenset[str] | None, bool]:

@@ -14,7 +14,7 @@ from enum import Enum
 
 from eos import log
 from eos.admin.cluster import OFFSETS_LOG, TRANSACTION_LOG
-from eos.admin.facts import NEW_TOPIC_S, Config, Facts, Topic, ask, check_clients, create_topics
+from eos.admin.facts import NEW_TOPIC_S, OFFSETS_KEPT, Config, Facts, Topic, ask, check_clients, create_topics
 from eos.errors import ConfigurationError, EosError, NotAuthorised, Unavailable, missing_right
 from eos.settings import Settings
 
@@ -27,7 +27,7 @@ REQUIRED_APIS = {
     "InitProducerId": "0.11",
 }
 SAFE_COPIES, SAFE_IN_SYNC = 3, 2
-SAFE_PLACE_MINUTES = 1_440  # a worker may stand still for a night
+_DAY_MINUTES = 1_440
 
 
 class Level(Enum):
@@ -243,20 +243,20 @@ def _place(need: Need, facts: Facts) -> Iterator[Finding]:
     """A group without members loses its offsets: a job by `--until-end` that runs less often begins anew each time."""
     if need.group is None:
         return
-    minutes = _number(facts.broker_config or {}, "offsets.retention.minutes")
+    minutes = _number(facts.broker_config or {}, OFFSETS_KEPT)
     if minutes is None:
         yield Finding("place", Level.UNKNOWN, "for how long the brokers keep a group's offsets may not be read by us")
         return
-    kept = f"{minutes / 1440:g} days" if minutes >= 1440 else f"{minutes} minutes"
+    kept = f"{minutes / _DAY_MINUTES:g} days" if minutes >= _DAY_MINUTES else f"{minutes} minutes"
     sentence = f"the brokers keep the offsets of group {need.group} for {kept} while nobody is a member"
-    if minutes >= SAFE_PLACE_MINUTES:
+    if minutes >= _DAY_MINUTES:  # a worker may stand still for a night
         yield Finding("place", Level.OK, sentence)
         return
     yield Finding(
         "place",
         Level.WARNING,
         f"{sentence}; who comes back later begins by auto.offset.reset, again or too late",
-        "raise offsets.retention.minutes on the brokers (Kafka's default is 10080, 7 days)",
+        f"raise {OFFSETS_KEPT} on the brokers (Kafka's default is 10080, 7 days)",
     )
 
 

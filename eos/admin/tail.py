@@ -12,7 +12,7 @@ import functools
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
@@ -76,11 +76,10 @@ def spans(settings: Settings, topic: str, timeout_s: float) -> dict[int, Span]:
     return {partition: Span(low[partition], stable[partition], end[partition]) for partition in low}
 
 
-def older(settings: Settings, topic: str, partitions: Iterable[int], before_ms: int, timeout_s: float) -> set[int]:
-    """Those of these partitions whose first record was written before this moment, by the records' timestamps."""
-    client = facts.connect(settings, timeout_s)
-    places = [TopicPartition(topic, partition) for partition in partitions]
-    low = _offsets(client, places, OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)  # type: ignore[no-untyped-call]
+def older(client: Any, topic: str, low: Mapping[int, int], before_ms: int) -> set[int]:
+    """Those of these partitions whose first record, at the offset `low`, was written before this moment by the records'
+    timestamps. `client` as facts.connect gives it."""
+    places = [TopicPartition(topic, partition) for partition in low]
     since = _offsets(client, places, OffsetSpec.for_timestamp(before_ms), IsolationLevel.READ_UNCOMMITTED)
     return {partition for partition in low if since[partition] != low[partition]}  # -1: there is none so young
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka import Message
-from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
+from confluent_kafka.admin import AdminClient
 
 import eos as package
 from eos import replay
@@ -24,7 +24,7 @@ from eos.dead_letters import dead_letter
 from eos.errors import Fenced
 from eos.settings import Settings
 from eos.testing.history import committed_offsets
-from tests.support.reading import create_topic, settled_records, visible_records
+from tests.support.reading import configure, create_topic, settled_records, visible_records
 
 Names = Callable[[str], str]
 ROOT = Path(__file__).parents[2]
@@ -184,9 +184,7 @@ def test_letters_whose_place_was_forgotten_are_not_replayed_again_unasked(shop: 
     """The brokers forget it `offsets.retention.minutes` after its last commit; here the group is deleted."""
     admin = AdminClient({"bootstrap.servers": shop.servers})
     for topic in (shop.dlq, shop.out):
-        kept = ConfigResource(ResourceType.TOPIC, topic)
-        kept.add_incremental_config(ConfigEntry("retention.ms", "-1", incremental_operation=AlterConfigOpType.SET))
-        admin.incremental_alter_configs([kept])[kept].result()
+        configure(shop.servers, topic, "retention.ms", "-1")
     shop.sent_ms -= 8 * 86_400_000
     shop.letters(2)
     assert shop.eos("dlq", "replay", "shop:app").returncode == 64, "nobody knows whether this is the first time"

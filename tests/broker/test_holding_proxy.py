@@ -12,7 +12,7 @@ from enum import Enum
 import pytest
 
 from eos.broker import LocalKafka
-from tests.support.proxy import ApiKey, Fault, HoldingProxy
+from tests.support.proxy import ApiKey, Fault, HoldingProxy, Rule
 from tests.support.raw import Background, RawProducer, raw_producer
 from tests.support.reading import (
     create_topic,
@@ -57,13 +57,18 @@ def commit_one(raw: RawProducer, topic: str, value: str) -> None:
 # The proxy itself.
 
 
-def test_a_held_end_txn_keeps_the_commit_waiting_until_it_is_released(
-    kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
-) -> None:
+def held_commit(proxy: HoldingProxy, raw: RawProducer, topic: str) -> tuple[Rule, Background]:
+    """The rule that holds its EndTxn, and the commit of one record, which waits."""
     hold = proxy.on(ApiKey.EndTxn, Fault.HOLD_REQUEST, transactional_id=raw.transactional_id)
     raw.begin()
     raw.send(topic, "one")
-    commit = Background(raw.commit)
+    return hold, Background(raw.commit)
+
+
+def test_a_held_end_txn_keeps_the_commit_waiting_until_it_is_released(
+    kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
+) -> None:
+    hold, commit = held_commit(proxy, raw, topic)
     assert hold.wait().fields["committed"] is True
     assert commit.running
     assert transaction_of(kafka.bootstrap_servers, raw.transactional_id).state == "Ongoing"
@@ -77,10 +82,7 @@ def test_a_held_end_txn_keeps_the_commit_waiting_until_it_is_released(
 def test_a_held_request_arrives_although_its_client_was_cut_off(
     kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
 ) -> None:
-    hold = proxy.on(ApiKey.EndTxn, Fault.HOLD_REQUEST, transactional_id=raw.transactional_id)
-    raw.begin()
-    raw.send(topic, "one")
-    commit = Background(raw.commit)
+    hold, commit = held_commit(proxy, raw, topic)
     hold.wait()
     assert proxy.cut_all() >= 1
     commit.result()  # the retry on a new connection did it

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from confluent_kafka import Consumer, TopicPartition
-from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, NewTopic, ResourceType
+from confluent_kafka.admin import NewTopic
 
 from eos.broker import LocalKafka
 from eos.testing.checker import Inputs, Outputs, check
 from eos.testing.history import end_offsets, read_topic
-from tests.support.reading import create_topics, wait_until
+from tests.support.reading import configure, create_topics, wait_until
 from tests.support.stepping_worker import is_poison
 
 if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
@@ -47,9 +47,7 @@ def with_dead_letters(pipeline: Pipeline, max_bytes: int | None = None) -> list[
 
 
 def limit_bytes(pipeline: Pipeline, topic: str, limit: int) -> None:
-    entry = ConfigEntry("max.message.bytes", str(limit), incremental_operation=AlterConfigOpType.SET)
-    resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])
-    pipeline.admin.incremental_alter_configs([resource])[resource].result(10)
+    configure(pipeline.servers, topic, "max.message.bytes", str(limit))
 
 
 def dead_letters(pipeline: Pipeline, topics: list[str]) -> Outputs:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 from confluent_kafka import Producer
-from confluent_kafka.admin import AdminClient, ConfigResource
+from confluent_kafka.admin import AdminClient
 
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
 from tests.support.hanging import NO_VERIFICATION, produce_late
 from tests.support.raw import raw_producer
-from tests.support.reading import create_topic, settled_values, took_under, transaction_of, wait_until
+from tests.support.reading import configure, create_topic, settled_values, took_under, transaction_of, wait_until
 
 Names = Callable[[str], str]
 ROOT = Path(__file__).parents[2]
@@ -179,9 +179,7 @@ def test_topics_that_can_lose_acknowledged_records_are_a_warning_and_with_strict
     safe = here.eos("run", "theapp.py:app", "--until-end", "--create-topics", "-X", "eos.strict=true", servers)
     assert safe.returncode == 0, safe.stderr
     assert "can lose" not in safe.stderr
-    admin = AdminClient({"bootstrap.servers": servers})
-    risky = ConfigResource(ConfigResource.Type.TOPIC, here.output, {"unclean.leader.election.enable": "true"})
-    admin.alter_configs([risky])[risky].result(30)
+    configure(servers, here.output, "unclean.leader.election.enable", "true")
     sentence = f"topic {here.output} can lose acknowledged records: unclean.leader.election.enable=true"
 
     def known() -> bool:

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
-from tests.support.reading import took_under, wait_until
+from tests.support.reading import configure, took_under, wait_until
 
 if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
     from tests.support.pipeline import Pipeline, Pipelines, WorkerProcess
@@ -217,9 +216,7 @@ def test_an_output_that_is_too_large_stops_the_worker_with_65_naming_the_input(
     pipeline = pipelines.on(kafka, 900)
     if refused_by == "the-broker":
         # Large enough for a batch of ordinary outputs, as a topic's limit is.
-        limit = ConfigEntry("max.message.bytes", "100000", incremental_operation=AlterConfigOpType.SET)
-        resource = ConfigResource(ResourceType.TOPIC, pipeline.destinations[1], incremental_configs=[limit])
-        pipeline.admin.incremental_alter_configs([resource])[resource].result(10)
+        configure(pipeline.servers, pipeline.destinations[1], "max.message.bytes", "100000")
     size = 2_000_000 if refused_by == "the-client" else 200_000
     topic, partition, offset = place = pipeline.record((pipeline.sources[0], 1), 70)
     worker = pipeline.worker(large_at=(*place, size))

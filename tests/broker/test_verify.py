@@ -13,15 +13,12 @@ import pytest
 from confluent_kafka import Consumer, Message, Producer, TopicPartition
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
     AdminClient,
-    AlterConfigOpType,
-    ConfigEntry,
-    ConfigResource,
 )
 
 from eos import lineage
 from eos.broker import LocalKafka
 from eos.testing.history import committed_offsets, end_offsets
-from tests.support.reading import create_topic, settled_values, wait_until
+from tests.support.reading import configure, create_topic, settled_values, wait_until
 
 COUNT, PARTITIONS = 40_000, 3
 APP = """
@@ -113,9 +110,7 @@ class Run:
         return begin
 
     def compact(self, topic: str) -> None:
-        entry = ConfigEntry("cleanup.policy", "compact", incremental_operation=AlterConfigOpType.SET)
-        resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=[entry])
-        self.admin.incremental_alter_configs([resource])[resource].result(30)
+        configure(self.servers, topic, "cleanup.policy", "compact")
 
 
 def read_on(consumer: Consumer, messages: list[Message]) -> list[Message]:

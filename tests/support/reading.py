@@ -12,7 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, Message, TopicPartition
-from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec  # type: ignore[attr-defined]
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    NewTopic,
+    OffsetSpec,
+    ResourceType,
+)
 from kafka import KafkaAdminClient
 from kafka.errors import RetriableError
 from kafka.protocol.metadata import MetadataRequest
@@ -64,6 +72,13 @@ def create_topics(servers: str, topics: Sequence[NewTopic]) -> None:
     for made in admin.create_topics(list(topics)).values():
         made.result(30)
     wait_known(servers, {topic.topic: topic.num_partitions for topic in topics})
+
+
+def configure(servers: str, topic: str, setting: str, value: str) -> None:
+    admin = AdminClient({"bootstrap.servers": servers})
+    entry = ConfigEntry(setting, value, incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])
+    admin.incremental_alter_configs([resource])[resource].result(30)
 
 
 def create_topic(servers: str, topic: str, partitions: int = 1, copies: int = 1) -> str:
