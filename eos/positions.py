@@ -174,6 +174,11 @@ class Positions(Generic[R]):
             if partition not in waiting and end > max(offsets.get(partition, 0), self.committed.get(partition, 0))
         }
 
+    def places(self) -> dict[TopicPartition, int]:
+        """Where each partition of ours is committed, as far as anything of it is. (One that begins at its beginning,
+        wherever that is, stands at 0.)"""
+        return {partition: offset for partition, offset in self.committed.items() if offset > 0}
+
     def expected(self) -> dict[TopicPartition, int]:
         """Where the consumer must stand in each partition of ours: behind all that it fetched of it. Noted anew, for an
         exception (a signal's) may have ended the last noting half way."""

@@ -67,6 +67,10 @@ _AHEAD_BEHIND = 2_000
 # Fetched while a flush or a commit is waited for, at most: what 20 ms of waiting fetch, and what the processor's last
 # cache keeps until it is handled (32 MB took a tenth more of its time with values of 1 KB, docs/performance.md).
 _AHEAD, _AHEAD_BYTES = 20_000, 4 << 20
+# How old the commit of a partition's place may become while we have it, and how soon after its start an idle session
+# commits all anew. Under group.protocol=consumer the brokers count offsets.retention.minutes from each offset's own
+# commit (measured, 4.3.1): a partition without new records would lose its place as soon as the group is empty.
+_PLACES_S, _IDLE_PLACES_S = 6 * 3600.0, 60.0
 _BACKLOG_PAUSE_S = 0.005  # how long an open transaction waits for the next record before it ends early
 MOST_REBUILDS = 5  # without a commit in between; then a supervisor's back-off is the better place to wait
 _ABORTS_TO_WARN_OF = 3  # in a row, by rebalances: one or two are what a member that comes or goes costs
@@ -312,6 +316,7 @@ class TransactSession:
         self._committer: Watchdog | None = None
         self._leaving: _Leaving | None = None
         self._in_doubt: Mapping[Partition, int] | None = None  # offsets of a commit that failed
+        self._places_due = time.monotonic()  # when the places of all partitions are to be committed again
         self._ours_until, self._ours_by = time.time(), "our start"  # nobody newer owned the transactional.id then
         self._claim = Claim(self.settings, self._lost_to, lambda: self.membership.nobody_took_our_place(), self.pulse)
 
@@ -477,7 +482,7 @@ class TransactSession:
             if self._leaving is not None:
                 if self._leaving.job.done.is_set():
                     self._finish_leaving()
-            elif self.membership.new_starts or self._positions.offsets():
+            elif self._to_commit(_IDLE_PLACES_S):
                 self._begin()
                 self.end()
             elif self._finish is not None and self._finish.reached(self.membership):
@@ -662,7 +667,7 @@ class TransactSession:
         if self._open is None:
             raise IllegalState("no transaction is open")
         self._open._give_back_ahead()
-        offsets = self.membership.new_starts | self._positions.offsets()
+        offsets = self._to_commit()
         try:
             # First: what failed for a lost partition is not ours to look into.
             self.membership.check_not_lost()
@@ -684,6 +689,14 @@ class TransactSession:
             return False
         self._leave(offsets, metadata)
         return len(self._producers) > 1 or self._finish_leaving()
+
+    def _to_commit(self, patience_s: float = 0.0) -> dict[Partition, int]:
+        """Where each partition goes on behind the open transaction; with places that nothing of is new, when they are
+        due since `patience_s`."""
+        offsets = self.membership.new_starts | self._positions.offsets()
+        if time.monotonic() < self._places_due + patience_s:
+            return offsets
+        return self._positions.places() | offsets
 
     def _leave(self, offsets: Mapping[Partition, int], metadata: Any) -> None:
         """Hands the flushed transaction to the thread that commits it; the other producer's turn begins."""
@@ -762,6 +775,8 @@ class TransactSession:
             self._ledger.commit()
         self._rebuilds_in_a_row = self._aborts_in_a_row = 0
         self._ours_until, self._ours_by = time.time(), "our last commit"
+        if leaving.offsets.keys() >= self._positions.places().keys():
+            self._places_due = leaving.left_at + _PLACES_S
         self._suspects = max(0, self._suspects - leaving.taken)
         self._limit = max(1, self._suspects // 2) if self._suspects else min(self._most, self._limit * 2)
         self.on_committed(leaving.transaction)

@@ -5,13 +5,16 @@ Every test runs the real command line in a process of its own and judges by what
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
 
+from eos import TransactSession, session
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
 from tests.support.reading import configure, took_under, wait_until
@@ -104,6 +107,42 @@ def test_a_committed_offset_that_is_gone_stops_the_worker_with_66(kafka: LocalKa
     assert_ended(worker, INPUT_GONE, f"{place[0]} [2]", f"offset {committed[place]}", f"holds {low} to ")
     after = pipeline.committed()
     assert after[place] == committed[place], "it was not reset"
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_the_place_of_a_partition_without_new_records_is_committed_again(
+    idle: bool, kafka: LocalKafka, pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under group.protocol=consumer the brokers count offsets.retention.minutes from each offset's own commit: without
+    this the next start of an empty group repeats whatever lies in such a partition."""
+    pipeline = pipelines.on(kafka, 600)
+    pipeline.finish()
+    before = pipeline.committed()
+    if idle:
+        monkeypatch.setattr(session, "_IDLE_PLACES_S", 0.5)
+        with TransactSession(
+            {
+                "bootstrap.servers": pipeline.servers,
+                "group.id": pipeline.app,
+                "transactional.id": f"{pipeline.app}-two",
+            },
+            pipeline.sources,
+        ) as idling:
+            deadline = time.monotonic() + 30
+            idling.on_idle = lambda: setattr(
+                idling, "stop_requested", idling.counters.transactions > 0 or time.monotonic() > deadline
+            )
+            assert list(idling) == []
+            assert (idling.counters.transactions, idling.counters.records_in) == (1, 0)
+    else:
+        pipeline.load_transaction(9, places=[(pipeline.sources[0], 0)])
+        pipeline.finish("two")
+    asked = [TopicPartition(*place) for place in before]
+    wanted = [ConsumerGroupTopicPartitions(pipeline.app, asked)]
+    committed = pipeline.admin.list_consumer_group_offsets(wanted)[pipeline.app].result(10).topic_partitions
+    assert {json.loads(tp.metadata)["instance"] for tp in committed} == {f"{pipeline.app}-two"}
+    assert all(tp.offset >= before[tp.topic, tp.partition] for tp in committed)
+    pipeline.verify()
 
 
 # How it ends: --until-end.

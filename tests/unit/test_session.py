@@ -70,9 +70,8 @@ def rebuild(session: TransactSession, times: int) -> None:
 def commit_one(session: TransactSession, taken: int = 0) -> None:
     sent = SimpleNamespace(sent=0, skipped=0, dead_letters=0)
     job, producer = SimpleNamespace(result=2.0), SimpleNamespace(who=dict)
-    leaving: Any = SimpleNamespace(
-        producer=producer, transaction=sent, taken=taken, began_at=0.0, first_timestamp_ms=-1, left_at=1.0, job=job
-    )
+    times = {"began_at": 0.0, "first_timestamp_ms": -1, "left_at": 1.0}
+    leaving: Any = SimpleNamespace(producer=producer, transaction=sent, taken=taken, offsets={}, job=job, **times)
     session._count_commit(leaving)
 
 
