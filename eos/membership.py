@@ -21,6 +21,7 @@ from eos.admin.cluster import ClusterAdmin
 from eos.admin.facts import NEW_TOPIC_S
 from eos.admin.overdue import OverdueWatch
 from eos.admin.pending import why_unstable
+from eos.admin.places import forgotten, noted
 from eos.admin.topic_ids import TopicIds
 from eos.app import Record
 from eos.callbacks import guarded
@@ -57,10 +58,11 @@ _WAIT_LOG_INTERVAL_S = 10.0
 _TAKEOVER_LOG_INTERVAL_S = 2.0
 _STATISTICS_INTERVAL_MS = 1_000  # how old a lag may be
 _STANDING_S = 30.0
+_OTHERS = "another member's open transaction"
 
 
 class _NotNow(Exception):
-    """The cluster cannot answer at this moment."""
+    """The cluster cannot answer at this moment; what is waited for."""
 
 
 class Stopped(Exception):
@@ -447,10 +449,12 @@ class Membership:
         if self._rebalanced and self._overdue is not None:
             self._overdue.look()  # these partitions may be a dead member's
         self._rebalanced = False
-        starts = self._resolve_starts(sorted(self._unresolved))
-        if starts is None:
+        try:
+            starts = self._resolve_starts(sorted(self._unresolved))
+        except _NotNow as error:
+            # The group must be polled meanwhile, and a stop must be seen: a partition may have no leader for hours.
             self._next_resolve = time.monotonic() + _RESOLVE_PAUSE_S
-            self._tell_waiting()
+            self._tell_waiting(str(error))
             return
         self._assign(starts)
         self._noted_member_id()
@@ -472,14 +476,13 @@ class Membership:
             self.consumer.incremental_unassign(begun)
         self.consumer.incremental_assign(list(starts.values()))
 
-    def _tell_waiting(self) -> None:
+    def _tell_waiting(self, why: str) -> None:
         now = time.monotonic()
         if now - self._told_waiting < _TAKEOVER_LOG_INTERVAL_S:
             return
         self._told_waiting = now
-        waiting = _names(self._unresolved)
-        log.info("waiting for another member's open transaction", partitions=waiting, group=self.group)
-        if now - self._waiting_since >= _WAIT_LOG_INTERVAL_S:
+        log.info(f"waiting for {why}", partitions=_names(self._unresolved), group=self.group)
+        if why == _OTHERS and now - self._waiting_since >= _WAIT_LOG_INTERVAL_S:
             self._waiting_since = now
             self._warn_of_waiting()
 
@@ -492,21 +495,23 @@ class Membership:
             command=f"`{cause.command}`",
         )
 
-    def _resolve_starts(self, partitions: Sequence[Partition]) -> dict[Partition, TopicPartition] | None:
-        """Where each new partition begins: its stable committed offset, else by auto.offset.reset."""
+    def _resolve_starts(self, partitions: Sequence[Partition]) -> dict[Partition, TopicPartition]:
+        """Where each new partition begins: its stable committed offset, else by auto.offset.reset. Raises _NotNow, and
+        InputGone where there was a committed offset once."""
         starts = self.try_committed(partitions)
         if starts is None:
-            return None
+            raise _NotNow(_OTHERS)
         missing = [p for p, tp in starts.items() if tp.offset < 0]
-        starts |= {p: TopicPartition(*p, OFFSET_BEGINNING) for p in missing}
-        if str(self._settings.get("auto.offset.reset", "earliest")) != "latest":
-            return starts
+        reset = str(self._settings.get("auto.offset.reset", "earliest"))
         try:
-            ends = self._ends_to_begin_at(missing)
-        except _NotNow as error:
-            # The group must be polled meanwhile, and a stop must be seen: a partition may have no leader for hours.
-            log.debug("where partitions begin cannot be had yet", error=str(error), group=self.group)
-            return None
+            if found := noted(self._settings, self.group, missing):
+                raise forgotten(self.group, found, reset)
+        except Unavailable as error:
+            raise _NotNow(f"the notes that tell whether the group ran before: {error}") from error
+        starts |= {p: TopicPartition(*p, OFFSET_BEGINNING) for p in missing}
+        if reset != "latest":
+            return starts
+        ends = self._ends_to_begin_at(missing)
         self.new_starts |= ends
         return starts | {p: TopicPartition(*p, end) for p, end in ends.items()}
 

@@ -32,6 +32,7 @@ from confluent_kafka import Consumer, TopicPartition
 from eos import log
 from eos.admin.cluster import ClusterAdmin
 from eos.admin.fence import end_left_open
+from eos.admin.places import Places
 from eos.app import Fed, Feed, Headers, Record, is_pattern, send_of
 from eos.claim import Claim
 from eos.errors import (
@@ -316,6 +317,7 @@ class TransactSession:
         self._committer: Watchdog | None = None
         self._leaving: _Leaving | None = None
         self._in_doubt: Mapping[Partition, int] | None = None  # offsets of a commit that failed
+        self._places = Places(self.settings, self.group)
         self._places_due = time.monotonic()  # when the places of all partitions are to be committed again
         self._ours_until, self._ours_by = time.time(), "our start"  # nobody newer owned the transactional.id then
         self._claim = Claim(self.settings, self._lost_to, lambda: self.membership.nobody_took_our_place(), self.pulse)
@@ -433,6 +435,7 @@ class TransactSession:
         if self._membership is not None:
             self._membership.close(leave_group)
             self._membership = None
+        self._places.close()
 
     def _await_leaving_at_close(self) -> None:
         leaving, self._leaving = self._leaving, None
@@ -775,6 +778,7 @@ class TransactSession:
             self._ledger.commit()
         self._rebuilds_in_a_row = self._aborts_in_a_row = 0
         self._ours_until, self._ours_by = time.time(), "our last commit"
+        self._places.committed(leaving.offsets)
         if leaving.offsets.keys() >= self._positions.places().keys():
             self._places_due = leaving.left_at + _PLACES_S
         self._suspects = max(0, self._suspects - leaving.taken)

@@ -96,6 +96,11 @@ OPTIONS: dict[str, Option] = {
     "eos.replace.producer": Option(
         "auto", _one_of("auto", "always", "never"), "when a producer is replaced (never is for experiments)"
     ),
+    "eos.places.topic": Option(
+        "__eos_places",
+        str,
+        "compacted topic that tells a group whose offsets the brokers forgot from one that never ran",
+    ),
     "eos.create.topics": Option(
         False, _boolean, "create topics that are missing at the start, and dead letters' of a pattern's new topics"
     ),

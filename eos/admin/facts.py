@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicCollection
@@ -236,13 +237,19 @@ def _is_denied(admin: ClusterAdmin, transactional_id: str) -> bool:
     return False
 
 
-def create_topics(settings: Settings, wanted: Mapping[str, int], brokers: int, timeout_s: float = 30.0) -> set[str]:
-    """Creates topics (name -> partitions, -1 the broker's default) with as many copies as losing a broker asks for;
-    returns those that were not there."""
+def create_topics(
+    settings: Settings,
+    wanted: Mapping[str, int],
+    brokers: int,
+    timeout_s: float = 30.0,
+    config: Config = MappingProxyType({}),
+) -> set[str]:
+    """Creates topics (name -> partitions, -1 the broker's default) with this config, and as many copies as losing a
+    broker asks for; returns those that were not there."""
     client = connect(settings, timeout_s)
     replicas = min(3, brokers)
-    config = {"min.insync.replicas": "2"} if replicas >= 3 else {}
-    new = [NewTopic(name, count, replicas, config=config) for name, count in wanted.items()]
+    safe = {"min.insync.replicas": "2"} if replicas >= 3 else {}
+    new = [NewTopic(name, count, replicas, config={**config, **safe}) for name, count in wanted.items()]
     asked = client.create_topics(new, request_timeout=timeout_s)
     created = {name for name, future in asked.items() if _created(name, future.result)}
     deadline = time.monotonic() + timeout_s

@@ -240,7 +240,7 @@ def _timeouts(need: Need, facts: Facts) -> Iterator[Finding]:
 
 
 def _place(need: Need, facts: Facts) -> Iterator[Finding]:
-    """A group without members loses its offsets: a job by `--until-end` that runs less often begins anew each time."""
+    """A group without members loses its offsets: a job by `--until-end` that runs less often is refused each time."""
     if need.group is None:
         return
     minutes = _number(facts.broker_config or {}, OFFSETS_KEPT)
@@ -255,7 +255,7 @@ def _place(need: Need, facts: Facts) -> Iterator[Finding]:
     yield Finding(
         "place",
         Level.WARNING,
-        f"{sentence}; who comes back later begins by auto.offset.reset, again or too late",
+        f"{sentence}; who comes back later must be told where to go on (`eos reset`)",
         f"raise {OFFSETS_KEPT} on the brokers (Kafka's default is 10080, 7 days)",
     )
 

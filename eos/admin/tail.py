@@ -12,7 +12,7 @@ import functools
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
@@ -68,7 +68,12 @@ def spans(settings: Settings, topic: str, timeout_s: float) -> dict[int, Span]:
             f"topic {topic} does not exist at {settings.bootstrap_servers}",
             remedy=f"`eos topic create {topic}` makes it",
         )
-    places = [TopicPartition(topic, partition) for partition in range(found.partitions)]
+    return held(client, topic, range(found.partitions))
+
+
+def held(client: Any, topic: str, partitions: Iterable[int]) -> dict[int, Span]:
+    """The same of some partitions of a topic that is there; `client` as facts.connect gives it."""
+    places = [TopicPartition(topic, partition) for partition in partitions]
     low = _offsets(client, places, OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)  # type: ignore[no-untyped-call]
     # The stable ends first: ends only grow, so the later answer can never lie below the earlier one.
     stable = _offsets(client, places, OffsetSpec.latest(), IsolationLevel.READ_COMMITTED)  # type: ignore[no-untyped-call]

@@ -102,6 +102,7 @@ class Case:
         self.kafka.allow("TOPIC", self.output, "WRITE")
         self.kafka.allow("GROUP", self.app, "READ")
         self.kafka.allow("TRANSACTIONAL_ID", f"{self.app}-", "WRITE", prefixed=True)
+        self.kafka.allow("TOPIC", "__eos_places", "CREATE", "READ", "WRITE")
 
     def eos(self, listener: str, settings: Mapping[str, Any], *arguments: str) -> subprocess.CompletedProcess[str]:
         """Runs a command; its settings are in a file, as secrets are. None of them may be printed by anything."""
@@ -188,6 +189,23 @@ def test_a_worker_with_just_its_rights_works(way: str, case: Case, pki: Path, to
     listener, settings = ways(pki, token_endpoint)[way]
     ended = case.run(listener, settings)
     assert ended.returncode == 0, ended.stderr
+    assert "not noted" not in ended.stderr
+    settled_ends(case.kafka.servers["PLAINTEXT"], [case.output])
+    assert case.outputs() == case.values
+
+
+def test_who_may_not_note_its_places_works_all_the_same_and_is_told(case: Case) -> None:
+    case.allow_all()
+    case.kafka.withdraw("TOPIC", "__eos_places")
+    ended = case.run("SASL", PLAIN)
+    assert ended.returncode == 0, ended.stderr
+    (said,) = (line for line in ended.stderr.splitlines() if "places are not noted" in line)
+    for part in (
+        "offsets.retention.minutes",
+        "topic __eos_places cannot be created: not authorised",
+        "set eos.places.topic to nothing",
+    ):
+        assert part in said
     settled_ends(case.kafka.servers["PLAINTEXT"], [case.output])
     assert case.outputs() == case.values
 

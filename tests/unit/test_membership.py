@@ -11,6 +11,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from eos import membership as membership_module
+from eos.admin import places
 from eos.app import Record
 from eos.errors import NotAuthorised, Unavailable
 from eos.membership import Membership, Stopped, check_topics
@@ -161,11 +162,27 @@ def test_a_stop_ends_the_wait_for_a_partition_without_a_leader() -> None:
 
 def test_a_partition_that_cannot_begin_yet_does_not_keep_the_group_from_being_polled() -> None:
     """Under `latest` its end must be known: it may have no leader, or its group's offsets may not be stable."""
-    latest = _of(_Cluster(*AWAY), **{"auto.offset.reset": "latest"})
-    assert [latest._resolve_starts([("in", 1)]) for _ in AWAY] == [None, None]
+    latest = _of(_Cluster(*AWAY), **{"auto.offset.reset": "latest", "eos.places.topic": ""})
+    latest._unresolved = {("in", 1)}
+    for _ in AWAY:
+        latest._next_resolve = 0.0
+        latest.begin_new_partitions()
+        assert (latest.unresolved, latest.owned) == (1, set())
     starts = latest._resolve_starts([("in", 1)])
-    assert starts is not None
     assert starts["in", 1].offset == -2, "the group knows this topic: a new partition counts from its start"
+
+
+def test_notes_that_cannot_be_read_are_waited_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the group was here before is not to be guessed."""
+    monkeypatch.setattr(places, "_ASK_S", 0.2)
+    waiting = _of(_Cluster())
+    waiting._unresolved = {("in", 1)}
+    with caplog.at_level("INFO", "eos"):
+        waiting.begin_new_partitions()
+    assert (waiting.unresolved, waiting.owned) == (1, set())
+    assert "waiting for the notes that tell whether the group ran before: 127.0.0.1:9 cannot be reached" in caplog.text
 
 
 def test_partitions_that_may_not_be_seen_are_a_missing_right_with_its_topic() -> None:
@@ -209,8 +226,8 @@ def test_a_group_that_cannot_be_described_is_joined_all_the_same() -> None:
 
 def test_a_topic_that_came_later_begins_at_its_beginning_under_latest() -> None:
     group = _Cluster()
-    membership = _of(group, **{"auto.offset.reset": "latest"})
+    membership = _of(group, **{"auto.offset.reset": "latest", "eos.places.topic": ""})
     group.committed = lambda partitions, timeout: partitions  # type: ignore[method-assign]
-    assert [tp.offset for tp in (membership._resolve_starts([("in", 0)]) or {}).values()] == [5]
+    assert [tp.offset for tp in membership._resolve_starts([("in", 0)]).values()] == [5]
     membership.came_later = {"in"}
-    assert [tp.offset for tp in (membership._resolve_starts([("in", 0)]) or {}).values()] == [-2]
+    assert [tp.offset for tp in membership._resolve_starts([("in", 0)]).values()] == [-2]

@@ -1,0 +1,84 @@
+"""A group whose offsets the brokers forgot is told from one that never ran, by what is noted beside them.
+
+That a broker forgets is its clock's: the tests delete the group, which leaves the same behind.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from confluent_kafka.admin import NewTopic
+
+from eos.broker import LocalKafka
+from eos.testing.checker import check
+from eos.testing.history import read_topic
+from tests.support.reading import create_topics, wait_until
+
+if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
+    from tests.support.pipeline import Pipeline, Pipelines
+pytest_plugins = ["tests.support.pipeline"]
+
+INPUT_GONE = 66
+
+
+def forget(pipeline: Pipeline) -> None:
+    pipeline.admin.delete_consumer_groups([pipeline.app])[pipeline.app].result(10)
+    wait_until("a group that nobody knows", lambda: not pipeline.committed())
+
+
+@pytest.mark.parametrize(("reset", "danger"), [("earliest", "handle all again"), ("latest", "pass over")])
+def test_a_group_that_was_forgotten_is_refused_until_it_is_told_where_to_go_on(
+    reset: str, danger: str, kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, 600)
+    pipeline.finish()
+    before = pipeline.committed()
+    forget(pipeline)
+    pipeline.load(300)
+    refused = pipeline.worker(until_end=True, settings={"auto.offset.reset": reset})
+    assert refused.wait() == INPUT_GONE, refused.last_words
+    for part in (pipeline.app, "before (noted on", "offsets.retention.minutes", danger, "eos reset"):
+        assert part in refused.last_words
+    assert not pipeline.committed()
+    places = [argument for (topic, number), at in before.items() for argument in ("--from", f"{topic}:{number}:{at}")]
+    topics = [argument for topic in pipeline.sources for argument in ("--topic", topic)]
+    told = pipeline.eos(
+        *("reset", "--group", pipeline.app, *topics, *places, "--yes", "--wait", "30"),
+        *("--bootstrap-servers", pipeline.servers),
+    )
+    assert told.wait() == 0, told.log
+    pipeline.finish(settings={"auto.offset.reset": reset})
+    # Not `pipeline.verify`: it watched the offsets, and the test took them away.
+    pipeline.settle()
+    outputs = read_topic(pipeline.servers, pipeline.destinations).outputs()
+    fan_out = len(pipeline.destinations)
+    check(pipeline.inputs(), outputs, fan_out=fan_out, committed=pipeline.committed()).raise_if_violated()
+    assert len(outputs) == fan_out * 900
+
+
+def test_a_topic_that_was_made_anew_is_another_one(kafka: LocalKafka, pipelines: Pipelines) -> None:
+    pipeline = pipelines.on(kafka, 60)
+    pipeline.finish()
+    source = pipeline.sources[0]
+    pipeline.admin.delete_topics([source])[source].result(10)
+    wait_until("the topic is gone", lambda: source not in pipeline.admin.list_topics(timeout=5).topics)
+    create_topics(pipeline.servers, [NewTopic(source, 3)])
+    pipeline.finish()
+
+
+def test_without_a_topic_of_notes_a_group_begins_anew(kafka: LocalKafka, pipelines: Pipelines) -> None:
+    pipeline = pipelines.on(kafka, 60)
+    settings = {"eos.places.topic": ""}
+    pipeline.finish(settings=settings)
+    forget(pipeline)
+    pipeline.finish(settings=settings)
+    assert len(pipeline.committed()) == 6
+    wait_until("every output twice", lambda: pipeline.delivered >= 2 * 60 * len(pipeline.destinations))
+
+
+def test_a_group_that_never_ran_is_none_of_this(kafka: LocalKafka, pipelines: Pipelines) -> None:
+    one, other = pipelines.on(kafka, 60), pipelines.on(kafka, 60)
+    one.finish()
+    other.finish()
+    other.verify()
