@@ -6,7 +6,6 @@ again, and never initialises again, because an init takes the id back from whoev
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -18,6 +17,7 @@ from eos.ownership import Described, Identity, Owner
 from eos.producer import ALWAYS, TransactionalProducer
 from eos.settings import Settings
 from eos.states import State
+from eos.world import REAL, World
 
 T = TypeVar("T")
 
@@ -40,9 +40,11 @@ class Claim:
         lost_to: Callable[[TransactionalProducer, str, Described | None], str],
         nobody_took_our_place: Callable[[], bool] | None = None,
         pulse: Pulse | None = None,
+        world: World = REAL,
     ) -> None:
+        self._world = world
         self._settings, self._lost_to, self._nobody_took_our_place = settings, lost_to, nobody_took_our_place
-        self._pulse = pulse or Pulse()
+        self._pulse = pulse or Pulse(world.now)
         self._lost: str | None = None
         self._unlearnt: tuple[TransactionalProducer, str, bool] | None = None  # a question that was interrupted
         self._left_at: dict[str, Identity] = {}  # where `settle` last found an id that is still ours
@@ -122,21 +124,21 @@ class Claim:
 
     def _ask(self, producer: TransactionalProducer, question: Callable[[ClusterAdmin], T]) -> T:
         """Waits for an unreachable cluster: without it nothing can be decided."""
-        told = time.monotonic() - _LOG_INTERVAL_S
+        told = self._world.now() - _LOG_INTERVAL_S
         while True:
             try:
-                with ClusterAdmin(self._settings) as admin:
+                with self._world.admin(self._settings) as admin:
                     return question(admin)
             except Unavailable as error:
                 self._pulse.beat("calling", "DescribeTransactions")
                 producer.poll(0)  # what the client says must not gather, the cluster may be away for days
-                if time.monotonic() - told >= _LOG_INTERVAL_S:
-                    told, call = time.monotonic(), "DescribeTransactions"
+                if self._world.now() - told >= _LOG_INTERVAL_S:
+                    told, call = self._world.now(), "DescribeTransactions"
                     log.warning("waiting for the cluster", call=call, error=str(error), **producer.who())
-                time.sleep(_PAUSE_S)
+                self._world.sleep(_PAUSE_S)
 
     def _looked(self, admin: ClusterAdmin, producer: TransactionalProducer) -> Described | None:
-        answer, now = _owner(admin, producer), time.monotonic()
+        answer, now = _owner(admin, producer), self._world.now()
         if answer is not None and now - self._told >= _LOG_INTERVAL_S:
             self._told = now
             log.info("asking who owns the transactional.id", answer=answer, **producer.who())

@@ -8,8 +8,6 @@ records of it. This module never touches the producer and never decides what bec
 from __future__ import annotations
 
 import functools
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -45,7 +43,8 @@ from eos.positions import Positions
 from eos.positions import TopicPartition as Partition
 from eos.raising import raising
 from eos.settings import Settings
-from eos.watchdog import CallHung, Watchdog
+from eos.watchdog import CallHung
+from eos.world import REAL, World
 
 T = TypeVar("T")
 
@@ -104,7 +103,9 @@ class Membership:
         ledger: Ledger | None,
         with_ends: bool,
         pulse: Pulse | None = None,
+        world: World = REAL,
     ) -> None:
+        self._world = world
         self._settings = settings
         self._topics = list(topics)
         self._positions = positions
@@ -128,10 +129,10 @@ class Membership:
         self._assigned_as: str | None = None  # the member id under which we got the first of what we have
         self._latched: BaseException | None = None  # out of a callback
         own = str(settings.get("transactional.id", ""))
-        self._overdue = OverdueWatch(settings, self.group, own) if own else None
+        self._overdue = OverdueWatch(settings, self.group, own, world) if own else None
         self._rebalanced = False
-        self._topic_ids = TopicIds(settings, self._topics, self._topic_made_anew)
-        self._pulse = pulse or Pulse()
+        self._topic_ids = TopicIds(settings, self._topics, self._topic_made_anew, world)
+        self._pulse = pulse or Pulse(world.now)
         self.stopping: Callable[[], bool] = lambda: False
         """Whether a stop was asked for, which ends what waits for the cluster."""
         self.rebalances: dict[str, int] = {}
@@ -155,7 +156,7 @@ class Membership:
         self._incremental = not settings.classic_group or "cooperative" in strategy
         self._instance_id: str | None = configuration.get("group.instance.id")
         try:
-            self.consumer = Consumer(configuration)
+            self.consumer = self._world.consumer(configuration)
         except (KafkaException, TypeError, ValueError) as error:
             raise ConfigurationError(f"the consumer's settings were refused: {describe_error(error)}") from error
 
@@ -163,7 +164,7 @@ class Membership:
 
     def check_topics(self, topics: Iterable[str], deadline: float) -> None:
         """Every topic named exists, or Unavailable with the name; so does an unreachable cluster."""
-        check_topics(self.consumer, self._settings.bootstrap_servers, topics, deadline)
+        check_topics(self.consumer, self._settings.bootstrap_servers, topics, deadline, self._world)
 
     def begin_at(self, starts: Mapping[Partition, int]) -> None:
         """Where a consumer before this one began under `latest`, not committed yet: so does this one."""
@@ -213,7 +214,7 @@ class Membership:
         self._topic_ids.stop()
         if self._overdue is not None:
             self._overdue.stop()
-        guard = Watchdog("eos-close")
+        guard = self._world.caller("eos-close")
         try:
             guard.call(self.consumer.close, timeout_s=_CLOSE_S)
         except CallHung:
@@ -226,7 +227,7 @@ class Membership:
         if not leave or self._instance_id is None:
             return
         try:
-            with ClusterAdmin(self._settings, timeout_ms=5_000) as admin:
+            with self._world.admin(self._settings, timeout_ms=5_000) as admin:
                 admin.remove_member(self.group, self._instance_id)
         except EosError as error:
             log.warning("could not leave the group: its partitions move at the session timeout", error=str(error))
@@ -235,7 +236,7 @@ class Membership:
         """Closes the consumer on another thread: closing may wait for a coordinator that it cannot reach. What its
         callbacks say meanwhile concerns nobody any more."""
         self._positions = Positions()
-        threading.Thread(target=self.close, args=(False,), name="eos-retire", daemon=True).start()
+        self._world.background("eos-retire", lambda: self.close(False))
 
     def _latch(self, error: BaseException) -> None:
         """Raised by the poll in which it came, or by the next one."""
@@ -392,7 +393,7 @@ class Membership:
             add(self.rebalances, "assigned")
             self._next_resolve = 0.0
             self._rebalanced = self._rebalanced or bool(partitions)
-            self._told_waiting = self._waiting_since = time.monotonic()
+            self._told_waiting = self._waiting_since = self._world.now()
         except BaseException as error:  # noqa: BLE001 - must not pass through C frames; raised after the poll
             self._latch(error)
             self._untold = True
@@ -439,7 +440,7 @@ class Membership:
     @property
     def new_partitions(self) -> bool:
         """The group assigned partitions that did not begin yet, and it is time to ask where."""
-        return bool(self._unresolved) and time.monotonic() >= self._next_resolve
+        return bool(self._unresolved) and self._world.now() >= self._next_resolve
 
     def begin_new_partitions(self) -> None:
         """Begins what the group assigned, if its stable committed offsets can be had: not while a predecessor's open
@@ -453,7 +454,7 @@ class Membership:
             starts = self._resolve_starts(sorted(self._unresolved))
         except _NotNow as error:
             # The group must be polled meanwhile, and a stop must be seen: a partition may have no leader for hours.
-            self._next_resolve = time.monotonic() + _RESOLVE_PAUSE_S
+            self._next_resolve = self._world.now() + _RESOLVE_PAUSE_S
             self._tell_waiting(str(error))
             return
         self._assign(starts)
@@ -477,7 +478,7 @@ class Membership:
         self.consumer.incremental_assign(list(starts.values()))
 
     def _tell_waiting(self, why: str) -> None:
-        now = time.monotonic()
+        now = self._world.now()
         if now - self._told_waiting < _TAKEOVER_LOG_INTERVAL_S:
             return
         self._told_waiting = now
@@ -487,7 +488,7 @@ class Membership:
             self._warn_of_waiting()
 
     def _warn_of_waiting(self) -> None:
-        cause = why_unstable(self._settings, self.group)
+        cause = why_unstable(self._settings, self.group, self._world)
         log.warning(
             "waiting for stable committed offsets",
             group=self.group,
@@ -504,7 +505,7 @@ class Membership:
         missing = [p for p, tp in starts.items() if tp.offset < 0]
         reset = str(self._settings.get("auto.offset.reset", "earliest"))
         try:
-            if found := noted(self._settings, self.group, missing):
+            if found := noted(self._settings, self.group, missing, self._world):
                 raise forgotten(self.group, found, reset)
         except Unavailable as error:
             raise _NotNow(f"the notes that tell whether the group ran before: {error}") from error
@@ -559,14 +560,14 @@ class Membership:
         CallFailed(REBUILD): another client gets them, this one's consumer does not. Seen with librdkafka 2.16 after the
         only broker came back: in 1 of 6 restarts it never asked for its group coordinator again.
         """
-        told = time.monotonic()
+        told = self._world.now()
         while (found := self.try_committed(partitions, _ASK_S)) is None:
             if self._another_client_gets(partitions):
                 raise CallFailed("committed", Action.REBUILD, TimeoutError("the consumer cannot reach its coordinator"))
-            if time.monotonic() - told > _WAIT_LOG_INTERVAL_S:
-                told = time.monotonic()
+            if self._world.now() - told > _WAIT_LOG_INTERVAL_S:
+                told = self._world.now()
                 self._warn_of_waiting()
-            time.sleep(0.05)
+            self._world.sleep(0.05)
         return found
 
     def _another_client_gets(self, partitions: Sequence[Partition]) -> bool:
@@ -574,7 +575,7 @@ class Membership:
         configuration = self._settings.consumer() | {"log_level": 0}
         for name in ("group.instance.id", "group.protocol", "session.timeout.ms", "heartbeat.interval.ms"):
             configuration.pop(name, None)
-        asking = Consumer(configuration)
+        asking = self._world.consumer(configuration)
         try:
             found = asking.committed([TopicPartition(*p) for p in partitions], timeout=_ASK_S)
             return all(tp.error is None for tp in found)
@@ -646,7 +647,7 @@ class Membership:
         mine = self._noted_member_id()  # another one than at the last commit, if librdkafka joined again by itself
         if self._instance_id is None:
             return bool(mine) or not self._was_member
-        with ClusterAdmin(self._settings) as admin:
+        with self._world.admin(self._settings) as admin:
             members = admin.members(self.group)
         ours = [m for m in members if m.get("group_instance_id") == self._instance_id]
         return all(m.get("member_id") in self.member_ids for m in ours)
@@ -685,15 +686,15 @@ class Membership:
     def _when_possible(self, question: Callable[[], T]) -> T:
         """Its answer, asked for until there is one; only while this member is not in the group, which must be polled.
         Raises Stopped."""
-        told = time.monotonic()
+        told = self._world.now()
         while not self.stopping():
             try:
                 return question()
             except _NotNow as error:
-                if time.monotonic() - told > _WAIT_LOG_INTERVAL_S:
-                    told = time.monotonic()
+                if self._world.now() - told > _WAIT_LOG_INTERVAL_S:
+                    told = self._world.now()
                     log.warning("waiting for the cluster", error=str(error), group=self.group)
-                time.sleep(0.1)
+                self._world.sleep(0.1)
         raise Stopped
 
     @property
@@ -734,7 +735,7 @@ class Membership:
 
     def _tell_standing(self, statistics: _Statistics) -> None:
         """A warning where there is more to fetch and nothing comes: else only the lag would tell."""
-        now, before, self._standing = time.monotonic(), self._standing, {}
+        now, before, self._standing = self._world.now(), self._standing, {}
         for partition, seen in statistics.partitions():
             if partition not in self.owned or seen.fetchq_cnt or not 0 <= seen.next_offset < seen.ls_offset:
                 continue
@@ -754,11 +755,12 @@ class Finish:
     def __init__(self, membership: Membership) -> None:
         self._targets = membership.stable_ends()
         self._next_look = 0.0
+        self._now = membership._world.now
 
     def reached(self, membership: Membership) -> bool:
-        if time.monotonic() < self._next_look:
+        if self._now() < self._next_look:
             return False
-        self._next_look = time.monotonic() + _DONE_PAUSE_S
+        self._next_look = self._now() + _DONE_PAUSE_S
         # Asked, not waited for: another member's open transaction may keep its offsets unstable up to its timeout, and
         # meanwhile this one must go on polling, or it could not take that member's partitions over.
         committed = membership.try_committed(list(self._targets))
@@ -772,20 +774,20 @@ def _names(partitions: Iterable[Partition]) -> str:
     return ",".join(f"{topic}[{partition}]" for topic, partition in sorted(partitions))
 
 
-def check_topics(client: Any, servers: str, topics: Iterable[str], deadline: float) -> None:
+def check_topics(client: Any, servers: str, topics: Iterable[str], deadline: float, world: World = REAL) -> None:
     """Every topic named exists, or Unavailable with the name; so does an unreachable cluster. `client`: any of
     confluent-kafka's that has `list_topics`."""
-    patience = time.monotonic() + NEW_TOPIC_S
-    while (missing := _missing(client, servers, topics, deadline)) and time.monotonic() < patience:
-        time.sleep(0.1)
+    patience = world.now() + NEW_TOPIC_S
+    while (missing := _missing(client, servers, topics, max(1.0, deadline - world.now()))) and world.now() < patience:
+        world.sleep(0.1)
     if missing:
         raise Unavailable(missing)
 
 
-def _missing(client: Any, servers: str, topics: Iterable[str], deadline: float) -> str:
+def _missing(client: Any, servers: str, topics: Iterable[str], timeout_s: float) -> str:
     """The sentence about the first topic that is not there, by the broker that is asked; "" when all are."""
     try:
-        known = client.list_topics(timeout=max(1.0, deadline - time.monotonic())).topics
+        known = client.list_topics(timeout=timeout_s).topics
     except KafkaException as error:
         action = classify("consume", error.args[0])
         if action is Action.UNAUTHORISED:

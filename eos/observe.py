@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 # What the session's thread can be doing. "calling" is a call that only the cluster can answer.
@@ -18,16 +18,17 @@ Doing = Literal["starting", "polling", "handling", "calling", "stopping", "stopp
 
 
 class Pulse:
-    """What the thread does, since when, and when it last moved; times are time.monotonic().
+    """What the thread does, since when, and when it last moved; times are by `clock`.
 
     A thread that polls, hands out records or calls again moves; one that does not move for longer than its limits
     allow is stuck. One tuple, so that a reader never sees half of a beat.
     """
 
-    __slots__ = ("_now", "_thread")
+    __slots__ = ("_clock", "_now", "_thread")
 
-    def __init__(self) -> None:
-        now = time.monotonic()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        now = clock()
         self._now: tuple[Doing, str, float, float] = ("starting", "", now, now)
         self._thread = threading.get_ident()
 
@@ -39,7 +40,7 @@ class Pulse:
         """The thread moved: it does `doing` from now on (or still); `what` names the call."""
         if threading.get_ident() != self._thread:
             return
-        now = time.monotonic()
+        now = self._clock()
         before, called, since, _ = self._now
         self._now = (doing, what, since if doing == before and what == called else now, now)
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from confluent_kafka import KafkaError, Message, TopicPartition
 
 from eos import log
-from eos.admin.cluster import ClusterAdmin
 from eos.app import Headers, send_of
 from eos.claim import Claim
 from eos.errors import (
@@ -35,6 +33,7 @@ from eos.ownership import Described, Owner
 from eos.producer import OLD_TRANSACTIONS, TransactionalProducer
 from eos.settings import Settings, settings_of
 from eos.states import State
+from eos.world import REAL, World
 
 
 class Delivery:
@@ -139,7 +138,8 @@ class Transactions:
     Several threads take one each, with a transactional.id of its own. `offsets`: its transactions may `send_offsets`.
     """
 
-    def __init__(self, settings: Settings | Mapping[str, Any], *, offsets: bool = False) -> None:
+    def __init__(self, settings: Settings | Mapping[str, Any], *, offsets: bool = False, world: World = REAL) -> None:
+        self._world = world
         self.settings = settings_of(settings)
         if not self.settings.get("transactional.id"):
             raise ConfigurationError("transactional.id must be set for a transaction")
@@ -147,17 +147,19 @@ class Transactions:
         self._producer = self._new_producer(alternate=False)
         self._open: PlainTransaction | None = None  # whose block has the producer
         self._beginning = threading.Lock()
-        self._claim = Claim(self.settings, _lost_to)
+        self._claim = Claim(self.settings, _lost_to, world=world)
 
     def _new_producer(self, alternate: bool) -> TransactionalProducer:
-        return TransactionalProducer(self.settings, self.settings["transactional.id"], alternate, reports=True)
+        return TransactionalProducer(
+            self.settings, self.settings["transactional.id"], alternate, reports=True, world=self._world
+        )
 
     def __enter__(self) -> Transactions:
         if self._sends_offsets:
             # On brokers before 4.0 a late TxnOffsetCommit takes pending offsets from a replacement of the same id.
-            with ClusterAdmin(self.settings) as admin:
+            with self._world.admin(self.settings) as admin:
                 self._producer = self._new_producer(alternate=admin.transaction_version() < OLD_TRANSACTIONS)
-        self._producer.start(time.monotonic() + self.settings["eos.startup.timeout.ms"] / 1000)
+        self._producer.start(self._world.now() + self.settings["eos.startup.timeout.ms"] / 1000)
         return self
 
     def __exit__(self, *_: object) -> None:

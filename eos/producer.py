@@ -12,13 +12,12 @@ import gc
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
 
-from eos import clock, log
+from eos import log
 from eos.app import Fed, Feed, Record, Send
 from eos.callbacks import guarded
 from eos.error_table import denied
@@ -40,6 +39,7 @@ from eos.raising import raising
 from eos.settings import STATISTICS_INTERVAL_MS, Settings, alternate_of
 from eos.states import OPEN, Event, Machine, State
 from eos.watchdog import IDLE_S, CallHung, Watchdog
+from eos.world import REAL, World
 
 ALWAYS = "always"  # the setting, and the reason it gives
 OLD_TRANSACTIONS = 2  # transaction.version below it: a replaced producer needs another transactional.id
@@ -62,10 +62,10 @@ _REPORT_DELAY_S = 0.5  # a transaction fails a moment before the report of the r
 class _Client:
     """One confluent-kafka Producer with what is known of it; thrown away as a whole."""
 
-    def __init__(self, settings: Settings, transactional_id: str, reports: bool) -> None:
-        self.transactional_id = transactional_id
+    def __init__(self, settings: Settings, transactional_id: str, reports: bool, world: World = REAL) -> None:
+        self.transactional_id, self.world = transactional_id, world
         self._looking = threading.Lock()  # held to change the evidence
-        self._served_at = time.monotonic()
+        self._served_at = world.now()
         self.evidence = RetryEvidence(settings.retry_backoff_ms)
         self.identity: Identity | None = None
         self.inits = 1
@@ -89,24 +89,24 @@ class _Client:
             "on_delivery": self.delivered,
         }
         try:
-            self.producer = Producer(configuration)
+            self.producer = world.producer(configuration)
         except (KafkaException, TypeError, ValueError) as error:
             raise ConfigurationError(f"the producer's settings were refused: {describe_error(error)}") from error
         self.statistics_interval_s = int(configuration["statistics.interval.ms"]) / 1000
         self.watchdog = self.new_watchdog()
 
     def new_watchdog(self) -> Watchdog:
-        return Watchdog(f"eos-{self.transactional_id}", self._serve_unasked)
+        return self.world.caller(f"eos-{self.transactional_id}", self._serve_unasked)
 
     def serve(self, timeout_s: float = 0.0) -> None:
         """Calls the callbacks of what the client has to say."""
-        self._served_at = time.monotonic()
+        self._served_at = self.world.now()
         raising(self.producer.poll, timeout_s)
 
     def _serve_unasked(self) -> None:
         """By the watchdog's thread, while a user's function runs for minutes or a kept producer has nothing to do:
         statistics come ten times a second, of 10 KB and more."""
-        if time.monotonic() - self._served_at < IDLE_S:
+        if self.world.now() - self._served_at < IDLE_S:
             return
         try:
             self.serve()
@@ -133,9 +133,9 @@ class _Client:
         """A call whose duration tells whether it was retried inside."""
         with self._looking:
             self.evidence.call_began()
-        began = time.monotonic()
+        began = self.world.now()
         function()
-        returned = time.monotonic()
+        returned = self.world.now()
         with self._looking:
             self.evidence.call_took(call, (returned - began) * 1000, returned)
 
@@ -167,10 +167,11 @@ class TransactionalProducer:
         alternate: bool = False,
         reports: bool = False,
         pulse: Pulse | None = None,
+        world: World = REAL,
     ) -> None:
-        self._settings = settings
+        self._settings, self._world = settings, world
         self._reports = reports
-        self._pulse = pulse or Pulse()
+        self._pulse = pulse or Pulse(world.now)
         self._ids = [transactional_id, alternate_of(transactional_id)] if alternate else [transactional_id]
         self._machine = Machine()
         self._mode: str = settings["eos.replace.producer"]
@@ -179,9 +180,9 @@ class TransactionalProducer:
         self._half_way: _Client | None = None  # its init was interrupted
         self._spent: str | None = None
         self._produced = 0
-        self._began_at = 0.0  # time.monotonic(), for deadlines of ours
-        self._committed_at = 0.0  # time.monotonic()
-        self._open_since = 0.0  # clock.elapsing(), for the broker's timeout
+        self._began_at = 0.0  # World.now(), for deadlines of ours
+        self._committed_at = 0.0  # World.now()
+        self._open_since = 0.0  # World.elapsing(), for the broker's timeout
         self._offsets_sent = False
         self.may_have_bumped = False
         """An abort or an init did not come to its end: a client of ours may have taken the next epoch in it (an abort:
@@ -222,7 +223,7 @@ class TransactionalProducer:
     def start(self, deadline: float | None, before_init: Callable[[str], None] = lambda transactional_id: None) -> None:
         """Creates the client and initialises the transactional.id, which ends what a predecessor left open.
 
-        `deadline` is a time.monotonic(); without one an unreachable cluster is waited for. `before_init` is called with
+        `deadline` is a World.now(); without one an unreachable cluster is waited for. `before_init` is called with
         each transactional.id immediately before its init. Raises Unavailable, ConfigurationError, NotAuthorised.
         """
         for transactional_id in reversed(self._ids):
@@ -243,7 +244,7 @@ class TransactionalProducer:
         client = self._half_way
         if client is None or client.transactional_id != transactional_id:
             self._end_half_way()
-            client = _Client(self._settings, transactional_id, self._reports)
+            client = _Client(self._settings, transactional_id, self._reports, self._world)
             # Behind the client: what its settings are refused for must not have fenced a healthy owner.
             before_init(transactional_id)
         try:
@@ -282,7 +283,7 @@ class TransactionalProducer:
     def _end_half_way(self) -> None:
         if (client := self._half_way) is not None:
             with contextlib.suppress(CallFailed):
-                self._init(client, time.monotonic() + self._call_timeout_s)
+                self._init(client, self._world.now() + self._call_timeout_s)
             _retire(client)
 
     def must_replace(self) -> str | None:
@@ -308,8 +309,8 @@ class TransactionalProducer:
 
     def _await_statistics(self, waiting: Callable[[], bool]) -> None:
         """Polls while `waiting` answers True, until the next statistics are overdue."""
-        began = time.monotonic()
-        while waiting() and time.monotonic() - began < self.client.statistics_interval_s + _OVERDUE_S:
+        began = self._world.now()
+        while waiting() and self._world.now() - began < self.client.statistics_interval_s + _OVERDUE_S:
             self.poll(_STATISTICS_POLL_S)
 
     def replace(self, reason: str) -> None:
@@ -373,7 +374,7 @@ class TransactionalProducer:
         self._produced = client.delivery_errors = 0
         client.delivery_error = None
         self._offsets_sent = False
-        self._began_at, self._open_since = time.monotonic(), clock.elapsing()
+        self._began_at, self._open_since = self._world.now(), self._world.elapsing()
 
     def send(
         self,
@@ -422,9 +423,9 @@ class TransactionalProducer:
 
     def _send_when_there_is_room(self, record: tuple[Any, ...], error: Exception) -> None:
         """A full queue is waited for; everything else is a CallFailed."""
-        deadline = time.monotonic() + self._settings.transaction_timeout_ms / 1000
+        deadline = self._world.now() + self._settings.transaction_timeout_ms / 1000
         while isinstance(error, BufferError):
-            if time.monotonic() >= deadline:
+            if self._world.now() >= deadline:
                 raise self._fail("produce", Action.ABORT, error) from error
             self._pulse.beat("calling", "produce")
             self.poll(0.05)
@@ -440,8 +441,8 @@ class TransactionalProducer:
 
     def _raise_delivery_error(self, wait_s: float = 0.0) -> None:
         """Raises for the first record that could not be delivered, if its report is there or comes within `wait_s`."""
-        client, deadline = self.client, time.monotonic() + wait_s
-        while client.delivery_error is None and time.monotonic() < deadline:
+        client, deadline = self.client, self._world.now() + wait_s
+        while client.delivery_error is None and self._world.now() < deadline:
             self.poll(0.02)
         if client.delivery_error is not None:
             refusal, where = client.delivery_error
@@ -462,10 +463,10 @@ class TransactionalProducer:
 
         `meanwhile` is called again and again while it answers True: it had something better to do than to wait.
         """
-        deadline = time.monotonic() + self._settings.transaction_timeout_ms / 1000 + HANG_MARGIN_S
+        deadline = self._world.now() + self._settings.transaction_timeout_ms / 1000 + HANG_MARGIN_S
         wait_s = _FLUSH_LOOK_S  # the first sets the client's threads on what is left in the queue
         while self._flush_for(wait_s):
-            if time.monotonic() >= deadline:
+            if self._world.now() >= deadline:
                 raise self._fail("flush", Action.ABORT, TimeoutError("records are still in the queue"))
             wait_s = _FLUSH_LOOK_S if meanwhile() else _FLUSH_WAIT_S
         client = self.client
@@ -491,7 +492,7 @@ class TransactionalProducer:
         send = self.client.producer.send_offsets_to_transaction
         deadline = self._began_at + self._settings.transaction_timeout_ms / 1000
         if not self._produced:
-            time.sleep(max(0.0, self._committed_at + _MARKERS_S - time.monotonic()))
+            self._world.sleep(max(0.0, self._committed_at + _MARKERS_S - self._world.now()))
         try:
             self._timed("send_offsets", send, offsets, group_metadata, deadline=deadline)
         except CallFailed as failure:
@@ -507,14 +508,14 @@ class TransactionalProducer:
         self._machine.fire(Event.COMMIT)
         self._expect_end_txn()
         self._timed("commit", self.client.producer.commit_transaction)
-        self._committed_at = time.monotonic()
+        self._committed_at = self._world.now()
         self._machine.fire(Event.ENDED)
 
     def abort(self, deadline: float | None = None) -> None:
         """Aborts; afterwards this producer is spent: the client may use a purged record's sequence number
         again, and the broker then takes the next record for a duplicate of it.
 
-        An unreachable cluster is waited for until `deadline` (time.monotonic()), for ever without one.
+        An unreachable cluster is waited for until `deadline` (World.now()), for ever without one.
         """
         self._machine.fire(Event.ABORT)
         client = self.client
@@ -547,10 +548,10 @@ class TransactionalProducer:
         take the next epoch by itself (KIP-360), and what is known from before would look like a predecessor's.
         """
         client = self.client
-        deadline = time.monotonic() + (_FRESH_S if fresh else timeout_s)
+        deadline = self._world.now() + (_FRESH_S if fresh else timeout_s)
         self.poll(0)  # all that wait to be served were made before
         before = client.statistics_seen
-        while time.monotonic() < deadline:
+        while self._world.now() < deadline:
             if client.identity is not None and not (fresh and client.statistics_seen == before):
                 break
             self.poll(0.05)
@@ -558,7 +559,7 @@ class TransactionalProducer:
 
     def situation(self) -> Situation | None:
         """What is known here after a call was fenced, for `ownership.settle`; None if our own epoch is not known."""
-        age_ms = (clock.elapsing() - self._open_since) * 1000  # before the statistics are waited for
+        age_ms = (self._world.elapsing() - self._open_since) * 1000  # before the statistics are waited for
         identity = self.identity(fresh=True)
         if identity is None:
             return None
@@ -574,12 +575,12 @@ class TransactionalProducer:
         self, client: _Client, name: Call, function: Callable[..., Any], *args: Any, deadline: float | None
     ) -> None:
         """One transactional call, again while it is retriable and the deadline has not passed."""
-        told = time.monotonic()
+        told = self._world.now()
         while True:
             self._pulse.beat("calling", name)
             timeout_s = self._call_timeout_s
             if deadline is not None:
-                timeout_s = min(timeout_s, max(0.1, deadline - time.monotonic()))
+                timeout_s = min(timeout_s, max(0.1, deadline - self._world.now()))
             try:
                 client.watchdog.call(function, *args, timeout_s, timeout_s=timeout_s + HANG_MARGIN_S)
                 return
@@ -591,7 +592,7 @@ class TransactionalProducer:
                     raise self._failed(name, error) from error
                 self._spent = f"failure: {name} had to be called again"
                 self._serve(client)  # a cluster may be away for days
-                now = time.monotonic()
+                now = self._world.now()
                 if deadline is not None and now >= deadline:
                     late = Action.RETRY if name == "init" else Action.REBUILD
                     raise self._fail(name, late, error) from error
@@ -628,7 +629,7 @@ class TransactionalProducer:
 def _retire(client: _Client) -> None:
     """Drops a client on another thread: destroying one can block, and one with a hung call must not be destroyed."""
     client.watchdog.close()
-    threading.Thread(target=_destroy, args=(client,), name="eos-retire", daemon=True).start()
+    client.world.background("eos-retire", lambda: _destroy(client))
 
 
 def _destroy(client: _Client) -> None:
@@ -649,7 +650,7 @@ def _destroy(client: _Client) -> None:
         # The traceback of the failure for which it was replaced holds it while the failure is dealt with. A traceback
         # that is part of a circle would for ever, with six threads and what the client says.
         _unheard(producer)
-        time.sleep(_ABANDONED_POLL_S)
+        client.world.sleep(_ABANDONED_POLL_S)
         looks += 1
         if looks == _LOOKS_UNTIL_COLLECTED:
             gc.collect()

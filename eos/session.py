@@ -56,6 +56,7 @@ from eos.producer import ALWAYS, OLD_TRANSACTIONS, TransactionalProducer
 from eos.settings import OF_FUNCTIONS, Settings, alternate_of, settings_of
 from eos.states import OPEN
 from eos.watchdog import Job, Watchdog
+from eos.world import REAL, World
 
 IDLE_POLL_S = 0.1
 _BEAT_S = 0.5
@@ -130,7 +131,7 @@ class Transaction:
 
     def __init__(self, session: TransactSession, until: float) -> None:
         self._session = session
-        self._until = until  # time.monotonic() after which no more records are handed out
+        self._until = until  # World.now() after which no more records are handed out
         self._records: Iterator[Record] | None = None
         self._ahead = 0  # taken by `records`, but not handed out yet
         self.sent = self.skipped = self.dead_letters = 0
@@ -147,12 +148,13 @@ class Transaction:
         return self._records
 
     def _hand_out(self) -> Iterator[Record]:
+        now = self._session._world.now
         while batch := self.take(64):
             self._ahead = len(batch)
             for record in batch:
                 self._ahead -= 1
                 yield record
-                if time.monotonic() >= self._until:
+                if now() >= self._until:
                     self._give_back_ahead()
                     return
 
@@ -165,7 +167,7 @@ class Transaction:
         if not self._session._has(self):
             return []
         self._give_back_ahead()
-        if not self._session._going_well or (self._session.taken and time.monotonic() >= self._until):
+        if not self._session._going_well or (self._session.taken and self._session._world.now() >= self._until):
             return []
         return self._session._take(most)
 
@@ -247,6 +249,7 @@ class TransactSession:
         destinations: Sequence[str] = (),
         ledger: Ledger | None = None,
         new_topics: Callable[[], Sequence[str]] | None = None,
+        world: World = REAL,
     ) -> None:
         """`new_topics`: asked when no transaction is open, for names to read from then on as well. Such a session is
         made before its `topics` are known, and they are set before its start."""
@@ -273,8 +276,10 @@ class TransactSession:
             )
         self.group: str = self.settings["group.id"]
         self.transactional_id: str = self.settings["transactional.id"]
+        self._world = world
+        self._started_at_ms = int(world.started_at * 1000)
         self.counters = Counters()
-        self.pulse = Pulse()
+        self.pulse = Pulse(world.now)
         self.stop_requested = False
         self.until_end = until_end
         self.on_event: Callable[[str], None] | None = None
@@ -317,10 +322,11 @@ class TransactSession:
         self._committer: Watchdog | None = None
         self._leaving: _Leaving | None = None
         self._in_doubt: Mapping[Partition, int] | None = None  # offsets of a commit that failed
-        self._places = Places(self.settings, self.group)
-        self._places_due = time.monotonic()  # when the places of all partitions are to be committed again
-        self._ours_until, self._ours_by = time.time(), "our start"  # nobody newer owned the transactional.id then
-        self._claim = Claim(self.settings, self._lost_to, lambda: self.membership.nobody_took_our_place(), self.pulse)
+        self._places = Places(self.settings, self.group, world)
+        self._places_due = world.now()  # when the places of all partitions are to be committed again
+        self._ours_until, self._ours_by = world.unix(), "our start"  # nobody newer owned the transactional.id then
+        nobody_else = lambda: self.membership.nobody_took_our_place()  # noqa: E731 - of the membership at that time
+        self._claim = Claim(self.settings, self._lost_to, nobody_else, self.pulse, world)
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -365,11 +371,11 @@ class TransactSession:
     def start(self) -> None:
         """Connects, fences predecessors and subscribes. Raises Unavailable within eos.startup.timeout.ms."""
         self.pulse.adopt()
-        deadline = time.monotonic() + self.settings["eos.startup.timeout.ms"] / 1000
+        deadline = self._world.now() + self.settings["eos.startup.timeout.ms"] / 1000
         self._membership = self._new_membership()
         try:
             self._membership.check_topics([*self.topics, *self.destinations], deadline)
-            with ClusterAdmin(self.settings) as admin:
+            with self._world.admin(self.settings) as admin:
                 self._start_producers(admin, deadline)
                 self._membership.make_way(admin)
                 self._came_later |= self._came_without_us(admin)
@@ -381,7 +387,7 @@ class TransactSession:
         except BaseException:
             self.close()
             raise
-        self._ours_until = time.time()
+        self._ours_until = self._world.unix()
         self.producer.identity(0.5)  # comes with the first statistics; the log should name it from the start
         log.info("session started", group=self.group, topics=",".join(self.topics), **self.producer.who())
 
@@ -395,18 +401,20 @@ class TransactSession:
 
     def _start_producers(self, admin: ClusterAdmin, deadline: float) -> None:
         """Fences every predecessor, in whichever way it used the two transactional.ids."""
-        self._committer = Watchdog(f"eos-{self.transactional_id}-commit")
+        self._committer = self._world.caller(f"eos-{self.transactional_id}-commit")
 
         def end(transactional_id: str) -> None:
-            end_left_open(admin, [transactional_id])
+            end_left_open(admin, [transactional_id], self._world)
 
         old_brokers = admin.transaction_version() < OLD_TRANSACTIONS
-        first = TransactionalProducer(self.settings, self.transactional_id, alternate=old_brokers, pulse=self.pulse)
+        first = TransactionalProducer(self.settings, self.transactional_id, old_brokers, False, self.pulse, self._world)
         self._producers = [first]
         first.start(deadline, end)
         if old_brokers:
             return  # there the alternate id is for replacements
-        second = TransactionalProducer(self.settings, alternate_of(self.transactional_id), pulse=self.pulse)
+        second = TransactionalProducer(
+            self.settings, alternate_of(self.transactional_id), False, False, self.pulse, self._world
+        )
         second.start(deadline, end)
         if self._takes_turns:
             self._producers.append(second)
@@ -425,7 +433,7 @@ class TransactSession:
         for producer in self._producers:
             if producer.may_abort:
                 try:
-                    producer.abort(time.monotonic() + _CLOSE_ABORT_S)
+                    producer.abort(self._world.now() + _CLOSE_ABORT_S)
                 except CallFailed as failure:
                     # The broker aborts it at its timeout, or our successor's init does.
                     log.warning("abort at close failed", error=str(failure), **producer.who())
@@ -451,7 +459,7 @@ class TransactSession:
 
     def _new_membership(self) -> Membership:
         membership = Membership(
-            self.settings, self.topics, self._positions, self._ledger, with_ends=self.until_end, pulse=self.pulse
+            self.settings, self.topics, self._positions, self._ledger, self.until_end, self.pulse, self._world
         )
         membership.stopping = lambda: self.stop_requested
         membership.rebalances = self.counters.rebalances
@@ -461,7 +469,7 @@ class TransactSession:
 
     def pause(self, seconds: float) -> None:
         """No transaction begins before so many seconds are over; meanwhile the group is polled as usual."""
-        self._pause_until = max(self._pause_until, time.monotonic() + seconds)
+        self._pause_until = max(self._pause_until, self._world.now() + seconds)
 
     # ---- the loop ---------------------------------------------------------------------------------------------
 
@@ -518,10 +526,10 @@ class TransactSession:
             self.on_event(name)
 
     def _begin(self) -> Transaction:
-        asked = time.monotonic()
+        asked = self._world.now()
         if reason := self.producer.must_replace():
             self._claim.replace(self.producer, reason)
-        self._gathering_since += time.monotonic() - asked  # what waits meanwhile is not handled meanwhile
+        self._gathering_since += self._world.now() - asked  # what waits meanwhile is not handled meanwhile
         self._step("begin")
         try:
             self.producer.begin()
@@ -529,7 +537,7 @@ class TransactSession:
             self._recover(failure)
             return self._begin()
         self._step("begun")
-        self._began_at = time.monotonic()
+        self._began_at = self._world.now()
         room_s = room_of(self._interval_s, self._began_at - self._gathering_since)
         self._first_timestamp_ms = self._positions.first_timestamp_ms
         self._failure = self.membership.lost_sentence = self._given_up = None
@@ -585,15 +593,15 @@ class TransactSession:
         if self.membership.new_partitions and not self._begin_partitions():
             return
         due = self._began_at + self._interval_s
-        self._gathering_since = time.monotonic()
-        if not len(self._positions) and time.monotonic() >= due:
+        self._gathering_since = self._world.now()
+        if not len(self._positions) and self._world.now() >= due:
             self._poll(1, IDLE_POLL_S)  # idle: the first record starts a transaction at once
             if not len(self._positions):
                 return
-            self._gathering_since = time.monotonic()
+            self._gathering_since = self._world.now()
         # At least one, even when there is no room: the callbacks must be served.
         room = max(1, self._most - len(self._positions))
-        early_s = 0.0 if self._aborts_in_a_row else max(0.0, due - time.monotonic())
+        early_s = 0.0 if self._aborts_in_a_row else max(0.0, due - self._world.now())
         # A chunk is a backlog, also before the interval is over: the producer has nothing to send until we begin.
         self._poll(min(room, _CHUNK), early_s)
 
@@ -628,9 +636,9 @@ class TransactSession:
 
     def _wait_out_pause(self) -> None:
         """After an abort: gives the group and the cluster a moment, polling so that callbacks come through."""
-        while (left := self._pause_until - time.monotonic()) > 0 and not self.stop_requested:
+        while (left := self._pause_until - self._world.now()) > 0 and not self.stop_requested:
             self._poll(1, min(left, IDLE_POLL_S))
-            time.sleep(min(0.05, max(0.0, self._pause_until - time.monotonic())))
+            self._world.sleep(min(0.05, max(0.0, self._pause_until - self._world.now())))
 
     def _poll(self, most: int, timeout_s: float) -> None:
         failure, self._consumer_failure = self._consumer_failure, None
@@ -697,7 +705,7 @@ class TransactSession:
         """Where each partition goes on behind the open transaction; with places that nothing of is new, when they are
         due since `patience_s`."""
         offsets = self.membership.new_starts | self._positions.offsets()
-        if time.monotonic() < self._places_due + patience_s:
+        if self._world.now() < self._places_due + patience_s:
             return offsets
         return self._positions.places() | offsets
 
@@ -717,7 +725,7 @@ class TransactSession:
             taken,
             self._began_at,
             self._first_timestamp_ms,
-            time.monotonic(),
+            self._world.now(),
             job,
         )
         self._positions.leave(offsets)
@@ -728,12 +736,12 @@ class TransactSession:
         self._producers.reverse()
 
     def _send_and_commit(self, producer: TransactionalProducer, offsets: list[TopicPartition], metadata: Any) -> float:
-        """On the committer's thread, which alone uses this producer meanwhile. Returns time.monotonic() of the end."""
+        """On the committer's thread, which alone uses this producer meanwhile. Returns World.now() of the end."""
         if offsets:
             producer.send_offsets(offsets, metadata)
         self._step("offsets sent")
         producer.commit()
-        ended = time.monotonic()
+        ended = self._world.now()
         self._step("committed")
         return ended
 
@@ -777,7 +785,7 @@ class TransactSession:
         if self._ledger is not None:
             self._ledger.commit()
         self._rebuilds_in_a_row = self._aborts_in_a_row = 0
-        self._ours_until, self._ours_by = time.time(), "our last commit"
+        self._ours_until, self._ours_by = self._world.unix(), "our last commit"
         self._places.committed(leaving.offsets)
         if leaving.offsets.keys() >= self._positions.places().keys():
             self._places_due = leaving.left_at + _PLACES_S
@@ -795,7 +803,7 @@ class TransactSession:
         ended_at: float = leaving.job.result
         counters.commit_seconds.observe(ended_at - leaving.left_at)
         if leaving.taken and leaving.first_timestamp_ms > 0:
-            ended_ms = (time.time() - time.monotonic() + ended_at) * 1000
+            ended_ms = (self._world.unix() - self._world.now() + ended_at) * 1000
             # Clocks differ: a record from the future is no age below zero.
             counters.end_to_end_seconds.observe(max(0.0, (ended_ms - leaving.first_timestamp_ms) / 1000))
         ms = round((ended_at - leaving.began_at) * 1000)
@@ -816,7 +824,7 @@ class TransactSession:
             "v": OFFSET_FORMAT,
             "instance": self.transactional_id,
             "host": socket.gethostname(),
-            "since": _STARTED_AT,
+            "since": self._started_at_ms,
             "epoch": identity.epoch if identity else None,
         }
 
@@ -862,7 +870,7 @@ class TransactSession:
         self.counters.aborts += 1
         add(self.counters.aborts_by_cause, _cause(failure))
         # The group or the cluster needs a moment; without a pause this would spin through aborts.
-        self._pause_until = time.monotonic() + min(5.0, 0.05 * 2 ** min(self._aborts_in_a_row, 7))
+        self._pause_until = self._world.now() + min(5.0, 0.05 * 2 ** min(self._aborts_in_a_row, 7))
         rebalance = rebalanced(failure)
         if rebalance:
             log.debug("refused", error=str(failure), group=self.group)
@@ -935,7 +943,7 @@ class TransactSession:
         self._membership.begin_at(starts)
         self.producer.replace(f"failure: {reason}")  # ends what was open
         if self._came_later:
-            with contextlib.suppress(EosError), ClusterAdmin(self.settings, timeout_ms=5_000) as admin:
+            with contextlib.suppress(EosError), self._world.admin(self.settings, timeout_ms=5_000) as admin:
                 self._membership.make_way(admin)
         self._membership.join()
         self._consumer_failure = None
@@ -974,9 +982,9 @@ class TransactSession:
         mine = producer.identity()
         who = ""
         try:
-            with ClusterAdmin(self.settings) as admin:
+            with self._world.admin(self.settings) as admin:
                 answer = answer or admin.describe(producer.transactional_id)
-                who = successor_of(self.transactional_id, _STARTED_AT, admin.committed_metadata(self.group))
+                who = successor_of(self.transactional_id, self._started_at_ms, admin.committed_metadata(self.group))
         except EosError as error:
             log.debug("the owner could not be asked", error=str(error))
         theirs = ""
@@ -995,7 +1003,7 @@ class TransactSession:
     def commit_under_way_s(self) -> float:
         """For how long a commit has been on its way; 0 without one."""
         leaving = self._leaving
-        return time.monotonic() - leaving.left_at if leaving is not None else 0.0
+        return self._world.now() - leaving.left_at if leaving is not None else 0.0
 
     def lag(self) -> int | None:
         """Records (and markers) between what is committed and the last stable offsets; None: not known yet."""
@@ -1040,10 +1048,6 @@ def _cause(failure: CallFailed) -> str:
     if failure.action is not Action.ABORT:
         return failure.call
     return {"abort": "application", "send_offsets": "rebalance"}.get(failure.call, failure.call)
-
-
-# Of this process; milliseconds since the epoch.
-_STARTED_AT = int(time.time() * 1000)
 
 
 def _clock(seconds: float) -> str:

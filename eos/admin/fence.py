@@ -5,10 +5,9 @@ Owns that request and nothing else. Whether its owner may be fenced is for the c
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
-from confluent_kafka import KafkaException, Producer
+from confluent_kafka import KafkaException
 
 from eos import log
 from eos.admin.cluster import ClusterAdmin
@@ -16,6 +15,7 @@ from eos.error_table import denied
 from eos.errors import Action, CallFailed, EosError, Temporary, Unavailable, classify, stop_error
 from eos.ownership import Described
 from eos.settings import Settings
+from eos.world import REAL, World
 
 _TIMEOUT_S = 30.0
 _LEFT_OPEN_S = 2.0  # what takes longer is the init's to wait for
@@ -38,13 +38,13 @@ def end_of(admin: ClusterAdmin, settings: Settings, transactional_id: str) -> tu
     return before, admin.describe(transactional_id)
 
 
-def fence(settings: Settings, transactional_id: str, timeout_s: float = _TIMEOUT_S) -> None:
+def fence(settings: Settings, transactional_id: str, timeout_s: float = _TIMEOUT_S, world: World = REAL) -> None:
     """InitProducerId: returns once the coordinator has aborted the open transaction and bumped the epoch."""
-    deadline = time.monotonic() + timeout_s
+    deadline = world.now() + timeout_s
     configuration = settings.producer(transactional_id) | {"logger": log.client_logger}
-    producer = Producer(configuration)
+    producer = world.producer(configuration)
     while True:
-        left = deadline - time.monotonic()
+        left = deadline - world.now()
         try:
             producer.init_transactions(max(0.1, left))
             return
@@ -53,25 +53,25 @@ def fence(settings: Settings, transactional_id: str, timeout_s: float = _TIMEOUT
             if action is not Action.RETRY:
                 right = denied(error, transactional_id=transactional_id)
                 raise stop_error(CallFailed("init", action, error, right)) from error
-            if time.monotonic() >= deadline:
+            if world.now() >= deadline:
                 raise Temporary(
                     f"{transactional_id}: its coordinator did not end the transaction within {timeout_s:.0f} s: a "
                     "partition of it may have no leader"
                 ) from error
 
 
-def end_left_open(admin: ClusterAdmin, transactional_ids: Sequence[str]) -> None:
+def end_left_open(admin: ClusterAdmin, transactional_ids: Sequence[str], world: World = REAL) -> None:
     """Before their successor's init: aborts what a killed predecessor left open under these ids, and waits until it is.
 
     Nothing depends on it, the init would do the same. But its first answer would be CONCURRENT_TRANSACTIONS, and then
     librdkafka waits 500 ms before it asks again (fixed, in rdkafka_idempotence.c), once or twice for each id: measured
     0.56 or 1.02 s, where a coordinator takes some 10 ms.
     """
-    deadline = time.monotonic() + _LEFT_OPEN_S
+    deadline = world.now() + _LEFT_OPEN_S
     ended: set[str] = set()
     try:
         while busy := [row for row in admin.describe_all(transactional_ids) if row.state in _BUSY]:
-            if time.monotonic() >= deadline:
+            if world.now() >= deadline:
                 return
             for row in busy:
                 if row.state == "Ongoing" and row.transactional_id not in ended:
@@ -79,6 +79,6 @@ def end_left_open(admin: ClusterAdmin, transactional_ids: Sequence[str]) -> None
                     answer = admin.abort_if_ongoing(row)
                     who = {"transactional_id": row.transactional_id, "producer_id": row.producer_id, "epoch": row.epoch}
                     log.debug("ended what a predecessor left open", answer=answer, **who, state=row.state)
-            time.sleep(_LEFT_OPEN_PAUSE_S)
+            world.sleep(_LEFT_OPEN_PAUSE_S)
     except EosError as error:
         log.debug("cannot end what a predecessor left open", error=str(error))

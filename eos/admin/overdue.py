@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from eos import log
 from eos.admin.cluster import OFFSETS_LOG, ClusterAdmin, Listed
 from eos.admin.pending import partition_of
 from eos.errors import EosError
 from eos.settings import Settings, alternate_of
+from eos.world import REAL, World
 
 _ABORTING = "ConcurrentTransactions"  # the answer while the coordinator writes the markers
 _LOOK_INTERVAL_S = 0.5
@@ -40,22 +40,22 @@ class OverdueWatch:
     """Looks after the transactions of a group's other members, for one timeout after each rebalance. `own`: the
     transactional.id of this one."""
 
-    def __init__(self, settings: Settings, group: str, own: str) -> None:
-        self._settings, self._group, self._own = settings, group, own
+    def __init__(self, settings: Settings, group: str, own: str, world: World = REAL) -> None:
+        self._settings, self._group, self._own, self._world = settings, group, own, world
         self._until = 0.0
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._watching = False
         self._changed = threading.Event()
         self._stopped = False
 
     def look(self) -> None:
         """The group changed: somebody may have died. Returns at once."""
         with self._lock:
-            self._until = time.monotonic() + self._settings.transaction_timeout_ms / 1000 + _MARGIN_S
+            self._until = self._world.now() + self._settings.transaction_timeout_ms / 1000 + _MARGIN_S
             self._changed.set()
-            if self._thread is None and not self._stopped:
-                self._thread = threading.Thread(target=self._run, name="eos-overdue", daemon=True)
-                self._thread.start()
+            if not self._watching and not self._stopped:
+                self._watching = True
+                self._world.background("eos-overdue", self._run)
 
     def stop(self) -> None:
         self._stopped = True
@@ -63,19 +63,19 @@ class OverdueWatch:
 
     def _run(self) -> None:
         try:
-            with ClusterAdmin(self._settings) as admin:
+            with self._world.admin(self._settings) as admin:
                 self._watch(admin)
         except EosError as error:
             # The coordinator ends them itself, later.
             log.debug("cannot look for overdue transactions", error=str(error))
         with self._lock:
-            self._thread = None
+            self._watching = False
 
     def _watch(self, admin: ClusterAdmin) -> None:
         """Until nothing is open any more that was open at the first look, or the time is over."""
         watched: list[Listed] = []
         pause_s = 0.0
-        while time.monotonic() < self._until:
+        while self._world.now() < self._until:
             changed = self._changed.wait(pause_s)
             if self._stopped:
                 return
@@ -83,10 +83,10 @@ class OverdueWatch:
             watched = self._of_others(admin) if changed else still_open(admin, watched)
             if not watched and not self._changed.is_set():
                 return
-            pause_s = pause_before(watched, time.time() * 1000)
+            pause_s = pause_before(watched, self._world.unix() * 1000)
             if pause_s <= _LOOK_INTERVAL_S:
                 for transaction in watched:
-                    end_if_overdue(admin, transaction)
+                    end_if_overdue(admin, transaction, self._world.now)
 
     def _of_others(self, admin: ClusterAdmin) -> list[Listed]:
         wrote = committers(self._group, admin.committed_metadata(self._group))
@@ -122,11 +122,11 @@ def pause_before(transactions: Iterable[Listed], now_ms: float) -> float:
     return max(_LOOK_INTERVAL_S, min(_LONGEST_S, due_ms / 1000))
 
 
-def end_if_overdue(admin: ClusterAdmin, transaction: Listed) -> bool:
+def end_if_overdue(admin: ClusterAdmin, transaction: Listed, now: Callable[[], float]) -> bool:
     """Ends it if its coordinator calls it open for longer than its own timeout; returns whether that was asked for."""
-    asked = time.monotonic()
+    asked = now()
     overdue = admin.overdue(transaction)
-    if not overdue or time.monotonic() - asked > _STALE_S:
+    if not overdue or now() - asked > _STALE_S:
         return False
     answer = admin.abort_if_ongoing(transaction)
     who = {

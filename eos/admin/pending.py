@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eos.admin.cluster import OFFSETS_LOG, ClusterAdmin
+from eos.admin.cluster import OFFSETS_LOG
 from eos.admin.transactions import OpenTransaction, Verdict, find_open
 from eos.errors import EosError
 from eos.settings import Settings
+from eos.world import REAL, World
 
 _ASK_MS = 5_000
 FIND = f"eos txn find-hanging --topic {OFFSETS_LOG}"
@@ -25,10 +26,10 @@ class Cause:
     command: str
 
 
-def why_unstable(settings: Settings, group: str) -> Cause:
+def why_unstable(settings: Settings, group: str, world: World = REAL) -> Cause:
     """The transaction that is open on the group's partition of the offsets log: a hanging one first."""
     try:
-        with ClusterAdmin(settings, timeout_ms=_ASK_MS) as admin:
+        with world.admin(settings, timeout_ms=_ASK_MS) as admin:
             count = len(admin.partitions([OFFSETS_LOG]))
             here = (OFFSETS_LOG, partition_of(group, count))
             found = [t for t in find_open(admin, [OFFSETS_LOG]) if t.partition == here]

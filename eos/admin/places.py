@@ -17,16 +17,17 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from confluent_kafka import KafkaError, Message, Producer
+from confluent_kafka import KafkaError, Message
 
 from eos import log
 from eos.admin import facts, tail
-from eos.admin.cluster import ClusterAdmin, Partition
+from eos.admin.cluster import Partition
 from eos.admin.pending import partition_of
 from eos.error_table import denied
 from eos.errors import EosError, InputGone, NotAuthorised, Unavailable, describe_error, not_authorised
 from eos.settings import Settings
 from eos.watchdog import Job, Watchdog
+from eos.world import REAL, World
 
 PARTITIONS = 8
 CONFIG = {"cleanup.policy": "compact", "segment.bytes": str(4 << 20), "min.cleanable.dirty.ratio": "0.1"}
@@ -39,8 +40,8 @@ _AGAIN_S = 60.0  # behind a note that failed
 class Places:
     """Notes what one session commits; on a thread of its own."""
 
-    def __init__(self, settings: Settings, group: str) -> None:
-        self._settings, self._group = settings, group
+    def __init__(self, settings: Settings, group: str, world: World = REAL) -> None:
+        self._settings, self._group, self._world = settings, group, world
         self._wanted: bool = bool(settings["eos.places.topic"])
         self._noted: frozenset[Partition] = frozenset()
         self._left: frozenset[Partition] = frozenset()
@@ -52,8 +53,8 @@ class Places:
         """A place of these is committed. Returns at once."""
         self._left = self._left.union(partitions) - self._noted
         under_way = self._job is not None and not self._job.done.is_set()
-        if self._left and self._wanted and not under_way and time.monotonic() >= self._not_before:
-            self._thread = self._thread or Watchdog("eos-places")
+        if self._left and self._wanted and not under_way and self._world.now() >= self._not_before:
+            self._thread = self._thread or self._world.caller("eos-places")
             self._job = self._thread.start(self._note, self._left)
 
     def close(self) -> None:
@@ -68,10 +69,10 @@ class Places:
 
     def _note(self, partitions: frozenset[Partition]) -> None:
         try:
-            write(self._settings, self._group, partitions)
+            write(self._settings, self._group, partitions, self._world)
             self._noted |= partitions
         except Exception as error:  # noqa: BLE001 - a note is worth a warning, and never a worker
-            self._not_before = time.monotonic() + _AGAIN_S
+            self._not_before = self._world.now() + _AGAIN_S
             if isinstance(error, NotAuthorised):
                 self._wanted = False
                 error.remedy = ", or ".join(filter(None, (error.remedy, "set eos.places.topic to nothing")))
@@ -83,11 +84,11 @@ class Places:
             )
 
 
-def write(settings: Settings, group: str, partitions: Collection[Partition]) -> None:
+def write(settings: Settings, group: str, partitions: Collection[Partition], world: World = REAL) -> None:
     """Notes that the group has committed places of these; makes the topic where it is not there. Raises Unavailable,
     NotAuthorised."""
     topic: str = settings["eos.places.topic"]
-    with ClusterAdmin(settings) as admin:
+    with world.admin(settings) as admin:
         ids = admin.topic_ids({name for name, _ in partitions})
     client = facts.connect(settings, _ASK_S)
     count = facts.describe_topic(client, topic).partitions
@@ -101,7 +102,7 @@ def write(settings: Settings, group: str, partitions: Collection[Partition]) -> 
         if error is not None:
             failed.append(error)
 
-    producer = Producer(
+    producer = world.producer(
         settings.admin()
         | {"acks": "all", "message.timeout.ms": round(_CLOSE_S * 1000), "linger.ms": 0, "logger": log.client_logger}
     )
@@ -117,7 +118,9 @@ def write(settings: Settings, group: str, partitions: Collection[Partition]) -> 
         raise Unavailable(f"topic {topic} could not be written: {describe_error(failed[0])}")
 
 
-def noted(settings: Settings, group: str, partitions: Collection[Partition]) -> dict[Partition, int]:
+def noted(
+    settings: Settings, group: str, partitions: Collection[Partition], world: World = REAL
+) -> dict[Partition, int]:
     """Those of these partitions of which the group has committed a place, each with when that was noted (Unix ms). A
     topic that was made anew since is another one. Raises Unavailable while that cannot be told; who may not read the
     topic is told nothing."""
@@ -131,7 +134,7 @@ def noted(settings: Settings, group: str, partitions: Collection[Partition]) -> 
         return {}
     if not found:
         return {}
-    with ClusterAdmin(settings) as admin:
+    with world.admin(settings) as admin:
         ids = admin.topic_ids({name for name, _ in found})
     return {p: when for p, (topic_id, when) in found.items() if topic_id == ids.get(p[0], "")}
 

@@ -20,6 +20,7 @@ from eos import log
 from eos.admin.cluster import ClusterAdmin
 from eos.errors import ConfigurationError, EosError, InputGone
 from eos.settings import Settings
+from eos.world import REAL, World
 
 INTERVAL_S = 1.0
 _ASK_S = 5.0
@@ -28,18 +29,24 @@ _ASK_S = 5.0
 class TopicIds:
     """Looks at the ids of `topics` until `stop`; calls `changed` once, from its thread."""
 
-    def __init__(self, settings: Settings, topics: Iterable[str], changed: Callable[[InputGone], None]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        topics: Iterable[str],
+        changed: Callable[[InputGone], None],
+        world: World = REAL,
+    ) -> None:
+        self._world = world
         self._settings, self._topics, self._changed = settings, sorted(topics), changed
         self._known: dict[str, str] = {}
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="eos-topic-ids", daemon=True)
 
     def watch(self, topics: Iterable[str]) -> None:
         """Looks at these from its next look on."""
         self._topics = sorted(topics)
 
     def start(self) -> None:
-        self._thread.start()
+        self._world.background("eos-topic-ids", self._run)
 
     def stop(self) -> None:
         self._stopped.set()
@@ -48,7 +55,7 @@ class TopicIds:
         while not self._stopped.is_set():
             try:
                 # One connection for as long as it answers.
-                with ClusterAdmin(self._settings, timeout_ms=round(_ASK_S * 1000)) as admin:
+                with self._world.admin(self._settings, timeout_ms=round(_ASK_S * 1000)) as admin:
                     gone = self._watch(admin)
             except ConfigurationError as error:
                 log.debug("topics' ids cannot be had", error=str(error))

@@ -50,9 +50,9 @@ def test_only_an_overdue_transaction_is_ended_and_looks_like_its_own_timeout(kaf
     with ClusterAdmin(Settings({"bootstrap.servers": kafka.bootstrap_servers})) as admin:  # first: it takes a while
         producer = open_transaction(kafka, names("t"), name)
         (before,) = admin.describe_all([name])
-        assert not end_if_overdue(admin, before)
+        assert not end_if_overdue(admin, before, time.monotonic)
         assert admin.describe_all([name]) == [before]
-        wait_until("it is overdue and ended", lambda: end_if_overdue(admin, before), 30)
+        wait_until("it is overdue and ended", lambda: end_if_overdue(admin, before, time.monotonic), 30)
         assert time.monotonic() - began >= TIMEOUT_MS / 1000
         wait_until("its markers", lambda: admin.describe_all([name])[0].state == "CompleteAbort")
         (after,) = admin.describe_all([name])

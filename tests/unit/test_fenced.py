@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from eos import claim, ownership, session
+from eos import ownership
 from eos.claim import Claim
 from eos.errors import Action, Call, CallFailed, CommitOutcomeUnknown, Fenced, Temporary
 from eos.evidence import RetryEvidence
@@ -20,6 +20,7 @@ from eos.producer import ALWAYS, TransactionalProducer
 from eos.session import TransactSession
 from eos.settings import Settings
 from eos.states import Event
+from eos.world import World
 
 SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t"}
 SITUATION = Situation(Identity(1, 1), Reach.SENT, 1.0, 10_000)
@@ -34,6 +35,9 @@ class Silent:
 
     def committed_metadata(self, group: str) -> list[str]:
         return []
+
+
+WORLD = World(admin=lambda settings: contextlib.nullcontext(Silent()))
 
 
 class Asked:
@@ -68,8 +72,6 @@ class Asked:
         patch.setattr(producer, "situation", lambda: SITUATION, raising=False)
         patch.setattr(producer, "identity", lambda **_: SITUATION.mine)
         patch.setattr(ownership, "settle", settle)
-        for module in (claim, session):
-            patch.setattr(module, "ClusterAdmin", lambda settings: contextlib.nullcontext(Silent()))
 
 
 @pytest.mark.parametrize("call", ["begin", "flush", "commit"])
@@ -79,7 +81,7 @@ class Asked:
 def test_transactions_that_a_newer_instance_fenced_do_not_begin_again(
     owner: Owner, mode: str, call: Call, monkeypatch: AnyPatch
 ) -> None:
-    transactions = Transactions(SETTINGS | {"eos.replace.producer": mode})
+    transactions = Transactions(SETTINGS | {"eos.replace.producer": mode}, world=WORLD)
     asked = Asked(monkeypatch, transactions._producer, owner, call)
     with pytest.raises(Fenced, match=r"--workers N .*--instance\)$") as first, transactions.begin():
         pass
@@ -106,7 +108,9 @@ def test_transactions_that_a_newer_instance_fenced_do_not_begin_again(
 def test_a_transaction_that_nobody_took_over_may_be_tried_again(
     owner: Owner, call: Call, kind: type[Temporary], mode: str, monkeypatch: AnyPatch
 ) -> None:
-    transactions = Transactions(SETTINGS | {"transaction.timeout.ms": 10_000, "eos.replace.producer": mode})
+    transactions = Transactions(
+        SETTINGS | {"transaction.timeout.ms": 10_000, "eos.replace.producer": mode}, world=WORLD
+    )
     asked = Asked(monkeypatch, transactions._producer, owner, call)
     with pytest.raises(Temporary, match=r"transaction\.timeout\.ms=10000") as failed, transactions.begin():
         pass
@@ -120,7 +124,7 @@ def test_a_transaction_that_nobody_took_over_may_be_tried_again(
 def test_a_question_who_owns_the_id_that_was_interrupted_is_asked_again_before_anything_begins(
     owner: Owner, monkeypatch: AnyPatch
 ) -> None:
-    transactions = Transactions(SETTINGS)
+    transactions = Transactions(SETTINGS, world=WORLD)
     asked = Asked(monkeypatch, transactions._producer, owner, "flush")
 
     def interrupted(*_: object) -> None:
@@ -139,7 +143,7 @@ def test_a_question_who_owns_the_id_that_was_interrupted_is_asked_again_before_a
 
 
 def test_a_session_that_a_newer_instance_fenced_does_not_begin_again(monkeypatch: AnyPatch) -> None:
-    one = TransactSession(SETTINGS, ["in"])
+    one = TransactSession(SETTINGS, ["in"], world=WORLD)
     producer = TransactionalProducer(Settings(SETTINGS), "t")
     one._producers = [producer]
     asked = Asked(monkeypatch, producer, Owner.NEWER, "flush")
@@ -154,7 +158,7 @@ def test_a_session_that_a_newer_instance_fenced_does_not_begin_again(monkeypatch
 
 
 def fenced_at_start_ms(monkeypatch: AnyPatch, start_ms: int, metadata: list[str]) -> str:
-    one = TransactSession(SETTINGS, ["in"])
+    one = TransactSession(SETTINGS, ["in"], world=WORLD)
     producer = TransactionalProducer(Settings(SETTINGS), "t")
     one._producers = [producer]
     Asked(monkeypatch, producer, Owner.NEWER, "flush")
@@ -169,7 +173,7 @@ def committed_by(instance: str, since: int) -> str:
 
 def test_a_fenced_session_says_since_when(monkeypatch: AnyPatch) -> None:
     when = r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d"
-    ours, mine = session._STARTED_AT, SETTINGS["transactional.id"]
+    ours, mine = int(WORLD.started_at * 1000), SETTINGS["transactional.id"]
     others = [committed_by(mine, ours), committed_by(mine, ours - 9_000), committed_by("another", ours + 9_000), "{}"]
     told = fenced_at_start_ms(monkeypatch, ours, others)
     assert re.search(rf"in state Ongoing since {when}\)\.", told), told
@@ -180,7 +184,7 @@ def test_a_fenced_session_says_since_when(monkeypatch: AnyPatch) -> None:
 
 
 def test_a_session_that_timed_out_goes_on(monkeypatch: AnyPatch) -> None:
-    one = TransactSession(SETTINGS, ["in"])
+    one = TransactSession(SETTINGS, ["in"], world=WORLD)
     producer = TransactionalProducer(Settings(SETTINGS), "t")
     one._producers = [producer]
     Asked(monkeypatch, producer, Owner.OWN_TIMEOUT, "flush")
@@ -203,7 +207,7 @@ def claimed(
     asked = Asked(monkeypatch, producer, owner, "flush")
     monkeypatch.setattr(producer, "identity", lambda **how: fresh if how else SITUATION.mine)
     monkeypatch.setattr(Silent, "describe", lambda self, name: answer)
-    return Claim(producer._settings, lambda producer, reason, answer: f"lost: {reason}", **more), asked
+    return Claim(producer._settings, lambda producer, reason, answer: f"lost: {reason}", **more, world=WORLD), asked
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from eos.errors import CallFailed, NotAuthorised, stop_error
 from eos.producer import TransactionalProducer
 from eos.settings import Settings
 from eos.states import Event
+from eos.world import World
 
 
 def said(resource: str, operation: str) -> str:
@@ -92,13 +93,13 @@ def test_a_marker_that_may_not_be_written_and_a_group_that_may_not_be_seen_are_n
     assert str(raised.value) == said("group g", "DESCRIBE")
 
 
-def test_an_id_that_may_not_be_fenced_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_id_that_may_not_be_fenced_is_named() -> None:
     def init_transactions(_: float) -> None:
         raise KafkaException(KafkaError(KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED))
 
-    monkeypatch.setattr(fencing, "Producer", lambda _: SimpleNamespace(init_transactions=init_transactions))
+    producer: Any = SimpleNamespace(init_transactions=init_transactions)
     with pytest.raises(NotAuthorised) as raised:
-        fencing.fence(Settings(), "app-one")
+        fencing.fence(Settings(), "app-one", world=World(producer=lambda _: producer))
     assert str(raised.value).startswith(said("transactional.id app-one", "WRITE"))
 
 

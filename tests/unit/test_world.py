@@ -1,0 +1,267 @@
+"""The seam: nothing in these rooms makes a client, a thread or a pause by itself, so a world can be scripted."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
+
+import eos
+from eos import TransactSession
+from eos.ownership import Described
+from eos.watchdog import Job
+from eos.world import World
+
+PACKAGE = Path(eos.__file__).parent
+ROOMS = [
+    *("session.py", "membership.py", "producer.py", "claim.py", "plain.py"),
+    *("admin/overdue.py", "admin/topic_ids.py", "admin/pending.py", "admin/places.py", "admin/fence.py"),
+]
+CLIENTS = {"Consumer", "Producer", "AdminClient", "ClusterAdmin", "KafkaAdminClient", "Watchdog"}
+OUTSIDE = {("time", "monotonic"), ("time", "time"), ("time", "sleep"), ("threading", "Thread"), ("threading", "Timer")}
+
+
+def reaches_outside(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CLIENTS:
+            yield f"line {node.lineno}: {node.func.id}(...)"
+        if isinstance(node, ast.Attribute) and (ast.unparse(node.value), node.attr) in OUTSIDE:
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_session_and_what_it_asks_reach_the_outside_through_their_world(room: str) -> None:
+    assert list(reaches_outside((PACKAGE / room).read_text())) == []
+
+
+def test_the_world_itself_would_be_found() -> None:
+    assert list(reaches_outside("import time\nConsumer({})\ntime.sleep(time.monotonic())\n")) == [
+        "line 2: Consumer(...)",
+        "line 3: time.sleep",
+        "line 3: time.monotonic",
+    ]
+
+
+# ---- a session in a scripted world ------------------------------------------------------------------------------
+
+
+class Message:
+    """As much of confluent-kafka's Message, which only a consumer can make, as a poll reads."""
+
+    def __init__(self, offset: int) -> None:
+        self.known = {"topic": "in", "partition": 0, "offset": offset, "timestamp": (1, 7), "value": b"%d" % offset}
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda: self.known.get(name)
+
+
+class Script:
+    """A topic `in` with ten records, a group's offset, and what became visible; a clock that moves when one waits.
+
+    It knows nothing of transactions but that a commit makes sends visible and moves the offset, both or none.
+    `fails`: by the name of a producer's call, what its next call raises, and whether it comes to pass all the same.
+    """
+
+    def __init__(self) -> None:
+        self.time, self.committed, self.position = 0.0, -1001, 0
+        self.epochs: dict[str, int] = {}
+        self.visible: list[bytes] = []
+        self.calls: list[str] = []
+        self.fails: dict[str, tuple[KafkaError, bool]] = {}
+        self.admin: Any = SimpleNamespace(
+            transaction_version=lambda: 2,
+            describe_all=lambda ids: [],
+            describe=lambda name: Described("CompleteCommit", 7, self.epochs[name]),
+            members=lambda group: [],
+            remove_member=lambda group, member: None,
+        )
+        self.world = World(
+            consumer=lambda configuration: ScriptedConsumer(self),  # type: ignore[arg-type, return-value]
+            producer=lambda configuration: ScriptedProducer(self, configuration),  # type: ignore[arg-type, return-value]
+            admin=lambda settings, timeout_ms=0: contextlib.nullcontext(self.admin),
+            now=lambda: self.time,
+            elapsing=lambda: self.time,
+            unix=lambda: 1e9 + self.time,
+            sleep=self.passes,
+            caller=AtOnce,  # type: ignore[arg-type]
+            background=lambda name, run: None,
+        )
+
+    def passes(self, seconds: float) -> None:
+        self.time += seconds
+
+    def call(self, name: str, happens: Callable[[], None] = lambda: None) -> None:
+        self.calls.append(name)
+        error, all_the_same = self.fails.pop(name, (None, True))
+        if all_the_same:
+            happens()
+        if error is not None:
+            raise KafkaException(error)
+
+
+class AtOnce:
+    """A caller whose calls have ended when they have begun."""
+
+    hung = False
+
+    def __init__(self, name: str, idle: object = None) -> None:
+        pass
+
+    def start(self, function: Callable[..., Any], *args: Any) -> Job:
+        return self.submit(Job(function, args))
+
+    def submit(self, job: Job) -> Job:
+        if not job.done.is_set():
+            try:
+                job.result = job.call(*job.args)
+            except BaseException as error:  # noqa: BLE001 - as the real one
+                job.error = error
+            job.done.set()
+        return job
+
+    def call(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
+        return function(*args)
+
+    def ended(self, timeout_s: float) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+class ScriptedConsumer:
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.assign: Callable[..., None] | None = None
+
+    def list_topics(self, topic: str = "", timeout: float = 0) -> Any:
+        return SimpleNamespace(topics=dict.fromkeys(("in", "out"), SimpleNamespace(error=None, partitions={0: None})))
+
+    def subscribe(self, topics: list[str], on_assign: Callable[..., None], **others: object) -> None:
+        self.assign = on_assign
+
+    def consume(self, most: int, timeout_s: float) -> list[Message]:
+        self.script.passes(timeout_s)
+        if self.assign is not None:
+            told, self.assign = self.assign, None
+            told(self, [TopicPartition("in", 0)])
+            return []
+        first, last = self.script.position, min(10, self.script.position + most)
+        self.script.position = last
+        return [Message(offset) for offset in range(first, last)]
+
+    def committed(self, partitions: list[TopicPartition], timeout: float) -> list[TopicPartition]:
+        return [TopicPartition("in", 0, self.script.committed)]
+
+    def incremental_assign(self, partitions: list[TopicPartition]) -> None:
+        self.script.position = max(0, sum(tp.offset for tp in partitions))
+
+    def seek(self, partition: TopicPartition) -> None:
+        self.script.position = partition.offset
+
+    def assignment(self) -> list[TopicPartition]:
+        return []
+
+    def memberid(self) -> str:
+        return "member"
+
+    def consumer_group_metadata(self) -> object:
+        return object()
+
+    def close(self) -> None:
+        pass
+
+
+class ScriptedProducer:
+    def __init__(self, script: Script, configuration: dict[str, Any]) -> None:
+        self.script, self.told, self.name = script, configuration["stats_cb"], configuration["transactional.id"]
+        self.sent: list[bytes] = []
+        self.offset: int | None = None
+
+    def __len__(self) -> int:
+        return 0
+
+    def init_transactions(self, timeout_s: float) -> None:
+        self.script.call("init")
+        self.epoch = self.script.epochs[self.name] = self.script.epochs.get(self.name, -1) + 1
+
+    def poll(self, timeout_s: float) -> None:
+        self.script.passes(timeout_s)
+        eos_of = {"producer_id": 7, "producer_epoch": self.epoch}
+        self.told(json.dumps({"ts": round(self.script.time * 1e6), "eos": eos_of}))
+
+    def begin_transaction(self) -> None:
+        self.script.call("begin")
+        self.sent, self.offset = [], None
+
+    def produce(self, topic: str, value: bytes, *others: object) -> None:
+        self.sent.append(value)
+
+    def flush(self, timeout_s: float) -> int:
+        self.script.call("flush")
+        return 0
+
+    def send_offsets_to_transaction(self, offsets: list[TopicPartition], group: object, timeout_s: float) -> None:
+        self.script.call("offsets")
+        self.offset = offsets[0].offset
+
+    def commit_transaction(self, timeout_s: float) -> None:
+        def happens() -> None:
+            self.script.visible += self.sent
+            self.script.committed = self.script.committed if self.offset is None else self.offset
+
+        self.script.call("commit", happens)
+
+    def abort_transaction(self, timeout_s: float) -> None:
+        self.script.call("abort")
+
+
+SETTINGS = {"group.id": "g", "transactional.id": "t", "eos.transaction.max.records": 5, "eos.places.topic": ""}
+ALL = [b"%d" % number for number in range(10)]
+
+
+def copied(script: Script) -> TransactSession:
+    """A session in that world has copied all records of `in`, five in a transaction."""
+    with TransactSession(SETTINGS, ["in"], world=script.world) as session:
+        session.on_idle = lambda: setattr(session, "stop_requested", script.committed == 10 or script.time > 60)
+        for txn in session:
+            for record in txn.records:
+                txn.send("out", record.value)
+    return session
+
+
+def test_a_session_commits_in_a_world_without_a_broker() -> None:
+    script = Script()
+    session = copied(script)
+    assert (script.visible, script.committed) == (ALL, 10)
+    one = ["begin", "flush", "offsets", "commit"]
+    assert script.calls == ["init", "init", *one, *one]  # both transactional.ids are fenced at the start
+    assert (session.counters.transactions, session.counters.records_in, session.counters.aborts) == (2, 10, 0)
+
+
+def test_an_abort_in_it_hands_the_records_out_again() -> None:
+    script = Script()
+    abortable = KafkaError(KafkaError._TIMED_OUT, "scripted", retriable=False, txn_requires_abort=True)
+    script.fails["offsets"] = abortable, False
+    session = copied(script)
+    assert (script.visible, script.committed) == (ALL, 10)
+    assert (session.counters.transactions, session.counters.aborts, session.counters.rebuilds) == (2, 1, 0)
+    assert session.counters.replacements == {"abort": 1}
+    assert script.calls[2:9] == ["begin", "flush", "offsets", "abort", "init", "begin", "flush"]
+
+
+@pytest.mark.parametrize("came_to_pass", [False, True])
+def test_a_commit_whose_outcome_is_unknown_is_looked_up_in_it(came_to_pass: bool) -> None:
+    script = Script()
+    script.fails["commit"] = KafkaError(KafkaError._FATAL, "scripted", fatal=True), came_to_pass
+    session = copied(script)
+    assert (script.visible, script.committed) == (ALL, 10)
+    assert (session.counters.rebuilds, session.counters.aborts) == (1, 0)
+    assert script.calls.count("commit") == (2 if came_to_pass else 3)
