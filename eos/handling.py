@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from eos import log
@@ -119,7 +119,9 @@ class Handler:
         batch_most: int = 5_000,
         passing: Collection[str] = (),
         policy: Policy | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._now = now
         self._app, self._ledger, self._policy = app, ledger, policy
         self._concurrent_most, self._batch_most = concurrent_most, batch_most
         self._feeds: dict[Route, Feed] = {}
@@ -135,7 +137,7 @@ class Handler:
         # again None. While there are any, records take the longer way.
         self._special: dict[Place, Exception | None] = {}
         self._dead: set[Place] = set()  # whose dead letters the last call of `handle` sent
-        self._told = _Told()
+        self._told = _Told(now)
         self._room_s = 0.0  # spent in feeds that waited for room in the client's queue
         # When the first output of the open transaction was sent, at the earliest; and _room_s then.
         self._sending: tuple[float, float] | None = None
@@ -158,15 +160,15 @@ class Handler:
 
         def noted(records: list[Record], produce: Produce, refused: Refused) -> Fed:
             def timed(error: Exception, send: Send) -> object:
-                began = time.monotonic()
+                began = self._now()
                 try:
                     return refused(error, send)
                 finally:
-                    self._room_s += time.monotonic() - began
+                    self._room_s += self._now() - began
 
-            began, room_s = time.monotonic(), self._room_s
+            began, room_s = self._now(), self._room_s
             fed = feed(records, produce, timed)
-            ended = time.monotonic()
+            ended = self._now()
             seconds = ended - began
             if self._sending is None and fed.sent:
                 # What is one call has sent nothing before its end.
@@ -394,7 +396,8 @@ class _Told:
     may be missing in it. So the first of each place in the user's code is told with its frames, whatever their number,
     and those over the limit are summed up when the interval is over, and at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
         self._since, self._lines = 0.0, 0
         self._places: set[tuple[object, ...]] = set()
         self._untold: dict[str, int] = {}  # by event
@@ -424,7 +427,7 @@ class _Told:
 
     def tick(self) -> None:
         """Tells of the rest when the interval is over."""
-        now = time.monotonic()
+        now = self._now()
         if now - self._since >= _LINES_INTERVAL_S:
             self.tell_rest()
             self._since, self._lines = now, 0

@@ -16,12 +16,11 @@ is read again, and whoever does not find its own there ends with 79. No transact
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from confluent_kafka import Consumer, KafkaException, TopicPartition
+from confluent_kafka import KafkaException, TopicPartition
 
 from eos import log
 from eos.admin import facts, tail
@@ -43,6 +42,7 @@ from eos.hooks import Hooks
 from eos.plain import Transactions
 from eos.policies import DEAD_LETTER_SUFFIX, dead_letter_topic, dlq
 from eos.settings import Settings
+from eos.world import REAL, World
 
 _REPLAYS = "replays"
 _MOST = 100  # letters of one transaction
@@ -148,13 +148,13 @@ def sources_of(app: App) -> list[str]:
 class Place:
     """Up to where dead letters were replayed: a group's committed offsets, without being in the group."""
 
-    def __init__(self, settings: Settings, group: str) -> None:
-        self._group = group
+    def __init__(self, settings: Settings, group: str, world: World = REAL) -> None:
+        self._group, self._world = group, world
         self._settings = settings
         self._left: dict[str, dict[int, int]] = {}  # topic -> partition -> the offset where we left it, -1: none
         self.stands: dict[str, dict[int, int]] = {}
         """By topic, where each partition's replay stands."""
-        self._consumer = Consumer(
+        self._consumer = world.consumer(
             {
                 **settings.admin(),
                 "logger": log.client_logger,
@@ -185,9 +185,9 @@ class Place:
     def forgotten(self, topic: str, low: Mapping[int, int]) -> tuple[list[int], float]:
         """Those of these partitions, which have letters from `low` on and no place, that may have had one: the brokers
         forget it so many days after its last commit, and the first letters are older."""
-        client = facts.connect(self._settings, _CONNECT_S)
+        client = facts.connect(self._settings, _CONNECT_S, self._world)
         days = facts.offsets_kept_minutes(client, self._settings.bootstrap_servers) / (24 * 60)
-        before_ms = round((time.time() - days * 86_400) * 1000)
+        before_ms = round((self._world.unix() - days * 86_400) * 1000)
         return sorted(tail.older(client, topic, low, before_ms)), days
 
     def confirm(self, topic: str) -> None:
@@ -204,7 +204,7 @@ class Place:
     def committed(self, topic: str, partitions: Iterable[int]) -> dict[int, int]:
         """Stable offsets of those partitions that have one."""
         places = [TopicPartition(topic, partition) for partition in partitions]
-        deadline = time.monotonic() + _COMMITTED_S
+        deadline = self._world.now() + _COMMITTED_S
         while True:
             try:
                 found = self._consumer.committed(places, timeout=_ASK_S)
@@ -216,9 +216,9 @@ class Place:
             action = classify("committed", error)
             if action is not Action.RETRY:
                 raise stop_error(CallFailed("committed", action, error))
-            if time.monotonic() > deadline:
+            if self._world.now() > deadline:
                 raise Unavailable(f"the offsets of group {self._group} cannot be had: {describe_error(error)}")
-            time.sleep(0.05)
+            self._world.sleep(0.05)
 
 
 def _told(offset: int) -> str:
@@ -258,21 +258,22 @@ class Replay:
     that do not say whose they are belong to every App.
     """
 
-    def __init__(self, app: App, settings: Settings, letters_of: str | None = None) -> None:
+    def __init__(self, app: App, settings: Settings, letters_of: str | None = None, world: World = REAL) -> None:
+        self._world = world
         self._whose = letters_of or app.id
         group = group_of(self._whose)
         self._settings = settings.with_values(**{"group.id": group, "transactional.id": group})
         self._app, self._hooks = app, Hooks(app)
         # The worker's own, but each letter is run once: what fails again waits for another replay.
-        self._handler = Handler(app, passing=settings.passed_headers, policy=dlq)
-        self._transactions = Transactions(self._settings, offsets=True)
+        self._handler = Handler(app, passing=settings.passed_headers, policy=dlq, now=world.now)
+        self._transactions = Transactions(self._settings, offsets=True, world=world)
         self._interval_s = self._settings["eos.transaction.interval.ms"] / 1000
 
     def __enter__(self) -> Replay:
         # First: what a predecessor left open is aborted, and one that runs is fenced before its place is read.
         self._transactions.__enter__()
         try:
-            self._place = Place(self._settings, group_of(self._whose))
+            self._place = Place(self._settings, group_of(self._whose), self._world)
             self._hooks.start()
         except BaseException:
             self._transactions.__exit__()
@@ -312,14 +313,14 @@ class Replay:
         """What the function makes of the next letters, for as long as a transaction's interval."""
         self._handler.begin((), {})  # nothing is kept of letters that are committed
         done: list[Handled] = []
-        until = time.monotonic() + self._interval_s
+        until = self._world.now() + self._interval_s
         for letter in itertools.islice(waiting, _MOST):
             if not letter.is_of(self._whose):
                 told.strangers[letter.app] = told.strangers.get(letter.app, 0) + 1
                 done.append(Handled(letter, []))
                 continue
             done.append(self._run(route, letter))
-            if time.monotonic() >= until:
+            if self._world.now() >= until:
                 break
         return done
 

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import gc
 import signal
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -26,6 +25,7 @@ from eos.session import Transaction, TransactSession
 from eos.settings import OF_FUNCTIONS, Settings
 from eos.slowness import Slowness
 from eos.spans import Spans
+from eos.world import REAL, World
 
 _SLICE_TARGET_S = 0.005
 _LARGEST_SLICE = 2_000
@@ -45,8 +45,9 @@ class Worker:
     readable at the start. Raises EosError's subclasses. `session.counters` says what it did so far.
     """
 
-    def __init__(self, app: App, settings: Settings, *, until_end: bool = False) -> None:
+    def __init__(self, app: App, settings: Settings, *, until_end: bool = False, world: World = REAL) -> None:
         app.check()
+        self._world = world
         self.app = app = copy.copy(app)  # takes in topics of its own
         self.settings = settings.with_values(
             **{"group.id": app.id, "transactional.id": f"{app.id}-{settings.instance}"}
@@ -55,8 +56,8 @@ class Worker:
         self._concurrent_most: int = self.settings["eos.async.max.records"]
         self._batch_most: int = self.settings["eos.batch.max.records"]
         passing = self.settings.passed_headers
-        self._handler = Handler(app, ledger, self._concurrent_most, self._batch_most, passing)
-        self._new_topics = NewTopics(self.settings, app) if app.patterns else None
+        self._handler = Handler(app, ledger, self._concurrent_most, self._batch_most, passing, now=world.now)
+        self._new_topics = NewTopics(self.settings, app, world) if app.patterns else None
         self._found_topics = False
         self.session = TransactSession(
             self.settings.without(*OF_FUNCTIONS),
@@ -65,6 +66,7 @@ class Worker:
             destinations=sorted(app.destinations),
             ledger=ledger,
             new_topics=None if self._new_topics is None else self._take_in,
+            world=world,
         )
         self.session.on_refused = self._handler.refused
         if any(function.batch for function in app.functions):
@@ -73,7 +75,7 @@ class Worker:
         functions = app.functions
         self._single_route: Route | None = functions[0] if len(functions) == 1 else None
         self._slowness = Slowness(self.settings)
-        self._not_before = 0.0  # time.monotonic() at which a record that failed may be tried again
+        self._not_before = 0.0  # World.now() at which a record that failed may be tried again
         self.on_tick: Callable[[], None] = lambda: None
         """Called after each transaction, and about every 100 ms while there is nothing to do."""
         self.session.on_idle = self._tick
@@ -104,7 +106,7 @@ class Worker:
 
     def run(self) -> None:
         session = self.session
-        began = time.monotonic()
+        began = self._world.now()
         finished = False
         hooks = Hooks(self.app)
         try:
@@ -137,7 +139,7 @@ class Worker:
                 if self._spans is not None:
                     self._spans.look({}, 0)
                 hooks.stop(failed=not finished)
-        self._log_totals(time.monotonic() - began)
+        self._log_totals(self._world.now() - began)
 
     def _tick(self) -> None:
         self._handler.tick()
@@ -168,7 +170,7 @@ class Worker:
 
     def _handle(self, txn: Transaction) -> Halt | None:
         """Handles records until the transaction's interval is over, or to where the handler stops."""
-        if time.monotonic() < self._not_before:
+        if self._world.now() < self._not_before:
             self._wait_on()
             return None
         self._handler.begin(self.session.membership.owned, self.session.committed)
@@ -179,9 +181,9 @@ class Worker:
                 return None
             if self._spans is not None:
                 self._spans.took(txn, batch)
-            began = time.monotonic()
+            began = self._world.now()
             halt = self._handle_batch(txn, batch)
-            ended = time.monotonic()
+            ended = self._world.now()
             open_s = self._handler.open_s(ended)
             if self._slowness.too_slow(open_s, ended - began):
                 self._suspect(batch, open_s, ended - began)
@@ -194,7 +196,7 @@ class Worker:
     def _wait_on(self) -> None:
         """Something ended the wait before a retry early: an abort, or a stop that must not use up a retry."""
         if not self.session.stop_requested:
-            self.session.pause(self._not_before - time.monotonic())
+            self.session.pause(self._not_before - self._world.now())
 
     @property
     def _losses(self) -> int:
@@ -243,7 +245,7 @@ class Worker:
         if halt.error is None:
             self.session.counters.retries += 1
             txn.commit()  # waited for: nothing is on its way during the pause
-            self._not_before = time.monotonic() + halt.pause_s
+            self._not_before = self._world.now() + halt.pause_s
             self.session.pause(halt.pause_s)
         elif txn.commit() or not isinstance(halt.error, PoisonRecord):
             raise halt.error

@@ -6,21 +6,21 @@ either. It never judges and changes nothing, but for `create_topics`. What may n
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicCollection
-from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic
+from confluent_kafka import KafkaError, KafkaException, TopicCollection
+from confluent_kafka.admin import ConfigResource, NewTopic
 
 from eos import log
 from eos.admin.cluster import OFFSETS_LOG, TRANSACTION_LOG, ClusterAdmin
 from eos.admin.security import login_refused, no_tls, unreachable
 from eos.errors import ConfigurationError, EosError, NotAuthorised, Unavailable, describe_error
 from eos.settings import Settings
+from eos.world import REAL, World
 
 T = TypeVar("T")
 Config = Mapping[str, str]
@@ -67,16 +67,21 @@ class Facts:
 
 
 def ask(
-    settings: Settings, topics: Collection[str], group: str | None, transactional_ids: Iterable[str], timeout_s: float
+    settings: Settings,
+    topics: Collection[str],
+    group: str | None,
+    transactional_ids: Iterable[str],
+    timeout_s: float,
+    world: World = REAL,
 ) -> Facts:
     """Unavailable when no broker answers within `timeout_s`; NotAuthorised as soon as one refuses the login."""
-    client = connect(settings, timeout_s)
+    client = connect(settings, timeout_s, world)
     internal = (TRANSACTION_LOG, OFFSETS_LOG)
     seen = {name: describe_topic(client, name) for name in dict.fromkeys([*topics, *internal])}
     brokers = metadata(client, settings.bootstrap_servers, _ASK_S).brokers
-    asked = configs(client, [name for name, topic in seen.items() if topic.exists], min(brokers))
+    asked = configs(client, [name for name, topic in seen.items() if topic.exists], min(brokers), world)
     found = {name: _with_config(topic, asked.get(("topic", name))) for name, topic in seen.items()}
-    with ClusterAdmin(settings, timeout_ms=round(_ASK_S * 1000)) as admin:
+    with world.admin(settings, timeout_ms=round(_ASK_S * 1000)) as admin:
         apis = admin.apis()
         version = admin.transaction_version()
         operations, denied = _group(admin, group) if group else (None, False)
@@ -94,12 +99,12 @@ def ask(
     )
 
 
-def check_clients(settings: Settings) -> None:
+def check_clients(settings: Settings, world: World = REAL) -> None:
     """ConfigurationError for a value that only librdkafka can judge, before anything is waited for."""
     quiet = {"logger": log.client_logger}
     clients: dict[str, Callable[[], object]] = {
-        "consumer": lambda: Consumer({"group.id": "-"} | settings.consumer() | quiet).close(),
-        "producer": lambda: Producer(settings.producer("-") | quiet).close(),
+        "consumer": lambda: world.consumer({"group.id": "-"} | settings.consumer() | quiet).close(),
+        "producer": lambda: world.producer(settings.producer("-") | quiet).close(),
     }
     for name, make in clients.items():
         try:
@@ -108,15 +113,15 @@ def check_clients(settings: Settings) -> None:
             raise ConfigurationError(f"the {name}'s settings were refused: {describe_error(error)}") from error
 
 
-def connect(settings: Settings, timeout_s: float) -> Any:
+def connect(settings: Settings, timeout_s: float, world: World = REAL) -> Any:
     """An AdminClient that has reached a broker. A refused login or handshake is told at once, not at the deadline."""
     errors: list[KafkaError] = []
     values = settings.admin() | {"error_cb": errors.append, "logger": log.client_logger}
-    client = AdminClient(values)
-    deadline = time.monotonic() + timeout_s
-    told = time.monotonic()
+    client = world.client(values)
+    deadline = world.now() + timeout_s
+    told = world.now()
     while True:
-        left = deadline - time.monotonic()
+        left = deadline - world.now()
         try:
             client.list_topics(timeout=max(0.1, min(1.0, left)))
             return client
@@ -129,8 +134,8 @@ def connect(settings: Settings, timeout_s: float) -> Any:
             raise no_tls(settings, error.str())
         if left <= 0:
             raise unreachable(settings, describe_error(error))
-        if time.monotonic() - told > _ASK_S:
-            told = time.monotonic()
+        if world.now() - told > _ASK_S:
+            told = world.now()
             log.info("waiting for the cluster", servers=settings.bootstrap_servers, error=error.str())
 
 
@@ -186,13 +191,15 @@ def _operations(found: Any) -> frozenset[str] | None:
     return None if found is None else frozenset(operation.name for operation in found)
 
 
-def configs(client: Any, topics: Collection[str], broker: int | None = None) -> dict[tuple[str, str], Config]:
+def configs(
+    client: Any, topics: Collection[str], broker: int | None = None, world: World = REAL
+) -> dict[tuple[str, str], Config]:
     """Of topics that are there and of one broker, by ("topic" or "broker", name); what may not be read is left out."""
     asked = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in topics]
     if broker is not None:
         asked.append(ConfigResource(ConfigResource.Type.BROKER, str(broker)))
     found: dict[tuple[str, str], Config] = {}
-    deadline = time.monotonic() + NEW_TOPIC_S
+    deadline = world.now() + NEW_TOPIC_S
     while asked:
         late = []
         for resource, future in client.describe_configs(asked, request_timeout=_ASK_S).items():
@@ -200,12 +207,12 @@ def configs(client: Any, topics: Collection[str], broker: int | None = None) -> 
             try:
                 found[kind, resource.name] = {name: entry.value for name, entry in _answer(future).items()}
             except KafkaException as error:
-                if error.args[0].code() in _UNKNOWN and time.monotonic() < deadline:
+                if error.args[0].code() in _UNKNOWN and world.now() < deadline:
                     late.append(resource)  # just created: one broker knows of it, the one that answered not yet
                     continue
                 log.debug("a configuration cannot be read", resource=resource.name, error=describe_error(error))
         if asked := late:
-            time.sleep(0.05)
+            world.sleep(0.05)
     return found
 
 
@@ -243,20 +250,21 @@ def create_topics(
     brokers: int,
     timeout_s: float = 30.0,
     config: Config = MappingProxyType({}),
+    world: World = REAL,
 ) -> set[str]:
     """Creates topics (name -> partitions, -1 the broker's default) with this config, and as many copies as losing a
     broker asks for; returns those that were not there."""
-    client = connect(settings, timeout_s)
+    client = connect(settings, timeout_s, world)
     replicas = min(3, brokers)
     safe = {"min.insync.replicas": "2"} if replicas >= 3 else {}
     new = [NewTopic(name, count, replicas, config={**config, **safe}) for name, count in wanted.items()]
     asked = client.create_topics(new, request_timeout=timeout_s)
     created = {name for name, future in asked.items() if _created(name, future.result)}
-    deadline = time.monotonic() + timeout_s
+    deadline = world.now() + timeout_s
     while missing := [name for name in wanted if not describe_topic(client, name).exists]:
-        if time.monotonic() > deadline:
+        if world.now() > deadline:
             raise Unavailable(f"topic {missing[0]} was created and is not there after {timeout_s:.0f} s")
-        time.sleep(0.05)
+        world.sleep(0.05)
     return created
 
 

@@ -21,6 +21,7 @@ from eos.app import App
 from eos.errors import ConfigurationError, EosError, Unavailable
 from eos.policies import dead_letter_topic
 from eos.settings import Settings
+from eos.world import REAL, World
 
 _ASK_S = 5.0
 _SOON_S = 0.5  # until a topic is looked at again that not every broker knows yet
@@ -28,10 +29,10 @@ _LOOKS = 20  # at one that lacks leaders, until it is looked at no more often th
 _REFRESH_MS = 300_000  # librdkafka's own, for new partitions
 
 
-def topic_names(settings: Settings, timeout_s: float) -> set[str]:
+def topic_names(settings: Settings, timeout_s: float, world: World = REAL) -> set[str]:
     """All topics that we may see. Raises Unavailable, NotAuthorised, ConfigurationError."""
-    check_clients(settings)
-    known = metadata(connect(settings, timeout_s), settings.bootstrap_servers, _ASK_S).topics
+    check_clients(settings, world)
+    known = metadata(connect(settings, timeout_s, world), settings.bootstrap_servers, _ASK_S).topics
     return {name for name, topic in known.items() if topic.error is None}
 
 
@@ -57,19 +58,18 @@ def require_topics(app: App, servers: str, waiting: Mapping[str, str] = MappingP
 class NewTopics:
     """Looks for topics of one App every `topic.metadata.refresh.interval.ms`; none of them is told twice."""
 
-    def __init__(self, settings: Settings, app: App) -> None:
-        self._settings, self._app = settings, copy.copy(app)
+    def __init__(self, settings: Settings, app: App, world: World = REAL) -> None:
+        self._settings, self._app, self._world = settings, copy.copy(app), world
         self._interval_s = int(settings.get("topic.metadata.refresh.interval.ms", _REFRESH_MS)) / 1000
         self._arrived: deque[list[str] | ConfigurationError] = deque()
         self._warned: set[str] = set()
         self._unknown: Counter[str] = Counter()  # looks at topics that not every broker knew
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="eos-new-topics", daemon=True)
 
     def now(self) -> list[str]:
         """Those that can be read at the start; the session waits for brokers that have not heard of one. Raises
         Unavailable, also when the App has nothing to read; NotAuthorised, ConfigurationError."""
-        there = topic_names(self._settings, self._settings["eos.startup.timeout.ms"] / 1000)
+        there = topic_names(self._settings, self._settings["eos.startup.timeout.ms"] / 1000, self._world)
         if self._settings["eos.create.topics"]:
             there |= self._try_to_make(lacking(self._app, there))
         waiting = self._waiting(there)
@@ -80,7 +80,7 @@ class NewTopics:
     def watch(self) -> None:
         """From now on, until `stop`. Without the client's look for new partitions (an interval of -1) nobody looks."""
         if self._interval_s > 0:
-            self._thread.start()
+            self._world.background("eos-new-topics", self._run)
 
     def stop(self) -> None:
         self._stopped.set()
@@ -107,9 +107,10 @@ class NewTopics:
         """Creates topics of dead letters, as wide as their sources."""
         if not letters:
             return set()
-        known = metadata(connect(self._settings, _ASK_S), self._settings.bootstrap_servers, _ASK_S)
+        client = connect(self._settings, _ASK_S, self._world)
+        known = metadata(client, self._settings.bootstrap_servers, _ASK_S)
         wanted = {dead: len(known.topics[topic].partitions) for topic, dead in letters.items() if topic in known.topics}
-        create_topics(self._settings, wanted, len(known.brokers))
+        create_topics(self._settings, wanted, len(known.brokers), world=self._world)
         return set(wanted)
 
     # ---- while the worker runs ------------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ class NewTopics:
         while not self._stopped.wait(pause_s):
             try:
                 # One connection for as long as it answers.
-                with ClusterAdmin(self._settings, timeout_ms=round(_ASK_S * 1000)) as admin:
+                with self._world.admin(self._settings, timeout_ms=round(_ASK_S * 1000)) as admin:
                     pause_s = self._look(admin)
                     while not self._stopped.wait(pause_s):
                         pause_s = self._look(admin)

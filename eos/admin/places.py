@@ -90,11 +90,11 @@ def write(settings: Settings, group: str, partitions: Collection[Partition], wor
     topic: str = settings["eos.places.topic"]
     with world.admin(settings) as admin:
         ids = admin.topic_ids({name for name, _ in partitions})
-    client = facts.connect(settings, _ASK_S)
+    client = facts.connect(settings, _ASK_S, world)
     count = facts.describe_topic(client, topic).partitions
     if not count:
         brokers = len(facts.metadata(client, settings.bootstrap_servers, _ASK_S).brokers)
-        facts.create_topics(settings, {topic: PARTITIONS}, brokers, config=CONFIG)
+        facts.create_topics(settings, {topic: PARTITIONS}, brokers, config=CONFIG, world=world)
         count = facts.describe_topic(client, topic).partitions
     failed: list[KafkaError] = []
 
@@ -128,7 +128,7 @@ def noted(
     if not topic or not partitions:
         return {}
     try:
-        found = {p: note for p, note in _read(settings, topic, group).items() if p in set(partitions)}
+        found = {p: note for p, note in _read(settings, topic, group, world).items() if p in set(partitions)}
     except NotAuthorised as error:
         log.info("whether the group ran before may not be seen", error=str(error), group=group)
         return {}
@@ -139,9 +139,9 @@ def noted(
     return {p: when for p, (topic_id, when) in found.items() if topic_id == ids.get(p[0], "")}
 
 
-def _read(settings: Settings, topic: str, group: str) -> dict[Partition, tuple[str, int]]:
+def _read(settings: Settings, topic: str, group: str, world: World) -> dict[Partition, tuple[str, int]]:
     """The group's notes: the topic's id, and when it was written."""
-    client = facts.connect(settings, _ASK_S)
+    client = facts.connect(settings, _ASK_S, world)
     described = facts.describe_topic(client, topic)
     if described.exists is None:
         raise not_authorised(f"topic {topic}", "READ")
@@ -150,7 +150,7 @@ def _read(settings: Settings, topic: str, group: str) -> dict[Partition, tuple[s
     number = partition_of(group, described.partitions)
     held = tail.held(client, topic, [number])
     notes: dict[Partition, tuple[str, int]] = {}
-    with tail.TopicReader(settings, topic, {number: held[number].low}, uncommitted=False) as reader:
+    with tail.TopicReader(settings, topic, {number: held[number].low}, False, world) as reader:
         for seen in tail.read_until(reader, {number: held[number].stable}):
             whose, partition = _key(seen.record.key)
             if whose == group:

@@ -7,7 +7,6 @@ while a worker runs.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,6 +16,7 @@ from eos.admin.cluster import OFFSETS_LOG, TRANSACTION_LOG
 from eos.admin.facts import NEW_TOPIC_S, OFFSETS_KEPT, Config, Facts, Topic, ask, check_clients, create_topics
 from eos.errors import ConfigurationError, EosError, NotAuthorised, Unavailable, missing_right
 from eos.settings import Settings
+from eos.world import REAL, World
 
 # What a session cannot do without; each came with the Kafka version beside it.
 REQUIRED_APIS = {
@@ -374,21 +374,22 @@ def look(settings: Settings, need: Need, timeout_s: float) -> Facts:
     return ask(settings, need.topics, need.group, need.transactional_ids, timeout_s)
 
 
-def require(settings: Settings, need: Need) -> None:
+def require(settings: Settings, need: Need, world: World = REAL) -> None:
     """Before the first record: raises the first failure, logs the others and the warnings. Creates missing topics
     first when eos.create.topics says so."""
-    check_clients(settings)
+    check_clients(settings, world)
     timeout_s = settings["eos.startup.timeout.ms"] / 1000
-    facts = ask(settings, need.topics, need.group, need.transactional_ids, timeout_s)
+    asked = settings, need.topics, need.group, need.transactional_ids, timeout_s, world
+    facts = ask(*asked)
     patience_s = NEW_TOPIC_S
     if settings["eos.create.topics"] and (missing := [t for t in need.topics if facts.topics[t].exists is False]):
         most = max((facts.topics[t].partitions for t in need.inputs), default=0)
-        create_topics(settings, dict.fromkeys(missing, most or -1), facts.brokers)
-        facts, patience_s = ask(settings, need.topics, need.group, need.transactional_ids, timeout_s), timeout_s
-    deadline = time.monotonic() + patience_s
-    while any(facts.topics[name].exists is False for name in need.topics) and time.monotonic() < deadline:
-        time.sleep(0.1)
-        facts = ask(settings, need.topics, need.group, need.transactional_ids, timeout_s)
+        create_topics(settings, dict.fromkeys(missing, most or -1), facts.brokers, world=world)
+        facts, patience_s = ask(*asked), timeout_s
+    deadline = world.now() + patience_s
+    while any(facts.topics[name].exists is False for name in need.topics) and world.now() < deadline:
+        world.sleep(0.1)
+        facts = ask(*asked)
     raise_first(judge(need, facts))
 
 

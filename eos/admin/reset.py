@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import re
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from eos.admin.cluster import Partition
 from eos.admin.facts import connect, describe_topic, metadata
 from eos.errors import ConfigurationError, Unavailable, UsageError, describe_error, not_authorised
 from eos.settings import Settings
+from eos.world import REAL, World
 
 _ASK_S, _LOOK_S = 10.0, 0.5
 _EXACT = re.compile(r"(?P<topic>[A-Za-z0-9._-]+):(?P<partition>\d+):(?P<offset>\d+)")
@@ -83,21 +83,24 @@ def _single(text: str) -> Target | None:
 class GroupOffsets:
     """One group's offsets on `topics`, for `plan` and then `commit`."""
 
-    def __init__(self, settings: Settings, group: str, topics: Iterable[str], timeout_s: float = 5.0) -> None:
+    def __init__(
+        self, settings: Settings, group: str, topics: Iterable[str], timeout_s: float = 5.0, world: World = REAL
+    ) -> None:
+        self._world = world
         self.group, self._topics = group, sorted(topics)
-        self._client, self._servers = connect(settings, timeout_s), settings.bootstrap_servers
+        self._client, self._servers = connect(settings, timeout_s, world), settings.bootstrap_servers
 
     def require_nobody(self, wait_s: float = 0.0) -> None:
         """Unavailable, naming the members, when the group still has some after `wait_s`."""
-        deadline = time.monotonic() + wait_s
+        deadline = self._world.now() + wait_s
         while names := self._members():
-            if time.monotonic() >= deadline:
+            if self._world.now() >= deadline:
                 count = f"{len(names)} member{'s' if len(names) != 1 else ''}"
                 raise Unavailable(
                     f"group {self.group} has {count} ({', '.join(names)}): stop them first; one that was killed, or "
                     "that a record stopped, counts until its session.timeout.ms is over (--wait 30)"
                 )
-            time.sleep(_LOOK_S)
+            self._world.sleep(_LOOK_S)
 
     def _members(self) -> list[str]:
         try:

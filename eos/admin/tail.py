@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import heapq
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from eos.error_table import denied
 from eos.errors import Action, CallFailed, InputGone, Unavailable, classify, describe_error, stop_error
 from eos.raising import raising
 from eos.settings import Settings
+from eos.world import REAL, World
 
 T = TypeVar("T")
 _ASK_S = 5.0
@@ -57,9 +57,9 @@ class Span:
     end: int
 
 
-def spans(settings: Settings, topic: str, timeout_s: float) -> dict[int, Span]:
+def spans(settings: Settings, topic: str, timeout_s: float, world: World = REAL) -> dict[int, Span]:
     """Of each partition of a topic. Unavailable for an unreachable cluster or a topic that does not exist."""
-    client = facts.connect(settings, timeout_s)
+    client = facts.connect(settings, timeout_s, world)
     found = facts.describe_topic(client, topic)
     if found.exists is None:
         raise stop_error(CallFailed("consume", Action.UNAUTHORISED, KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)))
@@ -123,12 +123,14 @@ class _Lane:
 class TopicReader:
     """Reads the partitions of `starts` from these offsets on; `uncommitted`: all records, marked."""
 
-    def __init__(self, settings: Settings, topic: str, starts: Mapping[int, int], uncommitted: bool) -> None:
-        self._topic, self._uncommitted = topic, uncommitted
+    def __init__(
+        self, settings: Settings, topic: str, starts: Mapping[int, int], uncommitted: bool, world: World = REAL
+    ) -> None:
+        self._topic, self._uncommitted, self.now = topic, uncommitted, world.now
         self._lanes = {partition: _Lane(start, start) for partition, start in starts.items()}
         places = [TopicPartition(topic, partition, start) for partition, start in starts.items()]
-        self._committed = _consumer(settings, "read_committed", places)
-        self._all = _consumer(settings, "read_uncommitted", places) if uncommitted else None
+        self._committed = _consumer(settings, "read_committed", places, world)
+        self._all = _consumer(settings, "read_uncommitted", places, world) if uncommitted else None
 
     def __enter__(self) -> Self:
         return self
@@ -193,8 +195,8 @@ class TopicReader:
             return 1 << 62  # not known: nothing is called open
 
 
-def _consumer(settings: Settings, isolation: str, places: list[TopicPartition]) -> Consumer:
-    consumer = Consumer(
+def _consumer(settings: Settings, isolation: str, places: list[TopicPartition], world: World) -> Consumer:
+    consumer = world.consumer(
         {
             **settings.admin(),
             "logger": log.client_logger,
@@ -215,15 +217,15 @@ def _consumer(settings: Settings, isolation: str, places: list[TopicPartition]) 
 
 def read_until(reader: TopicReader, ends: Mapping[int, int]) -> Iterator[Seen]:
     """What is before these offsets; ends when all of it was read. Unavailable when nothing moves for long."""
-    deadline = time.monotonic() + _NO_PROGRESS_S
+    deadline = reader.now() + _NO_PROGRESS_S
     left = ends
     while left := {partition: end for partition, end in left.items() if reader.at(partition) < end}:
         before = {partition: reader.at(partition) for partition in left}
         got = reader.read()
         yield from (seen for seen in got if seen.record.offset < ends.get(seen.record.partition, 0))
         if got or any(reader.at(partition) > at for partition, at in before.items()):
-            deadline = time.monotonic() + _NO_PROGRESS_S
-        elif time.monotonic() > deadline:
+            deadline = reader.now() + _NO_PROGRESS_S
+        elif reader.now() > deadline:
             partition, end = next(iter(left.items()))
             where = f"partition {partition} at {reader.at(partition)} of {end}"
             raise Unavailable(f"reading stands still for {_NO_PROGRESS_S:.0f} s: {where}")

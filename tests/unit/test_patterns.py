@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import re
@@ -22,6 +23,7 @@ from eos.errors import CallFailed, ConfigurationError, NotAuthorised, Unavailabl
 from eos.settings import Settings
 from eos.testing import online
 from eos.worker import Worker
+from eos.world import REAL, World
 
 SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t"}
 
@@ -205,8 +207,8 @@ class Brokers:
         return set(topics) - self.late
 
 
-def looking(app: App, **settings: object) -> NewTopics:
-    return NewTopics(Settings({"topic.metadata.refresh.interval.ms": 60_000, **settings}), app)
+def looking(app: App, world: World = REAL, **settings: object) -> NewTopics:
+    return NewTopics(Settings({"topic.metadata.refresh.interval.ms": 60_000, **settings}), app, world)
 
 
 def test_a_topic_that_came_is_told_once() -> None:
@@ -255,7 +257,7 @@ def test_missing_dead_letters_are_created_where_a_setting_says_so(
     monkeypatch.setattr(new_topics, "connect", lambda *_: None)
     monkeypatch.setattr(new_topics, "metadata", lambda *_: known)
 
-    def create(settings: Settings, wanted: Mapping[str, int], count: int) -> None:
+    def create(settings: Settings, wanted: Mapping[str, int], count: int, world: World) -> None:
         made.append(wanted)
         if len(made) < 3:
             raise NotAuthorised("topic in-1.dlq cannot be created")
@@ -272,28 +274,23 @@ def test_missing_dead_letters_are_created_where_a_setting_says_so(
     assert made == [{"in-1.dlq": 2}] * 3
 
 
-def test_a_topic_that_two_functions_want_comes_out_where_the_worker_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Admin(Brokers):
-        def __init__(self, settings: Settings, timeout_ms: int) -> None:
-            super().__init__("in-b")
-
-        def __enter__(self) -> Admin:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-    monkeypatch.setattr(new_topics, "ClusterAdmin", Admin)
-    new = looking(app_of(("^in-.*", "out"), ("^.*-b", "out")), **{"topic.metadata.refresh.interval.ms": 1})
+def test_a_topic_that_two_functions_want_comes_out_where_the_worker_asks() -> None:
+    brokers: Any = Brokers("in-b")
+    world = World(
+        admin=lambda settings, timeout_ms: contextlib.nullcontext(brokers), background=lambda name, run: run()
+    )
+    new = looking(app_of(("^in-.*", "out"), ("^.*-b", "out")), world, **{"topic.metadata.refresh.interval.ms": 1})
     new.watch()
-    new._thread.join(10)
     with pytest.raises(ConfigurationError, match="'in-b' matches the patterns of two functions"):
         new.arrived()
 
 
 def test_nobody_looks_where_the_client_was_told_not_to_look_for_partitions_either() -> None:
-    new = looking(app_of(("^in-.*", "out")), **{"topic.metadata.refresh.interval.ms": -1})
-    new.watch()
-    assert not new._thread.is_alive()
+    started: list[str] = []
+    world = World(background=lambda name, run: started.append(name))
+    for interval_ms in (-1, 1):
+        looking(app_of(("^in-.*", "out")), world, **{"topic.metadata.refresh.interval.ms": interval_ms}).watch()
+        assert started == ([] if interval_ms < 0 else ["eos-new-topics"])
 
 
 def test_a_topic_that_was_taken_in_is_looked_at_whether_it_is_made_anew() -> None:

@@ -254,14 +254,12 @@ def test_places_without_an_end_are_told_within_a_bound(caplog: pytest.LogCapture
 
 
 def test_what_the_limit_kept_back_is_told_at_the_next_interval_and_at_the_end(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     clock = SimpleNamespace(now=100.0)
-    clock.monotonic = lambda: clock.now
-    monkeypatch.setattr(eos.handling, "time", clock)
     app = app_of(on_error=skip)
     app.process("other", to="out", on_error=dlq)(upper)
-    handler = Handler(app)
+    handler = Handler(app, now=lambda: clock.now)
     handler.handle(Txn(), [*records(*[b"bad 1"] * 30), *records(b"bad 2", topic="other")])
     assert len(caplog.messages) == 10
     clock.now += 9.9
@@ -581,17 +579,15 @@ def test_what_a_feed_waits_for_room_is_no_time_of_the_function(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one record", "several"])
-def test_a_transaction_is_open_from_its_first_output_on(several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transaction_is_open_from_its_first_output_on(several: bool) -> None:
     """Not from its begin: the broker hears of it with the first output."""
     clock = SimpleNamespace(now=0.0)
-    clock.monotonic = lambda: clock.now
-    monkeypatch.setattr(eos.handling, "time", clock)
 
     def slow(value: bytes) -> bytes | None:
         clock.now += 10
         return None if value == b"drop" else value
 
-    handler, txn = Handler(app_of(slow)), Txn()
+    handler, txn = Handler(app_of(slow), now=lambda: clock.now), Txn()
     handler.begin(set(), {})
     handler.handle(txn, records(b"drop", b"drop"))
     assert handler.open_s(clock.now) == 0

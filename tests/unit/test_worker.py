@@ -15,6 +15,7 @@ from eos import App, Out, Record
 from eos.errors import ConfigurationError
 from eos.handling import Kept
 from eos.worker import Worker
+from eos.world import World
 
 SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "transaction.timeout.ms": 2_000, "eos.batch.max.records": 3}
 
@@ -24,9 +25,6 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 class Txn(Kept):
@@ -47,11 +45,8 @@ class Txn(Kept):
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    for module in (eos.worker, eos.handling):
-        monkeypatch.setattr(module, "time", clock)
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
 def worker_of(clock: Clock, seconds: Mapping[str, float]) -> Worker:
@@ -68,7 +63,7 @@ def worker_of(clock: Clock, seconds: Mapping[str, float]) -> Worker:
         clock.now += seconds["batches"]
         return [record.out(record.value) for record in batch]
 
-    worker = Worker(app, eos.Settings(SETTINGS))
+    worker = Worker(app, eos.Settings(SETTINGS), world=World(now=lambda: clock.now))
     session: Any = worker.session
     session._membership = SimpleNamespace(owned={("a", 0), ("b", 0)})
     session._producers = [SimpleNamespace(who=dict)]

@@ -20,30 +20,30 @@ from eos.watchdog import Job
 from eos.world import World
 
 PACKAGE = Path(eos.__file__).parent
-ROOMS = [
-    *("session.py", "membership.py", "producer.py", "claim.py", "plain.py"),
-    *("admin/overdue.py", "admin/topic_ids.py", "admin/pending.py", "admin/places.py", "admin/fence.py"),
-]
-CLIENTS = {"Consumer", "Producer", "AdminClient", "ClusterAdmin", "KafkaAdminClient", "Watchdog"}
-OUTSIDE = {("time", "monotonic"), ("time", "time"), ("time", "sleep"), ("threading", "Thread"), ("threading", "Timer")}
+SESSION = ("session.py", "membership.py", "producer.py", "claim.py", "plain.py")
+WORKER = ("worker.py", "handling.py", "slowness.py", "spans.py", "replay.py")
+# How a client of either kind is made and logs in is the outside itself.
+ADMIN = [f"admin/{path.name}" for path in (PACKAGE / "admin").glob("*.py") if path.stem not in ("cluster", "security")]
+OUTSIDE = {
+    *("Consumer", "Producer", "AdminClient", "ClusterAdmin", "KafkaAdminClient", "Watchdog"),
+    *("time.monotonic", "time.time", "time.sleep", "threading.Thread", "threading.Timer"),
+}
 
 
 def reaches_outside(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CLIENTS:
-            yield f"line {node.lineno}: {node.func.id}(...)"
-        if isinstance(node, ast.Attribute) and (ast.unparse(node.value), node.attr) in OUTSIDE:
-            yield f"line {node.lineno}: {ast.unparse(node)}"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in OUTSIDE:
+            yield f"line {node.lineno}: {ast.unparse(node.func)}"
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", [*SESSION, *WORKER, *sorted(ADMIN)])
 def test_a_session_and_what_it_asks_reach_the_outside_through_their_world(room: str) -> None:
     assert list(reaches_outside((PACKAGE / room).read_text())) == []
 
 
 def test_the_world_itself_would_be_found() -> None:
     assert list(reaches_outside("import time\nConsumer({})\ntime.sleep(time.monotonic())\n")) == [
-        "line 2: Consumer(...)",
+        "line 2: Consumer",
         "line 3: time.sleep",
         "line 3: time.monotonic",
     ]
