@@ -39,10 +39,10 @@ TABLE: dict[tuple[Call | Literal["*"], int], Action] = {
     ("commit", _K.UNKNOWN_MEMBER_ID): Action.ABORT,
     ("commit", _K.ILLEGAL_GENERATION): Action.ABORT,
     # Static membership: another consumer joined with our group.instance.id, after us.
-    ("send_offsets", _K.FENCED_INSTANCE_ID): Action.FENCED,
-    ("commit", _K.FENCED_INSTANCE_ID): Action.FENCED,
-    ("consume", _K.FENCED_INSTANCE_ID): Action.FENCED,
-    ("consume", _K._FATAL): Action.FENCED,
+    ("send_offsets", _K.FENCED_INSTANCE_ID): Action.REJOIN,
+    ("commit", _K.FENCED_INSTANCE_ID): Action.REJOIN,
+    ("consume", _K.FENCED_INSTANCE_ID): Action.REJOIN,
+    ("consume", _K._FATAL): Action.REJOIN,
     # A call that was left for another one; the session never does so, a replaced producer clears it.
     (ANY, _K._CONFLICT): Action.REBUILD,
     (ANY, _K._STATE): Action.BUG,

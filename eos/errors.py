@@ -115,6 +115,7 @@ class Action(Enum):
     UNAUTHORISED = "stop: not authorised"
     MISCONFIGURED = "stop: the configuration is wrong"
     FENCED = "stop: a newer instance took over"
+    REJOIN = "find out who owns the transactional.id; if it is ours still, join the group with a new consumer"
     BUG = "stop: a call in the wrong order, which our own guard should have refused"
 
 

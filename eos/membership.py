@@ -202,7 +202,7 @@ class Membership:
             self._subscribe()
         except KafkaException as error:
             # Only one that met a fatal error refuses it; the next poll would meet that too.
-            raise CallFailed("consume", Action.FENCED, error) from error
+            raise CallFailed("consume", Action.REJOIN, error) from error
 
     def _subscribe(self) -> None:
         self.consumer.subscribe(
@@ -261,14 +261,14 @@ class Membership:
     def poll(self, most: int, timeout_s: float) -> None:
         """Fetches up to `most` records into the positions; serves the rebalance callbacks.
 
-        Raises what a callback met, InputGone, CallFailed(FENCED) when a newer static member took this one's place,
-        and EosErrors for what the group or the cluster refuses for good.
+        Raises what a callback met, InputGone, CallFailed(REJOIN) when a newer static member may have taken this one's
+        place, and EosErrors for what the group or the cluster refuses for good.
 
         Whatever comes out of it, a signal's exception too: the next poll begins behind what the positions have.
         """
         if self._untold:
             interrupted = RuntimeError("a poll was interrupted: what the group gave or took in it is not known")
-            raise CallFailed("consume", Action.FENCED, interrupted)
+            raise CallFailed("consume", Action.REJOIN, interrupted)
         if self._damaged is not None:
             self._stop_at_damage(*self._damaged)
         if self._adrift:
@@ -325,7 +325,7 @@ class Membership:
             except KafkaException as error:
                 # It has not begun to fetch this one, so nothing of it can be missing.
                 if error.args[0].code() != KafkaError._STATE or offset != self._begun_at[partition]:
-                    raise CallFailed("consume", Action.FENCED, error) from error
+                    raise CallFailed("consume", Action.REJOIN, error) from error
 
     def _note_error(self, message: Any) -> None:
         error = message.error()
@@ -340,7 +340,7 @@ class Membership:
         action = classify("consume", error)
         if action is Action.INPUT_GONE and message is not None:
             raise self._input_gone(message, error)
-        if action is Action.FENCED:
+        if action is Action.REJOIN:
             raise CallFailed("consume", action, KafkaException(error))
         if action is Action.DAMAGED and message is not None:
             at = (message.topic(), message.partition()), message.offset()
@@ -607,7 +607,7 @@ class Membership:
 
     def metadata_to_commit(self, offsets: Mapping[Partition, int]) -> Any:
         """Fresh group metadata of a live member that owns all these partitions. CallFailed if it is not: ABORT, or
-        FENCED when the group went on without this member and it must join anew."""
+        REJOIN when the group went on without this member."""
         metadata = self.consumer.consumer_group_metadata()
         # Asked after the metadata was taken, so it is not older. The broker skips its check for a member without an id
         # (generation -1), so we must not ask it then.
@@ -619,9 +619,9 @@ class Membership:
         # Others may have handled them since, and the broker takes the new member's offsets.
         if member_id != self._assigned_as:
             sentence = "the group had removed this member, which joined again with the partitions of before"
-            raise CallFailed("consume", Action.FENCED, RuntimeError(sentence))
+            raise CallFailed("consume", Action.REJOIN, RuntimeError(sentence))
         if not self.owned.issuperset(offsets):
-            raise self._cannot_commit("a partition of this transaction is not ours any more")
+            raise self._cannot_commit(self.lost_sentence or "a partition of this transaction is not ours any more")
         return metadata
 
     def _noted_member_id(self) -> str | None:

@@ -242,7 +242,7 @@ class Transactions:
                 log.warning("the abort failed", error=str(failure), **self._producer.who())
 
     def _public(self, failure: CallFailed, topic: str = "") -> EosError:
-        if failure.action in (Action.SETTLE, Action.FENCED):
+        if failure.action in (Action.SETTLE, Action.REJOIN, Action.FENCED):
             return self._settle(failure)
         if failure.action is Action.POISON:
             return PoisonRecord(f"the record was refused: {failure}", topic, -1, -1)

@@ -605,7 +605,7 @@ class TransactionalProducer:
 
     def _fail(self, call: Call, action: Action, error: BaseException, where: str = "", topic: str = "") -> CallFailed:
         """Moves the machine to where the action leaves it; returns the exception to raise."""
-        if action is Action.SETTLE or action is Action.FENCED:
+        if action in (Action.SETTLE, Action.REJOIN, Action.FENCED):
             self._machine.fire(Event.FENCE)
         elif action in (Action.ABORT, Action.POISON) and self._machine.state in (
             State.IN_TRANSACTION,

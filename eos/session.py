@@ -852,7 +852,7 @@ class TransactSession:
             self._settle(failure)
         elif failure.action is Action.POISON:
             self._abort_poisoned(failure)
-        elif failure.action is Action.FENCED:
+        elif failure.action is Action.REJOIN:
             self._settle_place(failure)
         else:
             raise stop_error(failure) from failure
@@ -865,7 +865,9 @@ class TransactSession:
             self._recover(CallFailed(worse.call, Action.REBUILD, worse) if worse.action is Action.ABORT else worse)
             return
         self._open = None
-        self._go_back(self._positions.rewind)
+        if not self._go_back(self._positions.rewind):
+            self._count_rebuild(str(failure), "group")
+            return
         self._aborts_in_a_row += 1
         self.counters.aborts += 1
         add(self.counters.aborts_by_cause, _cause(failure))
@@ -906,7 +908,8 @@ class TransactSession:
             return
         committed = bool(touched) and all(stable[p].offset >= offset for p, offset in touched.items())
         known = {p: tp.offset if tp.offset >= 0 else None for p, tp in stable.items()}
-        self._go_back(lambda: self._positions.resolve(known))
+        if not self._go_back(lambda: self._positions.resolve(known)):
+            return
         if self._ledger is not None and committed:
             self._ledger.begin_all(stable)
         starts = self.membership.new_starts
@@ -919,23 +922,25 @@ class TransactSession:
             **self.producer.who(),
         )
 
-    def _go_back(self, rewind: Callable[[], Mapping[Partition, int]]) -> None:
-        """The consumer fetches again what an ended transaction took and did not commit."""
+    def _go_back(self, rewind: Callable[[], Mapping[Partition, int]]) -> bool:
+        """The consumer fetches again what an ended transaction took and did not commit. False: it cannot, and another
+        one joined in its place, whose partitions begin at what is committed."""
         if self._ledger is not None:
             self._ledger.rewind()
         try:
             self.membership.go_back(rewind)
         except CallFailed as failure:
             self._rejoin(str(failure))
+            return False
+        return True
 
     def _rejoin(self, reason: str) -> None:
         """The consumer is dead and nobody took its place: a new one, whose partitions begin at what is committed."""
-        self._count_rebuild(reason, "group")
         self._open = None
         self._claim.confirm(self.producer, reason)
         gone = self.membership
         # Until it is done: who is interrupted in it does it again at the next poll.
-        self._consumer_failure = CallFailed("consume", Action.FENCED, RuntimeError(reason))
+        self._consumer_failure = CallFailed("consume", Action.REJOIN, RuntimeError(reason))
         starts = gone.new_starts  # its closing forgets them
         gone.abandon()
         self._positions.clear()
@@ -975,6 +980,7 @@ class TransactSession:
         instance id alone, or it joined again and the answer, with a new member id, was lost."""
         self._open = None
         self._claim.settle(self.producer, str(failure))
+        self._count_rebuild(str(failure), "group")
         self._rejoin(str(failure))
 
     def _lost_to(self, producer: TransactionalProducer, reason: str, answer: Described | None) -> str:

@@ -85,8 +85,8 @@ MEASURED = [
     Row("a record purged by an abort", "delivery", K._PURGE_QUEUE, "0/0/0", Action.ABORT),
     Row("late EndTxn in the next transaction", "commit", K.INVALID_TXN_STATE, "1/0/0", Action.REBUILD),
     # facts/ownership.md, static membership.
-    Row("two live static members: the older's offsets", "send_offsets", K.FENCED_INSTANCE_ID, "0/0/1", Action.FENCED),
-    Row("two live static members: the older's poll", "consume", K._FATAL, "1/0/0", Action.FENCED),
+    Row("two live static members: the older's offsets", "send_offsets", K.FENCED_INSTANCE_ID, "0/0/1", Action.REJOIN),
+    Row("two live static members: the older's poll", "consume", K._FATAL, "1/0/0", Action.REJOIN),
     # facts/loop-rules.md 16 and 13.
     Row("the committed offset is out of range", "consume", K._AUTO_OFFSET_RESET, "0/0/0", Action.INPUT_GONE),
     Row("a batch with a wrong checksum", "consume", K._BAD_MSG, "0/0/0", Action.DAMAGED),

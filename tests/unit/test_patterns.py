@@ -350,7 +350,7 @@ def test_a_new_topic_is_subscribed_behind_the_commit_on_its_way(monkeypatch: pyt
 
 
 def test_a_consumer_that_takes_no_subscription_any_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = CallFailed("consume", eos.errors.Action.FENCED, RuntimeError("fatal"))
+    failed = CallFailed("consume", eos.errors.Action.REJOIN, RuntimeError("fatal"))
     session, membership = taking(monkeypatch, failed)
     session._read_too(["new"])
     assert membership.calls[-1] is failed

@@ -66,7 +66,8 @@ class Script:
     """A topic `in` with ten records, a group's offset, and what became visible; a clock that moves when one waits.
 
     It knows nothing of transactions but that a commit makes sends visible and moves the offset, both or none.
-    `fails`: by the name of a producer's call, what its next call raises, and whether it comes to pass all the same.
+    `fails`: by the name of a call, what the next one raises, and whether it comes to pass all the same. `when`: what
+    else happens at it. `calls` are the producers'.
     """
 
     def __init__(self) -> None:
@@ -75,6 +76,7 @@ class Script:
         self.visible: list[bytes] = []
         self.calls: list[str] = []
         self.fails: dict[str, tuple[KafkaError, bool]] = {}
+        self.when: dict[str, Callable[[], None]] = {}
         self.admin: Any = SimpleNamespace(
             transaction_version=lambda: 2,
             describe_all=lambda ids: [],
@@ -98,8 +100,9 @@ class Script:
         self.time += seconds
 
     def call(self, name: str, happens: Callable[[], None] = lambda: None) -> None:
-        self.calls.append(name)
+        self.calls += [name] if name not in ("seek", "committed") else []
         error, all_the_same = self.fails.pop(name, (None, True))
+        self.when.pop(name, lambda: None)()
         if all_the_same:
             happens()
         if error is not None:
@@ -158,12 +161,14 @@ class ScriptedConsumer:
         return [Message(offset) for offset in range(first, last)]
 
     def committed(self, partitions: list[TopicPartition], timeout: float) -> list[TopicPartition]:
+        self.script.call("committed")
         return [TopicPartition("in", 0, self.script.committed)]
 
     def incremental_assign(self, partitions: list[TopicPartition]) -> None:
         self.script.position = max(0, sum(tp.offset for tp in partitions))
 
     def seek(self, partition: TopicPartition) -> None:
+        self.script.call("seek")
         self.script.position = partition.offset
 
     def assignment(self) -> list[TopicPartition]:
@@ -265,3 +270,24 @@ def test_a_commit_whose_outcome_is_unknown_is_looked_up_in_it(came_to_pass: bool
     assert (script.visible, script.committed) == (ALL, 10)
     assert (session.counters.rebuilds, session.counters.aborts) == (1, 0)
     assert script.calls.count("commit") == (2 if came_to_pass else 3)
+
+
+def test_a_rebuild_that_has_to_join_again_counts_once() -> None:
+    """Else the breaker of five would trip at the third."""
+    script = Script()
+    script.fails["commit"] = KafkaError(KafkaError._FATAL, "scripted", fatal=True), False
+    script.when["commit"] = lambda: script.fails.update(
+        committed=(KafkaError(KafkaError._TRANSPORT, "scripted"), False)
+    )
+    session = copied(script)
+    assert (script.visible, script.committed) == (ALL, 10)
+    assert (session.counters.rebuilds, session._rebuilds_in_a_row) == (1, 0)
+
+
+def test_an_abort_whose_consumer_cannot_go_back_is_one_rebuild_and_no_abort() -> None:
+    script = Script()
+    script.fails["offsets"] = KafkaError(KafkaError._TIMED_OUT, "scripted", txn_requires_abort=True), False
+    script.fails["seek"] = KafkaError(KafkaError._STATE, "scripted"), False
+    session = copied(script)
+    assert (script.visible, script.committed) == (ALL, 10)
+    assert (session.counters.transactions, session.counters.aborts, session.counters.rebuilds) == (2, 0, 1)
