@@ -19,7 +19,7 @@ from eos.settings import Settings
 
 servers, group = sys.argv[1:]
 connect, clients = facts.connect, []  # kept: what was asked through them may still be answered
-facts.connect = lambda settings, timeout_s: clients.append(connect(settings, timeout_s)) or clients[-1]
+facts.connect = lambda *asked: clients.append(connect(*asked)) or clients[-1]
 print(facts.ask(Settings({"bootstrap.servers": servers}), [], group, [], 20.0).group_operations, flush=True)
 sys.stdin.readline()
 for client in clients:
