@@ -64,7 +64,9 @@ def test_a_topic_that_was_made_anew_is_another_one(kafka: LocalKafka, pipelines:
     pipeline.admin.delete_topics([source])[source].result(10)
     wait_until("the topic is gone", lambda: source not in pipeline.admin.list_topics(timeout=5).topics)
     create_topics(pipeline.servers, [NewTopic(source, 3)])
+    pipeline.load_transaction(9, places=[(source, 0)])
     pipeline.finish()
+    assert pipeline.committed()[source, 0] > 9
 
 
 def test_without_a_topic_of_notes_a_group_begins_anew(kafka: LocalKafka, pipelines: Pipelines) -> None:
