@@ -504,16 +504,15 @@ class Membership:
             raise _NotNow(_OTHERS)
         missing = [p for p, tp in starts.items() if tp.offset < 0]
         reset = str(self._settings.get("auto.offset.reset", "earliest"))
+        # Before the notes, which take clients of their own: a partition may have no leader for hours.
+        ends = self._ends_to_begin_at(missing) if reset == "latest" else {}
         try:
             if found := noted(self._settings, self.group, missing, self._world):
                 raise forgotten(self.group, found, reset)
         except Unavailable as error:
             raise _NotNow(f"the notes that tell whether the group ran before: {error}") from error
-        starts |= {p: TopicPartition(*p, OFFSET_BEGINNING) for p in missing}
-        if reset != "latest":
-            return starts
-        ends = self._ends_to_begin_at(missing)
         self.new_starts |= ends
+        starts |= {p: TopicPartition(*p, OFFSET_BEGINNING) for p in missing}
         return starts | {p: TopicPartition(*p, end) for p, end in ends.items()}
 
     def _ends_to_begin_at(self, partitions: Sequence[Partition]) -> dict[Partition, int]:

@@ -186,7 +186,7 @@ class Place:
         """Those of these partitions, which have letters from `low` on and no place, that may have had one: the brokers
         forget it so many days after its last commit, and the first letters are older."""
         client = facts.connect(self._settings, _CONNECT_S, self._world)
-        days = facts.offsets_kept_minutes(client, self._settings.bootstrap_servers) / (24 * 60)
+        days = facts.offsets_kept_minutes(client, self._settings.bootstrap_servers, self._world) / (24 * 60)
         before_ms = round((self._world.unix() - days * 86_400) * 1000)
         return sorted(tail.older(client, topic, low, before_ms)), days
 

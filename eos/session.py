@@ -325,8 +325,9 @@ class TransactSession:
         self._places = Places(self.settings, self.group, world)
         self._places_due = world.now()  # when the places of all partitions are to be committed again
         self._ours_until, self._ours_by = world.unix(), "our start"  # nobody newer owned the transactional.id then
-        nobody_else = lambda: self.membership.nobody_took_our_place()  # noqa: E731 - of the membership at that time
-        self._claim = Claim(self.settings, self._lost_to, nobody_else, self.pulse, world)
+        self._claim = Claim(
+            self.settings, self._lost_to, lambda: self.membership.nobody_took_our_place(), self.pulse, world
+        )
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -407,13 +408,15 @@ class TransactSession:
             end_left_open(admin, [transactional_id], self._world)
 
         old_brokers = admin.transaction_version() < OLD_TRANSACTIONS
-        first = TransactionalProducer(self.settings, self.transactional_id, old_brokers, False, self.pulse, self._world)
+        first = TransactionalProducer(
+            self.settings, self.transactional_id, alternate=old_brokers, pulse=self.pulse, world=self._world
+        )
         self._producers = [first]
         first.start(deadline, end)
         if old_brokers:
             return  # there the alternate id is for replacements
         second = TransactionalProducer(
-            self.settings, alternate_of(self.transactional_id), False, False, self.pulse, self._world
+            self.settings, alternate_of(self.transactional_id), pulse=self.pulse, world=self._world
         )
         second.start(deadline, end)
         if self._takes_turns:
@@ -787,7 +790,7 @@ class TransactSession:
         self._rebuilds_in_a_row = self._aborts_in_a_row = 0
         self._ours_until, self._ours_by = self._world.unix(), "our last commit"
         self._places.committed(leaving.offsets)
-        if leaving.offsets.keys() >= self._positions.places().keys():
+        if leaving.left_at >= self._places_due and leaving.offsets.keys() >= self._positions.places().keys():
             self._places_due = leaving.left_at + _PLACES_S
         self._suspects = max(0, self._suspects - leaving.taken)
         self._limit = max(1, self._suspects // 2) if self._suspects else min(self._most, self._limit * 2)

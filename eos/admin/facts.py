@@ -216,11 +216,11 @@ def configs(
     return found
 
 
-def offsets_kept_minutes(client: Any, servers: str) -> int:
+def offsets_kept_minutes(client: Any, servers: str, world: World = REAL) -> int:
     """For how long the brokers keep a committed offset of a group without members; Kafka's default where they may not
     be asked."""
     broker = min(metadata(client, servers, _ASK_S).brokers)
-    config = configs(client, [], broker).get(("broker", str(broker)), {})
+    config = configs(client, [], broker, world).get(("broker", str(broker)), {})
     return int(config.get(OFFSETS_KEPT, _KEPT_MINUTES))
 
 

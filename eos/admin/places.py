@@ -61,9 +61,10 @@ class Places:
         """Waits until what is left is noted, for a moment."""
         if self._job is None or self._thread is None:
             return
-        if self._job.done.wait(_CLOSE_S):
+        if ended := self._job.done.wait(_CLOSE_S):
             self.committed(())  # what came while the thread was busy
-        if not self._job.done.wait(_CLOSE_S):
+            ended = self._job.done.wait(_CLOSE_S)
+        if not ended:
             log.warning("the group's places could not be noted in time", group=self._group)
         self._thread.close()
 
