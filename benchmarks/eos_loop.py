@@ -11,6 +11,7 @@ import msgspec
 
 from eos import App, Out, Record, Settings
 from eos.worker import Worker
+from eos.world import World
 
 
 class Row(msgspec.Struct):
@@ -45,8 +46,6 @@ def main(bootstrap: str, source: str, target: str, count: int, group: str, kind:
         def upper(record: Record) -> bytes | None:
             return record.value.upper() if record.value is not None else None
 
-    worker = Worker(app, Settings({"bootstrap.servers": bootstrap} | dict(one.split("=") for one in settings)))
-    session = worker.session
     # From the first begin to the last commit: the same span that the straight loop measures.
     marks: dict[str, float] = {}
 
@@ -58,8 +57,10 @@ def main(bootstrap: str, source: str, target: str, count: int, group: str, kind:
     def stop_when_done() -> None:
         session.stop_requested = session.counters.records_in + session.taken >= count
 
-    session.on_event = note
-    worker.on_tick = session.on_idle = stop_when_done
+    loaded = Settings({"bootstrap.servers": bootstrap} | dict(one.split("=") for one in settings))
+    worker = Worker(app, loaded, world=World(step=note))
+    session = worker.session
+    worker.on_tick = stop_when_done
     worker.run()
     counters = session.counters
     replaced = sum(counters.replacements.values())

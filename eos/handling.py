@@ -142,7 +142,7 @@ class Handler:
         # When the first output of the open transaction was sent, at the earliest; and _room_s then.
         self._sending: tuple[float, float] | None = None
         self.longest: Took | None = None
-        """What took longest since `begin`."""
+        """What took longest since `begun`."""
 
     def open_s(self, now: float) -> float:
         """For how long the broker may know of the open transaction, at the most and without the waits for room: its
@@ -186,9 +186,12 @@ class Handler:
 
     # ---- what the session tells ---------------------------------------------------------------------------------
 
-    def begin(self, owned: Collection[Partition], committed: Mapping[Partition, int]) -> None:
-        """A transaction begins: what is known of records that are committed, or another member's now, is dropped."""
+    def begun(self) -> None:
+        """A transaction is open and empty."""
         self.longest = self._sending = None
+
+    def ended(self, owned: Collection[Partition], committed: Mapping[Partition, int]) -> None:
+        """A transaction ended: what is known of records that are committed, or another member's now, is dropped."""
         if self._special or self._failures:
             self._special = {p: error for p, error in self._special.items() if _is_due(p, owned, committed)}
             self._failures = {p: times for p, times in self._failures.items() if _is_due(p, owned, committed)}

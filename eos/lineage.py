@@ -17,10 +17,11 @@ import operator
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from eos.app import Each, Fed, Feed, Produce, Record, Refused, Route, put
 from eos.errors import ConfigurationError
+from eos.participants import Committed
 
 HEADER = "eos-lineage"
 KEY = "lineage"
@@ -73,17 +74,10 @@ def tally_of(metadata: str | None) -> Tally | None:
     return Tally(begin, inputs, outputs)
 
 
-class Committed(Protocol):
-    """What confluent-kafka's TopicPartition says of a committed offset; a negative one is none."""
-
-    @property
-    def offset(self) -> int: ...
-    @property
-    def metadata(self) -> str | None: ...
-
-
 class Ledger:
-    """Counts per input partition, committed and of the open transaction."""
+    """Counts per input partition, committed and of the open transaction. A Participant (eos/participants.py)."""
+
+    pipelines = False  # outputs are counted up to each commit, which a transaction that begins before it cannot know
 
     def __init__(self) -> None:
         self._committed: dict[TopicPartition, Tally] = {}
@@ -94,7 +88,7 @@ class Ledger:
         self._committed[partition] = tally_of(metadata) or Tally(offset)
         self._open.pop(partition, None)
 
-    def begin_all(self, starts: Mapping[TopicPartition, Committed]) -> None:
+    def restore(self, starts: Mapping[TopicPartition, Committed]) -> None:
         for partition, at in starts.items():
             self.begin(partition, max(at.offset, 0), at.metadata)
 
@@ -108,17 +102,16 @@ class Ledger:
         """With what the open transaction counted."""
         return self._open.get(partition) or self._committed[partition]
 
-    def metadata(self, partition: TopicPartition) -> Mapping[str, list[int]]:
-        """For the JSON beside the offset that the open transaction commits."""
+    def beside(self, partition: TopicPartition) -> Mapping[str, list[int]]:
         tally = self.tally(partition)
         return {KEY: [tally.begin, tally.inputs, tally.outputs]}
 
-    def commit(self) -> None:
+    def committed(self) -> None:
         self._committed |= self._open
         self._open = {}
 
-    def rewind(self) -> None:
-        """The open transaction did not commit: its inputs will be handled and counted again."""
+    def undone(self) -> None:
+        # Its inputs will be handled and counted again.
         self._open = {}
 
 

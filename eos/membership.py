@@ -8,7 +8,7 @@ records of it. This module never touches the producer and never decides what bec
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -37,7 +37,6 @@ from eos.errors import (
     no_broker,
     stop_error,
 )
-from eos.lineage import Ledger
 from eos.observe import Pulse, add
 from eos.positions import Positions
 from eos.positions import TopicPartition as Partition
@@ -93,39 +92,44 @@ _decode_statistics = msgspec.json.Decoder(_Statistics).decode
 
 
 class Membership:
-    """One consumer in one group; what it fetches goes into `positions`, where counting begins into `ledger`."""
+    """One consumer in one group; what it fetches goes into `positions`."""
 
     def __init__(
         self,
         settings: Settings,
         topics: Sequence[str],
         positions: Positions[Record],
-        ledger: Ledger | None,
+        *,
         with_ends: bool,
         pulse: Pulse | None = None,
         world: World = REAL,
+        stopping: Callable[[], bool] = lambda: False,
+        rebalances: dict[str, int] | None = None,
+        member_ids: set[str] | None = None,
+        came_later: Collection[str] = (),
     ) -> None:
+        """`stopping`: whether a stop was asked for, which ends what waits for the cluster. `rebalances` counts what was
+        "assigned", "revoked" and "lost". `member_ids`: those that were ours, in consumers before this one too;
+        librdkafka forgets its own when the session ends. `came_later`: topics that are younger than the group, read
+        from their beginning, under `latest` too; more may come into it."""
         self._world = world
         self._settings = settings
         self._topics = list(topics)
         self._positions = positions
-        self._ledger = ledger
         self.group: str = settings["group.id"]
         self.owned: set[Partition] = set()
         self.new_starts: dict[Partition, int] = {}
         """Where partitions without a committed offset began under `latest`: to be committed at once."""
         self.lost_sentence: str | None = None
         """Why the open transaction cannot commit: the group took partitions away that it took records of."""
-        self.came_later: set[str] = set()
-        """Topics that are younger than the group: read from their beginning, under `latest` too."""
+        self._came_later = came_later
         self._known_starts: dict[Partition, int] = {}
         self._unresolved: set[Partition] = set()  # assigned by the group, not begun yet
         self._next_resolve = 0.0
         self._told_waiting = 0.0
         self._waiting_since = 0.0
         self._was_member = False
-        self.member_ids: set[str] = set()
-        """Those that were ours, in consumers before this one too. librdkafka forgets its own when the session ends."""
+        self._member_ids = set() if member_ids is None else member_ids
         self._assigned_as: str | None = None  # the member id under which we got the first of what we have
         self._latched: BaseException | None = None  # out of a callback
         own = str(settings.get("transactional.id", ""))
@@ -133,10 +137,8 @@ class Membership:
         self._rebalanced = False
         self._topic_ids = TopicIds(settings, self._topics, self._topic_made_anew, world)
         self._pulse = pulse or Pulse(world.now)
-        self.stopping: Callable[[], bool] = lambda: False
-        """Whether a stop was asked for, which ends what waits for the cluster."""
-        self.rebalances: dict[str, int] = {}
-        """How often partitions were "assigned", "revoked" and "lost"."""
+        self._stopping = stopping
+        self._rebalances = {} if rebalances is None else rebalances
         self._statistics: _Statistics | None = None  # not looked at yet
         self._lags: dict[Partition, int] = {}
         self._standing: dict[Partition, tuple[int, float]] = {}  # where nothing comes, since when or told when
@@ -390,7 +392,7 @@ class Membership:
             # An empty assignment: the partitions begin in `begin_new_partitions`, once it is known where.
             (consumer.incremental_assign if self._incremental else consumer.assign)([])
             self._unresolved |= {(p.topic, p.partition) for p in partitions}
-            add(self.rebalances, "assigned")
+            add(self._rebalances, "assigned")
             self._next_resolve = 0.0
             self._rebalanced = self._rebalanced or bool(partitions)
             self._told_waiting = self._waiting_since = self._world.now()
@@ -407,7 +409,7 @@ class Membership:
     def _gave_up(self, consumer: Consumer, partitions: list[TopicPartition], how: str) -> None:
         try:
             gone = {(p.topic, p.partition) for p in partitions}
-            add(self.rebalances, how)
+            add(self._rebalances, how)
             if self._incremental:
                 consumer.incremental_unassign([TopicPartition(*p) for p in gone & self.owned])
             else:
@@ -442,11 +444,12 @@ class Membership:
         """The group assigned partitions that did not begin yet, and it is time to ask where."""
         return bool(self._unresolved) and self._world.now() >= self._next_resolve
 
-    def begin_new_partitions(self) -> None:
+    def begin_new_partitions(self) -> Mapping[Partition, TopicPartition]:
         """Begins what the group assigned, if its stable committed offsets can be had: not while a predecessor's open
-        transaction pends on them. Partitions that we have already go on meanwhile. Not inside a transaction."""
+        transaction pends on them. Partitions that we have already go on meanwhile. Not inside a transaction. Returns
+        what began, with what was committed of it."""
         if not self.new_partitions:
-            return
+            return {}
         if self._rebalanced and self._overdue is not None:
             self._overdue.look()  # these partitions may be a dead member's
         self._rebalanced = False
@@ -456,16 +459,15 @@ class Membership:
             # The group must be polled meanwhile, and a stop must be seen: a partition may have no leader for hours.
             self._next_resolve = self._world.now() + _RESOLVE_PAUSE_S
             self._tell_waiting(str(error))
-            return
+            return {}
         self._assign(starts)
         self._noted_member_id()
         self._begun_at |= {p: tp.offset for p, tp in starts.items()}
         self._unresolved = set()
         self.owned |= set(starts)
         self._positions.assigned({p: max(tp.offset, 0) for p, tp in starts.items()})
-        if self._ledger is not None:
-            self._ledger.begin_all(starts)
         log.info("partitions assigned", partitions=_names(starts), group=self.group)
+        return starts
 
     def _assign(self, starts: Mapping[Partition, TopicPartition]) -> None:
         if not self._incremental:
@@ -518,7 +520,7 @@ class Membership:
     def _ends_to_begin_at(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
         """Under `latest`: the ends of those that are not new. A partition that came later than the group's first commit
         is new: its first records count too. Raises _NotNow."""
-        known = dict.fromkeys(self.came_later, True)
+        known = dict.fromkeys(self._came_later, True)
         ends = {}
         for topic, partition in partitions:
             if topic not in known:
@@ -629,7 +631,7 @@ class Membership:
         current: str | None = self.consumer.memberid()
         if current:
             self._was_member = True
-            self.member_ids.add(current)
+            self._member_ids.add(current)
         return current
 
     def _cannot_commit(self, sentence: str) -> CallFailed:
@@ -649,7 +651,7 @@ class Membership:
         with self._world.admin(self._settings) as admin:
             members = admin.members(self.group)
         ours = [m for m in members if m.get("group_instance_id") == self._instance_id]
-        return all(m.get("member_id") in self.member_ids for m in ours)
+        return all(m.get("member_id") in self._member_ids for m in ours)
 
     # ---- ends and lag -----------------------------------------------------------------------------------------
 
@@ -686,7 +688,7 @@ class Membership:
         """Its answer, asked for until there is one; only while this member is not in the group, which must be polled.
         Raises Stopped."""
         told = self._world.now()
-        while not self.stopping():
+        while not self._stopping():
             try:
                 return question()
             except _NotNow as error:

@@ -311,7 +311,7 @@ class Replay:
 
     def _handle(self, route: Route, waiting: Iterator[Letter], told: Told) -> list[Handled]:
         """What the function makes of the next letters, for as long as a transaction's interval."""
-        self._handler.begin((), {})  # nothing is kept of letters that are committed
+        self._handler.ended((), {})  # nothing is kept of letters that are committed
         done: list[Handled] = []
         until = self._world.now() + self._interval_s
         for letter in itertools.islice(waiting, _MOST):

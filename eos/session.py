@@ -46,10 +46,11 @@ from eos.errors import (
     rebalanced,
     stop_error,
 )
-from eos.lineage import OFFSET_FORMAT, Ledger
+from eos.lineage import OFFSET_FORMAT
 from eos.membership import Finish, Membership, Stopped
 from eos.observe import COMMIT_BOUNDS_S, END_TO_END_BOUNDS_S, Histogram, Pulse, add
 from eos.ownership import Described
+from eos.participants import Listener, Outcome, Participant
 from eos.positions import Positions
 from eos.positions import TopicPartition as Partition
 from eos.producer import ALWAYS, OLD_TRANSACTIONS, TransactionalProducer
@@ -247,12 +248,14 @@ class TransactSession:
         *,
         until_end: bool = False,
         destinations: Sequence[str] = (),
-        ledger: Ledger | None = None,
-        new_topics: Callable[[], Sequence[str]] | None = None,
+        participants: Sequence[Participant] = (),
+        listener: Listener | None = None,
+        together: int = 1,
         world: World = REAL,
     ) -> None:
-        """`new_topics`: asked when no transaction is open, for names to read from then on as well. Such a session is
-        made before its `topics` are known, and they are set before its start."""
+        """`participants`, `listener`: eos/participants.py. With a listener a session can be made before its topics are
+        known: `read` says them before the start. `together`: how many records the application handles at once; a poll
+        of a backlog takes whole batches of them."""
         self.settings = settings_of(settings)
         named = [t.strip() for t in self.settings["eos.input.topics"].split(",") if t.strip()]
         self.topics = list(topics) if topics is not None else named
@@ -266,7 +269,7 @@ class TransactSession:
         for name in ("group.id", "transactional.id"):
             if not self.settings.get(name):
                 raise ConfigurationError(f"{name} must be set for a session")
-        if not self.topics and new_topics is None:
+        if not self.topics and listener is None:
             raise ConfigurationError("a session needs topics: TransactSession(settings, [...]) or eos.input.topics")
         if patterns := [topic for topic in self.topics if is_pattern(topic)]:
             # librdkafka would take topics in, and out, at moments of its own.
@@ -282,19 +285,10 @@ class TransactSession:
         self.pulse = Pulse(world.now)
         self.stop_requested = False
         self.until_end = until_end
-        self.on_event: Callable[[str], None] | None = None
-        """Test seam: called with the name of each step before it happens; the product never sets it."""
-        self.on_idle: Callable[[], None] = lambda: None
-        """Called about every 100 ms while there is nothing to do."""
-        self.together = 1
-        """How many records the application handles at once; a poll of a backlog takes whole batches of them."""
-        self.by_pattern: set[str] = set()
-        """Those of `topics` that nobody named."""
-        self.on_refused: Callable[[Record, CallFailed], None] = _stop_at_refused
-        """Called after the abort when an output of this record was refused for good; its records come again unless this
-        raises."""
-        self.on_committed: Callable[[Transaction], None] = lambda txn: None
-        """Called when the commit of this transaction was answered."""
+        self._listener = listener or Listener()
+        self._participants = participants
+        self._together = together
+        self._by_pattern: set[str] = set()  # those of `topics` that nobody named
 
         self._interval_s: float = self.settings["eos.transaction.interval.ms"] / 1000
         self._most: int = self.settings["eos.transaction.max.records"]
@@ -302,10 +296,11 @@ class TransactSession:
         self._limit = self._most  # shrinks while a record that the broker refuses is being found
         self._suspects = 0  # the next so many records have it among them
         self._positions: Positions[Record] = Positions()
-        self._ledger = ledger  # what the worker counts, committed beside the offsets
-        self._new_topics: Callable[[], Sequence[str]] = new_topics or tuple
         self._came_later: set[str] = set()  # see Membership
         self._open: Transaction | None = None
+        self._under_way: list[
+            Transaction
+        ] = []  # that nobody was told the end of: the one that is leaving, the open one
         self._given_up: Transaction | None = None  # by us, while the loop's body has it
         self._began_at = 0.0
         self._gathering_since = 0.0  # before it nothing waited for the next transaction
@@ -395,10 +390,10 @@ class TransactSession:
     def _came_without_us(self, admin: ClusterAdmin) -> set[str]:
         """Topics of patterns that came while no worker ran, or whose first worker died before it committed anything of
         them: the group has offsets, but none of these. Where it has none at all, `latest` is about every topic."""
-        if not self.by_pattern or self.settings.get("auto.offset.reset") != "latest":
+        if not self._by_pattern or self.settings.get("auto.offset.reset") != "latest":
             return set()
         committed = self.membership.topics_with_commits(admin)
-        return self.by_pattern - committed if committed else set()
+        return self._by_pattern - committed if committed else set()
 
     def _start_producers(self, admin: ClusterAdmin, deadline: float) -> None:
         """Fences every predecessor, in whichever way it used the two transactional.ids."""
@@ -426,13 +421,14 @@ class TransactSession:
 
     @property
     def _takes_turns(self) -> bool:
-        # Lineage counts outputs up to each commit, which a transaction that begins before it cannot know.
-        return self.settings["eos.producers"] == "2" and self._ledger is None
+        return self.settings["eos.producers"] == "2" and all(one.pipelines for one in self._participants)
 
     def close(self, leave_group: bool = False) -> None:
         """Aborts what is open and closes all clients. `leave_group`: a static member leaves for good."""
-        self._open = None
         self._await_leaving_at_close()
+        # What had not set out for its commit cannot become visible, whether the abort below succeeds or not.
+        self._tell_ended(Outcome.ABORTED if self._under_way == [self._open] else Outcome.UNKNOWN)
+        self._open = None
         for producer in self._producers:
             if producer.may_abort:
                 try:
@@ -461,14 +457,26 @@ class TransactSession:
             log.warning("commit at close failed", error=str(leaving.job.error), **leaving.producer.who())
 
     def _new_membership(self) -> Membership:
-        membership = Membership(
-            self.settings, self.topics, self._positions, self._ledger, self.until_end, self.pulse, self._world
+        return Membership(
+            self.settings,
+            self.topics,
+            self._positions,
+            with_ends=self.until_end,
+            pulse=self.pulse,
+            world=self._world,
+            stopping=lambda: self.stop_requested,
+            rebalances=self.counters.rebalances,
+            member_ids=self._member_ids,
+            came_later=self._came_later,
         )
-        membership.stopping = lambda: self.stop_requested
-        membership.rebalances = self.counters.rebalances
-        membership.member_ids = self._member_ids
-        membership.came_later = self._came_later
-        return membership
+
+    def read(self, topics: Sequence[str], destinations: Sequence[str], by_pattern: Sequence[str]) -> None:
+        """Before the start: what it reads and writes; `by_pattern` are those of the topics that nobody named."""
+        self.topics, self.destinations, self._by_pattern = list(topics), list(destinations), set(by_pattern)
+
+    def who(self) -> Mapping[str, object]:
+        """For a line about a transaction: transactional.id, producer id, epoch and state."""
+        return self.producer.who()
 
     def pause(self, seconds: float) -> None:
         """No transaction begins before so many seconds are over; meanwhile the group is polled as usual."""
@@ -502,7 +510,7 @@ class TransactSession:
             elif self._finish is not None and self._finish.reached(self.membership):
                 raise StopIteration
             self._replace_while_idle()
-            self.on_idle()
+            self._listener.idle()
 
     def _settle_what_was_left(self) -> None:
         """No transaction is open. A signal's exception, or an error that the application took, can have ended a begin
@@ -524,28 +532,26 @@ class TransactSession:
             if reason is not None and reason != ALWAYS:
                 self._claim.replace(producer, reason)
 
-    def _step(self, name: str) -> None:
-        if self.on_event is not None:
-            self.on_event(name)
-
     def _begin(self) -> Transaction:
         asked = self._world.now()
         if reason := self.producer.must_replace():
             self._claim.replace(self.producer, reason)
         self._gathering_since += self._world.now() - asked  # what waits meanwhile is not handled meanwhile
-        self._step("begin")
+        self._world.step("begin")
         try:
             self.producer.begin()
         except CallFailed as failure:
             self._recover(failure)
             return self._begin()
-        self._step("begun")
+        self._world.step("begun")
         self._began_at = self._world.now()
         room_s = room_of(self._interval_s, self._began_at - self._gathering_since)
         self._first_timestamp_ms = self._positions.first_timestamp_ms
         self._failure = self.membership.lost_sentence = self._given_up = None
-        self._open = Transaction(self, self._began_at + room_s)
-        return self._open
+        begun = Transaction(self, self._began_at + room_s)
+        self._under_way = [begun] if self._leaving is None else [self._leaving.transaction, begun]
+        self._open = begun
+        return begun
 
     def _has(self, txn: Transaction) -> bool:
         """Whether it is open; False if this session gave it up under the loop's body. IllegalState: it has ended."""
@@ -591,7 +597,7 @@ class TransactSession:
         """Polls until the interval since the last transaction's begin is over; no transaction is open."""
         self.producer.poll(0)
         self._wait_out_pause()
-        if topics := self._new_topics():
+        if topics := self._listener.new_topics():
             self._read_too(topics)
         if self.membership.new_partitions and not self._begin_partitions():
             return
@@ -624,10 +630,12 @@ class TransactSession:
         if not self._finish_leaving():
             return False
         try:
-            self.membership.begin_new_partitions()
+            starts = self.membership.begin_new_partitions()
         except CallFailed as failure:
             self._recover(failure)
             return False
+        for participant in self._participants:
+            participant.restore(starts)
         return True
 
     def _poll_on(self, most: int) -> None:
@@ -651,7 +659,7 @@ class TransactSession:
                 raise failure
             self.membership.poll(most, timeout_s)
             if (newest := self._positions.newest) is not None:
-                self._chunk = chunk_of(_size(newest), self.together)
+                self._chunk = chunk_of(_size(newest), self._together)
         except CallFailed as failed:
             with_the_body = self._open
             self._recover(failed)
@@ -687,9 +695,9 @@ class TransactSession:
             self.membership.check_not_lost()
             if self._failure is not None:
                 raise self._failure
-            self._step("flush")
+            self._world.step("flush")
             self.producer.flush(lambda: self._fetch_ahead(self._positions.taken))
-            self._step("flushed")
+            self._world.step("flushed")
         except CallFailed as failure:
             self._recover(failure)
             return False
@@ -742,10 +750,10 @@ class TransactSession:
         """On the committer's thread, which alone uses this producer meanwhile. Returns World.now() of the end."""
         if offsets:
             producer.send_offsets(offsets, metadata)
-        self._step("offsets sent")
+        self._world.step("offsets sent")
         producer.commit()
         ended = self._world.now()
-        self._step("committed")
+        self._world.step("committed")
         return ended
 
     def _finish_leaving(self) -> bool:
@@ -785,8 +793,6 @@ class TransactSession:
         return False
 
     def _count_commit(self, leaving: _Leaving) -> None:
-        if self._ledger is not None:
-            self._ledger.commit()
         self._rebuilds_in_a_row = self._aborts_in_a_row = 0
         self._ours_until, self._ours_by = self._world.unix(), "our last commit"
         self._places.committed(leaving.offsets)
@@ -794,7 +800,7 @@ class TransactSession:
             self._places_due = leaving.left_at + _PLACES_S
         self._suspects = max(0, self._suspects - leaving.taken)
         self._limit = max(1, self._suspects // 2) if self._suspects else min(self._most, self._limit * 2)
-        self.on_committed(leaving.transaction)
+        self._tell_ended(Outcome.COMMITTED, leaving.transaction)
         counters = self.counters
         counters.transactions += 1
         counters.records_in += leaving.taken
@@ -812,6 +818,16 @@ class TransactSession:
         ms = round((ended_at - leaving.began_at) * 1000)
         who = leaving.producer.who()
         log.debug("committed", taken=leaving.taken, sent=leaving.transaction.sent, ms=ms, **who)
+
+    def _tell_ended(self, outcome: Outcome, last: Transaction | None = None) -> None:
+        """Of all that is under way, up to `last`: the first ended so. What was begun behind a transaction that did not
+        commit was given up with it."""
+        until = len(self._under_way) if last is None else self._under_way.index(last) + 1
+        ended, self._under_way = self._under_way[:until], self._under_way[until:]
+        for participant in self._participants if ended else ():
+            (participant.committed if outcome is Outcome.COMMITTED else participant.undone)()
+        for number, transaction in enumerate(ended):
+            self._listener.ended(transaction, outcome if number == 0 else Outcome.ABORTED)
 
     def _count_replacements(self) -> None:
         total: dict[str, int] = {}
@@ -832,7 +848,9 @@ class TransactSession:
         }
 
     def _commit_of(self, partition: Partition, offset: int, owner: Mapping[str, object]) -> TopicPartition:
-        metadata = {**owner, **(self._ledger.metadata(partition) if self._ledger else {})}
+        metadata = dict(owner)
+        for participant in self._participants:
+            metadata |= participant.beside(partition)
         return TopicPartition(*partition, offset, json.dumps(metadata, separators=(",", ":")))
 
     # ---- recovery ---------------------------------------------------------------------------------------------
@@ -868,6 +886,7 @@ class TransactSession:
             self._recover(CallFailed(worse.call, Action.REBUILD, worse) if worse.action is Action.ABORT else worse)
             return
         self._open = None
+        self._tell_ended(Outcome.ABORTED)
         if not self._go_back(self._positions.rewind):
             self._count_rebuild(str(failure), "group")
             return
@@ -893,7 +912,7 @@ class TransactSession:
         self._pause_until = 0.0
         if failure.record is not None or taken == 1:
             self._suspects = 0
-            self.on_refused(failure.record or last, failure)
+            self._listener.refused(failure.record or last, failure)
         else:
             self._suspects, self._limit = taken, max(1, taken // 2)
 
@@ -911,10 +930,9 @@ class TransactSession:
             return
         committed = bool(touched) and all(stable[p].offset >= offset for p, offset in touched.items())
         known = {p: tp.offset if tp.offset >= 0 else None for p, tp in stable.items()}
+        self._tell_ended(Outcome.COMMITTED if committed else Outcome.ABORTED)
         if not self._go_back(lambda: self._positions.resolve(known)):
             return
-        if self._ledger is not None and committed:
-            self._ledger.begin_all(stable)
         starts = self.membership.new_starts
         self.membership.new_starts = {p: offset for p, offset in starts.items() if stable[p].offset < 0}
         self._aborts_in_a_row += 1
@@ -928,8 +946,6 @@ class TransactSession:
     def _go_back(self, rewind: Callable[[], Mapping[Partition, int]]) -> bool:
         """The consumer fetches again what an ended transaction took and did not commit. False: it cannot, and another
         one joined in its place, whose partitions begin at what is committed."""
-        if self._ledger is not None:
-            self._ledger.rewind()
         try:
             self.membership.go_back(rewind)
         except CallFailed as failure:
@@ -947,6 +963,7 @@ class TransactSession:
         starts = gone.new_starts  # its closing forgets them
         gone.abandon()
         self._positions.clear()
+        self._tell_ended(Outcome.ABORTED if self._in_doubt is None else Outcome.UNKNOWN)
         self._membership = self._new_membership()
         self._membership.begin_at(starts)
         self.producer.replace(f"failure: {reason}")  # ends what was open
@@ -1041,13 +1058,6 @@ def chunk_of(size: int, together: int = 1) -> int:
     handles `together` at once: whole batches of those, one at least."""
     chunk = min(_CHUNK, max(_SMALLEST_CHUNK, _CHUNK_BYTES // max(1, size)))
     return max(chunk - chunk % together, together)
-
-
-def _stop_at_refused(record: Record, failure: CallFailed) -> None:
-    """Without a policy: a record that the cluster refuses ends the loop."""
-    where = f"{record.topic} [{record.partition}] offset {record.offset}"
-    sentence = f"an output of {where} was refused: {failure}"
-    raise PoisonRecord(sentence, record.topic, record.partition, record.offset) from failure
 
 
 def _cause(failure: CallFailed) -> str:

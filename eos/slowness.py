@@ -3,27 +3,26 @@
 The broker ends a transaction whose first record it saw longer ago than transaction.timeout.ms, and the group gives a
 member up that has not polled for max.poll.interval.ms; in both cases the work is lost and its records come again. What
 was handled before anything was sent costs a transaction nothing, and brokers look at their clocks only now and then: so
-a call over a limit is a suspicion, told as one, until the next transactions begin. Those show whether it was lost. Once
-may have been the machine or a service that was away for a moment: the session recovers. When a record is met that was
-among those of such a loss, and it was too slow and lost again, going on would be a loop.
+a call over a limit is a suspicion, told as one, until the session says how its transaction ended. Once may have been
+the machine or a service that was away for a moment: the session recovers. When a record is met that was among those of
+such a loss, and it was too slow and lost again, going on would be a loop.
 
 Owns the judgement only; it must never measure, and never touch a transaction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from eos import log
 from eos.app import Record, Route
 from eos.errors import ConfigurationError
 from eos.handling import Partition, spans_of
+from eos.participants import Outcome
 from eos.settings import Settings
 
 DEFAULT_MAX_POLL_INTERVAL_MS = 300_000  # librdkafka's
-# Of the transactions behind one: with two producers the next may begin while its commit is on its way.
-_BEGINS_UNTIL_KNOWN = 2
 
 
 @dataclass
@@ -33,10 +32,8 @@ class _Attempt:
     sentence: str
     who: Mapping[str, object]
     spans: dict[Partition, tuple[int, int]]  # first and last offset of the records
-    losses: int  # of the session, when it happened
     blamed: bool  # one function's call; else nobody's by itself
     many: bool  # all of the records were one call
-    begins: int = 0  # of transactions since
 
     @property
     def alone(self) -> bool:
@@ -44,13 +41,14 @@ class _Attempt:
 
 
 class Slowness:
-    """Of one worker's functions."""
+    """Of one worker's functions. Transactions are told apart by identity."""
 
     def __init__(self, settings: Settings) -> None:
         self._transaction_ms = settings.transaction_timeout_ms
         self._poll_ms = int(settings.get("max.poll.interval.ms", DEFAULT_MAX_POLL_INTERVAL_MS))
         self._most = {"batch": settings["eos.batch.max.records"], "async": settings["eos.async.max.records"]}
-        self._suspects: dict[Partition, _Attempt] = {}  # the last of each partition whose outcome is not known
+        self._suspects: dict[Hashable, dict[Partition, _Attempt]] = {}  # of each transaction, the last per partition
+        self._convicted: _Attempt | None = None
         self._slow: dict[Partition, int] = {}  # first record of each partition in an attempt that was lost
         self._one_by_one: dict[Partition, int] = {}  # up to these, records are to be run alone: which one is it?
 
@@ -73,56 +71,52 @@ class Slowness:
     # ---- a call that was too slow -----------------------------------------------------------------------------------
 
     def suspect(
-        self, route: Route, records: list[Record], took_s: float, losses: int, who: Mapping[str, object] | None = None
+        self, transaction: Hashable, who: Mapping[str, object], route: Route, records: list[Record], took_s: float
     ) -> None:
-        """These records of a function took too long. `losses`: how many transactions the session lost so far.
-
-        `who`: fields that say whose transaction it is.
-        """
+        """These records of a function took too long. `who`: fields that say whose transaction it is."""
         many = route.batch or route.concurrent
-        self._note(_Attempt(self._sentence(route, records, took_s), who or {}, spans_of(records), losses, True, many))
+        sentence = self._sentence(route, records, took_s)
+        self._note(transaction, _Attempt(sentence, who, spans_of(records), blamed=True, many=many))
 
     def suspect_nobody(
         self,
+        transaction: Hashable,
+        who: Mapping[str, object],
         names: Sequence[str],
         records: list[Record],
         took_s: float,
-        losses: int,
-        who: Mapping[str, object] | None = None,
     ) -> None:
         """These records of several functions took too long, and no call did so by itself: run alone they will tell."""
         limits, remedy = self._limits(took_s)
         sentence = f"{_took(', '.join(names), records, took_s)}, longer than {limits}: {remedy}"
-        self._note(_Attempt(sentence, who or {}, spans_of(records), losses, False, False))
+        self._note(transaction, _Attempt(sentence, who, spans_of(records), blamed=False, many=False))
 
-    def _note(self, attempt: _Attempt) -> None:
+    def _note(self, transaction: Hashable, attempt: _Attempt) -> None:
         log.warning(
             "too slow: the transaction may be lost, then its records come again", why=attempt.sentence, **attempt.who
         )
-        self._suspects |= dict.fromkeys(attempt.spans, attempt)
+        self._suspects.setdefault(transaction, {}).update(dict.fromkeys(attempt.spans, attempt))
 
     # ---- what became of its transaction -----------------------------------------------------------------------------
 
-    def begin(self, committed: Mapping[Partition, int], losses: int) -> None:
-        """A transaction begins: which of the suspects were lost? `committed`: the next offset of each partition that is
-        owned, as far as its commit is done or on its way. Raises ConfigurationError at the second loss of a record."""
-        for attempt in {id(attempt): attempt for attempt in self._suspects.values()}.values():
-            attempt.begins += 1
-            owned = [p for p in attempt.spans if p in committed]  # another member will tell of its own
-            if losses > attempt.losses and any(committed[p] <= attempt.spans[p][0] for p in owned):
-                self._forget(attempt)
+    def ended(self, transaction: Hashable, outcome: Outcome) -> None:
+        """What was suspected in it was lost, or it was not."""
+        suspects = self._suspects.pop(transaction, {})
+        if outcome is not Outcome.COMMITTED:
+            for attempt in {id(attempt): attempt for attempt in suspects.values()}.values():
                 self._strike(attempt)
-            elif owned and attempt.begins >= _BEGINS_UNTIL_KNOWN:
-                self._forget(attempt)
 
-    def _forget(self, attempt: _Attempt) -> None:
-        self._suspects = {p: suspect for p, suspect in self._suspects.items() if suspect is not attempt}
+    def check(self) -> None:
+        """Raises ConfigurationError when a record was too slow and lost for the second time."""
+        if self._convicted is not None:
+            raise ConfigurationError(self._convicted.sentence)
 
     def _strike(self, attempt: _Attempt) -> None:
         """Many records of a function that takes one at a time are no proof: they come again one by one."""
         spans = attempt.spans
         if attempt.blamed and any(first <= self._slow.get(p, -1) <= last for p, (first, last) in spans.items()):
-            raise ConfigurationError(attempt.sentence)
+            self._convicted = attempt
+            return
         log.warning("too slow: the transaction was lost, its records come again", why=attempt.sentence, **attempt.who)
         if attempt.many or attempt.alone:
             self._slow |= {p: first for p, (first, _) in spans.items()}

@@ -4,7 +4,7 @@ Owns what a span says. It sets up no provider and no exporter: what the process 
 (`opentelemetry-instrument eos run ...`, or the user's module). It must never decide anything about a transaction.
 
 A span begins when the transaction's first records are handled, and is the current one while functions run, so that
-spans of theirs lie in it. It ends with the commit, or, when there was none, at the next transaction or the stop.
+spans of theirs lie in it. It ends when the session tells how the transaction did.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from eos.app import Record
 from eos.errors import ConfigurationError
+from eos.participants import Outcome
 
 _LINKS = 32  # of one span, to so many traces
 _TRACE = "traceparent", "tracestate"
@@ -26,7 +27,6 @@ class _Open:
     span: Any
     traces: set[str]
     records: int = 0
-    last: tuple[str, int, int] | None = None  # topic, partition, offset of a record that was handled
 
 
 class Spans:
@@ -59,9 +59,8 @@ class Spans:
 
     def took(self, transaction: Hashable, records: Sequence[Record]) -> None:
         """These records are handled in it."""
-        opened, last = self._open[transaction], records[-1]
+        opened = self._open[transaction]
         opened.records += len(records)
-        opened.last = last.topic, last.partition, last.offset
         for record in records:
             if record.headers and len(opened.traces) < _LINKS:
                 self._link(opened, record)
@@ -77,25 +76,17 @@ class Spans:
             opened.traces.add(parent)
             opened.span.add_link(context)
 
-    def committed(self, transaction: Hashable) -> None:
-        self._end(transaction, "committed")
+    def close(self) -> None:
+        """Whoever was to tell of the rest was interrupted."""
+        for transaction in list(self._open):
+            self.ended(transaction, Outcome.UNKNOWN)
 
-    def look(self, committed: Mapping[tuple[str, int], int], on_its_way: int) -> None:
-        """No transaction is open. Those without a commit ended otherwise, but for the last `on_its_way`; what is
-        committed behind their records came to pass although its answer was lost."""
-        pending = list(self._open)
-        for transaction in pending[: len(pending) - on_its_way]:
-            last = self._open[transaction].last
-            known = last is not None and last[:2] in committed
-            passed = known and last is not None and committed[last[:2]] > last[2]
-            self._end(transaction, "committed" if passed else "aborted" if known else "unknown")
-
-    def _end(self, transaction: Hashable, outcome: str) -> None:
+    def ended(self, transaction: Hashable, outcome: Outcome) -> None:
         opened = self._open.pop(transaction, None)
         if opened is None:
             return  # a transaction that only moved offsets
         opened.span.set_attribute("messaging.batch.message_count", opened.records)
-        opened.span.set_attribute("eos.outcome", outcome)
-        if outcome == "aborted":
+        opened.span.set_attribute("eos.outcome", outcome.value)
+        if outcome is Outcome.ABORTED:
             opened.span.set_status(self._trace.StatusCode.ERROR, "its records come again")
         opened.span.end()

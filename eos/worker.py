@@ -17,10 +17,11 @@ from typing import Any, Protocol
 from eos import log
 from eos.admin.new_topics import NewTopics
 from eos.app import App, Record, Route
-from eos.errors import PoisonRecord, Temporary
+from eos.errors import CallFailed, PoisonRecord, Temporary
 from eos.handling import Halt, Handler
 from eos.hooks import Hooks
 from eos.lineage import Ledger
+from eos.participants import Listener, Outcome
 from eos.session import Transaction, TransactSession
 from eos.settings import OF_FUNCTIONS, Settings
 from eos.slowness import Slowness
@@ -38,8 +39,8 @@ class ShutdownExpired(BaseException):
     """
 
 
-class Worker:
-    """One App on one session, in the calling thread.
+class Worker(Listener):
+    """One App on one session, in the calling thread. It hears from its session how each transaction ended.
 
     `run()` returns when stopped by a signal or, with `until_end`, when the group has handled everything that was
     readable at the start. Raises EosError's subclasses. `session.counters` says what it did so far.
@@ -64,13 +65,11 @@ class Worker:
             app.topics,
             until_end=until_end,
             destinations=sorted(app.destinations),
-            ledger=ledger,
-            new_topics=None if self._new_topics is None else self._take_in,
+            participants=() if ledger is None else (ledger,),
+            listener=self,
+            together=self._batch_most if any(function.batch for function in app.functions) else 1,
             world=world,
         )
-        self.session.on_refused = self._handler.refused
-        if any(function.batch for function in app.functions):
-            self.session.together = self._batch_most
         self._slice = 1
         functions = app.functions
         self._single_route: Route | None = functions[0] if len(functions) == 1 else None
@@ -78,12 +77,10 @@ class Worker:
         self._not_before = 0.0  # World.now() at which a record that failed may be tried again
         self.on_tick: Callable[[], None] = lambda: None
         """Called after each transaction, and about every 100 ms while there is nothing to do."""
-        self.session.on_idle = self._tick
         self._spans: Spans | None = None
         if self.settings["eos.otel.spans"]:
             whose = {"eos.transactional_id": self.session.transactional_id, "messaging.consumer.group.name": app.id}
             self._spans = Spans(whose)
-            self.session.on_committed = self._spans.committed
 
     def find_topics(self) -> None:
         """Takes in the topics that match the App's patterns now; `run` does so unless it was done before. Raises
@@ -92,17 +89,7 @@ class Worker:
             return
         names = self.app.take_in(self._new_topics.now())
         self._found_topics = True
-        self.session.by_pattern.update(names)
-        self.session.topics, self.session.destinations = self.app.topics, sorted(self.app.destinations)
-
-    def _take_in(self) -> list[str]:
-        assert self._new_topics is not None
-        names = self._new_topics.arrived()
-        if names:
-            self.app.take_in(names)
-        for name in names:
-            log.info("topic taken in", topic=name, function=self.app.routes[name].name)
-        return names
+        self.session.read(self.app.topics, sorted(self.app.destinations), names)
 
     def run(self) -> None:
         session = self.session
@@ -137,13 +124,37 @@ class Worker:
                 log.warning("the stop took too long: the clients are left behind", reason=str(expired))
             finally:
                 if self._spans is not None:
-                    self._spans.look({}, 0)
+                    self._spans.close()
                 hooks.stop(failed=not finished)
         self._log_totals(self._world.now() - began)
+
+    # ---- what the session tells -------------------------------------------------------------------------------
+
+    def idle(self) -> None:
+        self._tick()
 
     def _tick(self) -> None:
         self._handler.tick()
         self.on_tick()
+
+    def new_topics(self) -> list[str]:
+        names = [] if self._new_topics is None else self._new_topics.arrived()
+        if names:
+            self.app.take_in(names)
+        for name in names:
+            log.info("topic taken in", topic=name, function=self.app.routes[name].name)
+        return names
+
+    def ended(self, transaction: Transaction, outcome: Outcome) -> None:
+        self._handler.ended(self.session.assignment, self.session.committed)
+        self._slowness.ended(transaction, outcome)
+        if self._spans is not None:
+            self._spans.ended(transaction, outcome)
+
+    def refused(self, record: Record, failure: CallFailed) -> None:
+        self._handler.refused(record, failure)
+
+    # ---- the end ----------------------------------------------------------------------------------------------
 
     def _log_totals(self, seconds: float) -> None:
         counters = self.session.counters
@@ -161,10 +172,7 @@ class Worker:
         )
 
     def _span(self, txn: Transaction) -> contextlib.AbstractContextManager[None]:
-        if self._spans is None:
-            return contextlib.nullcontext()
-        self._spans.look(self.session.committed, 1 if self.session.commit_under_way_s else 0)
-        return self._spans.handling(txn)
+        return contextlib.nullcontext() if self._spans is None else self._spans.handling(txn)
 
     # ---- one transaction --------------------------------------------------------------------------------------
 
@@ -173,8 +181,8 @@ class Worker:
         if self._world.now() < self._not_before:
             self._wait_on()
             return None
-        self._handler.begin(self.session.membership.owned, self.session.committed)
-        self._slowness.begin(self.session.committed, self._losses)
+        self._slowness.check()
+        self._handler.begun()
         while True:
             batch = txn.take(self._slice_size())
             if not batch:
@@ -186,9 +194,9 @@ class Worker:
             ended = self._world.now()
             open_s = self._handler.open_s(ended)
             if self._slowness.too_slow(open_s, ended - began):
-                self._suspect(batch, open_s, ended - began)
+                self._suspect(txn, batch, open_s, ended - began)
             elif self._slowness.one_by_one:
-                self._slowness.passed(batch[-1], self.session.membership.owned)
+                self._slowness.passed(batch[-1], self.session.assignment)
             if halt is not None:
                 return halt
             self._adapt(ended - began, len(batch))
@@ -198,21 +206,16 @@ class Worker:
         if not self.session.stop_requested:
             self.session.pause(self._not_before - self._world.now())
 
-    @property
-    def _losses(self) -> int:
-        """How many transactions did not commit so far."""
-        return self.session.counters.aborts + self.session.counters.rebuilds
-
-    def _suspect(self, batch: list[Record], open_s: float, took_s: float) -> None:
+    def _suspect(self, txn: Transaction, batch: list[Record], open_s: float, took_s: float) -> None:
         """Where a slice is several calls, the longest is to blame if it would have been too slow alone."""
-        who, longest, losses = self.session.producer.who(), self._handler.longest, self._losses
+        who, longest = self.session.who(), self._handler.longest
         routes = {self.app.routes[record.topic] for record in batch}
         if self._single_route is not None or len(batch) == 1:
-            self._slowness.suspect(routes.pop(), batch, took_s, losses, who)
+            self._slowness.suspect(txn, who, routes.pop(), batch, took_s)
         elif longest and self._slowness.too_slow(open_s - took_s + longest.seconds, longest.seconds):
-            self._slowness.suspect(longest.route, longest.records, longest.seconds, losses, who)
+            self._slowness.suspect(txn, who, longest.route, longest.records, longest.seconds)
         else:
-            self._slowness.suspect_nobody(sorted(route.name for route in routes), batch, took_s, losses, who)
+            self._slowness.suspect_nobody(txn, who, sorted(route.name for route in routes), batch, took_s)
 
     def _slice_size(self) -> int:
         route = self._single_route

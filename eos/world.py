@@ -48,6 +48,9 @@ class World:
 
     caller: Callable[..., Watchdog] = Watchdog
     """`caller(name, idle)`: runs calls that can hang on a thread of its own (eos/watchdog.py)."""
+    step: Callable[[str], None] = lambda name: None
+    """Hears the name of each step of a session's transactions before it happens, on the thread that takes it. A test
+    waits, looks or breaks something there."""
     background: Callable[[str, Callable[[], None]], None] = _background
     """`background(name, run)`: runs it beside everything else; nobody waits for its end."""
 

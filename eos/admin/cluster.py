@@ -83,9 +83,10 @@ class ClusterAdmin:
             raise ConfigurationError(f"the admin client does not accept these settings: {error}") from error
         finally:
             for client in unfinished:
-                # Its thread and sockets would outlive a KafkaAdminClient that found no broker in time.
-                client.close()
-                with contextlib.suppress(RuntimeError):  # interrupted before that thread began
+                # Its thread and sockets would outlive a KafkaAdminClient that found no broker in time. RuntimeError:
+                # who was interrupted before that thread began is told so, and the thread ends by itself.
+                with contextlib.suppress(RuntimeError):
+                    client.close()
                     client._net.stop()
 
     def __enter__(self) -> ClusterAdmin:

@@ -13,6 +13,7 @@ import eos
 from eos import Settings, TransactSession
 from eos.admin.cluster import ClusterAdmin
 from eos.broker import LocalKafka
+from eos.participants import Listener
 from eos.producer import TransactionalProducer
 from tests.support.reading import create_topic, ends_of, settled_values, stable_offset, wait_until
 
@@ -31,7 +32,18 @@ def test_an_idle_session_whose_transactional_id_expired_goes_on_without_loss(nam
         create_topic(servers, target)
         settings = Settings({"bootstrap.servers": servers, "group.id": names("g"), "transactional.id": names("tx")})
         load(servers, names("load"), source, "before")
-        with TransactSession(settings, [source]) as session, ClusterAdmin(settings) as admin:
+        expired: list[bool] = []
+
+        class UntilExpired(Listener):
+            def idle(self) -> None:
+                if not expired and admin.describe(names("tx")) is None:
+                    expired.append(True)
+                    load(servers, names("load"), source, "after")
+
+        with (
+            ClusterAdmin(settings) as admin,
+            TransactSession(settings, [source], listener=UntilExpired()) as session,
+        ):
 
             def copy() -> bool:
                 txn = next(session)
@@ -41,14 +53,6 @@ def test_an_idle_session_whose_transactional_id_expired_goes_on_without_loss(nam
 
             while not copy():  # on a slow machine it may expire already before the first one
                 pass
-            expired: list[bool] = []
-
-            def until_expired() -> None:
-                if not expired and admin.describe(names("tx")) is None:
-                    expired.append(True)
-                    load(servers, names("load"), source, "after")
-
-            session.on_idle = until_expired
             while not copy():  # the first try meets INVALID_PRODUCER_ID_MAPPING; its records come again
                 pass
             assert expired == [True]

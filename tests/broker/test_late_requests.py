@@ -20,10 +20,12 @@ from confluent_kafka import Producer
 from eos import Record, Settings, Transaction, TransactSession
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
+from eos.participants import Listener
 from eos.plain import Transactions
 from eos.testing.checker import Inputs, Report, check
 from eos.testing.history import committed_offsets, end_offsets, read_topic
 from eos.testing.lineage import stamp
+from eos.world import REAL, World
 from tests.support.delay import Delay
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.reading import create_topic, settled_ends, transaction_of, wait_until
@@ -51,7 +53,9 @@ class Scenario:
             producer.produce(self.source, b"%d" % number, partition=0)
         assert producer.flush(30) == 0
 
-    def session(self, proxied: bool = True, **more: object) -> TransactSession:
+    def session(
+        self, proxied: bool = True, listener: Listener | None = None, world: World = REAL, **more: object
+    ) -> TransactSession:
         servers = self.kafka.proxied_servers if proxied else self.kafka.bootstrap_servers
         settings = {
             "bootstrap.servers": servers,
@@ -64,7 +68,9 @@ class Scenario:
             "eos.transaction.interval.ms": 1,
             "linger.ms": 0,
         }
-        return TransactSession(Settings(settings | more), [self.source], until_end=not proxied)
+        return TransactSession(
+            Settings(settings | more), [self.source], until_end=not proxied, listener=listener, world=world
+        )
 
     def finish(self) -> Report:
         """A successor handles what is left; then everything is judged."""
@@ -309,13 +315,17 @@ def late_offset_commit(scenario: Scenario) -> None:
     scenario.load(2)
     late = scenario.proxy.on(ApiKey.TxnOffsetCommit, Fault.LATE_COPY)
     errors = []
-    with scenario.session() as session:
+
+    def deliver(step: str) -> None:
+        if step == "offsets sent" and watching and not errors:
+            errors.append(late.deliver_late().error)
+
+    watching = False
+    with scenario.session(world=World(step=deliver)) as session:
         handle(session, scenario.target)
         handle(session, scenario.target)  # commits the first one, whose TxnOffsetCommit was cut and retried
         assert late.hit
-        session.on_event = lambda step: (
-            errors.append(late.deliver_late().error) if step == "offsets sent" and not errors else None
-        )
+        watching = True
         assert session.end()
     if scenario.replace == "never":
         assert errors == [0], "the late TxnOffsetCommit was obeyed"
@@ -442,12 +452,13 @@ def test_a_late_add_partitions_starts_a_ghost_that_an_idle_session_survives(scen
     scenario.load(1)
     servers, transactional_id = scenario.kafka.bootstrap_servers, scenario.transactional_id
     late = scenario.proxy.on(ApiKey.AddPartitionsToTxn, Fault.LATE_COPY, transactional_id=transactional_id)
-    with scenario.session(**SHORT) as session:
-        assert handle(session, scenario.target).commit()
-        assert late.hit
-        ghosts: list[str] = []
+    ghosts: list[str] = []
+    loaded: list[bool] = []
 
-        def idle() -> None:
+    class Idle(Listener):
+        def idle(self) -> None:
+            if loaded or not late.hit:
+                return
             # Statistics come within 0.2 s; then an idle session under `auto` has replaced its producer. Under `never`
             # the coordinator takes the late request as soon as the commit's control records are written.
             state = transaction_of(servers, transactional_id).state
@@ -457,10 +468,12 @@ def test_a_late_add_partitions_starts_a_ghost_that_an_idle_session_survives(scen
                 state = transaction_of(servers, transactional_id).state
                 ghosts.append(state)
             if ghosts and state in ("Empty", "CompleteAbort"):
-                session.on_idle = lambda: None
+                loaded.append(True)
                 scenario.load(1)
 
-        session.on_idle = idle
+    with scenario.session(listener=Idle(), **SHORT) as session:
+        assert handle(session, scenario.target).commit()
+        assert late.hit
         assert handle(session, scenario.target) is not None
         if scenario.replace == "auto":
             assert session.end()

@@ -20,8 +20,10 @@ from eos import Transaction, TransactSession, clock, membership
 from eos.admin.cluster import ClusterAdmin
 from eos.broker import LocalKafka
 from eos.errors import Action, CallFailed, Fenced, IllegalState, InputGone, Temporary
+from eos.participants import Listener
 from eos.plain import Transactions
 from eos.settings import member_of
+from eos.world import REAL, World
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.reading import create_topic, ends_of, settled_ends, settled_values, stable_offset, wait_until
 
@@ -42,7 +44,7 @@ class Loop:
                 txn.send(self.source, str(number))
         settled_ends(self.servers, [self.source])  # a session that ends at the end would not wait for them
 
-    def session(self, **more: object) -> TransactSession:
+    def session(self, listener: Listener | None = None, world: World = REAL, **more: object) -> TransactSession:
         settings = {
             "bootstrap.servers": self.servers,
             "group.id": self.group,
@@ -50,7 +52,7 @@ class Loop:
             "eos.transaction.interval.ms": 500,  # all records in one transaction, unless the body says otherwise
             **more,
         }
-        return TransactSession(settings, [self.source], until_end=True)
+        return TransactSession(settings, [self.source], until_end=True, listener=listener, world=world)
 
     def finish(self) -> None:
         with self.session() as session:
@@ -224,12 +226,12 @@ def test_a_partition_of_which_nothing_comes_is_told(
     """Without checksums librdkafka stands for ever before a record whose length is damaged, and says nothing."""
     monkeypatch.setattr(membership, "_STANDING_S", 2.0)
     damage(kafka, loop.source, 0, at=49)
-    with loop.session(**{"check.crcs": False}) as session:
 
-        def idle() -> None:
+    class Stops(Listener):
+        def idle(self) -> None:
             session.stop_requested = "has more, and nothing comes of it" in caplog.text
 
-        session.on_idle = idle
+    with loop.session(Stops(), **{"check.crcs": False}) as session:
         assert next(session, None) is None
     assert loop.copied() == []
 
@@ -327,15 +329,14 @@ def test_while_a_commit_is_waited_for_the_records_of_a_backlog_are_fetched(loop:
     loop.load(range(COUNT, count))
     waiting: list[int] = []
 
-    with loop.session(**{"eos.producers": "1", "eos.transaction.interval.ms": 5_000}) as session:
+    def hold(step: str) -> None:
+        # On the thread that commits: the loop's own does what is looked for here.
+        if step == "offsets sent" and len(waiting) == 1:
+            wait_until("records to be fetched", lambda: len(session._positions) > waiting[0])
+            waiting.append(len(session._positions))
 
-        def hold(step: str) -> None:
-            # On the thread that commits: the loop's own does what is looked for here.
-            if step == "offsets sent" and len(waiting) == 1:
-                wait_until("records to be fetched", lambda: len(session._positions) > waiting[0])
-                waiting.append(len(session._positions))
-
-        session.on_event = hold
+    one_producer = {"eos.producers": "1", "eos.transaction.interval.ms": 5_000}
+    with loop.session(world=World(step=hold), **one_producer) as session:
         for txn in session:
             for record in txn.records:
                 txn.send(loop.target, record.value)

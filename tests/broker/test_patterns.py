@@ -17,6 +17,7 @@ from eos.admin.cluster import ClusterAdmin
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
 from eos.errors import Unavailable
+from eos.participants import Listener
 from eos.settings import Settings
 from eos.testing.online import run_on
 from eos.worker import Worker
@@ -401,11 +402,12 @@ def test_a_session_asks_for_new_topics_only_when_no_transaction_is_open(kafka: L
     asked: list[bool] = []
     handled: list[tuple[str, bytes | None]] = []
 
-    def new_topics() -> list[str]:
-        asked.append(session._open is None)
-        return [second] if handled and second not in session.topics else []
+    class Finds(Listener):
+        def new_topics(self) -> list[str]:
+            asked.append(session._open is None)
+            return [second] if handled and second not in session.topics else []
 
-    session = TransactSession(settings | {"transactional.id": names("id")}, [first], new_topics=new_topics)
+    session = TransactSession(settings | {"transactional.id": names("id")}, [first], listener=Finds())
     with session:
         for txn in session:
             for record in txn.records:

@@ -17,6 +17,7 @@ from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
 from eos import TransactSession, session
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
+from eos.participants import Listener
 from tests.support.reading import configure, took_under, wait_until
 
 if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
@@ -118,6 +119,12 @@ def test_the_place_of_a_partition_without_new_records_is_committed_again(
     pipeline = pipelines.on(kafka, 600)
     pipeline.finish()
     before = pipeline.committed()
+    deadline = time.monotonic() + 60
+
+    class Stops(Listener):
+        def idle(self) -> None:
+            idling.stop_requested = idling.counters.transactions > 0 or time.monotonic() > deadline
+
     if idle:
         monkeypatch.setattr(session, "_IDLE_PLACES_S", 0.5)
         with TransactSession(
@@ -127,11 +134,8 @@ def test_the_place_of_a_partition_without_new_records_is_committed_again(
                 "transactional.id": f"{pipeline.app}-two",
             },
             pipeline.sources,
+            listener=Stops(),
         ) as idling:
-            deadline = time.monotonic() + 30
-            idling.on_idle = lambda: setattr(
-                idling, "stop_requested", idling.counters.transactions > 0 or time.monotonic() > deadline
-            )
             assert list(idling) == []
             assert (idling.counters.transactions, idling.counters.records_in) == (1, 0)
     else:

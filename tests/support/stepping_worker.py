@@ -1,7 +1,7 @@
 """`eos run` in a process of its own that stops at chosen steps of chosen transactions until its parent lets it go on.
 
 It goes through the real command line (settings, signals, exit codes, messages) and adds only what a test must see or
-decide: the seam `TransactSession.on_event`, an App made from the parent's orders, and a file of attempts. It must
+decide: the seam `World.step`, an App made from the parent's orders, and a file of attempts. It must
 never change what a worker does.
 
 Protocol: one JSON object in the environment variable `EOS_STEPPING` (`Orders`); on stdout a line `AT <step> <n>` when
@@ -27,6 +27,7 @@ from eos.cli import run as run_command
 from eos.settings import Settings
 from eos.testing.lineage import stamp
 from eos.worker import Worker
+from eos.world import World
 
 # When (monotonic ns), number of the transaction, source topic's index, partition, offset.
 ATTEMPT = struct.Struct("<qqiiq")
@@ -137,9 +138,11 @@ def main() -> int:
 
     class SteppingWorker(Worker):
         def __init__(self, app: App, settings: Settings, *, until_end: bool = False) -> None:
-            super().__init__(app, settings, until_end=until_end)
-            self.session.on_event = steps
-            self.session.on_idle = steps.idle
+            super().__init__(app, settings, until_end=until_end, world=World(step=steps))
+
+        def idle(self) -> None:
+            super().idle()
+            steps.idle()
 
     run_command.Worker = SteppingWorker  # type: ignore[attr-defined, misc]
     run_command.load_app = lambda target: app  # type: ignore[assignment]

@@ -147,3 +147,14 @@ def test_an_admin_connection_that_finds_no_broker_leaves_no_thread_behind() -> N
     with pytest.raises(Unavailable, match=r"cannot be reached: .*: check bootstrap\.servers"):
         ClusterAdmin(Settings({"bootstrap.servers": "127.0.0.1:9"}), timeout_ms=100)
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kafka-io")] == []
+
+
+def test_an_interrupt_before_its_thread_began_is_what_its_maker_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kafka-python's own close raises then, for a thread that cannot be joined."""
+
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ClusterAdmin(Settings({"bootstrap.servers": "127.0.0.1:9"}), timeout_ms=100)

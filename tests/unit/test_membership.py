@@ -35,7 +35,7 @@ class _Message:
 def test_what_was_fetched_when_a_callback_failed_is_handed_out_to_who_goes_on_all_the_same() -> None:
     """The consumer does not fetch it again: dropped, it would be skipped, and a later commit would make that a loss."""
     positions: Positions[Record] = Positions()
-    membership = Membership(Settings(SETTINGS), ["in"], positions, None, with_ends=False)
+    membership = Membership(Settings(SETTINGS), ["in"], positions, with_ends=False)
     real = membership.consumer
 
     def consume(most: int, timeout_s: float) -> list[Any]:
@@ -55,7 +55,7 @@ def test_what_was_fetched_when_a_callback_failed_is_handed_out_to_who_goes_on_al
 def test_partitions_whose_begin_was_interrupted_behind_the_assignment_begin_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    membership = Membership(Settings(SETTINGS), ["in"], Positions(), None, with_ends=False)
+    membership = Membership(Settings(SETTINGS), ["in"], Positions(), with_ends=False)
     place = ("in", 0)
     membership._unresolved = {place}
     monkeypatch.setattr(membership, "_resolve_starts", lambda partitions: {place: TopicPartition(*place, 3)})
@@ -80,7 +80,7 @@ def test_a_consumer_whose_close_does_not_end_is_left_behind(monkeypatch: pytest.
     """librdkafka can wait for ever in it: a worker that is stopped, or fenced, must end all the same."""
     monkeypatch.setattr(membership_module, "_CLOSE_S", 0.2)
     never = threading.Event()
-    one = Membership(Settings(SETTINGS), ["in"], Positions(), None, with_ends=False)
+    one = Membership(Settings(SETTINGS), ["in"], Positions(), with_ends=False)
     real, one.consumer = one.consumer, SimpleNamespace(close=never.wait)  # type: ignore[assignment]
     try:
         one.close(leave=False)
@@ -131,7 +131,7 @@ class _Cluster:
 
 
 def _of(cluster: _Cluster, **more: Any) -> Membership:
-    membership = Membership(Settings(SETTINGS | more), ["in"], Positions(), None, with_ends=False)
+    membership = Membership(Settings(SETTINGS | more), ["in"], Positions(), with_ends=False)
     membership.close(leave=False)
     membership.consumer = cluster  # type: ignore[assignment]
     return membership
@@ -152,8 +152,7 @@ def test_ends_are_asked_for_again_while_no_broker_answers() -> None:
 
 def test_a_stop_ends_the_wait_for_a_partition_without_a_leader() -> None:
     waiting = _of(_Cluster(*AWAY * 1_000))
-    asked = iter([False, False, True])
-    waiting.stopping = lambda: next(asked)
+    waiting._stopping = lambda: next(asked)
     for question in (waiting.stable_ends, lambda: waiting.topics_with_commits(_NobodyThere())):  # type: ignore[arg-type]
         asked = iter([False, False, True])
         with pytest.raises(Stopped):
@@ -229,5 +228,5 @@ def test_a_topic_that_came_later_begins_at_its_beginning_under_latest() -> None:
     membership = _of(group, **{"auto.offset.reset": "latest", "eos.places.topic": ""})
     group.committed = lambda partitions, timeout: partitions  # type: ignore[method-assign]
     assert [tp.offset for tp in membership._resolve_starts([("in", 0)]).values()] == [5]
-    membership.came_later = {"in"}
+    membership._came_later = {"in"}
     assert [tp.offset for tp in membership._resolve_starts([("in", 0)]).values()] == [-2]

@@ -588,7 +588,7 @@ def test_a_transaction_is_open_from_its_first_output_on(several: bool) -> None:
         return None if value == b"drop" else value
 
     handler, txn = Handler(app_of(slow), now=lambda: clock.now), Txn()
-    handler.begin(set(), {})
+    handler.begun()
     handler.handle(txn, records(b"drop", b"drop"))
     assert handler.open_s(clock.now) == 0
     handler.handle(txn, records(*[b"a"] * (2 if several else 1)))
@@ -596,7 +596,7 @@ def test_a_transaction_is_open_from_its_first_output_on(several: bool) -> None:
     assert handler.open_s(clock.now) == (20 if several else 0)
     handler.handle(txn, records(b"drop"))
     assert handler.open_s(clock.now) == (30 if several else 10)
-    handler.begin(set(), {})
+    handler.begun()
     assert handler.open_s(clock.now) == 0
 
 
@@ -640,10 +640,10 @@ def test_a_refused_record_comes_again_and_fails_without_being_run(policy: Policy
         assert b"too large" in (headers["eos-dlq-message"] or b"")
     else:
         assert txn.values == [b"a", b"c"]
-    handler.begin({("in", 0)}, {("in", 0): 10})
+    handler.ended({("in", 0)}, {("in", 0): 10})
     assert handler.handle(Txn(), given) is None
     assert seen == [b"a", b"c"] * 2, "nor after an abort for another reason"
-    handler.begin({("in", 0)}, {("in", 0): 12})
+    handler.ended({("in", 0)}, {("in", 0): 12})
     assert handler.handle(Txn(), given) is None
     assert seen[4:] == [b"a", b"b", b"c"], "what is committed is forgotten"
 
@@ -713,7 +713,7 @@ def test_many_refused_records_in_one_transaction_are_found_one_after_the_other(p
     while given:
         attempts += 1
         assert attempts < 60, "it comes round for ever"
-        handler.begin({("in", 0)}, {("in", 0): given[0].offset})
+        handler.ended({("in", 0)}, {("in", 0): given[0].offset})
         txn = Txn(refuses=[b"R1", b"R2", b"R3"])
         # As a session: an unknown culprit is found by handing out one record alone.
         part = given if not batch else given[:1]
@@ -733,7 +733,7 @@ def test_refusals_of_partitions_that_the_group_took_away_are_forgotten() -> None
     handler = Handler(app_of(on_error=skip))
     given = records(b"a")
     handler.refused(given[0], CallFailed("delivery", Action.POISON, ValueError()))
-    handler.begin({("in", 1)}, {})
+    handler.ended({("in", 1)}, {})
     txn = Txn()
     assert handler.handle(txn, given) is None
     assert txn.values == [b"A"]

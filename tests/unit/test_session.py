@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from eos import App, Record, Settings
 from eos.errors import Action, CallFailed, ConfigurationError, Temporary
+from eos.participants import Listener
 from eos.session import MOST_REBUILDS, TransactSession, chunk_of, room_ahead, room_of
 from eos.settings import OF_FUNCTIONS
 from eos.worker import Worker
@@ -68,7 +69,8 @@ def rebuild(session: TransactSession, times: int) -> None:
 
 
 def commit_one(session: TransactSession, taken: int = 0) -> None:
-    sent = SimpleNamespace(sent=0, skipped=0, dead_letters=0)
+    sent: Any = SimpleNamespace(sent=0, skipped=0, dead_letters=0)
+    session._under_way = [sent]
     job, producer = SimpleNamespace(result=2.0), SimpleNamespace(who=dict)
     times = {"began_at": 0.0, "first_timestamp_ms": -1, "left_at": 1.0}
     leaving: Any = SimpleNamespace(producer=producer, transaction=sent, taken=taken, offsets={}, job=job, **times)
@@ -88,13 +90,17 @@ def test_rebuilds_without_a_commit_between_them_come_to_an_end_and_a_commit_begi
 @pytest.mark.parametrize("refused_at", [0, 99, 100, 199])
 def test_a_refused_record_is_found_by_halves(refused_at: int) -> None:
     """Each abort costs a producer, half a second and more."""
-    session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"])
+    found: list[int] = []
+
+    class Finds(Listener):
+        def refused(self, record: Record, failure: CallFailed) -> None:
+            found.append(record.offset)
+
+    session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"], listener=Finds())
     producer: Any = SimpleNamespace(abort=lambda: None, who=dict, replacements={})
     session._producers = [producer]
     session._membership = SimpleNamespace(go_back=lambda rewind: rewind())  # type: ignore[assignment]
     refusal = CallFailed("delivery", Action.POISON, RuntimeError("too large"))
-    found: list[int] = []
-    session.on_refused = lambda record, failure: found.append(record.offset)
     session._positions.assigned({("in", 0): 0})
     at, aborts = 0, 0
     while not found:

@@ -12,6 +12,7 @@ import pytest
 from eos import App, Record, Settings
 from eos.app import Route
 from eos.errors import ConfigurationError
+from eos.participants import Outcome
 from eos.slowness import Slowness
 
 SETTINGS = {"transaction.timeout.ms": 2_000, "max.poll.interval.ms": 12_000}
@@ -38,20 +39,19 @@ class Session:
 
     def __init__(self, **settings: int) -> None:
         self.slowness = Slowness(Settings(SETTINGS | settings))
-        self.losses = 0
-        self.committed = dict.fromkeys(OWNED, 0)
+        self.transaction = 0
 
     def slow(self, given: list[Record], made: Route | None = None, took_s: float = 3.5) -> None:
-        self.slowness.suspect(made or route(), given, took_s, self.losses, {"transactional_id": "app-1", "epoch": 3})
+        who = {"transactional_id": "app-1", "epoch": 3}
+        self.slowness.suspect(self.transaction, who, made or route(), given, took_s)
 
-    def lost(self) -> None:
-        self.losses += 1
-        self.slowness.begin(self.committed, self.losses)
+    def lost(self, outcome: Outcome = Outcome.ABORTED) -> None:
+        self.slowness.ended(self.transaction, outcome)
+        self.transaction += 1
+        self.slowness.check()
 
-    def kept(self, *given: Record) -> None:
-        for record in given:
-            self.committed[record.topic, record.partition] = record.offset + 1
-        self.slowness.begin(self.committed, self.losses)
+    def kept(self) -> None:
+        self.lost(Outcome.COMMITTED)
 
 
 @pytest.fixture(autouse=True)
@@ -81,10 +81,8 @@ def test_who_loses_nothing_is_never_stopped_and_never_told_of_a_loss(caplog: pyt
     session = Session()
     for offset in range(7, 27):
         session.slow(records(offset))
-        session.kept(*records(offset))
-    session.slow(records(27))
-    session.losses += 1  # of the transaction behind it
-    session.kept(*records(27))
+        session.kept()
+    session.lost()  # the transaction behind it
     assert not any(line.startswith(WAS) for line in caplog.messages)
     assert not session.slowness.one_by_one
 
@@ -104,20 +102,20 @@ def test_a_record_that_was_lost_once_and_is_slow_but_kept_then_stops_nobody() ->
     session.slow(records(7))
     session.lost()
     session.slow(records(7))
-    session.kept(*records(7))
+    session.kept()
     session.lost()
 
 
-def test_with_two_producers_a_loss_shows_only_when_the_transaction_behind_it_has_begun() -> None:
+def test_with_two_producers_the_one_behind_a_loss_is_another_one() -> None:
     session = Session()
-    for number in range(2):
+    for _ in range(2):
         session.slow(records(7))
-        session.kept(*records(7))  # its commit is on its way
-        session.committed["in", 0] = 7
-        if number == 0:
-            session.lost()
+        first, session.transaction = session.transaction, session.transaction + 1
+        session.slow(records(8))  # behind it, while its commit is on its way
+        session.slowness.ended(first, Outcome.UNKNOWN)
+        session.slowness.ended(session.transaction, Outcome.COMMITTED)
     with pytest.raises(ConfigurationError, match="offset 7, longer than"):
-        session.lost()
+        session.slowness.check()
 
 
 def test_a_record_that_comes_again_because_its_policy_tries_it_again_was_not_lost(
@@ -128,19 +126,6 @@ def test_a_record_that_comes_again_because_its_policy_tries_it_again_was_not_los
         session.slow(records(7))
         session.kept()
     assert not any(line.startswith(WAS) for line in caplog.messages)
-
-
-def test_a_partition_that_comes_back_later_still_tells_of_its_loss() -> None:
-    session = Session()
-    for number in range(2):
-        session.slow(records(7))
-        gone = {("in", 1): 0}
-        for _ in range(5):
-            session.slowness.begin(gone, session.losses + 1)
-        if number == 0:
-            session.lost()
-    with pytest.raises(ConfigurationError):
-        session.lost()
 
 
 def test_the_longest_names_both_settings() -> None:

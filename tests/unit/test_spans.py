@@ -11,6 +11,7 @@ from eos import App, Record, Settings
 from eos.errors import ConfigurationError
 from eos.handling import Handler, Kept
 from eos.hooks import Hooks
+from eos.participants import Outcome
 from eos.spans import Spans
 from eos.worker import Worker
 
@@ -44,7 +45,7 @@ def test_a_committed_transaction_is_a_span_with_its_records_and_links_to_their_t
         spans.took("txn", records((), traced, traced, [("traceparent", b"nonsense")], [("traceparent", None)]))
         spans.took("txn", records([("traceparent", PARENT.replace(b"-b7", b"-c8"))], first=5))
     assert exported() == ()
-    spans.committed("txn")
+    spans.ended("txn", Outcome.COMMITTED)
     (span,) = exported()
     assert (span.name, span.kind.name) == ("eos.transaction", "CONSUMER")
     assert span.attributes["messaging.batch.message_count"] == 6
@@ -61,7 +62,7 @@ def test_links_have_a_bound(exported: Any) -> None:
     spans = Spans({})
     with spans.handling("txn"):
         spans.took("txn", records(*[[("traceparent", b"00-%032x-%016x-01" % (n, n))] for n in range(1, 1_000)]))
-    spans.committed("txn")
+    spans.ended("txn", Outcome.COMMITTED)
     assert len(exported()[0].links) == 32
 
 
@@ -71,7 +72,7 @@ def test_spans_of_a_function_lie_in_the_transaction_s(exported: Any) -> None:
     spans = Spans({})
     with spans.handling("txn"), trace.get_tracer("user").start_as_current_span("query"):
         pass
-    spans.committed("txn")
+    spans.ended("txn", Outcome.COMMITTED)
     query, transaction = exported()
     assert query.parent.span_id == transaction.context.span_id
 
@@ -90,26 +91,24 @@ def test_spans_of_coroutines_lie_in_no_transaction_s_rather_than_in_that_of_an_e
     for number in range(2):
         with spans.handling(number):
             handler.handle(Kept(), records(()))
-        spans.committed(number)
+        spans.ended(number, Outcome.COMMITTED)
     hooks.stop(failed=False)
     assert [span.parent for span in exported() if span.name == "query"] == [None, None]
 
 
-@pytest.mark.parametrize(
-    ("committed", "outcome"), [({("in", 0): 0}, "aborted"), ({("in", 0): 2}, "committed"), ({}, "unknown")]
-)
-def test_a_transaction_without_a_commit_ends_when_the_next_begins(committed: Any, outcome: str, exported: Any) -> None:
+@pytest.mark.parametrize("outcome", Outcome)
+def test_a_span_says_how_its_transaction_ended(outcome: Outcome, exported: Any) -> None:
     spans = Spans({})
-    with spans.handling("txn"):
-        spans.took("txn", records((), ()))
-    spans.look(committed, on_its_way=1)
-    assert exported() == ()
-    spans.look(committed, on_its_way=0)
+    for transaction in ("one", "behind"):
+        with spans.handling(transaction):
+            spans.took(transaction, records((), ()))
+    spans.ended("only offsets", outcome)
+    spans.ended("one", outcome)
     (span,) = exported()
-    assert span.attributes["eos.outcome"] == outcome
-    assert span.status.is_ok is (outcome != "aborted")
-    spans.committed("txn")
-    assert len(exported()) == 1
+    assert span.attributes["eos.outcome"] == outcome.value
+    assert span.status.is_ok is (outcome is not Outcome.ABORTED)
+    spans.close()
+    assert [one.attributes["eos.outcome"] for one in exported()] == [outcome.value, "unknown"]
 
 
 def app_of() -> App:

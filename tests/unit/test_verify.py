@@ -69,7 +69,7 @@ A = ("a", 0)
 
 
 def written(ledger: Ledger) -> str:
-    return json.dumps({"instance": "x", **ledger.metadata(A)})
+    return json.dumps({"instance": "x", **ledger.beside(A)})
 
 
 def test_counts_go_on_where_the_last_commit_left_them_whoever_made_it() -> None:
@@ -77,7 +77,7 @@ def test_counts_go_on_where_the_last_commit_left_them_whoever_made_it() -> None:
     first.begin(A, 7, None)
     assert [first.handled(A, n) for n in (2, 0, 3)] == [0, 2, 2]
     metadata = written(first)
-    first.commit()
+    first.committed()
     second = Ledger()
     second.begin(A, 10, metadata)
     assert second.handled(A, 1) == 5
@@ -88,9 +88,9 @@ def test_what_an_aborted_transaction_counted_is_counted_again() -> None:
     ledger = Ledger()
     ledger.begin(A, 0, None)
     ledger.handled(A, 1)
-    ledger.commit()
+    ledger.committed()
     ledger.handled(A, 5)
-    ledger.rewind()
+    ledger.undone()
     assert (ledger.handled(A, 1), ledger.tally(A)) == (1, Tally(0, 2, 2))
 
 

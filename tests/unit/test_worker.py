@@ -14,6 +14,7 @@ import eos.worker
 from eos import App, Out, Record
 from eos.errors import ConfigurationError
 from eos.handling import Kept
+from eos.participants import Outcome
 from eos.worker import Worker
 from eos.world import World
 
@@ -78,8 +79,9 @@ def records(topic: str, count: int) -> list[Record]:
 
 def attempt(worker: Worker, clock: Clock, given: list[Record]) -> None:
     """A transaction that is lost."""
-    worker._handle(Txn(clock, given))  # type: ignore[arg-type]
-    worker.session.counters.aborts += 1
+    txn: Any = Txn(clock, given)
+    worker._handle(txn)
+    worker.ended(txn, Outcome.ABORTED)
 
 
 def test_of_two_functions_the_slow_one_is_blamed_with_its_own_remedy(clock: Clock) -> None:
@@ -111,7 +113,6 @@ def test_where_no_call_was_too_slow_by_itself_nobody_is_blamed_and_records_are_r
         attempt(worker, clock, given)
     assert "batches, quick took 3.0 s for 11 records from b [0] offset 0 on" in caplog.text
     assert "eos.batch.max.records" not in caplog.text
-    worker._slowness.begin(worker.session.committed, worker._losses)
     assert worker._slice_size() == 1
     seconds |= {"quick": 0.001, "batches": 0.001}  # what was away for a moment is back
     attempt(worker, clock, given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +14,9 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 import eos
-from eos import TransactSession
+from eos import Transaction, TransactSession
 from eos.ownership import Described
+from eos.participants import Committed, Listener, Outcome
 from eos.watchdog import Job
 from eos.world import World
 
@@ -67,7 +68,7 @@ class Script:
 
     It knows nothing of transactions but that a commit makes sends visible and moves the offset, both or none.
     `fails`: by the name of a call, what the next one raises, and whether it comes to pass all the same. `when`: what
-    else happens at it. `calls` are the producers'.
+    else happens at it. `calls` are the producers', `outcomes` what a session told its listener.
     """
 
     def __init__(self) -> None:
@@ -75,6 +76,8 @@ class Script:
         self.epochs: dict[str, int] = {}
         self.visible: list[bytes] = []
         self.calls: list[str] = []
+        self.outcomes: list[str] = []
+        self.follows = Follows()
         self.fails: dict[str, tuple[KafkaError, bool]] = {}
         self.when: dict[str, Callable[[], None]] = {}
         self.admin: Any = SimpleNamespace(
@@ -232,10 +235,40 @@ SETTINGS = {"group.id": "g", "transactional.id": "t", "eos.transaction.max.recor
 ALL = [b"%d" % number for number in range(10)]
 
 
+class Follows:
+    """A participant that notes what it is told."""
+
+    pipelines = True
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def restore(self, starts: Mapping[tuple[str, int], Committed]) -> None:
+        self.told += [f"restore {max(at.offset, 0)}" for at in starts.values()]
+
+    def beside(self, partition: tuple[str, int]) -> Mapping[str, object]:
+        self.told.append("beside")
+        return {}
+
+    def committed(self) -> None:
+        self.told.append("committed")
+
+    def undone(self) -> None:
+        self.told.append("undone")
+
+
 def copied(script: Script) -> TransactSession:
     """A session in that world has copied all records of `in`, five in a transaction."""
-    with TransactSession(SETTINGS, ["in"], world=script.world) as session:
-        session.on_idle = lambda: setattr(session, "stop_requested", script.committed == 10 or script.time > 60)
+
+    class Ears(Listener):
+        def idle(self) -> None:
+            session.stop_requested = script.committed == 10 or script.time > 60
+
+        def ended(self, transaction: Transaction, outcome: Outcome) -> None:
+            script.outcomes.append(outcome.value)
+
+    session = TransactSession(SETTINGS, ["in"], participants=[script.follows], listener=Ears(), world=script.world)
+    with session:
         for txn in session:
             for record in txn.records:
                 txn.send("out", record.value)
@@ -249,6 +282,8 @@ def test_a_session_commits_in_a_world_without_a_broker() -> None:
     one = ["begin", "flush", "offsets", "commit"]
     assert script.calls == ["init", "init", *one, *one]  # both transactional.ids are fenced at the start
     assert (session.counters.transactions, session.counters.records_in, session.counters.aborts) == (2, 10, 0)
+    assert script.outcomes == ["committed"] * 2
+    assert script.follows.told == ["restore 0", *["beside", "committed"] * 2]
 
 
 def test_an_abort_in_it_hands_the_records_out_again() -> None:
@@ -260,6 +295,8 @@ def test_an_abort_in_it_hands_the_records_out_again() -> None:
     assert (session.counters.transactions, session.counters.aborts, session.counters.rebuilds) == (2, 1, 0)
     assert session.counters.replacements == {"abort": 1}
     assert script.calls[2:9] == ["begin", "flush", "offsets", "abort", "init", "begin", "flush"]
+    assert script.outcomes == ["aborted", "committed", "committed"]
+    assert script.follows.told == ["restore 0", "beside", "undone", *["beside", "committed"] * 2]
 
 
 @pytest.mark.parametrize("came_to_pass", [False, True])
@@ -270,6 +307,7 @@ def test_a_commit_whose_outcome_is_unknown_is_looked_up_in_it(came_to_pass: bool
     assert (script.visible, script.committed) == (ALL, 10)
     assert (session.counters.rebuilds, session.counters.aborts) == (1, 0)
     assert script.calls.count("commit") == (2 if came_to_pass else 3)
+    assert script.outcomes == ["committed"] * 2 if came_to_pass else ["aborted", "committed", "committed"]
 
 
 def test_a_rebuild_that_has_to_join_again_counts_once() -> None:
@@ -282,6 +320,8 @@ def test_a_rebuild_that_has_to_join_again_counts_once() -> None:
     session = copied(script)
     assert (script.visible, script.committed) == (ALL, 10)
     assert (session.counters.rebuilds, session._rebuilds_in_a_row) == (1, 0)
+    assert script.outcomes == ["unknown", "committed", "committed"]
+    assert script.follows.told == ["restore 0", "beside", "undone", "restore 0", *["beside", "committed"] * 2]
 
 
 def test_an_abort_whose_consumer_cannot_go_back_is_one_rebuild_and_no_abort() -> None:

@@ -56,9 +56,9 @@ def _offsets_outside_the_transaction() -> None:
                 self.consumer.commit(offsets=offsets, asynchronous=False)
         except KafkaException as error:
             raise CallFailed("send_offsets", Action.ABORT, error) from error
-        self._step("offsets sent")
+        self._world.step("offsets sent")
         producer.commit()
-        self._step("committed")
+        self._world.step("committed")
         return time.monotonic()
 
     _replace(TransactSession, "_send_and_commit", commit_by_the_consumer)

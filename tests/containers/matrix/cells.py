@@ -16,7 +16,7 @@ TARGETS = ("worker", "leader", "transaction-coordinator", "group-coordinator", "
 STAGES = (1, 3)
 PROTOCOLS = ("classic-3.9.2", "classic-4.3.1", "consumer-4.3.1")
 STEPS = ("begun", "flush", "flushed", "offsets sent", "committed")
-"""Where K12 moves the coordinator: the seam's names of the steps of one transaction (TransactSession.on_event)."""
+"""Where K12 moves the coordinator: the names of the steps of one transaction (World.step)."""
 
 LEADERLESS, SILENT = "leaderless", "silent"
 """The two ways of K19: the only replica is stopped, and nobody leads the partition; or it stands still for less than

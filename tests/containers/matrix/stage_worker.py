@@ -25,6 +25,7 @@ from eos.cli import run as run_command
 from eos.settings import Settings
 from eos.testing.lineage import WIDTH_BYTES, stamp, unstamp
 from eos.worker import Worker
+from eos.world import World
 
 # When (ns since 1970), number of the transaction, step (-1: a record was handled), source partition, source offset.
 ENTRY = struct.Struct("<qiiiq")
@@ -115,9 +116,8 @@ def main() -> int:
 
     class StageWorker(Worker):
         def __init__(self, app: App, settings: Settings, *, until_end: bool = False) -> None:
-            super().__init__(app, settings, until_end=until_end)
+            super().__init__(app, settings, until_end=until_end, world=World(step=diary.step))
             session = self.session
-            session.on_event = diary.step
             leave = session._leave
             diary.in_turn = lambda: session.producer.transactional_id
 
