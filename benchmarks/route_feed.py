@@ -48,8 +48,7 @@ def main() -> None:
     feeds = {name: app.routes["in"].feed for name, app in apps().items()}
     best = dict.fromkeys(feeds, float("inf"))
 
-    def produce(*record: object) -> None:
-        pass
+    produce = "".format  # as the client's: C, and takes a tuple
 
     for _ in range(ROUNDS):
         for name, feed in feeds.items():

@@ -27,7 +27,7 @@ import msgspec
 from eos import concurrent, hotloop
 from eos.errors import ConfigurationError, IllegalState
 from eos.hints import Hints
-from eos.hotloop.python import END_OF_TIME
+from eos.hotloop.python import END_OF_TIME, Target
 from eos.policies import DEAD_LETTER_SUFFIX, Policy, dead_letter_topic, policy_of, stop
 from eos.serde import (
     Decode,
@@ -214,7 +214,7 @@ class Route:
             self.feed = feed_each(self.each)
         else:
             run = function if finish is None else lambda given: finish(function(given))
-            self.outputs, self.feed = _compile_single(run, decoded, normalise, destinations, passing)
+            self.outputs, self.feed = _compile_single(run, self.name, decoded, normalise, destinations, passing)
             self.each = _one_by_one(self.outputs)
         # No loop in its place: an error out of it could not say which record it is about.
         self.outputs_batch = functools.partial(_not_a_batch_route, self.name)
@@ -593,14 +593,14 @@ _HOLDS_SEVERAL: Final = _HoldsSeveral()
 
 def _compile_single(
     function: Callable[[Any], Any],
+    name: str,
     decode: Decode | None,
     normalise: Normalise,
     destinations: tuple[str, ...],
     passing: frozenset[str],
 ) -> tuple[Callable[[Record], Sequence[Send]], Feed]:
     """`outputs` and `feed` of a function of one record."""
-    # Bytes are a function's usual result by far; without a destination no result is usual.
-    topic = destinations[0] if destinations else None
+    target = _target(name, destinations, passing)
 
     def outputs(record: Record) -> Sequence[Send]:
         return normalise(record, function(record if decode is None else decode(record.value)))
@@ -617,12 +617,24 @@ def _compile_single(
             partly = 0
             return len(sends)
 
-        sent, handled, error = hotloop.feed_values(
-            records, function, decode, topic, produce, refused, other, passing or None
-        )
+        sent, handled, error = hotloop.feed_values(records, function, decode, target, produce, refused, other)
         return Fed(sent + partly, handled, error)
 
     return outputs, feed
+
+
+def _target(name: str, destinations: tuple[str, ...], passing: frozenset[str] = frozenset()) -> Target | None:
+    """Where the hot loop sends what is usual; without a destination nothing is."""
+    if not destinations:
+        return None
+
+    def value_of(value: object) -> bytes | None:
+        return _value(value, name)
+
+    def key_of(key: object) -> bytes | None:
+        return _key(key, name)
+
+    return destinations[0], frozenset(destinations), passing or None, Out, KEEP, value_of, key_of
 
 
 def put(send: Send, produce: Produce, refused: Refused) -> None:
@@ -779,7 +791,7 @@ def _compile_batch(
 ) -> tuple[Callable[[list[Record]], list[Send]], Feed]:
     """`outputs_batch` and `feed` of a function of many records."""
     convert = _out_converter(name, destinations)
-    topic = destinations[0] if destinations else ""
+    target = _target(name, destinations)
 
     def run(records: list[Record]) -> list[Any]:
         result = function(records.copy())  # the list is the function's to change
@@ -813,14 +825,12 @@ def _compile_batch(
         try:
             outs = run(records)
             # Looked through before the first is sent: all of the batch's outputs go out, or none.
-            if destinations and hotloop.all_plain(outs, Out):
-                sent, failed = hotloop.put_plain(outs, topic, produce, refused)
-                if failed is not None:
-                    return Fed(sent, 0, failed)
-            else:
-                for send in converted(outs):
-                    put(send, produce, refused)
-                    sent += 1
+            if target is not None and (fed := hotloop.feed_outs(outs, target, produce, refused)) is not None:
+                sent, failed = fed
+                return Fed(sent, len(records) if failed is None else 0, failed)
+            for send in converted(outs):
+                put(send, produce, refused)
+                sent += 1
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything
             return Fed(sent, 0, error)
         return Fed(sent, len(records), None)

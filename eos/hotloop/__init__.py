@@ -1,9 +1,8 @@
 """What runs once for each record, between the consumer's message and the producer's queue.
 
-Owns the choice between two forms of the same five functions: compiled (_native.c), where a compiler was at hand when
+Owns the choice between two forms of the same four functions: compiled (_native.c), where a compiler was at hand when
 the package was installed, and Python (python.py), which is what they mean. The compiled ones save a sixth of the
-worker's time (docs/performance.md). They know no topic, no policy and no transaction: what is not usual they
-hand back to their caller.
+worker's time (docs/performance.md). They know no policy and no transaction, and hand back what is not usual.
 
 `EOS_PURE_PYTHON=1` chooses Python, to tell whether an error is the compiled code's.
 """
@@ -23,9 +22,8 @@ COMPILED = False
 STALE = ""
 """Why not, where there are some that may do something else than the source beside them."""
 
-all_plain = python.all_plain
+feed_outs = python.feed_outs
 feed_values = python.feed_values
-put_plain = python.put_plain
 records_of = python.records_of
 runs_of = python.runs_of
 
@@ -37,7 +35,7 @@ if not TYPE_CHECKING and os.environ.get("EOS_PURE_PYTHON", "") in ("", "0"):
     else:
         _source = checksum(Path(__file__).parent)
         if _source in (None, getattr(_native, "SOURCE", 0)):
-            from eos.hotloop._native import all_plain, feed_values, put_plain, records_of, runs_of  # noqa: F401
+            from eos.hotloop._native import feed_outs, feed_values, records_of, runs_of  # noqa: F401
 
             COMPILED = True
         else:

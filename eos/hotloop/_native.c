@@ -256,166 +256,6 @@ static PyObject *records_of(PyObject *Py_UNUSED(self), PyObject *const *args, Py
     return records;
 }
 
-/* ---- producing --------------------------------------------------------------------------------------------------- */
-
-enum { SHORT = 3, LONG = 7, LONGEST = 8 }; /* how many arguments `produce` is given */
-
-/* function(*args). The client's `produce`, which takes a tuple, is called as C: that saves a tenth of its time. */
-static PyObject *call_produce(PyObject *function, PyObject *const *args, Py_ssize_t given) {
-    if (!PyCFunction_CheckExact(function) || PyCFunction_GET_FLAGS(function) != (METH_VARARGS | METH_KEYWORDS))
-        return PyObject_Vectorcall(function, args, given, NULL);
-    PyObject *tuple = PyTuple_New(given);
-    if (tuple == NULL) return NULL;
-    for (Py_ssize_t i = 0; i < given; i++) PyTuple_SET_ITEM(tuple, i, Py_NewRef(args[i]));
-    PyCFunctionWithKeywords call = (PyCFunctionWithKeywords)(void (*)(void))PyCFunction_GET_FUNCTION(function);
-    PyObject *result = call(PyCFunction_GET_SELF(function), tuple, NULL);
-    Py_DECREF(tuple);
-    if (result == NULL && !PyErr_Occurred()) PyErr_SetString(PyExc_SystemError, "no result and no exception");
-    return result;
-}
-
-/* produce(topic, value, key[, -1, None, None, timestamp[, headers]]); what it raises goes to refused(error, send).
- * -1: raised. */
-static int put(
-    PyObject *produce, PyObject *refused, PyObject *topic, PyObject *value, PyObject *key, PyObject *timestamp,
-    PyObject *headers
-) {
-    PyObject *const args[LONGEST] = {topic, value, key, minus_one, Py_None, Py_None, timestamp, headers};
-    PyObject *result = call_produce(produce, args, timestamp == NULL ? SHORT : headers == NULL ? LONG : LONGEST);
-    if (result == NULL) {
-        PyObject *error = caught();
-        if (error == NULL) return -1;
-        PyObject *sent_at = timestamp == NULL ? zero : timestamp;
-        PyObject *send = PyTuple_Pack(6, topic, value, key, minus_one, sent_at, headers == NULL ? Py_None : headers);
-        if (send != NULL) {
-            result = PyObject_CallFunctionObjArgs(refused, error, send, NULL);
-            Py_DECREF(send);
-        }
-        Py_DECREF(error);
-    }
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
-}
-
-/* ---- feed_values(records, function, decode, topic, produce, refused, other[, passing]) ----------------------------- */
-
-typedef struct {
-    PyObject *function, *decode, *topic, *produce, *refused, *other, *passing;
-    Field key, timestamp, value, headers;
-} Values;
-
-static PyObject *given_of(const Values *to, PyObject *record) {
-    if (to->decode == Py_None) return Py_NewRef(record);
-    PyObject *value = get(&to->value, record);
-    if (value == NULL) return NULL;
-    PyObject *given = PyObject_CallOneArg(to->decode, value);
-    Py_DECREF(value);
-    return given;
-}
-
-/* Those of `headers` whose names are in `passing`: a list, None without one, NULL: raised. */
-static PyObject *passed_of(PyObject *headers, PyObject *passing) {
-    PyObject *pairs = PySequence_Fast(headers, "headers"), *passed = pairs == NULL ? NULL : PyList_New(0);
-    for (Py_ssize_t i = 0; passed != NULL && i < PySequence_Fast_GET_SIZE(pairs); i++) {
-        PyObject *pair = Py_NewRef(PySequence_Fast_GET_ITEM(pairs, i)), *name = PySequence_GetItem(pair, 0);
-        int wanted = name == NULL ? -1 : PySequence_Contains(passing, name);
-        if (wanted < 0 || (wanted && PyList_Append(passed, pair) < 0)) Py_CLEAR(passed);
-        Py_XDECREF(name);
-        Py_DECREF(pair);
-    }
-    Py_XDECREF(pairs);
-    if (passed != NULL && !PyList_GET_SIZE(passed)) Py_SETREF(passed, Py_NewRef(Py_None));
-    return passed;
-}
-
-/* Into `*passed`: what of the record's headers is passed on, NULL when that is none of them. -1: raised. */
-static int pass_on(const Values *to, PyObject *record, PyObject **passed) {
-    PyObject *headers = get(&to->headers, record);
-    if (headers == NULL) return -1;
-    int done = 0;
-    if (headers != empty) {
-        *passed = passed_of(headers, to->passing);
-        done = *passed == NULL ? -1 : 0;
-        if (*passed == Py_None) Py_CLEAR(*passed);
-    }
-    Py_DECREF(headers);
-    return done;
-}
-
-static int put_value(const Values *to, PyObject *record, PyObject *value) {
-    PyObject *timestamp = get(&to->timestamp, record), *key = NULL, *passed = NULL;
-    int known = timestamp == NULL ? -1 : PyObject_RichCompareBool(timestamp, zero, Py_GT);
-    int done = -1;
-    if (known >= 0 && (to->passing == NULL || pass_on(to, record, &passed) == 0) &&
-        (key = get(&to->key, record)) != NULL)
-        done = put(to->produce, to->refused, to->topic, value, key, known ? timestamp : zero, passed);
-    Py_XDECREF(timestamp);
-    Py_XDECREF(key);
-    Py_XDECREF(passed);
-    return done;
-}
-
-static int is_tombstone(const Values *to, PyObject *record) {
-    PyObject *value = get(&to->value, record);
-    if (value == NULL) return -1;
-    int answer = value == Py_None;
-    Py_DECREF(value);
-    return answer;
-}
-
-/* How many outputs the record has led to; -1: raised. */
-static Py_ssize_t feed_value(const Values *to, PyObject *record) {
-    PyObject *given = given_of(to, record);
-    if (given == NULL) return -1;
-    PyObject *result = PyObject_CallOneArg(to->function, given);
-    Py_DECREF(given);
-    if (result == NULL) return -1;
-    Py_ssize_t sent = 0;
-    if (PyBytes_CheckExact(result) && to->topic != Py_None) {
-        sent = put_value(to, record, result) < 0 ? -1 : 1;
-    } else {
-        int unusual = result == Py_None ? is_tombstone(to, record) : 1;
-        PyObject *number = unusual > 0 ? PyObject_CallFunctionObjArgs(to->other, record, result, NULL) : NULL;
-        if (unusual) sent = number == NULL ? -1 : PyLong_AsSsize_t(number);
-        Py_XDECREF(number);
-    }
-    Py_DECREF(result);
-    return sent;
-}
-
-static PyObject *feed_values(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
-    if (count != 7 && count != 8) return PyErr_Format(PyExc_TypeError, "feed_values takes 7 or 8 arguments");
-    PyObject *records = PySequence_Fast(args[0], "records");
-    if (records == NULL) return NULL;
-    PyObject *passing = count == 8 && args[7] != Py_None ? args[7] : NULL;
-    Values to = {args[1], args[2], args[3], args[4], args[5], args[6], passing, {0}, {0}, {0}, {0}};
-    if (PySequence_Fast_GET_SIZE(records)) {
-        PyTypeObject *type = Py_TYPE(PySequence_Fast_GET_ITEM(records, 0));
-        to.key = field_of(type, names[KEY]);
-        to.timestamp = field_of(type, names[TIMESTAMP]);
-        to.value = field_of(type, names[VALUE]);
-        to.headers = field_of(type, names[HEADERS]);
-    }
-    Py_ssize_t sent = 0, i = 0;
-    PyObject *error = NULL;
-    for (; i < PySequence_Fast_GET_SIZE(records); i++) {
-        PyObject *record = Py_NewRef(PySequence_Fast_GET_ITEM(records, i));
-        Py_ssize_t more = feed_value(&to, record);
-        Py_DECREF(record);
-        if (more < 0 && PyErr_Occurred()) {
-            error = caught();
-            if (error == NULL) {
-                Py_DECREF(records);
-                return NULL;
-            }
-            break;
-        }
-        sent += more;
-    }
-    Py_DECREF(records);
-    return error == NULL ? Py_BuildValue("nnO", sent, i, Py_None) : Py_BuildValue("nnN", sent, i, error);
-}
-
 /* ---- runs_of(records) -------------------------------------------------------------------------------------------- */
 
 /* Whether `value`, which is taken over, is `*last`, which it becomes: 1, 0, or -1: raised. */
@@ -459,106 +299,441 @@ static PyObject *runs_of(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ss
     return runs;
 }
 
-/* ---- all_plain(outs, out_type), put_plain(outs, topic, produce, refused) ------------------------------------------ */
+/* ---- producing --------------------------------------------------------------------------------------------------- */
+
+/* How many arguments `produce` is given, always in a tuple: topic, value, key[, -1, None, None, timestamp[, headers]]. */
+enum { SHORT = 3, LONG = 7, LONGEST = 8 };
+
+static PyObject *send_of(PyObject *call) {
+    PyObject *const *args = &PyTuple_GET_ITEM(call, 0);
+    Py_ssize_t given = PyTuple_GET_SIZE(call);
+    PyObject *partition = given == SHORT ? minus_one : args[3], *timestamp = given == SHORT ? zero : args[6];
+    return PyTuple_Pack(6, args[0], args[1], args[2], partition, timestamp, given == LONGEST ? args[7] : Py_None);
+}
+
+/* function(*call). The client's `produce`, which takes a tuple, is called as C: that saves a tenth of its time. */
+static PyObject *called_with(PyObject *function, PyObject *call) {
+    if (!PyCFunction_CheckExact(function) || PyCFunction_GET_FLAGS(function) != (METH_VARARGS | METH_KEYWORDS))
+        return PyObject_Call(function, call, NULL);
+    PyCFunctionWithKeywords method = (PyCFunctionWithKeywords)(void (*)(void))PyCFunction_GET_FUNCTION(function);
+    PyObject *result = method(PyCFunction_GET_SELF(function), call, NULL);
+    if (result == NULL && !PyErr_Occurred()) PyErr_SetString(PyExc_SystemError, "no result and no exception");
+    return result;
+}
+
+/* produce(*call); what it raises goes to refused(error, send). -1: raised. */
+static int put(PyObject *produce, PyObject *refused, PyObject *call) {
+    PyObject *result = called_with(produce, call);
+    if (result == NULL) {
+        PyObject *error = caught();
+        if (error == NULL) return -1;
+        PyObject *send = send_of(call);
+        if (send != NULL) {
+            result = PyObject_CallFunctionObjArgs(refused, error, send, NULL);
+            Py_DECREF(send);
+        }
+        Py_DECREF(error);
+    }
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+/* Puts each of a list of calls; how many went out is added to `*sent`. -1: raised. */
+static int put_all(PyObject *produce, PyObject *refused, PyObject *calls, Py_ssize_t *sent) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(calls); i++, ++*sent)
+        if (put(produce, refused, PyList_GET_ITEM(calls, i)) < 0) return -1;
+    return 0;
+}
+
+/* ---- what is usual ----------------------------------------------------------------------------------------------- */
+
+/* In the functions from here on: NULL and no exception is set: it is not usual, and the caller's caller is asked. */
 
 typedef struct {
-    Field value, key, topic, partition, headers, timestamp;
-} Plain;
+    PyObject *topic, *destinations, *passing, *out_type, *keep, *value_of, *key_of;
+    int known; /* whether the fields are */
+    Field value, key, out_topic, headers, partition, timestamp;
+} Target;
 
-static Plain plain_of(PyTypeObject *type) {
-    Plain plain = {
-        field_of(type, names[VALUE]), field_of(type, names[KEY]), field_of(type, names[TOPIC]),
-        field_of(type, names[PARTITION]), field_of(type, names[HEADERS]), field_of(type, names[TIMESTAMP]),
-    };
-    return plain;
+typedef struct {
+    Field key, timestamp, value, headers;
+} Input;
+
+/* -1: raised. */
+static int target_of(PyObject *given, Target *target) {
+    *target = (Target){0};
+    if (!PyTuple_Check(given)) {
+        PyErr_SetString(PyExc_TypeError, "a target is a tuple");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(
+            given, "OOOO!OOO", &target->topic, &target->destinations, &target->passing, &PyType_Type, &target->out_type,
+            &target->keep, &target->value_of, &target->key_of
+        ))
+        return -1;
+    if (target->passing == Py_None) target->passing = NULL;
+    return 0;
 }
 
-static int is_bytes(PyObject *value) { return PyBytes_CheckExact(value); }
-static int is_key(PyObject *key) { return key == Py_None || PyBytes_CheckExact(key); }
-static int is_none(PyObject *value) { return value == Py_None; }
-static int is_empty(PyObject *headers) { return headers == empty; }
+static void know(Target *target) {
+    if (target->known) return;
+    PyTypeObject *type = (PyTypeObject *)target->out_type;
+    target->value = field_of(type, names[VALUE]);
+    target->key = field_of(type, names[KEY]);
+    target->out_topic = field_of(type, names[TOPIC]);
+    target->headers = field_of(type, names[HEADERS]);
+    target->partition = field_of(type, names[PARTITION]);
+    target->timestamp = field_of(type, names[TIMESTAMP]);
+    target->known = 1;
+}
 
-static int is_time(PyObject *timestamp) {
-    if (!PyLong_CheckExact(timestamp)) return 0;
+/* Bytes, or None, of a text; of all else what `other` makes of it. */
+static PyObject *text_of(PyObject *value, PyObject *other) {
+    if (value == Py_None || PyBytes_CheckExact(value)) return Py_NewRef(value);
+    if (PyUnicode_CheckExact(value)) return PyUnicode_AsUTF8String(value);
+    return other == NULL ? NULL : PyObject_CallOneArg(other, value);
+}
+
+static PyObject *header_of(PyObject *name, PyObject *value) {
+    int is_name = PyUnicode_CheckExact(name) && PyUnicode_AsUTF8(name) != NULL; /* or it raises, as encode() does */
+    PyObject *text = is_name ? text_of(value, NULL) : NULL, *header = NULL;
+    Py_INCREF(name); /* making a tuple may run the collector, and with it anybody's code */
+    if (text != NULL) header = PyTuple_Pack(2, name, text);
+    Py_DECREF(name);
+    Py_XDECREF(text);
+    return header;
+}
+
+/* Takes `header` over. */
+static PyObject *with_header(PyObject *list, PyObject *header) {
+    if (header == NULL || PyList_Append(list, header) < 0) Py_CLEAR(list);
+    Py_XDECREF(header);
+    return list;
+}
+
+static PyObject *usual_headers(PyObject *headers) {
+    int is_dict = PyDict_CheckExact(headers);
+    if (!is_dict && !PyList_CheckExact(headers) && !PyTuple_CheckExact(headers)) return NULL;
+    PyObject *list = PyList_New(0), *name, *value;
+    for (Py_ssize_t at = 0; is_dict && list != NULL && PyDict_Next(headers, &at, &name, &value);)
+        list = with_header(list, header_of(name, value));
+    for (Py_ssize_t i = 0; !is_dict && list != NULL && i < PySequence_Fast_GET_SIZE(headers); i++) {
+        PyObject *pair = PySequence_Fast_GET_ITEM(headers, i);
+        int fits = PyTuple_CheckExact(pair) && PyTuple_GET_SIZE(pair) == 2;
+        list = with_header(list, fits ? header_of(PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1)) : NULL);
+    }
+    return list;
+}
+
+/* Whether a header of this name is among `own`, a list of pairs or NULL. -1: raised. */
+static int is_given(PyObject *own, PyObject *name) {
+    for (Py_ssize_t i = 0; own != NULL && i < PyList_GET_SIZE(own); i++) {
+        int same = PyObject_RichCompareBool(PyTuple_GET_ITEM(PyList_GET_ITEM(own, i), 0), name, Py_EQ);
+        if (same) return same;
+    }
+    return 0;
+}
+
+/* Those of `headers` whose names are in `passing` and not among `own`, and these behind them: a list. Raises. */
+static PyObject *passed_of(PyObject *headers, PyObject *passing, PyObject *own) {
+    PyObject *pairs = PySequence_Fast(headers, "headers"), *passed = pairs == NULL ? NULL : PyList_New(0);
+    for (Py_ssize_t i = 0; passed != NULL && i < PySequence_Fast_GET_SIZE(pairs); i++) {
+        PyObject *pair = Py_NewRef(PySequence_Fast_GET_ITEM(pairs, i)), *name = PySequence_GetItem(pair, 0);
+        int wanted = name == NULL ? -1 : PySequence_Contains(passing, name);
+        int given = wanted > 0 ? is_given(own, name) : 0;
+        if (wanted < 0 || given < 0 || (wanted && !given && PyList_Append(passed, pair) < 0)) Py_CLEAR(passed);
+        Py_XDECREF(name);
+        Py_DECREF(pair);
+    }
+    Py_XDECREF(pairs);
+    Py_ssize_t end = passed == NULL ? 0 : PyList_GET_SIZE(passed);
+    if (passed != NULL && own != NULL && PyList_SetSlice(passed, end, end, own) < 0) Py_CLEAR(passed);
+    return passed;
+}
+
+/* An int from 0 to `last`. */
+static int is_int(PyObject *value, long long last) {
+    if (!PyLong_CheckExact(value)) return 0;
     int overflow;
-    long long number = PyLong_AsLongLongAndOverflow(timestamp, &overflow);
-    return !overflow && number >= 0;
+    long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+    return !overflow && number >= 0 && number <= last;
 }
 
-/* 1 and 0 as `fits` says of the field, -1: raised. */
-static int check(const Field *field, PyObject *out, int (*fits)(PyObject *)) {
-    PyObject *value = get(field, out);
+/* What an output is made of, each owned or NULL. */
+typedef struct {
+    PyObject *topic, *value, *key, *partition, *timestamp, *headers;
+} Parts;
+
+static void clear(Parts *parts) {
+    Py_CLEAR(parts->topic);
+    Py_CLEAR(parts->value);
+    Py_CLEAR(parts->key);
+    Py_CLEAR(parts->partition);
+    Py_CLEAR(parts->timestamp);
+    Py_CLEAR(parts->headers);
+}
+
+/* The fields of an Out as they are. -1: raised. */
+static int taken_apart(Target *target, PyObject *out, Parts *parts) {
+    know(target);
+    if ((parts->topic = get(&target->out_topic, out)) == NULL || (parts->value = get(&target->value, out)) == NULL ||
+        (parts->key = get(&target->key, out)) == NULL || (parts->partition = get(&target->partition, out)) == NULL ||
+        (parts->timestamp = get(&target->timestamp, out)) == NULL ||
+        (parts->headers = get(&target->headers, out)) == NULL)
+        return -1;
+    return 0;
+}
+
+/* The record's own time, or 0 for none. Raises. */
+static PyObject *time_of(const Input *input, PyObject *record) {
+    PyObject *timestamp = get(&input->timestamp, record);
+    int known = timestamp == NULL ? -1 : PyObject_RichCompareBool(timestamp, zero, Py_GT);
+    if (known <= 0) Py_CLEAR(timestamp);
+    return known == 0 ? Py_NewRef(zero) : timestamp;
+}
+
+/* Adds what of the record's headers is passed on. -1: raised. */
+static int pass_on(const Target *target, const Input *input, PyObject *record, Parts *parts) {
+    if (target->passing == NULL || record == NULL) return 0;
+    PyObject *headers = get(&input->headers, record);
+    if (headers == NULL) return -1;
+    int given = headers != empty;
+    if (given) Py_XSETREF(parts->headers, passed_of(headers, target->passing, parts->headers));
+    Py_DECREF(headers);
+    return given && parts->headers == NULL ? -1 : 0;
+}
+
+/* Each part of an Out in its usual form; 0: it has none, or raised. */
+static int normalise(const Target *target, const Input *input, PyObject *record, Parts *parts) {
+    if (record == NULL && (parts->key == target->keep || parts->timestamp == target->keep)) return 0;
+    if (parts->topic == Py_None) {
+        Py_SETREF(parts->topic, Py_NewRef(target->topic));
+    } else if (parts->topic != target->topic) {
+        if (!PyUnicode_CheckExact(parts->topic) || PySet_Contains(target->destinations, parts->topic) <= 0) return 0;
+    }
+    if (parts->partition == Py_None) Py_SETREF(parts->partition, Py_NewRef(minus_one));
+    else if (!is_int(parts->partition, INT32_MAX)) return 0;
+    if (parts->headers == empty) Py_CLEAR(parts->headers);
+    if (parts->headers != NULL) {
+        Py_SETREF(parts->headers, usual_headers(parts->headers));
+        if (parts->headers == NULL) return 0;
+    }
+    Py_SETREF(parts->key, parts->key == target->keep ? get(&input->key, record) : text_of(parts->key, target->key_of));
+    if (parts->key == NULL) return 0;
+    if (parts->timestamp == target->keep) Py_SETREF(parts->timestamp, time_of(input, record));
+    else if (!is_int(parts->timestamp, INT64_MAX)) return 0;
+    if (parts->timestamp == NULL) return 0;
+    if (pass_on(target, input, record, parts) < 0) return 0;
+    Py_SETREF(parts->value, text_of(parts->value, target->value_of));
+    return parts->value != NULL;
+}
+
+/* The same for a value that is no Out. */
+static int value_alone(const Target *target, const Input *input, PyObject *record, PyObject *value, Parts *parts) {
+    if (record == NULL) return 0;
+    parts->topic = Py_NewRef(target->topic);
+    parts->partition = Py_NewRef(minus_one);
+    if ((parts->key = get(&input->key, record)) == NULL || (parts->timestamp = time_of(input, record)) == NULL ||
+        pass_on(target, input, record, parts) < 0)
+        return 0;
+    parts->value = text_of(value, target->value_of);
+    return parts->value != NULL;
+}
+
+/* The reference goes over to the tuple. */
+static void move(PyObject *tuple, Py_ssize_t at, PyObject **part) {
+    PyTuple_SET_ITEM(tuple, at, *part);
+    *part = NULL;
+}
+
+static PyObject *packed(Parts *parts) {
+    int some = parts->headers != NULL && PyList_GET_SIZE(parts->headers) > 0;
+    int few = !some && parts->timestamp == zero && parts->partition == minus_one;
+    PyObject *call = PyTuple_New(some ? LONGEST : few ? SHORT : LONG);
+    if (call == NULL) return NULL;
+    move(call, 0, &parts->topic);
+    move(call, 1, &parts->value);
+    move(call, 2, &parts->key);
+    if (few) return call;
+    move(call, 3, &parts->partition);
+    PyTuple_SET_ITEM(call, 4, Py_NewRef(Py_None));
+    PyTuple_SET_ITEM(call, 5, Py_NewRef(Py_None));
+    move(call, 6, &parts->timestamp);
+    if (some) move(call, 7, &parts->headers);
+    return call;
+}
+
+/* What one item leads to; `record` NULL: nothing can be kept of one. */
+static PyObject *call_of(Target *target, const Input *input, PyObject *record, PyObject *item) {
+    Parts parts = {NULL};
+    int usual = 0;
+    if (!Py_IS_TYPE(item, (PyTypeObject *)target->out_type)) usual = value_alone(target, input, record, item, &parts);
+    else if (taken_apart(target, item, &parts) == 0) usual = normalise(target, input, record, &parts);
+    PyObject *call = usual ? packed(&parts) : NULL;
+    clear(&parts);
+    return call;
+}
+
+/* What a list or a tuple leads to: a list of calls. */
+static PyObject *calls_of(Target *target, const Input *input, PyObject *record, PyObject *items) {
+    PyObject *calls = PyList_New(0);
+    /* A list is the application's: its size is looked at anew each time. */
+    for (Py_ssize_t i = 0; calls != NULL && i < PySequence_Fast_GET_SIZE(items); i++) {
+        PyObject *item = PySequence_Fast_GET_ITEM(items, i);
+        if (item == Py_None) continue;
+        Py_INCREF(item);
+        PyObject *call = call_of(target, input, record, item);
+        Py_DECREF(item);
+        if (call == NULL || PyList_Append(calls, call) < 0) Py_CLEAR(calls);
+        Py_XDECREF(call);
+    }
+    return calls;
+}
+
+/* ---- feed_values(records, function, decode, target, produce, refused, other) --------------------------------------- */
+
+typedef struct {
+    PyObject *function, *decode, *produce, *refused, *other;
+    int has_target;
+    Target target;
+    Input input;
+} Values;
+
+static PyObject *result_of(const Values *to, PyObject *record) {
+    if (to->decode == Py_None) return PyObject_CallOneArg(to->function, record);
+    PyObject *value = get(&to->input.value, record), *given = NULL, *result = NULL;
+    if (value != NULL) given = PyObject_CallOneArg(to->decode, value);
+    Py_XDECREF(value);
+    if (given != NULL) result = PyObject_CallOneArg(to->function, given);
+    Py_XDECREF(given);
+    return result;
+}
+
+/* -1: raised. */
+static int is_tombstone(const Values *to, PyObject *record) {
+    PyObject *value = get(&to->input.value, record);
     if (value == NULL) return -1;
-    int answer = fits(value);
+    int answer = value == Py_None;
     Py_DECREF(value);
     return answer;
 }
 
-static int is_plain(const Plain *plain, PyObject *out) {
-    const struct { const Field *field; int (*fits)(PyObject *); } rules[] = {
-        {&plain->value, is_bytes}, {&plain->key, is_key}, {&plain->topic, is_none},
-        {&plain->partition, is_none}, {&plain->headers, is_empty},
-        {&plain->timestamp, is_time},
-    };
-    for (size_t i = 0; i < COUNT_OF(rules); i++) {
-        int answer = check(rules[i].field, out, rules[i].fits);
-        if (answer <= 0) return answer;
-    }
-    return 1;
+/* Of a key and a value, as other libraries return them: the caller has a hint for that. */
+static int looks_like_a_pair(const Target *target, PyObject *items) {
+    if (!PyTuple_CheckExact(items) || PyTuple_GET_SIZE(items) != 2) return 0;
+    PyObject *key = PyTuple_GET_ITEM(items, 0);
+    if (!PyUnicode_CheckExact(key) && !PyBytes_CheckExact(key)) return 0;
+    return !Py_IS_TYPE(PyTuple_GET_ITEM(items, 1), (PyTypeObject *)target->out_type);
 }
 
-static PyObject *all_plain(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
-    if (count != 2 || !PyList_Check(args[0]) || !PyType_Check(args[1]))
-        return PyErr_Format(PyExc_TypeError, "all_plain takes a list and a type");
-    PyObject *outs = args[0];
-    PyTypeObject *type = (PyTypeObject *)args[1];
-    const Plain plain = plain_of(type);
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outs); i++) {
-        PyObject *out = Py_NewRef(PyList_GET_ITEM(outs, i));
-        int answer = Py_IS_TYPE(out, type) ? is_plain(&plain, out) : 0;
-        Py_DECREF(out);
-        if (answer < 0) return NULL;
-        if (!answer) Py_RETURN_FALSE;
-    }
-    Py_RETURN_TRUE;
+static int feed_other(const Values *to, PyObject *record, PyObject *result, Py_ssize_t *sent) {
+    PyObject *number = PyObject_CallFunctionObjArgs(to->other, record, result, NULL);
+    Py_ssize_t more = number == NULL ? -1 : PyLong_AsSsize_t(number);
+    Py_XDECREF(number);
+    if (more == -1 && PyErr_Occurred()) return -1;
+    *sent += more;
+    return 0;
 }
 
-static int put_out(const Plain *plain, PyObject *out, PyObject *const *args) {
-    PyObject *topic = args[1], *produce = args[2], *refused = args[3];
-    PyObject *value = get(&plain->value, out), *key = NULL, *timestamp = NULL;
-    int done = -1;
-    if (value != NULL && (key = get(&plain->key, out)) != NULL && (timestamp = get(&plain->timestamp, out)) != NULL)
-        done = put(produce, refused, topic, value, key, timestamp == zero ? NULL : timestamp, NULL);
-    Py_XDECREF(value);
-    Py_XDECREF(key);
-    Py_XDECREF(timestamp);
+static int feed_several(Values *to, PyObject *record, PyObject *items, Py_ssize_t *sent) {
+    int unusual = looks_like_a_pair(&to->target, items) ? 1 : is_tombstone(to, record);
+    PyObject *calls = unusual ? NULL : calls_of(&to->target, &to->input, record, items);
+    if (calls == NULL) return PyErr_Occurred() ? -1 : feed_other(to, record, items, sent);
+    int done = put_all(to->produce, to->refused, calls, sent);
+    Py_DECREF(calls);
     return done;
 }
 
-static PyObject *put_plain(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
-    if (count != 4 || !PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "put_plain takes a list and 3 more");
-    PyObject *outs = args[0];
-    if (!PyList_GET_SIZE(outs)) return Py_BuildValue("nO", (Py_ssize_t)0, Py_None);
-    const Plain plain = plain_of(Py_TYPE(PyList_GET_ITEM(outs, 0)));
-    Py_ssize_t i = 0;
-    /* The list is the application's: its size is looked at anew each time. */
-    for (; i < PyList_GET_SIZE(outs); i++) {
-        PyObject *out = Py_NewRef(PyList_GET_ITEM(outs, i));
-        int done = put_out(&plain, out, args);
-        Py_DECREF(out);
+static int feed_one(Values *to, PyObject *record, PyObject *result, Py_ssize_t *sent) {
+    PyObject *call = call_of(&to->target, &to->input, record, result);
+    if (call == NULL) return PyErr_Occurred() ? -1 : feed_other(to, record, result, sent);
+    int done = put(to->produce, to->refused, call);
+    Py_DECREF(call);
+    *sent += done == 0;
+    return done;
+}
+
+static int feed_result(Values *to, PyObject *record, PyObject *result, Py_ssize_t *sent) {
+    if (result == Py_None) {
+        int unusual = is_tombstone(to, record);
+        return unusual <= 0 ? unusual : feed_other(to, record, result, sent);
+    }
+    if (!to->has_target) return feed_other(to, record, result, sent);
+    if (PyList_CheckExact(result) || PyTuple_CheckExact(result)) return feed_several(to, record, result, sent);
+    if (!PyGen_CheckExact(result)) {
+        int several = PyIter_Check(result) || PyList_Check(result) || PyTuple_Check(result);
+        return several ? feed_other(to, record, result, sent) : feed_one(to, record, result, sent);
+    }
+    PyObject *items = PySequence_List(result);
+    if (items == NULL) return -1;
+    int done = feed_several(to, record, items, sent);
+    Py_DECREF(items);
+    return done;
+}
+
+/* How many outputs the record has led to is added to `*sent`. -1: raised. */
+static int feed_value(Values *to, PyObject *record, Py_ssize_t *sent) {
+    PyObject *result = result_of(to, record);
+    if (result == NULL) return -1;
+    int done = feed_result(to, record, result, sent);
+    Py_DECREF(result);
+    return done;
+}
+
+static PyObject *feed_values(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
+    if (count != 7) return PyErr_Format(PyExc_TypeError, "feed_values takes 7 arguments");
+    Values to = {args[1], args[2], args[4], args[5], args[6], args[3] != Py_None, {0}, {{0}}};
+    if (to.has_target && target_of(args[3], &to.target) < 0) return NULL;
+    PyObject *records = PySequence_Fast(args[0], "records");
+    if (records == NULL) return NULL;
+    if (PySequence_Fast_GET_SIZE(records)) {
+        PyTypeObject *type = Py_TYPE(PySequence_Fast_GET_ITEM(records, 0));
+        to.input.key = field_of(type, names[KEY]);
+        to.input.timestamp = field_of(type, names[TIMESTAMP]);
+        to.input.value = field_of(type, names[VALUE]);
+        to.input.headers = field_of(type, names[HEADERS]);
+    }
+    Py_ssize_t sent = 0, i = 0;
+    PyObject *error = NULL;
+    for (; i < PySequence_Fast_GET_SIZE(records); i++) {
+        PyObject *record = Py_NewRef(PySequence_Fast_GET_ITEM(records, i));
+        int done = feed_value(&to, record, &sent);
+        Py_DECREF(record);
         if (done < 0) {
-            PyObject *error = caught();
-            return error == NULL ? NULL : Py_BuildValue("nN", i, error);
+            error = caught();
+            if (error == NULL) {
+                Py_DECREF(records);
+                return NULL;
+            }
+            break;
         }
     }
-    return Py_BuildValue("nO", i, Py_None);
+    Py_DECREF(records);
+    return error == NULL ? Py_BuildValue("nnO", sent, i, Py_None) : Py_BuildValue("nnN", sent, i, error);
+}
+
+/* ---- feed_outs(outs, target, produce, refused) --------------------------------------------------------------------- */
+
+static PyObject *feed_outs(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
+    if (count != 4 || !PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "feed_outs takes a list and 3 more");
+    Target target;
+    const Input none = {{0}};
+    if (target_of(args[1], &target) < 0) return NULL;
+    PyObject *calls = calls_of(&target, &none, NULL, args[0]);
+    if (calls == NULL) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    Py_ssize_t sent = 0;
+    int done = put_all(args[2], args[3], calls, &sent);
+    Py_DECREF(calls);
+    if (done == 0) return Py_BuildValue("nO", sent, Py_None);
+    PyObject *error = caught();
+    return error == NULL ? NULL : Py_BuildValue("nN", sent, error);
 }
 
 /* ---- the module -------------------------------------------------------------------------------------------------- */
 
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, "As in eos/hotloop/python.py."}
 static PyMethodDef functions[] = {
-    FUNCTION(records_of), FUNCTION(feed_values), FUNCTION(all_plain), FUNCTION(put_plain), FUNCTION(runs_of),
+    FUNCTION(records_of), FUNCTION(runs_of), FUNCTION(feed_values), FUNCTION(feed_outs),
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, functions, NULL, NULL, NULL, NULL};

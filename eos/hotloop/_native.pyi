@@ -1,7 +1,6 @@
 # As in python.py.
-from eos.hotloop.python import all_plain as all_plain
+from eos.hotloop.python import feed_outs as feed_outs
 from eos.hotloop.python import feed_values as feed_values
-from eos.hotloop.python import put_plain as put_plain
 from eos.hotloop.python import records_of as records_of
 from eos.hotloop.python import runs_of as runs_of
 

@@ -7,14 +7,30 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from types import GeneratorType
+from typing import Any, NoReturn
 
 END_OF_TIME = 2**63  # milliseconds in Kafka's int64
+_END_OF_PARTITIONS = 2**31
 _NO_HEADERS = ()  # CPython has one empty tuple; another empty sequence only takes the longer way
+
+Header = tuple[str, bytes | None]
+# Where usual results of a function go: the topic of those that name none, all topics that may be named, the names of
+# headers that are passed on (None: none are), the type Out, what stands for "the record's" in it (KEEP), and what makes
+# bytes, or None, of a value and of a key that is no text.
+Encode = Callable[[Any], bytes | None]
+Target = tuple[str, frozenset[str], frozenset[str] | None, type[Any], object, Encode, Encode]
+# What `produce` is given: topic, value and key; where it takes more, partition, two callbacks that are None and the
+# timestamp; where there are some, headers.
+Call = tuple[Any, ...]
 
 
 class _Nothing:
     """No object has this type, and no partition is it."""
+
+
+class _Unusual(Exception):
+    """What is left to the caller."""
 
 
 def records_of(messages: Iterable[Any], record_type: Callable[..., Any]) -> list[Any]:
@@ -42,83 +58,163 @@ def feed_values(
     records: Sequence[Any],
     function: Callable[[Any], Any],
     decode: Callable[[Any], Any] | None,
-    topic: str | None,
+    target: Target | None,
     produce: Callable[..., object],
     refused: Callable[[Exception, Any], object],
     other: Callable[[Any, Any], int],
-    passing: frozenset[str] | None = None,
 ) -> tuple[int, int, Exception | None]:
     """(outputs sent, records handled, what the next record failed of): a function of one record on many.
 
-    A result that is bytes is produced to `topic` with the record's key and timestamp, and with those of its headers
-    whose names are in `passing`; None of a record that has a value is no output, and all else is for `other`, which
-    returns how many outputs it sent; with `topic` None so are bytes. `refused` gets what `produce` raised, with the
-    output.
+    A usual result is sent to `target`: a value, or an Out whose fields are of the usual types, or several of them in a
+    list, a tuple or a generator, none before all of them are made. None of a record that has a value is no output. All
+    else is for `other`, which returns how many outputs it sent; with `target` None whatever is to be sent. `refused`
+    gets what `produce` raised, with the output.
     """
     sent = 0
-    usual = _Nothing if topic is None else bytes
     coming = iter(records)
     try:
         for record in coming:
             result = function(record if decode is None else decode(record.value))
-            if type(result) is usual:
-                timestamp = record.timestamp if record.timestamp > 0 else 0
-                passed = None
-                if passing is not None and record.headers is not _NO_HEADERS:
-                    passed = [header for header in record.headers if header[0] in passing]
-                try:
-                    if passed:
-                        produce(topic, result, record.key, -1, None, None, timestamp, passed)
-                    else:
-                        produce(topic, result, record.key, -1, None, None, timestamp)
-                except Exception as error:  # noqa: BLE001 - it decides
-                    refused(error, (topic, result, record.key, -1, timestamp, passed or None))
-                sent += 1
-            elif result is not None or record.value is None:
+            if result is None and record.value is not None:
+                continue
+            if target is None or result is None:
                 sent += other(record, result)
+            elif (
+                type(result) is bytes and (target[2] is None or record.headers is _NO_HEADERS) and record.timestamp > 0
+            ):
+                # As below, without a call: bytes are a function's usual result by far.
+                _put((target[0], result, record.key, -1, None, None, record.timestamp), produce, refused)
+                sent += 1
+            else:
+                items = list(result) if type(result) is GeneratorType else result
+                calls = _usual(record, items, target)
+                if calls is None:
+                    sent += other(record, items)
+                for call in calls or ():
+                    _put(call, produce, refused)
+                    sent += 1
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything
         return sent, len(records) - operator.length_hint(coming) - 1, error
     return sent, len(records), None
 
 
-def all_plain(outs: list[Any], out_type: Any) -> bool:
-    """Whether each is what record.out(bytes) or Out(bytes, key, timestamp=0) makes: all can be sent as it is."""
-    for out in outs:
-        if (
-            type(out) is not out_type
-            or type(out.value) is not bytes
-            or (type(out.key) is not bytes and out.key is not None)
-            or out.topic is not None
-            or out.partition is not None
-            or out.headers is not _NO_HEADERS
-        ):
-            return False
-        timestamp = out.timestamp
-        if not (type(timestamp) is int and 0 <= timestamp < END_OF_TIME):
-            return False
-    return True
+def feed_outs(
+    outs: list[Any], target: Target, produce: Callable[..., object], refused: Callable[[Exception, Any], object]
+) -> tuple[int, Exception | None] | None:
+    """(how many were sent, what `refused` raised): the outputs of a batch function, if all are usual; else None, and
+    nothing was sent."""
+    sent = 0
+    try:
+        calls = [_call_of(out, None, target) for out in outs if out is not None]
+    except _Unusual:
+        return None
+    try:
+        for call in calls:
+            _put(call, produce, refused)
+            sent += 1
+    except Exception as error:  # noqa: BLE001 - the caller's to tell
+        return sent, error
+    return sent, None
 
 
-def put_plain(
-    outs: list[Any],
-    topic: str,
-    produce: Callable[..., object],
-    refused: Callable[[Exception, Any], object],
-) -> tuple[int, Exception | None]:
-    """(how many were sent, what `refused` raised): outputs that are all plain, to one topic."""
-    coming = iter(outs)
-    while True:
-        try:
-            for out in coming:
-                timestamp = out.timestamp
-                if timestamp == 0:
-                    produce(topic, out.value, out.key)  # eight arguments take 60 ns more than three
-                else:
-                    produce(topic, out.value, out.key, -1, None, None, timestamp)
-            return len(outs), None
-        except Exception as error:  # noqa: BLE001 - it decides
-            sent = len(outs) - operator.length_hint(coming) - 1
-            try:
-                refused(error, (topic, out.value, out.key, -1, timestamp, None))
-            except Exception as final:  # noqa: BLE001 - the caller's to tell
-                return sent, final
+def _usual(record: Any, result: Any, target: Target) -> list[Call] | None:
+    """What a result leads to, if it is usual."""
+    kind = type(result)
+    try:
+        if kind is not list and kind is not tuple:
+            return None if _HOLDS_SEVERAL[kind] else [_call_of(result, record, target)]
+        if record.value is None or (kind is tuple and _looks_like_a_pair(result, target)):
+            return None
+        return [_call_of(item, record, target) for item in result if item is not None]
+    except _Unusual:
+        return None
+
+
+class _HoldsSeveral(dict[type, bool]):
+    """Whether a result of this type may be several outputs, or their caller's to judge; worked out once per type."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = issubclass(kind, (list, tuple)) or hasattr(kind, "__next__")
+        return self[kind]
+
+
+_HOLDS_SEVERAL = _HoldsSeveral()
+
+
+def _looks_like_a_pair(items: tuple[Any, ...], target: Target) -> bool:
+    """Of a key and a value, as other libraries return them: the caller has a hint for that."""
+    return len(items) == 2 and type(items[0]) in (str, bytes) and type(items[1]) is not target[3]
+
+
+def _call_of(item: Any, record: Any, target: Target) -> Call:
+    """For `produce`; without a record nothing can be kept of it. Raises _Unusual."""
+    topic, destinations, passing, out_type, keep, value_of, key_of = target
+    value, key, timestamp, partition, headers = item, keep, keep, -1, None
+    if type(item) is out_type:
+        value, key, timestamp = item.value, item.key, item.timestamp
+    if record is None and (key is keep or timestamp is keep):
+        raise _Unusual
+    if type(item) is out_type:
+        if item.topic is not None:
+            topic = item.topic
+            if type(topic) is not str or topic not in destinations:
+                raise _Unusual
+        if item.partition is not None:
+            partition = item.partition
+            if type(partition) is not int or not 0 <= partition < _END_OF_PARTITIONS:
+                raise _Unusual
+        if item.headers is not _NO_HEADERS:
+            headers = _headers(item.headers)
+    if key is keep:
+        key = record.key
+    elif key is not None and type(key) is not bytes:
+        key = _text(key, key_of)
+    if timestamp is keep:
+        timestamp = record.timestamp if record.timestamp > 0 else 0
+    elif type(timestamp) is not int or not 0 <= timestamp < END_OF_TIME:
+        raise _Unusual
+    if passing is not None and record is not None and record.headers is not _NO_HEADERS:
+        own = headers or []
+        given = [name for name, _ in own]
+        headers = [header for header in record.headers if header[0] in passing and header[0] not in given] + own
+    if type(value) is not bytes and value is not None:
+        value = _text(value, value_of)
+    if headers:
+        return topic, value, key, partition, None, None, timestamp, headers
+    # Seven arguments take 60 ns more than three.
+    if timestamp == 0 and partition == -1:
+        return topic, value, key
+    return topic, value, key, partition, None, None, timestamp
+
+
+def _text(value: Any, other: Encode) -> bytes | None:
+    """As UTF-8, or what `other` makes of it."""
+    return value.encode() if type(value) is str else other(value)
+
+
+def _headers(headers: Any) -> list[Header]:
+    """Of an exact list, tuple or dict of texts."""
+    if type(headers) not in (list, tuple, dict):
+        raise _Unusual
+    result: list[Header] = []
+    for pair in headers.items() if type(headers) is dict else headers:
+        if type(pair) is not tuple or len(pair) != 2 or type(pair[0]) is not str:
+            raise _Unusual
+        name, value = pair
+        name.encode()  # what UTF-8 cannot hold raises
+        if value is not None and type(value) is not bytes:
+            value = _text(value, _no_text)
+        result.append((name, value))
+    return result
+
+
+def _no_text(value: Any) -> NoReturn:
+    raise _Unusual
+
+
+def _put(call: Call, produce: Callable[..., object], refused: Callable[[Exception, Any], object]) -> None:
+    try:
+        produce(*call)
+    except Exception as error:  # noqa: BLE001 - it decides
+        topic, value, key, partition, _, _, timestamp, headers = call + (-1, None, None, 0, None)[len(call) - 3 :]
+        refused(error, (topic, value, key, partition, timestamp, headers))

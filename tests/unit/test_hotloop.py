@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import shutil
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 from confluent_kafka import KafkaError, Message, Producer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eos
-from eos.app import Out, Record
+from eos import App, hotloop
+from eos.app import KEEP, Out, Record
+from eos.errors import ConfigurationError
+from eos.handling import Kept
 from eos.hotloop import python
 
 try:
@@ -272,152 +276,276 @@ def test_records_that_go_while_they_are_compared_are_not_touched() -> None:
     assert native.runs_of(records) == [0]
 
 
-# ---- feed_values --------------------------------------------------------------------------------------------------
-
-ACTIONS = ("bytes", "none", "tombstone", "other", "raise", "refuse", "refuse for good", "other raises")
-
+# ---- feed_values, feed_outs ---------------------------------------------------------------------------------------
 
 HEADERS: tuple[Any, ...] = ((), [("a", b"1")], [("pass", b"1"), ("a", None), ("pass", b"2")], (("too", None),), [])
 PASSING = frozenset({"pass", "too"})
+PARTS: dict[str, list[Any]] = {
+    "value": [b"v", "text", None, 5, "\ud800", Record("in", 0, 0), b"refuse"],
+    "key": [KEEP, b"k", None, "text", 5, "\ud800", KEEP],
+    "topic": [None, "out", "more", "unnamed", 5],
+    "headers": [
+        *HEADERS,
+        [("pass", "own"), ("b", None)],
+        {"h": b"x", "pass": None, "t": "text"},
+        {},
+        [("\ud800", b"x")],
+        [("h", 5)],
+        [["h", b"x"]],
+        [("h",)],
+        [(5, b"x")],
+        types.MappingProxyType({"h": b"x"}),
+    ],
+    "partition": [None, 0, 2**31 - 1, 2**31, -1, True, "1"],
+    "timestamp": [KEEP, 0, 2**63 - 1, 2**63, -1, True, 1.5, 10**12],
+}
+
+
+class Pair(NamedTuple):
+    one: object
+    two: object
+
+
+class Lists(list[object]):
+    """A list by inheritance."""
+
+
+class Texts(str):
+    """A text by inheritance."""
+
+
+def generated(items: list[object]) -> Iterator[object]:
+    for item in items:
+        if item == "raise":
+            raise ValueError("generator")
+        yield item
+
+
+# How a result is made of items, anew in each run.
+SHAPES: dict[str, Callable[[list[object]], object]] = {
+    "one": lambda items: items[0] if items else None,
+    "list": list,
+    "tuple": tuple,
+    "generator": generated,
+    "iterator": iter,
+    "map": lambda items: map(copy.copy, items),
+    "heir": Lists,
+    "named": lambda items: Pair(*items[:2]) if len(items) > 1 else None,
+}
+usual_outs = st.builds(Out, **{name: st.sampled_from(values[:3]) for name, values in PARTS.items()})
+odd_outs = st.builds(Out, **{name: st.sampled_from(values) for name, values in PARTS.items()})
+values = st.sampled_from([b"v", "text", None, b"refuse", b"for good", 5, {"json": 1}, "\ud800", Texts("heir"), KEEP])
+items = values | usual_outs | odd_outs | st.just("raise")
+results = st.tuples(st.sampled_from(list(SHAPES)), st.lists(items, max_size=4))
+stamps = st.sampled_from([1_700_000_000_000, 0, -1])
+inputs = st.builds(
+    lambda timestamp, key, value, headers: Record("in", 0, 7, timestamp, key, value, headers),
+    stamps,
+    st.sampled_from([b"k", None]),
+    st.sampled_from([b"value", None]),
+    st.sampled_from(HEADERS),
+)
 
 
 class Case:
-    """A function, a producer and the rest, which write down what happens to them."""
+    """Records with what a function makes of each, a producer and the rest, which write down what happens to them."""
 
     def __init__(
-        self, actions: list[str], topic: str | None, decodes: bool, passing: frozenset[str] | None = None
+        self,
+        results: list[tuple[Record, tuple[str, list[Any]]]],
+        *,
+        target: bool = True,
+        decodes: bool = False,
+        passing: frozenset[str] | None = None,
     ) -> None:
-        self.calls: list[object] = []
-        self.passing = passing
-        stamps = [1_700_000_000_000, 0, -1]
-        self.records = [
-            Record(
-                "in",
-                0,
-                number,
-                stamps[number % 3],
-                b"k" if number % 2 else None,
-                None if action == "tombstone" else action.encode(),
-                HEADERS[number % len(HEADERS)],
-            )
-            for number, action in enumerate(actions)
-        ]
-        self.topic, self.decode = topic, self._decode if decodes else None
+        self.calls: list[Any] = []
+        self.records = [record for record, _ in results]
+        self.target = (
+            ("out", frozenset({"out", "more"}), passing, Out, KEEP, self.encode, self.encode) if target else None
+        )
+        self.decode = self._decode if decodes else None
+        self._results = iter(results)
 
-    def _decode(self, value: bytes | None) -> str:
+    def _decode(self, value: bytes | None) -> object:
         self.calls.append(("decode", value))
-        return (value or b"none").decode()
+        return value
 
-    def function(self, given: Record | str) -> object:
-        action = given if isinstance(given, str) else (given.value or b"none").decode()
-        self.calls.append(("function", action))
-        if action == "raise":
+    def function(self, given: object) -> object:
+        _, (shape, made_of) = next(self._results)
+        if shape == "one" and made_of == ["raise"]:
             raise ValueError("function")
-        return {"none": None, "other": ["o"], "other raises": "x"}.get(action, action.encode())
+        return SHAPES[shape](made_of)
+
+    def encode(self, value: object) -> bytes | None:
+        self.calls.append(("encode", value))
+        if type(value) in (Record, type(KEEP)):
+            raise TypeError("never sent")
+        return repr(value).encode()
 
     def produce(self, *output: object) -> None:
         self.calls.append(("produce", *output))
-        if str(output[1]).startswith("b'refuse"):
+        if output[1] in (b"refuse", b"for good"):
             raise BufferError("full")
 
     def refused(self, error: Exception, send: tuple[object, ...]) -> None:
         self.calls.append(("refused", type(error), send))
-        if send[1] == b"refuse for good":
+        if send[1] == b"for good":
             raise RuntimeError("refused")
 
-    def other(self, record: Record, result: object) -> int:
-        self.calls.append(("other", record.offset, result))
-        if result == "x":
-            raise TypeError("other")
+    def other(self, record: Record, result: Any) -> int:
+        shown = list(result) if hasattr(type(result), "__next__") else result
+        self.calls.append(("other", record.offset, type(result) if result is not shown else None, shown))
         return 0 if result is None else 2
 
     def run(self, loop: Any) -> tuple[object, ...]:
         sent, handled, error = loop.feed_values(
-            self.records, self.function, self.decode, self.topic, self.produce, self.refused, self.other, self.passing
+            self.records, self.function, self.decode, self.target, self.produce, self.refused, self.other
         )
         return sent, handled, type(error), str(error), self.calls
 
+    def run_batch(self, loop: Any) -> tuple[object, ...] | None:
+        outs = [item for _, made_of in self._results for item in made_of[1]]
+        try:
+            fed = loop.feed_outs(outs, self.target, self.produce, self.refused)
+        except (TypeError, ValueError) as error:
+            return type(error), str(error), self.calls
+        return fed and (fed[0], type(fed[1]), str(fed[1]), self.calls)
+
+
+def usual(*made: object) -> list[tuple[Record, tuple[str, list[Any]]]]:
+    """Records that have each a result of one item."""
+    return [(Record("in", 0, at, 5, b"k", b"v"), ("one", [one])) for at, one in enumerate(made)]
+
+
+passing_names = st.sampled_from([None, PASSING, frozenset({"a"})])
+
 
 @compiled
-@given(
-    st.lists(st.sampled_from(ACTIONS)),
-    st.sampled_from(["out", None]),
-    st.booleans(),
-    st.sampled_from([None, PASSING, frozenset({"a"})]),
-)
-def test_both_feeds_do_the_same(
-    actions: list[str], topic: str | None, decodes: bool, passing: frozenset[str] | None
-) -> None:
-    case = actions, topic, decodes, passing
-    assert Case(*case).run(native) == Case(*case).run(python)
+@settings(max_examples=300)
+@given(st.lists(st.tuples(inputs, results)), st.booleans(), st.booleans(), passing_names)
+def test_both_feeds_do_the_same(made: Any, target: bool, decodes: bool, passing: frozenset[str] | None) -> None:
+    both = [Case(made, target=target, decodes=decodes, passing=passing).run(loop) for loop in (native, python)]
+    assert both[0] == both[1]
+
+
+@compiled
+@settings(max_examples=300)
+@given(st.lists(st.tuples(inputs, st.tuples(st.just("list"), st.lists(usual_outs | items, max_size=3))), max_size=3))
+def test_both_feed_the_same_of_a_batch(made: Any) -> None:
+    assert Case(made).run_batch(native) == Case(made).run_batch(python)
 
 
 @both
-def test_headers_that_are_passed_go_with_bytes_and_with_what_is_refused(loop: Any) -> None:
-    case = Case(["bytes", "bytes", "refuse", "bytes", "bytes"], "out", decodes=False, passing=PASSING)
-    assert case.run(loop)[:2] == (5, 5)
-    produced = [call[8:] for call in case.calls if isinstance(call, tuple) and call[0] == "produce"]
+@settings(max_examples=300)
+@given(inputs, results, passing_names)
+def test_what_is_usual_leads_to_what_the_rules_in_full_say(loop: Any, record: Record, made: Any, passing: Any) -> None:
+    """Those that Route.outputs goes by, and Spark with it. Of two things that are wrong with one output either may be
+    told, but never what is the record's fault in place of what is the App's."""
+    shape, made_of = made
+    app = App("app")
+    app.process("in", to=["out", "more"])(lambda _: SHAPES[shape](made_of))
+    route = app.routes["in"].with_passing(passing or ())
+    try:
+        wanted: Any = list(route.outputs(record))
+    except (ConfigurationError, TypeError, ValueError) as error:
+        wanted = isinstance(error, ConfigurationError)
+    kept = Kept()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hotloop, "feed_values", loop.feed_values)
+        fed = kept.feed(route.feed, [record])
+    assert wanted == (kept.sends if fed.error is None else isinstance(fed.error, ConfigurationError))
+    assert fed.sent == len(kept.sends)
+
+
+@both
+def test_headers_that_are_passed_go_with_every_output_and_with_what_is_refused(loop: Any) -> None:
+    made = [(Record("in", 0, 0, 5, b"k", b"v", given), ("one", [b"v"])) for given in HEADERS]
+    own = Out(b"refuse", headers=[("pass", "own"), ("b", None)])
+    made.append((Record("in", 0, 0, 5, b"k", b"v", HEADERS[3]), ("list", [own])))
+    case = Case(made, passing=PASSING)
+    assert case.run(loop)[:2] == (6, 6)
+    produced = [call[8:] for call in case.calls if call[0] == "produce"]
     passed = [("pass", b"1"), ("pass", b"2")]
-    assert produced == [(), (), (passed,), ([("too", None)],), ()]
-    (refused,) = [call for call in case.calls if isinstance(call, tuple) and call[0] == "refused"]
-    assert refused[2][5] == passed
+    with_own = [("too", None), ("pass", b"own"), ("b", None)]
+    assert produced == [(), (), (passed,), ([("too", None)],), (), (with_own,)]
+    (refused,) = [call for call in case.calls if call[0] == "refused"]
+    assert refused[2][5] == with_own
 
 
 @both
 @pytest.mark.parametrize("headers", [[()], [3], [([], b"1")], 5])
 def test_headers_of_another_shape_are_an_error_of_their_record(loop: Any, headers: Any) -> None:
     record = types.SimpleNamespace(key=b"k", value=b"v", timestamp=5, headers=headers)
-    result = loop.feed_values([record], lambda r: r.value, None, "out", never, never, never, PASSING)
+    target = Case([], passing=PASSING).target
+    result = loop.feed_values([record], lambda r: r.value, None, target, never, never, never)
     assert result[:2] == (0, 0)
     assert isinstance(result[2], (IndexError, TypeError))
 
 
 @compiled
-def test_the_client_takes_the_headers_that_are_passed() -> None:
+def test_the_client_takes_the_headers_that_are_passed_and_those_of_an_out() -> None:
     given: list[Any] = []
     producer = client(10, lambda _, message: given.append(message.value()))
     record = Record("in", 0, 0, 5, b"k", b"v", [("pass", b"1"), ("too", None), ("a", b"2")])
-    assert native.feed_values([record], lambda r: r.value, None, "out", producer.produce, never, never, PASSING)[0] == 1
+    target = Case([], passing=PASSING).target
+    outputs = [b"v", Out("w", headers={"own": "x"})]
+    assert native.feed_values([record], lambda _: outputs, None, target, producer.produce, never, never)[0] == 2
     producer.purge()
     producer.flush(5)
-    assert given == [b"v"]  # its headers a report does not tell; tests/broker/test_eos_run.py reads them
+    assert sorted(given) == [b"v", b"w"]  # headers a report does not tell; tests/broker/test_eos_run.py reads them
 
 
 @both
 def test_a_feed_says_where_it_stopped_and_why(loop: Any) -> None:
-    case = Case(["bytes", "none", "other", "refuse", "raise", "bytes"], "out", decodes=False)
+    case = Case(usual(b"v", None, {"json": 1}, b"refuse", "raise", b"v"))
     sent, handled, error, sentence, _ = case.run(loop)
-    assert (sent, handled, error, sentence) == (4, 4, ValueError, "function")
-    assert Case([], "out", decodes=False).run(loop)[:3] == (0, 0, type(None))
+    assert (sent, handled, error, sentence) == (3, 4, ValueError, "function")
+    assert Case([]).run(loop)[:3] == (0, 0, type(None))
+
+
+@both
+def test_of_several_outputs_none_goes_out_before_all_are_made(loop: Any) -> None:
+    for shape in ("list", "generator", "tuple"):
+        for broken in ([Out(b"v"), KEEP], [b"v", b"w", "\ud800"]):
+            case = Case([(usual(b"")[0][0], (shape, broken))])
+            assert case.run(loop)[:2] == (0, 0)
+            assert "produce" not in {call[0] for call in case.calls}
+    case = Case([(usual(b"")[0][0], ("generator", [b"v", b"for good", b"w"]))])
+    assert case.run(loop)[:3] == (1, 0, RuntimeError)
 
 
 @both
 def test_none_of_a_record_without_a_value_is_for_other_to_judge(loop: Any) -> None:
     """It may be a tombstone that was to be passed on."""
-    case = Case(["none", "tombstone", "bytes"], "out", decodes=False)
-    assert case.run(loop)[:2] == (1, 3)
-    assert ("other", 1, None) in case.calls
-    assert ("other", 0, None) not in case.calls
+    tombstone = Record("in", 0, 9)
+    case = Case([*usual(None, b"v"), (tombstone, ("one", [None])), (tombstone, ("list", [b"v", None]))])
+    assert case.run(loop)[:2] == (3, 4)
+    assert [call for call in case.calls if call[0] == "other"] == [
+        ("other", 9, None, None),
+        ("other", 9, None, [b"v", None]),
+    ]
 
 
 @both
-@pytest.mark.parametrize("where", ["function", "produce", "refused", "other", "decode"])
+@pytest.mark.parametrize("where", ["function", "produce", "refused", "other", "decode", "encode"])
 def test_an_interrupt_passes_through_a_feed(loop: Any, where: str) -> None:
-    action = {"other": "other", "refused": "refuse"}.get(where, "bytes")
-    case = Case([action], "out", decodes=True)
+    made = usual({"other": Out(b"v", topic="unnamed"), "refused": b"refuse", "encode": 5}.get(where, b"v"))
+    case = Case(made, decodes=True)
 
     def interrupt(*_: object) -> None:
         raise Interrupt
 
     setattr(case, where, interrupt)
+    if where == "encode":
+        case.target = (*case.target[:5], interrupt, interrupt)  # type: ignore[index, assignment]
     with pytest.raises(Interrupt):
         case.run(loop)
 
 
 @both
 def test_an_error_keeps_its_traceback(loop: Any) -> None:
-    case = Case(["raise"], "out", decodes=False)
-    error = loop.feed_values(case.records, case.function, None, "out", case.produce, case.refused, case.other)[2]
+    case = Case(usual("raise"))
+    error = loop.feed_values(case.records, case.function, None, case.target, case.produce, case.refused, case.other)[2]
     frames = []
     trace: types.TracebackType | None = error.__traceback__
     while trace is not None:
@@ -431,103 +559,62 @@ def test_records_that_are_plain_objects_are_read_by_name(loop: Any) -> None:
     put: list[object] = []
     record = types.SimpleNamespace(key=b"k", value=b"v", timestamp=5)
     known = Record("in", 0, 0, 6, b"l", b"w")
+    target = Case([]).target
     for records in ([record, known], [known, record]):
-        assert loop.feed_values(records, lambda r: r.value, None, "out", lambda *s: put.append(s), None, None)[0] == 2
+        assert loop.feed_values(records, lambda r: r.value, None, target, lambda *s: put.append(s), None, None)[0] == 2
     one, two = ("out", b"v", b"k", -1, None, None, 5), ("out", b"w", b"l", -1, None, None, 6)
     assert put == [one, two, two, one]
 
 
-# ---- all_plain, put_plain -----------------------------------------------------------------------------------------
-
-PLAIN = [
-    Out(b"v", b"k", timestamp=0),
-    Out(b"v", None, timestamp=0),
-    Out(b"", b"", timestamp=2**63 - 1),
-    Out(b"v", b"k", None, (), timestamp=0),
-]
-NOT_PLAIN = [
-    Out("v", b"k", timestamp=0),
-    Out(None, b"k", timestamp=0),
-    Out(bytearray(b"v"), b"k", timestamp=0),
-    Out(b"v", timestamp=0),
-    Out(b"v", "k", timestamp=0),
-    Out(b"v", b"k", "topic", timestamp=0),
-    Out(b"v", b"k", None, [("h", b"x")], timestamp=0),
-    Out(b"v", b"k", None, [], timestamp=0),
-    Out(b"v", b"k", partition=0, timestamp=0),
-    Out(b"v", b"k"),
-    Out(b"v", b"k", timestamp=-1),
-    Out(b"v", b"k", timestamp=2**63),
-    Out(b"v", b"k", timestamp=2**200),
-    Out(b"v", b"k", timestamp=True),
-    Out(b"v", b"k", timestamp=1.5),  # type: ignore[arg-type]
-    b"v",
-    None,
-    Record("in", 0, 0),
-]
+@both
+def test_what_of_a_batch_is_not_usual_sends_nothing(loop: Any) -> None:
+    fine = Out(b"v", b"k", timestamp=0)
+    for odd in (Out(b"v", b"k"), Out(b"v", timestamp=0), Out(b"v", b"k", "unnamed", timestamp=0), b"v"):
+        case = Case([(Record("in", 0, 0), ("list", [fine, odd]))])
+        assert case.run_batch(loop) is None, odd
+        assert case.calls == []
 
 
 @both
-def test_what_is_plain(loop: Any) -> None:
-    assert loop.all_plain(PLAIN, Out) is True
-    assert loop.all_plain([], Out) is True
-    for odd in NOT_PLAIN:
-        assert loop.all_plain([odd], Out) is False, odd
-        assert loop.all_plain([*PLAIN, odd], Out) is False, odd
-
-
-def put(loop: Any, outs: list[Out], fails: set[int], for_good: set[int]) -> tuple[object, ...]:
-    calls: list[object] = []
-
-    def produce(*output: object) -> None:
-        calls.append(output)
-        if len(calls) in fails:
-            raise BufferError("full")
-
-    def refused(error: Exception, send: object) -> None:
-        calls.append((type(error), send))
-        if len(calls) - 1 in for_good:
-            raise RuntimeError("refused")
-
-    sent, error = loop.put_plain(outs, "out", produce, refused)
-    return sent, type(error), calls
-
-
-@compiled
-@given(
-    st.lists(st.sampled_from(PLAIN)), st.sets(st.integers(1, 10), max_size=3), st.sets(st.integers(1, 10), max_size=2)
-)
-def test_both_put_the_same(outs: list[Out], fails: set[int], for_good: set[int]) -> None:
-    assert put(native, outs, fails, for_good) == put(python, outs, fails, for_good)
-
-
-@both
-def test_where_putting_stops(loop: Any) -> None:
-    outs = [Out(b"a", b"k", timestamp=0), Out(b"b", None, timestamp=5), Out(b"c", b"k", timestamp=0)]
-    assert put(loop, outs, set(), set())[:2] == (3, type(None))
-    sent, error, calls = put(loop, outs, {2}, {2})
-    assert (sent, error) == (1, RuntimeError)
-    assert calls == [
-        ("out", b"a", b"k"),
-        ("out", b"b", None, -1, None, None, 5),
-        (BufferError, ("out", b"b", None, -1, 5, None)),
+def test_where_a_batch_stops(loop: Any) -> None:
+    outs = [
+        Out(b"a", b"k", timestamp=0),
+        None,
+        Out(b"refuse", None, timestamp=5),
+        Out(b"for good", timestamp=0, key=b""),
+    ]
+    case = Case([(Record("in", 0, 0), ("list", outs))])
+    assert case.run_batch(loop) == (2, RuntimeError, "refused", case.calls)
+    assert case.calls == [
+        ("produce", "out", b"a", b"k"),
+        ("produce", "out", b"refuse", None, -1, None, None, 5),
+        ("refused", BufferError, ("out", b"refuse", None, -1, 5, None)),
+        ("produce", "out", b"for good", b""),
+        ("refused", BufferError, ("out", b"for good", b"", -1, 0, None)),
     ]
 
 
-@both
-def test_an_interrupt_passes_through_putting(loop: Any) -> None:
-    def interrupt(*_: object) -> None:
-        raise Interrupt
+@compiled
+def test_a_list_that_shrinks_while_it_is_fed_ends_early() -> None:
+    outs = [Out(5, b"k", timestamp=0), Out(b"b", b"k", timestamp=0), Out(b"c", b"k", timestamp=0)]
 
-    with pytest.raises(Interrupt):
-        loop.put_plain([Out(b"a", b"k", timestamp=0)], "out", interrupt, print)
+    def encode(value: object) -> bytes:
+        outs.clear()
+        return b"5"
+
+    target = ("out", frozenset({"out"}), None, Out, KEEP, encode, encode)
+    put: list[object] = []
+    assert native.feed_outs(outs, target, lambda *call: put.append(call), never) == (1, None)
+    assert put == [("out", b"5", b"k")]
 
 
 @compiled
-def test_a_list_that_shrinks_while_it_is_put_ends_early() -> None:
-    outs = [Out(b"a", b"k", timestamp=0), Out(b"b", b"k", timestamp=0), Out(b"c", b"k", timestamp=0)]
-    sent, error = native.put_plain(outs, "out", lambda *_: outs.clear(), print)
-    assert (sent, error) == (1, None)
+@pytest.mark.parametrize("target", [(), ("out",) * 7, "out", ("out", 1, 2, Out, KEEP, print)])
+def test_a_target_of_another_shape_is_refused(target: Any) -> None:
+    with pytest.raises(TypeError):
+        native.feed_outs([], target, never, never)
+    with pytest.raises(TypeError):
+        native.feed_values([], never, None, target, never, never, never)
 
 
 # ---- the client's own produce ---------------------------------------------------------------------------------------
@@ -543,8 +630,11 @@ SILENT = logging.getLogger("tests.silent")
 SILENT.disabled = True
 
 
-def never(*_: object) -> None:
+def never(*_: object) -> Any:
     raise AssertionError("refused")
+
+
+TARGET = ("out", frozenset({"out", "more"}), None, Out, KEEP, never, never)
 
 
 @both
@@ -557,8 +647,7 @@ def test_the_client_takes_what_it_has_room_for_and_the_rest_is_refused(loop: Any
         Out(b"d", b"l", timestamp=0),
         Out(b"e", b"l", timestamp=6),
     ]
-    sent, error = loop.put_plain(outs, "out", producer.produce, lambda *call: refused.append(call))
-    assert (sent, error) == (5, None)
+    assert loop.feed_outs(outs, TARGET, producer.produce, lambda *call: refused.append(call)) == (5, None)
     assert [(type(error), send) for error, send in refused] == [
         (BufferError, ("out", b"d", b"l", -1, 0, None)),
         (BufferError, ("out", b"e", b"l", -1, 6, None)),
@@ -570,24 +659,22 @@ def test_the_client_has_in_its_queue_what_was_put(loop: Any) -> None:
     given: list[object] = []
     producer = client(1_000, lambda _, message: given.append((message.topic(), message.key(), message.value())))
     outs = [Out(b"%d" % n, b"k%d" % n if n % 2 else None, timestamp=n if n % 3 else 0) for n in range(9)]
-    for topic in ("one", "two"):
-        assert loop.put_plain(outs, topic, producer.produce, never) == (9, None)
+    for topic in ("out", "more"):
+        assert loop.feed_outs(outs, (topic, *TARGET[1:]), producer.produce, never) == (9, None)
     producer.purge()
     producer.flush(5)
-    wanted = [(topic, out.key, out.value) for topic in ("one", "two") for out in outs]
+    wanted = [(topic, out.key, out.value) for topic in ("out", "more") for out in outs]
     assert sorted(given, key=repr) == sorted(wanted, key=repr)
 
 
 @both
 def test_other_builtin_functions_get_their_arguments_too(loop: Any) -> None:
     """They are told apart by how they take them."""
-    assert loop.put_plain([Out("upper", None, timestamp=0)], "text", getattr, never) == (1, None)
-    refused: list[Exception] = []
-    assert loop.put_plain([Out(b"v", b"k", timestamp=0)], "out", [].append, lambda error, _: refused.append(error)) == (
-        1,
-        None,
-    )
-    assert isinstance(refused[0], TypeError)
+    outs, refused = [Out(b"v", b"k", timestamp=0)], []
+    assert loop.feed_outs(outs, TARGET, "{} {} {}".format, never) == (1, None)
+    assert loop.feed_outs(outs, TARGET, max, lambda error, _: refused.append(error)) == (1, None)
+    assert loop.feed_outs(outs, TARGET, [].append, lambda error, _: refused.append(error)) == (1, None)
+    assert [type(error) for error in refused] == [TypeError, TypeError]
 
 
 # ---- references ---------------------------------------------------------------------------------------------------
@@ -596,37 +683,43 @@ def test_other_builtin_functions_get_their_arguments_too(loop: Any) -> None:
 @compiled
 def test_no_reference_is_lost_and_none_kept() -> None:
     """Every way through the compiled functions, many times: what they were given has as many references as before."""
-    case = Case([*ACTIONS[:6], "bytes"], "out", decodes=True, passing=PASSING)
-    for_good = Case(["bytes", "refuse for good"], "out", decodes=False)
-    other_raises = Case(["other raises"], None, decodes=False)
+    outs_of_all_kinds = [Out(**{"value": b"v", name: one}) for name, ones in PARTS.items() for one in ones]
+    made = [
+        (Record("in", 0, 0, 5, b"key" * 9, b"value" * 9, HEADERS[number % len(HEADERS)]), (shape, [item, b"v"]))
+        for number, item in enumerate([b"v", "text", None, 5, b"refuse", *outs_of_all_kinds])
+        for shape in SHAPES
+    ]
+    breaking = [("one", [b"for good"]), ("one", ["raise"]), ("generator", [b"v", "raise"]), ("list", [b"v", "\ud800"])]
+    cases = [made, *([(made[0][0], each)] for each in breaking)]
     value, key, topic = b"value" * 9, b"key" * 9, "out-topic"
     outs = [Out(value, key, timestamp=0), Out(value, key, timestamp=10**12)]
-    usual = message(10**6, topic=topic, key=key, value=value, headers=[("h", value)])
-    messages = [usual, message(1, error=ERROR), usual, usual]
+    plain = message(10**6, topic=topic, key=key, value=value, headers=[("h", value)])
+    messages = [plain, message(1, error=ERROR), plain, plain]
     broken = [messages[0], Other(messages[0], "headers")]
     runs = [Record(topic, at // 2, at, 0, key, value, ()) for at in range(600, 900)]
 
     def turn() -> None:
-        for each in (case, for_good, other_raises):
-            each.run(native)
-            each.calls.clear()
+        for each in cases:
+            for passing in (None, PASSING):
+                rest = each
+                while rest:  # a record that fails ends its feed
+                    case = Case(rest, passing=passing)
+                    rest = rest[case.run(native)[1] + 1 :]  # type: ignore[operator]
+        Case(made).run_batch(native)
         odd = types.SimpleNamespace(key=key, value=value, timestamp=5, headers=[("pass", value), ()])
-        native.feed_values([odd], lambda r: r.value, None, topic, never, never, never, PASSING)
+        native.feed_values([odd], lambda r: r.value, None, Case([], passing=PASSING).target, never, never, never)
         for kind in (Record, Collected, Checked, Slots, list_of):
             native.records_of(messages, kind)
         with pytest.raises(ValueError, match="headers"):
             native.records_of(broken, Record)
         native.runs_of(runs)
         with pytest.raises(AttributeError):
-            native.runs_of([*runs, case])
-        native.all_plain([*outs, *NOT_PLAIN], Out)
-        put(native, outs, {1}, set())
-        put(native, outs, {1}, {1})
+            native.runs_of([*runs, made])
+        native.feed_outs(outs, TARGET, lambda *_: None, never)
 
     kinds = [Out, Record, Collected, Checked]
-    leaves_all_as_it_was(
-        turn, [value, key, topic, *kinds, *outs, *messages, *runs, *case.records, *for_good.records, case.produce]
-    )
+    given_records = [record for record, _ in made]
+    leaves_all_as_it_was(turn, [value, key, topic, *kinds, *outs, *messages, *runs, *given_records, *outs_of_all_kinds])
 
 
 @compiled
@@ -637,8 +730,8 @@ def test_the_client_s_produce_loses_no_reference_and_keeps_none() -> None:
     full.produce("queue", b"is full")
 
     def turn() -> None:
-        native.put_plain(outs, topic, full.produce, lambda *_: None)
-        native.put_plain(outs, topic, producer.produce, never)
+        native.feed_outs(outs, (topic, *TARGET[1:]), full.produce, lambda *_: None)
+        native.feed_outs(outs, (topic, *TARGET[1:]), producer.produce, never)
         producer.purge()
         producer.poll(0)
 
