@@ -1,51 +1,19 @@
-"""The worker, same load:
-`python -m benchmarks.eos_loop BOOTSTRAP SOURCE TARGET COUNT GROUP record|batch|typed|filter [NAME=VALUE...]`, which are
-settings."""
+"""The worker, same load: `python -m benchmarks.eos_loop BOOTSTRAP SOURCE TARGET COUNT GROUP SHAPE [NAME=VALUE...]`, a
+shape of benchmarks/shapes.py and settings."""
 
 from __future__ import annotations
 
 import sys
 import time
 
-import msgspec
-
-from eos import App, Out, Record, Settings
+from benchmarks.shapes import SHAPES, app_of
+from eos import Settings
 from eos.worker import Worker
 from eos.world import World
 
 
-class Row(msgspec.Struct):
-    n: int
-    text: str
-
-
-def main(bootstrap: str, source: str, target: str, count: int, group: str, kind: str, *settings: str) -> None:
-    app = App(group)
-    if kind == "batch":
-        # As the straight loop: the key is kept, the timestamp is the time of producing. `record.out(value)` would keep
-        # the timestamp too, and costs a call more.
-        @app.process_batch(source, to=target)
-        def upper_all(records: list[Record]) -> list[Out]:
-            return [Out(r.value.upper(), r.key, timestamp=0) for r in records if r.value is not None]
-
-    elif kind == "typed":
-        # JSON decoded into a struct and encoded again: what none of the other loops does.
-        @app.process(source, to=target)
-        def upper_typed(row: Row) -> Row:
-            return Row(row.n, row.text.upper())
-
-    elif kind == "filter":
-
-        @app.process(source, to=target)
-        def no_output(record: Record) -> bytes | None:
-            return None
-
-    else:
-
-        @app.process(source, to=target)
-        def upper(record: Record) -> bytes | None:
-            return record.value.upper() if record.value is not None else None
-
+def main(bootstrap: str, source: str, target: str, count: int, group: str, shape: str, *settings: str) -> None:
+    app = app_of(SHAPES[shape], group, source, target)
     # From the first begin to the last commit: the same span that the straight loop measures.
     marks: dict[str, float] = {}
 

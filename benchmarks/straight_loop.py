@@ -2,8 +2,7 @@
 
 It has no recovery, no rebalance handling and no error policy: what a careful person writes by hand for speed.
 Run as a process by worker_speed.py and far.py:
-`python -m benchmarks.straight_loop BOOTSTRAP SOURCE TARGET COUNT GROUP [LINGER [INTERVAL_MS [filter]]]`; as a filter it
-sends nothing.
+`python -m benchmarks.straight_loop BOOTSTRAP SOURCE TARGET COUNT GROUP [LINGER [INTERVAL_MS [SENDER]]]`.
 """
 
 from __future__ import annotations
@@ -12,12 +11,75 @@ import gc
 import sys
 import time
 
-from confluent_kafka import TopicPartition
+import msgspec
+from confluent_kafka import Message, Producer, TopicPartition
 
 from benchmarks.clients import straight
+from benchmarks.shapes import HEADERS, Row
 
 # 100 ms transactions need chunks well below 100 ms of work; larger ones only make larger transactions.
 CHUNK = 2_000
+
+
+# Each is a loop of its own, as one writes it by hand: no call lies between a message and produce().
+
+
+def send_bytes(messages: list[Message], target: str, producer: Producer) -> None:
+    produce = producer.produce
+    for message in messages:
+        while True:
+            try:
+                produce(target, message.value().upper(), message.key())
+                break
+            except BufferError:
+                producer.poll(0.05)
+
+
+def send_str(messages: list[Message], target: str, producer: Producer) -> None:
+    produce = producer.produce
+    for message in messages:
+        while True:
+            try:
+                produce(target, message.value().decode().upper().encode(), message.key())
+                break
+            except BufferError:
+                producer.poll(0.05)
+
+
+def send_headers(messages: list[Message], target: str, producer: Producer) -> None:
+    produce, headers = producer.produce, HEADERS
+    for message in messages:
+        while True:
+            try:
+                produce(target, message.value().upper(), message.key(), headers=headers)
+                break
+            except BufferError:
+                producer.poll(0.05)
+
+
+def send_json(messages: list[Message], target: str, producer: Producer) -> None:
+    produce, decode, encode = producer.produce, msgspec.json.Decoder(Row).decode, msgspec.json.Encoder().encode
+    for message in messages:
+        row = decode(message.value())
+        while True:
+            try:
+                produce(target, encode(Row(row.n, row.text.upper())), message.key())
+                break
+            except BufferError:
+                producer.poll(0.05)
+
+
+def send_nothing(messages: list[Message], target: str, producer: Producer) -> None:
+    pass
+
+
+SENDERS = {
+    "bytes": send_bytes,
+    "str": send_str,
+    "headers": send_headers,
+    "json": send_json,
+    "filter": send_nothing,
+}
 
 
 def main(
@@ -28,13 +90,13 @@ def main(
     group: str,
     linger_ms: str = "5",
     ms: str = "100",
-    kind: str = "",
+    sender: str = "bytes",
 ) -> None:
     consumer, producer = straight(bootstrap, group, linger_ms)
     consumer.subscribe([source])
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)
-    produce, done, offsets, interval_s = producer.produce, 0, {}, int(ms) / 1000
+    send, done, offsets, interval_s = SENDERS[sender], 0, {}, int(ms) / 1000
     began = first = 0.0
     transactions = 0
     while done < count:
@@ -46,13 +108,8 @@ def main(
         for message in messages:
             if message.error() is not None:  # its value() would be the error's text, and go out as a record
                 raise SystemExit(str(message.error()))
-            while kind != "filter":
-                try:
-                    produce(target, message.value().upper(), message.key())
-                    break
-                except BufferError:
-                    producer.poll(0.05)
             offsets[message.partition()] = message.offset() + 1
+        send(messages, target, producer)
         done += len(messages)
         producer.poll(0)
         if began and (time.monotonic() - began >= interval_s or done >= count):

@@ -22,6 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.clients import BROKER
+from benchmarks.shapes import SHAPES
+from benchmarks.straight_loop import SENDERS
 from eos import hotloop
 from eos.broker import LocalKafka
 
@@ -32,13 +34,18 @@ LOOPS = {
     "straight loop, linger.ms=10": ["benchmarks.straight_loop", "10"],
     "eos, Record handler": ["benchmarks.eos_loop", "record"],
     "eos, process_batch": ["benchmarks.eos_loop", "batch"],
-    "eos, typed handler": ["benchmarks.eos_loop", "typed"],
 }
-# Transactions that have nothing but offsets: their first request meets the markers of the one before.
-FILTERS = {
-    "straight loop, no outputs": ["benchmarks.straight_loop", "5", "100", "filter"],
-    "eos, no outputs": ["benchmarks.eos_loop", "filter", "eos.transaction.interval.ms=100"],
-}
+
+
+def shapes() -> dict[str, list[str]]:
+    """Every shape of benchmarks/shapes.py behind the loop that does the same by hand."""
+    loops: dict[str, list[str]] = {}
+    for sender in SENDERS:
+        loops[f"by hand: {sender}"] = ["benchmarks.straight_loop", "10", "100", sender]
+        loops |= {name: ["benchmarks.eos_loop", name] for name, shape in SHAPES.items() if shape.by_hand == sender}
+    # Transactions that have nothing but offsets: their first request meets the markers of the one before.
+    loops["filter"].append("eos.transaction.interval.ms=100")
+    return loops
 
 
 def load(bootstrap: str, topic: str, count: int, size: int) -> None:
@@ -76,7 +83,7 @@ def run(bootstrap: str, loop: list[str], source: str, count: int) -> list[float]
 def compare(
     console: Console, bootstrap: str, name: str, loops: dict[str, list[str]], count: int, size: int, rounds: int
 ) -> None:
-    """In turns; ratios are to the first of `loops`."""
+    """In turns; ratios are to the last straight loop before each of `loops`."""
     source = f"in-{size}-{uuid.uuid4().hex[:6]}"
     console.print(f"[bold]{name}[/]: loading {count:,} records of {size} B")
     load(bootstrap, source, count, size)
@@ -93,11 +100,13 @@ def compare(
             if more:
                 transactions, replaced = transactions + int(ended), replaced + int(more[0])
         console.print(f"  round {turn + 1}: " + ", ".join(f"{loop} {r[-1]:,.0f}/s" for loop, r in rates.items()))
-    straight = rates[next(iter(loops))]
+    straight: list[float] = []
     table = Table(
         "loop", "median records/s", "median of the rounds' ratios", "ms/transaction", "all rounds", title=name
     )
     for loop, all_rates in rates.items():
+        if not straight or loop.startswith("by hand"):
+            straight = all_rates
         median = statistics.median(all_rates)
         table.add_row(
             loop,
@@ -154,6 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--memory-millions", type=int, default=10)
+    parser.add_argument("--only-shapes", action="store_true")
     parser.add_argument("--scale", type=float, default=1.0, help="part of the records, to try the script out")
     options = parser.parse_args()
     console = Console(width=110)
@@ -165,12 +175,13 @@ def main() -> None:
     )
     with LocalKafka(nodes=1, config=BROKER) as kafka:
         bootstrap = kafka.bootstrap_servers
-        compare(console, bootstrap, "1M x 100 B", LOOPS, int(1_000_000 * options.scale), 100, options.rounds)
-        compare(console, bootstrap, "300k x 1 KB", LOOPS, int(300_000 * options.scale), 1_000, options.rounds)
+        if not options.only_shapes:
+            compare(console, bootstrap, "1M x 100 B", LOOPS, int(1_000_000 * options.scale), 100, options.rounds)
+            compare(console, bootstrap, "300k x 1 KB", LOOPS, int(300_000 * options.scale), 1_000, options.rounds)
         compare(
-            console, bootstrap, "1M x 100 B, filtered", FILTERS, int(1_000_000 * options.scale), 100, options.rounds
+            console, bootstrap, "each shape, 500k x 100 B", shapes(), int(500_000 * options.scale), 100, options.rounds
         )
-        if options.memory_millions:
+        if options.memory_millions and not options.only_shapes:
             memory(console, bootstrap, options.memory_millions)
 
 

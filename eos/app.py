@@ -30,6 +30,8 @@ from eos.hints import Hints
 from eos.hotloop.python import END_OF_TIME, Target
 from eos.policies import DEAD_LETTER_SUFFIX, Policy, dead_letter_topic, policy_of, stop
 from eos.serde import (
+    IS_JSON,
+    JSON,
     Decode,
     Encode,
     annotation_name,
@@ -627,9 +629,15 @@ def _target(name: str, destinations: tuple[str, ...], passing: frozenset[str] = 
     """Where the hot loop sends what is usual; without a destination nothing is."""
     if not destinations:
         return None
+    json = JSON.encode
 
     def value_of(value: object) -> bytes | None:
-        return _value(value, name)
+        kind = type(value)
+        try:
+            # As `_value` does, in one call of Python's instead of three.
+            return json(value) if IS_JSON[kind] and kind not in _NEVER_SENT else _value(value, name)
+        except TypeError:
+            return _value(value, name)  # which says what is wrong
 
     def key_of(key: object) -> bytes | None:
         return _key(key, name)

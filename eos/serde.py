@@ -23,7 +23,7 @@ from eos.errors import ConfigurationError
 Decode = Callable[[bytes | None], Any]
 Encode = Callable[[Any], bytes | None]
 
-_JSON = msgspec.json.Encoder()
+JSON = msgspec.json.Encoder()
 # A key decides the partition and what compaction keeps: equal dicts and sets must be equal bytes.
 _JSON_KEY = msgspec.json.Encoder(order="deterministic")
 
@@ -270,7 +270,18 @@ def encode(value: object) -> bytes | None:
 
     Raises TypeError for a type that JSON cannot hold, ValueError for a str that UTF-8 cannot.
     """
-    return _encode(value, _JSON)
+    return _encode(value, JSON)
+
+
+class _IsJson(dict[type, bool]):
+    """Whether `encode` writes a value of this type as JSON, if at all; worked out once per type."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = not issubclass(kind, (str, bytes, bytearray, memoryview, types.NoneType))
+        return self[kind]
+
+
+IS_JSON = _IsJson()
 
 
 def encode_key(key: object) -> bytes | None:

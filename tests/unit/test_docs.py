@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import eos.testing
+from benchmarks.shapes import SHAPES
 from eos import errors
 from eos.cli import COMMANDS
 from eos.settings import OPTIONS
@@ -109,6 +110,19 @@ def test_the_exit_codes_of_the_readme_are_those_of_the_errors() -> None:
 
 
 # ---- examples ------------------------------------------------------------------------------------------------
+
+
+def test_every_shape_of_function_that_the_readme_shows_has_a_row_in_the_benchmark() -> None:
+    text = README.read_text()
+    results = re.findall(
+        r"^\| ([^|]+) \| ", text[text.index("| result |") : text.index("The input's headers")], re.MULTILINE
+    )
+    (annotations,) = re.findall(r"The annotation chooses the decoder: (.*?) \(JSON\)", text, re.DOTALL)
+    given = re.sub(r"\([^)]*\)", "", annotations)
+    named = re.findall(r"`[^`]+`|dataclass", given)
+    assert (len(results), len(named)) == (5, 6)
+    shown = {word for shape in SHAPES.values() for word in shape.shows}
+    assert shown >= {*results[1:], *named, "`@app.process_batch`", "`record.out(value)`"}
 
 
 def test_every_python_example_compiles() -> None:
