@@ -27,7 +27,7 @@ import msgspec
 from eos import concurrent, hotloop
 from eos.errors import ConfigurationError, IllegalState
 from eos.hints import Hints
-from eos.hotloop.python import END_OF_TIME, Target
+from eos.hotloop.python import END_OF_TIME, HOLDS_SEVERAL, Target, looks_like_a_pair
 from eos.policies import DEAD_LETTER_SUFFIX, Policy, dead_letter_topic, policy_of, stop
 from eos.serde import (
     IS_JSON,
@@ -578,21 +578,6 @@ def _check_batch_annotation(annotation: object, name: str) -> None:
 # --------------------------------------------------------------------------------------------- compiled functions
 
 
-class _HoldsSeveral(dict[type, bool]):
-    """Whether a result of this type is several outputs, worked out once per type: `isinstance` of an ABC would cost
-    more than all the rest. A NamedTuple is one value, as a Struct is."""
-
-    def __missing__(self, kind: type) -> bool:
-        if issubclass(kind, tuple):
-            self[kind] = not hasattr(kind, "_fields")
-        else:
-            self[kind] = issubclass(kind, (list, collections.abc.Iterator))
-        return self[kind]
-
-
-_HOLDS_SEVERAL: Final = _HoldsSeveral()
-
-
 def _compile_single(
     function: Callable[[Any], Any],
     name: str,
@@ -739,7 +724,7 @@ def _encoded(encode: Encode, result: Any) -> Any:
             return item  # refused by the rule of all results
         return msgspec.structs.replace(item, value=encode(value)) if type(item) is Out else encode(value)
 
-    return [one(item) for item in result] if _HOLDS_SEVERAL[type(result)] else one(result)
+    return [one(item) for item in result] if HOLDS_SEVERAL[type(result)] else one(result)
 
 
 def _normaliser(name: str, destinations: tuple[str, ...], hints: Hints, passing: frozenset[str]) -> Normalise:
@@ -763,11 +748,11 @@ def _normaliser(name: str, destinations: tuple[str, ...], hints: Hints, passing:
             if record.value is None and destinations:
                 hints.tombstone(record)
             return ()
-        if not _HOLDS_SEVERAL[type(result)]:
+        if not HOLDS_SEVERAL[type(result)]:
             return (one(record, result),)
         # A list, not a generator: everything or nothing, also when the user's generator raises half way.
         items: list[Any] = result if type(result) is list else list(cast("Iterable[Any]", result))
-        if type(result) is tuple and _looks_like_a_pair(items):
+        if type(result) is tuple and looks_like_a_pair(items, Out):
             hints.pair(record)
         sends = [one(record, item) for item in items if item is not None]
         if record.value is None and len(sends) < len(items):
@@ -783,11 +768,6 @@ def _with_passed(send: Send, headers: Sequence[Header], passing: frozenset[str])
     given = {name for name, _ in own}
     passed = [(name, value) for name, value in headers if name in passing and name not in given]
     return (*send[:5], passed + own) if passed else send
-
-
-def _looks_like_a_pair(items: list[Any]) -> bool:
-    """Of a key and a value, as other libraries return them."""
-    return len(items) == 2 and isinstance(items[0], (str, bytes)) and type(items[1]) is not Out
 
 
 def _compile_batch(

@@ -51,10 +51,10 @@ class Participant(Protocol):
         """For the JSON that is committed beside this partition's offset; everything of the transaction was sent."""
 
     def committed(self) -> None:
-        """The transaction before the open one, or the open one, is committed."""
+        """The oldest transaction of which it was not told yet is committed."""
 
     def undone(self) -> None:
-        """It is not, or nobody knows: its records come again, or their partitions are restored."""
+        """The same is not, or nobody knows: its records come again, or their partitions are restored."""
 
 
 class Listener:

@@ -14,7 +14,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -292,10 +292,8 @@ def encode_key(key: object) -> bytes | None:
 def _encode(value: object, json: msgspec.json.Encoder) -> bytes | None:
     if value is None or type(value) is bytes:
         return value
-    if isinstance(value, str):
-        return value.encode()
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return bytes(value)
+    if not IS_JSON[type(value)]:
+        return value.encode() if isinstance(value, str) else bytes(cast("bytes | bytearray | memoryview", value))
     try:
         return json.encode(value)
     except TypeError as error:

@@ -298,9 +298,8 @@ class TransactSession:
         self._positions: Positions[Record] = Positions()
         self._came_later: set[str] = set()  # see Membership
         self._open: Transaction | None = None
-        self._under_way: list[
-            Transaction
-        ] = []  # that nobody was told the end of: the one that is leaving, the open one
+        # Whose end nobody was told: the one that is leaving, the open one.
+        self._under_way: list[Transaction] = []
         self._given_up: Transaction | None = None  # by us, while the loop's body has it
         self._began_at = 0.0
         self._gathering_since = 0.0  # before it nothing waited for the next transaction
@@ -824,10 +823,11 @@ class TransactSession:
         commit was given up with it."""
         until = len(self._under_way) if last is None else self._under_way.index(last) + 1
         ended, self._under_way = self._under_way[:until], self._under_way[until:]
-        for participant in self._participants if ended else ():
-            (participant.committed if outcome is Outcome.COMMITTED else participant.undone)()
-        for number, transaction in enumerate(ended):
-            self._listener.ended(transaction, outcome if number == 0 else Outcome.ABORTED)
+        for transaction in ended:
+            for participant in self._participants:
+                (participant.committed if outcome is Outcome.COMMITTED else participant.undone)()
+            self._listener.ended(transaction, outcome)
+            outcome = Outcome.ABORTED
 
     def _count_replacements(self) -> None:
         total: dict[str, int] = {}

@@ -622,7 +622,7 @@ static int is_tombstone(const Values *to, PyObject *record) {
 static int looks_like_a_pair(const Target *target, PyObject *items) {
     if (!PyTuple_CheckExact(items) || PyTuple_GET_SIZE(items) != 2) return 0;
     PyObject *key = PyTuple_GET_ITEM(items, 0);
-    if (!PyUnicode_CheckExact(key) && !PyBytes_CheckExact(key)) return 0;
+    if (!PyUnicode_Check(key) && !PyBytes_Check(key)) return 0;
     return !Py_IS_TYPE(PyTuple_GET_ITEM(items, 1), (PyTypeObject *)target->out_type);
 }
 

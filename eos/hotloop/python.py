@@ -6,7 +6,7 @@ A rule that is changed here is changed there; tests/unit/test_hotloop.py runs bo
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import GeneratorType
 from typing import Any, NoReturn
 
@@ -122,8 +122,9 @@ def _usual(record: Any, result: Any, target: Target) -> list[Call] | None:
     kind = type(result)
     try:
         if kind is not list and kind is not tuple:
-            return None if _HOLDS_SEVERAL[kind] else [_call_of(result, record, target)]
-        if record.value is None or (kind is tuple and _looks_like_a_pair(result, target)):
+            odd = HOLDS_SEVERAL[kind] or issubclass(kind, tuple)
+            return None if odd else [_call_of(result, record, target)]
+        if record.value is None or (kind is tuple and looks_like_a_pair(result, target[3])):
             return None
         return [_call_of(item, record, target) for item in result if item is not None]
     except _Unusual:
@@ -131,19 +132,23 @@ def _usual(record: Any, result: Any, target: Target) -> list[Call] | None:
 
 
 class _HoldsSeveral(dict[type, bool]):
-    """Whether a result of this type may be several outputs, or their caller's to judge; worked out once per type."""
+    """Whether a result of this type is several outputs, worked out once per type: `isinstance` of an ABC would cost
+    more than all the rest. A NamedTuple is one value, as a Struct is."""
 
     def __missing__(self, kind: type) -> bool:
-        self[kind] = issubclass(kind, (list, tuple)) or hasattr(kind, "__next__")
+        if issubclass(kind, tuple):
+            self[kind] = not hasattr(kind, "_fields")
+        else:
+            self[kind] = issubclass(kind, (list, Iterator))
         return self[kind]
 
 
-_HOLDS_SEVERAL = _HoldsSeveral()
+HOLDS_SEVERAL = _HoldsSeveral()
 
 
-def _looks_like_a_pair(items: tuple[Any, ...], target: Target) -> bool:
-    """Of a key and a value, as other libraries return them: the caller has a hint for that."""
-    return len(items) == 2 and type(items[0]) in (str, bytes) and type(items[1]) is not target[3]
+def looks_like_a_pair(items: Sequence[Any], out_type: type[Any]) -> bool:
+    """Whether the items of a tuple are a key and a value, as other libraries return them: there is a hint for that."""
+    return len(items) == 2 and isinstance(items[0], (str, bytes)) and type(items[1]) is not out_type
 
 
 def _call_of(item: Any, record: Any, target: Target) -> Call:

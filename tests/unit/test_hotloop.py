@@ -515,6 +515,14 @@ def test_of_several_outputs_none_goes_out_before_all_are_made(loop: Any) -> None
 
 
 @both
+@pytest.mark.parametrize("key", ["k", b"k", Texts("k")])
+def test_a_pair_is_for_other_to_hint_at(loop: Any, key: object) -> None:
+    case = Case([(usual(b"")[0][0], ("tuple", pair)) for pair in ([key, b"v"], [key, Out(b"v")])])
+    case.run(loop)
+    assert [call[3] for call in case.calls if call[0] == "other"] == [(key, b"v")]
+
+
+@both
 def test_none_of_a_record_without_a_value_is_for_other_to_judge(loop: Any) -> None:
     """It may be a tombstone that was to be passed on."""
     tombstone = Record("in", 0, 9)

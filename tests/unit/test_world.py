@@ -257,7 +257,7 @@ class Follows:
         self.told.append("undone")
 
 
-def copied(script: Script) -> TransactSession:
+def copied(script: Script, **settings: object) -> TransactSession:
     """A session in that world has copied all records of `in`, five in a transaction."""
 
     class Ears(Listener):
@@ -267,7 +267,9 @@ def copied(script: Script) -> TransactSession:
         def ended(self, transaction: Transaction, outcome: Outcome) -> None:
             script.outcomes.append(outcome.value)
 
-    session = TransactSession(SETTINGS, ["in"], participants=[script.follows], listener=Ears(), world=script.world)
+    session = TransactSession(
+        SETTINGS | settings, ["in"], participants=[script.follows], listener=Ears(), world=script.world
+    )
     with session:
         for txn in session:
             for record in txn.records:
@@ -308,6 +310,19 @@ def test_a_commit_whose_outcome_is_unknown_is_looked_up_in_it(came_to_pass: bool
     assert (session.counters.rebuilds, session.counters.aborts) == (1, 0)
     assert script.calls.count("commit") == (2 if came_to_pass else 3)
     assert script.outcomes == ["committed"] * 2 if came_to_pass else ["aborted", "committed", "committed"]
+
+
+def test_of_two_under_way_the_second_is_given_up_whatever_became_of_the_first() -> None:
+    script = Script()
+    script.fails["commit"] = KafkaError(KafkaError._FATAL, "scripted", fatal=True), True
+    copied(script, **{"eos.producers": "2"})
+    assert (script.visible, script.committed) == (ALL, 10)
+    assert script.outcomes == ["committed", "aborted", "committed"]
+    assert [told for told in script.follows.told if told in ("committed", "undone")] == [
+        "committed",
+        "undone",
+        "committed",
+    ]
 
 
 def test_a_rebuild_that_has_to_join_again_counts_once() -> None:
