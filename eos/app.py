@@ -20,12 +20,12 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, NoReturn, TypeVar, cast, final
+from typing import Any, Final, NamedTuple, NoReturn, Protocol, TypeVar, cast, final
 
 import msgspec
 
 from eos import concurrent, hotloop
-from eos.errors import ConfigurationError, IllegalState
+from eos.errors import CallFailed, ConfigurationError, IllegalState
 from eos.hints import Hints
 from eos.hotloop.python import END_OF_TIME, HOLDS_SEVERAL, Target, looks_like_a_pair
 from eos.policies import DEAD_LETTER_SUFFIX, Policy, dead_letter_topic, policy_of, stop
@@ -52,20 +52,36 @@ Header = tuple[str, bytes | None]
 # partition -1: the partitioner decides. timestamp_ms 0: the time of producing.
 Send = tuple[str, bytes | None, bytes | None, int, int, list[Header] | None]
 
-# Where a feed puts one output: confluent-kafka's produce() by position, so that nothing lies between (topic, value,
-# key[, partition, two callbacks that are None, timestamp_ms[, headers]]).
-Produce = Callable[..., object]
-# What a feed calls when `produce` raised: sends the output after all, or raises CallFailed.
-Refused = Callable[[Exception, Send], object]
+
+class Sink(Protocol):
+    """Where a feed puts its outputs: a producer, or what stands in its place."""
+
+    @property
+    def produce(self) -> Callable[..., object]:
+        """confluent-kafka's produce() by position, so that nothing lies between: (topic, value, key[, partition, two
+        callbacks that are None, timestamp_ms[, headers]])."""
+
+    def refused(self, error: Exception, send: Send) -> object:
+        """`produce` raised: sends the output after all, or raises CallFailed."""
 
 
 class Fed(NamedTuple):
     """What became of the records of a feed: `sent` outputs of the first `handled` records went out. `error`: what the
-    next record's function raised (nothing of that record went out), or the CallFailed of `refused`; None: all went."""
+    next record's function raised (nothing of that record went out), or the CallFailed of `refused`; None: all went.
+    `culprit`: the record that the error is about, where that is known."""
 
     sent: int
     handled: int
     error: Exception | None
+    culprit: Record | None = None
+
+    @property
+    def failure(self) -> CallFailed | None:
+        """The `error` where it is the client's, and no function's."""
+        if not isinstance(self.error, CallFailed):
+            return None
+        # A delivery that failed is reported during the send of some other record.
+        return self.error.about(self.culprit) if self.error.call == "produce" else self.error
 
 
 class Keep(enum.Enum):
@@ -121,7 +137,7 @@ class Record(msgspec.Struct, frozen=True, gc=False):
 
 
 # See Route.feed.
-Feed = Callable[[list[Record], Produce, Refused], Fed]
+Feed = Callable[[list[Record], Sink], Fed]
 # Whatever a function of one record returned as what to send.
 Normalise = Callable[["Record", object], Sequence[Send]]
 # See Route.each.
@@ -164,8 +180,8 @@ class Route:
 
     `outputs(record)` gives what to send for one record. A route with `batch` set also has `outputs_batch(records)`
     for many; its `outputs` is a batch of one (for the record-by-record run that finds the culprit).
-    `feed(records, produce, refused)` does the same for many records and puts each output at once where it belongs:
-    the hot path, with nothing between the function and the client. `each(records)` gives the outputs record by record,
+    `feed(records, sink)` does the same for many records and puts each output at once where it belongs: the hot path,
+    with nothing between the function and the client. `each(records)` gives the outputs record by record,
     as `outputs` does. With `concurrent` (an `async def`) both run the function on all records at once, and keep their
     order; what it returned for records behind one that failed is kept for the next call with them.
     All but `feed` raise whatever the function raises, DecodeError for a value that does not fit the annotation,
@@ -592,20 +608,21 @@ def _compile_single(
     def outputs(record: Record) -> Sequence[Send]:
         return normalise(record, function(record if decode is None else decode(record.value)))
 
-    def feed(records: list[Record], produce: Produce, refused: Refused) -> Fed:
+    def feed(records: list[Record], sink: Sink) -> Fed:
         partly = 0  # outputs that went out of a record that failed behind them
+        produce, refused = sink.produce, sink.refused
 
         def other(record: Record, result: object) -> int:
             nonlocal partly
             sends = normalise(record, result)
             for send in sends:
-                put(send, produce, refused)
+                put(send, sink)
                 partly += 1
             partly = 0
             return len(sends)
 
         sent, handled, error = hotloop.feed_values(records, function, decode, target, produce, refused, other)
-        return Fed(sent + partly, handled, error)
+        return Fed(sent + partly, handled, error, None if error is None else records[handled])
 
     return outputs, feed
 
@@ -630,13 +647,12 @@ def _target(name: str, destinations: tuple[str, ...], passing: frozenset[str] = 
     return destinations[0], frozenset(destinations), passing or None, Out, KEEP, value_of, key_of
 
 
-def put(send: Send, produce: Produce, refused: Refused) -> None:
-    """One output into `produce`, or what `refused` decides."""
+def put(send: Send, sink: Sink) -> None:
     topic, value, key, partition, timestamp_ms, headers = send
     try:
-        produce(topic, value, key, partition, None, None, timestamp_ms, headers)
-    except Exception as error:  # noqa: BLE001 - it decides
-        refused(error, send)
+        sink.produce(topic, value, key, partition, None, None, timestamp_ms, headers)
+    except Exception as error:  # noqa: BLE001 - the sink decides
+        sink.refused(error, send)
 
 
 def _one_by_one(outputs: Callable[[Record], Sequence[Send]]) -> Each:
@@ -651,16 +667,17 @@ def _one_by_one(outputs: Callable[[Record], Sequence[Send]]) -> Each:
 def feed_each(each: Each) -> Feed:
     """The feed of what gives the outputs record by record: not for speed."""
 
-    def feed(records: list[Record], produce: Produce, refused: Refused) -> Fed:
+    def feed(records: list[Record], sink: Sink) -> Fed:
         sent = 0
         coming = iter(records)
         try:
             for _, sends in zip(coming, each(records), strict=False):
                 for send in sends:
-                    put(send, produce, refused)
+                    put(send, sink)
                     sent += 1
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything
-            return Fed(sent, len(records) - operator.length_hint(coming) - 1, error)
+            handled = len(records) - operator.length_hint(coming) - 1
+            return Fed(sent, handled, error, records[handled])
         return Fed(sent, len(records), None)
 
     return feed
@@ -808,19 +825,19 @@ def _compile_batch(
     def outputs_batch(records: list[Record]) -> list[Send]:
         return converted(run(records))
 
-    def feed(records: list[Record], produce: Produce, refused: Refused) -> Fed:
-        sent = 0
+    def feed(records: list[Record], sink: Sink) -> Fed:
+        sent, culprit = 0, records[0] if len(records) == 1 else None
         try:
             outs = run(records)
             # Looked through before the first is sent: all of the batch's outputs go out, or none.
-            if target is not None and (fed := hotloop.feed_outs(outs, target, produce, refused)) is not None:
+            if target is not None and (fed := hotloop.feed_outs(outs, target, sink.produce, sink.refused)) is not None:
                 sent, failed = fed
-                return Fed(sent, len(records) if failed is None else 0, failed)
+                return Fed(sent, len(records), None) if failed is None else Fed(sent, 0, failed, culprit)
             for send in converted(outs):
-                put(send, produce, refused)
+                put(send, sink)
                 sent += 1
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything
-            return Fed(sent, 0, error)
+            return Fed(sent, 0, error, culprit)
         return Fed(sent, len(records), None)
 
     return outputs_batch, feed

@@ -156,13 +156,21 @@ def classify(call: Call, error: KafkaError) -> Action:
 
 class CallFailed(Exception):
     """A client call failed in a way that `action` says how to handle. Internal: it never leaves a session. `sentence`
-    is what a user reads before the call and its error, where that alone says too little."""
+    is what a user reads before the call and its error, where that alone says too little. `record`: the input record
+    whose output it is about, where that is known."""
 
-    def __init__(self, call: Call, action: Action, cause: BaseException | KafkaError, sentence: str = "") -> None:
+    def __init__(
+        self, call: Call, action: Action, cause: BaseException | KafkaError, sentence: str = "", record: Any = None
+    ) -> None:
         told = f"{call}: {describe_error(cause)}"
         super().__init__(f"{sentence} ({told})" if sentence else told)
-        self.call, self.action, self.error = call, action, cause
-        self.record: Any = None  # the input record whose output it is about, where that is known
+        self.call, self.action, self.error, self.sentence, self.record = call, action, cause, sentence, record
+
+    def about(self, record: Any) -> CallFailed:
+        """The same, of an output of this input record."""
+        known = CallFailed(self.call, self.action, self.error, self.sentence, record)
+        known.__cause__ = self.__cause__
+        return known
 
 
 def rebalanced(failure: CallFailed) -> str:

@@ -18,11 +18,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from eos import log
-from eos.app import App, Each, Fed, Feed, Header, Produce, Record, Refused, Route, Send, feed_each
+from eos.app import App, Each, Fed, Feed, Header, Record, Route, Send, feed_each
 from eos.dead_letters import class_name, dead_letter, message_of
-from eos.errors import CallFailed, EosError, PoisonRecord, Temporary
+from eos.errors import EosError, PoisonRecord, Temporary
 from eos.frames import Frame, frames_of, text_of
-from eos.lineage import Ledger, check_route, feed_with_lineage
+from eos.lineage import Ledger, check_route, each_with_lineage
 from eos.policies import Policy, stop
 from eos.serde import DecodeError
 
@@ -53,25 +53,32 @@ class DeadLetterRefused(Exception):
 
 
 class Feeds(Protocol):
-    """What is needed of a transaction; `skipped` and `dead_letters` count for when it commits."""
+    """What is needed of a transaction; `skipped` and `dead_letters` count for when it commits. `waited_s`: for how long
+    its sends have waited for room in the client's queue."""
 
     skipped: int
     dead_letters: int
+
+    @property
+    def waited_s(self) -> float: ...
 
     def feed(self, feed: Feed, records: list[Record]) -> Fed: ...
 
 
 class Kept:
-    """What stands in place of a worker's transaction where no Kafka client is: outputs are kept, in order."""
+    """What stands in place of a worker's transaction, and its sink, where no Kafka client is: outputs are kept, in
+    order."""
+
+    waited_s = 0.0
 
     def __init__(self) -> None:
         self.sends: list[Send] = []
         self.skipped = self.dead_letters = 0
 
     def feed(self, feed: Feed, records: list[Record]) -> Fed:
-        return feed(records, self._produce, _never_refused)
+        return feed(records, self)
 
-    def _produce(
+    def produce(
         self,
         topic: str,
         value: bytes | None,
@@ -84,9 +91,8 @@ class Kept:
     ) -> None:
         self.sends.append((topic, value, key, partition, timestamp_ms, headers))
 
-
-def _never_refused(error: Exception, send: Send) -> None:
-    raise error  # appending to a list does not fail
+    def refused(self, error: Exception, send: Send) -> None:
+        raise error  # appending to a list does not fail
 
 
 class Halt(NamedTuple):
@@ -129,7 +135,7 @@ class Handler:
             if ledger is not None:
                 check_route(route)
             made = route.with_passing(passing) if passing else route
-            self._feeds[route] = self._noted(route, made.feed if ledger is None else self._feed_of(made.each))
+            self._feeds[route] = made.feed if ledger is None else self._feed_of(made.each)
         # How often each record failed. Kept until its offset is committed, because an abort brings it again.
         self._failures: dict[Place, int] = {}
         # Records that are not run like all others when they come again: refused ones have their error (until their
@@ -138,51 +144,34 @@ class Handler:
         self._special: dict[Place, Exception | None] = {}
         self._dead: set[Place] = set()  # whose dead letters the last call of `handle` sent
         self._told = _Told(now)
-        self._room_s = 0.0  # spent in feeds that waited for room in the client's queue
-        # When the first output of the open transaction was sent, at the earliest; and _room_s then.
+        # When the first output of the open transaction was sent, at the earliest; and its `waited_s` then.
         self._sending: tuple[float, float] | None = None
         self.longest: Took | None = None
         """What took longest since `begun`."""
 
-    def open_s(self, now: float) -> float:
+    def open_s(self, txn: Feeds, now: float) -> float:
         """For how long the broker may know of the open transaction, at the most and without the waits for room: its
         clock begins with the first output. 0 while there is none."""
         if self._sending is None:
             return 0.0
-        since, room_s = self._sending
-        return now - since - (self._room_s - room_s)
+        since, waited_s = self._sending
+        return now - since - (txn.waited_s - waited_s)
 
     def _feed_of(self, each: Each) -> Feed:
-        return feed_each(each) if self._ledger is None else feed_with_lineage(each, self._ledger)
+        return feed_each(each if self._ledger is None else each_with_lineage(each, self._ledger))
 
-    def _noted(self, route: Route, feed: Feed) -> Feed:
-        """The same feed; a CallFailed says which record it is about where that is known, and time is measured."""
-
-        def noted(records: list[Record], produce: Produce, refused: Refused) -> Fed:
-            def timed(error: Exception, send: Send) -> object:
-                began = self._now()
-                try:
-                    return refused(error, send)
-                finally:
-                    self._room_s += self._now() - began
-
-            began, room_s = self._now(), self._room_s
-            fed = feed(records, produce, timed)
-            ended = self._now()
-            seconds = ended - began
-            if self._sending is None and fed.sent:
-                # What is one call has sent nothing before its end.
-                single = route.batch or route.concurrent or len(records) == 1
-                self._sending = (ended, self._room_s) if single else (began, room_s)
-            if self.longest is None or seconds > self.longest.seconds:
-                self.longest = Took(route, records, seconds)
-            failure = fed.error
-            # A delivery that failed is reported during the send of some other record.
-            if isinstance(failure, CallFailed) and failure.call == "produce" and (not route.batch or len(records) == 1):
-                failure.record = records[fed.handled]
-            return fed
-
-        return noted
+    def _feed(self, txn: Feeds, feed: Feed, route: Route, records: list[Record]) -> Fed:
+        """Feeds the transaction, and measures how long that takes."""
+        began, waited_s = self._now(), txn.waited_s
+        fed = txn.feed(feed, records)
+        ended = self._now()
+        if self._sending is None and fed.sent:
+            # What is one call has sent nothing before its end.
+            single = route.batch or route.concurrent or len(records) == 1
+            self._sending = (ended, txn.waited_s) if single else (began, waited_s)
+        if self.longest is None or ended - began > self.longest.seconds:
+            self.longest = Took(route, records, ended - began)
+        return fed
 
     # ---- what the session tells ---------------------------------------------------------------------------------
 
@@ -233,7 +222,7 @@ class Handler:
             part = records[at : at + size] if at or size < len(records) else records
             error = self._special.get(_place(part[0])) if self._special else None
             if error is None:
-                fed = txn.feed(feed, part)
+                fed = self._feed(txn, feed, route, part)
                 at, error = at + fed.handled, fed.error and self._of_whom(route, records[at + fed.handled], fed.error)
                 if error is None:
                     if self._special:
@@ -292,7 +281,7 @@ class Handler:
             self._dead.add(place)
             txn.dead_letters += 1
             self._told.line("dead letter", record, error, frames, to=sends[0][0])
-        txn.feed(self._noted(route, self._feed_of(lambda _: iter([sends]))), [record])
+        self._feed(txn, self._feed_of(lambda _: iter([sends])), route, [record])
         return None
 
     def _policy_of(self, route: Route) -> Policy:

@@ -15,11 +15,11 @@ from __future__ import annotations
 import json
 import operator
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from eos.app import Each, Fed, Feed, Produce, Record, Refused, Route, put
+from eos.app import Each, Record, Route, Send
 from eos.errors import ConfigurationError
 from eos.participants import Committed
 
@@ -124,22 +124,21 @@ def check_route(route: Route) -> None:
         )
 
 
-def feed_with_lineage(each: Each, ledger: Ledger) -> Feed:
-    """The feed of what gives the outputs record by record (Route.each), whose outputs carry the header."""
+def each_with_lineage(each: Each, ledger: Ledger) -> Each:
+    """Outputs record by record (Route.each), with the header; what is given is counted."""
 
-    def feed(records: list[Record], produce: Produce, refused: Refused) -> Fed:
-        sent = 0
-        coming = iter(records)
-        try:
-            for record, sends in zip(coming, each(records), strict=False):
-                first = ledger.handled((record.topic, record.partition), len(sends))
-                for i, (topic, value, key, partition, timestamp_ms, headers) in enumerate(sends):
-                    source = Source(record.topic, record.partition, record.offset, i, len(sends), first + i)
-                    marked = [*(headers or ()), (HEADER, encode(source))]
-                    put((topic, value, key, partition, timestamp_ms, marked), produce, refused)
-                    sent += 1
-        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
-            return Fed(sent, len(records) - operator.length_hint(coming) - 1, error)
-        return Fed(sent, len(records), None)
+    def marked(records: list[Record]) -> Iterator[Sequence[Send]]:
+        for record, sends in zip(records, each(records), strict=True):
+            first = ledger.handled((record.topic, record.partition), len(sends))
+            sources = [
+                Source(record.topic, record.partition, record.offset, i, len(sends), first + i)
+                for i in range(len(sends))
+            ]
+            yield [_marked(send, source) for send, source in zip(sends, sources, strict=True)]
 
-    return feed
+    return marked
+
+
+def _marked(send: Send, source: Source) -> Send:
+    topic, value, key, partition, timestamp_ms, headers = send
+    return topic, value, key, partition, timestamp_ms, [*(headers or ()), (HEADER, encode(source))]

@@ -152,7 +152,8 @@ class _Client:
 
 
 class TransactionalProducer:
-    """Drives one transactional.id: start, then begin/send/flush/send_offsets/commit or abort, replace, close.
+    """Drives one transactional.id: start, then begin/send/flush/send_offsets/commit or abort, replace, close. It is the
+    Sink of what is fed to it (eos/app.py).
 
     With `reports` every record's delivery is reported (to `send`'s callback). With `alternate`, a replacement goes on
     under a second transactional.id (and a start fences both). Needed for brokers before 4.0: there a late
@@ -180,6 +181,8 @@ class TransactionalProducer:
         self._half_way: _Client | None = None  # its init was interrupted
         self._spent: str | None = None
         self._produced = 0
+        self.waited_s = 0.0
+        """For how long sends have waited for room in the client's queue, since this producer was made."""
         self._began_at = 0.0  # World.now(), for deadlines of ours
         self._committed_at = 0.0  # World.now()
         self._open_since = 0.0  # World.elapsing(), for the broker's timeout
@@ -406,15 +409,19 @@ class TransactionalProducer:
         """Queues what `feed` makes of the records: the hot path, one state check for all. Raises nothing of its own: a
         send that failed is the CallFailed in `Fed.error`."""
         self._machine.fire(Event.SEND)
-        produce: Any = self.client.producer.produce
-        fed = feed(records, produce, self._refused)
+        fed = feed(records, self)
         self._produced += fed.sent
         # Delivery reports of successes are not called back, but they wait to be polled; left to the flush, they would
         # all be served while there is nothing to send.
         self.poll(0)
         return fed
 
-    def _refused(self, error: Exception, send: Send) -> None:
+    @property
+    def produce(self) -> Callable[..., object]:
+        produce: Callable[..., object] = self.client.producer.produce
+        return produce
+
+    def refused(self, error: Exception, send: Send) -> None:
         """produce() raised inside a feed: the record is sent after all, or CallFailed says why not."""
         topic, value, key, partition, timestamp_ms, headers = send
         if not isinstance(error, (BufferError, KafkaException)):
@@ -423,17 +430,20 @@ class TransactionalProducer:
 
     def _send_when_there_is_room(self, record: tuple[Any, ...], error: Exception) -> None:
         """A full queue is waited for; everything else is a CallFailed."""
-        deadline = self._world.now() + self._settings.transaction_timeout_ms / 1000
-        while isinstance(error, BufferError):
-            if self._world.now() >= deadline:
-                raise self._fail("produce", Action.ABORT, error) from error
-            self._pulse.beat("calling", "produce")
-            self.poll(0.05)
-            try:
-                self.client.producer.produce(*record)
-                return
-            except (BufferError, KafkaException) as again:
-                error = again
+        began = self._world.now()
+        try:
+            while isinstance(error, BufferError):
+                if self._world.now() - began >= self._settings.transaction_timeout_ms / 1000:
+                    raise self._fail("produce", Action.ABORT, error) from error
+                self._pulse.beat("calling", "produce")
+                self.poll(0.05)
+                try:
+                    self.client.producer.produce(*record)
+                    return
+                except (BufferError, KafkaException) as again:
+                    error = again
+        finally:
+            self.waited_s += self._world.now() - began
         assert isinstance(error, KafkaException)
         if classify("produce", error.args[0]) is Action.ABORT:
             self._raise_delivery_error(_REPORT_DELAY_S)  # what the transaction failed of, if it was a record

@@ -202,6 +202,11 @@ class Transaction:
             self._session._send(*send_of("send", topic, value, key, partition, timestamp_ms, headers))
         self.sent += 1
 
+    @property
+    def waited_s(self) -> float:
+        """For how long sends have waited for room in the client's queue, from some moment on."""
+        return self._session.producer.waited_s
+
     def feed(self, feed: Feed, records: list[Record]) -> Fed:
         """Sends what an App's `route.feed` makes of records that were taken; `Fed.error` is the user's own."""
         if not self._session._has(self):
@@ -581,14 +586,12 @@ class TransactSession:
                 self._failure = failure
 
     def _feed(self, feed: Feed, records: list[Record]) -> Fed:
-        nothing = Fed(0, len(records), None)
-        if not self._going_well:
-            return nothing
-        fed = self.producer.feed(feed, records)
-        if isinstance(fed.error, CallFailed):
-            self._failure = fed.error
-            return nothing
-        return fed
+        if self._going_well:
+            fed = self.producer.feed(feed, records)
+            self._failure = fed.failure
+            if self._failure is None:
+                return fed
+        return Fed(0, len(records), None)
 
     # ---- polling ----------------------------------------------------------------------------------------------
 

@@ -192,7 +192,7 @@ class Worker(Listener):
             began = self._world.now()
             halt = self._handle_batch(txn, batch)
             ended = self._world.now()
-            open_s = self._handler.open_s(ended)
+            open_s = self._handler.open_s(txn, ended)
             if self._slowness.too_slow(open_s, ended - began):
                 self._suspect(txn, batch, open_s, ended - began)
             elif self._slowness.one_by_one:

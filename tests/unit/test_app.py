@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -110,7 +111,7 @@ def feed(made: Route, records: list[Record], full_at: Iterable[int] = ()) -> tup
         assert isinstance(error, BufferError)
         put.append(send)
 
-    return put, made.feed(records, produce, refused)
+    return put, made.feed(records, SimpleNamespace(produce=produce, refused=refused))
 
 
 def sent(value: bytes | None, **changes: object) -> Send:
@@ -619,7 +620,7 @@ def fed_until_2(made: Route, records: list[Record]) -> Fed:
     def refused(error: Exception, send: Send) -> None:
         raise IllegalState("no more") from error
 
-    return made.feed(records, produce, refused)
+    return made.feed(records, SimpleNamespace(produce=produce, refused=refused))
 
 
 def test_what_refused_raises_stops_a_feed_with_the_outputs_before_it_counted() -> None:

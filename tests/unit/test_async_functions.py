@@ -17,10 +17,10 @@ import pytest
 import eos
 import eos.testing
 from eos import App, Out, Record, Settings, concurrent, dlq, retry, skip
-from eos.app import Fed, Route, Send
+from eos.app import Fed, Route, feed_each
 from eos.errors import ConfigurationError, IllegalState, PoisonRecord, Temporary
 from eos.handling import Halt, Handler, Kept
-from eos.lineage import HEADER, Ledger, decode, feed_with_lineage
+from eos.lineage import HEADER, Ledger, decode, each_with_lineage
 from eos.worker import Worker
 
 
@@ -41,12 +41,9 @@ def records(*values: bytes) -> list[Record]:
 
 
 def feed(made: Route, given: list[Record]) -> tuple[list[bytes | None], Fed]:
-    put: list[bytes | None] = []
-    return put, made.feed(given, lambda topic, value, *_: put.append(value), refuse)
-
-
-def refuse(error: Exception, send: Send) -> None:
-    raise error
+    kept = Kept()
+    fed = made.feed(given, kept)
+    return [send[1] for send in kept.sends], fed
 
 
 def test_all_records_of_a_feed_are_run_at_once_and_their_outputs_keep_their_order() -> None:
@@ -156,12 +153,15 @@ def test_lineage_knows_which_output_is_of_which_record() -> None:
         await asyncio.sleep(0.01 / len(value))
         return [value] * len(value)
 
-    ledger, put = Ledger(), []
+    ledger, kept = Ledger(), Kept()
     ledger.begin(("in", 0), 0, None)
-    fed = feed_with_lineage(route(f).each, ledger)(records(b"a", b"bb"), lambda *send: put.append(send), refuse)
-    assert fed == Fed(3, 2, None)
-    assert [decode(send[7][-1][1])[2:] for send in put] == [(0, 0, 1, 0), (1, 0, 2, 1), (1, 1, 2, 2)]
-    assert put[0][7][-1][0] == HEADER
+    assert feed_each(each_with_lineage(route(f).each, ledger))(records(b"a", b"bb"), kept) == Fed(3, 2, None)
+    last = [headers[-1] for *_, headers in kept.sends if headers]
+    assert [(name, *decode(source or b"")[2:]) for name, source in last] == [
+        (HEADER, 0, 0, 1, 0),
+        (HEADER, 1, 0, 2, 1),
+        (HEADER, 1, 1, 2, 2),
+    ]
 
 
 def test_at_most_so_many_are_run_at_once() -> None:

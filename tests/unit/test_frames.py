@@ -22,7 +22,7 @@ def failure(function: Callable[[Any], Any], **more: Any) -> BaseException:
     """What reaches the policy."""
     app = App("app")
     app.process("in", to="out", **more)(function)
-    error = app.routes["in"].feed([Record("in", 0, 0, value=b"v")], lambda *send: None, lambda *refused: None).error
+    error = app.routes["in"].feed([Record("in", 0, 0, value=b"v")], Kept()).error
     assert error is not None
     return error
 

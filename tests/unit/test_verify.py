@@ -18,10 +18,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from eos.app import App, Fed, Out, Record
+from eos.app import App, Fed, Out, Record, feed_each
 from eos.cli.verify import NothingToExamine, _tell
 from eos.errors import ConfigurationError
-from eos.lineage import HEADER, Ledger, Source, Tally, check_route, decode, encode, feed_with_lineage, tally_of
+from eos.handling import Kept
+from eos.lineage import HEADER, Ledger, Source, Tally, check_route, decode, each_with_lineage, encode, tally_of
 from eos.testing import verify as verifying
 from eos.testing.checker import Ends
 from eos.testing.history import Log
@@ -105,12 +106,12 @@ def test_a_partition_that_begins_again_forgets_what_was_open() -> None:
 # ---- the feed --------------------------------------------------------------------------------------------------
 
 
-def feed(function: Callable[[Record], Any], records: list[Record]) -> tuple[list[tuple[Any, ...]], Fed, Ledger]:
-    app, ledger, put = App("app"), Ledger(), []
+def feed(function: Callable[[Record], Any], records: list[Record]) -> tuple[list[Any], Fed, Ledger]:
+    app, ledger, kept = App("app"), Ledger(), Kept()
     app.process("a", to="out")(function)
     ledger.begin(A, 0, None)
-    fed = feed_with_lineage(app.routes["a"].each, ledger)(records, lambda *send: put.append(send), lambda *_: None)
-    return put, fed, ledger
+    fed = feed_each(each_with_lineage(app.routes["a"].each, ledger))(records, kept)
+    return kept.sends, fed, ledger
 
 
 RECORDS = [Record("a", 0, offset, 5, b"k", b"v") for offset in (3, 4, 8)]
@@ -120,9 +121,9 @@ def test_each_output_names_its_input_and_its_own_headers_stay() -> None:
     results = {3: [Out(b"x", headers=[("h", b"1")]), b"y"], 4: None, 8: b"z"}
     put, fed, ledger = feed(lambda record: results[record.offset], RECORDS)
     assert [send[1] for send in put] == [b"x", b"y", b"z"]
-    assert put[0][7][0] == ("h", b"1")
-    assert [send[7][-1][0] for send in put] == [HEADER] * 3
-    assert [decode(send[7][-1][1]) for send in put] == [
+    assert put[0][5][0] == ("h", b"1")
+    assert [send[5][-1][0] for send in put] == [HEADER] * 3
+    assert [decode(send[5][-1][1]) for send in put] == [
         Source("a", 0, 3, 0, 2, 0),
         Source("a", 0, 3, 1, 2, 1),
         Source("a", 0, 8, 0, 1, 2),

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from eos.shim.faults import Rule
@@ -127,7 +128,7 @@ def _random_transactional_id() -> None:
 
 def _outputs_before_the_function_returned() -> None:
     """Every 97th record fails half way in its first run: its first output is out by then."""
-    from eos.app import Fed, Record, Route, put
+    from eos.app import Fed, Record, Route, Sink, put
     from eos.policies import retry
 
     original = Route.__init__
@@ -136,12 +137,12 @@ def _outputs_before_the_function_returned() -> None:
         original(self, *arguments)
         seen: set[tuple[str, int, int]] = set()
 
-        def feed(records: list[Record], produce: Any, refused: Any) -> Fed:
+        def feed(records: list[Record], sink: Sink) -> Fed:
             sent = 0
             for handled, record in enumerate(records):
                 place = (record.topic, record.partition, record.offset)
                 for number, send in enumerate(self.outputs(record)):
-                    put(send, produce, refused)
+                    put(send, sink)
                     sent += 1
                     if number == 0 and record.offset % 97 == 96 and place not in seen:
                         seen.add(place)
@@ -159,7 +160,7 @@ def _an_output_topic_outside_the_transaction() -> None:
     """The second topic's outputs leave by a producer of their own, which waits for more of them."""
     from confluent_kafka import Producer
 
-    from eos.app import Fed, Record, Route
+    from eos.app import Fed, Record, Route, Sink
     from tests.containers.matrix.stage_worker import ENVIRONMENT
 
     servers = json.loads(os.environ[ENVIRONMENT])["settings"]["bootstrap.servers"]
@@ -171,11 +172,11 @@ def _an_output_topic_outside_the_transaction() -> None:
         original(self, *arguments)
         feed, apart = self.feed, self.destinations[1]
 
-        def feed_both(records: list[Record], produce: Any, refused: Any) -> Fed:
+        def feed_both(records: list[Record], sink: Sink) -> Fed:
             def send(topic: str, *fields: Any) -> None:
-                (outside.produce if topic == apart else produce)(topic, *fields)
+                (outside.produce if topic == apart else sink.produce)(topic, *fields)
 
-            return feed(records, send, refused)
+            return feed(records, SimpleNamespace(produce=send, refused=sink.refused))
 
         self.feed = feed_both
 
