@@ -509,7 +509,7 @@ class Membership:
         # Before the notes, which take clients of their own: a partition may have no leader for hours.
         ends = self._ends_to_begin_at(missing) if reset == "latest" else {}
         try:
-            if found := noted(self._settings, self.group, missing, self._world):
+            if found := raising(noted, self._settings, self.group, missing, self._world):
                 raise forgotten(self.group, found, reset)
         except Unavailable as error:
             raise _NotNow(f"the notes that tell whether the group ran before: {error}") from error

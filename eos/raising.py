@@ -3,6 +3,9 @@
 confluent-kafka 2.16 raises a fatal error that shows during poll() or flush() as a bare KafkaError (or, where Python
 notices, a SystemError). KafkaError is no BaseException: no `except` clause with a type catches it, it passes through
 every handler of a program and ends it. Every call that serves callbacks goes through here.
+
+And a signal's exception that comes while a client is taken down (its last lines go to a logger, in Python) is left lying
+there: whatever runs next ends with a SystemError in its place.
 """
 
 from __future__ import annotations
@@ -18,9 +21,13 @@ T = TypeVar("T")
 
 
 def raising(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """The call's result; KafkaException instead of what is no exception."""
+    """The call's result; KafkaException instead of what is no exception, a signal's exception as what it is."""
     try:
         return call(*args, **kwargs)
+    except SystemError as error:
+        if error.__cause__ is None or isinstance(error.__cause__, Exception):
+            raise
+        raise error.__cause__ from None
     except BaseException:
         raise
     except:  # noqa: E722 - see above

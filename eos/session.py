@@ -50,6 +50,7 @@ from eos.lineage import OFFSET_FORMAT
 from eos.membership import Finish, Membership, Stopped
 from eos.observe import COMMIT_BOUNDS_S, END_TO_END_BOUNDS_S, Histogram, Pulse, add
 from eos.ownership import Described
+from eos.pacing import Pacing
 from eos.participants import Listener, Outcome, Participant
 from eos.positions import Positions
 from eos.positions import TopicPartition as Partition
@@ -62,14 +63,6 @@ from eos.world import REAL, World
 IDLE_POLL_S = 0.1
 _BEAT_S = 0.5
 _CLOSE_ABORT_S = 5.0
-# Of one poll on a backlog: what stays in a processor's cache until it is handled, and while it runs the producer has
-# nothing to send. Fewer records cost a call for each few of them.
-_CHUNK, _SMALLEST_CHUNK, _CHUNK_BYTES = 1_000, 100, 256_000
-# A transaction that took fewer records has no wait that is worth using.
-_AHEAD_BEHIND = 2_000
-# Fetched while a flush or a commit is waited for, at most: what 20 ms of waiting fetch, and what the processor's last
-# cache keeps until it is handled (32 MB took a tenth more of its time with values of 1 KB, docs/performance.md).
-_AHEAD, _AHEAD_BYTES = 20_000, 4 << 20
 # How old the commit of a partition's place may become while we have it, and how soon after its start an idle session
 # commits all anew. Under group.protocol=consumer the brokers count offsets.retention.minutes from each offset's own
 # commit (measured, 4.3.1): a partition without new records would lose its place as soon as the group is empty.
@@ -292,14 +285,10 @@ class TransactSession:
         self.until_end = until_end
         self._listener = listener or Listener()
         self._participants = participants
-        self._together = together
         self._by_pattern: set[str] = set()  # those of `topics` that nobody named
 
-        self._interval_s: float = self.settings["eos.transaction.interval.ms"] / 1000
-        self._most: int = self.settings["eos.transaction.max.records"]
-        self._chunk = _SMALLEST_CHUNK  # see chunk_of
-        self._limit = self._most  # shrinks while a record that the broker refuses is being found
-        self._suspects = 0  # the next so many records have it among them
+        interval_s = self.settings["eos.transaction.interval.ms"] / 1000
+        self._pacing = Pacing(interval_s, self.settings["eos.transaction.max.records"], together)
         self._positions: Positions[Record] = Positions()
         self._came_later: set[str] = set()  # see Membership
         self._open: Transaction | None = None
@@ -307,12 +296,9 @@ class TransactSession:
         self._under_way: list[Transaction] = []
         self._given_up: Transaction | None = None  # by us, while the loop's body has it
         self._began_at = 0.0
-        self._gathering_since = 0.0  # before it nothing waited for the next transaction
         self._first_timestamp_ms = -1  # of the first record that waited when the open transaction began
         self._failure: CallFailed | None = None  # of a send in the open transaction
         self._rebuilds_in_a_row = 0
-        self._aborts_in_a_row = 0
-        self._pause_until = 0.0
         self._finish: Finish | None = None
         self._consumer_failure: CallFailed | None = None  # met while something else was waited for
         self._membership: Membership | None = None
@@ -484,7 +470,7 @@ class TransactSession:
 
     def pause(self, seconds: float) -> None:
         """No transaction begins before so many seconds are over; meanwhile the group is polled as usual."""
-        self._pause_until = max(self._pause_until, self._world.now() + seconds)
+        self._pacing.pause(self._world.now(), seconds)
 
     # ---- the loop ---------------------------------------------------------------------------------------------
 
@@ -540,7 +526,7 @@ class TransactSession:
         asked = self._world.now()
         if reason := self.producer.must_replace():
             self._claim.replace(self.producer, reason)
-        self._gathering_since += self._world.now() - asked  # what waits meanwhile is not handled meanwhile
+        self._pacing.delayed(self._world.now() - asked)
         self._world.step("begin")
         try:
             self.producer.begin()
@@ -549,10 +535,9 @@ class TransactSession:
             return self._begin()
         self._world.step("begun")
         self._began_at = self._world.now()
-        room_s = room_of(self._interval_s, self._began_at - self._gathering_since)
         self._first_timestamp_ms = self._positions.first_timestamp_ms
         self._failure = self.membership.lost_sentence = self._given_up = None
-        begun = Transaction(self, self._began_at + room_s)
+        begun = Transaction(self, self._pacing.began(self._began_at))
         self._under_way = [begun] if self._leaving is None else [self._leaving.transaction, begun]
         self._open = begun
         return begun
@@ -565,9 +550,9 @@ class TransactSession:
 
     def _take(self, most: int) -> list[Record]:
         positions = self._positions
-        most = min(most, self._limit - positions.taken)
+        most = min(most, self._pacing.limit - positions.taken)
         if not len(positions) and positions.taken > 0 and most > 0:
-            self._poll_on(min(self._chunk, self._most - positions.taken))
+            self._poll_on(self._pacing.more(positions.taken))
         # What follows is the application's: how long it takes is counted from here.
         self.pulse.beat("handling")
         return positions.take(most) if self._open is not None and self._going_well else []
@@ -603,18 +588,14 @@ class TransactSession:
             self._read_too(topics)
         if self.membership.new_partitions and not self._begin_partitions():
             return
-        due = self._began_at + self._interval_s
-        self._gathering_since = self._world.now()
-        if not len(self._positions) and self._world.now() >= due:
+        self._pacing.gathers(now := self._world.now())
+        if not len(self._positions) and not self._pacing.left_s(now):
             self._poll(1, IDLE_POLL_S)  # idle: the first record starts a transaction at once
             if not len(self._positions):
                 return
-            self._gathering_since = self._world.now()
-        # At least one, even when there is no room: the callbacks must be served.
-        room = max(1, self._most - len(self._positions))
-        early_s = 0.0 if self._aborts_in_a_row else max(0.0, due - self._world.now())
-        # A chunk is a backlog, also before the interval is over: the producer has nothing to send until we begin.
-        self._poll(min(room, _CHUNK), early_s)
+            self._pacing.gathers(now := self._world.now())
+        # So many are a backlog, also before the interval is over: the producer has nothing to send until we begin.
+        self._poll(self._pacing.first(len(self._positions)), self._pacing.gather_s(now))
 
     def _read_too(self, topics: Sequence[str]) -> None:
         # Noted first: whatever the commit on its way comes to, a consumer that takes this one's place reads them too.
@@ -649,9 +630,9 @@ class TransactSession:
 
     def _wait_out_pause(self) -> None:
         """After an abort: gives the group and the cluster a moment, polling so that callbacks come through."""
-        while (left := self._pause_until - self._world.now()) > 0 and not self.stop_requested:
-            self._poll(1, min(left, IDLE_POLL_S))
-            self._world.sleep(min(0.05, max(0.0, self._pause_until - self._world.now())))
+        while (left_s := self._pacing.pause_left_s(self._world.now())) and not self.stop_requested:
+            self._poll(1, min(left_s, IDLE_POLL_S))
+            self._world.sleep(min(0.05, self._pacing.pause_left_s(self._world.now())))
 
     def _poll(self, most: int, timeout_s: float) -> None:
         failure, self._consumer_failure = self._consumer_failure, None
@@ -661,7 +642,7 @@ class TransactSession:
                 raise failure
             self.membership.poll(most, timeout_s)
             if (newest := self._positions.newest) is not None:
-                self._chunk = chunk_of(_size(newest), self._together)
+                self._pacing.saw(_size(newest))
         except CallFailed as failed:
             with_the_body = self._open
             self._recover(failed)
@@ -669,13 +650,10 @@ class TransactSession:
 
     def _fetch_ahead(self, taken: int) -> bool:
         """While the producer is waited for, with a transaction that took so many records: the next ones of a backlog.
-        False: there is nothing to do meanwhile. A small transaction has no long wait, and the group's callbacks, which
-        a poll serves, had better come behind its commit: a partition that goes before makes it abort."""
-        if taken < _AHEAD_BEHIND:
-            return False
+        False: there is nothing to do meanwhile."""
         before, newest = len(self._positions), self._positions.newest
-        most = room_ahead(before, 0 if newest is None else _size(newest), self._chunk)
-        if most == 0 or before >= self._most or self._consumer_failure is not None:
+        most = self._pacing.ahead(taken, before, _size(newest))
+        if most == 0 or self._consumer_failure is not None:
             return False
         try:
             self.membership.poll(most, 0.0)
@@ -795,13 +773,12 @@ class TransactSession:
         return False
 
     def _count_commit(self, leaving: _Leaving) -> None:
-        self._rebuilds_in_a_row = self._aborts_in_a_row = 0
+        self._rebuilds_in_a_row = 0
+        self._pacing.committed(leaving.taken)
         self._ours_until, self._ours_by = self._world.unix(), "our last commit"
         self._places.committed(leaving.offsets)
         if leaving.left_at >= self._places_due and leaving.offsets.keys() >= self._positions.places().keys():
             self._places_due = leaving.left_at + _PLACES_S
-        self._suspects = max(0, self._suspects - leaving.taken)
-        self._limit = max(1, self._suspects // 2) if self._suspects else min(self._most, self._limit * 2)
         self._tell_ended(Outcome.COMMITTED, leaving.transaction)
         counters = self.counters
         counters.transactions += 1
@@ -893,15 +870,13 @@ class TransactSession:
         if not self._go_back(self._positions.rewind):
             self._count_rebuild(str(failure), "group")
             return
-        self._aborts_in_a_row += 1
+        self._pacing.aborted(self._world.now())
         self.counters.aborts += 1
         add(self.counters.aborts_by_cause, _cause(failure))
-        # The group or the cluster needs a moment; without a pause this would spin through aborts.
-        self._pause_until = self._world.now() + min(5.0, 0.05 * 2 ** min(self._aborts_in_a_row, 7))
         rebalance = rebalanced(failure)
         if rebalance:
             log.debug("refused", error=str(failure), group=self.group)
-        usual = rebalance and self._aborts_in_a_row < _ABORTS_TO_WARN_OF
+        usual = rebalance and self._pacing.aborts_in_a_row < _ABORTS_TO_WARN_OF
         (log.info if usual else log.warning)(
             "transaction aborted", reason=rebalance or str(failure), **self.producer.who()
         )
@@ -912,12 +887,11 @@ class TransactSession:
         self._abort(failure)
         if last is None:
             raise PoisonRecord(f"an output without an input was refused: {failure}", "", -1, -1) from failure
-        self._pause_until = 0.0
         if failure.record is not None or taken == 1:
-            self._suspects = 0
+            self._pacing.refused_found()
             self._listener.refused(failure.record or last, failure)
         else:
-            self._suspects, self._limit = taken, max(1, taken // 2)
+            self._pacing.refused_among(taken)
 
     def _rebuild(self, reason: str, cause: str) -> None:
         """Outcome unknown or producer dead: a new producer, then the group's stable committed offsets decide."""
@@ -938,7 +912,7 @@ class TransactSession:
             return
         starts = self.membership.new_starts
         self.membership.new_starts = {p: offset for p, offset in starts.items() if stable[p].offset < 0}
-        self._aborts_in_a_row += 1
+        self._pacing.rebuilt()
         log.warning(
             "rebuilt from the committed offsets",
             reason=reason,
@@ -1039,28 +1013,8 @@ class TransactSession:
         return self.membership.lag()
 
 
-def room_of(interval_s: float, gathered_s: float) -> float:
-    """How long a transaction hands records out that were gathered for so long before it began. Both together take one
-    interval, so that a record does not wait for two; half an interval is left, or a slow function's transactions would
-    shrink to single records."""
-    return max(interval_s - gathered_s, interval_s / 2)
-
-
-def room_ahead(waiting: int, size: int, chunk: int) -> int:
-    """How many records to fetch, `chunk` of them at most, while `waiting` ones, the last of `size` bytes, wait for the
-    next transaction."""
-    return max(0, min(chunk, min(_AHEAD, _AHEAD_BYTES // max(1, size)) - waiting))
-
-
-def _size(record: Record) -> int:
-    return len(record.value or b"")
-
-
-def chunk_of(size: int, together: int = 1) -> int:
-    """How many records to poll at once of a backlog whose last one has a value of `size` bytes, when the application
-    handles `together` at once: whole batches of those, one at least."""
-    chunk = min(_CHUNK, max(_SMALLEST_CHUNK, _CHUNK_BYTES // max(1, size)))
-    return max(chunk - chunk % together, together)
+def _size(record: Record | None) -> int:
+    return len((record and record.value) or b"")
 
 
 def _cause(failure: CallFailed) -> str:

@@ -364,7 +364,7 @@ def test_a_body_whose_transaction_the_session_had_to_give_up_need_not_know(loop:
         txn.send(loop.target, b"behind it")
         assert txn.take(1) == []
         assert not txn.commit()
-        session._interval_s = 0.1
+        session._pacing.interval_s = 0.1
         for txn in session:
             for record in txn.records:
                 txn.send(loop.target, record.value)

@@ -419,5 +419,5 @@ def test_a_topic_without_leaders_is_told_once_and_looked_at_no_more_often_than_o
 def test_a_worker_with_a_batch_function_polls_whole_batches() -> None:
     app = App("app")
     app.process_batch("in", to="out")(lambda records: [])
-    assert Worker(app, Settings(SETTINGS)).session._together == 250
-    assert Worker(app_of(("in", "out")), Settings(SETTINGS)).session._together == 1
+    assert Worker(app, Settings(SETTINGS)).session._pacing.together == 250
+    assert Worker(app_of(("in", "out")), Settings(SETTINGS)).session._pacing.together == 1

@@ -32,6 +32,16 @@ def test_every_exception_passes_as_it_is(kind: type[BaseException]) -> None:
         raising(fails)
 
 
+def test_a_signals_exception_that_was_left_lying_is_raised_and_not_what_it_made_of_the_next_call() -> None:
+    def left(by: BaseException) -> None:
+        raise SystemError("<method 'items' of 'dict' objects> returned a result with an exception set") from by
+
+    with pytest.raises(KeyboardInterrupt):
+        raising(left, KeyboardInterrupt())
+    with pytest.raises(SystemError):  # a fatal error shows so too; it is the caller's to look into
+        raising(left, ValueError())
+
+
 def test_a_result_and_arguments_pass() -> None:
     assert raising(max, 1, 3, 2) == 3
 

@@ -7,50 +7,13 @@ from typing import Any
 
 import pytest
 from confluent_kafka import KafkaError
-from hypothesis import given
-from hypothesis import strategies as st
 
 from eos import App, Record, Settings
 from eos.errors import Action, CallFailed, ConfigurationError, Temporary
 from eos.participants import Listener
-from eos.session import MOST_REBUILDS, TransactSession, chunk_of, room_ahead, room_of
+from eos.session import MOST_REBUILDS, TransactSession
 from eos.settings import OF_FUNCTIONS
 from eos.worker import Worker
-
-
-@given(interval_ms=st.integers(1, 10_000), gathered_ms=st.integers(0, 20_000))
-def test_a_record_waits_for_one_interval_and_a_slow_function_still_gets_half_of_one(
-    interval_ms: int, gathered_ms: int
-) -> None:
-    room_s = room_of(interval_ms / 1000, gathered_ms / 1000)
-    assert interval_ms / 2 <= round(room_s * 1000, 6) <= interval_ms
-    if gathered_ms <= interval_ms / 2:
-        assert round((room_s + gathered_ms / 1000) * 1000, 6) == interval_ms
-
-
-def test_what_was_just_gathered_leaves_the_whole_interval() -> None:
-    assert room_of(0.1, 0.0) == 0.1
-
-
-@given(waiting=st.integers(0, 100_000), size=st.integers(0, 100 << 20))
-def test_what_is_fetched_ahead_has_an_end_in_records_and_in_bytes(waiting: int, size: int) -> None:
-    most = room_ahead(waiting, size, 1_000)
-    assert 0 <= most <= 1_000
-    if most:
-        assert waiting + most <= 20_000
-        assert (waiting + most) * size <= 4 << 20
-
-
-def test_small_records_are_fetched_ahead_in_whole_chunks() -> None:
-    assert room_ahead(0, 100, 1_000) == 1_000
-    assert room_ahead(19_500, 100, 1_000) == 500
-
-
-def test_a_poll_of_a_backlog_takes_what_a_cache_holds() -> None:
-    assert [chunk_of(size) for size in (0, 100, 256, 1_000, 100_000)] == [1_000, 1_000, 1_000, 256, 100]
-    # In whole batches, where a function gets batches: one at least.
-    assert [chunk_of(size, 250) for size in (100, 1_000, 100_000)] == [1_000, 250, 250]
-    assert chunk_of(1_000, 5_000) == 5_000
 
 
 @pytest.mark.parametrize("name", OF_FUNCTIONS)
@@ -105,7 +68,7 @@ def test_a_refused_record_is_found_by_halves(refused_at: int) -> None:
     at, aborts = 0, 0
     while not found:
         session._positions.fetched([Record("in", 0, offset) for offset in range(at, 200)])
-        taken = len(session._positions.take(session._limit))
+        taken = len(session._positions.take(session._pacing.limit))
         if at <= refused_at < at + taken:
             session._abort_poisoned(refusal)
             aborts += 1
@@ -119,7 +82,7 @@ def test_a_refused_record_is_found_by_halves(refused_at: int) -> None:
     assert found == [refused_at]
     assert aborts <= 9
     commit_one(session)
-    assert session._limit == 2, "and then they grow again"
+    assert session._pacing.limit == 2, "and then they grow again"
 
 
 def test_an_abort_by_a_rebalance_is_news_and_no_warning_until_they_do_not_end(

@@ -21,7 +21,7 @@ from eos.watchdog import Job
 from eos.world import World
 
 PACKAGE = Path(eos.__file__).parent
-SESSION = ("session.py", "membership.py", "producer.py", "claim.py", "plain.py")
+SESSION = ("session.py", "pacing.py", "membership.py", "producer.py", "claim.py", "plain.py")
 WORKER = ("worker.py", "handling.py", "slowness.py", "spans.py", "replay.py")
 # How a client of either kind is made and logs in is the outside itself.
 ADMIN = [f"admin/{path.name}" for path in (PACKAGE / "admin").glob("*.py") if path.stem not in ("cluster", "security")]
