@@ -116,6 +116,7 @@ class Action(Enum):
     MISCONFIGURED = "stop: the configuration is wrong"
     FENCED = "stop: a newer instance took over"
     REJOIN = "find out who owns the transactional.id; if it is ours still, join the group with a new consumer"
+    INTERRUPTED = "give up whatever was under way, and begin at what is committed with new clients"
     BUG = "stop: a call in the wrong order, which our own guard should have refused"
 
 

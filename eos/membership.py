@@ -145,7 +145,6 @@ class Membership:
         self._begun_at: dict[Partition, int] = {}  # as the consumer was told: OFFSET_BEGINNING is no offset
         self._unreadable: tuple[Partition, int] | None = None  # where the client could not read
         self._damaged: tuple[Partition, int, KafkaError] | None = None  # the same, a second time
-        self._untold = False  # the group may have given or taken what was not noted
         self._adrift = False  # the consumer may stand behind records that it did not hand out
         configuration = guarded(settings.consumer() | {"logger": log.client_logger}, self._latch)
         configuration.setdefault("error_cb", self._client_error)
@@ -171,6 +170,10 @@ class Membership:
     def begin_at(self, starts: Mapping[Partition, int]) -> None:
         """Where a consumer before this one began under `latest`, not committed yet: so does this one."""
         self._known_starts = dict(starts)
+
+    def starts(self) -> Mapping[Partition, int]:
+        """For `begin_at` of the one that takes this one's place."""
+        return self._known_starts | self.new_starts
 
     def make_way(self, admin: ClusterAdmin) -> None:
         """Takes a predecessor of our group.instance.id out of the group if it subscribed to other topics.
@@ -266,29 +269,19 @@ class Membership:
         Raises what a callback met, InputGone, CallFailed(REJOIN) when a newer static member may have taken this one's
         place, and EosErrors for what the group or the cluster refuses for good.
 
-        Whatever comes out of it, a signal's exception too: the next poll begins behind what the positions have.
+        Behind a signal's exception out of it, or out of a callback, nobody knows what the group gave or took, nor which
+        records were destroyed on the way: this membership must be given up.
         """
-        if self._untold:
-            interrupted = RuntimeError("a poll was interrupted: what the group gave or took in it is not known")
-            raise CallFailed("consume", Action.REJOIN, interrupted)
         if self._damaged is not None:
             self._stop_at_damage(*self._damaged)
         if self._adrift:
             self._stand_where_expected()
-        # Until all of it is noted. confluent-kafka destroys what it has taken when a callback or a signal's handler
-        # raises in `consume`; the same signal can come a moment later, before the positions know of the messages.
-        self._adrift = True
         messages: list[Any] = []
         failed: KafkaError | None = None
         try:
             messages = raising(self.consumer.consume, most, timeout_s)
         except KafkaException as error:
-            failed = error.args[0]
-        except BaseException:
-            # A signal's exception can come before the first line of a callback: the group then waits for an answer, and
-            # nobody knows of what.
-            self._untold = True
-            raise
+            failed, self._adrift = error.args[0], True
         # Before anything is raised: what was fetched does not come a second time to who goes on all the same.
         records = hotloop.records_of(messages, Record)
         told = self._positions.repeated
@@ -308,7 +301,6 @@ class Membership:
         if len(records) < len(messages):
             for message in messages:
                 self._note_error(message)
-        self._adrift = failed is not None
 
     def _stand_where_expected(self) -> None:
         """Fetches every partition from behind what the positions have of it, one that gave them nothing too.
@@ -328,6 +320,7 @@ class Membership:
                 # It has not begun to fetch this one, so nothing of it can be missing.
                 if error.args[0].code() != KafkaError._STATE or offset != self._begun_at[partition]:
                     raise CallFailed("consume", Action.REJOIN, error) from error
+        self._adrift = False
 
     def _note_error(self, message: Any) -> None:
         error = message.error()
@@ -398,7 +391,6 @@ class Membership:
             self._told_waiting = self._waiting_since = self._world.now()
         except BaseException as error:  # noqa: BLE001 - must not pass through C frames; raised after the poll
             self._latch(error)
-            self._untold = True
 
     def _on_revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         self._gave_up(consumer, partitions, "revoked")
@@ -423,19 +415,16 @@ class Membership:
             log.info(f"partitions {how}", partitions=_names(gone), group=self.group)
         except BaseException as error:  # noqa: BLE001 - see _on_assign
             self._latch(error)
-            self._untold = True
 
     def go_back(self, rewind: Callable[[], Mapping[Partition, int]]) -> None:
         """Fetches partitions again from the offsets that `rewind` of the positions returns; nothing fetched before
         comes out of `poll` any more (librdkafka marks it outdated before seek() returns). CallFailed: the consumer
         cannot, and must be given up."""
-        before, self._adrift = self._adrift, True
         for (topic, partition), offset in rewind().items():
             try:
                 self.consumer.seek(TopicPartition(topic, partition, offset))
             except KafkaException as error:
-                raise CallFailed("seek", Action.REBUILD, error) from error
-        self._adrift = before
+                raise CallFailed("seek", Action.REJOIN, error) from error
 
     # ---- where partitions begin -------------------------------------------------------------------------------
 
@@ -470,14 +459,7 @@ class Membership:
         return starts
 
     def _assign(self, starts: Mapping[Partition, TopicPartition]) -> None:
-        if not self._incremental:
-            self.consumer.assign(list(starts.values()))
-            return
-        # The client has some already where an exception (a signal's) came right behind this call the last time.
-        begun = [tp for tp in self.consumer.assignment() if (tp.topic, tp.partition) in starts]
-        if begun:
-            self.consumer.incremental_unassign(begun)
-        self.consumer.incremental_assign(list(starts.values()))
+        (self.consumer.incremental_assign if self._incremental else self.consumer.assign)(list(starts.values()))
 
     def _tell_waiting(self, why: str) -> None:
         now = self._world.now()
@@ -558,13 +540,13 @@ class Membership:
     def stable_committed(self, partitions: Sequence[Partition]) -> dict[Partition, TopicPartition]:
         """The group's committed offsets once no transaction pends on them (KIP-447); waits for them.
 
-        CallFailed(REBUILD): another client gets them, this one's consumer does not. Seen with librdkafka 2.16 after the
+        CallFailed(REJOIN): another client gets them, this one's consumer does not. Seen with librdkafka 2.16 after the
         only broker came back: in 1 of 6 restarts it never asked for its group coordinator again.
         """
         told = self._world.now()
         while (found := self.try_committed(partitions, _ASK_S)) is None:
             if self._another_client_gets(partitions):
-                raise CallFailed("committed", Action.REBUILD, TimeoutError("the consumer cannot reach its coordinator"))
+                raise CallFailed("committed", Action.REJOIN, TimeoutError("the consumer cannot reach its coordinator"))
             if self._world.now() - told > _WAIT_LOG_INTERVAL_S:
                 told = self._world.now()
                 self._warn_of_waiting()
@@ -607,8 +589,10 @@ class Membership:
         return None
 
     def metadata_to_commit(self, offsets: Mapping[Partition, int]) -> Any:
-        """Fresh group metadata of a live member that owns all these partitions. CallFailed if it is not: ABORT, or
-        REJOIN when the group went on without this member."""
+        """Fresh group metadata of a live member that owns all these partitions, if there are any. CallFailed if it is
+        not: ABORT, or REJOIN when the group went on without this member."""
+        if not offsets:
+            return None
         metadata = self.consumer.consumer_group_metadata()
         # Asked after the metadata was taken, so it is not older. The broker skips its check for a member without an id
         # (generation -1), so we must not ask it then.

@@ -31,6 +31,7 @@ from eos.errors import (
 )
 from eos.ownership import Described, Owner
 from eos.producer import OLD_TRANSACTIONS, TransactionalProducer
+from eos.recovery import PLAN, Step
 from eos.settings import Settings, settings_of
 from eos.states import State
 from eos.world import REAL, World
@@ -242,11 +243,12 @@ class Transactions:
                 log.warning("the abort failed", error=str(failure), **self._producer.who())
 
     def _public(self, failure: CallFailed, topic: str = "") -> EosError:
-        if failure.action in (Action.SETTLE, Action.REJOIN, Action.FENCED):
+        steps = PLAN.get(failure.action, ())
+        if Step.ASK_OWNER in steps:
             return self._settle(failure)
-        if failure.action is Action.POISON:
+        if Step.ISOLATE in steps:
             return PoisonRecord(f"the record was refused: {failure}", topic, -1, -1)
-        if failure.action in (Action.ABORT, Action.REBUILD, Action.RETRY):
+        if steps or failure.action is Action.RETRY:
             return Temporary(f"the transaction was aborted: {failure}")
         return stop_error(failure)
 

@@ -5,7 +5,7 @@ and up to `eos.transaction.max.records` records of memory. What is kept is where
 partition, and a rewind says where the consumer must go back to. What this module guarantees: per partition records
 are handed out in offset order, none is skipped, none is handed out a second time but by a rewind, whatever the consumer
 delivers (librdkafka has delivered an offset twice: its issues 4637 and 4686); the offsets of a transaction are exactly
-those after its handed-out records. If you change it, read TransactSession.end and _rebuild, and Membership.go_back.
+those after its handed-out records. If you change it, read TransactSession.end and _resolve, and Membership.go_back.
 """
 
 from __future__ import annotations
@@ -184,11 +184,6 @@ class Positions(Generic[R]):
         exception (a signal's) may have ended the last noting half way."""
         self._behind = self.committed | self._nexts | _span(self._last)[1] | _span(self._waiting)[1]
         return self._behind.copy()
-
-    @property
-    def unsettled(self) -> bool:
-        """Something was taken of which nobody said yet what became of it."""
-        return bool(self._last or self._begins)
 
     def leave(self, offsets: Mapping[TopicPartition, int]) -> None:
         """The open transaction's commit, with these offsets, is on its way; what is taken from now on is the next's.

@@ -4,8 +4,8 @@ confluent-kafka 2.16 raises a fatal error that shows during poll() or flush() as
 notices, a SystemError). KafkaError is no BaseException: no `except` clause with a type catches it, it passes through
 every handler of a program and ends it. Every call that serves callbacks goes through here.
 
-And a signal's exception that comes while a client is taken down (its last lines go to a logger, in Python) is left lying
-there: whatever runs next ends with a SystemError in its place.
+And a signal's exception that comes while a client is taken down (its last lines go to a logger, in Python) can be left
+lying there: whatever runs next ends with a SystemError in its place.
 """
 
 from __future__ import annotations

@@ -7,14 +7,13 @@ aborts at its end (nothing of it can become visible, so giving the partition bac
 
 A transaction in order: gather -> begin -> hand out records, send, poll for more -> flush -> latched delivery errors ->
 the one before is committed -> member still in the group -> send_offsets -> commit. What a failure of each step leads to
-is eos/errors.py's answer; how it is carried out is `_recover`, `_abort`, `_rebuild` and `_settle` below.
+is eos/errors.py's answer, in which steps it is carried out is eos/recovery.py's; the steps are methods below.
 
 The backlog's next records are fetched while a large transaction's flush and commit are waited for (`_fetch_ahead`).
 
-With `eos.producers=2` two producers take turns: while send_offsets and commit of one transaction are on
-their way on another thread, the next one is filled under the other transactional.id. It sends records only after the
-flush of the one before (order per partition) and offsets only after that one's commit returned; if that commit did not
-come to pass, it goes down with it (`_finish_leaving`). So what can be committed is always a beginning of what was read.
+With `eos.producers=2` two producers take turns (eos/lanes.py): the next transaction sends records only after the flush
+of the one before (order per partition) and offsets only after that one's commit returned; if that commit did not come
+to pass, it goes down with it (`_finish_leaving`). So what can be committed is always a beginning of what was read.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from confluent_kafka import Consumer, TopicPartition
 
 from eos import log
 from eos.admin.cluster import ClusterAdmin
-from eos.admin.fence import end_left_open
 from eos.admin.places import Places
 from eos.app import Fed, Feed, Headers, Record, is_pattern, send_of
 from eos.claim import Claim
@@ -44,8 +42,8 @@ from eos.errors import (
     PoisonRecord,
     Temporary,
     rebalanced,
-    stop_error,
 )
+from eos.lanes import Lanes, Leaving
 from eos.lineage import OFFSET_FORMAT
 from eos.membership import Finish, Membership, Stopped
 from eos.observe import COMMIT_BOUNDS_S, END_TO_END_BOUNDS_S, Histogram, Pulse, add
@@ -54,15 +52,12 @@ from eos.pacing import Pacing
 from eos.participants import Listener, Outcome, Participant
 from eos.positions import Positions
 from eos.positions import TopicPartition as Partition
-from eos.producer import ALWAYS, OLD_TRANSACTIONS, TransactionalProducer
-from eos.settings import OF_FUNCTIONS, Settings, alternate_of, settings_of
-from eos.states import OPEN
-from eos.watchdog import Job, Watchdog
+from eos.producer import ALWAYS, TransactionalProducer
+from eos.recovery import Step, Trouble, carry_out
+from eos.settings import OF_FUNCTIONS, Settings, settings_of
 from eos.world import REAL, World
 
 IDLE_POLL_S = 0.1
-_BEAT_S = 0.5
-_CLOSE_ABORT_S = 5.0
 # How old the commit of a partition's place may become while we have it, and how soon after its start an idle session
 # commits all anew. Under group.protocol=consumer the brokers count offsets.retention.minutes from each offset's own
 # commit (measured, 4.3.1): a partition without new records would lose its place as soon as the group is empty.
@@ -99,21 +94,6 @@ class Counters:
     """Once per transaction: the age of its first input record (by the record's timestamp) when it was committed."""
 
 
-@dataclass(frozen=True)
-class _Leaving:
-    """A transaction whose offsets and commit are on their way on another thread, and all that its failure needs."""
-
-    producer: TransactionalProducer
-    offsets: Mapping[Partition, int]
-    new_starts: dict[Partition, int]
-    transaction: Transaction
-    taken: int
-    began_at: float
-    first_timestamp_ms: int
-    left_at: float
-    job: Job
-
-
 class Transaction:
     """One open transaction and its input records. Valid until the loop's next turn.
 
@@ -121,11 +101,16 @@ class Transaction:
     no more records are handed out, what is sent leads nowhere, `commit` returns False, and its records come again.
     """
 
-    __slots__ = ("_ahead", "_records", "_session", "_until", "dead_letters", "sent", "skipped")
+    __slots__ = (
+        "_ahead", "_began_at", "_first_timestamp_ms", "_records", "_session", "_until",
+        "dead_letters", "sent", "skipped",
+    )  # fmt: skip
 
-    def __init__(self, session: TransactSession, until: float) -> None:
+    def __init__(self, session: TransactSession, began_at: float, until: float, first_timestamp_ms: int) -> None:
         self._session = session
-        self._until = until  # World.now() after which no more records are handed out
+        # World.now(); behind `until` no more records are handed out.
+        self._began_at, self._until = began_at, until
+        self._first_timestamp_ms = first_timestamp_ms  # of the first record that waited when it began
         self._records: Iterator[Record] | None = None
         self._ahead = 0  # taken by `records`, but not handed out yet
         self.sent = self.skipped = self.dead_letters = 0
@@ -211,12 +196,14 @@ class Transaction:
     def commit(self) -> bool:
         """Ends the transaction now, waits for its commit; False if it had to be aborted and its records will be handed
         out again."""
-        return self._session._has(self) and self._session.end() and self._session._finish_leaving()
+        with self._session._whole():
+            return self._session._has(self) and self._session.end() and self._session._finish_leaving()
 
     def abort(self) -> None:
         """Gives the transaction up; its records will be handed out again."""
-        if self._session._has(self):
-            self._session.abort("asked by the application")
+        with self._session._whole():
+            if self._session._has(self):
+                self._session.abort("asked by the application")
 
 
 class TransactSession:
@@ -295,21 +282,26 @@ class TransactSession:
         # Whose end nobody was told: the one that is leaving, the open one.
         self._under_way: list[Transaction] = []
         self._given_up: Transaction | None = None  # by us, while the loop's body has it
-        self._began_at = 0.0
-        self._first_timestamp_ms = -1  # of the first record that waited when the open transaction began
+        self._half_way = False  # see _whole
         self._failure: CallFailed | None = None  # of a send in the open transaction
         self._rebuilds_in_a_row = 0
         self._finish: Finish | None = None
         self._consumer_failure: CallFailed | None = None  # met while something else was waited for
         self._membership: Membership | None = None
         self._member_ids: set[str] = set()  # see Membership
-        self._producers: list[TransactionalProducer] = []  # whose turn it is comes first
-        self._committer: Watchdog | None = None
-        self._leaving: _Leaving | None = None
-        self._in_doubt: Mapping[Partition, int] | None = None  # offsets of a commit that failed
+        self._lanes = Lanes(self.settings, self.transactional_id, self.pulse, world)
         self._places = Places(self.settings, self.group, world)
         self._places_due = world.now()  # when the places of all partitions are to be committed again
         self._ours_until, self._ours_by = world.unix(), "our start"  # nobody newer owned the transactional.id then
+        self._steps: dict[Step, Callable[[Trouble], None]] = {
+            Step.ABORT: self._abort,
+            Step.REWIND: self._rewind,
+            Step.ISOLATE: self._isolate,
+            Step.ASK_OWNER: self._ask_owner,
+            Step.REPLACE: self._replace,
+            Step.RESOLVE: self._resolve,
+            Step.REJOIN: self._rejoin,
+        }
         self._claim = Claim(
             self.settings, self._lost_to, lambda: self.membership.nobody_took_our_place(), self.pulse, world
         )
@@ -336,8 +328,7 @@ class TransactSession:
     @property
     def producer(self) -> TransactionalProducer:
         """The one whose turn it is."""
-        assert self._producers, "the session is not started"
-        return self._producers[0]
+        return self._lanes.turn
 
     @property
     def assignment(self) -> frozenset[Partition]:
@@ -362,7 +353,8 @@ class TransactSession:
         try:
             self._membership.check_topics([*self.topics, *self.destinations], deadline)
             with self._world.admin(self.settings) as admin:
-                self._start_producers(admin, deadline)
+                pipelines = all(one.pipelines for one in self._participants)
+                self._lanes.start(admin, deadline, in_turn=self.settings["eos.producers"] == "2" and pipelines)
                 self._membership.make_way(admin)
                 self._came_later |= self._came_without_us(admin)
             if self.until_end:
@@ -385,66 +377,19 @@ class TransactSession:
         committed = self.membership.topics_with_commits(admin)
         return self._by_pattern - committed if committed else set()
 
-    def _start_producers(self, admin: ClusterAdmin, deadline: float) -> None:
-        """Fences every predecessor, in whichever way it used the two transactional.ids."""
-        self._committer = self._world.caller(f"eos-{self.transactional_id}-commit")
-
-        def end(transactional_id: str) -> None:
-            end_left_open(admin, [transactional_id], self._world)
-
-        old_brokers = admin.transaction_version() < OLD_TRANSACTIONS
-        first = TransactionalProducer(
-            self.settings, self.transactional_id, alternate=old_brokers, pulse=self.pulse, world=self._world
-        )
-        self._producers = [first]
-        first.start(deadline, end)
-        if old_brokers:
-            return  # there the alternate id is for replacements
-        second = TransactionalProducer(
-            self.settings, alternate_of(self.transactional_id), pulse=self.pulse, world=self._world
-        )
-        second.start(deadline, end)
-        if self._takes_turns:
-            self._producers.append(second)
-        else:
-            second.close()
-
-    @property
-    def _takes_turns(self) -> bool:
-        return self.settings["eos.producers"] == "2" and all(one.pipelines for one in self._participants)
-
     def close(self, leave_group: bool = False) -> None:
         """Aborts what is open and closes all clients. `leave_group`: a static member leaves for good."""
-        self._await_leaving_at_close()
+        if (left := self._lanes.await_at_close()) is not None:
+            self._positions.arrived()
+            self._count_commit(left)
         # What had not set out for its commit cannot become visible, whether the abort below succeeds or not.
         self._tell_ended(Outcome.ABORTED if self._under_way == [self._open] else Outcome.UNKNOWN)
         self._open = None
-        for producer in self._producers:
-            if producer.may_abort:
-                try:
-                    producer.abort(self._world.now() + _CLOSE_ABORT_S)
-                except CallFailed as failure:
-                    # The broker aborts it at its timeout, or our successor's init does.
-                    log.warning("abort at close failed", error=str(failure), **producer.who())
-            producer.close()
-        if self._committer is not None:
-            self._committer.close()
+        self._lanes.close()
         if self._membership is not None:
             self._membership.close(leave_group)
             self._membership = None
         self._places.close()
-
-    def _await_leaving_at_close(self) -> None:
-        leaving, self._leaving = self._leaving, None
-        if leaving is None:
-            return
-        if not leaving.job.done.wait(_CLOSE_ABORT_S):
-            leaving.producer.abandon()  # its outcome is the coordinator's, and our successor's to learn
-        elif leaving.job.error is None:
-            self._positions.arrived()
-            self._count_commit(leaving)
-        else:
-            log.warning("commit at close failed", error=str(leaving.job.error), **leaving.producer.who())
 
     def _new_membership(self) -> Membership:
         return Membership(
@@ -475,72 +420,64 @@ class TransactSession:
     # ---- the loop ---------------------------------------------------------------------------------------------
 
     def __iter__(self) -> TransactSession:
-        if self._open is not None:
-            self.abort("the loop was left before the transaction ended")
+        with self._whole():
+            if self._open is not None:
+                self.abort("the loop was left before the transaction ended")
         return self
 
     def __next__(self) -> Transaction:
         self._claim.hold()
+        with self._whole():
+            begun = self._following()
+        if begun is None:
+            raise StopIteration
+        return begun
+
+    def _following(self) -> Transaction | None:
+        """Ends the open transaction and begins the next one, once there are records; None: the loop is over."""
         if self._open is not None:
             self.end()
-        self._settle_what_was_left()
-        while True:
-            if self.stop_requested:
-                self._finish_leaving()
-                raise StopIteration
+        while not self.stop_requested:
             self._gather()
             if len(self._positions):
-                return self._begin()
-            if self._leaving is not None:
-                if self._leaving.job.done.is_set():
+                if self._try(self._begin):
+                    return self._open
+            elif (leaving := self._lanes.leaving) is not None:
+                if leaving.job.done.is_set():
                     self._finish_leaving()
             elif self._to_commit(_IDLE_PLACES_S):
-                self._begin()
-                self.end()
+                if self._try(self._begin):
+                    self.end()
             elif self._finish is not None and self._finish.reached(self.membership):
-                raise StopIteration
+                return None
             self._replace_while_idle()
             self._listener.idle()
-
-    def _settle_what_was_left(self) -> None:
-        """No transaction is open. A signal's exception, or an error that the application took, can have ended a begin
-        or a recovery half way: its records would count as handled in the next transaction."""
-        if self._leaving is not None and self._leaving.producer is self.producer:
-            self._finish_leaving()
-        if self._positions.unsettled and self._finish_leaving():
-            self._rebuild("the loop was left while a transaction was being ended", "application")
-        elif self.producer.state in OPEN:
-            self.producer.give_up("the loop was left while a transaction began")
+        self._finish_leaving()
+        return None
 
     def _replace_while_idle(self) -> None:
         """A late AddPartitionsToTxn would start a ghost transaction that fences an idle worker: not at a new epoch."""
-        if self._leaving is not None:
+        if self._lanes.leaving is not None:
             return
-        for producer in self._producers:
+        for producer in self._lanes.producers:
             producer.poll(0)  # the one whose turn it is not, too
             reason = producer.must_replace()
             if reason is not None and reason != ALWAYS:
                 self._claim.replace(producer, reason)
 
-    def _begin(self) -> Transaction:
+    def _begin(self) -> None:
         asked = self._world.now()
         if reason := self.producer.must_replace():
             self._claim.replace(self.producer, reason)
         self._pacing.delayed(self._world.now() - asked)
         self._world.step("begin")
-        try:
-            self.producer.begin()
-        except CallFailed as failure:
-            self._recover(failure)
-            return self._begin()
+        self.producer.begin()
         self._world.step("begun")
-        self._began_at = self._world.now()
-        self._first_timestamp_ms = self._positions.first_timestamp_ms
         self._failure = self.membership.lost_sentence = self._given_up = None
-        begun = Transaction(self, self._pacing.began(self._began_at))
-        self._under_way = [begun] if self._leaving is None else [self._leaving.transaction, begun]
+        now, leaving = self._world.now(), self._lanes.leaving
+        begun = Transaction(self, now, self._pacing.began(now), self._positions.first_timestamp_ms)
+        self._under_way = [begun] if leaving is None else [leaving.transaction, begun]
         self._open = begun
-        return begun
 
     def _has(self, txn: Transaction) -> bool:
         """Whether it is open; False if this session gave it up under the loop's body. IllegalState: it has ended."""
@@ -552,7 +489,8 @@ class TransactSession:
         positions = self._positions
         most = min(most, self._pacing.limit - positions.taken)
         if not len(positions) and positions.taken > 0 and most > 0:
-            self._poll_on(self._pacing.more(positions.taken))
+            with self._whole():
+                self._poll_on(self._pacing.more(positions.taken))
         # What follows is the application's: how long it takes is counted from here.
         self.pulse.beat("handling")
         return positions.take(most) if self._open is not None and self._going_well else []
@@ -586,7 +524,8 @@ class TransactSession:
         self._wait_out_pause()
         if topics := self._listener.new_topics():
             self._read_too(topics)
-        if self.membership.new_partitions and not self._begin_partitions():
+        # A partition that left and comes back begins behind what of it is on its way.
+        if self.membership.new_partitions and not (self._finish_leaving() and self._try(self._begin_partitions)):
             return
         self._pacing.gathers(now := self._world.now())
         if not len(self._positions) and not self._pacing.left_s(now):
@@ -603,23 +542,12 @@ class TransactSession:
         self._came_later |= set(topics)
         # The group rebalances: offsets that are on their way would be refused, by the generation.
         self._finish_leaving()
-        try:
-            self.membership.read_too(self.topics)
-        except CallFailed as failure:
-            self._recover(failure)
+        self._try(lambda: self.membership.read_too(self.topics))
 
-    def _begin_partitions(self) -> bool:
-        # A partition that left and comes back begins behind what of it is on its way.
-        if not self._finish_leaving():
-            return False
-        try:
-            starts = self.membership.begin_new_partitions()
-        except CallFailed as failure:
-            self._recover(failure)
-            return False
+    def _begin_partitions(self) -> None:
+        starts = self.membership.begin_new_partitions()
         for participant in self._participants:
             participant.restore(starts)
-        return True
 
     def _poll_on(self, most: int) -> None:
         """More for the open transaction, if there is a backlog: its queue may run dry for a moment."""
@@ -635,18 +563,18 @@ class TransactSession:
             self._world.sleep(min(0.05, self._pacing.pause_left_s(self._world.now())))
 
     def _poll(self, most: int, timeout_s: float) -> None:
-        failure, self._consumer_failure = self._consumer_failure, None
         self.pulse.beat("polling")
-        try:
-            if failure is not None:
-                raise failure
-            self.membership.poll(most, timeout_s)
-            if (newest := self._positions.newest) is not None:
-                self._pacing.saw(_size(newest))
-        except CallFailed as failed:
-            with_the_body = self._open
-            self._recover(failed)
+        with_the_body = self._open
+        if not self._try(lambda: self._fetch(most, timeout_s)):
             self._given_up = with_the_body if self._open is None else None
+
+    def _fetch(self, most: int, timeout_s: float) -> None:
+        if self._consumer_failure is not None:
+            failure, self._consumer_failure = self._consumer_failure, None
+            raise failure
+        self.membership.poll(most, timeout_s)
+        if (newest := self._positions.newest) is not None:
+            self._pacing.saw(_size(newest))
 
     def _fetch_ahead(self, taken: int) -> bool:
         """While the producer is waited for, with a transaction that took so many records: the next ones of a backlog.
@@ -670,27 +598,20 @@ class TransactSession:
             raise IllegalState("no transaction is open")
         self._open._give_back_ahead()
         offsets = self._to_commit()
-        try:
-            # First: what failed for a lost partition is not ours to look into.
-            self.membership.check_not_lost()
-            if self._failure is not None:
-                raise self._failure
-            self._world.step("flush")
-            self.producer.flush(lambda: self._fetch_ahead(self._positions.taken))
-            self._world.step("flushed")
-        except CallFailed as failure:
-            self._recover(failure)
+        if not (self._try(self._flush) and self._finish_leaving()):
             return False
-        if not self._finish_leaving():
-            return False
-        try:
-            # Behind both waits, in which a partition may be lost.
-            metadata = self.membership.metadata_to_commit(offsets) if offsets else None
-        except CallFailed as failure:
-            self._recover(failure)
-            return False
-        self._leave(offsets, metadata)
-        return len(self._producers) > 1 or self._finish_leaving()
+        # Behind both waits, in which a partition may be lost.
+        left = self._try(lambda: self._leave(offsets, self.membership.metadata_to_commit(offsets)))
+        return left and (self._lanes.in_turn or self._finish_leaving())
+
+    def _flush(self) -> None:
+        # First: what failed for a lost partition is not ours to look into.
+        self.membership.check_not_lost()
+        if self._failure is not None:
+            raise self._failure
+        self._world.step("flush")
+        self.producer.flush(lambda: self._fetch_ahead(self._positions.taken))
+        self._world.step("flushed")
 
     def _to_commit(self, patience_s: float = 0.0) -> dict[Partition, int]:
         """Where each partition goes on behind the open transaction; with places that nothing of is new, when they are
@@ -700,79 +621,42 @@ class TransactSession:
             return offsets
         return self._positions.places() | offsets
 
-    def _leave(self, offsets: Mapping[Partition, int], metadata: Any) -> None:
-        """Hands the flushed transaction to the thread that commits it; the other producer's turn begins."""
+    def _leave(self, offsets: Mapping[Partition, int], group_metadata: Any) -> None:
+        """The flushed transaction's commit is sent on its way."""
         assert self._open is not None
-        assert self._committer is not None
         owner = self._owner()
-        commits = [self._commit_of(p, offset, owner) for p, offset in offsets.items()]
-        producer, taken, starts = self.producer, self._positions.taken, self.membership.new_starts
-        job = Job(self._send_and_commit, (producer, commits, metadata))
-        leaving = _Leaving(
-            producer,
-            offsets,
-            starts,
-            self._open,
-            taken,
-            self._began_at,
-            self._first_timestamp_ms,
-            self._world.now(),
-            job,
+        job = self._lanes.commit_of(
+            [self._commit_of(p, offset, owner) for p, offset in offsets.items()], group_metadata
         )
+        starts, taken = self.membership.new_starts, self._positions.taken
         self._positions.leave(offsets)
-        # In one step: a signal's exception comes between calls, and finds it either open or leaving.
-        self._leaving, self._open = leaving, None
+        self._lanes.send(Leaving(self.producer, self._open, offsets, starts, taken, self._world.now(), job))
         self.membership.new_starts = {}
-        self._committer.submit(job)
-        self._producers.reverse()
-
-    def _send_and_commit(self, producer: TransactionalProducer, offsets: list[TopicPartition], metadata: Any) -> float:
-        """On the committer's thread, which alone uses this producer meanwhile. Returns World.now() of the end."""
-        if offsets:
-            producer.send_offsets(offsets, metadata)
-        self._world.step("offsets sent")
-        producer.commit()
-        ended = self._world.now()
-        self._world.step("committed")
-        return ended
+        self._open = None
 
     def _finish_leaving(self) -> bool:
         """Waits for the commit that is on its way, if any. False: it failed, and so did what was begun behind it; that
         is carried out already. Raises what a failed commit of the open transaction would."""
-        leaving = self._leaving
+        leaving = self._lanes.leaving
         if leaving is None:
-            self._positions.returned()  # of one that was interrupted before it set out
             return True
-        assert self._committer is not None
-        self._committer.submit(leaving.job)  # it too may have been interrupted before; it runs once
-        while not leaving.job.done.is_set():
-            if not self._fetch_ahead(leaving.taken):
-                self.pulse.beat("calling", "commit")
-                leaving.job.done.wait(_BEAT_S)
-        error = leaving.job.error
+        error = self._lanes.await_commit(leaving, lambda: self._fetch_ahead(leaving.taken))
         if error is None:
             self._positions.arrived()
-            self._leaving = None
+            self._lanes.ended(leaving)
             self._count_commit(leaving)
             return True
-        self._positions.returned()
-        self._leaving = None
-        if self.producer is not leaving.producer:
-            self.producer.give_up("the transaction before it did not commit")
-            self._producers.reverse()
         # Not those of a partition that went while its commit was on its way: it begins where its next owner says.
         starts = {p: offset for p, offset in leaving.new_starts.items() if p in self.membership.owned}
         self.membership.new_starts = starts | self.membership.new_starts
+        self._positions.returned()
+        self._lanes.ended(leaving)
         if not isinstance(error, CallFailed):
             raise error
-        self._in_doubt = leaving.offsets
-        try:
-            self._recover(error)
-        finally:
-            self._in_doubt = None
+        self._carry_out(error, leaving.offsets, asked=True)
         return False
 
-    def _count_commit(self, leaving: _Leaving) -> None:
+    def _count_commit(self, leaving: Leaving) -> None:
         self._rebuilds_in_a_row = 0
         self._pacing.committed(leaving.taken)
         self._ours_until, self._ours_by = self._world.unix(), "our last commit"
@@ -787,14 +671,15 @@ class TransactSession:
         counters.skipped += leaving.transaction.skipped
         counters.dead_letters += leaving.transaction.dead_letters
         counters.repeated = self._positions.repeated
-        self._count_replacements()
+        counters.replacements = self._lanes.replacements
         ended_at: float = leaving.job.result
         counters.commit_seconds.observe(ended_at - leaving.left_at)
-        if leaving.taken and leaving.first_timestamp_ms > 0:
+        first_ms, began_at = leaving.transaction._first_timestamp_ms, leaving.transaction._began_at
+        if leaving.taken and first_ms > 0:
             ended_ms = (self._world.unix() - self._world.now() + ended_at) * 1000
             # Clocks differ: a record from the future is no age below zero.
-            counters.end_to_end_seconds.observe(max(0.0, (ended_ms - leaving.first_timestamp_ms) / 1000))
-        ms = round((ended_at - leaving.began_at) * 1000)
+            counters.end_to_end_seconds.observe(max(0.0, (ended_ms - first_ms) / 1000))
+        ms = round((ended_at - began_at) * 1000)
         who = leaving.producer.who()
         log.debug("committed", taken=leaving.taken, sent=leaving.transaction.sent, ms=ms, **who)
 
@@ -808,13 +693,6 @@ class TransactSession:
                 (participant.committed if outcome is Outcome.COMMITTED else participant.undone)()
             self._listener.ended(transaction, outcome)
             outcome = Outcome.ABORTED
-
-    def _count_replacements(self) -> None:
-        total: dict[str, int] = {}
-        for producer in self._producers:
-            for reason, count in producer.replacements.items():
-                total[reason] = total.get(reason, 0) + count
-        self.counters.replacements = total
 
     def _owner(self) -> dict[str, object]:
         """Committed beside each offset, so that a fenced instance can say who replaced it."""
@@ -841,144 +719,129 @@ class TransactSession:
             raise IllegalState("no transaction is open")
         self._recover(self._failure or CallFailed("abort", Action.ABORT, RuntimeError(reason)))
 
+    def _try(self, what: Callable[[], object]) -> bool:
+        """Whether it was done; else what failed in it is recovered from, and there may be no open transaction."""
+        try:
+            what()
+        except CallFailed as failure:
+            self._recover(failure)
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What ends half way, by a signal's exception or by an error that the application takes and goes on, is not
+        gone on with: some of it may have happened that nobody noted."""
+        interrupted, self._half_way = self._half_way, True
+        if interrupted:
+            self._given_up = self._open
+            self._recover(CallFailed("consume", Action.INTERRUPTED, RuntimeError("the loop was left half way")))
+        yield
+        self._half_way = False
+
     def _recover(self, failure: CallFailed) -> None:
         """Carries out what a failed call asks for; returns when the loop can go on, raises when it must stop."""
         if not self._finish_leaving() and failure.call != "consume":
             return  # the transaction before failed and took the open one with it; the consumer's failure remains
-        if failure.action is Action.ABORT:
-            self._abort(failure)
-        elif failure.action is Action.REBUILD:
-            self._rebuild(str(failure), _cause(failure))
-        elif failure.action is Action.SETTLE:
-            self._settle(failure)
-        elif failure.action is Action.POISON:
-            self._abort_poisoned(failure)
-        elif failure.action is Action.REJOIN:
-            self._settle_place(failure)
-        else:
-            raise stop_error(failure) from failure
+        self._carry_out(failure, self.membership.new_starts | self._positions.offsets(), asked=False)
 
-    def _abort(self, failure: CallFailed) -> None:
-        """A known abort: the records are handed out again."""
-        try:
-            self.producer.abort()
-        except CallFailed as worse:
-            self._recover(CallFailed(worse.call, Action.REBUILD, worse) if worse.action is Action.ABORT else worse)
-            return
+    def _carry_out(self, failure: CallFailed, offsets: Mapping[Partition, int], asked: bool) -> None:
+        taken, last = self._positions.taken, self._positions.last_taken
+        asked = asked or failure.action is Action.INTERRUPTED  # it may have been
+        carry_out(Trouble(failure, taken, last, offsets, asked), self._steps)
+
+    def _abort(self, trouble: Trouble) -> None:
+        self.producer.abort()
         self._open = None
         self._tell_ended(Outcome.ABORTED)
-        if not self._go_back(self._positions.rewind):
-            self._count_rebuild(str(failure), "group")
-            return
+
+    def _rewind(self, trouble: Trouble) -> None:
+        self.membership.go_back(self._positions.rewind)
         self._pacing.aborted(self._world.now())
         self.counters.aborts += 1
-        add(self.counters.aborts_by_cause, _cause(failure))
-        rebalance = rebalanced(failure)
+        add(self.counters.aborts_by_cause, _cause(trouble.failure))
+        rebalance = rebalanced(trouble.failure)
         if rebalance:
-            log.debug("refused", error=str(failure), group=self.group)
+            log.debug("refused", error=trouble.reason, group=self.group)
         usual = rebalance and self._pacing.aborts_in_a_row < _ABORTS_TO_WARN_OF
         (log.info if usual else log.warning)(
-            "transaction aborted", reason=rebalance or str(failure), **self.producer.who()
+            "transaction aborted", reason=rebalance or trouble.reason, **self.producer.who()
         )
 
-    def _abort_poisoned(self, failure: CallFailed) -> None:
-        """A record is refused for good. It is known, or alone in its transaction; else smaller transactions find it."""
-        taken, last = self._positions.taken, self._positions.last_taken
-        self._abort(failure)
+    def _isolate(self, trouble: Trouble) -> None:
+        failure, last = trouble.failure, trouble.last
         if last is None:
             raise PoisonRecord(f"an output without an input was refused: {failure}", "", -1, -1) from failure
-        if failure.record is not None or taken == 1:
+        if failure.record is not None or trouble.taken == 1:
             self._pacing.refused_found()
-            self._listener.refused(failure.record or last, failure)
+            try:
+                self._listener.refused(failure.record or last, failure)
+            except PoisonRecord:
+                self._half_way = False  # all is noted: an application that takes it can go on
+                raise
         else:
-            self._pacing.refused_among(taken)
+            self._pacing.refused_among(trouble.taken)
 
-    def _rebuild(self, reason: str, cause: str) -> None:
-        """Outcome unknown or producer dead: a new producer, then the group's stable committed offsets decide."""
-        self._count_rebuild(reason, cause)
-        in_doubt = self._in_doubt
-        touched = self.membership.new_starts | self._positions.offsets() if in_doubt is None else in_doubt
+    def _ask_owner(self, trouble: Trouble) -> None:
         self._open = None
-        self._claim.replace(self.producer, f"failure: {reason}")
-        try:
-            stable = self.membership.stable_committed(list(touched))
-        except CallFailed as failure:
-            self._rejoin(str(failure))
-            return
-        committed = bool(touched) and all(stable[p].offset >= offset for p, offset in touched.items())
-        known = {p: tp.offset if tp.offset >= 0 else None for p, tp in stable.items()}
+        trouble.owner = self._claim.settle(self.producer, str(trouble.failure)).value
+
+    def _replace(self, trouble: Trouble) -> None:
+        self._open = None
+        self._count_rebuild(trouble)
+        self._claim.replace(self.producer, f"failure: {trouble.reason}")
+
+    def _resolve(self, trouble: Trouble) -> None:
+        stable = self.membership.stable_committed(list(trouble.offsets))
+        committed = all(stable[p].offset >= offset for p, offset in trouble.offsets.items()) and bool(trouble.offsets)
         self._tell_ended(Outcome.COMMITTED if committed else Outcome.ABORTED)
-        if not self._go_back(lambda: self._positions.resolve(known)):
-            return
+        known = {p: tp.offset if tp.offset >= 0 else None for p, tp in stable.items()}
+        self.membership.go_back(lambda: self._positions.resolve(known))
         starts = self.membership.new_starts
         self.membership.new_starts = {p: offset for p, offset in starts.items() if stable[p].offset < 0}
         self._pacing.rebuilt()
         log.warning(
             "rebuilt from the committed offsets",
-            reason=reason,
+            reason=trouble.reason,
             outcome="committed" if committed else "aborted",
             **self.producer.who(),
         )
 
-    def _go_back(self, rewind: Callable[[], Mapping[Partition, int]]) -> bool:
-        """The consumer fetches again what an ended transaction took and did not commit. False: it cannot, and another
-        one joined in its place, whose partitions begin at what is committed."""
-        try:
-            self.membership.go_back(rewind)
-        except CallFailed as failure:
-            self._rejoin(str(failure))
-            return False
-        return True
-
-    def _rejoin(self, reason: str) -> None:
-        """The consumer is dead and nobody took its place: a new one, whose partitions begin at what is committed."""
+    def _rejoin(self, trouble: Trouble) -> None:
         self._open = None
-        self._claim.confirm(self.producer, reason)
+        self._count_rebuild(trouble)
+        self._claim.confirm(self.producer, trouble.reason)
         gone = self.membership
-        # Until it is done: who is interrupted in it does it again at the next poll.
-        self._consumer_failure = CallFailed("consume", Action.REJOIN, RuntimeError(reason))
-        starts = gone.new_starts  # its closing forgets them
+        fresh = self._new_membership()
+        fresh.begin_at(gone.starts())
+        self._membership = fresh
         gone.abandon()
         self._positions.clear()
-        self._tell_ended(Outcome.ABORTED if self._in_doubt is None else Outcome.UNKNOWN)
-        self._membership = self._new_membership()
-        self._membership.begin_at(starts)
-        self.producer.replace(f"failure: {reason}")  # ends what was open
+        self._tell_ended(Outcome.UNKNOWN if trouble.asked else Outcome.ABORTED)
+        for other in self._lanes.producers[1:]:
+            other.give_up(trouble.reason)
+        self.producer.replace(f"failure: {trouble.reason}")  # ends what was open
         if self._came_later:
             with contextlib.suppress(EosError), self._world.admin(self.settings, timeout_ms=5_000) as admin:
-                self._membership.make_way(admin)
-        self._membership.join()
-        self._consumer_failure = None
-        log.warning("joined the group again", reason=reason, group=self.group, **self.producer.who())
+                fresh.make_way(admin)
+        fresh.join()
+        log.warning("joined the group again", reason=trouble.reason, group=self.group, **self.producer.who())
 
-    def _count_rebuild(self, reason: str, cause: str) -> None:
+    def _count_rebuild(self, trouble: Trouble) -> None:
         """The breaker: rebuilds without a commit in between do not go on for ever."""
+        if trouble.counted:
+            return
+        trouble.counted = True
         self._rebuilds_in_a_row += 1
         self.counters.rebuilds += 1
-        add(self.counters.rebuilds_by_cause, cause)
+        add(self.counters.rebuilds_by_cause, _cause(trouble.failure))
         if self._rebuilds_in_a_row > MOST_REBUILDS:
-            self._open = None
             raise Temporary(
-                f"{self._rebuilds_in_a_row} rebuilds without one commit, the last because of: {reason}. If handling "
-                f"{self._positions.taken} records takes longer than transaction.timeout.ms="
+                f"{self._rebuilds_in_a_row} rebuilds without one commit, the last because of: {trouble.reason}. If "
+                f"handling {trouble.taken} records takes longer than transaction.timeout.ms="
                 f"{self.settings.transaction_timeout_ms}, raise it; if two processes share {self.transactional_id}, "
                 "give each its own --instance"
             )
-
-    def _settle(self, failure: CallFailed) -> None:
-        """Fenced: by our own timeout (rebuild and go on) or by a newer instance (stop, touch nothing)."""
-        self._open = None
-        owner = self._claim.settle(self.producer, str(failure))
-        self._rebuild(owner.value, "timeout")
-
-    def _settle_place(self, failure: CallFailed) -> None:
-        """The group refuses our static member. A newer instance initialised our transactional.id before it joined, so
-        who owns that decides. Else librdkafka fenced itself: its session ended unnoticed and it went on under its
-        instance id alone, or it joined again and the answer, with a new member id, was lost."""
-        self._open = None
-        self._claim.settle(self.producer, str(failure))
-        self._count_rebuild(str(failure), "group")
-        self._rejoin(str(failure))
 
     def _lost_to(self, producer: TransactionalProducer, reason: str, answer: Described | None) -> str:
         """Exit 79's sentence: producer id, epoch, since when, and who, as far as the cluster tells."""
@@ -1005,8 +868,7 @@ class TransactSession:
     @property
     def commit_under_way_s(self) -> float:
         """For how long a commit has been on its way; 0 without one."""
-        leaving = self._leaving
-        return self._world.now() - leaving.left_at if leaving is not None else 0.0
+        return self._lanes.under_way_s
 
     def lag(self) -> int | None:
         """Records (and markers) between what is committed and the last stable offsets; None: not known yet."""
@@ -1017,10 +879,18 @@ def _size(record: Record | None) -> int:
     return len((record and record.value) or b"")
 
 
+_CAUSES = {
+    Action.POISON: "refused",
+    Action.SETTLE: "timeout",
+    Action.REJOIN: "group",
+    Action.INTERRUPTED: "application",
+}
+
+
 def _cause(failure: CallFailed) -> str:
     """Why a transaction did not commit, in a word: a label of a metric, so there are few of them."""
-    if failure.action is Action.POISON:
-        return "refused"
+    if failure.action in _CAUSES:
+        return _CAUSES[failure.action]
     if failure.action is not Action.ABORT:
         return failure.call
     return {"abort": "application", "send_offsets": "rebalance"}.get(failure.call, failure.call)

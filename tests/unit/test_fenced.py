@@ -17,6 +17,7 @@ from eos.evidence import RetryEvidence
 from eos.ownership import Described, Identity, Owner, Reach, Situation
 from eos.plain import Transactions
 from eos.producer import ALWAYS, TransactionalProducer
+from eos.recovery import Step
 from eos.session import TransactSession
 from eos.settings import Settings
 from eos.states import Event
@@ -145,10 +146,10 @@ def test_a_question_who_owns_the_id_that_was_interrupted_is_asked_again_before_a
 def test_a_session_that_a_newer_instance_fenced_does_not_begin_again(monkeypatch: AnyPatch) -> None:
     one = TransactSession(SETTINGS, ["in"], world=WORLD)
     producer = TransactionalProducer(Settings(SETTINGS), "t")
-    one._producers = [producer]
+    one._lanes.producers = [producer]
     asked = Asked(monkeypatch, producer, Owner.NEWER, "flush")
     with pytest.raises(Fenced) as first:
-        one._settle(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")))
+        one._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {}, asked=False)
     for _ in range(2):
         with pytest.raises(Fenced) as again:
             for _txn in one:
@@ -160,7 +161,7 @@ def test_a_session_that_a_newer_instance_fenced_does_not_begin_again(monkeypatch
 def fenced_at_start_ms(monkeypatch: AnyPatch, start_ms: int, metadata: list[str]) -> str:
     one = TransactSession(SETTINGS, ["in"], world=WORLD)
     producer = TransactionalProducer(Settings(SETTINGS), "t")
-    one._producers = [producer]
+    one._lanes.producers = [producer]
     Asked(monkeypatch, producer, Owner.NEWER, "flush")
     monkeypatch.setattr(Silent, "committed_metadata", lambda self, group: metadata)
     state = "Ongoing" if start_ms > 0 else "Empty"
@@ -186,12 +187,12 @@ def test_a_fenced_session_says_since_when(monkeypatch: AnyPatch) -> None:
 def test_a_session_that_timed_out_goes_on(monkeypatch: AnyPatch) -> None:
     one = TransactSession(SETTINGS, ["in"], world=WORLD)
     producer = TransactionalProducer(Settings(SETTINGS), "t")
-    one._producers = [producer]
+    one._lanes.producers = [producer]
     Asked(monkeypatch, producer, Owner.OWN_TIMEOUT, "flush")
-    rebuilt: list[Any] = []
-    monkeypatch.setattr(one, "_rebuild", lambda *why: rebuilt.append(why))
-    one._settle(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")))
-    assert rebuilt == [(Owner.OWN_TIMEOUT.value, "timeout")]
+    rebuilt: list[str] = []
+    one._steps |= {Step.REPLACE: lambda why: rebuilt.append(why.owner), Step.RESOLVE: lambda why: None}
+    one._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {}, asked=False)
+    assert rebuilt == [Owner.OWN_TIMEOUT.value]
     one._claim.hold()
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from confluent_kafka import KafkaError, KafkaException, TopicPartition
+from confluent_kafka import KafkaError, KafkaException
 
 from eos import membership as membership_module
 from eos.admin import places
@@ -50,30 +50,6 @@ def test_what_was_fetched_when_a_callback_failed_is_handed_out_to_who_goes_on_al
         membership.consumer = real
         membership.close(leave=False)
     assert [record.offset for record in positions.take(10)] == [5, 6]
-
-
-def test_partitions_whose_begin_was_interrupted_behind_the_assignment_begin_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    membership = Membership(Settings(SETTINGS), ["in"], Positions(), with_ends=False)
-    place = ("in", 0)
-    membership._unresolved = {place}
-    monkeypatch.setattr(membership, "_resolve_starts", lambda partitions: {place: TopicPartition(*place, 3)})
-    interrupts = [KeyboardInterrupt]
-
-    def member_id() -> None:
-        if interrupts:
-            raise interrupts.pop()
-
-    monkeypatch.setattr(membership, "_noted_member_id", member_id)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            membership.begin_new_partitions()
-        membership.begin_new_partitions()
-        assert membership.owned == {place}
-        assert len(membership.consumer.assignment()) == 1
-    finally:
-        membership.close(leave=False)
 
 
 def test_a_consumer_whose_close_does_not_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,8 +148,8 @@ def test_a_transaction_ages_while_the_host_sleeps(monkeypatch: pytest.MonkeyPatc
 
 def test_both_producers_of_an_idle_session_are_read() -> None:
     session = TransactSession(OFTEN | {"eos.producers": "2"}, ["in"])
-    session._producers = [TransactionalProducer(session.settings, name) for name in ("t", "t-alternate")]
-    clients = [with_a_client(one) for one in session._producers]
+    session._lanes.producers = [TransactionalProducer(session.settings, name) for name in ("t", "t-alternate")]
+    clients = [with_a_client(one) for one in session._lanes.producers]
 
     def both_read() -> bool:
         session._replace_while_idle()

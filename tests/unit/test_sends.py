@@ -37,7 +37,7 @@ def by_app(value: object, arguments: Arguments) -> Any:
 def by_session(value: object, arguments: Arguments) -> Any:
     sends: list[Any] = []
     session = SimpleNamespace(_has=lambda txn: True, _send=lambda *send: sends.append(send))
-    Transaction(cast("Any", session), 0.0).send("out", value, **arguments)
+    Transaction(cast("Any", session), 0.0, 0.0, -1).send("out", value, **arguments)
     return sends[0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from eos.watchdog import Job
 from eos.world import World
 
 PACKAGE = Path(eos.__file__).parent
-SESSION = ("session.py", "pacing.py", "membership.py", "producer.py", "claim.py", "plain.py")
+SESSION = ("session.py", "pacing.py", "lanes.py", "membership.py", "producer.py", "claim.py", "plain.py")
 WORKER = ("worker.py", "handling.py", "slowness.py", "spans.py", "replay.py")
 # How a client of either kind is made and logs in is the outside itself.
 ADMIN = [f"admin/{path.name}" for path in (PACKAGE / "admin").glob("*.py") if path.stem not in ("cluster", "security")]
@@ -80,6 +81,8 @@ class Script:
         self.follows = Follows()
         self.fails: dict[str, tuple[KafkaError, bool]] = {}
         self.when: dict[str, Callable[[], None]] = {}
+        self.counts: Counter[str] = Counter()
+        self.interrupts: set[tuple[str, int, str]] = set()
         self.admin: Any = SimpleNamespace(
             transaction_version=lambda: 2,
             describe_all=lambda ids: [],
@@ -103,13 +106,22 @@ class Script:
         self.time += seconds
 
     def call(self, name: str, happens: Callable[[], None] = lambda: None) -> None:
-        self.calls += [name] if name not in ("seek", "committed") else []
+        self.calls += [name] if name not in ("seek", "committed", "consume", "assign") else []
+        self.counts[name] += 1
         error, all_the_same = self.fails.pop(name, (None, True))
         self.when.pop(name, lambda: None)()
+        self.interrupted(name, "before")
         if all_the_same:
             happens()
+        self.interrupted(name, "behind")
         if error is not None:
             raise KafkaException(error)
+
+    def interrupted(self, name: str, when: str) -> None:
+        """A signal's handler raises, the first, second ... time that this call is made."""
+        if (name, self.counts[name], when) in self.interrupts:
+            self.interrupts.remove((name, self.counts[name], when))
+            raise KeyboardInterrupt
 
 
 class AtOnce:
@@ -160,7 +172,11 @@ class ScriptedConsumer:
             told(self, [TopicPartition("in", 0)])
             return []
         first, last = self.script.position, min(10, self.script.position + most)
-        self.script.position = last
+
+        def happens() -> None:
+            self.script.position = last
+
+        self.script.call("consume", happens)
         return [Message(offset) for offset in range(first, last)]
 
     def committed(self, partitions: list[TopicPartition], timeout: float) -> list[TopicPartition]:
@@ -168,7 +184,10 @@ class ScriptedConsumer:
         return [TopicPartition("in", 0, self.script.committed)]
 
     def incremental_assign(self, partitions: list[TopicPartition]) -> None:
-        self.script.position = max(0, sum(tp.offset for tp in partitions))
+        def happens() -> None:
+            self.script.position = max(0, sum(tp.offset for tp in partitions))
+
+        self.script.call("assign", happens)
 
     def seek(self, partition: TopicPartition) -> None:
         self.script.call("seek")
@@ -271,9 +290,11 @@ def copied(script: Script, **settings: object) -> TransactSession:
         SETTINGS | settings, ["in"], participants=[script.follows], listener=Ears(), world=script.world
     )
     with session:
-        for txn in session:
-            for record in txn.records:
-                txn.send("out", record.value)
+        while not session.stop_requested:
+            with contextlib.suppress(KeyboardInterrupt):
+                for txn in session:
+                    for record in txn.records:
+                        txn.send("out", record.value)
     return session
 
 
@@ -346,3 +367,23 @@ def test_an_abort_whose_consumer_cannot_go_back_is_one_rebuild_and_no_abort() ->
     session = copied(script)
     assert (script.visible, script.committed) == (ALL, 10)
     assert (session.counters.transactions, session.counters.aborts, session.counters.rebuilds) == (2, 0, 1)
+
+
+CALLS = ("begin", "flush", "offsets", "commit", "consume", "assign", "committed", "init", "abort", "seek")
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
+def test_a_loop_that_is_interrupted_at_a_call_and_entered_again_loses_and_doubles_nothing(
+    name: str, nth: int, when: str, again: bool
+) -> None:
+    """In mid-call, and in the recovery from it; an abort among them, so that each call is made."""
+    script = Script()
+    script.fails["offsets"] = KafkaError(KafkaError._TIMED_OUT, "scripted", txn_requires_abort=True), False
+    nth += 2 if name == "init" else 0  # not the start's
+    script.interrupts = {(name, nth, when)} | ({(name, nth + 1, when)} if again else set())
+    session = copied(script)
+    assert (script.visible, script.committed) == (ALL, 10)
+    assert session.counters.transactions >= 2 - script.outcomes.count("unknown")

@@ -49,12 +49,20 @@ def _offsets_outside_the_transaction() -> None:
     from confluent_kafka import KafkaException
 
     from eos.errors import Action, CallFailed
+    from eos.lanes import Lanes
     from eos.session import TransactSession
 
-    def commit_by_the_consumer(self: TransactSession, producer: Any, offsets: list[Any], metadata: Any) -> float:
+    consumers: list[Any] = []
+    start = TransactSession.start
+
+    def known(self: TransactSession) -> None:
+        start(self)
+        consumers.append(lambda: self.consumer)
+
+    def commit_by_the_consumer(self: Lanes, producer: Any, offsets: list[Any], metadata: Any) -> float:
         try:
             if offsets:
-                self.consumer.commit(offsets=offsets, asynchronous=False)
+                consumers[-1]().commit(offsets=offsets, asynchronous=False)
         except KafkaException as error:
             raise CallFailed("send_offsets", Action.ABORT, error) from error
         self._world.step("offsets sent")
@@ -62,7 +70,8 @@ def _offsets_outside_the_transaction() -> None:
         self._world.step("committed")
         return time.monotonic()
 
-    _replace(TransactSession, "_send_and_commit", commit_by_the_consumer)
+    _replace(TransactSession, "start", known)
+    _replace(Lanes, "_send_and_commit", commit_by_the_consumer)
 
 
 def _rewind_missing() -> None:

@@ -17,11 +17,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from eos import App, Out, Record
 from eos.cli import invoke
 from eos.cli import run as run_command
+from eos.lanes import Leaving
 from eos.settings import Settings
 from eos.testing.lineage import WIDTH_BYTES, stamp, unstamp
 from eos.worker import Worker
@@ -118,14 +118,14 @@ def main() -> int:
         def __init__(self, app: App, settings: Settings, *, until_end: bool = False) -> None:
             super().__init__(app, settings, until_end=until_end, world=World(step=diary.step))
             session = self.session
-            leave = session._leave
+            send = session._lanes.send
             diary.in_turn = lambda: session.producer.transactional_id
 
-            def leaving(*given: Any) -> None:
+            def leaving(left: Leaving) -> None:
                 diary.leaves()
-                leave(*given)
+                send(left)
 
-            session._leave = leaving  # type: ignore[method-assign]
+            session._lanes.send = leaving  # type: ignore[method-assign]
 
     run_command.Worker = StageWorker  # type: ignore[attr-defined, misc]
     run_command.load_app = lambda target: app  # type: ignore[assignment]

@@ -1,0 +1,80 @@
+"""Which steps a failed call leads to, each written a second time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from eos.errors import Action, CallFailed, EosError, Temporary
+from eos.recovery import PLAN, Step, Trouble, carry_out
+
+STEPS = {
+    Action.ABORT: "abort rewind",
+    Action.POISON: "abort rewind isolate",
+    Action.REBUILD: "replace resolve",
+    Action.SETTLE: "ask_owner replace resolve",
+    Action.REJOIN: "ask_owner rejoin",
+    Action.INTERRUPTED: "rejoin",
+}
+
+
+def failed(action: Action) -> CallFailed:
+    return CallFailed("commit", action, RuntimeError(action.name))
+
+
+def taken(action: Action, fails: dict[Step, Action] | None = None) -> tuple[str, Trouble]:
+    """The steps that are taken when the steps in `fails` fail once, with what that asks for."""
+    left, names = dict(fails or {}), []
+
+    def take(step: Step) -> Any:
+        def run(trouble: Trouble) -> None:
+            names.append(step.name.lower())
+            if step in left:
+                raise failed(left.pop(step))
+
+        return run
+
+    trouble = Trouble(failed(action), 0, None, {}, asked=False)
+    carry_out(trouble, {step: take(step) for step in Step})
+    return " ".join(names), trouble
+
+
+@pytest.mark.parametrize("action", Action)
+def test_every_action_has_its_steps_or_stops(action: Action) -> None:
+    if action in STEPS:
+        assert taken(action)[0] == STEPS[action]
+    else:
+        with pytest.raises(EosError) as stopped:
+            taken(action)
+        assert isinstance(stopped.value.__cause__, CallFailed)
+    assert (action in PLAN) is (action in STEPS)
+
+
+@pytest.mark.parametrize(
+    ("action", "fails", "steps"),
+    [
+        (Action.ABORT, {Step.ABORT: Action.ABORT}, "abort replace resolve"),
+        (Action.ABORT, {Step.ABORT: Action.REBUILD}, "abort replace resolve"),
+        (Action.POISON, {Step.ABORT: Action.ABORT}, "abort replace resolve"),
+        (Action.POISON, {Step.ABORT: Action.SETTLE}, "abort ask_owner replace resolve"),
+        (Action.ABORT, {Step.REWIND: Action.REJOIN}, "abort rewind rejoin"),
+        (Action.POISON, {Step.REWIND: Action.REJOIN}, "abort rewind rejoin"),
+        (Action.REBUILD, {Step.RESOLVE: Action.REJOIN}, "replace resolve rejoin"),
+        (Action.SETTLE, {Step.RESOLVE: Action.REJOIN}, "ask_owner replace resolve rejoin"),
+        (
+            Action.ABORT,
+            {Step.ABORT: Action.SETTLE, Step.RESOLVE: Action.REJOIN},
+            "abort ask_owner replace resolve rejoin",
+        ),
+    ],
+)
+def test_a_step_that_fails_is_the_failure_from_then_on(action: Action, fails: Any, steps: str) -> None:
+    names, trouble = taken(action, fails)
+    assert names == steps
+    assert trouble.failure.action is list(fails.values())[-1]
+
+
+def test_an_abort_that_must_not_go_on_stops() -> None:
+    with pytest.raises(Temporary):
+        taken(Action.ABORT, {Step.ABORT: Action.RETRY})
