@@ -144,6 +144,12 @@ class Lanes:
             self.turn.give_up("the transaction before it did not commit")
             self.producers.reverse()
 
+    def begin_anew(self, reason: str) -> None:
+        """New producers, whose inits end what was open; the other one's when its turn comes."""
+        for other in self.producers[1:]:
+            other.give_up(reason)
+        self.turn.replace(f"failure: {reason}")
+
     # ---- the end ----------------------------------------------------------------------------------------------
 
     def await_at_close(self) -> Leaving | None:

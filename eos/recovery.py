@@ -53,8 +53,6 @@ class Trouble:
     last: Record | None
     offsets: Mapping[TopicPartition, int]
     """What its commit says: where these are committed, it came to pass."""
-    asked: bool
-    """Its commit was asked for."""
     owner: str = ""
     """What the coordinator said of the transactional.id."""
     counted: bool = False

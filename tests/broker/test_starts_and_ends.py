@@ -126,7 +126,7 @@ def test_the_place_of_a_partition_without_new_records_is_committed_again(
             idling.stop_requested = idling.counters.transactions > 0 or time.monotonic() > deadline
 
     if idle:
-        monkeypatch.setattr(session, "_IDLE_PLACES_S", 0.5)
+        monkeypatch.setattr(session, "IDLE_PLACES_S", 0.5)
         with TransactSession(
             {
                 "bootstrap.servers": pipeline.servers,

@@ -21,8 +21,8 @@ from eos.broker import LocalKafka
 from eos.errors import CallFailed
 from eos.ownership import Described, Identity, Owner, Reach, Situation, judge, settle
 from eos.producer import TransactionalProducer
-from eos.session import MOST_REBUILDS
 from eos.settings import Settings
+from eos.steps import MOST_REBUILDS
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.raw import Background, RawProducer, raw_producer
 from tests.support.reading import create_topic, wait_until

@@ -149,7 +149,7 @@ def test_a_session_that_a_newer_instance_fenced_does_not_begin_again(monkeypatch
     one._lanes.producers = [producer]
     asked = Asked(monkeypatch, producer, Owner.NEWER, "flush")
     with pytest.raises(Fenced) as first:
-        one._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {}, asked=False)
+        one._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {})
     for _ in range(2):
         with pytest.raises(Fenced) as again:
             for _txn in one:
@@ -165,7 +165,7 @@ def fenced_at_start_ms(monkeypatch: AnyPatch, start_ms: int, metadata: list[str]
     Asked(monkeypatch, producer, Owner.NEWER, "flush")
     monkeypatch.setattr(Silent, "committed_metadata", lambda self, group: metadata)
     state = "Ongoing" if start_ms > 0 else "Empty"
-    return one._lost_to(producer, "why", Described(state, 1, 3, start_ms))
+    return one._successor.sentence(producer, "why", Described(state, 1, 3, start_ms))
 
 
 def committed_by(instance: str, since: int) -> str:
@@ -190,8 +190,8 @@ def test_a_session_that_timed_out_goes_on(monkeypatch: AnyPatch) -> None:
     one._lanes.producers = [producer]
     Asked(monkeypatch, producer, Owner.OWN_TIMEOUT, "flush")
     rebuilt: list[str] = []
-    one._steps |= {Step.REPLACE: lambda why: rebuilt.append(why.owner), Step.RESOLVE: lambda why: None}
-    one._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {}, asked=False)
+    one._recovery.steps |= {Step.REPLACE: lambda why: rebuilt.append(why.owner), Step.RESOLVE: lambda why: None}
+    one._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {})
     assert rebuilt == [Owner.OWN_TIMEOUT.value]
     one._claim.hold()
 

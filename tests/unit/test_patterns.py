@@ -20,6 +20,7 @@ from eos.admin import new_topics
 from eos.admin.new_topics import NewTopics, lacking, require_topics
 from eos.admin.topic_ids import TopicIds
 from eos.errors import CallFailed, ConfigurationError, NotAuthorised, Unavailable
+from eos.participants import Listener
 from eos.settings import Settings
 from eos.testing import online
 from eos.worker import Worker
@@ -323,6 +324,8 @@ def test_a_session_s_own_topics_are_names(make: Callable[[], TransactSession]) -
 class Taking:
     """Stands for a session's membership and notes what it was asked, in order."""
 
+    new_partitions = False
+
     def __init__(self, error: CallFailed | None = None) -> None:
         self.calls: list[object] = []
         self._error = error
@@ -334,25 +337,31 @@ class Taking:
 
 
 def taking(monkeypatch: pytest.MonkeyPatch, error: CallFailed | None = None) -> tuple[TransactSession, Taking]:
-    session, membership = TransactSession(SETTINGS, ["in"]), Taking(error)
-    session._membership = membership  # type: ignore[assignment]
-    monkeypatch.setattr(session, "_finish_leaving", lambda: membership.calls.append("commit waited for"))
+    class Finds(Listener):
+        def new_topics(self) -> list[str]:
+            return ["new"]
+
+    session, membership = TransactSession(SETTINGS, ["in"], listener=Finds()), Taking(error)
+    producer: Any = SimpleNamespace(poll=lambda timeout_s: None)
+    session._lanes.producers, session._intake._membership = [producer], membership  # type: ignore[assignment]
+    monkeypatch.setattr(session, "_await_commit", lambda: membership.calls.append("commit waited for"))
     monkeypatch.setattr(session, "_recover", membership.calls.append)
+    monkeypatch.setattr(session._intake, "gather", lambda: None)
     return session, membership
 
 
 def test_a_new_topic_is_subscribed_behind_the_commit_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     session, membership = taking(monkeypatch)
-    session._read_too(["new"])
+    session._try(session._gather)
     assert membership.calls == ["commit waited for", ["in", "new"]]
     assert session.topics == ["in", "new"], "a consumer that takes this one's place reads it too"
-    assert session._came_later == {"new"}
+    assert session._intake._came_later == {"new"}
 
 
 def test_a_consumer_that_takes_no_subscription_any_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = CallFailed("consume", eos.errors.Action.REJOIN, RuntimeError("fatal"))
     session, membership = taking(monkeypatch, failed)
-    session._read_too(["new"])
+    session._try(session._gather)
     assert membership.calls[-1] is failed
 
 

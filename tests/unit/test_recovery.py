@@ -35,7 +35,7 @@ def taken(action: Action, fails: dict[Step, Action] | None = None) -> tuple[str,
 
         return run
 
-    trouble = Trouble(failed(action), 0, None, {}, asked=False)
+    trouble = Trouble(failed(action), 0, None, {})
     carry_out(trouble, {step: take(step) for step in Step})
     return " ".join(names), trouble
 

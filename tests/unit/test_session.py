@@ -12,8 +12,9 @@ from eos import App, Record, Settings
 from eos.errors import Action, CallFailed, ConfigurationError, Temporary
 from eos.participants import Listener
 from eos.recovery import Trouble
-from eos.session import MOST_REBUILDS, Transaction, TransactSession
+from eos.session import Transaction, TransactSession
 from eos.settings import OF_FUNCTIONS
+from eos.steps import MOST_REBUILDS
 from eos.worker import Worker
 
 
@@ -30,15 +31,15 @@ def test_what_only_functions_have_is_refused_where_there_are_none(name: str) -> 
 def rebuild(session: TransactSession, times: int) -> None:
     for _ in range(times):
         failure = CallFailed("commit", Action.SETTLE, RuntimeError("timed out"))
-        session._count_rebuild(Trouble(failure, 0, None, {}, asked=False))
+        session._recovery._count_rebuild(Trouble(failure, 0, None, {}))
 
 
 def commit_one(session: TransactSession, taken: int = 0) -> None:
     sent = Transaction(session, 0.0, 1.0, -1)
-    session._under_way = [sent]
-    job, producer = SimpleNamespace(result=2.0), SimpleNamespace(who=dict)
+    session._endings.begun(sent, None)
+    job, producer = SimpleNamespace(result=2.0, error=None), SimpleNamespace(who=dict, replacements={})
     leaving: Any = SimpleNamespace(producer=producer, transaction=sent, taken=taken, offsets={}, job=job, left_at=1.0)
-    session._count_commit(leaving)
+    session._arrived(leaving)
 
 
 def test_rebuilds_without_a_commit_between_them_come_to_an_end_and_a_commit_begins_the_count_anew() -> None:
@@ -63,7 +64,7 @@ def test_a_refused_record_is_found_by_halves(refused_at: int) -> None:
     session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"], listener=Finds())
     producer: Any = SimpleNamespace(abort=lambda: None, who=dict, replacements={})
     session._lanes.producers = [producer]
-    session._membership = SimpleNamespace(go_back=lambda rewind: rewind())  # type: ignore[assignment]
+    session._intake._membership = SimpleNamespace(go_back=lambda rewind: rewind())  # type: ignore[assignment]
     refusal = CallFailed("delivery", Action.POISON, RuntimeError("too large"))
     session._positions.assigned({("in", 0): 0})
     at, aborts = 0, 0
@@ -71,7 +72,7 @@ def test_a_refused_record_is_found_by_halves(refused_at: int) -> None:
         session._positions.fetched([Record("in", 0, offset) for offset in range(at, 200)])
         taken = len(session._positions.take(session._pacing.limit))
         if at <= refused_at < at + taken:
-            session._carry_out(refusal, {}, asked=False)
+            session._carry_out(refusal, {})
             aborts += 1
         else:
             session._positions.leave(session._positions.offsets())
@@ -92,12 +93,12 @@ def test_an_abort_by_a_rebalance_is_news_and_no_warning_until_they_do_not_end(
     session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"])
     producer: Any = SimpleNamespace(abort=lambda: None, who=dict)
     membership: Any = SimpleNamespace(go_back=lambda _: None)
-    session._lanes.producers, session._membership = [producer], membership
+    session._lanes.producers, session._intake._membership = [producer], membership
     raw = KafkaError(KafkaError.ILLEGAL_GENERATION, "in((null))[3](Broker: Specified group generation id is not valid)")
     asked = CallFailed("abort", Action.ABORT, RuntimeError("asked by the application"))
     with caplog.at_level("INFO", "eos"):
         for failure in (*[CallFailed("send_offsets", Action.ABORT, raw)] * 3, asked):
-            session._carry_out(failure, {}, asked=False)
+            session._carry_out(failure, {})
     told = [(one.levelname, one.getMessage()) for one in caplog.records]
     usual = "transaction aborted reason=the group rebalances"
     assert told[:3] == [("INFO", usual), ("INFO", usual), ("WARNING", usual)]

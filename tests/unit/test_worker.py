@@ -66,7 +66,7 @@ def worker_of(clock: Clock, seconds: Mapping[str, float]) -> Worker:
 
     worker = Worker(app, eos.Settings(SETTINGS), world=World(now=lambda: clock.now))
     session: Any = worker.session
-    session._membership = SimpleNamespace(owned={("a", 0), ("b", 0)})
+    session._intake._membership = SimpleNamespace(owned={("a", 0), ("b", 0)})
     session._lanes.producers = [SimpleNamespace(who=dict)]
     session._positions.committed = {("a", 0): 0, ("b", 0): 0}
     worker._slice = 100

@@ -22,7 +22,19 @@ from eos.watchdog import Job
 from eos.world import World
 
 PACKAGE = Path(eos.__file__).parent
-SESSION = ("session.py", "pacing.py", "lanes.py", "membership.py", "producer.py", "claim.py", "plain.py")
+SESSION = (
+    "session.py",
+    "pacing.py",
+    "lanes.py",
+    "intake.py",
+    "endings.py",
+    "offsets.py",
+    "steps.py",
+    "membership.py",
+    "producer.py",
+    "claim.py",
+    "plain.py",
+)
 WORKER = ("worker.py", "handling.py", "slowness.py", "spans.py", "replay.py")
 # How a client of either kind is made and logs in is the outside itself.
 ADMIN = [f"admin/{path.name}" for path in (PACKAGE / "admin").glob("*.py") if path.stem not in ("cluster", "security")]
@@ -355,7 +367,7 @@ def test_a_rebuild_that_has_to_join_again_counts_once() -> None:
     )
     session = copied(script)
     assert (script.visible, script.committed) == (ALL, 10)
-    assert (session.counters.rebuilds, session._rebuilds_in_a_row) == (1, 0)
+    assert (session.counters.rebuilds, session._recovery.rebuilds_in_a_row) == (1, 0)
     assert script.outcomes == ["unknown", "committed", "committed"]
     assert script.follows.told == ["restore 0", "beside", "undone", "restore 0", *["beside", "committed"] * 2]
 
