@@ -11,7 +11,7 @@ executor) does not load the Kafka clients.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eos.app import KEEP, App, Out, Record
+    from eos.app import App
     from eos.errors import (
         CommitOutcomeUnknown,
         ConfigurationError,
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     )
     from eos.plain import transaction
     from eos.policies import dlq, retry, skip, stop
+    from eos.records import KEEP, Out, Record
     from eos.session import Transaction, TransactSession
     from eos.settings import Settings
 
 _HOMES = {
-    "KEEP": "eos.app",
+    "KEEP": "eos.records",
     "App": "eos.app",
     "CommitOutcomeUnknown": "eos.errors",
     "ConfigurationError": "eos.errors",
@@ -39,9 +40,9 @@ _HOMES = {
     "IllegalState": "eos.errors",
     "InputGone": "eos.errors",
     "NotAuthorised": "eos.errors",
-    "Out": "eos.app",
+    "Out": "eos.records",
     "PoisonRecord": "eos.errors",
-    "Record": "eos.app",
+    "Record": "eos.records",
     "Settings": "eos.settings",
     "Temporary": "eos.errors",
     "TransactSession": "eos.session",

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eos.app import Header, Record, Send
 from eos.frames import Frame, text_of
 from eos.lineage import HEADER as LINEAGE
 from eos.policies import dead_letter_topic
+from eos.records import Header, Record, Send
 
 PREFIX = "eos-dlq-"
 MESSAGE_BYTES = 1_000  # of the exception's message; a message may quote the whole record

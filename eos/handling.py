@@ -4,8 +4,8 @@ Owns the decision what becomes of a record that failed: handed out again, skippe
 of the run. It must never begin, commit or abort a transaction and never talk to a client: it feeds a transaction (a
 worker's, or eos.testing's without a broker) and says where to stop in it.
 
-A record that fails has sent nothing (eos/app.py). What takes its place is sent in the same transaction: a dead letter
-is one output, a skipped record has none; lineage counts them so. A record that the client or the broker refuses
+A record that fails has sent nothing (eos/routes.py). What takes its place is sent in the same transaction: a dead
+letter is one output, a skipped record has none; lineage counts them so. A record that the client or the broker refuses
 aborts its transaction first; the session finds it, tells `refused`, and hands all records out again: here it then
 fails without its function being run.
 """
@@ -18,12 +18,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from eos import log
-from eos.app import App, Each, Fed, Feed, Header, Record, Route, Send, feed_each
+from eos.app import App
 from eos.dead_letters import class_name, dead_letter, message_of
 from eos.errors import EosError, PoisonRecord, Temporary
 from eos.frames import Frame, frames_of, text_of
 from eos.lineage import Ledger, check_route, each_with_lineage
 from eos.policies import Policy, stop
+from eos.records import Each, Fed, Feed, Header, Record, Send
+from eos.routes import Route, feed_each
 from eos.serde import DecodeError
 
 Partition = tuple[str, int]

@@ -13,7 +13,7 @@ from eos import log
 from eos.serde import function_name, underlying
 
 if TYPE_CHECKING:
-    from eos.app import Record
+    from eos.records import Record
 
 # By where a function is defined, not by the function: a copy that was pickled is the same one.
 _said: set[tuple[object, ...]] = set()

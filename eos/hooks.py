@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from eos import concurrent, log
-from eos.app import App, is_async
+from eos.app import App
 from eos.errors import Temporary
+from eos.routes import is_async
 from eos.serde import function_name
 
 

@@ -8,17 +8,17 @@ no transaction is open and no commit is on its way.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from eos.admin.cluster import ClusterAdmin
-from eos.app import Record
+from eos.asking import Finish
 from eos.errors import CallFailed, EosError
-from eos.membership import Finish, Membership
+from eos.membership import Membership
 from eos.observe import Pulse
 from eos.pacing import Pacing
 from eos.participants import Participant
 from eos.positions import Positions
-from eos.positions import TopicPartition as Partition
+from eos.records import Record
 from eos.settings import Settings
 from eos.world import World
 
@@ -73,7 +73,7 @@ class Intake:
         self.membership.make_way(admin)
         self._came_later |= self._came_without_us(admin)
         if self._until_end:
-            self._finish = Finish(self.membership)
+            self._finish = Finish(self.membership.asking, self._world)
         self.membership.join()
 
     def _came_without_us(self, admin: ClusterAdmin) -> set[str]:
@@ -81,7 +81,7 @@ class Intake:
         them: the group has offsets, but none of these. Where it has none at all, `latest` is about every topic."""
         if not self.by_pattern or self._settings.get("auto.offset.reset") != "latest":
             return set()
-        committed = self.membership.topics_with_commits(admin)
+        committed = self.membership.asking.topics_with_commits(admin)
         return self.by_pattern - committed if committed else set()
 
     def _made(self) -> Membership:
@@ -101,7 +101,7 @@ class Intake:
     def begin_anew(self) -> None:
         """Another consumer in this one's place, whose partitions begin at what is committed. It does not join yet."""
         gone, fresh = self.membership, self._made()
-        fresh.begin_at(gone.starts())
+        fresh.starts.known = gone.starts.all_uncommitted()
         self._membership = fresh
         gone.abandon()
         self.positions.clear()
@@ -152,7 +152,7 @@ class Intake:
 
     def finished(self) -> bool:
         """With `until_end`: the whole group has committed all that there was at the start."""
-        return self._finish is not None and self._finish.reached(self.membership)
+        return self._finish is not None and self._finish.reached(self.membership.asking)
 
     # ---- polling ----------------------------------------------------------------------------------------------
 
@@ -185,13 +185,6 @@ class Intake:
         except CallFailed as failure:
             self._failure = failure  # the next poll's: what is waited for goes first
         return len(self.positions) > before
-
-    def starts_of(self, left: Mapping[Partition, int]) -> None:
-        """A commit with these new starts did not come to pass: they are to be committed still. Not those of a partition
-        that went while it was on its way, which begins where its next owner says."""
-        membership = self.membership
-        kept = {p: offset for p, offset in left.items() if p in membership.owned}
-        membership.new_starts = kept | membership.new_starts
 
 
 def _size(record: Record | None) -> int:

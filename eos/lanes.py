@@ -49,7 +49,7 @@ class Leaving:
 
 class Lanes:
     def __init__(self, settings: Settings, transactional_id: str, pulse: Pulse, world: World) -> None:
-        self._settings, self._transactional_id, self._pulse, self._world = settings, transactional_id, pulse, world
+        self._settings, self.transactional_id, self._pulse, self._world = settings, transactional_id, pulse, world
         self.producers: list[TransactionalProducer] = []
         """Whose turn it is comes first."""
         self.leaving: Leaving | None = None
@@ -57,17 +57,17 @@ class Lanes:
 
     def start(self, admin: ClusterAdmin, deadline: float, in_turn: bool) -> None:
         """Fences every predecessor, in whichever way it used the two transactional.ids."""
-        self._committer = self._world.caller(f"eos-{self._transactional_id}-commit")
+        self._committer = self._world.caller(f"eos-{self.transactional_id}-commit")
 
         def end(transactional_id: str) -> None:
             end_left_open(admin, [transactional_id], self._world)
 
         # There the alternate id is for replacements.
         old_brokers = admin.transaction_version() < OLD_TRANSACTIONS
-        self.producers = [self._producer(self._transactional_id, alternate=old_brokers)]
+        self.producers = [self._producer(self.transactional_id, alternate=old_brokers)]
         self.turn.start(deadline, end)
         if not old_brokers:
-            second = self._producer(alternate_of(self._transactional_id))
+            second = self._producer(alternate_of(self.transactional_id))
             second.start(deadline, end)
             if in_turn:
                 self.producers.append(second)

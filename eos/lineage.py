@@ -19,9 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from eos.app import Each, Record, Route, Send
 from eos.errors import ConfigurationError
 from eos.participants import Committed
+from eos.records import Each, Record, Send
+from eos.routes import Route
 
 HEADER = "eos-lineage"
 KEY = "lineage"

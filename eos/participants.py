@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from eos.app import Record
 from eos.errors import CallFailed, PoisonRecord
 from eos.positions import TopicPartition as Partition
+from eos.records import Record
 
 if TYPE_CHECKING:
     from eos.session import Transaction

@@ -14,7 +14,6 @@ from typing import Any
 from confluent_kafka import KafkaError, Message, TopicPartition
 
 from eos import log
-from eos.app import Headers, send_of
 from eos.claim import Claim
 from eos.errors import (
     Action,
@@ -31,7 +30,9 @@ from eos.errors import (
 )
 from eos.ownership import Described, Owner
 from eos.producer import OLD_TRANSACTIONS, TransactionalProducer
+from eos.records import Headers
 from eos.recovery import PLAN, Step
+from eos.results import send_of
 from eos.settings import Settings, settings_of
 from eos.states import State
 from eos.world import REAL, World

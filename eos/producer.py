@@ -8,37 +8,32 @@ module never decides commit or abort, and never replaces itself inside a transac
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
-import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
-from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 
 from eos import log
-from eos.app import Fed, Feed, Record, Send
-from eos.callbacks import guarded
+from eos.client import ABANDONED_POLL_S, Client, retire
 from eos.error_table import denied
 from eos.errors import (
     Action,
     Call,
     CallFailed,
-    ConfigurationError,
     Unavailable,
     classify,
     describe_error,
     no_broker,
     stop_error,
 )
-from eos.evidence import RetryEvidence, decode_statistics
 from eos.observe import Pulse
 from eos.ownership import Identity, Reach, Situation
 from eos.raising import raising
-from eos.settings import STATISTICS_INTERVAL_MS, Settings, alternate_of
+from eos.records import Fed, Feed, Record, Send
+from eos.settings import Settings, alternate_of
 from eos.states import OPEN, Event, Machine, State
-from eos.watchdog import IDLE_S, CallHung, Watchdog
+from eos.watchdog import CallHung
 from eos.world import REAL, World
 
 ALWAYS = "always"  # the setting, and the reason it gives
@@ -46,8 +41,6 @@ OLD_TRANSACTIONS = 2  # transaction.version below it: a replaced producer needs 
 HANG_MARGIN_S = 5.0
 _WAIT_LOG_INTERVAL_S = 10.0
 _FLUSH_LOOK_S, _FLUSH_WAIT_S = 0.001, 0.5
-_ABANDONED_POLL_S = 0.5
-_LOOKS_UNTIL_COLLECTED = 20
 _IDENTITY_S = 2.0  # how long the first statistics are waited for, ten a second
 _FRESH_S = 10.0  # and the next ones, on a machine that does other things: an old epoch would look like a predecessor's
 _OVERDUE_S = 2.0  # behind the time for statistics: on a machine that does other things too, a replacement takes longer
@@ -59,101 +52,9 @@ _MARKERS_S = 0.010
 _REPORT_DELAY_S = 0.5  # a transaction fails a moment before the report of the record that made it fail
 
 
-class _Client:
-    """One confluent-kafka Producer with what is known of it; thrown away as a whole."""
-
-    def __init__(self, settings: Settings, transactional_id: str, reports: bool, world: World = REAL) -> None:
-        self.transactional_id, self.world = transactional_id, world
-        self._looking = threading.Lock()  # held to change the evidence
-        self._served_at = world.now()
-        self.evidence = RetryEvidence(settings.retry_backoff_ms)
-        self.identity: Identity | None = None
-        self.inits = 1
-        """InitProducerId requests that were sent."""
-        self.statistics_seen = 0
-        self.delivery_error: tuple[KafkaError, str] | None = None
-        self.delivery_errors = 0
-        self.callback_error: BaseException | None = None
-        configuration = guarded(settings.producer(transactional_id), self._keep)
-        self.user_stats = configuration.get("stats_cb")
-        configuration.setdefault("statistics.interval.ms", STATISTICS_INTERVAL_MS)
-        configuration.setdefault("logger", log.client_logger)
-        if str(configuration["statistics.interval.ms"]).strip() == "0":
-            # A user who wants none (and always replaces) must have some all the same: they alone tell the producer's
-            # epoch, and whose epoch is not known takes its own timeout for a newer instance (exit 79).
-            configuration["statistics.interval.ms"], self.user_stats = STATISTICS_INTERVAL_MS, None
-        configuration |= {
-            "stats_cb": self._statistics,
-            # A callback per record costs 20 %; errors are latched, the rest is counted.
-            "delivery.report.only.error": not reports,
-            "on_delivery": self.delivered,
-        }
-        try:
-            self.producer = world.producer(configuration)
-        except (KafkaException, TypeError, ValueError) as error:
-            raise ConfigurationError(f"the producer's settings were refused: {describe_error(error)}") from error
-        self.statistics_interval_s = int(configuration["statistics.interval.ms"]) / 1000
-        self.watchdog = self.new_watchdog()
-
-    def new_watchdog(self) -> Watchdog:
-        return self.world.caller(f"eos-{self.transactional_id}", self._serve_unasked)
-
-    def serve(self, timeout_s: float = 0.0) -> None:
-        """Calls the callbacks of what the client has to say."""
-        self._served_at = self.world.now()
-        raising(self.producer.poll, timeout_s)
-
-    def _serve_unasked(self) -> None:
-        """By the watchdog's thread, while a user's function runs for minutes or a kept producer has nothing to do:
-        statistics come ten times a second, of 10 KB and more."""
-        if self.world.now() - self._served_at < IDLE_S:
-            return
-        try:
-            self.serve()
-        except (KafkaException, SystemError):
-            pass  # a fatal error: it shows again at the next transactional call
-        except BaseException as error:  # noqa: BLE001 - a callback's; the thread goes on, and the loop is told
-            self._keep(error)
-
-    def _statistics(self, text: str) -> None:
-        try:
-            statistics = decode_statistics(text)
-            if statistics.eos.producer_epoch >= 0:
-                self.identity = Identity(statistics.eos.producer_id, statistics.eos.producer_epoch)
-            self.inits = max(self.inits, statistics.count("InitProducerId"))
-            self.statistics_seen += 1
-            with self._looking:
-                self.evidence.statistics(statistics)
-        except Exception as error:  # noqa: BLE001 - must not pass through C frames
-            self._keep(error)
-        if self.user_stats is not None:
-            self.user_stats(text)
-
-    def timed(self, call: Call, function: Callable[[], None]) -> None:
-        """A call whose duration tells whether it was retried inside."""
-        with self._looking:
-            self.evidence.call_began()
-        began = self.world.now()
-        function()
-        returned = self.world.now()
-        with self._looking:
-            self.evidence.call_took(call, (returned - began) * 1000, returned)
-
-    def _keep(self, error: BaseException) -> None:
-        """Raised at the transaction's end."""
-        self.callback_error = self.callback_error or error
-
-    def delivered(self, error: KafkaError | None, message: Message) -> None:
-        """The delivery callback; without `reports` it sees errors only."""
-        if error is not None:
-            self.delivery_errors += 1
-            if self.delivery_error is None:
-                self.delivery_error = (error, f"{message.topic()} [{message.partition()}]")
-
-
 class TransactionalProducer:
     """Drives one transactional.id: start, then begin/send/flush/send_offsets/commit or abort, replace, close. It is the
-    Sink of what is fed to it (eos/app.py).
+    Sink of what is fed to it (eos/records.py).
 
     With `reports` every record's delivery is reported (to `send`'s callback). With `alternate`, a replacement goes on
     under a second transactional.id (and a start fences both). Needed for brokers before 4.0: there a late
@@ -177,8 +78,8 @@ class TransactionalProducer:
         self._machine = Machine()
         self._mode: str = settings["eos.replace.producer"]
         self._call_timeout_s: float = settings["eos.call.timeout.ms"] / 1000
-        self._client: _Client | None = None
-        self._half_way: _Client | None = None  # its init was interrupted
+        self._client: Client | None = None
+        self._half_way: Client | None = None  # its init was interrupted
         self._spent: str | None = None
         self._produced = 0
         self.waited_s = 0.0
@@ -207,7 +108,7 @@ class TransactionalProducer:
         return self._machine.state in (State.IN_TRANSACTION, State.ABORTABLE_ERROR) and not self.client.watchdog.hung
 
     @property
-    def client(self) -> _Client:
+    def client(self) -> Client:
         assert self._client is not None, "start() comes first"
         return self._client
 
@@ -232,7 +133,7 @@ class TransactionalProducer:
         for transactional_id in reversed(self._ids):
             client = self._initialised(transactional_id, deadline, before_init)
             if transactional_id != self._ids[0]:
-                _retire(client)
+                retire(client)
         self._client = client
         self._machine.fire(Event.INITIALISED)
         self._spent = None
@@ -243,17 +144,17 @@ class TransactionalProducer:
         transactional_id: str,
         deadline: float | None,
         before_init: Callable[[str], None] = lambda transactional_id: None,
-    ) -> _Client:
+    ) -> Client:
         client = self._half_way
         if client is None or client.transactional_id != transactional_id:
             self._end_half_way()
-            client = _Client(self._settings, transactional_id, self._reports, self._world)
+            client = Client(self._settings, transactional_id, self._reports, self._world)
             # Behind the client: what its settings are refused for must not have fenced a healthy owner.
             before_init(transactional_id)
         try:
             self._init(client, deadline)
         except CallFailed as failure:
-            _retire(client)
+            retire(client)
             if failure.action in (Action.RETRY, Action.REBUILD, Action.ABORT, Action.SETTLE):
                 servers = self._settings.bootstrap_servers
                 raise Unavailable(
@@ -266,13 +167,13 @@ class TransactionalProducer:
             raise stop_error(CallFailed("init", failure.action, failure.error, right)) from failure
         return client
 
-    def _init(self, client: _Client, deadline: float | None) -> None:
+    def _init(self, client: Client, deadline: float | None) -> None:
         """An init whose wait a signal ended goes on in its client. Beside it another client's could get an epoch that
         this one then takes back, so it is this client's again, and never two at once."""
         resumed, self._half_way = client is self._half_way, client
         if resumed:
             client.watchdog.close()
-            while not client.watchdog.ended(_ABANDONED_POLL_S):
+            while not client.watchdog.ended(ABANDONED_POLL_S):
                 self._pulse.beat("calling", "init")
             client.watchdog = client.new_watchdog()
         try:
@@ -287,7 +188,7 @@ class TransactionalProducer:
         if (client := self._half_way) is not None:
             with contextlib.suppress(CallFailed):
                 self._init(client, self._world.now() + self._call_timeout_s)
-            _retire(client)
+            retire(client)
 
     def must_replace(self) -> str | None:
         """Why this producer may not begin another transaction, or None (the replacement rule, eos/evidence.py).
@@ -330,13 +231,13 @@ class TransactionalProducer:
         kind = reason.split(":")[0]
         self.replacements[kind] = self.replacements.get(kind, 0) + 1
         if len(self._ids) > 1:
-            _retire(self._initialised(self._ids[0], None))
+            retire(self._initialised(self._ids[0], None))
             self._ids.reverse()
         self._client = self._initialised(self._ids[0], None)
         self._machine.fire(Event.INITIALISED)
         self._spent, self.may_have_bumped = None, False
         if old is not None:
-            _retire(old)
+            retire(old)
         level = logging.DEBUG if self._mode == ALWAYS else logging.INFO
         self._look_around()
         log.event(level, "producer replaced", reason=reason, **self.who())
@@ -361,7 +262,7 @@ class TransactionalProducer:
         """Ends the client without touching the cluster; an open transaction is left to its timeout or a successor."""
         self._end_half_way()  # a new session's init could come before it
         if self._client is not None:
-            _retire(self._client)
+            retire(self._client)
             self._client = None
 
     # ---- one transaction ---------------------------------------------------------------------------------------
@@ -462,7 +363,7 @@ class TransactionalProducer:
         """Serves callbacks. A fatal error that poll raises shows again, with flags, at the next transactional call."""
         self._serve(self.client, timeout_s)
 
-    def _serve(self, client: _Client, timeout_s: float = 0.0) -> None:
+    def _serve(self, client: Client, timeout_s: float = 0.0) -> None:
         try:
             client.serve(timeout_s)
         except (KafkaException, SystemError) as error:
@@ -582,7 +483,7 @@ class TransactionalProducer:
         self.client.timed(name, lambda: self._call(self.client, name, function, *args, deadline=deadline))
 
     def _call(
-        self, client: _Client, name: Call, function: Callable[..., Any], *args: Any, deadline: float | None
+        self, client: Client, name: Call, function: Callable[..., Any], *args: Any, deadline: float | None
     ) -> None:
         """One transactional call, again while it is retriable and the deadline has not passed."""
         told = self._world.now()
@@ -634,39 +535,3 @@ class TransactionalProducer:
         if where:
             failure.args = (f"{failure} at {where}",)
         return failure
-
-
-def _retire(client: _Client) -> None:
-    """Drops a client on another thread: destroying one can block, and one with a hung call must not be destroyed."""
-    client.watchdog.close()
-    client.world.background("eos-retire", lambda: _destroy(client))
-
-
-def _destroy(client: _Client) -> None:
-    client.user_stats = None
-    while not client.watchdog.ended(_ABANDONED_POLL_S):
-        # A call hangs in it, perhaps for ever: what the client says meanwhile concerns nobody, but must not gather.
-        _unheard(client.producer)
-    producer = client.producer
-    # The client and its producer's callbacks hold each other. Left to the garbage collector, which a worker keeps from
-    # running, its threads and connections would stay, and its statistics gather unread: 10 a second, megabytes.
-    del client.producer
-    try:
-        producer.purge()
-    except (KafkaException, SystemError) as error:
-        log.event(logging.DEBUG, "purge of a replaced producer raised", error=describe_error(error))
-    looks, nobodys = 0, object()
-    while sys.getrefcount(producer) > sys.getrefcount(nobodys):
-        # The traceback of the failure for which it was replaced holds it while the failure is dealt with. A traceback
-        # that is part of a circle would for ever, with six threads and what the client says.
-        _unheard(producer)
-        client.world.sleep(_ABANDONED_POLL_S)
-        looks += 1
-        if looks == _LOOKS_UNTIL_COLLECTED:
-            gc.collect()
-
-
-def _unheard(producer: Producer) -> None:
-    """Takes what a producer that is given up has to say."""
-    with contextlib.suppress(KafkaException, SystemError):
-        raising(producer.poll, 0)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from eos.app import Record
 from eos.errors import Action, CallFailed, stop_error
+from eos.records import Record
 
 TopicPartition = tuple[str, int]
 

@@ -24,7 +24,7 @@ from confluent_kafka import KafkaException, TopicPartition
 
 from eos import log
 from eos.admin import facts, tail
-from eos.app import App, Header, Record, Route, Send
+from eos.app import App
 from eos.dead_letters import PREFIX, parts_of
 from eos.errors import (
     Action,
@@ -41,6 +41,8 @@ from eos.handling import Handler, Kept
 from eos.hooks import Hooks
 from eos.plain import Transactions
 from eos.policies import DEAD_LETTER_SUFFIX, dead_letter_topic, dlq
+from eos.records import Header, Record, Send
+from eos.routes import Route
 from eos.settings import Settings
 from eos.world import REAL, World
 

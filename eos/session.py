@@ -25,20 +25,23 @@ from typing import Any
 from confluent_kafka import Consumer
 
 from eos import log
-from eos.app import Fed, Feed, Headers, Record, is_pattern, send_of
+from eos.app import is_pattern
+from eos.asking import Stopped
 from eos.claim import Claim
 from eos.endings import Endings
 from eos.errors import Action, CallFailed, ConfigurationError, IllegalState, PoisonRecord
 from eos.intake import Intake
 from eos.lanes import Lanes, Leaving
-from eos.membership import Membership, Stopped
+from eos.membership import Membership
 from eos.observe import Pulse
 from eos.offsets import IDLE_PLACES_S, Offsets
 from eos.pacing import Pacing
 from eos.participants import Listener, Outcome, Participant
 from eos.positions import TopicPartition as Partition
 from eos.producer import ALWAYS, TransactionalProducer
+from eos.records import Fed, Feed, Headers, Record
 from eos.recovery import Trouble
+from eos.results import send_of
 from eos.settings import OF_FUNCTIONS, Settings, settings_of
 from eos.steps import Recovery
 from eos.successor import Successor
@@ -297,7 +300,9 @@ class TransactSession:
 
     def lag(self) -> int | None:
         """Records (and markers) between what is committed and the last stable offsets; None: not known yet."""
-        return self.membership.lag()
+        lags = list(self.membership.lags().values())
+        known = [lag for lag in lags if lag is not None]
+        return sum(known) if lags and len(known) == len(lags) else None
 
     def who(self) -> Mapping[str, object]:
         """For a line about a transaction: transactional.id, producer id, epoch and state."""
@@ -369,7 +374,7 @@ class TransactSession:
             elif (leaving := self._lanes.leaving) is not None:
                 if leaving.job.done.is_set():
                     self._await_commit()
-            elif gathered and self._offsets.to_commit(self.membership.new_starts, IDLE_PLACES_S):
+            elif gathered and self._offsets.to_commit(self.membership.starts.uncommitted, IDLE_PLACES_S):
                 if self._try(self._begin):
                     self.end()
             elif self._intake.finished():
@@ -468,7 +473,7 @@ class TransactSession:
         if self._open is None:
             raise IllegalState("no transaction is open")
         self._open._give_back_ahead()
-        offsets = self._offsets.to_commit(self.membership.new_starts)
+        offsets = self._offsets.to_commit(self.membership.starts.uncommitted)
         if not (self._try(self._flush) and self._await_commit()):
             return False
         # Behind both waits, in which a partition may be lost.
@@ -488,11 +493,11 @@ class TransactSession:
         """The flushed transaction's commit is sent on its way."""
         assert self._open is not None
         job = self._lanes.commit_of(self._offsets.commits_of(offsets, self.producer), group_metadata)
-        starts, taken = self.membership.new_starts, self._positions.taken
+        starts, taken = self.membership.starts.uncommitted, self._positions.taken
         self._open.set_out = True
         self._positions.leave(offsets)
         self._lanes.send(Leaving(self.producer, self._open, offsets, starts, taken, self._world.now(), job))
-        self.membership.new_starts = {}
+        self.membership.starts.uncommitted = {}
         self._open = None
 
     def _await_commit(self) -> bool:
@@ -505,7 +510,7 @@ class TransactSession:
         if error is None:
             self._arrived(left)
             return True
-        self._intake.starts_of(left.new_starts)
+        self.membership.starts.returned(left.new_starts, self.membership.owned)
         self._positions.returned()
         self._lanes.ended(left)
         if not isinstance(error, CallFailed):
@@ -558,7 +563,7 @@ class TransactSession:
         """Carries out what a failed call asks for; returns when the loop can go on, raises when it must stop."""
         if not self._await_commit() and failure.call != "consume":
             return  # the transaction before failed and took the open one with it; the consumer's failure remains
-        self._carry_out(failure, self.membership.new_starts | self._positions.offsets())
+        self._carry_out(failure, self.membership.starts.uncommitted | self._positions.offsets())
 
     def _carry_out(self, failure: CallFailed, offsets: Mapping[Partition, int]) -> None:
         self._open = None

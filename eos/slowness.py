@@ -16,10 +16,11 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from eos import log
-from eos.app import Record, Route
 from eos.errors import ConfigurationError
 from eos.handling import Partition, spans_of
 from eos.participants import Outcome
+from eos.records import Record
+from eos.routes import Route
 from eos.settings import Settings
 
 DEFAULT_MAX_POLL_INTERVAL_MS = 300_000  # librdkafka's

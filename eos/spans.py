@@ -14,9 +14,9 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eos.app import Record
 from eos.errors import ConfigurationError
 from eos.participants import Outcome
+from eos.records import Record
 
 _LINKS = 32  # of one span, to so many traces
 _TRACE = "traceparent", "tracestate"

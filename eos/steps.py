@@ -95,14 +95,13 @@ class Recovery:
 
     def _resolve(self, trouble: Trouble) -> None:
         membership, positions = self._intake.membership, self._intake.positions
-        stable = membership.stable_committed(list(trouble.offsets))
+        stable = membership.asking.stable_committed(list(trouble.offsets))
         committed = all(stable[p].offset >= offset for p, offset in trouble.offsets.items()) and bool(trouble.offsets)
         outcome = Outcome.COMMITTED if committed else Outcome.ABORTED
         self._endings.ended(outcome)
         known = {p: tp.offset if tp.offset >= 0 else None for p, tp in stable.items()}
         membership.go_back(lambda: positions.resolve(known))
-        starts = membership.new_starts
-        membership.new_starts = {p: offset for p, offset in starts.items() if stable[p].offset < 0}
+        membership.starts.resolved(stable)
         self._pacing.rebuilt()
         who = self._lanes.turn.who()
         log.warning("rebuilt from the committed offsets", reason=trouble.reason, outcome=outcome.value, **who)

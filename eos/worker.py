@@ -16,12 +16,14 @@ from typing import Any, Protocol
 
 from eos import log
 from eos.admin.new_topics import NewTopics
-from eos.app import App, Record, Route
+from eos.app import App
 from eos.errors import CallFailed, PoisonRecord, Temporary
 from eos.handling import Halt, Handler
 from eos.hooks import Hooks
 from eos.lineage import Ledger
 from eos.participants import Listener, Outcome
+from eos.records import Record
+from eos.routes import Route
 from eos.session import Transaction, TransactSession
 from eos.settings import OF_FUNCTIONS, Settings
 from eos.slowness import Slowness

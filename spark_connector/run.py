@@ -17,8 +17,8 @@ from confluent_kafka.admin import AdminClient
 
 from eos import log
 from eos.app import App
+from eos.asking import check_topics
 from eos.errors import ConfigurationError, EosError, Fenced, InputGone, NotAuthorised, Temporary, Unavailable
-from eos.membership import check_topics
 from eos.settings import Settings
 from eos.worker import ShutdownExpired, StopSignals
 from spark_connector import failures

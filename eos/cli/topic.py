@@ -19,10 +19,11 @@ from rich.table import Table
 from eos import log
 from eos.admin import facts, tail
 from eos.admin.tail import Mark, Seen
-from eos.app import Header, is_topic_name
+from eos.app import is_topic_name
 from eos.cli.options import BootstrapServers, Json, Set, load_settings, print_json, print_table
 from eos.errors import UsageError
 from eos.plain import Delivery, transaction
+from eos.records import Header
 from eos.settings import Settings
 
 _TIMEOUT_S = 5.0

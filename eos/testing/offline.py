@@ -1,7 +1,7 @@
 """Runs an App's functions without a broker: decoding, policies and outputs as the worker has them.
 
 Owns how results are told. It must never import a Kafka client, and what a record
-leads to is decided by the worker's own modules (eos/app.py, eos/handling.py), never here. What only a cluster can do
+leads to is decided by the worker's own modules (eos/routes.py, eos/handling.py), never here. What only a cluster can do
 is not shown: records are never refused, transactions never abort.
 """
 
@@ -13,10 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from eos.app import App, Header, Record
+from eos.app import App
 from eos.errors import ConfigurationError
 from eos.handling import Handler, Kept
 from eos.hooks import Hooks
+from eos.records import Header, Record
 from eos.serde import encode, encode_key
 from eos.settings import Settings
 

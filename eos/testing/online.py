@@ -23,9 +23,10 @@ from confluent_kafka import (
 )
 from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
 
-from eos.app import App, Record
+from eos.app import App
 from eos.errors import ConfigurationError, Unavailable
 from eos.plain import transaction
+from eos.records import Record
 from eos.settings import Settings
 from eos.testing.offline import Ran, Sent, records_of
 from eos.worker import Worker

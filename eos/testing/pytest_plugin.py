@@ -19,7 +19,8 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from eos.app import App, Record
+    from eos.app import App
+    from eos.records import Record
     from eos.testing.clusters import Choice, Cluster
     from eos.testing.offline import Ran
 

@@ -18,10 +18,10 @@ from confluent_kafka.admin import AdminClient
 
 import eos as package
 from eos import replay
-from eos.app import Record
 from eos.broker import LocalKafka
 from eos.dead_letters import dead_letter
 from eos.errors import Fenced
+from eos.records import Record
 from eos.settings import Settings
 from eos.testing.history import committed_offsets
 from tests.support.reading import configure, create_topic, settled_records, visible_records

@@ -16,7 +16,7 @@ import pytest
 from confluent_kafka import Consumer, IsolationLevel, TopicPartition
 
 import eos
-from eos import Transaction, TransactSession, clock, membership
+from eos import Transaction, TransactSession, clock, lag
 from eos.admin.cluster import ClusterAdmin
 from eos.broker import LocalKafka
 from eos.errors import Action, CallFailed, Fenced, IllegalState, InputGone, Temporary
@@ -224,7 +224,7 @@ def test_a_partition_of_which_nothing_comes_is_told(
     loop: Loop, kafka: LocalKafka, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without checksums librdkafka stands for ever before a record whose length is damaged, and says nothing."""
-    monkeypatch.setattr(membership, "_STANDING_S", 2.0)
+    monkeypatch.setattr(lag, "_STANDING_S", 2.0)
     damage(kafka, loop.source, 0, at=49)
 
     class Stops(Listener):

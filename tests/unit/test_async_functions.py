@@ -17,10 +17,11 @@ import pytest
 import eos
 import eos.testing
 from eos import App, Out, Record, Settings, concurrent, dlq, retry, skip
-from eos.app import Fed, Route, feed_each
 from eos.errors import ConfigurationError, IllegalState, PoisonRecord, Temporary
 from eos.handling import Halt, Handler, Kept
 from eos.lineage import HEADER, Ledger, decode, each_with_lineage
+from eos.records import Fed
+from eos.routes import Route, feed_each
 from eos.worker import Worker
 
 

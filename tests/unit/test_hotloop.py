@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 import eos
 from eos import App, hotloop
-from eos.app import KEEP, Out, Record
 from eos.errors import ConfigurationError
 from eos.handling import Kept
 from eos.hotloop import python
+from eos.records import KEEP, Out, Record
 
 try:
     from eos.hotloop import _native as native

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
+from eos import asking
 from eos import membership as membership_module
 from eos.admin import places
-from eos.app import Record
+from eos.asking import Stopped, check_topics
 from eos.errors import NotAuthorised, Unavailable
-from eos.membership import Membership, Stopped, check_topics
+from eos.membership import Membership
 from eos.positions import Positions
+from eos.records import Record
 from eos.settings import Settings
+from eos.world import World
 
 SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t"}
 
@@ -81,7 +84,7 @@ def test_a_topic_that_one_broker_has_not_heard_of_yet_is_asked_for_again() -> No
 
 
 def test_a_topic_that_no_broker_knows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership_module, "NEW_TOPIC_S", 0.2)
+    monkeypatch.setattr(asking, "NEW_TOPIC_S", 0.2)
     with pytest.raises(Unavailable, match="topic no does not exist at servers"):
         check_topics(_Heard(), "servers", ["in", "no"], time.monotonic() + 30)
 
@@ -107,10 +110,8 @@ class _Cluster:
 
 
 def _of(cluster: _Cluster, **more: Any) -> Membership:
-    membership = Membership(Settings(SETTINGS | more), ["in"], Positions(), with_ends=False)
-    membership.close(leave=False)
-    membership.consumer = cluster  # type: ignore[assignment]
-    return membership
+    world = World(consumer=lambda configuration: cluster)  # type: ignore[arg-type, return-value]
+    return Membership(Settings(SETTINGS | more), ["in"], Positions(), with_ends=False, world=world)
 
 
 class _NobodyThere:
@@ -123,13 +124,13 @@ AWAY = (KafkaError._TRANSPORT, KafkaError._TIMED_OUT)
 
 def test_ends_are_asked_for_again_while_no_broker_answers() -> None:
     """At the start of --until-end: a broker may be away just then."""
-    assert _of(_Cluster(*AWAY)).stable_ends() == {("in", 0): 5, ("in", 1): 5}
+    assert _of(_Cluster(*AWAY)).asking.stable_ends() == {("in", 0): 5, ("in", 1): 5}
 
 
 def test_a_stop_ends_the_wait_for_a_partition_without_a_leader() -> None:
     waiting = _of(_Cluster(*AWAY * 1_000))
-    waiting._stopping = lambda: next(asked)
-    for question in (waiting.stable_ends, lambda: waiting.topics_with_commits(_NobodyThere())):  # type: ignore[arg-type]
+    waiting.asking._stopping = lambda: next(asked)
+    for question in (waiting.asking.stable_ends, lambda: waiting.asking.topics_with_commits(_NobodyThere())):  # type: ignore[arg-type]
         asked = iter([False, False, True])
         with pytest.raises(Stopped):
             question()
@@ -143,7 +144,7 @@ def test_a_partition_that_cannot_begin_yet_does_not_keep_the_group_from_being_po
         latest._next_resolve = 0.0
         latest.begin_new_partitions()
         assert (latest.unresolved, latest.owned) == (1, set())
-    starts = latest._resolve_starts([("in", 1)])
+    starts = latest.starts.resolve([("in", 1)])
     assert starts["in", 1].offset == -2, "the group knows this topic: a new partition counts from its start"
 
 
@@ -162,7 +163,7 @@ def test_notes_that_cannot_be_read_are_waited_for(
 
 def test_partitions_that_may_not_be_seen_are_a_missing_right_with_its_topic() -> None:
     with pytest.raises(NotAuthorised, match="topic in: not authorised to READ it"):
-        _of(_Cluster(KafkaError.TOPIC_AUTHORIZATION_FAILED)).stable_ends()
+        _of(_Cluster(KafkaError.TOPIC_AUTHORIZATION_FAILED)).asking.stable_ends()
 
 
 class _Group:
@@ -203,6 +204,6 @@ def test_a_topic_that_came_later_begins_at_its_beginning_under_latest() -> None:
     group = _Cluster()
     membership = _of(group, **{"auto.offset.reset": "latest", "eos.places.topic": ""})
     group.committed = lambda partitions, timeout: partitions  # type: ignore[method-assign]
-    assert [tp.offset for tp in membership._resolve_starts([("in", 0)]).values()] == [5]
-    membership._came_later = {"in"}
-    assert [tp.offset for tp in membership._resolve_starts([("in", 0)]).values()] == [-2]
+    assert [tp.offset for tp in membership.starts.resolve([("in", 0)]).values()] == [5]
+    membership.starts._came_later = {"in"}
+    assert [tp.offset for tp in membership.starts.resolve([("in", 0)]).values()] == [-2]

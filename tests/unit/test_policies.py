@@ -21,12 +21,12 @@ import eos
 import eos.handling
 import eos.testing
 from eos import App, Out, Record, dlq, retry, skip, stop
-from eos.app import Fed, Feed, Send
 from eos.dead_letters import MESSAGE_BYTES, dead_letter
 from eos.errors import Action, CallFailed, ConfigurationError, PoisonRecord, Temporary
 from eos.handling import DeadLetterRefused, Halt, Handler, RecordRefused
 from eos.lineage import HEADER, Ledger, decode
 from eos.policies import Policy, policy_of
+from eos.records import Fed, Feed, Send
 from eos.serde import DecodeError
 
 

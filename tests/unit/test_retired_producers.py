@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from eos import clock, producer, watchdog
+from eos import client as client_module
+from eos import clock, watchdog
+from eos.client import Client, retire
 from eos.errors import CallFailed
 from eos.ownership import Identity
-from eos.producer import TransactionalProducer, _Client, _retire
+from eos.producer import TransactionalProducer
 from eos.session import TransactSession
 from eos.settings import Settings
 from eos.states import Event
@@ -28,9 +30,9 @@ OFTEN = NOBODY | {"statistics.interval.ms": 10}
 wait_until = functools.partial(reading.wait_until, timeout=30)
 
 
-def with_a_client(transactional: TransactionalProducer) -> _Client:
+def with_a_client(transactional: TransactionalProducer) -> Client:
     """As if it were initialised, which takes a broker."""
-    client = transactional._client = _Client(transactional._settings, "t", reports=False)
+    client = transactional._client = Client(transactional._settings, "t", reports=False)
     transactional._machine.fire(Event.INITIALISED)
     return client
 
@@ -45,9 +47,9 @@ def rarely() -> Any:
 
 @pytest.mark.usefixtures("rarely")
 def test_a_replaced_client_is_destroyed_without_the_garbage_collector() -> None:
-    client = _Client(Settings(NOBODY), "t", reports=False)
+    client = Client(Settings(NOBODY), "t", reports=False)
     gone = weakref.ref(client)
-    _retire(client)
+    retire(client)
     del client
     wait_until("the client is still there, and with it librdkafka's threads", lambda: gone() is None)
     wait_until("who retires it ends", lambda: all(t.name != "eos-retire" for t in threading.enumerate()))
@@ -57,12 +59,12 @@ def test_a_replaced_client_is_destroyed_without_the_garbage_collector() -> None:
 def test_a_client_in_which_a_call_hangs_is_read_until_it_returns_and_then_destroyed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(producer, "_ABANDONED_POLL_S", 0.01)
-    client = _Client(Settings(OFTEN), "t", reports=False)
+    monkeypatch.setattr(client_module, "ABANDONED_POLL_S", 0.01)
+    client = Client(Settings(OFTEN), "t", reports=False)
     hang = threading.Event()
     with pytest.raises(CallHung):
         client.watchdog.call(hang.wait, timeout_s=0.01)
-    _retire(client)
+    retire(client)
     gone = weakref.ref(client)
     del client
     wait_until("its statistics are read, so it is not destroyed", lambda: getattr(gone(), "statistics_seen", 0) > 3)
@@ -72,7 +74,7 @@ def test_a_client_in_which_a_call_hangs_is_read_until_it_returns_and_then_destro
 
 @pytest.mark.usefixtures("rarely")
 def test_a_client_whose_call_failed_is_destroyed_without_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(producer, "_LOOKS_UNTIL_COLLECTED", -1)
+    monkeypatch.setattr(client_module, "_LOOKS_UNTIL_COLLECTED", -1)
     transactional = TransactionalProducer(Settings(NOBODY | {"eos.call.timeout.ms": "100"}), "t")
     client = with_a_client(transactional)
     with pytest.raises(CallFailed, match="init: _TIMED_OUT"):
@@ -87,12 +89,12 @@ def test_a_client_whose_call_failed_is_destroyed_without_the_garbage_collector(m
 def test_a_client_that_something_holds_is_read_and_a_circle_is_collected_in_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(producer, "_ABANDONED_POLL_S", 0.01)
-    monkeypatch.setattr(producer, "_LOOKS_UNTIL_COLLECTED", 50)
-    client = _Client(Settings(OFTEN), "t", reports=False)
+    monkeypatch.setattr(client_module, "ABANDONED_POLL_S", 0.01)
+    monkeypatch.setattr(client_module, "_LOOKS_UNTIL_COLLECTED", 50)
+    client = Client(Settings(OFTEN), "t", reports=False)
     held: list[Any] = [client.producer]
     held.append(held)
-    _retire(client)
+    retire(client)
     gone = weakref.ref(client)
     del client, held
     wait_until("its statistics are read while it is held", lambda: getattr(gone(), "statistics_seen", 0) > 3)
@@ -102,21 +104,21 @@ def test_a_client_that_something_holds_is_read_and_a_circle_is_collected_in_the_
 
 def test_a_client_is_read_while_nobody_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's function runs for minutes, or a kept producer has nothing to do."""
-    monkeypatch.setattr(producer, "IDLE_S", 0.01)
+    monkeypatch.setattr(client_module, "IDLE_S", 0.01)
     monkeypatch.setattr(watchdog, "IDLE_S", 0.01)
-    client = _Client(Settings(OFTEN), "t", reports=False)
+    client = Client(Settings(OFTEN), "t", reports=False)
     threads: set[str] = set()
     client.user_stats = lambda text: threads.add(threading.current_thread().name)
     wait_until("its statistics are read", lambda: client.statistics_seen > 3)
     assert threads == {"eos-t"}
-    _retire(client)
+    retire(client)
     wait_until("its thread ends", lambda: all(t.name != "eos-t" for t in threading.enumerate()))
 
 
 def test_what_a_callback_raises_meanwhile_is_kept_for_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(producer, "IDLE_S", 0.01)
+    monkeypatch.setattr(client_module, "IDLE_S", 0.01)
     monkeypatch.setattr(watchdog, "IDLE_S", 0.01)
-    client = _Client(Settings(OFTEN), "t", reports=False)
+    client = Client(Settings(OFTEN), "t", reports=False)
 
     def interrupted(text: str) -> None:
         raise KeyboardInterrupt
@@ -124,7 +126,7 @@ def test_what_a_callback_raises_meanwhile_is_kept_for_the_loop(monkeypatch: pyte
     client.user_stats = interrupted
     wait_until("it is kept", lambda: isinstance(client.callback_error, KeyboardInterrupt))
     assert client.watchdog.call(int, "7", timeout_s=10) == 7, "the thread goes on"
-    _retire(client)
+    retire(client)
 
 
 @pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="the host's clocks: Linux")
@@ -164,7 +166,7 @@ def test_both_producers_of_an_idle_session_are_read() -> None:
 def test_without_statistics_a_producer_takes_its_own_because_they_tell_its_epoch() -> None:
     told: list[str] = []
     settings = {"statistics.interval.ms": "0", "eos.replace.producer": "always", "stats_cb": told.append}
-    client = _Client(Settings(NOBODY | settings), "t", reports=False)
+    client = Client(Settings(NOBODY | settings), "t", reports=False)
 
     def seen() -> bool:
         client.producer.poll(0.01)
@@ -173,5 +175,5 @@ def test_without_statistics_a_producer_takes_its_own_because_they_tell_its_epoch
     try:
         wait_until("statistics", seen)
     finally:
-        _retire(client)
+        retire(client)
     assert told == [], "the user wanted none"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from eos import App, Record, Settings
-from eos.app import Route
 from eos.errors import ConfigurationError
 from eos.participants import Outcome
+from eos.routes import Route
 from eos.slowness import Slowness
 
 SETTINGS = {"transaction.timeout.ms": 2_000, "max.poll.interval.ms": 12_000}

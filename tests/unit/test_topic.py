@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from eos import cli
 from eos.admin.tail import Mark, Seen, _Lane, _merged
-from eos.app import Record
 from eos.cli.topic import text_of
+from eos.records import Record
 
 
 def record(offset: int, timestamp: int = -1, partition: int = 0) -> Record:

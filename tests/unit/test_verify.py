@@ -18,11 +18,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from eos.app import App, Fed, Out, Record, feed_each
+from eos.app import App
 from eos.cli.verify import NothingToExamine, _tell
 from eos.errors import ConfigurationError
 from eos.handling import Kept
 from eos.lineage import HEADER, Ledger, Source, Tally, check_route, decode, each_with_lineage, encode, tally_of
+from eos.records import Fed, Out, Record
+from eos.routes import feed_each
 from eos.testing import verify as verifying
 from eos.testing.checker import Ends
 from eos.testing.history import Log

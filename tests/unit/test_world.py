@@ -34,6 +34,9 @@ SESSION = (
     "producer.py",
     "claim.py",
     "plain.py",
+    "asking.py",
+    "starts.py",
+    "lag.py",
 )
 WORKER = ("worker.py", "handling.py", "slowness.py", "spans.py", "replay.py")
 # How a client of either kind is made and logs in is the outside itself.

@@ -129,7 +129,7 @@ def _random_transactional_id() -> None:
     start = TransactSession.start
 
     def under_a_new_name(self: TransactSession) -> None:
-        self.transactional_id += f"-{uuid.uuid4().hex[:8]}"
+        self._lanes.transactional_id += f"-{uuid.uuid4().hex[:8]}"
         start(self)
 
     _replace(TransactSession, "start", under_a_new_name)
@@ -137,8 +137,9 @@ def _random_transactional_id() -> None:
 
 def _outputs_before_the_function_returned() -> None:
     """Every 97th record fails half way in its first run: its first output is out by then."""
-    from eos.app import Fed, Record, Route, Sink, put
     from eos.policies import retry
+    from eos.records import Fed, Record, Sink
+    from eos.routes import Route, put
 
     original = Route.__init__
 
@@ -169,7 +170,8 @@ def _an_output_topic_outside_the_transaction() -> None:
     """The second topic's outputs leave by a producer of their own, which waits for more of them."""
     from confluent_kafka import Producer
 
-    from eos.app import Fed, Record, Route, Sink
+    from eos.records import Fed, Record, Sink
+    from eos.routes import Route
     from tests.containers.matrix.stage_worker import ENVIRONMENT
 
     servers = json.loads(os.environ[ENVIRONMENT])["settings"]["bootstrap.servers"]

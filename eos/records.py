@@ -1,0 +1,139 @@
+"""What goes in and comes out: a Record as it was read, an Out to be sent, and the seam where outputs leave.
+
+It must never do I/O or import a Kafka client.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple, Protocol, final
+
+import msgspec
+
+from eos.errors import CallFailed
+
+Header = tuple[str, bytes | None]
+
+
+# What an engine hands to its producer: (topic, value, key, partition, timestamp_ms, headers).
+# partition -1: the partitioner decides. timestamp_ms 0: the time of producing.
+Send = tuple[str, bytes | None, bytes | None, int, int, list[Header] | None]
+
+
+class Sink(Protocol):
+    """Where a feed puts its outputs: a producer, or what stands in its place."""
+
+    @property
+    def produce(self) -> Callable[..., object]:
+        """confluent-kafka's produce() by position, so that nothing lies between: (topic, value, key[, partition, two
+        callbacks that are None, timestamp_ms[, headers]])."""
+
+    def refused(self, error: Exception, send: Send) -> object:
+        """`produce` raised: sends the output after all, or raises CallFailed."""
+
+
+class Fed(NamedTuple):
+    """What became of the records of a feed: `sent` outputs of the first `handled` records went out. `error`: what the
+    next record's function raised (nothing of that record went out), or the CallFailed of `refused`; None: all went.
+    `culprit`: the record that the error is about, where that is known."""
+
+    sent: int
+    handled: int
+    error: Exception | None
+    culprit: Record | None = None
+
+    @property
+    def failure(self) -> CallFailed | None:
+        """The `error` where it is the client's, and no function's."""
+        if not isinstance(self.error, CallFailed):
+            return None
+        # A delivery that failed is reported during the send of some other record.
+        return self.error.about(self.culprit) if self.error.call == "produce" else self.error
+
+
+class Keep(enum.Enum):
+    """The type of KEEP: an enum, so that it stays one object through copies and pickles, and narrows in mypy."""
+
+    KEEP = "KEEP"
+
+    def __repr__(self) -> str:
+        return "KEEP"
+
+
+KEEP: Final = Keep.KEEP
+
+
+# One Record per message at millions per second: positional, and invisible to the cyclic collector (gc=False).
+# Frozen: nothing that a function does to a record may change what its outputs keep of it.
+@final
+class Record(msgspec.Struct, frozen=True, gc=False):
+    """A record as it was read. `timestamp`: milliseconds since the epoch, -1 when unknown. `value` None: a
+    tombstone. `headers`: (name, bytes or None) pairs, an empty sequence when there are none."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp: int = -1
+    key: bytes | None = None
+    value: bytes | None = None
+    headers: Sequence[Header] = ()
+
+    def __init_subclass__(cls) -> None:
+        # `type(x) is Out` is six times faster than `isinstance` of a Struct: both types are closed.
+        raise TypeError("Record cannot be subclassed")
+
+    def out(
+        self,
+        value: object,
+        *,
+        key: object = KEEP,
+        topic: str | None = None,
+        headers: Headers = (),
+        partition: int | None = None,
+    ) -> Out:
+        """An Out with this record's timestamp and, unless `key` says otherwise, its key."""
+        timestamp = self.timestamp
+        return Out(
+            value,
+            self.key if key is KEEP else key,
+            topic,
+            headers,
+            partition,
+            timestamp if timestamp > 0 else 0,  # unknown: the time of producing
+        )
+
+
+# See Route.feed.
+Feed = Callable[[list[Record], Sink], Fed]
+
+
+# See Route.each.
+Each = Callable[[list[Record]], Iterator[Sequence[Send]]]
+
+
+Headers = Sequence[tuple[str, bytes | str | None]] | Mapping[str, bytes | str | None]
+
+
+@final
+class Out(msgspec.Struct, frozen=True, gc=False):
+    """One record to send.
+
+    `value`: bytes as they are, str as UTF-8, None a tombstone, else JSON; `key` by the same rule, KEEP the
+    input's key, None a null key. `topic` None: the first of `to`. `headers`: (name, bytes, str or None) pairs or
+    a mapping; of the input's those that `eos.headers.pass` names come before them. `partition` None: by the key.
+    `timestamp`: milliseconds since the epoch, KEEP the input's, 0 the time of producing.
+
+    In a batch function an Out has no single input, so nothing can be kept: it says its key and its timestamp.
+    `record.out(value)` says the record's.
+    """
+
+    value: object
+    key: object = KEEP
+    topic: str | None = None
+    headers: Headers = ()
+    partition: int | None = None
+    timestamp: int | Keep = KEEP
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("Out cannot be subclassed")
