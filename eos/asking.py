@@ -15,18 +15,8 @@ from eos import log
 from eos.admin.cluster import ClusterAdmin
 from eos.admin.facts import NEW_TOPIC_S
 from eos.admin.pending import why_unstable
-from eos.error_table import denied
-from eos.errors import (
-    Action,
-    Call,
-    CallFailed,
-    EosError,
-    Unavailable,
-    classify,
-    describe_error,
-    no_broker,
-    stop_error,
-)
+from eos.error_table import classify, denied
+from eos.errors import Action, Call, CallFailed, EosError, Unavailable, describe_error, no_broker, stop_error
 from eos.observe import Pulse
 from eos.positions import TopicPartition as Partition
 from eos.settings import Settings

@@ -1,7 +1,7 @@
-"""The table that turns an error of confluent-kafka's into an action: data, measured or from librdkafka's sources.
+"""What an error of confluent-kafka's asks for: one table, measured or from librdkafka's sources, and its one reader.
 
-It must never hold a rule: eos/errors.py `classify` reads it. Beside it, which resource an error of authorisation is
-about.
+Owns what error codes mean; no other module may look at one to decide what to do. Beside it, which resource an error of
+authorisation is about.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal
 
 from confluent_kafka import KafkaError, KafkaException
 
-from eos.errors import Action, Call, missing_right
+from eos.errors import Action, Call, CallFailed, missing_right
 
 _K = KafkaError
 ANY: Literal["*"] = "*"
@@ -87,6 +87,44 @@ TABLE: dict[tuple[Call | Literal["*"], int], Action] = {
     (ANY, _K.SASL_AUTHENTICATION_FAILED): Action.UNAUTHORISED,
     (ANY, _K._AUTHENTICATION): Action.UNAUTHORISED,
 }
+
+
+# Without flags these calls change nothing by failing, so trying again is safe.
+_DEFAULTS: dict[Call, Action] = {
+    "delivery": Action.ABORT,
+    "consume": Action.RETRY,
+    "committed": Action.RETRY,
+}
+
+
+def classify(call: Call, error: KafkaError) -> Action:
+    """The action for `error` raised by (or, for "delivery", reported after) `call`.
+
+    Order: the table; what the call defaults to; librdkafka's flags; and an error without any flag ends this
+    producer, whose successor starts from what is committed.
+    """
+    code = error.code()
+    row = TABLE.get((call, code)) or TABLE.get((ANY, code))
+    if row is not None:
+        return row
+    if call in _DEFAULTS:
+        return _DEFAULTS[call]
+    if error.txn_requires_abort():
+        return Action.ABORT
+    if error.retriable() and not error.fatal():
+        return Action.RETRY
+    return Action.REBUILD
+
+
+def rebalanced(failure: CallFailed) -> str:
+    """Why an abort is an ordinary rebalance, which costs an interval of work and needs nobody; "" where it is not."""
+    if failure.call not in ("send_offsets", "commit") or failure.action is not Action.ABORT:
+        return ""
+    error = failure.error.args[0] if isinstance(failure.error, KafkaException) else failure.error
+    if isinstance(error, RuntimeError):
+        return str(error)  # found by ourselves, before the broker could refuse it
+    moved = not isinstance(error, BaseException) and error.code() in GROUP_MOVED_ON
+    return "the group rebalances" if moved else ""
 
 
 def denied(error: BaseException | KafkaError, *, group: str = "", transactional_id: str = "", topic: str = "") -> str:

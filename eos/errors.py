@@ -1,8 +1,7 @@
 """What can go wrong, named by what the caller must do.
 
-Owns the error tree and the rule that turns a foreign error (confluent-kafka's) into an action, by the one table in
-eos/error_table.py. It must never talk to Kafka, and no other module may look at an error code to decide what to do.
-Importing it loads no Kafka client: a Spark executor that runs an App has none.
+Owns the error tree and the actions; which action an error of the client asks for is eos/error_table.py's. It must never
+talk to Kafka. Importing it loads no Kafka client: a Spark executor that runs an App has none.
 
     EosError                    exit code
     ├── UsageError              64   the command line was wrong
@@ -102,7 +101,7 @@ class Fenced(EosError):
 
 
 class Action(Enum):
-    """What the caller of a failed call must do; the only answer `classify` gives."""
+    """What the caller of a failed call must do; the only answer that `classify` gives."""
 
     RETRY = "call the same function again, inside a deadline"
     ABORT = "abort the transaction and hand its records out again"
@@ -126,34 +125,6 @@ Call = Literal[
     "init", "begin", "produce", "delivery", "flush", "send_offsets", "commit", "abort", "consume", "committed", "seek"
 ]
 
-# Without flags these calls change nothing by failing, so trying again is safe.
-_DEFAULTS: dict[Call, Action] = {
-    "delivery": Action.ABORT,
-    "consume": Action.RETRY,
-    "committed": Action.RETRY,
-}
-
-
-def classify(call: Call, error: KafkaError) -> Action:
-    """The action for `error` raised by (or, for "delivery", reported after) `call`.
-
-    Order: the table; what the call defaults to; librdkafka's flags; and an error without any flag ends this
-    producer, whose successor starts from what is committed.
-    """
-    from eos.error_table import ANY, TABLE
-
-    code = error.code()
-    row = TABLE.get((call, code)) or TABLE.get((ANY, code))
-    if row is not None:
-        return row
-    if call in _DEFAULTS:
-        return _DEFAULTS[call]
-    if error.txn_requires_abort():
-        return Action.ABORT
-    if error.retriable() and not error.fatal():
-        return Action.RETRY
-    return Action.REBUILD
-
 
 class CallFailed(Exception):
     """A client call failed in a way that `action` says how to handle. Internal: it never leaves a session. `sentence`
@@ -172,21 +143,6 @@ class CallFailed(Exception):
         known = CallFailed(self.call, self.action, self.error, self.sentence, record)
         known.__cause__ = self.__cause__
         return known
-
-
-def rebalanced(failure: CallFailed) -> str:
-    """Why an abort is an ordinary rebalance, which costs an interval of work and needs nobody; "" where it is not."""
-    from confluent_kafka import KafkaException
-
-    from eos.error_table import GROUP_MOVED_ON
-
-    if failure.call not in ("send_offsets", "commit") or failure.action is not Action.ABORT:
-        return ""
-    error = failure.error.args[0] if isinstance(failure.error, KafkaException) else failure.error
-    if isinstance(error, RuntimeError):
-        return str(error)  # found by ourselves, before the broker could refuse it
-    moved = not isinstance(error, BaseException) and error.code() in GROUP_MOVED_ON
-    return "the group rebalances" if moved else ""
 
 
 _THIS_MACHINE = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})

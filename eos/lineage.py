@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from eos.errors import ConfigurationError
-from eos.participants import Committed
-from eos.records import Each, Record, Send
+from eos.records import Committed, Each, Record, Send
 from eos.routes import Route
 
 HEADER = "eos-lineage"

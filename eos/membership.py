@@ -18,15 +18,8 @@ from eos.admin.overdue import OverdueWatch
 from eos.admin.topic_ids import TopicIds
 from eos.asking import Asking, NotNow, check_topics, names_of
 from eos.callbacks import guarded
-from eos.errors import (
-    Action,
-    CallFailed,
-    ConfigurationError,
-    EosError,
-    InputGone,
-    classify,
-    describe_error,
-)
+from eos.error_table import classify
+from eos.errors import Action, CallFailed, ConfigurationError, EosError, InputGone, describe_error
 from eos.lag import Lag
 from eos.observe import Pulse, add
 from eos.positions import Positions

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from eos.errors import CallFailed, PoisonRecord
 from eos.positions import TopicPartition as Partition
-from eos.records import Record
+from eos.records import Committed, Record
 
 if TYPE_CHECKING:
     from eos.session import Transaction
@@ -27,15 +27,6 @@ class Outcome(Enum):
     """Its records come again, to whoever owns their partitions then."""
     UNKNOWN = "unknown"
     """Its commit was asked for, and the answer never came: each partition goes on at what is committed."""
-
-
-class Committed(Protocol):
-    """What confluent-kafka's TopicPartition says of a committed offset; a negative one is none."""
-
-    @property
-    def offset(self) -> int: ...
-    @property
-    def metadata(self) -> str | None: ...
 
 
 class Participant(Protocol):

@@ -16,17 +16,8 @@ from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 
 from eos import log
 from eos.client import ABANDONED_POLL_S, Client, retire
-from eos.error_table import denied
-from eos.errors import (
-    Action,
-    Call,
-    CallFailed,
-    Unavailable,
-    classify,
-    describe_error,
-    no_broker,
-    stop_error,
-)
+from eos.error_table import classify, denied
+from eos.errors import Action, Call, CallFailed, Unavailable, describe_error, no_broker, stop_error
 from eos.observe import Pulse
 from eos.ownership import Identity, Reach, Situation
 from eos.raising import raising

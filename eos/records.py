@@ -137,3 +137,12 @@ class Out(msgspec.Struct, frozen=True, gc=False):
 
     def __init_subclass__(cls) -> None:
         raise TypeError("Out cannot be subclassed")
+
+
+class Committed(Protocol):
+    """What confluent-kafka's TopicPartition says of a committed offset; a negative one is none."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def metadata(self) -> str | None: ...

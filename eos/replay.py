@@ -26,17 +26,8 @@ from eos import log
 from eos.admin import facts, tail
 from eos.app import App
 from eos.dead_letters import PREFIX, parts_of
-from eos.errors import (
-    Action,
-    CallFailed,
-    Fenced,
-    PoisonRecord,
-    Unavailable,
-    UsageError,
-    classify,
-    describe_error,
-    stop_error,
-)
+from eos.error_table import classify
+from eos.errors import Action, CallFailed, Fenced, PoisonRecord, Unavailable, UsageError, describe_error, stop_error
 from eos.handling import Handler, Kept
 from eos.hooks import Hooks
 from eos.plain import Transactions

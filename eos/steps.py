@@ -8,7 +8,8 @@ from __future__ import annotations
 from eos import log
 from eos.claim import Claim
 from eos.endings import Endings
-from eos.errors import Action, CallFailed, PoisonRecord, Temporary, rebalanced
+from eos.error_table import rebalanced
+from eos.errors import Action, CallFailed, PoisonRecord, Temporary
 from eos.intake import Intake
 from eos.lanes import Lanes
 from eos.observe import add

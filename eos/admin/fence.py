@@ -11,8 +11,8 @@ from confluent_kafka import KafkaException
 
 from eos import log
 from eos.admin.cluster import ClusterAdmin
-from eos.error_table import denied
-from eos.errors import Action, CallFailed, EosError, Temporary, Unavailable, classify, stop_error
+from eos.error_table import classify, denied
+from eos.errors import Action, CallFailed, EosError, Temporary, Unavailable, stop_error
 from eos.ownership import Described
 from eos.settings import Settings
 from eos.world import REAL, World

@@ -22,8 +22,8 @@ from confluent_kafka.admin import OffsetSpec
 
 from eos import hotloop, log
 from eos.admin import facts
-from eos.error_table import denied
-from eos.errors import Action, CallFailed, InputGone, Unavailable, classify, describe_error, stop_error
+from eos.error_table import classify, denied
+from eos.errors import Action, CallFailed, InputGone, Unavailable, describe_error, stop_error
 from eos.raising import raising
 from eos.records import Record
 from eos.settings import Settings

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from eos import configuration, settings
 from eos.cli.options import BootstrapServers, Json, Set, flags_of, print_json, print_table
-from eos.cli.run import load_app
+from eos.loading import load_app
 from eos.settings import Settings
 
 

@@ -18,8 +18,8 @@ from eos import log, replay
 from eos.admin.new_topics import topic_names
 from eos.app import App, is_topic_name
 from eos.cli.options import BootstrapServers, Json, Set, load_settings, print_json, print_table
-from eos.cli.run import load_app
 from eos.errors import UsageError
+from eos.loading import load_app
 from eos.policies import DEAD_LETTER_SUFFIX, dead_letter_topic
 from eos.replay import Letter, Place, Replay
 from eos.settings import Settings

@@ -17,9 +17,9 @@ from eos.admin.preflight import Finding, Level, Need
 from eos.admin.transactions import OpenTransaction, Verdict, find_open, place
 from eos.app import App
 from eos.cli.options import BootstrapServers, Json, Set, flags_of, print_json, print_table
-from eos.cli.run import load_app
 from eos.cli.txn import heal_command
 from eos.errors import EosError, NotAuthorised, Unavailable
+from eos.loading import load_app
 from eos.settings import Settings
 
 _TIMEOUT_S = 5.0

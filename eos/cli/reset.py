@@ -10,8 +10,8 @@ from rich.table import Table
 from eos.admin.new_topics import require_topics, topic_names
 from eos.admin.reset import GroupOffsets, Move, parse_target
 from eos.cli.options import BootstrapServers, Set, Yes, confirm, load_settings, print_table
-from eos.cli.run import load_app
 from eos.errors import UsageError
+from eos.loading import load_app
 from eos.settings import Settings
 
 _TIMEOUT_S = 5.0

@@ -8,7 +8,6 @@ worker that was killed starts again its outputs wait.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import signal
 import sys
@@ -20,13 +19,13 @@ import typer
 
 from eos import log, settings
 from eos.admin import preflight
-from eos.app import App
 from eos.cli.reload import folders_of, reloading
-from eos.errors import EosError, ImportFailed, UsageError
+from eos.errors import UsageError
 from eos.health.board import Board
 from eos.health.observer import Observer
 from eos.health.report import Reporter, pipe_of_supervisor
 from eos.health.status import Status
+from eos.loading import load_app
 from eos.supervisor import Supervisor, own_name, prefix_own_output
 from eos.worker import StopSignals, Worker
 
@@ -194,38 +193,6 @@ def _supervise(
 def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise UsageError(f"{option} {value}: must be one of {', '.join(choices)}")
-
-
-def load_app(target: str) -> App:
-    """The App named by `module:attribute` or `path.py:attribute` (attribute defaults to `app`)."""
-    given, _, attribute = target.partition(":")
-    name, attribute = given, attribute or "app"
-    sys.path.insert(0, os.getcwd())
-    if name.endswith(".py"):
-        path = Path(name)
-        if not path.is_file():
-            raise UsageError(f"{name} does not exist")
-        sys.path.insert(0, str(path.parent.resolve()))
-        name = path.stem
-    if not name or name.startswith("."):
-        raise UsageError(f"{target} names no module: expected e.g. flights:app, or path/to/flights.py:app")
-    try:
-        module = importlib.import_module(name)
-    except EosError:
-        raise  # its sentence says it all: a wrong App
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise UsageError(f"there is no module {name} (looked in {os.getcwd()} and the Python path)") from error
-        raise UsageError(f"{name} needs the module {error.name}, which is not installed") from error
-    except Exception as error:
-        raise ImportFailed(f"{name} could not be imported: {type(error).__name__}: {error}") from error
-    found = getattr(module, attribute, None)
-    if not isinstance(found, App):
-        what = "is missing" if found is None else f"is a {type(found).__name__}, not an App"
-        there = [each for each, value in vars(module).items() if isinstance(value, App)]
-        hint = f"; say {' or '.join(f'{given}:{each}' for each in there)}" if there else " and it has no App"
-        raise UsageError(f"{attribute} in {name} {what}{hint}")
-    return found
 
 
 def _warn_of_random_host_name(loaded: settings.Settings) -> None:

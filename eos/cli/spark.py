@@ -9,8 +9,8 @@ import typer
 
 from eos import log, settings
 from eos.cli.run import _check_choice as check_choice
-from eos.cli.run import load_app
 from eos.errors import ConfigurationError, Unavailable, UsageError
+from eos.loading import load_app
 
 app = typer.Typer(no_args_is_help=True)
 

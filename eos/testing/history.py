@@ -31,15 +31,8 @@ from numpy.typing import NDArray
 
 from eos._kafka_names import CONSUMER_ONLY
 from eos.admin import facts
-from eos.errors import (
-    Action,
-    ConfigurationError,
-    EosError,
-    InputGone,
-    NotAuthorised,
-    Unavailable,
-    classify,
-)
+from eos.error_table import classify
+from eos.errors import Action, ConfigurationError, EosError, InputGone, NotAuthorised, Unavailable
 from eos.testing.checker import Ends, Inputs, Outputs
 from eos.testing.lineage import unstamp_many
 

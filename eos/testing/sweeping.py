@@ -36,8 +36,8 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from rich.console import Console
 from rich.table import Column, Table
 
-from eos.cli.run import load_app
 from eos.errors import ConfigurationError, EosError, Unavailable
+from eos.loading import load_app
 from eos.shim.faults import Event, Phase, Plan, Rule
 from eos.testing.shim import ShimThread
 from eos.testing.verify import Verification, verify

@@ -145,7 +145,7 @@ def main() -> int:
             steps.idle()
 
     run_command.Worker = SteppingWorker  # type: ignore[attr-defined, misc]
-    run_command.load_app = lambda target: app  # type: ignore[assignment]
+    run_command.load_app = lambda target: app  # type: ignore[assignment, attr-defined]
     arguments = ["run", "stepping:app", "--instance", orders.instance, "--log-level", "debug"]
     arguments += ["--until-end"] if orders.until_end else []
     for name, value in orders.settings.items():

@@ -17,7 +17,8 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 import eos
 from eos import Transaction, TransactSession
 from eos.ownership import Described
-from eos.participants import Committed, Listener, Outcome
+from eos.participants import Listener, Outcome
+from eos.records import Committed
 from eos.watchdog import Job
 from eos.world import World
 

@@ -128,7 +128,7 @@ def main() -> int:
             session._lanes.send = leaving  # type: ignore[method-assign]
 
     run_command.Worker = StageWorker  # type: ignore[attr-defined, misc]
-    run_command.load_app = lambda target: app  # type: ignore[assignment]
+    run_command.load_app = lambda target: app  # type: ignore[assignment, attr-defined]
     arguments = ["run", "stage:app", "--instance", orders.instance]
     for name, value in orders.settings.items():
         arguments += ["-X", f"{name}={value}"]
