@@ -8,8 +8,8 @@ import time
 
 from benchmarks.shapes import SHAPES, app_of
 from eos import Settings
-from eos.worker import Worker
-from eos.world import World
+from eos.kafka.world import World
+from eos.worker.worker import Worker
 
 
 def main(bootstrap: str, source: str, target: str, count: int, group: str, shape: str, *settings: str) -> None:

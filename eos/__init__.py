@@ -11,7 +11,8 @@ executor) does not load the Kafka clients.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eos.app import App
+    from eos.app.definition import App
+    from eos.app.policies import dlq, retry, skip, stop
     from eos.errors import (
         CommitOutcomeUnknown,
         ConfigurationError,
@@ -24,15 +25,14 @@ if TYPE_CHECKING:
         Temporary,
         Unavailable,
     )
+    from eos.kafka.settings import Settings
     from eos.plain import transaction
-    from eos.policies import dlq, retry, skip, stop
     from eos.records import KEEP, Out, Record
-    from eos.session import Transaction, TransactSession
-    from eos.settings import Settings
+    from eos.session.transact import Transaction, TransactSession
 
 _HOMES = {
     "KEEP": "eos.records",
-    "App": "eos.app",
+    "App": "eos.app.definition",
     "CommitOutcomeUnknown": "eos.errors",
     "ConfigurationError": "eos.errors",
     "EosError": "eos.errors",
@@ -43,15 +43,15 @@ _HOMES = {
     "Out": "eos.records",
     "PoisonRecord": "eos.errors",
     "Record": "eos.records",
-    "Settings": "eos.settings",
+    "Settings": "eos.kafka.settings",
     "Temporary": "eos.errors",
-    "TransactSession": "eos.session",
-    "Transaction": "eos.session",
+    "TransactSession": "eos.session.transact",
+    "Transaction": "eos.session.transact",
     "Unavailable": "eos.errors",
-    "dlq": "eos.policies",
-    "retry": "eos.policies",
-    "skip": "eos.policies",
-    "stop": "eos.policies",
+    "dlq": "eos.app.policies",
+    "retry": "eos.app.policies",
+    "skip": "eos.app.policies",
+    "stop": "eos.app.policies",
     "transaction": "eos.plain",
 }
 

@@ -14,7 +14,7 @@ from typing import Any
 from confluent_kafka import KafkaError, Message, TopicPartition
 
 from eos import log
-from eos.claim import Claim
+from eos.app.results import send_of
 from eos.errors import (
     Action,
     CallFailed,
@@ -28,14 +28,14 @@ from eos.errors import (
     describe_error,
     stop_error,
 )
-from eos.ownership import Described, Owner
-from eos.producer import OLD_TRANSACTIONS, TransactionalProducer
+from eos.kafka.ownership import Described, Owner
+from eos.kafka.settings import Settings, settings_of
+from eos.kafka.world import REAL, World
 from eos.records import Headers
-from eos.recovery import PLAN, Step
-from eos.results import send_of
-from eos.settings import Settings, settings_of
-from eos.states import State
-from eos.world import REAL, World
+from eos.session.claim import Claim
+from eos.session.producer import OLD_TRANSACTIONS, TransactionalProducer
+from eos.session.recovery import PLAN, Step
+from eos.session.states import State
 
 
 class Delivery:

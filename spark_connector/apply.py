@@ -1,10 +1,9 @@
 """An App's functions over Arrow batches: what `mapInArrow` runs on the executors.
 
 Owns the way from rows of Spark's Kafka source to Records and from an App's outputs to rows of the sink. What a function
-gets and what becomes of its result is eos/routes.py's, what becomes of a record that fails eos/handling.py's, the same
-as on a worker. It must never import a Kafka client, open a connection or decide what a micro-batch comes to: it gives
-rows or raises.
-"""
+gets and what becomes of its result is eos/app/routes.py's, what becomes of a record that fails
+eos/worker/handling.py's, the same as on a worker. It must never import a Kafka client, open a connection or decide what
+a micro-batch comes to: it gives rows or raises."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from typing import Any
 import pyarrow as pa
 
 from eos import log
-from eos.app import App
+from eos.app.definition import App
 from eos.errors import EosError
-from eos.handling import Handler, Kept
-from eos.hooks import Hooks
 from eos.records import Header, Record, Send
+from eos.worker.handling import Handler, Kept
+from eos.worker.hooks import Hooks
 from spark_connector.failures import to_line
 from spark_connector.workers import begin_task
 

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import pyarrow as pa
 from kafka import errors as kafka_errors
 
-from eos import clock, log, ownership
-from eos.admin.cluster import ClusterAdmin
+from eos import log
 from eos.errors import ConfigurationError, EosError, Fenced, NotAuthorised, Temporary, Unavailable
+from eos.kafka import clock, ownership
+from eos.kafka.cluster import ClusterAdmin
 from spark_connector import marker
 from spark_connector.answers import Answer, Stopped
 from spark_connector.claims import ClaimServer

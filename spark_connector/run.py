@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from confluent_kafka.admin import AdminClient
 
 from eos import log
-from eos.app import App
-from eos.asking import check_topics
+from eos.app.definition import App
 from eos.errors import ConfigurationError, EosError, Fenced, InputGone, NotAuthorised, Temporary, Unavailable
-from eos.settings import Settings
-from eos.worker import ShutdownExpired, StopSignals
+from eos.kafka.settings import Settings
+from eos.session.asking import check_topics
+from eos.worker.worker import ShutdownExpired, StopSignals
 from spark_connector import failures
 from spark_connector.apply import OUTPUTS, Apply
 from spark_connector.java_settings import unused

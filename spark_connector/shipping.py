@@ -19,9 +19,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eos.app import App
+from eos.app.definition import App
+from eos.app.serde import underlying
 from eos.errors import ConfigurationError
-from eos.serde import underlying
 from spark_connector.session import is_local
 
 if TYPE_CHECKING:

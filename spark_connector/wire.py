@@ -19,8 +19,8 @@ from kafka.net.manager import KafkaConnectionManager
 from kafka.net.selector import NetworkSelector
 from kafka.protocol.metadata import CoordinatorType, FindCoordinatorRequest, MetadataRequest
 
-from eos.admin.security import configuration
-from eos.settings import Settings
+from eos.kafka.security import configuration
+from eos.kafka.settings import Settings
 
 T = TypeVar("T")
 

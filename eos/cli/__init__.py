@@ -17,7 +17,7 @@ import typer
 
 from eos import log
 from eos.errors import EosError, ImportFailed, PoisonRecord
-from eos.hooks import HookFailed
+from eos.worker.hooks import HookFailed
 
 # In the order of the help. A command is the function of its name in its module, a group the module's `app`.
 COMMANDS = {

@@ -9,10 +9,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from eos import configuration, settings
 from eos.cli.options import BootstrapServers, Json, Set, flags_of, print_json, print_table
-from eos.loading import load_app
-from eos.settings import Settings
+from eos.kafka import configuration, settings
+from eos.kafka.settings import Settings
+from eos.worker.loading import load_app
 
 
 def config(

@@ -14,15 +14,16 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from eos import log, replay
-from eos.admin.new_topics import topic_names
-from eos.app import App, is_topic_name
+from eos import log
+from eos.app.definition import App, is_topic_name
+from eos.app.policies import DEAD_LETTER_SUFFIX, dead_letter_topic
 from eos.cli.options import BootstrapServers, Json, Set, load_settings, print_json, print_table
 from eos.errors import UsageError
-from eos.loading import load_app
-from eos.policies import DEAD_LETTER_SUFFIX, dead_letter_topic
-from eos.replay import Letter, Place, Replay
-from eos.settings import Settings
+from eos.kafka.settings import Settings
+from eos.worker import replay
+from eos.worker.loading import load_app
+from eos.worker.new_topics import topic_names
+from eos.worker.replay import Letter, Place, Replay
 
 _TIMEOUT_S = 5.0
 _MESSAGE = 80

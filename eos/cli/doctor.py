@@ -8,19 +8,18 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from eos import settings
-from eos.admin import preflight
-from eos.admin.cluster import OFFSETS_LOG, ClusterAdmin
-from eos.admin.facts import Facts
-from eos.admin.new_topics import lacking, require_topics, topic_names, why_not_read
-from eos.admin.preflight import Finding, Level, Need
-from eos.admin.transactions import OpenTransaction, Verdict, find_open, place
-from eos.app import App
+from eos.app.definition import App
 from eos.cli.options import BootstrapServers, Json, Set, flags_of, print_json, print_table
 from eos.cli.txn import heal_command
 from eos.errors import EosError, NotAuthorised, Unavailable
-from eos.loading import load_app
-from eos.settings import Settings
+from eos.kafka import preflight, settings
+from eos.kafka.cluster import OFFSETS_LOG, ClusterAdmin
+from eos.kafka.facts import Facts
+from eos.kafka.preflight import Finding, Level, Need
+from eos.kafka.settings import Settings
+from eos.kafka.transactions import OpenTransaction, Verdict, find_open, place
+from eos.worker.loading import load_app
+from eos.worker.new_topics import lacking, require_topics, topic_names, why_not_read
 
 _TIMEOUT_S = 5.0
 _COLOURS = {Level.OK: "green", Level.UNKNOWN: "yellow", Level.WARNING: "yellow", Level.FAILED: "red"}

@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from eos import settings
 from eos.errors import UsageError
+from eos.kafka import settings
+from eos.kafka.settings import Settings
 from eos.log import printable
-from eos.settings import Settings
 
 BootstrapServers = Annotated[str | None, typer.Option("--bootstrap-servers", help="HOST:PORT[,HOST:PORT...]")]
 Set = Annotated[

@@ -7,12 +7,12 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from eos.admin.new_topics import require_topics, topic_names
-from eos.admin.reset import GroupOffsets, Move, parse_target
 from eos.cli.options import BootstrapServers, Set, Yes, confirm, load_settings, print_table
 from eos.errors import UsageError
-from eos.loading import load_app
-from eos.settings import Settings
+from eos.kafka.reset import GroupOffsets, Move, parse_target
+from eos.kafka.settings import Settings
+from eos.worker.loading import load_app
+from eos.worker.new_topics import require_topics, topic_names
 
 _TIMEOUT_S = 5.0
 

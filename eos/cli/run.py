@@ -17,17 +17,17 @@ from typing import Annotated, Any
 
 import typer
 
-from eos import log, settings
-from eos.admin import preflight
+from eos import log
 from eos.cli.reload import folders_of, reloading
 from eos.errors import UsageError
 from eos.health.board import Board
 from eos.health.observer import Observer
 from eos.health.report import Reporter, pipe_of_supervisor
 from eos.health.status import Status
-from eos.loading import load_app
-from eos.supervisor import Supervisor, own_name, prefix_own_output
-from eos.worker import StopSignals, Worker
+from eos.kafka import preflight, settings
+from eos.worker.loading import load_app
+from eos.worker.supervisor import Supervisor, own_name, prefix_own_output
+from eos.worker.worker import StopSignals, Worker
 
 
 def run(

@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from eos import log, settings
+from eos import log
 from eos.cli.run import _check_choice as check_choice
 from eos.errors import ConfigurationError, Unavailable, UsageError
-from eos.loading import load_app
+from eos.kafka import settings
+from eos.worker.loading import load_app
 
 app = typer.Typer(no_args_is_help=True)
 

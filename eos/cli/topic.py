@@ -1,6 +1,6 @@
 """`eos topic list | create | tail | send`: the topics of any cluster, for people and machines.
 
-Owns the options and what is printed; eos.admin.tail reads, and `send` is a transaction as `eos.transaction` makes it.
+Owns the options and what is printed; eos.kafka.tail reads, and `send` is a transaction as `eos.transaction` makes it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import typer
 from rich.table import Table
 
 from eos import log
-from eos.admin import facts, tail
-from eos.admin.tail import Mark, Seen
-from eos.app import is_topic_name
+from eos.app.definition import is_topic_name
 from eos.cli.options import BootstrapServers, Json, Set, load_settings, print_json, print_table
 from eos.errors import UsageError
+from eos.kafka import facts, tail
+from eos.kafka.settings import Settings
+from eos.kafka.tail import Mark, Seen
 from eos.plain import Delivery, transaction
 from eos.records import Header
-from eos.settings import Settings
 
 _TIMEOUT_S = 5.0
 _TOLD = 10

@@ -1,6 +1,6 @@
 """`eos txn list | describe | find-hanging | abort`: transactions of the cluster, for people and machines.
 
-Owns the options and what is printed. What hangs and what may be aborted is decided by eos.admin.transactions.
+Owns the options and what is printed. What hangs and what may be aborted is decided by eos.kafka.transactions.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from eos.admin.cluster import ClusterAdmin, Listed
-from eos.admin.fence import end_of
-from eos.admin.transactions import (
+from eos.cli.options import BootstrapServers, Json, Set, Yes, confirm, load_settings, print_json, print_table
+from eos.errors import Unavailable, UsageError
+from eos.kafka.cluster import ClusterAdmin, Listed
+from eos.kafka.fence import end_of
+from eos.kafka.ownership import Described
+from eos.kafka.transactions import (
     ENDED,
     STATES,
     OpenTransaction,
@@ -25,9 +28,6 @@ from eos.admin.transactions import (
     hanging_among,
     place,
 )
-from eos.cli.options import BootstrapServers, Json, Set, Yes, confirm, load_settings, print_json, print_table
-from eos.errors import Unavailable, UsageError
-from eos.ownership import Described
 
 HANGING_FOUND = 1
 

@@ -9,9 +9,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from eos import settings
-from eos.admin import facts
 from eos.errors import EosError, UsageError
+from eos.kafka import facts, settings
 
 if TYPE_CHECKING:
     from eos.testing.verify import Verification

@@ -14,12 +14,12 @@ from kafka import TopicPartition
 from kafka import errors as kafka_errors
 from kafka.admin import KafkaAdminClient
 
-from eos.admin.cluster import ClusterAdmin
 from eos.demo import topics
 from eos.demo.process import Child
 from eos.errors import EosError
-from eos.ownership import Described
-from eos.settings import Settings
+from eos.kafka.cluster import ClusterAdmin
+from eos.kafka.ownership import Described
+from eos.kafka.settings import Settings
 
 MOST_ATTEMPTS = 20
 IN_FLIGHT_S = 0.3  # a commit that left before the fault ends the transaction within milliseconds

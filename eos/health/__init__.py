@@ -8,6 +8,6 @@ metrics.py     statuses -> Prometheus (extra `metrics`)
 board.py       the last minutes of all statuses, for the page
 server.py      /livez /readyz /metrics / over HTTP; page.html is the page
 
-Nothing here may hold a worker up: the worker's thread only writes plain numbers (eos/observe.py) and, twice a second,
-takes a sample of what only it can ask. All else happens on daemon threads. What the probes mean: docs/operations.md.
-"""
+Nothing here may hold a worker up: the worker's thread only writes plain numbers (eos/session/observe.py) and, twice a
+second, takes a sample of what only it can ask. All else happens on daemon threads. What the probes mean:
+docs/operations.md."""

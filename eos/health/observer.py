@@ -21,10 +21,10 @@ from eos import log
 from eos.errors import PoisonRecord
 from eos.health.incidents import Incidents
 from eos.health.status import Distribution, PartitionLag, Sample, Status, judge, stuck_after_s
-from eos.observe import Histogram
+from eos.session.observe import Histogram
 
 if TYPE_CHECKING:
-    from eos.worker import Worker
+    from eos.worker.worker import Worker
 
 _SAMPLE_INTERVAL_S = 0.5
 _PACKAGE = str(Path(eos.__file__).parent)

@@ -1,7 +1,7 @@
 """A supervised worker's status goes to its supervisor: a JSON line twice a second, through a pipe it was started with.
 
 The pipe also says whether the supervisor still is: when it is gone, a supervised worker stops as if it was asked to, so
-that a killed supervisor leaves no orphan. Owns the worker's end; the supervisor's is in eos/supervisor.py.
+that a killed supervisor leaves no orphan. Owns the worker's end; the supervisor's is in eos/worker/supervisor.py.
 """
 
 from __future__ import annotations

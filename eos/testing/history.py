@@ -29,10 +29,10 @@ from confluent_kafka import (
 from confluent_kafka.admin import AdminClient, OffsetSpec
 from numpy.typing import NDArray
 
-from eos._kafka_names import CONSUMER_ONLY
-from eos.admin import facts
-from eos.error_table import classify
 from eos.errors import Action, ConfigurationError, EosError, InputGone, NotAuthorised, Unavailable
+from eos.kafka import facts
+from eos.kafka.failures import classify
+from eos.kafka.names import CONSUMER_ONLY
 from eos.testing.checker import Ends, Inputs, Outputs
 from eos.testing.lineage import unstamp_many
 

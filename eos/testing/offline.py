@@ -1,9 +1,8 @@
 """Runs an App's functions without a broker: decoding, policies and outputs as the worker has them.
 
 Owns how results are told. It must never import a Kafka client, and what a record
-leads to is decided by the worker's own modules (eos/routes.py, eos/handling.py), never here. What only a cluster can do
-is not shown: records are never refused, transactions never abort.
-"""
+leads to is decided by the worker's own modules (eos/app/routes.py, eos/worker/handling.py), never here. What only a
+cluster can do is not shown: records are never refused, transactions never abort."""
 
 from __future__ import annotations
 
@@ -13,13 +12,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from eos.app import App
+from eos.app.definition import App
+from eos.app.serde import encode, encode_key
 from eos.errors import ConfigurationError
-from eos.handling import Handler, Kept
-from eos.hooks import Hooks
+from eos.kafka.settings import Settings
 from eos.records import Header, Record
-from eos.serde import encode, encode_key
-from eos.settings import Settings
+from eos.worker.handling import Handler, Kept
+from eos.worker.hooks import Hooks
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ from confluent_kafka import (
 )
 from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
 
-from eos.app import App
+from eos.app.definition import App
 from eos.errors import ConfigurationError, Unavailable
+from eos.kafka.settings import Settings
 from eos.plain import transaction
 from eos.records import Record
-from eos.settings import Settings
 from eos.testing.offline import Ran, Sent, records_of
-from eos.worker import Worker
+from eos.worker.worker import Worker
 
 _NOT_YET = (KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE, KafkaError.UNKNOWN_TOPIC_OR_PART)
 _TIMEOUT_S = 30.0

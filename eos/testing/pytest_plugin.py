@@ -19,7 +19,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from eos.app import App
+    from eos.app.definition import App
     from eos.records import Record
     from eos.testing.clusters import Choice, Cluster
     from eos.testing.offline import Ran

@@ -37,10 +37,10 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from eos.errors import ConfigurationError, EosError, Unavailable
-from eos.loading import load_app
 from eos.shim.faults import Event, Phase, Plan, Rule
 from eos.testing.shim import ShimThread
 from eos.testing.verify import Verification, verify
+from eos.worker.loading import load_app
 
 # The steps of KIP-98's data flow that are requests, and which of each is struck: in the middle of the work.
 STEPS: Mapping[str, int] = {

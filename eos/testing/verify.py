@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eos import lineage
+from eos.app import lineage
+from eos.app.lineage import Tally
 from eos.errors import Unavailable
-from eos.lineage import Tally
 from eos.testing import checker, history
 from eos.testing.checker import EXAMPLES, Inputs, Outputs, Report, Verdict
 

@@ -11,10 +11,10 @@ from kafka.admin import KafkaAdminClient
 
 import eos
 from eos import Settings, TransactSession
-from eos.admin.cluster import ClusterAdmin
 from eos.broker import LocalKafka
-from eos.participants import Listener
-from eos.producer import TransactionalProducer
+from eos.kafka.cluster import ClusterAdmin
+from eos.session.participants import Listener
+from eos.session.producer import TransactionalProducer
 from tests.support.reading import create_topic, ends_of, settled_values, stable_offset, wait_until
 
 FORGETFUL = {

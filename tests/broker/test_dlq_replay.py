@@ -17,13 +17,13 @@ from confluent_kafka import Message
 from confluent_kafka.admin import AdminClient
 
 import eos as package
-from eos import replay
 from eos.broker import LocalKafka
-from eos.dead_letters import dead_letter
 from eos.errors import Fenced
+from eos.kafka.settings import Settings
 from eos.records import Record
-from eos.settings import Settings
 from eos.testing.history import committed_offsets
+from eos.worker import replay
+from eos.worker.dead_letters import dead_letter
 from tests.support.reading import configure, create_topic, settled_records, visible_records
 
 Names = Callable[[str], str]
@@ -52,7 +52,7 @@ def far_too_large(value: str) -> str:
 KILLED = """
 import os, signal, sys
 from eos import cli
-from eos.producer import TransactionalProducer as producer
+from eos.session.producer import TransactionalProducer as producer
 step, when, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
 call, calls = getattr(producer, step), []
 def killing(self, *arguments):

@@ -20,12 +20,12 @@ from confluent_kafka import Producer
 from eos import Record, Settings, Transaction, TransactSession
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
-from eos.participants import Listener
+from eos.kafka.world import REAL, World
 from eos.plain import Transactions
+from eos.session.participants import Listener
 from eos.testing.checker import Inputs, Report, check
 from eos.testing.history import committed_offsets, end_offsets, read_topic
 from eos.testing.lineage import stamp
-from eos.world import REAL, World
 from tests.support.delay import Delay
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.reading import create_topic, settled_ends, transaction_of, wait_until

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from eos.admin.cluster import ClusterAdmin
-from eos.admin.overdue import end_if_overdue
 from eos.broker import LocalKafka
-from eos.settings import Settings
+from eos.kafka.cluster import ClusterAdmin
+from eos.kafka.overdue import end_if_overdue
+from eos.kafka.settings import Settings
 from tests.support.raw import RawProducer
 from tests.support.reading import create_topic, visible_values, wait_until
 

@@ -16,14 +16,16 @@ import pytest
 from confluent_kafka import Consumer, IsolationLevel, TopicPartition
 
 import eos
-from eos import Transaction, TransactSession, clock, lag
-from eos.admin.cluster import ClusterAdmin
+from eos import Transaction, TransactSession
 from eos.broker import LocalKafka
 from eos.errors import Action, CallFailed, Fenced, IllegalState, InputGone, Temporary
-from eos.participants import Listener
+from eos.kafka import clock
+from eos.kafka.cluster import ClusterAdmin
+from eos.kafka.settings import member_of
+from eos.kafka.world import REAL, World
 from eos.plain import Transactions
-from eos.settings import member_of
-from eos.world import REAL, World
+from eos.session import lag
+from eos.session.participants import Listener
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.reading import create_topic, ends_of, settled_ends, settled_values, stable_offset, wait_until
 

@@ -13,14 +13,14 @@ from confluent_kafka.admin import AdminClient
 
 import eos
 from eos import App, TransactSession
-from eos.admin.cluster import ClusterAdmin
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
 from eos.errors import Unavailable
-from eos.participants import Listener
-from eos.settings import Settings
+from eos.kafka.cluster import ClusterAdmin
+from eos.kafka.settings import Settings
+from eos.session.participants import Listener
 from eos.testing.online import run_on
-from eos.worker import Worker
+from eos.worker.worker import Worker
 from tests.support.life import POISON, Life
 from tests.support.reading import create_topic, settled_values, visible_values, wait_until
 

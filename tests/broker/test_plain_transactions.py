@@ -22,7 +22,7 @@ from eos.errors import (
     Unavailable,
 )
 from eos.plain import Transactions
-from eos.states import State
+from eos.session.states import State
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.reading import create_topic, settled_values, transaction_of, visible_values, wait_until
 

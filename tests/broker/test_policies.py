@@ -438,7 +438,7 @@ def test_a_start_hook_that_raises_ends_the_run_with_75_and_the_users_own_frames(
     assert_ended(worker, 75, "on_start: connect raised OSError: the database is away")
     assert "given.py" in worker.log
     assert "in connect" in worker.log
-    assert "eos/worker.py" not in worker.log
+    assert "eos/worker/worker.py" not in worker.log
 
 
 REFUSED = (

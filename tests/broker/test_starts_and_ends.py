@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import pytest
 from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
 
-from eos import TransactSession, session
+from eos import TransactSession
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
-from eos.participants import Listener
+from eos.session import transact as session
+from eos.session.participants import Listener
 from tests.support.reading import configure, took_under, wait_until
 
 if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves

@@ -12,10 +12,10 @@ from types import TracebackType
 import pytest
 from confluent_kafka.admin import AdminClient
 
-from eos.admin.topic_ids import TopicIds
 from eos.broker import LocalKafka
 from eos.errors import InputGone
-from eos.settings import Settings
+from eos.kafka.settings import Settings
+from eos.kafka.topic_ids import TopicIds
 from tests.support.reading import create_topic, wait_until
 
 # A few a second are made, however long it takes; without pauses between them it is hundreds.

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from confluent_kafka import IsolationLevel
 
-from eos.admin.cluster import OFFSETS_LOG, ClusterAdmin
-from eos.admin.pending import partition_of
-from eos.admin.transactions import Verdict, abort_hanging, find_open
 from eos.broker import LocalKafka
 from eos.errors import ConfigurationError, Temporary
-from eos.settings import Settings
+from eos.kafka.cluster import OFFSETS_LOG, ClusterAdmin
+from eos.kafka.pending import partition_of
+from eos.kafka.settings import Settings
+from eos.kafka.transactions import Verdict, abort_hanging, find_open
 from tests.support.hanging import NO_VERIFICATION, commit_offset_late, produce_late
 from tests.support.raw import RawProducer, raw_producer
 from tests.support.reading import (

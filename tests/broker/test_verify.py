@@ -15,7 +15,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     AdminClient,
 )
 
-from eos import lineage
+from eos.app import lineage
 from eos.broker import LocalKafka
 from eos.testing.history import committed_offsets, end_offsets
 from tests.support.reading import configure, create_topic, settled_values, wait_until

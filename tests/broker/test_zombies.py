@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import pytest
 from confluent_kafka import Consumer, KafkaException
 
-from eos.admin.cluster import ClusterAdmin
 from eos.broker import LocalKafka
 from eos.errors import CallFailed
-from eos.ownership import Described, Identity, Owner, Reach, Situation, judge, settle
-from eos.producer import TransactionalProducer
-from eos.settings import Settings
-from eos.steps import MOST_REBUILDS
+from eos.kafka.cluster import ClusterAdmin
+from eos.kafka.ownership import Described, Identity, Owner, Reach, Situation, judge, settle
+from eos.kafka.settings import Settings
+from eos.session.producer import TransactionalProducer
+from eos.session.steps import MOST_REBUILDS
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.raw import Background, RawProducer, raw_producer
 from tests.support.reading import create_topic, wait_until

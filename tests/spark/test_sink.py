@@ -18,10 +18,10 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from kafka.partitioner.default import murmur2
 from pyspark.errors import StreamingQueryException
 
-from eos.admin.cluster import ClusterAdmin
 from eos.broker import LocalKafka
 from eos.errors import ConfigurationError, Fenced, Unavailable
-from eos.settings import Settings
+from eos.kafka.cluster import ClusterAdmin
+from eos.kafka.settings import Settings
 from eos.testing.history import read_topic
 from spark_connector import exactly_once_sink, exactly_once_write
 from spark_connector.identity import Transaction

@@ -38,11 +38,11 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 
-from eos.admin.cluster import ClusterAdmin
 from eos.broker import LocalKafka
 from eos.errors import Unavailable
-from eos.ownership import Described
-from eos.settings import Settings
+from eos.kafka.cluster import ClusterAdmin
+from eos.kafka.ownership import Described
+from eos.kafka.settings import Settings
 from eos.testing.checker import CommitSeries, Inputs, Report, check
 from eos.testing.history import ConcurrentReader, committed_offsets, end_offsets, read_topic
 from tests.support.reading import TooSlow, create_topics, transaction_of, wait_until

@@ -24,10 +24,10 @@ import eos
 from eos import App, Out, Record
 from eos.cli import invoke
 from eos.cli import run as run_command
-from eos.settings import Settings
+from eos.kafka.settings import Settings
+from eos.kafka.world import World
 from eos.testing.lineage import stamp
-from eos.worker import Worker
-from eos.world import World
+from eos.worker.worker import Worker
 
 # When (monotonic ns), number of the transaction, source topic's index, partition, offset.
 ATTEMPT = struct.Struct("<qqiiq")

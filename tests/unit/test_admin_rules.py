@@ -8,14 +8,14 @@ import threading
 
 import pytest
 
-from eos.admin.cluster import ClusterAdmin, Listed, OpenProducer
-from eos.admin.pending import partition_of
-from eos.admin.reset import parse_target
-from eos.admin.security import configuration, login_refused
-from eos.admin.transactions import ENDED, ENDING, Verdict, judge
 from eos.errors import ConfigurationError, Unavailable, UsageError
-from eos.ownership import ABORTING
-from eos.settings import Settings
+from eos.kafka.cluster import ClusterAdmin, Listed, OpenProducer
+from eos.kafka.ownership import ABORTING
+from eos.kafka.pending import partition_of
+from eos.kafka.reset import parse_target
+from eos.kafka.security import configuration, login_refused
+from eos.kafka.settings import Settings
+from eos.kafka.transactions import ENDED, ENDING, Verdict, judge
 
 SEEN = OpenProducer(("t", 0), 7, 3, 100, 0, 0)
 KNOWN = Listed("id", 7, 3, "Ongoing", 0, 0, 10_000, frozenset({("t", 0)}))

@@ -16,13 +16,14 @@ import pytest
 
 import eos
 import eos.testing
-from eos import App, Out, Record, Settings, concurrent, dlq, retry, skip
+from eos import App, Out, Record, Settings, dlq, retry, skip
+from eos.app import concurrent
+from eos.app.lineage import HEADER, Ledger, decode, each_with_lineage
+from eos.app.routes import Route, feed_each
 from eos.errors import ConfigurationError, IllegalState, PoisonRecord, Temporary
-from eos.handling import Halt, Handler, Kept
-from eos.lineage import HEADER, Ledger, decode, each_with_lineage
 from eos.records import Fed
-from eos.routes import Route, feed_each
-from eos.worker import Worker
+from eos.worker.handling import Halt, Handler, Kept
+from eos.worker.worker import Worker
 
 
 @pytest.fixture(autouse=True)
@@ -166,7 +167,7 @@ def test_lineage_knows_which_output_is_of_which_record() -> None:
 
 
 def test_at_most_so_many_are_run_at_once() -> None:
-    from eos.handling import Handler
+    from eos.worker.handling import Handler
     from tests.unit.test_policies import Txn
 
     app = App("app")

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from eos.health.server import parse_address
-from eos.settings import OPTIONS
+from eos.kafka.settings import OPTIONS
 
 DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"
 UNIT = DEPLOY / "eos-worker@.service"

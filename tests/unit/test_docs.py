@@ -15,7 +15,7 @@ import eos.testing
 from benchmarks.shapes import SHAPES
 from eos import errors
 from eos.cli import COMMANDS
-from eos.settings import OPTIONS
+from eos.kafka.settings import OPTIONS
 from tests.suites.table import SUITES
 
 ROOT = Path(__file__).parents[2]

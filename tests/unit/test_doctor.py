@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from eos.admin import preflight
-from eos.admin.cluster import OFFSETS_LOG, TRANSACTION_LOG, OpenProducer
-from eos.admin.facts import Facts, Topic
-from eos.admin.preflight import REQUIRED_APIS
-from eos.admin.transactions import OpenTransaction, Verdict
 from eos.cli import doctor
 from eos.errors import EosError, NotAuthorised, Unavailable
+from eos.kafka import preflight
+from eos.kafka.cluster import OFFSETS_LOG, TRANSACTION_LOG, OpenProducer
+from eos.kafka.facts import Facts, Topic
+from eos.kafka.preflight import REQUIRED_APIS
+from eos.kafka.transactions import OpenTransaction, Verdict
 
 THERE, GONE, HIDDEN = Topic(True, 1, 1, in_sync=1), Topic(False), Topic(None)
 HANGING = OpenTransaction(OpenProducer(("in", 0), 7, 3, 100, 0, 0), "id", "Empty", Verdict.HANGING, "it is done", 4)

@@ -10,8 +10,8 @@ from confluent_kafka import KafkaError, KafkaException
 
 import eos
 from eos import errors
-from eos.error_table import TABLE, classify, rebalanced
 from eos.errors import Action, Call, CallFailed, EosError, PoisonRecord, describe_error, no_broker, stop_error
+from eos.kafka.failures import TABLE, classify, rebalanced
 
 K = KafkaError
 CALLS: tuple[Call, ...] = get_args(Call)

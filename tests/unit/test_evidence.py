@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from confluent_kafka import Producer
 
-from eos.evidence import COORDINATOR, RetryEvidence, Statistics, decode_statistics
+from eos.session.evidence import COORDINATOR, RetryEvidence, Statistics, decode_statistics
 from tests.support.reading import wait_until
 
 # One statistics event in librdkafka's layout (STATISTICS.md), shortened where a value has no name of its own.

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from eos import ownership
-from eos.claim import Claim
 from eos.errors import Action, Call, CallFailed, CommitOutcomeUnknown, Fenced, Temporary
-from eos.evidence import RetryEvidence
-from eos.ownership import Described, Identity, Owner, Reach, Situation
+from eos.kafka import ownership
+from eos.kafka.ownership import Described, Identity, Owner, Reach, Situation
+from eos.kafka.settings import Settings
+from eos.kafka.world import World
 from eos.plain import Transactions
-from eos.producer import ALWAYS, TransactionalProducer
-from eos.recovery import Step
-from eos.session import TransactSession
-from eos.settings import Settings
-from eos.states import Event
-from eos.world import World
+from eos.session.claim import Claim
+from eos.session.evidence import RetryEvidence
+from eos.session.producer import ALWAYS, TransactionalProducer
+from eos.session.recovery import Step
+from eos.session.states import Event
+from eos.session.transact import TransactSession
 
 SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t"}
 SITUATION = Situation(Identity(1, 1), Reach.SENT, 1.0, 10_000)

@@ -12,10 +12,11 @@ import msgspec
 import pytest
 
 import eos
-from eos import App, Record, concurrent
-from eos.dead_letters import dead_letter
-from eos.frames import INNERMOST, TEXT_BYTES, frames_of, text_of
-from eos.handling import Handler, Kept
+from eos import App, Record
+from eos.app import concurrent
+from eos.app.frames import INNERMOST, TEXT_BYTES, frames_of, text_of
+from eos.worker.dead_letters import dead_letter
+from eos.worker.handling import Handler, Kept
 
 
 def failure(function: Callable[[Any], Any], **more: Any) -> BaseException:

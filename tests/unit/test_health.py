@@ -24,8 +24,8 @@ from eos.health.board import Board
 from eos.health.incidents import Incidents, words
 from eos.health.server import HealthServer, parse_address
 from eos.health.status import Distribution, PartitionLag, Sample, Status, judge, judge_report, stuck_after_s
-from eos.observe import Histogram, Pulse
-from eos.settings import Settings
+from eos.kafka.settings import Settings
+from eos.session.observe import Histogram, Pulse
 
 ROOT = Path(__file__).parents[2]
 WELL = Sample(in_group=True, unresolved=0, lags=[])

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import eos.testing
-from eos import App, Out, Record, hints
+from eos import App, Out, Record
+from eos.app import hints
 from eos.testing.offline import Ran
 
 SWALLOWED = "a tombstone led to no output"

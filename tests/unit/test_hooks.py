@@ -9,7 +9,7 @@ import pytest
 import eos.testing
 from eos import App
 from eos.errors import ConfigurationError, PoisonRecord
-from eos.hooks import HookFailed, Hooks
+from eos.worker.hooks import HookFailed, Hooks
 
 
 def noting(app: App, told: list[str], *fails: str) -> App:

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 import eos
 from eos import App, hotloop
 from eos.errors import ConfigurationError
-from eos.handling import Kept
 from eos.hotloop import python
 from eos.records import KEEP, Out, Record
+from eos.worker.handling import Kept
 
 try:
     from eos.hotloop import _native as native

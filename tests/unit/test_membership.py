@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from eos import asking
-from eos import membership as membership_module
-from eos.admin import places
-from eos.asking import Stopped, check_topics
 from eos.errors import NotAuthorised, Unavailable
-from eos.membership import Membership
-from eos.positions import Positions
+from eos.kafka import places
+from eos.kafka.settings import Settings
+from eos.kafka.world import World
 from eos.records import Record
-from eos.settings import Settings
-from eos.world import World
+from eos.session import asking
+from eos.session import membership as membership_module
+from eos.session.asking import Stopped, check_topics
+from eos.session.membership import Membership
+from eos.session.positions import Positions
 
 SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t"}
 

@@ -10,16 +10,16 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from kafka import errors as kafka_errors
 
-from eos.admin import fence as fencing
-from eos.admin import reset
-from eos.admin.cluster import ClusterAdmin, OpenProducer
-from eos.admin.facts import Topic
-from eos.admin.reset import GroupOffsets, parse_target
 from eos.errors import CallFailed, NotAuthorised, stop_error
-from eos.producer import TransactionalProducer
-from eos.settings import Settings
-from eos.states import Event
-from eos.world import World
+from eos.kafka import fence as fencing
+from eos.kafka import reset
+from eos.kafka.cluster import ClusterAdmin, OpenProducer
+from eos.kafka.facts import Topic
+from eos.kafka.reset import GroupOffsets, parse_target
+from eos.kafka.settings import Settings
+from eos.kafka.world import World
+from eos.session.producer import TransactionalProducer
+from eos.session.states import Event
 
 
 def said(resource: str, operation: str) -> str:

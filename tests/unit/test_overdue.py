@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from eos.admin.cluster import Listed
-from eos.admin.overdue import OverdueWatch, committers, pause_before, still_open
-from eos.admin.pending import partition_of
-from eos.settings import Settings
+from eos.kafka.cluster import Listed
+from eos.kafka.overdue import OverdueWatch, committers, pause_before, still_open
+from eos.kafka.pending import partition_of
+from eos.kafka.settings import Settings
 
 PARTITIONS = 50
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from eos.ownership import AGREEMENT_INTERVAL_S, Described, Identity, Owner, Reach, Situation, judge, settle
+from eos.kafka.ownership import AGREEMENT_INTERVAL_S, Described, Identity, Owner, Reach, Situation, judge, settle
 
 TIMEOUT_MS = 10_000
 E = 7

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eos.pacing import Pacing
+from eos.session.pacing import Pacing
 
 
 def until(interval_s: float, gathered_s: float) -> float:

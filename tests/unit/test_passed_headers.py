@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 import eos.testing
-from eos import App, Out, Record, Settings, concurrent
-from eos.handling import Handler, Kept
-from eos.lineage import HEADER, Ledger
-from eos.settings import OPTIONS
+from eos import App, Out, Record, Settings
+from eos.app import concurrent
+from eos.app.lineage import HEADER, Ledger
+from eos.kafka.settings import OPTIONS
+from eos.worker.handling import Handler, Kept
 
 TRACE = [("traceparent", b"00-1"), ("tracestate", b"v=1")]
 HEADERS = [("other", b"x"), *TRACE, ("more", None)]

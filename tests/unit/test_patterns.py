@@ -16,15 +16,15 @@ import pytest
 import eos
 import eos.testing
 from eos import App, Out, Record, TransactSession
-from eos.admin import new_topics
-from eos.admin.new_topics import NewTopics, lacking, require_topics
-from eos.admin.topic_ids import TopicIds
 from eos.errors import CallFailed, ConfigurationError, NotAuthorised, Unavailable
-from eos.participants import Listener
-from eos.settings import Settings
+from eos.kafka.settings import Settings
+from eos.kafka.topic_ids import TopicIds
+from eos.kafka.world import REAL, World
+from eos.session.participants import Listener
 from eos.testing import online
-from eos.worker import Worker
-from eos.world import REAL, World
+from eos.worker import new_topics
+from eos.worker.new_topics import NewTopics, lacking, require_topics
+from eos.worker.worker import Worker
 
 SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t"}
 

@@ -18,16 +18,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import eos
-import eos.handling
 import eos.testing
+import eos.worker.handling
 from eos import App, Out, Record, dlq, retry, skip, stop
-from eos.dead_letters import MESSAGE_BYTES, dead_letter
+from eos.app.lineage import HEADER, Ledger, decode
+from eos.app.policies import Policy, policy_of
+from eos.app.serde import DecodeError
 from eos.errors import Action, CallFailed, ConfigurationError, PoisonRecord, Temporary
-from eos.handling import DeadLetterRefused, Halt, Handler, RecordRefused
-from eos.lineage import HEADER, Ledger, decode
-from eos.policies import Policy, policy_of
 from eos.records import Fed, Feed, Send
-from eos.serde import DecodeError
+from eos.worker.dead_letters import MESSAGE_BYTES, dead_letter
+from eos.worker.handling import DeadLetterRefused, Halt, Handler, RecordRefused
 
 
 class Order(msgspec.Struct):

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from eos.positions import Positions, TopicPartition
+from eos.session.positions import Positions, TopicPartition
 
 
 class R(NamedTuple):

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from eos.admin import facts as asking
-from eos.admin.cluster import OFFSETS_LOG, TRANSACTION_LOG
-from eos.admin.facts import Facts, Topic
-from eos.admin.preflight import REQUIRED_APIS, Finding, Level, Need, judge, need_of, raise_first
 from eos.errors import ConfigurationError, EosError, NotAuthorised, Unavailable
-from eos.settings import Settings
+from eos.kafka import facts as asking
+from eos.kafka.cluster import OFFSETS_LOG, TRANSACTION_LOG
+from eos.kafka.facts import Facts, Topic
+from eos.kafka.preflight import REQUIRED_APIS, Finding, Level, Need, judge, need_of, raise_first
+from eos.kafka.settings import Settings
 
 SAFE = {"min.insync.replicas": "2", "unclean.leader.election.enable": "false"}
 BROKER = {

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from eos.raising import raising
-from eos.watchdog import Watchdog
+from eos.kafka.raising import raising
+from eos.kafka.watchdog import Watchdog
 
 
 def bare() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from eos.errors import Action, CallFailed, EosError, Temporary
-from eos.recovery import PLAN, Step, Trouble, carry_out
+from eos.session.recovery import PLAN, Step, Trouble, carry_out
 
 STEPS = {
     Action.ABORT: "abort rewind",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 import eos
-from eos.app import App
-from eos.dead_letters import dead_letter
+from eos.app.definition import App
 from eos.errors import UsageError
 from eos.records import Record
-from eos.replay import Letter, again, letter_of, route_of, sources_of
+from eos.worker.dead_letters import dead_letter
+from eos.worker.replay import Letter, again, letter_of, route_of, sources_of
 
 RECORD = Record("orders", 3, 17, 1_700_000_000_000, b"k", b"v", [("trace", b"t"), ("trace", None)])
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from eos import client as client_module
-from eos import clock, watchdog
-from eos.client import Client, retire
 from eos.errors import CallFailed
-from eos.ownership import Identity
-from eos.producer import TransactionalProducer
-from eos.session import TransactSession
-from eos.settings import Settings
-from eos.states import Event
-from eos.watchdog import CallHung
+from eos.kafka import clock, watchdog
+from eos.kafka.ownership import Identity
+from eos.kafka.settings import Settings
+from eos.kafka.watchdog import CallHung
+from eos.session import client as client_module
+from eos.session.client import Client, retire
+from eos.session.producer import TransactionalProducer
+from eos.session.states import Event
+from eos.session.transact import TransactSession
 from tests.support import reading
 
 NOBODY: dict[str, Any] = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t"}

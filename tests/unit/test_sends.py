@@ -12,8 +12,8 @@ import pytest
 from eos import KEEP, App, Out, Record
 from eos.errors import ConfigurationError
 from eos.plain import PlainTransaction
-from eos.session import Transaction
-from eos.states import State
+from eos.session.states import State
+from eos.session.transact import Transaction
 
 
 class Point(msgspec.Struct):

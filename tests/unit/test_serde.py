@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eos import serde
+from eos.app import serde
+from eos.app.serde import DecodeError, decoder, encode, encode_key
 from eos.errors import ConfigurationError
-from eos.serde import DecodeError, decoder, encode, encode_key
 
 
 class Flight(msgspec.Struct):

@@ -10,12 +10,12 @@ from confluent_kafka import KafkaError
 
 from eos import App, Record, Settings
 from eos.errors import Action, CallFailed, ConfigurationError, Temporary
-from eos.participants import Listener
-from eos.recovery import Trouble
-from eos.session import Transaction, TransactSession
-from eos.settings import OF_FUNCTIONS
-from eos.steps import MOST_REBUILDS
-from eos.worker import Worker
+from eos.kafka.settings import OF_FUNCTIONS
+from eos.session.participants import Listener
+from eos.session.recovery import Trouble
+from eos.session.steps import MOST_REBUILDS
+from eos.session.transact import Transaction, TransactSession
+from eos.worker.worker import Worker
 
 
 @pytest.mark.parametrize("name", OF_FUNCTIONS)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from eos import App, Record, Settings
+from eos.app.routes import Route
 from eos.errors import ConfigurationError
-from eos.participants import Outcome
-from eos.routes import Route
-from eos.slowness import Slowness
+from eos.session.participants import Outcome
+from eos.worker.slowness import Slowness
 
 SETTINGS = {"transaction.timeout.ms": 2_000, "max.poll.interval.ms": 12_000}
 MAY_BE = "too slow: the transaction may be lost, then its records come again"

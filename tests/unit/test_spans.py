@@ -9,11 +9,11 @@ import pytest
 
 from eos import App, Record, Settings
 from eos.errors import ConfigurationError
-from eos.handling import Handler, Kept
-from eos.hooks import Hooks
-from eos.participants import Outcome
-from eos.spans import Spans
-from eos.worker import Worker
+from eos.session.participants import Outcome
+from eos.worker.handling import Handler, Kept
+from eos.worker.hooks import Hooks
+from eos.worker.spans import Spans
+from eos.worker.worker import Worker
 
 SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "eos.instance": "one", "eos.otel.spans": "true"}
 TRACE = "0af7651916cd43dd8448eb211c80319c"

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from eos.errors import IllegalState
-from eos.states import OPEN, TABLE, Event, Machine, State
+from eos.session.states import OPEN, TABLE, Event, Machine, State
 
 EVENTS = {
     "initialised": Event.INITIALISED,

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from eos import supervisor as supervising
-from eos.supervisor import (
+from eos.worker import supervisor as supervising
+from eos.worker.supervisor import (
     LONGEST_PAUSE_S,
     After,
     GaveUp,

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eos import cli
-from eos.admin.tail import Mark, Seen, _Lane, _merged
 from eos.cli.topic import text_of
+from eos.kafka.tail import Mark, Seen, _Lane, _merged
 from eos.records import Record
 
 

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from eos.admin.cluster import Listed, OpenProducer
-from eos.admin.transactions import STATES, OpenTransaction, Verdict
 from eos.cli import txn
 from eos.errors import Temporary, Unavailable, UsageError
-from eos.ownership import Described
+from eos.kafka.cluster import Listed, OpenProducer
+from eos.kafka.ownership import Described
+from eos.kafka.transactions import STATES, OpenTransaction, Verdict
 
 
 class Admin(SimpleNamespace):

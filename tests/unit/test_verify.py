@@ -18,17 +18,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from eos.app import App
+from eos.app.definition import App
+from eos.app.lineage import HEADER, Ledger, Source, Tally, check_route, decode, each_with_lineage, encode, tally_of
+from eos.app.routes import feed_each
 from eos.cli.verify import NothingToExamine, _tell
 from eos.errors import ConfigurationError
-from eos.handling import Kept
-from eos.lineage import HEADER, Ledger, Source, Tally, check_route, decode, each_with_lineage, encode, tally_of
 from eos.records import Fed, Out, Record
-from eos.routes import feed_each
 from eos.testing import verify as verifying
 from eos.testing.checker import Ends
 from eos.testing.history import Log
 from eos.testing.verify import Committed, Verification, judge, marks_of, verify
+from eos.worker.handling import Kept
 
 # ---- formats ---------------------------------------------------------------------------------------------------
 
@@ -649,7 +649,7 @@ def test_a_policy_that_cannot_be_read_is_a_note(cluster: Cluster) -> None:
 
 SLOW = """
 import sys
-from eos.admin import facts
+from eos.kafka import facts
 from eos.cli import invoke
 from eos.testing import verify as verifying
 from eos.testing.checker import Report, Verdict

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from eos.watchdog import CallHung, Watchdog
+from eos.kafka.watchdog import CallHung, Watchdog
 from tests.support.reading import wait_until
 
 

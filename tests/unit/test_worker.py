@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-import eos.handling
-import eos.worker
+import eos.worker.handling
+import eos.worker.worker
 from eos import App, Out, Record
 from eos.errors import ConfigurationError
-from eos.handling import Kept
-from eos.participants import Outcome
-from eos.worker import Worker
-from eos.world import World
+from eos.kafka.world import World
+from eos.session.participants import Outcome
+from eos.worker.handling import Kept
+from eos.worker.worker import Worker
 
 SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "transaction.timeout.ms": 2_000, "eos.batch.max.records": 3}
 

@@ -49,8 +49,8 @@ def _offsets_outside_the_transaction() -> None:
     from confluent_kafka import KafkaException
 
     from eos.errors import Action, CallFailed
-    from eos.lanes import Lanes
-    from eos.session import TransactSession
+    from eos.session.lanes import Lanes
+    from eos.session.transact import TransactSession
 
     consumers: list[Any] = []
     start = TransactSession.start
@@ -75,14 +75,14 @@ def _offsets_outside_the_transaction() -> None:
 
 
 def _rewind_missing() -> None:
-    from eos.membership import Membership
+    from eos.session.membership import Membership
 
     _replace(Membership, "go_back", lambda self, targets: None)
 
 
 def _no_ownership_check() -> None:
-    from eos.membership import Membership
-    from eos.positions import Positions
+    from eos.session.membership import Membership
+    from eos.session.positions import Positions
 
     def unchecked(self: Membership, offsets: Mapping[Any, int]) -> Any:
         return self.consumer.consumer_group_metadata()
@@ -95,7 +95,7 @@ def _no_ownership_check() -> None:
 def _revocation_not_recorded() -> None:
     from confluent_kafka import TopicPartition
 
-    from eos.membership import Membership
+    from eos.session.membership import Membership
 
     def give_up_in_silence(self: Membership, consumer: Any, partitions: list[Any], how: str) -> None:
         if self._incremental:
@@ -109,7 +109,7 @@ def _revocation_not_recorded() -> None:
 def _stale_group_metadata() -> None:
     from confluent_kafka import Consumer
 
-    from eos.membership import Membership
+    from eos.session.membership import Membership
 
     join = Membership.join
 
@@ -124,7 +124,7 @@ def _stale_group_metadata() -> None:
 
 
 def _random_transactional_id() -> None:
-    from eos.session import TransactSession
+    from eos.session.transact import TransactSession
 
     start = TransactSession.start
 
@@ -137,9 +137,9 @@ def _random_transactional_id() -> None:
 
 def _outputs_before_the_function_returned() -> None:
     """Every 97th record fails half way in its first run: its first output is out by then."""
-    from eos.policies import retry
+    from eos.app.policies import retry
+    from eos.app.routes import Route, put
     from eos.records import Fed, Record, Sink
-    from eos.routes import Route, put
 
     original = Route.__init__
 
@@ -170,8 +170,8 @@ def _an_output_topic_outside_the_transaction() -> None:
     """The second topic's outputs leave by a producer of their own, which waits for more of them."""
     from confluent_kafka import Producer
 
+    from eos.app.routes import Route
     from eos.records import Fed, Record, Sink
-    from eos.routes import Route
     from tests.containers.matrix.stage_worker import ENVIRONMENT
 
     servers = json.loads(os.environ[ENVIRONMENT])["settings"]["bootstrap.servers"]
@@ -195,8 +195,8 @@ def _an_output_topic_outside_the_transaction() -> None:
 
 
 def _rewind_to_the_committed_offset_of_the_assignment() -> None:
-    from eos.membership import Membership
-    from eos.positions import Positions
+    from eos.session.membership import Membership
+    from eos.session.positions import Positions
 
     starts: dict[Any, int] = {}
     assigned, go_back = Positions.assigned, Membership.go_back

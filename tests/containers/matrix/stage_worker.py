@@ -21,11 +21,11 @@ from pathlib import Path
 from eos import App, Out, Record
 from eos.cli import invoke
 from eos.cli import run as run_command
-from eos.lanes import Leaving
-from eos.settings import Settings
+from eos.kafka.settings import Settings
+from eos.kafka.world import World
+from eos.session.lanes import Leaving
 from eos.testing.lineage import WIDTH_BYTES, stamp, unstamp
-from eos.worker import Worker
-from eos.world import World
+from eos.worker.worker import Worker
 
 # When (ns since 1970), number of the transaction, step (-1: a record was handled), source partition, source offset.
 ENTRY = struct.Struct("<qiiiq")

@@ -148,7 +148,7 @@ def test_a_poison_record_reaches_the_driver_with_its_place_and_the_user_s_own_tr
     assert (error.topic, error.partition, error.offset, error.exit_code) == ("in", 0, 13, 65)
     assert str(error).endswith("picky failed on in [0] offset 13: ValueError: not\nthis } one")
     assert "in picky" in trace
-    assert "eos/routes.py" not in trace
+    assert "eos/app/routes.py" not in trace
 
 
 def test_a_value_that_does_not_decode_and_a_failing_batch_are_named_too() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from eos.app import App
-from eos.settings import Settings
+from eos.app.definition import App
+from eos.kafka.settings import Settings
 from spark_connector import sink as sink_module
 from spark_connector.attempt import Recent
 from spark_connector.options import Options

@@ -18,7 +18,7 @@ from eos.errors import (
     Temporary,
     Unavailable,
 )
-from eos.settings import Settings
+from eos.kafka.settings import Settings
 from spark_connector.failures import to_line
 from spark_connector.run import _Batches, _follow, error_of
 from spark_connector.shipping import lacking

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from eos.errors import ConfigurationError
-from eos.ownership import Described, Identity
+from eos.kafka.ownership import Described, Identity
 from spark_connector import query, sink
 from spark_connector.marker import Decision, Marker, WrongProgress, sink_key
 from spark_connector.query import Query

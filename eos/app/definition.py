@@ -1,0 +1,327 @@
+"""What a user writes: an App made of functions from records to outputs.
+
+Owns what may be defined, and which function gets a topic's records. It must never do I/O, import a Kafka client, or
+decide what becomes of a record that its function refuses: the worker and Spark run the same Route (eos/app/routes.py)
+and must get the same outputs from it."""
+
+from __future__ import annotations
+
+import collections.abc
+import inspect
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeVar, cast
+
+from eos.app.policies import DEAD_LETTER_SUFFIX, Policy, dead_letter_topic, policy_of, stop
+from eos.app.routes import Route
+from eos.app.serde import (
+    annotation_name,
+    checked_decoder,
+    checked_encoder,
+    function_name,
+    parameter_annotation,
+)
+from eos.errors import ConfigurationError
+from eos.records import Record
+
+Function = TypeVar("Function", bound=Callable[[Any], object])
+
+
+BatchFunction = TypeVar("BatchFunction", bound=Callable[[list[Record]], object])
+
+
+Hook = TypeVar("Hook", bound=Callable[[], object])
+
+
+class App:
+    """Functions from source topics to destination topics under one id: the consumer group and the prefix of every
+    transactional.id. Nothing in it does I/O; `eos run` and Spark run it.
+
+    Raises ConfigurationError for everything that is wrong before the first record, at the line that is wrong.
+    """
+
+    def __init__(self, id: str) -> None:
+        _check_name(id, "the id of an App")
+        self.id = id
+        self.routes: dict[str, Route] = {}  # by source topic, those that patterns matched too
+        self.patterns: dict[re.Pattern[str], Route] = {}
+        self.start_hooks: list[Callable[[], object]] = []
+        self.stop_hooks: list[Callable[[], object]] = []
+
+    @property
+    def topics(self) -> list[str]:
+        """All source topics, in the order of their definition; those that were taken in come last."""
+        return list(self.routes)
+
+    @property
+    def destinations(self) -> set[str]:
+        """All topics that may be written to, those of dead letters too."""
+        return _written(self.routes, self.functions)
+
+    @property
+    def functions(self) -> list[Route]:
+        """Every function once; those that get records by a pattern alone come last."""
+        return list(dict.fromkeys([*self.routes.values(), *self.patterns.values()]))
+
+    def matched(self, there: Iterable[str]) -> dict[str, Route]:
+        """The topics among `there` that `take_in` would add, sorted, with their functions."""
+        found: dict[str, Route] = {}
+        # A destination of the App is never among them: a pattern that matches one is refused at its definition.
+        for topic in sorted(set(there) - self.routes.keys()):
+            routes = list(dict.fromkeys(r for p, r in self.patterns.items() if _takes(p, topic)))
+            if len(routes) > 1:
+                raise ConfigurationError(
+                    f"the topic {topic!r} matches the patterns of two functions, {routes[0].name} and "
+                    f"{routes[1].name}: one function per topic; name it, or make one of the patterns narrower"
+                )
+            if routes and routes[0].on_error.verdict == "dlq" and dead_letter_topic(topic) in self.routes:
+                raise ConfigurationError(
+                    f"the topic {dead_letter_topic(topic)!r} is a source of the App {self.id!r}, and would get the "
+                    f"dead letters of {topic!r}, which a pattern matches: make the pattern narrower, or use two Apps"
+                )
+            if routes:
+                found[topic] = routes[0]
+        return found
+
+    def take_in(self, there: Iterable[str]) -> list[str]:
+        """Gives the topics among `there` that a pattern matches to its function; returns those that are new.
+
+        A topic that a function names stays that one's. Never taken: names that begin with `__`, and dead letters.
+        Raises ConfigurationError, and takes nothing, when the patterns of two functions match one topic.
+        """
+        new = self.matched(there)
+        self.routes |= new
+        return list(new)
+
+    def __copy__(self) -> App:
+        """What a copy takes in, the original does not."""
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self), routes=dict(self.routes), patterns=dict(self.patterns))
+        return copied
+
+    def process(
+        self,
+        topics: str | Iterable[str],
+        *,
+        to: str | Iterable[str] = (),
+        on_error: Policy | str = stop,
+        decode: Callable[[bytes], Any] | None = None,
+        encode: Callable[[Any], bytes] | None = None,
+    ) -> Callable[[Function], Function]:
+        """Decorate a function that gets one record of `topics` (what of it: by its annotation) and returns None, a
+        value, an Out, or a list, tuple or generator of those. The first of `to` is where values go. The function
+        stays as it is.
+
+        None is no output, so `return record.value` drops tombstones; `return record.out(record.value)` or `Out(value)`
+        passes them on. Each item of a tuple is a record of its own: one with a key is `Out(value, key=key)`.
+
+        A topic that begins with `^` is a pattern: a regular expression of Python's `re` that must match the whole name.
+        Topics that match are read, those too that come while a worker runs.
+
+        An `async def` runs on many records at once (`eos.async.max.records`); outputs keep the input's order.
+        `on_error`: eos.stop, eos.skip, eos.dlq or eos.retry(n, then=...), see eos.policies. `decode(value)` makes what
+        the function gets of a record's bytes, in place of the annotation; `encode(value)` makes the bytes of every
+        value that is not None. What they raise is treated as if the function had raised it.
+        """
+        sources, destinations, policy = _definition(topics, to, on_error)
+
+        def register(function: Function) -> Function:
+            annotation = _annotation(function, Record if decode is None else object, sys._getframe(1))
+            _check_destination(function, destinations)
+            coders = (checked_decoder(decode, annotation), checked_encoder(encode))
+            self._add(Route(function, annotation, sources, destinations, False, policy, *coders))
+            return function
+
+        return register
+
+    def process_batch(
+        self,
+        topics: str | Iterable[str],
+        *,
+        to: str | Iterable[str] = (),
+        on_error: Policy | str = stop,
+        encode: Callable[[Any], bytes] | None = None,
+    ) -> Callable[[BatchFunction], BatchFunction]:
+        """Decorate a function that gets a `list[Record]` and returns an iterable of Out, for speed: made by
+        `record.out(value)`, which keeps that record's key and timestamp, or by `Out(value, key=...)`, which has the
+        time of producing unless it says another. The function stays as it is.
+
+        `topics`, `on_error`, `encode`: as for `process`. A batch function that raises is run again record by record,
+        unless the policy is stop, which names the range.
+        """
+        sources, destinations, policy = _definition(topics, to, on_error)
+
+        def register(function: BatchFunction) -> BatchFunction:
+            annotation = _annotation(function, list[Record], sys._getframe(1))
+            _check_destination(function, destinations)
+            self._add(Route(function, annotation, sources, destinations, True, policy, None, checked_encoder(encode)))
+            return function
+
+        return register
+
+    def on_start(self, function: Hook) -> Hook:
+        """Decorate a function without arguments, `def` or `async def`, that runs before the first record: for
+        connections and models. Several run in the order of their definition. The function stays as it is."""
+        return self._add_hook(self.start_hooks, function)
+
+    def on_stop(self, function: Hook) -> Hook:
+        """As `on_start`, after the last commit, in the opposite order; however the run ended, but not after a stop that
+        took too long, and not if `on_start` failed."""
+        return self._add_hook(self.stop_hooks, function)
+
+    def _add_hook(self, hooks: list[Callable[[], object]], function: Hook) -> Hook:
+        try:
+            inspect.signature(function).bind()
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"{function!r} must be callable without arguments: {error}") from error
+        hooks.append(function)
+        return function
+
+    def check(self) -> None:
+        """Raises ConfigurationError for an App that has nothing to run."""
+        if not self.functions:
+            raise ConfigurationError(
+                f'the App {self.id!r} has no function: decorate one with @app.process("topic", to="topic")'
+            )
+
+    def _add(self, route: Route) -> None:
+        # All checks before the first change: a refused function leaves the App as it was.
+        names = dict.fromkeys((source for source in route.sources if not is_pattern(source)), route)
+        patterns = dict.fromkeys((re.compile(source) for source in route.sources if is_pattern(source)), route)
+        for topic in names:
+            if topic in self.routes:
+                raise ConfigurationError(
+                    f"the topic {topic!r} has two functions, {self.routes[topic].name} and {route.name}: "
+                    "one function per topic, or two Apps"
+                )
+        for pattern in patterns:
+            if pattern in self.patterns:
+                raise ConfigurationError(
+                    f"the pattern {pattern.pattern!r} has two functions, {self.patterns[pattern].name} and "
+                    f"{route.name}: one function per topic, or two Apps"
+                )
+        routes, patterns = self.routes | names, self.patterns | patterns
+        written = _written(routes, [*self.functions, route])
+        if loops := routes.keys() & written:
+            raise ConfigurationError(
+                f"the topic {min(loops)!r} is both a source and a destination of the App {self.id!r}: its records "
+                "could come back for ever; chain steps as Apps of their own"
+            )
+        for pattern in patterns:
+            if caught := [topic for topic in sorted(written) if _takes(pattern, topic)]:
+                raise ConfigurationError(
+                    f"the pattern {pattern.pattern!r} matches {caught[0]!r}, a destination of the App {self.id!r}: its "
+                    "records could come back for ever; make it narrower, or chain steps as Apps of their own"
+                )
+        self.routes, self.patterns = routes, patterns
+
+    def __repr__(self) -> str:
+        return f"App({self.id!r}, {self.functions})"
+
+
+def is_pattern(source: str) -> bool:
+    """Whether a source is a pattern and no name, as librdkafka's and Java's subscribe tell them apart."""
+    return source.startswith("^")
+
+
+def _takes(pattern: re.Pattern[str], topic: str) -> bool:
+    """Kafka's own topics are nobody's input, and dead letters come back only on purpose."""
+    never = topic.startswith("__") or topic.endswith(DEAD_LETTER_SUFFIX)
+    return not never and pattern.fullmatch(topic) is not None
+
+
+def _written(routes: Mapping[str, Route], functions: Iterable[Route]) -> set[str]:
+    dead = {dead_letter_topic(topic) for topic, route in routes.items() if route.on_error.verdict == "dlq"}
+    return dead.union(*(route.destinations for route in functions))
+
+
+# ---- checks of a definition ------------------------------------------------------------------------------------------
+
+
+def is_topic_name(name: object) -> bool:
+    """Kafka's rule for topics (org.apache.kafka.common.internals.Topic)."""
+    return isinstance(name, str) and bool(re.fullmatch(r"[A-Za-z0-9._-]{1,249}", name)) and name not in (".", "..")
+
+
+def _check_name(name: object, what: str) -> None:
+    # Group ids may be anything, but an id that keeps to the rule for topics is legal in file names, metrics, ACL
+    # prefixes and in `<topic>.dlq` alike.
+    if not is_topic_name(name):
+        raise ConfigurationError(
+            f"{what} must be 1 to 249 letters, digits, '.', '_' or '-' (and not '.' or '..'), not {name!r}"
+        )
+
+
+def _definition(
+    topics: str | Iterable[str], to: str | Iterable[str], on_error: object
+) -> tuple[tuple[str, ...], tuple[str, ...], Policy]:
+    policy = policy_of(on_error)
+    if callable(topics):
+        raise ConfigurationError('the decorator needs its topics: @app.process("topic", to="topic")')
+    sources, destinations = _listed(topics), _listed(to)
+    for source in sources:
+        if isinstance(source, str) and is_pattern(source):
+            _check_pattern(source)
+            continue
+        _check_name(source, "a source topic")
+        if policy.verdict == "dlq":
+            _check_name(dead_letter_topic(source), "the topic of dead letters")
+    for destination in destinations:
+        _check_name(destination, "a destination topic")
+    if not sources:
+        raise ConfigurationError("a function needs at least one source topic")
+    return tuple(dict.fromkeys(sources)), tuple(dict.fromkeys(destinations)), policy
+
+
+def _listed(topics: object) -> list[str]:
+    names = [topics] if isinstance(topics, str) or not isinstance(topics, Iterable) else list(topics)
+    return cast("list[str]", names)  # checked by whoever asked
+
+
+def _check_pattern(source: str) -> None:
+    try:
+        re.compile(source)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ConfigurationError(f"the pattern {source!r} is not a regular expression: {error}") from error
+
+
+def _annotation(function: Callable[..., object], default: object, frame: types.FrameType) -> object:
+    if not callable(function):
+        raise ConfigurationError(f"{function!r} is not a function")
+    return parameter_annotation(function, default, frame)
+
+
+# Return annotations of a function that need not send anything, evaluated or as text.
+_MAY_SEND_NOTHING: Final = (inspect.Signature.empty, None, types.NoneType, Any, object, typing.NoReturn, typing.Never)
+
+
+_MAY_SEND_NOTHING_NAMES: Final = frozenset({"", "None", "Any", "object", "NoReturn", "Never"})
+
+
+def _check_destination(function: Callable[..., object], destinations: Sequence[str]) -> None:
+    """Refuses a function whose annotation says that it has something to send and that may send nowhere; without an
+    annotation only its first output tells."""
+    returned = inspect.signature(function).return_annotation
+    if destinations or _may_send_nothing(returned):
+        return
+    told = returned.strip("'\"") if isinstance(returned, str) else annotation_name(returned)
+    raise ConfigurationError(
+        f"{function_name(function)} returns {told} by its annotation, but has no destination: name one with "
+        'to="topic", or annotate -> None if it sends nothing'
+    )
+
+
+def _may_send_nothing(annotation: object) -> bool:
+    """Text is looked at as it is: what it names may be imported for type checkers only."""
+    if isinstance(annotation, str):
+        text = annotation.strip("'\" ")
+        if generic := re.fullmatch(r"[\w.]+\[(.*)\]", text):  # Iterator[None]
+            return _may_send_nothing(generic[1].partition(",")[0])
+        return text.rpartition(".")[2] in _MAY_SEND_NOTHING_NAMES
+    origin = typing.get_origin(annotation)
+    if isinstance(origin, type) and issubclass(origin, Iterable | collections.abc.AsyncIterable):
+        return bool(args := typing.get_args(annotation)) and _may_send_nothing(args[0])
+    return isinstance(annotation, TypeVar) or any(annotation is one for one in _MAY_SEND_NOTHING)

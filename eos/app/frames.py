@@ -1,0 +1,94 @@
+"""Where in a user's own code an exception came from: for the log's lines and the headers of dead letters.
+
+Owns the choice of frames and how one is written. It must never run a user's code, hold a traceback, or give more than a
+bounded text: an exception may have come through a thousand frames.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import os
+import site
+import sysconfig
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from types import CodeType
+from typing import NamedTuple
+
+INNERMOST = 5  # so many frames
+TEXT_BYTES = 1_000  # of them all; a line of code may be long
+_LINE_CHARACTERS = 200
+
+_OURS = str(Path(__file__).parent.parent) + os.sep
+_LIBRARIES = tuple(str(path) + os.sep for path in (*site.getsitepackages(), sysconfig.get_paths()["purelib"]))
+_STANDARD = (sysconfig.get_paths()["stdlib"] + os.sep, "<frozen ")
+_CAUSES = 5
+
+
+class Frame(NamedTuple):
+    file: str
+    line: int
+    function: str
+
+
+@functools.lru_cache(1_000)
+def _written(frame: Frame) -> str:
+    """`/srv/shop/orders.py:42 in total: return order.price / order.count`."""
+    code = linecache.getline(frame.file, frame.line).strip()[:_LINE_CHARACTERS]
+    return f"{frame.file}:{frame.line} in {frame.function}" + (f": {code}" if code else "")
+
+
+def frames_of(error: BaseException) -> list[Frame]:
+    """The last frames of the user's own code, the innermost last; those of what caused it if it has none of them, as
+    where a decoder of the user's raised. A program that is installed as a library is the user's too."""
+    for cause in islice(_causes(error), _CAUSES):
+        theirs = list(_outside_of(cause))
+        own = [frame for frame in theirs if not _is_library(frame[0].co_filename)] or theirs
+        if own:
+            return [_frame(code, line) for code, line in own[-INNERMOST:]]
+    return []
+
+
+def text_of(frames: Sequence[Frame], separator: str = "\n") -> str:
+    """The frames, as many of the innermost as TEXT_BYTES hold."""
+    lines: list[str] = []
+    left = TEXT_BYTES
+    for frame in reversed(frames):
+        line = _written(frame)
+        left -= len(line.encode(errors="replace")) + len(separator)
+        if left < 0:
+            break
+        lines.append(line)
+    return separator.join(reversed(lines))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _outside_of(error: BaseException) -> Iterator[tuple[CodeType, int]]:
+    """Code and line of frames that are neither ours nor the standard library's."""
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not _is_ours(code.co_filename):
+            yield code, trace.tb_lineno
+        trace = trace.tb_next
+
+
+def _frame(code: CodeType, line: int) -> Frame:
+    return Frame(code.co_filename, line, code.co_qualname.rpartition("<locals>.")[2])
+
+
+@functools.lru_cache(1_000)
+def _is_ours(file: str) -> bool:
+    return file.startswith(_OURS) or (file.startswith(_STANDARD) and not _is_library(file))
+
+
+@functools.lru_cache(1_000)
+def _is_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES)

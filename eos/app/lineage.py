@@ -1,0 +1,145 @@
+"""Lineage: what an output says of its input, and what a committed offset says of the outputs before it.
+
+With `eos.lineage=true` each output carries a header that names its input record, which of how many outputs of it this
+one is, and its number among all outputs of that input partition. Beside each committed offset stands how many inputs
+were handled and how many outputs made of them since lineage began there. With both, a reader of the topics can tell an
+input that the function filtered from one whose output was lost (eos/testing/verify.py). This module owns the two
+formats and the counting; it must never talk to Kafka and never judge.
+
+Header `eos-lineage`: 28 bytes, little endian, `<iqiiq` (source partition, source offset, i, n, number), then the source
+topic in UTF-8. Metadata: the key `lineage` of the JSON beside a committed offset, `[begin, inputs, outputs]`.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from eos.app.routes import Route
+from eos.errors import ConfigurationError
+from eos.records import Committed, Each, Record, Send
+
+HEADER = "eos-lineage"
+KEY = "lineage"
+OFFSET_FORMAT = 1  # of the metadata, `v` in it: docs/formats.md
+FORMAT = struct.Struct("<iqiiq")
+TopicPartition = tuple[str, int]
+
+
+class Source(NamedTuple):
+    """The input record that an output came from: output `i` of `n`, and the `number`-th of its input partition."""
+
+    topic: str
+    partition: int
+    offset: int
+    i: int
+    n: int
+    number: int
+
+
+def encode(source: Source) -> bytes:
+    topic, *numbers = source
+    return FORMAT.pack(*numbers) + topic.encode()
+
+
+def decode(header: bytes) -> Source:
+    """Raises ValueError for bytes that no worker wrote."""
+    if len(header) <= FORMAT.size:
+        raise ValueError(f"{len(header)} bytes cannot name a source: it takes {FORMAT.size} and a topic")
+    return Source(header[FORMAT.size :].decode(), *FORMAT.unpack_from(header))
+
+
+@dataclass
+class Tally:
+    """Of one input partition: since offset `begin`, `inputs` were handled and made `outputs`."""
+
+    begin: int
+    inputs: int = 0
+    outputs: int = 0
+
+
+def tally_of(metadata: str | None) -> Tally | None:
+    """What a committed offset's metadata says; None if it says nothing of lineage."""
+    try:
+        found = json.loads((metadata or "").rstrip("\0"))
+        begin, inputs, outputs = map(operator.index, found[KEY])
+        if found.get("v", OFFSET_FORMAT) > OFFSET_FORMAT:
+            return None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None  # written by something else, or without lineage
+    return Tally(begin, inputs, outputs)
+
+
+class Ledger:
+    """Counts per input partition, committed and of the open transaction. A Participant
+    (eos/session/participants.py)."""
+
+    pipelines = False  # outputs are counted up to each commit, which a transaction that begins before it cannot know
+
+    def __init__(self) -> None:
+        self._committed: dict[TopicPartition, Tally] = {}
+        self._open: dict[TopicPartition, Tally] = {}
+
+    def begin(self, partition: TopicPartition, offset: int, metadata: str | None) -> None:
+        """A partition begins at its committed `offset`; counting goes on where the last commit left it, or starts."""
+        self._committed[partition] = tally_of(metadata) or Tally(offset)
+        self._open.pop(partition, None)
+
+    def restore(self, starts: Mapping[TopicPartition, Committed]) -> None:
+        for partition, at in starts.items():
+            self.begin(partition, max(at.offset, 0), at.metadata)
+
+    def handled(self, partition: TopicPartition, outputs: int) -> int:
+        """One more input made this many outputs; returns the number of the first of them."""
+        before = self.tally(partition)
+        self._open[partition] = Tally(before.begin, before.inputs + 1, before.outputs + outputs)
+        return before.outputs
+
+    def tally(self, partition: TopicPartition) -> Tally:
+        """With what the open transaction counted."""
+        return self._open.get(partition) or self._committed[partition]
+
+    def beside(self, partition: TopicPartition) -> Mapping[str, list[int]]:
+        tally = self.tally(partition)
+        return {KEY: [tally.begin, tally.inputs, tally.outputs]}
+
+    def committed(self) -> None:
+        self._committed |= self._open
+        self._open = {}
+
+    def undone(self) -> None:
+        # Its inputs will be handled and counted again.
+        self._open = {}
+
+
+def check_route(route: Route) -> None:
+    """Raises ConfigurationError for a batch function: it does not tell which record an output came from."""
+    if route.batch:
+        raise ConfigurationError(
+            f"eos.lineage=true needs to know which record an output came from, and the batch function {route.name} "
+            "does not tell: decorate it with @app.process"
+        )
+
+
+def each_with_lineage(each: Each, ledger: Ledger) -> Each:
+    """Outputs record by record (Route.each), with the header; what is given is counted."""
+
+    def marked(records: list[Record]) -> Iterator[Sequence[Send]]:
+        for record, sends in zip(records, each(records), strict=True):
+            first = ledger.handled((record.topic, record.partition), len(sends))
+            sources = [
+                Source(record.topic, record.partition, record.offset, i, len(sends), first + i)
+                for i in range(len(sends))
+            ]
+            yield [_marked(send, source) for send, source in zip(sends, sources, strict=True)]
+
+    return marked
+
+
+def _marked(send: Send, source: Source) -> Send:
+    topic, value, key, partition, timestamp_ms, headers = send
+    return topic, value, key, partition, timestamp_ms, [*(headers or ()), (HEADER, encode(source))]

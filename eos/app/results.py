@@ -1,0 +1,204 @@
+"""What a function's result leads to: the records to send, by the rules in full.
+
+Owns the meaning of a result: which topic, which key, which timestamp, which bytes, and what cannot be sent. The hot
+loop (eos/hotloop) knows the usual ones by itself and asks here for the rest.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NoReturn, cast
+
+import msgspec
+
+from eos.app.hints import Hints
+from eos.app.serde import (
+    IS_JSON,
+    JSON,
+    Encode,
+    encode,
+    encode_key,
+)
+from eos.errors import ConfigurationError
+from eos.hotloop.python import END_OF_TIME, HOLDS_SEVERAL, Target, looks_like_a_pair
+from eos.records import KEEP, Header, Headers, Keep, Out, Record, Send
+
+# Whatever a function of one record returned as what to send.
+Normalise = Callable[["Record", object], Sequence[Send]]
+
+
+def target_of(name: str, destinations: tuple[str, ...], passing: frozenset[str] = frozenset()) -> Target | None:
+    """Where the hot loop sends what is usual; without a destination nothing is."""
+    if not destinations:
+        return None
+    json = JSON.encode
+
+    def value_of(value: object) -> bytes | None:
+        kind = type(value)
+        try:
+            # As `_value` does, in one call of Python's instead of three.
+            return json(value) if IS_JSON[kind] and kind not in _NEVER_SENT else _value(value, name)
+        except TypeError:
+            return _value(value, name)  # which says what is wrong
+
+    def key_of(key: object) -> bytes | None:
+        return _key(key, name)
+
+    return destinations[0], frozenset(destinations), passing or None, Out, KEEP, value_of, key_of
+
+
+def encoded(encode: Encode, result: Any) -> Any:
+    """A function's result with all values in it encoded by the user's own encoder."""
+
+    def one(item: Any) -> Any:
+        if item is None:
+            return None
+        value = item.value if type(item) is Out else item
+        if type(value) is Record or type(value) is Out:
+            return item  # refused by the rule of all results
+        return msgspec.structs.replace(item, value=encode(value)) if type(item) is Out else encode(value)
+
+    return [one(item) for item in result] if HOLDS_SEVERAL[type(result)] else one(result)
+
+
+def normaliser(name: str, destinations: tuple[str, ...], hints: Hints, passing: frozenset[str]) -> Normalise:
+    """Whatever a function of one record returned -> Sends."""
+    convert = out_converter(name, destinations)
+    topic = destinations[0] if destinations else None
+
+    def one(record: Record, item: object) -> Send:
+        if type(item) is Out:
+            send = convert(item, record)
+        elif topic is None:
+            send = convert(Out(item), record)  # raises: nowhere to send to
+        else:
+            value = item if type(item) is bytes else _value(item, name)
+            timestamp = record.timestamp
+            send = topic, value, record.key, -1, timestamp if timestamp > 0 else 0, None
+        return _with_passed(send, record.headers, passing) if record.headers and passing else send
+
+    def normalise(record: Record, result: object) -> Sequence[Send]:
+        if result is None:
+            if record.value is None and destinations:
+                hints.tombstone(record)
+            return ()
+        if not HOLDS_SEVERAL[type(result)]:
+            return (one(record, result),)
+        # A list, not a generator: everything or nothing, also when the user's generator raises half way.
+        items: list[Any] = result if type(result) is list else list(cast("Iterable[Any]", result))
+        if type(result) is tuple and looks_like_a_pair(items, Out):
+            hints.pair(record)
+        sends = [one(record, item) for item in items if item is not None]
+        if record.value is None and len(sends) < len(items):
+            hints.tombstone(record)
+        return sends
+
+    return normalise
+
+
+def _with_passed(send: Send, headers: Sequence[Header], passing: frozenset[str]) -> Send:
+    """The output with the input's headers that are passed on, before its own."""
+    own = send[5] or []
+    given = {name for name, _ in own}
+    passed = [(name, value) for name, value in headers if name in passing and name not in given]
+    return (*send[:5], passed + own) if passed else send
+
+
+def out_converter(name: str, destinations: tuple[str, ...]) -> Callable[[Out, Record | None], Send]:
+    """Out -> Send by the rules in full; the record is what KEEP refers to, None in a batch function.
+
+    ConfigurationError for what is wrong with the function and not with the record: no policy skips that.
+    """
+    allowed = frozenset(destinations)
+    default = destinations[0] if destinations else None
+
+    def convert(out: Out, record: Record | None) -> Send:
+        topic = default if out.topic is None else out.topic
+        if topic is None:
+            raise ConfigurationError(f"{name} gave something to send, but no destination: name it with to=")
+        if topic not in allowed:
+            named = ", ".join(map(repr, destinations)) or "nothing"
+            raise ConfigurationError(
+                f"{name} sent to the topic {topic!r}, which its to= does not name (it names {named})"
+            )
+        value, key, timestamp = out.value, out.key, out.timestamp
+        if key is KEEP:
+            key = (record or _nothing_to_keep(name, "key")).key
+        if timestamp is KEEP:
+            timestamp_ms = max((record or _nothing_to_keep(name, "timestamp")).timestamp, 0)
+        else:
+            timestamp_ms = _integer(timestamp, END_OF_TIME, "timestamp (milliseconds since the epoch)", name)
+        return (
+            topic,
+            value if type(value) is bytes else _value(value, name),
+            key if type(key) is bytes else _key(key, name),
+            -1 if out.partition is None else _integer(out.partition, 2**31, "partition", name),
+            timestamp_ms,
+            _headers(out.headers, name) if out.headers else None,
+        )
+
+    return convert
+
+
+def _nothing_to_keep(name: str, what: str) -> NoReturn:
+    raise ConfigurationError(
+        f"{name} gave an Out without a {what}: in a batch function no input says what to keep; use record.out(value), "
+        "or Out(value, key=..., timestamp=...) with the timestamp 0 for the time of producing"
+    )
+
+
+def send_of(
+    name: str, topic: str, value: object, key: object, partition: int | None, timestamp_ms: int, headers: Headers
+) -> Send:
+    """What a loop of one's own sends, by the rules of an Out; `name` is how messages call the caller."""
+    return (
+        topic,
+        value if type(value) is bytes else _value(value, name),
+        key if type(key) is bytes else _key(key, name),
+        -1 if partition is None else _integer(partition, 2**31, "partition", name),
+        _integer(timestamp_ms, END_OF_TIME, "timestamp (milliseconds since the epoch)", name) if timestamp_ms else 0,
+        _headers(headers, name) if headers else None,
+    )
+
+
+# Structs and an enum: JSON of them is never what was meant.
+_NEVER_SENT: Final = frozenset({Record, Out, Keep})
+
+
+def _value(value: object, name: str) -> bytes | None:
+    if type(value) in _NEVER_SENT:
+        raise TypeError(
+            f"{name} gave a {type(value).__name__} as a value: to pass a record on, use record.out(record.value)"
+        )
+    return encode(value)
+
+
+def _key(key: object, name: str) -> bytes | None:
+    if type(key) in _NEVER_SENT:
+        raise TypeError(f"{name} gave a {type(key).__name__} as a key: use record.key for that of a record")
+    return encode_key(key)
+
+
+def _integer(number: object, end: int, what: str, name: str) -> int:
+    # Here, where the record is known, and not in the producer, where the error would be about nobody.
+    try:
+        result = operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} gave the {what} {number!r}, which is not an int") from None
+    if not 0 <= result < end:
+        raise ValueError(f"{name} gave the {what} {number!r}, which is not in [0, {end})")
+    return result
+
+
+def _headers(headers: Headers, name: str) -> list[Header]:
+    result: list[Header] = []
+    for pair in headers.items() if isinstance(headers, Mapping) else headers:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise TypeError(f"{name} gave the header {pair!r}: a header is a (str, bytes | str | None) pair")
+        header, value = pair
+        if value is not None and not isinstance(value, (str, bytes, bytearray, memoryview)):
+            raise TypeError(f"{name} gave the header {header!r} a {type(value).__name__}, not bytes, str or None")
+        header.encode()  # a name that UTF-8 cannot hold raises here
+        result.append((header, encode(value)))
+    return result

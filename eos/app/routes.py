@@ -1,0 +1,336 @@
+"""One function of an App with its topics, compiled: what a worker, Spark and tests call.
+
+Owns how records go through a function: one by one, in batches or at once, and what of them is sent when it fails.
+Outputs of a record exist only once its function has returned (a generator: is used up). A function that fails half way
+has sent nothing.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import inspect
+import operator
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from eos import hotloop
+from eos.app import concurrent
+from eos.app.hints import Hints
+from eos.app.policies import Policy, stop
+from eos.app.results import Normalise, encoded, normaliser, out_converter, target_of
+from eos.app.serde import (
+    Decode,
+    Encode,
+    annotation_name,
+    decoder,
+    function_name,
+    underlying,
+    without_none,
+)
+from eos.errors import ConfigurationError, IllegalState
+from eos.records import Each, Fed, Feed, Out, Record, Send, Sink
+
+
+class Route:
+    """One function with its topics, compiled: what an engine calls.
+
+    `outputs(record)` gives what to send for one record. A route with `batch` set also has `outputs_batch(records)`
+    for many; its `outputs` is a batch of one (for the record-by-record run that finds the culprit).
+    `feed(records, sink)` does the same for many records and puts each output at once where it belongs: the hot path,
+    with nothing between the function and the client. `each(records)` gives the outputs record by record,
+    as `outputs` does. With `concurrent` (an `async def`) both run the function on all records at once, and keep their
+    order; what it returned for records behind one that failed is kept for the next call with them.
+    All but `feed` raise whatever the function raises, DecodeError for a value that does not fit the annotation,
+    TypeError or ValueError for a result that cannot be sent: these are about the record. A ConfigurationError (a
+    destination that was not named) is about the App: no policy may skip or dead-letter a record because of it.
+    """
+
+    __slots__ = (
+        "annotation", "batch", "concurrent", "decode", "destinations", "each", "encode", "feed", "function", "name",
+        "on_error", "outputs", "outputs_batch", "passing", "sources",
+    )  # fmt: skip
+
+    feed: Feed
+    outputs: Callable[[Record], Sequence[Send]]
+    outputs_batch: Callable[[list[Record]], list[Send]]
+    each: Each
+
+    def __init__(
+        self,
+        function: Callable[[Any], Any],
+        annotation: object,
+        sources: tuple[str, ...],
+        destinations: tuple[str, ...],
+        batch: bool,
+        on_error: Policy = stop,
+        decode: Decode | None = None,
+        encode: Encode | None = None,
+        passing: frozenset[str] = frozenset(),
+    ) -> None:
+        self.passing = passing
+        self.function, self.annotation, self.name = function, annotation, function_name(function)
+        self.sources, self.destinations, self.batch, self.on_error = sources, destinations, batch, on_error
+        self.decode, self.encode, self.concurrent = decode, encode, is_async(function)
+        # An encoder of the user's own is a part of the function: the way of all others stays as short as it is.
+        finish = None if encode is None else functools.partial(encoded, encode)
+        if batch:
+            _check_batch_annotation(annotation, self.name)
+            run = _blocking(function) if self.concurrent else function
+            self.outputs_batch, self.feed = _compile_batch(run, finish, self.name, destinations, Hints(function))
+            outputs_batch = self.outputs_batch
+            self.outputs = lambda record: outputs_batch([record])
+            self.each = _one_by_one(self.outputs)
+            return
+        decoded = _record_decoder(annotation, self.name, decode)
+        normalise = normaliser(self.name, destinations, Hints(function), passing)
+        if self.concurrent:
+            self.outputs, self.each = _compile_concurrent(function, decoded, finish, normalise)
+            self.feed = feed_each(self.each)
+        else:
+            run = function if finish is None else lambda given: finish(function(given))
+            self.outputs, self.feed = _compile_single(run, self.name, decoded, normalise, destinations, passing)
+            self.each = _one_by_one(self.outputs)
+        # No loop in its place: an error out of it could not say which record it is about.
+        self.outputs_batch = functools.partial(_not_a_batch_route, self.name)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # msgspec decoders and closures cannot be pickled; Spark ships routes to its executors: compile again there.
+        parts = (
+            "function",
+            "annotation",
+            "sources",
+            "destinations",
+            "batch",
+            "on_error",
+            "decode",
+            "encode",
+            "passing",
+        )
+        return Route, tuple(getattr(self, part) for part in parts)
+
+    def with_passing(self, names: Iterable[str]) -> Route:
+        """The same, and outputs get the input's headers of these names, unless an Out has its own of that name. Not in
+        a batch function, whose outputs have no single input."""
+        coders = self.decode, self.encode
+        topics = self.sources, self.destinations
+        return Route(self.function, self.annotation, *topics, self.batch, self.on_error, *coders, frozenset(names))
+
+    def __repr__(self) -> str:
+        return f"<Route {self.name}: {', '.join(self.sources)} -> {', '.join(self.destinations) or 'nothing'}>"
+
+
+def is_async(function: Callable[..., object]) -> bool:
+    """Whether calling it gives a coroutine or an async generator."""
+    below = underlying(function)
+    return inspect.iscoroutinefunction(below) or inspect.isasyncgenfunction(below)
+
+
+def _record_decoder(annotation: object, name: str, decode: Decode | None) -> Decode | None:
+    """The decoder for a function of one record; None: it gets the Record itself."""
+    if without_none(annotation)[0] is Record:
+        if decode is not None:
+            raise ConfigurationError(
+                f"{name} gets the Record as it is, so decode= has nothing to do: annotate its result"
+            )
+        return None
+    if decode is not None:
+        return decode
+    if Record in _mentioned(annotation):
+        raise ConfigurationError(
+            f"{name} is annotated {annotation_name(annotation)}, but gets one record at a time: annotate Record, or "
+            "decorate with process_batch"
+        )
+    return decoder(annotation)
+
+
+def _mentioned(annotation: object) -> set[object]:
+    inner = typing.get_args(annotation)
+    return {a for a in inner if isinstance(a, type)}.union(*map(_mentioned, inner))
+
+
+def _check_batch_annotation(annotation: object, name: str) -> None:
+    kind = typing.get_origin(annotation) or annotation
+    if kind not in (list, collections.abc.Sequence, collections.abc.Collection, collections.abc.Iterable) or (
+        typing.get_args(annotation) not in ((), (Record,))
+    ):
+        raise ConfigurationError(
+            f"{name} is annotated {annotation_name(annotation)}, but a batch function gets a list[Record]"
+        )
+
+
+def _compile_single(
+    function: Callable[[Any], Any],
+    name: str,
+    decode: Decode | None,
+    normalise: Normalise,
+    destinations: tuple[str, ...],
+    passing: frozenset[str],
+) -> tuple[Callable[[Record], Sequence[Send]], Feed]:
+    """`outputs` and `feed` of a function of one record."""
+    target = target_of(name, destinations, passing)
+
+    def outputs(record: Record) -> Sequence[Send]:
+        return normalise(record, function(record if decode is None else decode(record.value)))
+
+    def feed(records: list[Record], sink: Sink) -> Fed:
+        partly = 0  # outputs that went out of a record that failed behind them
+        produce, refused = sink.produce, sink.refused
+
+        def other(record: Record, result: object) -> int:
+            nonlocal partly
+            sends = normalise(record, result)
+            for send in sends:
+                put(send, sink)
+                partly += 1
+            partly = 0
+            return len(sends)
+
+        sent, handled, error = hotloop.feed_values(records, function, decode, target, produce, refused, other)
+        return Fed(sent + partly, handled, error, None if error is None else records[handled])
+
+    return outputs, feed
+
+
+def put(send: Send, sink: Sink) -> None:
+    topic, value, key, partition, timestamp_ms, headers = send
+    try:
+        sink.produce(topic, value, key, partition, None, None, timestamp_ms, headers)
+    except Exception as error:  # noqa: BLE001 - the sink decides
+        sink.refused(error, send)
+
+
+def _one_by_one(outputs: Callable[[Record], Sequence[Send]]) -> Each:
+    def each(records: list[Record]) -> Iterator[Sequence[Send]]:
+        # A generator and no map(): a StopIteration out of a user's function would end a loop over that one silently.
+        for record in records:
+            yield outputs(record)
+
+    return each
+
+
+def feed_each(each: Each) -> Feed:
+    """The feed of what gives the outputs record by record: not for speed."""
+
+    def feed(records: list[Record], sink: Sink) -> Fed:
+        sent = 0
+        coming = iter(records)
+        try:
+            for _, sends in zip(coming, each(records), strict=False):
+                for send in sends:
+                    put(send, sink)
+                    sent += 1
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+            handled = len(records) - operator.length_hint(coming) - 1
+            return Fed(sent, handled, error, records[handled])
+        return Fed(sent, len(records), None)
+
+    return feed
+
+
+def _compile_concurrent(
+    function: Callable[[Any], Any],
+    decode: Decode | None,
+    finish: Callable[[Any], Any] | None,
+    normalise: Normalise,
+) -> tuple[Callable[[Record], Sequence[Send]], Each]:
+    """`outputs` and `each` of an `async def` of one record."""
+    several = inspect.isasyncgenfunction(underlying(function))
+    # What was made of records behind one that failed, with those records: they come again when it is dealt with, and
+    # a function's effects elsewhere should not happen twice for that. Held, so that no id is used anew meanwhile.
+    ahead: list[tuple[Record, concurrent.Outcome]] = []
+
+    async def run(record: Record) -> Sequence[Send]:
+        given = record if decode is None else decode(record.value)
+        result = [item async for item in function(given)] if several else await function(given)
+        return normalise(record, result if finish is None else finish(result))
+
+    def each(records: list[Record]) -> Iterator[Sequence[Send]]:
+        wanted = set(map(id, records))
+        known = {id(record): outcome for record, outcome in ahead if id(record) in wanted}
+        ahead[:] = [kept for kept in ahead if id(kept[0]) not in wanted]
+        unknown = [record for record in records if id(record) not in known]
+        known |= zip(map(id, unknown), concurrent.run_all(map(run, unknown)) if unknown else (), strict=True)
+        for number, record in enumerate(records):
+            outcome = known[id(record)]
+            if isinstance(outcome, Exception):
+                if behind := [(later, known[id(later)]) for later in records[number + 1 :]]:
+                    ahead[:] = behind  # in place of older ones: those may never come again
+                raise outcome
+            yield outcome
+
+    def outputs(record: Record) -> Sequence[Send]:
+        return cast("Sequence[Send]", concurrent.run_one(run(record)))
+
+    return outputs, each
+
+
+def _blocking(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """An `async def` of a batch as a function that returns when it is done."""
+    several = inspect.isasyncgenfunction(underlying(function))
+
+    async def run(records: list[Record]) -> Any:
+        return [item async for item in function(records)] if several else await function(records)
+
+    return lambda records: concurrent.run_one(run(records))
+
+
+def _compile_batch(
+    function: Callable[[list[Record]], Any],
+    finish: Callable[[Any], Any] | None,
+    name: str,
+    destinations: tuple[str, ...],
+    hints: Hints,
+) -> tuple[Callable[[list[Record]], list[Send]], Feed]:
+    """`outputs_batch` and `feed` of a function of many records."""
+    convert = out_converter(name, destinations)
+    target = target_of(name, destinations)
+
+    def run(records: list[Record]) -> list[Any]:
+        result = function(records.copy())  # the list is the function's to change
+        if result is None:
+            return []
+        if isinstance(result, (Out, str, bytes, bytearray, Mapping)) or not isinstance(result, Iterable):
+            raise TypeError(
+                f"{name} returned a {type(result).__name__}: a batch function returns an iterable of Out, made by "
+                "record.out(value) or Out(value, key=..., timestamp=...)"
+            )
+        outs = result if type(result) is list else list(result)
+        return outs if finish is None else cast("list[Any]", finish(outs))
+
+    def converted(outs: list[Any]) -> list[Send]:
+        sends: list[Send] = []
+        for out in outs:
+            if type(out) is Out:
+                sends.append(convert(out, None))
+            elif out is not None:
+                raise TypeError(
+                    f"{name} gave a bare {type(out).__name__}: in a batch function no input says what its key is; "
+                    "use record.out(value) or Out(value, key=..., timestamp=...)"
+                )
+        return sends
+
+    def outputs_batch(records: list[Record]) -> list[Send]:
+        return converted(run(records))
+
+    def feed(records: list[Record], sink: Sink) -> Fed:
+        sent, culprit = 0, records[0] if len(records) == 1 else None
+        try:
+            outs = run(records)
+            # Looked through before the first is sent: all of the batch's outputs go out, or none.
+            if target is not None and (fed := hotloop.feed_outs(outs, target, sink.produce, sink.refused)) is not None:
+                sent, failed = fed
+                return Fed(sent, len(records), None) if failed is None else Fed(sent, 0, failed, culprit)
+            for send in converted(outs):
+                put(send, sink)
+                sent += 1
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+            return Fed(sent, 0, error, culprit)
+        return Fed(sent, len(records), None)
+
+    return outputs_batch, feed
+
+
+def _not_a_batch_route(name: str, records: list[Record]) -> list[Send]:
+    raise IllegalState(f"{name} takes one record at a time: call outputs(record) for each of the {len(records)}")

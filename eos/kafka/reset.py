@@ -1,0 +1,210 @@
+"""Moves a group's committed offsets while nobody is in it: replay, or step past a record that nobody can handle.
+
+Owns the meaning of `--from` and the conditions under which offsets may be moved. It refuses while members live (the
+broker refuses too) and while a transaction pends on the offsets: its end would overwrite what was set. It never moves
+offsets that were not named.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from confluent_kafka import (
+    ConsumerGroupState,
+    ConsumerGroupTopicPartitions,
+    IsolationLevel,
+    KafkaError,
+    KafkaException,
+    TopicPartition,
+)
+from confluent_kafka.admin import OffsetSpec
+
+from eos.errors import ConfigurationError, Unavailable, UsageError, describe_error, not_authorised
+from eos.kafka.cluster import Partition
+from eos.kafka.facts import connect, describe_topic, metadata
+from eos.kafka.settings import Settings
+from eos.kafka.world import REAL, World
+
+_ASK_S, _LOOK_S = 10.0, 0.5
+_EXACT = re.compile(r"(?P<topic>[A-Za-z0-9._-]+):(?P<partition>\d+):(?P<offset>\d+)")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where to go on: `earliest`, `latest`, the first record at or after `timestamp_ms`, or `offsets`, verbatim."""
+
+    name: str
+    timestamp_ms: int | None = None
+    offsets: Mapping[Partition, int] | None = None
+
+
+@dataclass(frozen=True)
+class Move:
+    """One partition's committed offset before (None: none) and after, and the offsets that can be read there now."""
+
+    partition: Partition
+    before: int | None
+    after: int
+    low: int
+    end: int
+
+
+def parse_target(texts: Sequence[str]) -> Target:
+    """`--from earliest | latest | 2013-07-04T12:00[:00][+02:00] | TOPIC:PARTITION:OFFSET`, the last one repeatable."""
+    if len(texts) == 1 and (single := _single(texts[0])) is not None:  # a time has colons too
+        return single
+    exact = [_EXACT.fullmatch(text) for text in texts]
+    wrong = [text for text, match in zip(texts, exact, strict=True) if match is None]
+    if not texts or wrong:
+        raise UsageError(
+            f"--from {wrong[0] if wrong else 'is missing'}: expected earliest, latest, a time such as "
+            "2013-07-04T12:00:00, or any number of TOPIC:PARTITION:OFFSET"
+        )
+    offsets = {(m["topic"], int(m["partition"])): int(m["offset"]) for m in exact if m}
+    if len(offsets) < len(texts):
+        raise UsageError("--from names a partition twice")
+    return Target("offset", offsets=offsets)
+
+
+def _single(text: str) -> Target | None:
+    if text in ("earliest", "latest"):
+        return Target(text)
+    try:
+        moment = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return Target(text, timestamp_ms=round(moment.timestamp() * 1000))
+
+
+class GroupOffsets:
+    """One group's offsets on `topics`, for `plan` and then `commit`."""
+
+    def __init__(
+        self, settings: Settings, group: str, topics: Iterable[str], timeout_s: float = 5.0, world: World = REAL
+    ) -> None:
+        self._world = world
+        self.group, self._topics = group, sorted(topics)
+        self._client, self._servers = connect(settings, timeout_s, world), settings.bootstrap_servers
+
+    def require_nobody(self, wait_s: float = 0.0) -> None:
+        """Unavailable, naming the members, when the group still has some after `wait_s`."""
+        deadline = self._world.now() + wait_s
+        while names := self._members():
+            if self._world.now() >= deadline:
+                count = f"{len(names)} member{'s' if len(names) != 1 else ''}"
+                raise Unavailable(
+                    f"group {self.group} has {count} ({', '.join(names)}): stop them first; one that was killed, or "
+                    "that a record stopped, counts until its session.timeout.ms is over (--wait 30)"
+                )
+            self._world.sleep(_LOOK_S)
+
+    def _members(self) -> list[str]:
+        try:
+            found = self._client.describe_consumer_groups([self.group], request_timeout=_ASK_S)[self.group].result()
+        except KafkaException as error:
+            if error.args[0].code() == KafkaError.GROUP_ID_NOT_FOUND:
+                return []  # 4.x: a group that never was
+            raise _translated(error, self.group) from error
+        if found.state in (ConsumerGroupState.EMPTY, ConsumerGroupState.DEAD):
+            return []
+        return sorted(f"{m.group_instance_id or m.member_id} on {m.host.lstrip('/')}" for m in found.members)
+
+    def plan(self, target: Target) -> list[Move]:
+        """What `commit` would do. Raises UsageError for a partition that is not the group's topics', ConfigurationError
+        for an offset that cannot be read, Unavailable while a transaction pends on the offsets."""
+        partitions = self._partitions()
+        before = self._committed(partitions)
+        low = self._ends(partitions, OffsetSpec.earliest())  # type: ignore[no-untyped-call]
+        end = self._ends(partitions, OffsetSpec.latest())  # type: ignore[no-untyped-call]
+        after = self._after(target, partitions, low, end)
+        for partition, offset in after.items():
+            if not low[partition] <= offset <= end[partition]:
+                held = f"holds offsets {low[partition]} to {end[partition]}"
+                raise ConfigurationError(f"{partition[0]} [{partition[1]}] {held}: it cannot go on at {offset}")
+        return [Move(p, before.get(p), offset, low[p], end[p]) for p, offset in sorted(after.items())]
+
+    def _after(
+        self, target: Target, partitions: list[Partition], low: dict[Partition, int], end: dict[Partition, int]
+    ) -> dict[Partition, int]:
+        if target.offsets is not None:
+            for topic, number in target.offsets:
+                if (topic, number) not in low:
+                    raise UsageError(f"--from {topic}:{number}: no such partition among {', '.join(self._topics)}")
+            return dict(target.offsets)
+        if target.timestamp_ms is not None:
+            spec = OffsetSpec.for_timestamp(target.timestamp_ms)
+            # -1: nothing that young is in the partition, so the next record is the first.
+            return {p: o if o >= 0 else end[p] for p, o in self._ends(partitions, spec).items()}
+        return low if target.name == "earliest" else end
+
+    def _partitions(self) -> list[Partition]:
+        known = metadata(self._client, self._servers, _ASK_S).topics
+        found: list[Partition] = []
+        for topic in self._topics:
+            if topic not in known or known[topic].error is not None:
+                if describe_topic(self._client, topic).exists is None:
+                    raise not_authorised(f"topic {topic}", "READ")
+                raise Unavailable(f"topic {topic} does not exist")
+            found += [(topic, number) for number in sorted(known[topic].partitions)]
+        return found
+
+    def _committed(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
+        """Stable offsets: with a transaction pending on one, its end would undo what is set now. Asked for by name: an
+        answer about all offsets leaves a partition out that has nothing but a pending one."""
+        asked = [ConsumerGroupTopicPartitions(self.group, [TopicPartition(*p) for p in partitions])]
+        try:
+            answers = self._client.list_consumer_group_offsets(asked, require_stable=True, request_timeout=_ASK_S)
+            found = answers[self.group].result().topic_partitions
+        except KafkaException as error:
+            raise _translated(error, self.group) from error
+        for tp in found:
+            if tp.error is not None:
+                raise _translated(KafkaException(tp.error), self.group, tp.topic)
+        return {(tp.topic, tp.partition): tp.offset for tp in found if tp.offset >= 0}
+
+    def _ends(self, partitions: Sequence[Partition], spec: Any) -> dict[Partition, int]:
+        """For `latest` the last stable offsets: what a worker can have read."""
+        asked = {TopicPartition(*p): spec for p in partitions}
+        answers = self._client.list_offsets(
+            asked, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=_ASK_S
+        )
+        ends: dict[Partition, int] = {}
+        for tp, future in answers.items():
+            try:
+                ends[tp.topic, tp.partition] = future.result().offset
+            except KafkaException as error:
+                raise _translated(error, self.group, tp.topic) from error
+        return ends
+
+    def commit(self, moves: Sequence[Move]) -> None:
+        """Writes the plan; the broker refuses it (Unavailable) when a member joined since."""
+        wanted = [TopicPartition(*m.partition, m.after) for m in moves]
+        request = [ConsumerGroupTopicPartitions(self.group, wanted)]
+        try:
+            answers = self._client.alter_consumer_group_offsets(request, request_timeout=_ASK_S)
+            answered = answers[self.group].result().topic_partitions
+        except KafkaException as error:
+            raise _translated(error, self.group) from error
+        for tp in answered:
+            if tp.error is not None:
+                raise _translated(KafkaException(tp.error), self.group, tp.topic)
+
+
+def _translated(error: KafkaException, group: str, topic: str = "") -> Exception:
+    code = error.args[0].code()
+    if code == KafkaError.GROUP_AUTHORIZATION_FAILED:
+        return not_authorised(f"group {group}", "READ")
+    if code == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+        return not_authorised(f"topic {topic}" if topic else f"a topic of group {group}", "READ")
+    if code == KafkaError.UNSTABLE_OFFSET_COMMIT:
+        return Unavailable(
+            f"a transaction pends on the offsets of group {group}: wait for its timeout, or see "
+            "`eos txn list --state Ongoing` and `eos txn find-hanging`"
+        )
+    if code in (KafkaError.UNKNOWN_MEMBER_ID, KafkaError.NON_EMPTY_GROUP, KafkaError.REBALANCE_IN_PROGRESS):
+        return Unavailable(f"group {group} has members: stop them first")
+    return Unavailable(f"the offsets of group {group} cannot be moved: {describe_error(error)}")

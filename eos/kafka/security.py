@@ -1,0 +1,241 @@
+"""How kafka-python is told what librdkafka is told: addresses, TLS, SASL; and the tokens of OAUTHBEARER.
+
+Owns the translation of librdkafka's names. It must never log a value: half of them are secrets.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import logging
+import os
+import ssl
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kafka.net.sasl.oauth import AbstractTokenProvider
+
+from eos.errors import ConfigurationError, NotAuthorised, Unavailable, no_broker
+from eos.kafka.settings import Settings
+
+_SASL = {
+    "sasl.mechanism": "sasl_mechanism",
+    "sasl.username": "sasl_plain_username",
+    "sasl.password": "sasl_plain_password",
+    "sasl.kerberos.service.name": "sasl_kerberos_service_name",
+}
+_REFRESH_AT = 0.8  # of a token's life, as librdkafka does
+_TOKEN_TIMEOUT_S = 10.0
+_PROBE = "probe"  # a CA's location that means: where this system keeps its own, as Python's default context does
+_CLIENT_CREDENTIALS = "client_credentials"
+
+# kafka-python writes its whole configuration, passwords too, into its debug log; and without a handler Python prints
+# a library's warnings on stderr, where our own sentences stand.
+logging.getLogger("kafka.admin.client").setLevel(logging.INFO)
+logging.getLogger("kafka").addHandler(logging.NullHandler())
+
+
+def configuration(settings: Settings, timeout_ms: int) -> dict[str, Any]:
+    """The arguments of a kafka-python client that connects as the worker's clients do."""
+    values = settings.connection()
+    told: dict[str, Any] = {new: values[old] for old, new in _SASL.items() if old in values}
+    protocol = str(values.get("security.protocol", "plaintext")).upper()
+    told["security_protocol"] = protocol
+    if protocol.endswith("SSL"):
+        told["ssl_context"] = _tls(values)
+        told["ssl_check_hostname"] = told["ssl_context"].check_hostname
+    if protocol.startswith("SASL") and str(values.get("sasl.mechanism", "")).upper() == "OAUTHBEARER":
+        told["sasl_oauth_token_provider"] = _Tokens(_token_source(settings.values))
+    if "client.id" in values:
+        told["client_id"] = values["client.id"]
+    return told | {
+        "bootstrap_servers": [server.strip() for server in str(values["bootstrap.servers"]).split(",")],
+        "request_timeout_ms": timeout_ms,
+        "bootstrap_timeout_ms": timeout_ms,
+        "reconnect_backoff_max_ms": 1_000,
+    }
+
+
+# ---- when no connection comes about ----------------------------------------------------------------------------
+
+
+def login_refused(settings: Settings, reason: str) -> NotAuthorised:
+    tokens = str(settings.get("sasl.mechanism", "")).upper() == "OAUTHBEARER"
+    return NotAuthorised(
+        f"the login at {settings.bootstrap_servers} was refused: {reason}",
+        remedy=f"check sasl.mechanism and {'sasl.oauthbearer.*' if tokens else 'sasl.username, sasl.password'}",
+    )
+
+
+def no_tls(settings: Settings, reason: str) -> Unavailable:
+    return Unavailable(
+        f"no TLS connection to {settings.bootstrap_servers}: {reason}",
+        remedy="check ssl.ca.location (who signed the brokers' certificates), ssl.certificate.location if they ask for "
+        "one, and that bootstrap.servers names a TLS listener",
+    )
+
+
+def unreachable(settings: Settings, reason: str) -> Unavailable:
+    return Unavailable(
+        f"{settings.bootstrap_servers} cannot be reached: {reason}", remedy=no_broker(settings.bootstrap_servers)
+    )
+
+
+# ---- TLS ------------------------------------------------------------------------------------------------------
+
+
+def _tls(values: Mapping[str, Any]) -> ssl.SSLContext:
+    """Raises ConfigurationError, which names the setting, for a file that is not there or not what it should be."""
+    if "ssl.keystore.location" in values:
+        raise ConfigurationError(
+            "ssl.keystore.location cannot be used here: set ssl.certificate.location and ssl.key.location (PEM) instead"
+        )
+    context = ssl.create_default_context()
+    verified = str(values.get("enable.ssl.certificate.verification", "true")).lower() != "false"
+    named = str(values.get("ssl.endpoint.identification.algorithm", "https")).lower() != "none"
+    context.check_hostname = verified and named
+    context.verify_mode = ssl.CERT_REQUIRED if verified else ssl.CERT_NONE
+    with _reading("ssl.ca.location"):
+        path = str(values.get("ssl.ca.location", _PROBE))
+        if path != _PROBE:
+            context.load_verify_locations(**{"capath" if os.path.isdir(path) else "cafile": path})
+        elif "ssl.ca.pem" in values:
+            context.load_verify_locations(cadata=str(values["ssl.ca.pem"]))
+    with _reading("ssl.certificate.location, ssl.key.location"):
+        if "ssl.certificate.location" in values:
+            context.load_cert_chain(
+                values["ssl.certificate.location"],
+                values.get("ssl.key.location"),
+                lambda: str(values.get("ssl.key.password", "")),
+            )
+        elif "ssl.certificate.pem" in values:
+            _load_pem(context, values)
+    return context
+
+
+def _load_pem(context: ssl.SSLContext, values: Mapping[str, Any]) -> None:
+    """Python reads a certificate from a file only: one that nobody else may read, for as long as that takes."""
+    with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:
+        file.write(f"{values['ssl.certificate.pem']}\n{values.get('ssl.key.pem', '')}\n")
+        file.flush()
+        context.load_cert_chain(file.name, None, lambda: str(values.get("ssl.key.password", "")))
+
+
+@contextlib.contextmanager
+def _reading(what: str) -> Any:
+    try:
+        yield
+    except (OSError, ssl.SSLError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
+        raise ConfigurationError(f"{what} cannot be used: {reason}") from error
+
+
+# ---- OAUTHBEARER ----------------------------------------------------------------------------------------------
+
+Token = tuple[str, float]  # and when it expires, Unix seconds
+
+
+class _Tokens(AbstractTokenProvider):  # type: ignore[misc]
+    """One token until 80 % of its life are over."""
+
+    def __init__(self, fetch: Callable[[], Token]) -> None:
+        super().__init__()
+        self._fetch = fetch
+        self._token = ""
+        self._refresh_at = 0.0
+
+    def token(self) -> str:
+        now = time.time()
+        if now >= self._refresh_at:
+            self._token, expires = self._fetch()
+            self._refresh_at = now + _REFRESH_AT * max(0.0, expires - now)
+        return self._token
+
+
+def _token_source(values: Mapping[str, Any]) -> Callable[[], Token]:
+    """Where librdkafka would have its token from, by the same settings."""
+    text = str(values.get("sasl.oauthbearer.config", ""))
+    if "oauth_cb" in values:
+        return lambda: _from_callback(values["oauth_cb"], text)
+    if str(values.get("sasl.oauthbearer.method", "default")).lower() == "oidc":
+        _require_credentials(values)
+        return lambda: _from_endpoint(values)
+    if str(values.get("enable.sasl.oauthbearer.unsecure.jwt", "false")).lower() == "true":
+        return lambda: _unsecured(text)
+    raise ConfigurationError(
+        "sasl.mechanism=OAUTHBEARER needs a token: set sasl.oauthbearer.method=oidc with its token endpoint, client id "
+        "and secret, or give oauth_cb"
+    )
+
+
+def _require_credentials(values: Mapping[str, Any]) -> None:
+    """Of librdkafka's ways to a token we know this one: by another it would come in, and the admin client would not."""
+    wanted = {
+        "sasl.oauthbearer.grant.type": _CLIENT_CREDENTIALS,
+        "sasl.oauthbearer.metadata.authentication.type": "none",
+    }
+    for name, only in wanted.items():
+        value = str(values.get(name, only))
+        if value.lower() != only:
+            raise ConfigurationError(
+                f"{name}={value} cannot be used here: set sasl.oauthbearer.grant.type={_CLIENT_CREDENTIALS} with a "
+                "client's id and secret, or give oauth_cb"
+            )
+
+
+def _from_callback(callback: Callable[[str], Any], text: str) -> Token:
+    token, expires, *_ = callback(text)
+    return str(token), float(expires)
+
+
+def _from_endpoint(values: Mapping[str, Any]) -> Token:
+    """RFC 6749, client credentials, as librdkafka asks: id and secret as HTTP basic authentication."""
+    import urllib.parse  # the two bring http.client and email, which only this way to a token needs
+    import urllib.request
+
+    url = str(values.get("sasl.oauthbearer.token.endpoint.url", ""))
+    name = values.get("sasl.oauthbearer.client.id", values.get("sasl.oauthbearer.client.credentials.client.id", ""))
+    secret = values.get(
+        "sasl.oauthbearer.client.secret", values.get("sasl.oauthbearer.client.credentials.client.secret", "")
+    )
+    form = {"grant_type": _CLIENT_CREDENTIALS}
+    if scope := values.get("sasl.oauthbearer.scope"):
+        form["scope"] = str(scope)
+    basic = base64.b64encode(f"{name}:{secret}".encode()).decode()
+    try:
+        request = urllib.request.Request(
+            url,
+            urllib.parse.urlencode(form).encode(),
+            {"Authorization": f"Basic {basic}", "Accept": "application/json"},
+        )
+        context = _endpoint_tls(values) if url.startswith("https:") else None
+        with urllib.request.urlopen(request, timeout=_TOKEN_TIMEOUT_S, context=context) as answer:
+            found = json.load(answer)
+        return str(found["access_token"]), time.time() + float(found.get("expires_in", 300))
+    except (OSError, ValueError, KeyError) as error:
+        raise NotAuthorised(f"no token could be had from sasl.oauthbearer.token.endpoint.url: {error}") from error
+
+
+def _endpoint_tls(values: Mapping[str, Any]) -> ssl.SSLContext:
+    path = str(values.get("https.ca.location", _PROBE))
+    if path == _PROBE:
+        return ssl.create_default_context(cadata=values.get("https.ca.pem"))
+    return ssl.create_default_context(cafile=path)
+
+
+def _unsecured(text: str) -> Token:
+    """An unsecured JWS, as librdkafka builds it out of sasl.oauthbearer.config: for development brokers only."""
+    given = dict(part.split("=", 1) for part in text.split() if "=" in part)
+    life_s, now = float(given.get("lifeSeconds", 3600)), time.time()
+    claims: dict[str, object] = {given.get("principalClaimName", "sub"): given.get("principal", "")}
+    claims |= {"iat": now, "exp": now + life_s}
+    if "scope" in given:
+        claims[given.get("scopeClaimName", "scope")] = given["scope"].split(",")
+    return f"{_part({'alg': 'none'})}.{_part(claims)}.", now + life_s
+
+
+def _part(content: Mapping[str, object]) -> str:
+    return base64.urlsafe_b64encode(json.dumps(content).encode()).decode().rstrip("=")

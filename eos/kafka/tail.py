@@ -1,0 +1,262 @@
+"""Reads a topic for people: committed records, or all of them with what became of their transactions.
+
+Owns the readers and the rule for a record's mark. It joins no group, commits nothing and creates no topic. What is read
+may be aborted, open or committed; only the broker's two views together tell: a record that the uncommitted reader got
+and the committed one passed by is aborted, and one at or behind the last stable offset is open (or waits behind one
+that is).
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, Message, TopicPartition
+from confluent_kafka.admin import OffsetSpec
+
+from eos import hotloop, log
+from eos.errors import Action, CallFailed, InputGone, Unavailable, describe_error, stop_error
+from eos.kafka import facts
+from eos.kafka.failures import classify, denied
+from eos.kafka.raising import raising
+from eos.kafka.settings import Settings
+from eos.kafka.world import REAL, World
+from eos.records import Record
+
+T = TypeVar("T")
+_ASK_S = 5.0
+_POLL_S = 0.1
+_MOST = 1_000
+_NO_PROGRESS_S = 30.0
+
+
+class Mark(Enum):
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+    OPEN = "open"
+
+
+@dataclass(frozen=True)
+class Seen:
+    record: Record
+    mark: Mark = Mark.COMMITTED
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a partition holds: from `low` to before `end`; committed readers get to before `stable`."""
+
+    low: int
+    stable: int
+    end: int
+
+
+def spans(settings: Settings, topic: str, timeout_s: float, world: World = REAL) -> dict[int, Span]:
+    """Of each partition of a topic. Unavailable for an unreachable cluster or a topic that does not exist."""
+    client = facts.connect(settings, timeout_s, world)
+    found = facts.describe_topic(client, topic)
+    if found.exists is None:
+        raise stop_error(CallFailed("consume", Action.UNAUTHORISED, KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)))
+    if not found.exists:
+        raise Unavailable(
+            f"topic {topic} does not exist at {settings.bootstrap_servers}",
+            remedy=f"`eos topic create {topic}` makes it",
+        )
+    return held(client, topic, range(found.partitions))
+
+
+def held(client: Any, topic: str, partitions: Iterable[int]) -> dict[int, Span]:
+    """The same of some partitions of a topic that is there; `client` as facts.connect gives it."""
+    places = [TopicPartition(topic, partition) for partition in partitions]
+    low = _offsets(client, places, OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)  # type: ignore[no-untyped-call]
+    # The stable ends first: ends only grow, so the later answer can never lie below the earlier one.
+    stable = _offsets(client, places, OffsetSpec.latest(), IsolationLevel.READ_COMMITTED)  # type: ignore[no-untyped-call]
+    end = _offsets(client, places, OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED)  # type: ignore[no-untyped-call]
+    return {partition: Span(low[partition], stable[partition], end[partition]) for partition in low}
+
+
+def older(client: Any, topic: str, low: Mapping[int, int], before_ms: int) -> set[int]:
+    """Those of these partitions whose first record, at the offset `low`, was written before this moment by the records'
+    timestamps. `client` as facts.connect gives it."""
+    places = [TopicPartition(topic, partition) for partition in low]
+    since = _offsets(client, places, OffsetSpec.for_timestamp(before_ms), IsolationLevel.READ_UNCOMMITTED)
+    return {partition for partition in low if since[partition] != low[partition]}  # -1: there is none so young
+
+
+def _offsets(client: Any, places: list[TopicPartition], spec: Any, level: IsolationLevel) -> dict[int, int]:
+    asked = client.list_offsets(dict.fromkeys(places, spec), isolation_level=level, request_timeout=_ASK_S)
+    try:
+        return {at.partition: future.result(_ASK_S * 2).offset for at, future in asked.items()}
+    except (KafkaException, TimeoutError) as error:
+        raise Unavailable(f"the offsets of {places[0].topic} cannot be had: {describe_error(error)}") from error
+
+
+@dataclass
+class _Lane:
+    """One partition: how far each reader is, and what was read and has no mark yet."""
+
+    committed_at: int
+    all_at: int
+    waiting: deque[Record] = field(default_factory=deque)
+    visible: set[int] = field(default_factory=set)  # offsets that the committed reader got
+
+    def marked(self, stable: Callable[[], int]) -> Iterator[Seen]:
+        """What can be told now, in order. `stable` is asked only for what the committed reader has not passed."""
+        while self.waiting and self.waiting[0].offset < self.committed_at:
+            record = self.waiting.popleft()
+            mark = Mark.COMMITTED if record.offset in self.visible else Mark.ABORTED
+            self.visible.discard(record.offset)
+            yield Seen(record, mark)
+        if self.waiting:
+            # Asked behind the reading: what lies behind the answer was open when it was read.
+            first_open = max(stable(), self.committed_at)
+            while self.waiting and self.waiting[0].offset >= first_open:
+                yield Seen(self.waiting.popleft(), Mark.OPEN)
+
+
+class TopicReader:
+    """Reads the partitions of `starts` from these offsets on; `uncommitted`: all records, marked."""
+
+    def __init__(
+        self, settings: Settings, topic: str, starts: Mapping[int, int], uncommitted: bool, world: World = REAL
+    ) -> None:
+        self._topic, self._uncommitted, self.now = topic, uncommitted, world.now
+        self._lanes = {partition: _Lane(start, start) for partition, start in starts.items()}
+        places = [TopicPartition(topic, partition, start) for partition, start in starts.items()]
+        self._committed = _consumer(settings, "read_committed", places, world)
+        self._all = _consumer(settings, "read_uncommitted", places, world) if uncommitted else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._committed.close()
+        if self._all is not None:
+            self._all.close()
+
+    def at(self, partition: int) -> int:
+        """Everything before it was handed out, or is not for this reader."""
+        lane = self._lanes[partition]
+        if not self._uncommitted:
+            return lane.committed_at
+        return lane.waiting[0].offset if lane.waiting else lane.all_at
+
+    def read(self) -> list[Seen]:
+        """What came within a moment, in order per partition."""
+        if self._all is None:
+            return [Seen(record) for record in self._poll(self._committed, "committed_at", _POLL_S)]
+        for record in self._poll(self._all, "all_at", _POLL_S):
+            self._lanes[record.partition].waiting.append(record)
+        for record in self._poll(self._committed, "committed_at", _POLL_S / 10):
+            self._lanes[record.partition].visible.add(record.offset)
+        lanes = self._lanes.items()
+        return [seen for partition, lane in lanes for seen in lane.marked(functools.partial(self._stable, partition))]
+
+    def _poll(self, consumer: Consumer, position: str, timeout_s: float) -> list[Record]:
+        messages = raising(consumer.consume, _MOST, timeout_s)
+        records: list[Record] = hotloop.records_of(messages, Record)
+        for record in records:
+            setattr(self._lanes[record.partition], position, record.offset + 1)
+        for message in messages:
+            if (error := message.error()) is not None:
+                self._event(message, error, position)
+        return records
+
+    def _event(self, message: Message, error: KafkaError, position: str) -> None:
+        if error.code() == KafkaError._PARTITION_EOF:
+            # Behind aborted records and markers, which are not handed out.
+            lane, end = self._lanes[message.partition() or 0], message.offset() or 0
+            setattr(lane, position, max(end, getattr(lane, position)))
+            return
+        action = classify("consume", error)
+        if action is Action.INPUT_GONE:
+            raise InputGone(f"{self._topic}: what was to be read was removed meanwhile ({error.str()})")
+        if action is Action.DAMAGED:
+            where = f"{self._topic} [{message.partition()}] cannot be read at offset {message.offset()}"
+            raise InputGone(f"{where}: what is stored there is damaged ({error.str()})")
+        if action is not Action.RETRY:
+            raise stop_error(CallFailed("consume", action, error, denied(error, topic=self._topic)))
+        log.debug("the reader reports", error=describe_error(error))
+
+    def _stable(self, partition: int) -> int:
+        at = TopicPartition(self._topic, partition)
+        try:
+            return int(self._committed.get_watermark_offsets(at, timeout=_ASK_S)[1])
+        except KafkaException as error:
+            log.debug("the last stable offset cannot be had", error=describe_error(error))
+            return 1 << 62  # not known: nothing is called open
+
+
+def _consumer(settings: Settings, isolation: str, places: list[TopicPartition], world: World) -> Consumer:
+    consumer = world.consumer(
+        {
+            **settings.admin(),
+            "logger": log.client_logger,
+            "group.id": "eos-topic-reader",  # librdkafka wants one; it is never joined
+            "isolation.level": isolation,
+            "enable.partition.eof": True,
+            "enable.auto.commit": False,
+            "allow.auto.create.topics": False,
+            "auto.offset.reset": "error",
+            "check.crcs": True,
+            "fetch.queue.backoff.ms": 5,
+            "fetch.wait.max.ms": 50,
+        }
+    )
+    consumer.assign(places)
+    return consumer
+
+
+def read_until(reader: TopicReader, ends: Mapping[int, int]) -> Iterator[Seen]:
+    """What is before these offsets; ends when all of it was read. Unavailable when nothing moves for long."""
+    deadline = reader.now() + _NO_PROGRESS_S
+    left = ends
+    while left := {partition: end for partition, end in left.items() if reader.at(partition) < end}:
+        before = {partition: reader.at(partition) for partition in left}
+        got = reader.read()
+        yield from (seen for seen in got if seen.record.offset < ends.get(seen.record.partition, 0))
+        if got or any(reader.at(partition) > at for partition, at in before.items()):
+            deadline = reader.now() + _NO_PROGRESS_S
+        elif reader.now() > deadline:
+            partition, end = next(iter(left.items()))
+            where = f"partition {partition} at {reader.at(partition)} of {end}"
+            raise Unavailable(f"reading stands still for {_NO_PROGRESS_S:.0f} s: {where}")
+
+
+def last(settings: Settings, topic: str, held: Mapping[int, Span], count: int, uncommitted: bool) -> list[Seen]:
+    """The last `count` records of the topic by their timestamps, in order per partition. How far back they begin is
+    not known: markers and aborted records take offsets too."""
+    ends = ends_of(held, uncommitted)
+    width = 2 * count + 10
+    while True:
+        starts = {partition: max(held[partition].low, end - width) for partition, end in ends.items()}
+        with TopicReader(settings, topic, starts, uncommitted) as reader:
+            found = list(read_until(reader, ends))
+        lanes = {partition: [s for s in found if s.record.partition == partition] for partition in ends}
+        if all(len(lanes[p]) >= count or starts[p] == held[p].low for p in lanes):
+            return list(_merged(lane[-count:] for lane in lanes.values()))[-count:] if count else []
+        width *= 4
+
+
+def ends_of(held: Mapping[int, Span], uncommitted: bool) -> dict[int, int]:
+    return {partition: span.end if uncommitted else span.stable for partition, span in held.items()}
+
+
+def _merged(lanes: Iterator[list[Seen]]) -> Iterator[Seen]:
+    """By timestamp, and never against a partition's own order, which its timestamps need not follow."""
+
+    def keyed(lane: list[Seen]) -> Iterator[tuple[int, int, int, Seen]]:
+        latest = -1
+        for seen in lane:
+            latest = max(latest, seen.record.timestamp)
+            yield latest, seen.record.partition, seen.record.offset, seen
+
+    return (keys[3] for keys in heapq.merge(*(keyed(lane) for lane in lanes), key=lambda keys: keys[:3]))

@@ -1,0 +1,58 @@
+"""Everything outside of the process that a session touches, in one place: clients, clocks, pauses, threads.
+
+`REAL` is the world that everybody is given unless told otherwise. A test or a simulation hands another one down, with
+some or all of these replaced: sessions, plain transactions and what they ask of the cluster take it as an argument, and
+none of them makes a client, starts a thread or looks at a clock by itself (tests/unit/test_world.py reads the sources).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from confluent_kafka import Consumer, Producer
+from confluent_kafka.admin import AdminClient
+
+from eos.kafka import clock
+from eos.kafka.cluster import ClusterAdmin
+from eos.kafka.watchdog import Watchdog
+
+
+def _background(name: str, run: Callable[[], None]) -> None:
+    threading.Thread(target=run, name=name, daemon=True).start()
+
+
+@dataclass(frozen=True)
+class World:
+    """Clients, then clocks in seconds, then threads; each is called."""
+
+    consumer: Callable[[dict[str, Any]], Consumer] = Consumer
+    producer: Callable[[dict[str, Any]], Producer] = Producer
+    client: Callable[[dict[str, Any]], AdminClient] = AdminClient
+    """confluent-kafka's admin client."""
+    admin: Callable[..., ClusterAdmin] = ClusterAdmin
+    """Settings, and the time that one question may take in milliseconds: `admin(settings, timeout_ms=10_000)`."""
+
+    now: Callable[[], float] = time.monotonic
+    """For deadlines of ours; stands still while the host is suspended."""
+    elapsing: Callable[[], float] = clock.elapsing
+    """For what somebody else's clock decides (eos/kafka/clock.py)."""
+    unix: Callable[[], float] = time.time
+    """Since the epoch."""
+    sleep: Callable[[float], None] = time.sleep
+    started_at: float = time.time()
+    """When this process was, by `unix`."""
+
+    caller: Callable[..., Watchdog] = Watchdog
+    """`caller(name, idle)`: runs calls that can hang on a thread of its own (eos/kafka/watchdog.py)."""
+    step: Callable[[str], None] = lambda name: None
+    """Hears the name of each step of a session's transactions before it happens, on the thread that takes it. A test
+    waits, looks or breaks something there."""
+    background: Callable[[str, Callable[[], None]], None] = _background
+    """`background(name, run)`: runs it beside everything else; nobody waits for its end."""
+
+
+REAL = World()

@@ -1,0 +1,149 @@
+"""Our claim to a transactional.id: ours until a newer instance initialises it, and then lost for good.
+
+Owns the questions to its coordinator (eos/kafka/ownership.py judges the answers) and what follows: who lost it never
+begins again, and never initialises again, because an init takes the id back from whoever has it now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from eos import log
+from eos.errors import Fenced, Unavailable
+from eos.kafka import ownership
+from eos.kafka.cluster import ClusterAdmin
+from eos.kafka.ownership import Described, Identity, Owner
+from eos.kafka.settings import Settings
+from eos.kafka.world import REAL, World
+from eos.session.observe import Pulse
+from eos.session.producer import ALWAYS, TransactionalProducer
+from eos.session.states import State
+
+T = TypeVar("T")
+
+_PAUSE_S = 0.5
+_LOG_INTERVAL_S = 10.0
+_EACH_ITS_OWN = (
+    "if several were to run at once, give each its own transactional.id (eos run: --workers N starts several, or each "
+    "gets its own --instance)"
+)
+
+
+class Claim:
+    """`lost_to`: the sentence for a claim that is lost, from the producer, why we asked and what the coordinator said.
+    `nobody_took_our_place`: a group's word on what the coordinator leaves open.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        lost_to: Callable[[TransactionalProducer, str, Described | None], str],
+        nobody_took_our_place: Callable[[], bool] | None = None,
+        pulse: Pulse | None = None,
+        world: World = REAL,
+    ) -> None:
+        self._world = world
+        self._settings, self._lost_to, self._nobody_took_our_place = settings, lost_to, nobody_took_our_place
+        self._pulse = pulse or Pulse(world.now)
+        self._lost: str | None = None
+        self._unlearnt: tuple[TransactionalProducer, str, bool] | None = None  # a question that was interrupted
+        self._left_at: dict[str, Identity] = {}  # where `settle` last found an id that is still ours
+        self._told = 0.0
+
+    def hold(self) -> None:
+        """Raises Fenced once it is lost, and asks again where the question was interrupted."""
+        if self._unlearnt is not None:
+            self._settle(*self._unlearnt)
+        if self._lost is not None:
+            raise Fenced(self._lost, remedy=_EACH_ITS_OWN)
+
+    def replace(self, producer: TransactionalProducer, reason: str) -> None:
+        """The producer's replacement; Fenced instead when a newer instance has its id, unknown to us until now."""
+        self.confirm(producer, reason)
+        producer.replace(reason)
+
+    def confirm(self, producer: TransactionalProducer, reason: str) -> None:
+        """Before an init of ours: Fenced when a newer instance has the id.
+
+        Not asked for each transaction of `eos.replace.producer=always`, nor where our own client may have taken the
+        next epoch unheard: that looks like a newer instance's init.
+        """
+        if reason == ALWAYS or producer.may_have_bumped:
+            return
+        fenced = producer.state is State.FENCED  # and `settle` has found since when
+        mine = self._left_at.get(producer.transactional_id) if fenced else None
+        mine = mine or producer.identity()  # None: a client younger than its first statistics
+        if mine is None:
+            return
+        answer = self._ask(producer, lambda admin: _owner(admin, producer))
+        if not ownership.went_on(mine, answer):
+            return
+        # Records that timed out make librdkafka take the next epoch by itself (KIP-360).
+        if not fenced and not ownership.went_on(producer.identity(fresh=True) or mine, answer):
+            return
+        # Without a group a ghost of our own cannot be told from a newer instance whose last transaction was aborted.
+        # Who is not fenced yet goes on, as it would if nobody had asked.
+        self._settle(producer, reason, ghost_is_ours=True)
+
+    def settle(self, producer: TransactionalProducer, reason: str) -> Owner:
+        """Who owns the id, after a call that was fenced; raises Fenced if a newer instance does, or may."""
+        return self._settle(producer, reason, ghost_is_ours=False)
+
+    def _settle(self, producer: TransactionalProducer, reason: str, ghost_is_ours: bool) -> Owner:
+        if producer.state is State.UNINITIALISED:
+            # An init of ours was interrupted. Which epoch it took nobody knows, so the coordinator's tells nothing.
+            return Owner.MINE
+        # Until it is learnt: an exception out of here must not lead to a replacement, whose init would take the id.
+        self._unlearnt = producer, reason, ghost_is_ours
+        situation = producer.situation()
+        owner, answer = Owner.NEWER, None  # it may be, if our own epoch is not known
+        if situation is not None:
+            asked = situation
+
+            def settled(admin: ClusterAdmin) -> tuple[Owner, Described | None]:
+                owner, answer = ownership.settle(asked, lambda: self._looked(admin, producer))
+                if owner in ownership.TO_ASK_THE_GROUP:
+                    if self._nobody_took_our_place is None:
+                        ours = ghost_is_ours and owner is not Owner.ABORTED_EARLY
+                    else:
+                        ours = self._nobody_took_our_place()
+                    owner = owner if ours else Owner.NEWER
+                return owner, answer
+
+            owner, answer = self._ask(producer, settled)
+        age_ms = None if situation is None else round(situation.age_ms)
+        log.warning("fenced", owner=owner.value, age_ms=age_ms, answer=answer, **producer.who())
+        if owner is Owner.NEWER:
+            self._lost = self._lost_to(producer, reason, answer)
+        self._unlearnt = None
+        if self._lost is not None:
+            raise Fenced(self._lost, remedy=_EACH_ITS_OWN)
+        if answer is not None:
+            self._left_at[producer.transactional_id] = Identity(answer.producer_id, answer.epoch)
+        return owner
+
+    def _ask(self, producer: TransactionalProducer, question: Callable[[ClusterAdmin], T]) -> T:
+        """Waits for an unreachable cluster: without it nothing can be decided."""
+        told = self._world.now() - _LOG_INTERVAL_S
+        while True:
+            try:
+                with self._world.admin(self._settings) as admin:
+                    return question(admin)
+            except Unavailable as error:
+                self._pulse.beat("calling", "DescribeTransactions")
+                producer.poll(0)  # what the client says must not gather, the cluster may be away for days
+                if self._world.now() - told >= _LOG_INTERVAL_S:
+                    told, call = self._world.now(), "DescribeTransactions"
+                    log.warning("waiting for the cluster", call=call, error=str(error), **producer.who())
+                self._world.sleep(_PAUSE_S)
+
+    def _looked(self, admin: ClusterAdmin, producer: TransactionalProducer) -> Described | None:
+        answer, now = _owner(admin, producer), self._world.now()
+        if answer is not None and now - self._told >= _LOG_INTERVAL_S:
+            self._told = now
+            log.info("asking who owns the transactional.id", answer=answer, **producer.who())
+        return answer
+
+
+def _owner(admin: ClusterAdmin, producer: TransactionalProducer) -> Described | None:
+    return admin.describe(producer.transactional_id)

@@ -1,0 +1,464 @@
+"""Membership of a consumer group: the consumer, what it owns, where partitions begin, and the group's offsets.
+
+Owns the confluent-kafka Consumer. Rebalance callbacks only record facts: an assignment waits in `_unresolved` until
+`begin_new_partitions`, a revocation is forgotten at once, and `lost_sentence` says so if the open transaction took
+records of it. This module never touches the producer and never decides what becomes of a transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+
+from eos import hotloop, log
+from eos.errors import Action, CallFailed, ConfigurationError, EosError, InputGone, describe_error
+from eos.kafka.callbacks import guarded
+from eos.kafka.cluster import ClusterAdmin
+from eos.kafka.failures import classify
+from eos.kafka.overdue import OverdueWatch
+from eos.kafka.raising import raising
+from eos.kafka.settings import Settings
+from eos.kafka.topic_ids import TopicIds
+from eos.kafka.watchdog import CallHung
+from eos.kafka.world import REAL, World
+from eos.records import Record
+from eos.session.asking import Asking, NotNow, check_topics, names_of
+from eos.session.lag import Lag
+from eos.session.observe import Pulse, add
+from eos.session.positions import Positions
+from eos.session.positions import TopicPartition as Partition
+from eos.session.starts import OTHERS, Starts
+
+_RESOLVE_PAUSE_S = 0.2
+_CLOSE_S = 10.0
+_WAIT_LOG_INTERVAL_S = 10.0
+_TAKEOVER_LOG_INTERVAL_S = 2.0
+_STATISTICS_INTERVAL_MS = 1_000  # how old a lag may be
+
+
+class Membership:
+    """One consumer in one group; what it fetches goes into `positions`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        topics: Sequence[str],
+        positions: Positions[Record],
+        *,
+        with_ends: bool,
+        pulse: Pulse | None = None,
+        world: World = REAL,
+        stopping: Callable[[], bool] = lambda: False,
+        rebalances: dict[str, int] | None = None,
+        member_ids: set[str] | None = None,
+        came_later: Collection[str] = (),
+    ) -> None:
+        """`stopping`: whether a stop was asked for, which ends what waits for the cluster. `rebalances` counts what was
+        "assigned", "revoked" and "lost". `member_ids`: those that were ours, in consumers before this one too;
+        librdkafka forgets its own when the session ends. `came_later`: topics that are younger than the group, read
+        from their beginning, under `latest` too; more may come into it."""
+        self._world = world
+        self._settings = settings
+        self._topics = list(topics)
+        self._positions = positions
+        self.group: str = settings["group.id"]
+        self.owned: set[Partition] = set()
+        self.lost_sentence: str | None = None
+        """Why the open transaction cannot commit: the group took partitions away that it took records of."""
+        self._unresolved: set[Partition] = set()  # assigned by the group, not begun yet
+        self._next_resolve = 0.0
+        self._told_waiting = 0.0
+        self._waiting_since = 0.0
+        self._was_member = False
+        self._member_ids = set() if member_ids is None else member_ids
+        self._assigned_as: str | None = None  # the member id under which we got the first of what we have
+        self._latched: BaseException | None = None  # out of a callback
+        own = str(settings.get("transactional.id", ""))
+        self._overdue = OverdueWatch(settings, self.group, own, world) if own else None
+        self._rebalanced = False
+        self._topic_ids = TopicIds(settings, self._topics, self._topic_made_anew, world)
+        self._pulse = pulse or Pulse(world.now)
+        self._stopping = stopping
+        self._rebalances = {} if rebalances is None else rebalances
+        self._lag = Lag(positions, self.group, world)
+        self._begun_at: dict[Partition, int] = {}  # as the consumer was told: OFFSET_BEGINNING is no offset
+        self._unreadable: tuple[Partition, int] | None = None  # where the client could not read
+        self._damaged: tuple[Partition, int, KafkaError] | None = None  # the same, a second time
+        self._adrift = False  # the consumer may stand behind records that it did not hand out
+        configuration = guarded(settings.consumer() | {"logger": log.client_logger}, self._latch)
+        configuration.setdefault("error_cb", self._client_error)
+        configuration.setdefault("statistics.interval.ms", _STATISTICS_INTERVAL_MS)
+        self._user_stats = configuration.get("stats_cb")
+        configuration["stats_cb"] = self._note_statistics
+        if with_ends:
+            configuration["enable.partition.eof"] = True
+        strategy = str(configuration.get("partition.assignment.strategy", ""))
+        self._incremental = not settings.classic_group or "cooperative" in strategy
+        self._instance_id: str | None = configuration.get("group.instance.id")
+        try:
+            self.consumer = self._world.consumer(configuration)
+        except (KafkaException, TypeError, ValueError) as error:
+            raise ConfigurationError(f"the consumer's settings were refused: {describe_error(error)}") from error
+        self.asking = Asking(self.consumer, settings, self._topics, self._pulse, world, stopping)
+        self.starts = Starts(self.asking, settings, came_later, world)
+
+    # ---- life -------------------------------------------------------------------------------------------------
+
+    def check_topics(self, topics: Iterable[str], deadline: float) -> None:
+        """Every topic named exists, or Unavailable with the name; so does an unreachable cluster."""
+        check_topics(self.consumer, self._settings.bootstrap_servers, topics, deadline, self._world)
+
+    def make_way(self, admin: ClusterAdmin) -> None:
+        """Takes a predecessor of our group.instance.id out of the group if it subscribed to other topics.
+
+        A static member that comes back gets the partitions of before without a rebalance, whatever it subscribes to
+        now (4.3.1, measured): those of a topic that is new to it would be nobody's, and it would be handed records of
+        one that it does not read any more.
+        """
+        if self._instance_id is None:
+            return
+        try:
+            there = [m for m in admin.members(self.group) if m.get("group_instance_id") == self._instance_id]
+            # In mid-rebalance nothing is told, and our own subscription will count.
+            known = [m["member_metadata"]["topics"] for m in there if isinstance(m.get("member_metadata"), dict)]
+            if any(set(topics) != set(self._topics) for topics in known):
+                admin.remove_member(self.group, self._instance_id)
+        except EosError as error:
+            # A group that nobody coordinates yet has no members.
+            log.debug("the group's members cannot be had", error=str(error), group=self.group)
+
+    def join(self) -> None:
+        self._topic_ids.start()
+        self._subscribe()
+
+    def read_too(self, topics: Sequence[str]) -> None:
+        """Reads all of `topics` from now on, new ones among them; not inside a transaction. The group rebalances, and
+        only members that subscribed get a topic's partitions. CallFailed: the consumer cannot, and must be given up."""
+        self._topics[:] = topics
+        self._topic_ids.watch(topics)
+        try:
+            self._subscribe()
+        except KafkaException as error:
+            # Only one that met a fatal error refuses it; the next poll would meet that too.
+            raise CallFailed("consume", Action.REJOIN, error) from error
+
+    def _subscribe(self) -> None:
+        self.consumer.subscribe(
+            self._topics, on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost
+        )
+
+    def close(self, leave: bool) -> None:
+        """Closes the consumer. A static member stays in the group for its restart, unless it leaves for good."""
+        self._topic_ids.stop()
+        if self._overdue is not None:
+            self._overdue.stop()
+        guard = self._world.caller("eos-close")
+        try:
+            guard.call(self.consumer.close, timeout_s=_CLOSE_S)
+        except CallHung:
+            # Seen once: librdkafka ended its group while the revocation's callback gave the partitions back to it, and
+            # that call waits for an answer that nobody gives any more. The process is to end all the same.
+            log.warning("closing the consumer does not come to an end; it is left behind", group=self.group)
+        except (KafkaException, RuntimeError) as error:
+            log.debug("closing the consumer raised", error=describe_error(error))
+        guard.close()
+        if not leave or self._instance_id is None:
+            return
+        try:
+            with self._world.admin(self._settings, timeout_ms=5_000) as admin:
+                admin.remove_member(self.group, self._instance_id)
+        except EosError as error:
+            log.warning("could not leave the group: its partitions move at the session timeout", error=str(error))
+
+    def abandon(self) -> None:
+        """Closes the consumer on another thread: closing may wait for a coordinator that it cannot reach. What its
+        callbacks say meanwhile concerns nobody any more."""
+        self._positions = Positions()
+        self._world.background("eos-retire", lambda: self.close(False))
+
+    def _latch(self, error: BaseException) -> None:
+        """Raised by the poll in which it came, or by the next one."""
+        self._latched = self._latched or error
+
+    def _topic_made_anew(self, gone: InputGone) -> None:
+        self._latch(gone)
+
+    def _client_error(self, error: KafkaError) -> None:
+        log.debug("client error", error=describe_error(error))
+
+    def _note_statistics(self, text: str) -> None:
+        try:
+            self._lag.note(text)
+        except Exception as error:  # noqa: BLE001 - must not pass through C frames
+            self._latch(error)
+        if self._user_stats is not None:
+            self._user_stats(text)
+
+    # ---- polling ----------------------------------------------------------------------------------------------
+
+    def poll(self, most: int, timeout_s: float) -> None:
+        """Fetches up to `most` records into the positions; serves the rebalance callbacks.
+
+        Raises what a callback met, InputGone, CallFailed(REJOIN) when a newer static member may have taken this one's
+        place, and EosErrors for what the group or the cluster refuses for good.
+
+        Behind a signal's exception out of it, or out of a callback, nobody knows what the group gave or took, nor which
+        records were destroyed on the way: this membership must be given up.
+        """
+        if self._damaged is not None:
+            self._stop_at_damage(*self._damaged)
+        if self._adrift:
+            self._stand_where_expected()
+        messages: list[Any] = []
+        failed: KafkaError | None = None
+        try:
+            messages = raising(self.consumer.consume, most, timeout_s)
+        except KafkaException as error:
+            failed, self._adrift = error.args[0], True
+        # Before anything is raised: what was fetched does not come a second time to who goes on all the same.
+        records = hotloop.records_of(messages, Record)
+        told = self._positions.repeated
+        self._positions.fetched(records)
+        if not told and self._positions.repeated:
+            log.warning("the client delivered records again; they are dropped, and counted", group=self.group)
+        if self._latched is not None:
+            latched, self._latched = self._latched, None
+            raise latched
+        if failed is not None:
+            self._failed(failed, None)
+        self._lag.look(self.owned)
+        if len(records) < len(messages):
+            for message in messages:
+                self._note_error(message)
+
+    def _stand_where_expected(self) -> None:
+        """Fetches every partition from behind what the positions have of it, one that gave them nothing too.
+
+        CallFailed: the consumer cannot, and must be given up.
+        """
+        targets = {}
+        for partition, offset in self._positions.expected().items():
+            if partition in self.owned:
+                start = self._begun_at[partition]
+                targets[partition] = start if offset == max(start, 0) else offset
+        log.debug("the consumer goes back to what was handed on", partitions=names_of(targets), group=self.group)
+        for partition, offset in targets.items():
+            try:
+                self.consumer.seek(TopicPartition(*partition, offset))
+            except KafkaException as error:
+                # It has not begun to fetch this one, so nothing of it can be missing.
+                if error.args[0].code() != KafkaError._STATE or offset != self._begun_at[partition]:
+                    raise CallFailed("consume", Action.REJOIN, error) from error
+        self._adrift = False
+
+    def _note_error(self, message: Any) -> None:
+        error = message.error()
+        if error is None:
+            return
+        if error.code() == KafkaError._PARTITION_EOF:
+            self._positions.reached_end((message.topic(), message.partition()), message.offset())
+        else:
+            self._failed(error, message)
+
+    def _failed(self, error: KafkaError, message: Any) -> None:
+        action = classify("consume", error)
+        if action is Action.INPUT_GONE and message is not None:
+            raise self._input_gone(message, error)
+        if action is Action.REJOIN:
+            raise CallFailed("consume", action, KafkaException(error))
+        if action is Action.DAMAGED and message is not None:
+            at = (message.topic(), message.partition()), message.offset()
+            if self._unreadable == at:
+                self._damaged = *at, error
+            self._unreadable = at
+        elif action is not Action.RETRY:
+            raise self.asking.refusal("consume", error, message.topic() if message is not None else "")
+        log.warning("the consumer reports", error=describe_error(error), group=self.group)
+
+    def _input_gone(self, message: Any, error: KafkaError) -> InputGone:
+        topic, partition = message.topic(), message.partition()
+        at = self._positions.committed.get((topic, partition))
+        try:
+            low, high = self.asking.watermarks((topic, partition))
+            holds = f"{low} to {high}"
+        except NotNow:
+            holds = "other ones"
+        return InputGone(
+            f"the input is gone: {topic} [{partition}] is committed at offset {at}, but the topic now holds {holds}"
+            f"; reset the group's offset on purpose to go on ({error.str()})"
+        )
+
+    def _stop_at_damage(self, partition: Partition, offset: int, error: KafkaError) -> None:
+        """InputGone, once all before it is committed or on its way. Until then the client tries on, and may succeed."""
+        if partition not in self.owned or self._positions.passed(partition, offset):
+            self._damaged = None
+        elif not self._positions.holds(partition):
+            topic, number = partition
+            raise InputGone(
+                f"the input is damaged: {topic} [{number}] cannot be read at offset {offset}, and all before it is "
+                f"committed ({error.str()})",
+                remedy="make another replica its leader and start again, or give up what the batch holds: "
+                f"`eos reset --from {topic}:{number}:OFFSET` with an offset behind it",
+            )
+
+    # ---- callbacks: facts only --------------------------------------------------------------------------------
+
+    def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        try:
+            if not self.owned and not self._unresolved:
+                self._assigned_as = consumer.memberid()
+            # An empty assignment: the partitions begin in `begin_new_partitions`, once it is known where.
+            (consumer.incremental_assign if self._incremental else consumer.assign)([])
+            self._unresolved |= {(p.topic, p.partition) for p in partitions}
+            add(self._rebalances, "assigned")
+            self._next_resolve = 0.0
+            self._rebalanced = self._rebalanced or bool(partitions)
+            self._told_waiting = self._waiting_since = self._world.now()
+        except BaseException as error:  # noqa: BLE001 - must not pass through C frames; raised after the poll
+            self._latch(error)
+
+    def _on_revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        self._gave_up(consumer, partitions, "revoked")
+
+    def _on_lost(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        self._gave_up(consumer, partitions, "lost")
+
+    def _gave_up(self, consumer: Consumer, partitions: list[TopicPartition], how: str) -> None:
+        try:
+            gone = {(p.topic, p.partition) for p in partitions}
+            add(self._rebalances, how)
+            if self._incremental:
+                consumer.incremental_unassign([TopicPartition(*p) for p in gone & self.owned])
+            else:
+                consumer.unassign()
+            self.owned -= gone
+            self._unresolved -= gone
+            self._begun_at = {p: offset for p, offset in self._begun_at.items() if p not in gone}
+            self.starts.gone(gone)
+            if self._positions.forget(gone):
+                self.lost_sentence = f"partitions of this transaction were {how}"
+            log.info(f"partitions {how}", partitions=names_of(gone), group=self.group)
+        except BaseException as error:  # noqa: BLE001 - see _on_assign
+            self._latch(error)
+
+    def go_back(self, rewind: Callable[[], Mapping[Partition, int]]) -> None:
+        """Fetches partitions again from the offsets that `rewind` of the positions returns; nothing fetched before
+        comes out of `poll` any more (librdkafka marks it outdated before seek() returns). CallFailed: the consumer
+        cannot, and must be given up."""
+        for (topic, partition), offset in rewind().items():
+            try:
+                self.consumer.seek(TopicPartition(topic, partition, offset))
+            except KafkaException as error:
+                raise CallFailed("seek", Action.REJOIN, error) from error
+
+    # ---- where partitions begin -------------------------------------------------------------------------------
+
+    @property
+    def new_partitions(self) -> bool:
+        """The group assigned partitions that did not begin yet, and it is time to ask where."""
+        return bool(self._unresolved) and self._world.now() >= self._next_resolve
+
+    def begin_new_partitions(self) -> Mapping[Partition, TopicPartition]:
+        """Begins what the group assigned, if its stable committed offsets can be had: not while a predecessor's open
+        transaction pends on them. Partitions that we have already go on meanwhile. Not inside a transaction. Returns
+        what began, with what was committed of it."""
+        if not self.new_partitions:
+            return {}
+        if self._rebalanced and self._overdue is not None:
+            self._overdue.look()  # these partitions may be a dead member's
+        self._rebalanced = False
+        try:
+            starts = self.starts.resolve(sorted(self._unresolved))
+        except NotNow as error:
+            # The group must be polled meanwhile, and a stop must be seen: a partition may have no leader for hours.
+            self._next_resolve = self._world.now() + _RESOLVE_PAUSE_S
+            self._tell_waiting(str(error))
+            return {}
+        self._assign(starts)
+        self._noted_member_id()
+        self._begun_at |= {p: tp.offset for p, tp in starts.items()}
+        self._unresolved = set()
+        self.owned |= set(starts)
+        self._positions.assigned({p: max(tp.offset, 0) for p, tp in starts.items()})
+        log.info("partitions assigned", partitions=names_of(starts), group=self.group)
+        return starts
+
+    def _assign(self, starts: Mapping[Partition, TopicPartition]) -> None:
+        (self.consumer.incremental_assign if self._incremental else self.consumer.assign)(list(starts.values()))
+
+    def _tell_waiting(self, why: str) -> None:
+        now = self._world.now()
+        if now - self._told_waiting < _TAKEOVER_LOG_INTERVAL_S:
+            return
+        self._told_waiting = now
+        log.info(f"waiting for {why}", partitions=names_of(self._unresolved), group=self.group)
+        if why == OTHERS and now - self._waiting_since >= _WAIT_LOG_INTERVAL_S:
+            self._waiting_since = now
+            self.asking.warn_of_waiting()
+
+    # ---- the member -------------------------------------------------------------------------------------------
+
+    def metadata_to_commit(self, offsets: Mapping[Partition, int]) -> Any:
+        """Fresh group metadata of a live member that owns all these partitions, if there are any. CallFailed if it is
+        not: ABORT, or REJOIN when the group went on without this member."""
+        if not offsets:
+            return None
+        metadata = self.consumer.consumer_group_metadata()
+        # Asked after the metadata was taken, so it is not older. The broker skips its check for a member without an id
+        # (generation -1), so we must not ask it then.
+        member_id = self._noted_member_id()
+        if not member_id:
+            raise self._cannot_commit("this consumer is not a member of its group any more")
+        # librdkafka tells of partitions that it lost when a heartbeat finds the member unknown; when it is a JoinGroup
+        # that does, it joins under a new id and goes on with the partitions it had (measured with 2.16, cooperative).
+        # Others may have handled them since, and the broker takes the new member's offsets.
+        if member_id != self._assigned_as:
+            sentence = "the group had removed this member, which joined again with the partitions of before"
+            raise CallFailed("consume", Action.REJOIN, RuntimeError(sentence))
+        if not self.owned.issuperset(offsets):
+            raise self._cannot_commit(self.lost_sentence or "a partition of this transaction is not ours any more")
+        return metadata
+
+    def _noted_member_id(self) -> str | None:
+        """Our member id, or None outside the group. It is kept: it is what tells us from a newer static member. Asked
+        for once a transaction: each call waits for a thread."""
+        current: str | None = self.consumer.memberid()
+        if current:
+            self._was_member = True
+            self._member_ids.add(current)
+        return current
+
+    def _cannot_commit(self, sentence: str) -> CallFailed:
+        return CallFailed("send_offsets", Action.ABORT, RuntimeError(sentence))
+
+    def check_not_lost(self) -> None:
+        """CallFailed(ABORT) if the open transaction took records of partitions that are gone since."""
+        if self.lost_sentence is not None:
+            raise self._cannot_commit(self.lost_sentence)
+
+    def nobody_took_our_place(self) -> bool:
+        """No other member of the group holds our group.instance.id; without one: we still have our member id, if we had
+        one."""
+        mine = self._noted_member_id()  # another one than at the last commit, if librdkafka joined again by itself
+        if self._instance_id is None:
+            return bool(mine) or not self._was_member
+        with self._world.admin(self._settings) as admin:
+            members = admin.members(self.group)
+        ours = [m for m in members if m.get("group_instance_id") == self._instance_id]
+        return all(m.get("member_id") in self._member_ids for m in ours)
+
+    @property
+    def in_group(self) -> bool:
+        """The group coordinator knows us; librdkafka forgets the member id when the session ends."""
+        return bool(self.consumer.memberid())
+
+    @property
+    def unresolved(self) -> int:
+        """Partitions that the group assigned and that cannot begin yet."""
+        return len(self._unresolved)
+
+    def lags(self) -> dict[Partition, int | None]:
+        """Of each owned partition: Lag.of."""
+        return self._lag.of(self.owned)

@@ -1,0 +1,70 @@
+"""Who takes part in a session's transactions, and who is told how they ended.
+
+The session alone decides when a transaction begins and how it ends (eos/session/transact.py); both follow. A
+`Participant` has something that counts only if the transaction commits: lineage's numbers are the first. A `Listener`
+wants to know: a worker is one, and so is an application that overrides what it needs. Neither may touch a transaction's
+clients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+from eos.errors import CallFailed, PoisonRecord
+from eos.records import Committed, Record
+from eos.session.positions import TopicPartition as Partition
+
+if TYPE_CHECKING:
+    from eos.session.transact import Transaction
+
+
+class Outcome(Enum):
+    """How a transaction ended."""
+
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+    """Its records come again, to whoever owns their partitions then."""
+    UNKNOWN = "unknown"
+    """Its commit was asked for, and the answer never came: each partition goes on at what is committed."""
+
+
+class Participant(Protocol):
+    """Follows one transaction after the other. All of it is called on the session's thread."""
+
+    pipelines: bool
+    """Whether its next transaction may begin before it is told how this one ended; else one producer works."""
+
+    def restore(self, starts: Mapping[Partition, Committed]) -> None:
+        """These partitions are ours from now on and begin here; no transaction is open."""
+
+    def beside(self, partition: Partition) -> Mapping[str, object]:
+        """For the JSON that is committed beside this partition's offset; everything of the transaction was sent."""
+
+    def committed(self) -> None:
+        """The oldest transaction of which it was not told yet is committed."""
+
+    def undone(self) -> None:
+        """The same is not, or nobody knows: its records come again, or their partitions are restored."""
+
+
+class Listener:
+    """Told by a session on its own thread; what is not overridden does nothing."""
+
+    def idle(self) -> None:
+        """Called about every 100 ms while there is nothing to do."""
+
+    def new_topics(self) -> Sequence[str]:
+        """Asked while no transaction is open: names to read from now on as well."""
+        return ()
+
+    def ended(self, transaction: Transaction, outcome: Outcome) -> None:
+        """Called once for each transaction, in order; with two producers the one behind it may have begun. What is
+        said to be committed then (`TransactSession.committed`) is."""
+
+    def refused(self, record: Record, failure: CallFailed) -> None:
+        """An output of this record was refused for good, by the client or the cluster. Its transaction is aborted, and
+        its records come again unless this raises, as it does where it is not overridden."""
+        where = f"{record.topic} [{record.partition}] offset {record.offset}"
+        sentence = f"an output of {where} was refused: {failure}"
+        raise PoisonRecord(sentence, record.topic, record.partition, record.offset) from failure

@@ -1,0 +1,82 @@
+"""How a session recovers from a failed call, as data: which steps an action takes, and which take a failed one's place.
+
+Owns the order of the steps and when there is no way on. What a step does is the session's (eos/session/transact.py);
+what a foreign error asks for is eos/errors.py's. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from eos.errors import Action, CallFailed, stop_error
+from eos.records import Record
+
+TopicPartition = tuple[str, int]
+
+
+class Step(Enum):
+    ABORT = "the producer aborts the transaction"
+    REWIND = "the consumer goes back to where the transaction began"
+    ISOLATE = "the record that was refused is known or alone in it, and is told; else smaller transactions find it"
+    ASK_OWNER = "whose the transactional.id is: a newer instance's, and this one stops, or still ours"
+    REPLACE = "a new producer, whose init ends what was open"
+    RESOLVE = "the group's stable committed offsets tell how the transaction ended; the consumer goes back behind them"
+    REJOIN = "a new consumer joins the group and begins at what is committed; the producer is new as well"
+
+
+# Any other action stops the session.
+PLAN: Mapping[Action, tuple[Step, ...]] = {
+    Action.ABORT: (Step.ABORT, Step.REWIND),
+    Action.POISON: (Step.ABORT, Step.REWIND, Step.ISOLATE),
+    Action.REBUILD: (Step.REPLACE, Step.RESOLVE),
+    Action.SETTLE: (Step.ASK_OWNER, Step.REPLACE, Step.RESOLVE),
+    Action.REJOIN: (Step.ASK_OWNER, Step.REJOIN),
+    Action.INTERRUPTED: (Step.REJOIN,),
+}
+
+# In place of the rest of a plan, one of whose steps failed.
+INSTEAD: Mapping[Step, tuple[Step, ...]] = {
+    Step.REWIND: (Step.REJOIN,),
+    Step.RESOLVE: (Step.REJOIN,),
+}
+
+
+@dataclass
+class Trouble:
+    """A failed call, and the transaction that it met."""
+
+    failure: CallFailed
+    taken: int
+    """Records that the transaction took, the last of them `last`."""
+    last: Record | None
+    offsets: Mapping[TopicPartition, int]
+    """What its commit says: where these are committed, it came to pass."""
+    owner: str = ""
+    """What the coordinator said of the transactional.id."""
+    counted: bool = False
+
+    @property
+    def reason(self) -> str:
+        return f"{self.owner} ({self.failure})" if self.owner else str(self.failure)
+
+
+def carry_out(trouble: Trouble, steps: Mapping[Step, Callable[[Trouble], None]]) -> None:
+    """Takes the steps that the failure asks for; one that fails is the failure from then on. Raises what stops."""
+    plan = plan_of(trouble.failure)
+    while plan:
+        step, *plan = plan
+        try:
+            steps[step](trouble)
+        except CallFailed as worse:
+            trouble.failure = worse
+            plan = list(INSTEAD.get(step) or plan_of(worse, step))
+
+
+def plan_of(failure: CallFailed, failed: Step | None = None) -> list[Step]:
+    action = failure.action
+    if failed is Step.ABORT and action is Action.ABORT:
+        action = Action.REBUILD  # it was tried
+    if action not in PLAN:
+        raise stop_error(failure) from failure
+    return list(PLAN[action])

@@ -1,0 +1,91 @@
+"""Where a group's partitions begin: at their stable committed offset, else by auto.offset.reset.
+
+Owns the starts that nobody committed yet: under `latest` they must be committed at once, or a death before the first
+record would lose what came since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from confluent_kafka import OFFSET_BEGINNING, TopicPartition
+
+from eos.errors import Unavailable
+from eos.kafka.places import forgotten, noted
+from eos.kafka.raising import raising
+from eos.kafka.settings import Settings
+from eos.kafka.world import World
+from eos.session.asking import LOOK_S, Asking, NotNow
+from eos.session.positions import TopicPartition as Partition
+
+OTHERS = "another member's open transaction"
+
+
+class Starts:
+    """`came_later`: topics that are younger than the group, read from their beginning, under `latest` too; more may
+    come into it."""
+
+    def __init__(self, asking: Asking, settings: Settings, came_later: Collection[str], world: World) -> None:
+        self._asking, self._settings, self._came_later, self._world = asking, settings, came_later, world
+        self._group: str = settings["group.id"]
+        self.known: dict[Partition, int] = {}
+        """Where a consumer before this one began under `latest`, not committed yet: so does this one."""
+        self.uncommitted: dict[Partition, int] = {}
+        """Where partitions without a committed offset began under `latest`: to be committed at once."""
+
+    def all_uncommitted(self) -> dict[Partition, int]:
+        """For `known` of the one that takes this one's place."""
+        return self.known | self.uncommitted
+
+    def gone(self, partitions: Collection[Partition]) -> None:
+        """They are not ours any more: they begin where their next owner says."""
+        self.uncommitted = {p: offset for p, offset in self.uncommitted.items() if p not in partitions}
+
+    def returned(self, left: Mapping[Partition, int], owned: Collection[Partition]) -> None:
+        """A commit of these did not come to pass. Not those of a partition that went while it was on its way."""
+        self.uncommitted = {p: offset for p, offset in left.items() if p in owned} | self.uncommitted
+
+    def resolved(self, stable: Mapping[Partition, TopicPartition]) -> None:
+        """These are the group's committed offsets now."""
+        self.uncommitted = {p: offset for p, offset in self.uncommitted.items() if stable[p].offset < 0}
+
+    def resolve(self, partitions: Sequence[Partition]) -> dict[Partition, TopicPartition]:
+        """Where each new partition begins: its stable committed offset, else by auto.offset.reset. Raises NotNow, and
+        InputGone where there was a committed offset once."""
+        starts = self._asking.try_committed(partitions)
+        if starts is None:
+            raise NotNow(OTHERS)
+        missing = [p for p, tp in starts.items() if tp.offset < 0]
+        reset = str(self._settings.get("auto.offset.reset", "earliest"))
+        # Before the notes, which take clients of their own: a partition may have no leader for hours.
+        ends = self._ends_to_begin_at(missing) if reset == "latest" else {}
+        try:
+            if found := raising(noted, self._settings, self._group, missing, self._world):
+                raise forgotten(self._group, found, reset)
+        except Unavailable as error:
+            raise NotNow(f"the notes that tell whether the group ran before: {error}") from error
+        self.uncommitted |= ends
+        starts |= {p: TopicPartition(*p, OFFSET_BEGINNING) for p in missing}
+        return starts | {p: TopicPartition(*p, end) for p, end in ends.items()}
+
+    def _ends_to_begin_at(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
+        """Under `latest`: the ends of those that are not new. A partition that came later than the group's first commit
+        is new: its first records count too. Raises NotNow."""
+        known = dict.fromkeys(self._came_later, True)
+        ends = {}
+        for topic, partition in partitions:
+            if topic not in known:
+                known[topic] = self._has_commits(topic)
+            if not known[topic]:
+                start = self.known.get((topic, partition))
+                ends[topic, partition] = (
+                    self._asking.watermarks((topic, partition), LOOK_S)[1] if start is None else start
+                )
+        return ends
+
+    def _has_commits(self, topic: str) -> bool:
+        """Whether the group has committed offsets of it. Raises NotNow while these are not stable."""
+        committed = self._asking.try_committed(self._asking.partitions_of(topic))
+        if committed is None:
+            raise NotNow(f"committed offsets of {topic} are not stable")
+        return any(tp.offset >= 0 for tp in committed.values())

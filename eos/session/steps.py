@@ -1,0 +1,142 @@
+"""What each step of a session's recovery does; in which order they are taken is eos/session/recovery.py's.
+
+Owns the counts of aborts and rebuilds, and the breaker. No transaction is open any more for anybody but its producer.
+"""
+
+from __future__ import annotations
+
+from eos import log
+from eos.errors import Action, CallFailed, PoisonRecord, Temporary
+from eos.kafka.failures import rebalanced
+from eos.kafka.settings import Settings
+from eos.kafka.world import World
+from eos.session.claim import Claim
+from eos.session.endings import Endings
+from eos.session.intake import Intake
+from eos.session.lanes import Lanes
+from eos.session.observe import add
+from eos.session.pacing import Pacing
+from eos.session.participants import Listener, Outcome
+from eos.session.recovery import Step, Trouble, carry_out
+
+MOST_REBUILDS = 5  # without a commit in between; then a supervisor's back-off is the better place to wait
+_ABORTS_TO_WARN_OF = 3  # in a row, by rebalances: one or two are what a member that comes or goes costs
+_CAUSES = {
+    Action.POISON: "refused",
+    Action.SETTLE: "timeout",
+    Action.REJOIN: "group",
+    Action.INTERRUPTED: "application",
+}
+
+
+class Recovery:
+    def __init__(
+        self,
+        settings: Settings,
+        lanes: Lanes,
+        intake: Intake,
+        claim: Claim,
+        pacing: Pacing,
+        endings: Endings,
+        listener: Listener,
+        world: World,
+    ) -> None:
+        self._settings, self._lanes, self._intake, self._claim = settings, lanes, intake, claim
+        self._pacing, self._endings, self._listener, self._world = pacing, endings, listener, world
+        self._group: str = settings["group.id"]
+        self.rebuilds_in_a_row = 0
+        self.steps = {
+            Step.ABORT: self._abort,
+            Step.REWIND: self._rewind,
+            Step.ISOLATE: self._isolate,
+            Step.ASK_OWNER: self._ask_owner,
+            Step.REPLACE: self._replace,
+            Step.RESOLVE: self._resolve,
+            Step.REJOIN: self._rejoin,
+        }
+
+    def carry_out(self, trouble: Trouble) -> None:
+        """Returns when the loop can go on, raises when it must stop."""
+        carry_out(trouble, self.steps)
+
+    def _abort(self, trouble: Trouble) -> None:
+        self._lanes.turn.abort()
+        self._endings.ended(Outcome.ABORTED)
+
+    def _rewind(self, trouble: Trouble) -> None:
+        self._intake.membership.go_back(self._intake.positions.rewind)
+        self._pacing.aborted(self._world.now())
+        counters = self._endings.counters
+        counters.aborts += 1
+        add(counters.aborts_by_cause, _cause(trouble.failure))
+        rebalance = rebalanced(trouble.failure)
+        if rebalance:
+            log.debug("refused", error=trouble.reason, group=self._group)
+        usual = rebalance and self._pacing.aborts_in_a_row < _ABORTS_TO_WARN_OF
+        (log.info if usual else log.warning)(
+            "transaction aborted", reason=rebalance or trouble.reason, **self._lanes.turn.who()
+        )
+
+    def _isolate(self, trouble: Trouble) -> None:
+        failure, last = trouble.failure, trouble.last
+        if last is None:
+            raise PoisonRecord(f"an output without an input was refused: {failure}", "", -1, -1) from failure
+        if failure.record is not None or trouble.taken == 1:
+            self._pacing.refused_found()
+            self._listener.refused(failure.record or last, failure)
+        else:
+            self._pacing.refused_among(trouble.taken)
+
+    def _ask_owner(self, trouble: Trouble) -> None:
+        trouble.owner = self._claim.settle(self._lanes.turn, str(trouble.failure)).value
+
+    def _replace(self, trouble: Trouble) -> None:
+        self._count_rebuild(trouble)
+        self._claim.replace(self._lanes.turn, f"failure: {trouble.reason}")
+
+    def _resolve(self, trouble: Trouble) -> None:
+        membership, positions = self._intake.membership, self._intake.positions
+        stable = membership.asking.stable_committed(list(trouble.offsets))
+        committed = all(stable[p].offset >= offset for p, offset in trouble.offsets.items()) and bool(trouble.offsets)
+        outcome = Outcome.COMMITTED if committed else Outcome.ABORTED
+        self._endings.ended(outcome)
+        known = {p: tp.offset if tp.offset >= 0 else None for p, tp in stable.items()}
+        membership.go_back(lambda: positions.resolve(known))
+        membership.starts.resolved(stable)
+        self._pacing.rebuilt()
+        who = self._lanes.turn.who()
+        log.warning("rebuilt from the committed offsets", reason=trouble.reason, outcome=outcome.value, **who)
+
+    def _rejoin(self, trouble: Trouble) -> None:
+        self._count_rebuild(trouble)
+        self._claim.confirm(self._lanes.turn, trouble.reason)
+        self._intake.begin_anew()
+        self._endings.ended(Outcome.UNKNOWN)
+        self._lanes.begin_anew(trouble.reason)
+        self._intake.join_again()
+        log.warning("joined the group again", reason=trouble.reason, group=self._group, **self._lanes.turn.who())
+
+    def _count_rebuild(self, trouble: Trouble) -> None:
+        """The breaker: rebuilds without a commit in between do not go on for ever."""
+        if trouble.counted:
+            return
+        trouble.counted = True
+        self.rebuilds_in_a_row += 1
+        self._endings.counters.rebuilds += 1
+        add(self._endings.counters.rebuilds_by_cause, _cause(trouble.failure))
+        if self.rebuilds_in_a_row > MOST_REBUILDS:
+            raise Temporary(
+                f"{self.rebuilds_in_a_row} rebuilds without one commit, the last because of: {trouble.reason}. If "
+                f"handling {trouble.taken} records takes longer than transaction.timeout.ms="
+                f"{self._settings.transaction_timeout_ms}, raise it; if two processes share "
+                f"{self._settings['transactional.id']}, give each its own --instance"
+            )
+
+
+def _cause(failure: CallFailed) -> str:
+    """Why a transaction did not commit, in a word: a label of a metric, so there are few of them."""
+    if failure.action in _CAUSES:
+        return _CAUSES[failure.action]
+    if failure.action is not Action.ABORT:
+        return failure.call
+    return {"abort": "application", "send_offsets": "rebalance"}.get(failure.call, failure.call)

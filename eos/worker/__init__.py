@@ -1,0 +1,1 @@
+"""An App that runs on a session: error policies, dead letters, slow functions, hooks, many processes."""

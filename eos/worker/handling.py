@@ -1,0 +1,438 @@
+"""Runs records through an App's functions and carries out each function's error policy, inside one transaction.
+
+Owns the decision what becomes of a record that failed: handed out again, skipped, sent to its dead letters, or the end
+of the run. It must never begin, commit or abort a transaction and never talk to a client: it feeds a transaction (a
+worker's, or eos.testing's without a broker) and says where to stop in it.
+
+A record that fails has sent nothing (eos/app/routes.py). What takes its place is sent in the same transaction: a dead
+letter is one output, a skipped record has none; lineage counts them so. A record that the client or the broker refuses
+aborts its transaction first; the session finds it, tells `refused`, and hands all records out again: here it then
+fails without its function being run.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import NamedTuple, Protocol
+
+from eos import log
+from eos.app.definition import App
+from eos.app.frames import Frame, frames_of, text_of
+from eos.app.lineage import Ledger, check_route, each_with_lineage
+from eos.app.policies import Policy, stop
+from eos.app.routes import Route, feed_each
+from eos.app.serde import DecodeError
+from eos.errors import EosError, PoisonRecord, Temporary
+from eos.records import Each, Fed, Feed, Header, Record, Send
+from eos.worker.dead_letters import class_name, dead_letter, message_of
+
+Partition = tuple[str, int]
+Place = tuple[str, int, int]  # of a record: topic, partition, offset
+
+_LINES, _LINES_INTERVAL_S = 10, 10.0  # about single records: so many lines in so many seconds
+# In the user's code, whose frames are told: a function that is made anew for each record has no end of them.
+_PLACES = 100
+# What an operating system says of itself, and not of what it was asked for: no handles, memory, disk, processes; a disk
+# that cannot be read or written.
+_OF_THE_MACHINE = frozenset(
+    (
+        *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOBUFS),
+        *(errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO),
+    )
+)
+_NO_THREAD = "can't start new thread"  # a RuntimeError without a kind of its own
+_CHAIN = 10  # causes that are followed
+
+
+class RecordRefused(Exception):
+    """An output of the record was refused by the client or the broker, for good."""
+
+
+class DeadLetterRefused(Exception):
+    """The dead letter of the record was refused too: there is no place left for it."""
+
+
+class Feeds(Protocol):
+    """What is needed of a transaction; `skipped` and `dead_letters` count for when it commits. `waited_s`: for how long
+    its sends have waited for room in the client's queue."""
+
+    skipped: int
+    dead_letters: int
+
+    @property
+    def waited_s(self) -> float: ...
+
+    def feed(self, feed: Feed, records: list[Record]) -> Fed: ...
+
+
+class Kept:
+    """What stands in place of a worker's transaction, and its sink, where no Kafka client is: outputs are kept, in
+    order."""
+
+    waited_s = 0.0
+
+    def __init__(self) -> None:
+        self.sends: list[Send] = []
+        self.skipped = self.dead_letters = 0
+
+    def feed(self, feed: Feed, records: list[Record]) -> Fed:
+        return feed(records, self)
+
+    def produce(
+        self,
+        topic: str,
+        value: bytes | None,
+        key: bytes | None,
+        partition: int = -1,
+        _before: None = None,
+        _after: None = None,
+        timestamp_ms: int = 0,
+        headers: list[Header] | None = None,
+    ) -> None:
+        self.sends.append((topic, value, key, partition, timestamp_ms, headers))
+
+    def refused(self, error: Exception, send: Send) -> None:
+        raise error  # appending to a list does not fail
+
+
+class Halt(NamedTuple):
+    """The transaction takes no more: only the first `handled` records are done. `error`: the run ends with it, once
+    they are committed; None: the next record is to be handed out again, after `pause_s`."""
+
+    handled: int
+    error: EosError | None
+    pause_s: float = 0.0
+
+
+class Took(NamedTuple):
+    """One call of a route's function, or its calls one after the other on single records."""
+
+    route: Route
+    records: list[Record]
+    seconds: float
+
+
+class Handler:
+    """The routes of one App with their policies; one per worker. An `async def` runs on at most `concurrent_most`
+    records at once, a batch function is handed at most `batch_most`. `passing`: names of headers, see Route. `policy`:
+    of all functions, in place of their own."""
+
+    def __init__(
+        self,
+        app: App,
+        ledger: Ledger | None = None,
+        concurrent_most: int = 100,
+        batch_most: int = 5_000,
+        passing: Collection[str] = (),
+        policy: Policy | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._now = now
+        self._app, self._ledger, self._policy = app, ledger, policy
+        self._concurrent_most, self._batch_most = concurrent_most, batch_most
+        self._feeds: dict[Route, Feed] = {}
+        for route in app.functions:
+            if ledger is not None:
+                check_route(route)
+            made = route.with_passing(passing) if passing else route
+            self._feeds[route] = made.feed if ledger is None else self._feed_of(made.each)
+        # How often each record failed. Kept until its offset is committed, because an abort brings it again.
+        self._failures: dict[Place, int] = {}
+        # Records that are not run like all others when they come again: refused ones have their error (until their
+        # offset is committed: two of them in one transaction must not make each other forgotten), those that are tried
+        # again None. While there are any, records take the longer way.
+        self._special: dict[Place, Exception | None] = {}
+        self._dead: set[Place] = set()  # whose dead letters the last call of `handle` sent
+        self._told = _Told(now)
+        # When the first output of the open transaction was sent, at the earliest; and its `waited_s` then.
+        self._sending: tuple[float, float] | None = None
+        self.longest: Took | None = None
+        """What took longest since `begun`."""
+
+    def open_s(self, txn: Feeds, now: float) -> float:
+        """For how long the broker may know of the open transaction, at the most and without the waits for room: its
+        clock begins with the first output. 0 while there is none."""
+        if self._sending is None:
+            return 0.0
+        since, waited_s = self._sending
+        return now - since - (txn.waited_s - waited_s)
+
+    def _feed_of(self, each: Each) -> Feed:
+        return feed_each(each if self._ledger is None else each_with_lineage(each, self._ledger))
+
+    def _feed(self, txn: Feeds, feed: Feed, route: Route, records: list[Record]) -> Fed:
+        """Feeds the transaction, and measures how long that takes."""
+        began, waited_s = self._now(), txn.waited_s
+        fed = txn.feed(feed, records)
+        ended = self._now()
+        if self._sending is None and fed.sent:
+            # What is one call has sent nothing before its end.
+            single = route.batch or route.concurrent or len(records) == 1
+            self._sending = (ended, txn.waited_s) if single else (began, waited_s)
+        if self.longest is None or ended - began > self.longest.seconds:
+            self.longest = Took(route, records, ended - began)
+        return fed
+
+    # ---- what the session tells ---------------------------------------------------------------------------------
+
+    def begun(self) -> None:
+        """A transaction is open and empty."""
+        self.longest = self._sending = None
+
+    def ended(self, owned: Collection[Partition], committed: Mapping[Partition, int]) -> None:
+        """A transaction ended: what is known of records that are committed, or another member's now, is dropped."""
+        if self._special or self._failures:
+            self._special = {p: error for p, error in self._special.items() if _is_due(p, owned, committed)}
+            self._failures = {p: times for p, times in self._failures.items() if _is_due(p, owned, committed)}
+
+    def refused(self, record: Record, failure: Exception) -> None:
+        """An output of the record was refused; its transaction is aborted and all of its records come again."""
+        place = _place(record)
+        error: Exception = (DeadLetterRefused if place in self._dead else RecordRefused)(str(failure))
+        error.__cause__ = failure
+        self._special[place] = error
+
+    def tick(self) -> None:
+        """Now and then, also while there are no records: says what the log's limit kept back."""
+        self._told.tick()
+
+    def end(self) -> None:
+        """There will be no more records."""
+        self._told.tell_rest()
+
+    # ---- handling -----------------------------------------------------------------------------------------------
+
+    def handle(self, txn: Feeds, records: list[Record]) -> Halt | None:
+        """Sends what the records lead to; None: all are handled."""
+        done = 0
+        for route, run in by_route(self._app, records):
+            halt = self.handle_route(txn, route, run)
+            if halt is not None:
+                return halt._replace(handled=done + halt.handled)
+            done += len(run)
+        return None
+
+    def handle_route(self, txn: Feeds, route: Route, records: list[Record]) -> Halt | None:
+        """As `handle`, for records of one route. The hot path is one turn of the loop."""
+        feed = self._feeds[route]
+        self._dead.clear()
+        at, most = 0, self._most_of(route, len(records))
+        while at < len(records):
+            size = self._together(records, at, most)
+            part = records[at : at + size] if at or size < len(records) else records
+            error = self._special.get(_place(part[0])) if self._special else None
+            if error is None:
+                fed = self._feed(txn, feed, route, part)
+                at, error = at + fed.handled, fed.error and self._of_whom(route, records[at + fed.handled], fed.error)
+                if error is None:
+                    if self._special:
+                        self._special.pop(_place(part[0]), None)
+                    continue
+                if len(part) > 1 and route.batch and not isinstance(error, EosError):
+                    if self._policy_of(route) == stop:
+                        return Halt(at, _poison_batch(route, part, error))
+                    most = 1  # record by record from here on: which one was it?
+                    continue
+            halt = self._settle(txn, route, records[at], error)
+            if halt is not None:
+                return halt._replace(handled=at)
+            at += 1
+        return None
+
+    def _most_of(self, route: Route, records: int) -> int:
+        if route.batch:
+            return self._batch_most
+        return self._concurrent_most if route.concurrent else records
+
+    def _together(self, records: list[Record], at: int, most: int) -> int:
+        """How many records from `at` on are run at once: special ones alone."""
+        if self._special:
+            for number, record in enumerate(records[at : at + most]):
+                if _place(record) in self._special:
+                    return max(1, number)
+        return most
+
+    # ---- a record that failed -----------------------------------------------------------------------------------
+
+    def _settle(self, txn: Feeds, route: Route, record: Record, error: Exception) -> Halt | None:
+        """What the route's policy makes of a record whose outputs cannot be sent; None: the next one is due."""
+        if isinstance(error, EosError):
+            return Halt(0, error)  # not about the record: the App is wrong (a destination that was not named, ...)
+        place = _place(record)
+        failures = self._failures[place] = self._failures.get(place, 0) + 1
+        last, policy = isinstance(error, DeadLetterRefused), self._policy_of(route)
+        wait_s = policy.wait_s(failures) if not last and _is_tried_again(policy, error) else None
+        if wait_s is not None:
+            self._special[place] = None
+            self._told.line(
+                "record fails, will be tried again", record, error, frames_of(error), after_s=wait_s, failures=failures
+            )
+            return Halt(0, None, wait_s)
+        verdict = "stop" if last else policy.verdict
+        if verdict == "stop":
+            return Halt(0, _poison(route, record, error))
+        sends: list[Send] = []
+        frames = frames_of(error)
+        if verdict == "skip":
+            txn.skipped += 1
+            self._told.line("record skipped", record, error, frames)
+        else:
+            sends.append(dead_letter(record, error, frames, self._app.id, route.name))
+            self._dead.add(place)
+            txn.dead_letters += 1
+            self._told.line("dead letter", record, error, frames, to=sends[0][0])
+        self._feed(txn, self._feed_of(lambda _: iter([sends])), route, [record])
+        return None
+
+    def _policy_of(self, route: Route) -> Policy:
+        return route.on_error if self._policy is None else self._policy
+
+    def _of_whom(self, route: Route, record: Record, error: Exception) -> Exception:
+        """What this process or its machine lacks (memory, files, threads, a disk that can be written) is no failure of
+        the record: a policy would skip it, and the next one. It is Temporary, unless the policy names it, or what the
+        function made of it."""
+        cause = next((one for one in _causes(error) if _is_the_machines(one)), None)
+        named = self._policy_of(route).on
+        if cause is None or isinstance(error, named) or isinstance(cause, named):
+            return error
+        where = f"{record.topic} [{record.partition}] offset {record.offset}"
+        temporary = Temporary(
+            f"{route.name} ran out of room on {where}: {class_name(error)}: {message_of(error)}",
+            remedy="the record counts as unread; give the process more of what it names (memory, files, threads, disk)",
+        )
+        temporary.__cause__ = error
+        return temporary
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and what it was raised for or while it was dealt with, as a traceback shows them."""
+    cause: BaseException | None = error
+    for _ in range(_CHAIN):
+        if cause is None:
+            return
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
+def _is_the_machines(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in _OF_THE_MACHINE
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and str(error) == _NO_THREAD)
+
+
+def _is_tried_again(policy: Policy, error: Exception) -> bool:
+    """Bytes that do not decode will not do so the next time; a decoder of the user's may have asked somebody else."""
+    if isinstance(error, DecodeError):
+        return isinstance(error, policy.on) or isinstance(error.__cause__, policy.on)
+    return not policy.on or isinstance(error, policy.on)
+
+
+def _place(record: Record) -> Place:
+    return record.topic, record.partition, record.offset
+
+
+def _is_due(place: Place, owned: Collection[Partition], committed: Mapping[Partition, int]) -> bool:
+    topic, partition, offset = place
+    return (topic, partition) in owned and offset >= committed.get((topic, partition), 0)
+
+
+def by_route(app: App, records: list[Record]) -> Iterator[tuple[Route, list[Record]]]:
+    """Consecutive records of one route, in order."""
+    run: list[Record] = []
+    current: Route | None = None
+    for record in records:
+        route = app.routes[record.topic]
+        if route is not current and run:
+            assert current is not None
+            yield current, run
+            run = []
+        current = route
+        run.append(record)
+    if current is not None:
+        yield current, run
+
+
+def spans_of(records: list[Record]) -> dict[Partition, tuple[int, int]]:
+    """First and last offset of each partition."""
+    spans: dict[Partition, tuple[int, int]] = {}
+    for record in records:
+        first, _ = spans.get((record.topic, record.partition), (record.offset, 0))
+        spans[record.topic, record.partition] = (first, record.offset)
+    return spans
+
+
+def _poison(route: Route, record: Record, error: Exception) -> PoisonRecord:
+    where = f"{record.topic} [{record.partition}] offset {record.offset}"
+    sentence = f"{route.name} failed on {where}: {type(error).__name__}: {message_of(error)}"
+    return _because(PoisonRecord(sentence, record.topic, record.partition, record.offset), error)
+
+
+def _poison_batch(route: Route, records: list[Record], error: Exception) -> PoisonRecord:
+    """A batch function fails for a range: policy stop does not run it again to find which record it was."""
+    spans = spans_of(records).items()
+    where = ", ".join(f"{topic} [{partition}] offsets {first} to {last}" for (topic, partition), (first, last) in spans)
+    sentence = (
+        f"{route.name} failed on one of {len(records)} records ({where}): {type(error).__name__}: {message_of(error)}"
+    )
+    head = records[0]
+    return _because(PoisonRecord(sentence, head.topic, head.partition, head.offset), error)
+
+
+def _because(poison: PoisonRecord, error: Exception) -> PoisonRecord:
+    poison.__cause__ = error
+    return poison
+
+
+class _Told:
+    """Lines about single records: a topic full of poison must not fill the disk with its log, and no kind of failure
+    may be missing in it. So the first of each place in the user's code is told with its frames, whatever their number,
+    and those over the limit are summed up when the interval is over, and at the end."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._since, self._lines = 0.0, 0
+        self._places: set[tuple[object, ...]] = set()
+        self._untold: dict[str, int] = {}  # by event
+        self._last: tuple[Record, str, str] | None = None  # of them
+
+    def line(self, event: str, record: Record, error: Exception, frames: list[Frame], **more: object) -> None:
+        self.tick()
+        first = self._is_first((type(error), *frames[-1:]))
+        self._lines += 1
+        if not first and self._lines > _LINES:
+            self._untold[event] = self._untold.get(event, 0) + 1
+            self._last = record, class_name(error), message_of(error)
+            return
+        if first and frames:
+            more["trace"] = text_of(frames, " > ")
+        elif frames:
+            more["at"] = f"{frames[-1].file}:{frames[-1].line}"
+        where = {"topic": record.topic, "partition": record.partition, "offset": record.offset}
+        log.warning(event, **where, error=f"{class_name(error)}: {message_of(error)}", **more)
+
+    def _is_first(self, place: tuple[object, ...]) -> bool:
+        """Of a place that was not told of yet."""
+        if place in self._places or len(self._places) >= _PLACES:
+            return False
+        self._places.add(place)
+        return True
+
+    def tick(self) -> None:
+        """Tells of the rest when the interval is over."""
+        now = self._now()
+        if now - self._since >= _LINES_INTERVAL_S:
+            self.tell_rest()
+            self._since, self._lines = now, 0
+
+    def tell_rest(self) -> None:
+        if self._last is None:
+            return
+        record, kind, message = self._last
+        last = f"{record.topic} [{record.partition}] offset {record.offset}"
+        each = ", ".join(f"{event}: {count}" for event, count in self._untold.items())
+        log.warning(
+            "more records failed", not_told=sum(self._untold.values()), of=each, last=last, error=f"{kind}: {message}"
+        )
+        self._untold, self._last = {}, None

@@ -1,0 +1,72 @@
+"""The life of what an App opens: its `on_start` functions before the first record, its `on_stop` functions at the end.
+
+Owns their order and what a failing one leads to. It must never run while a transaction is open, and never wait for a
+user's code after a stop that took too long.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from eos import log
+from eos.app import concurrent
+from eos.app.definition import App
+from eos.app.routes import is_async
+from eos.app.serde import function_name
+from eos.errors import Temporary
+
+
+class HookFailed(Temporary):
+    """A function of `on_start` or `on_stop` raised; what it raised is the `__cause__`. No record was touched by it."""
+
+
+class Hooks:
+    """The hooks of one run of an App."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._started = self._abandoned = False
+
+    def start(self) -> None:
+        """Runs the start hooks in order. Raises HookFailed at the first that raises, and before the first
+        ConfigurationError where coroutines of the App could not be run."""
+        hooks = [*self._app.start_hooks, *self._app.stop_hooks]
+        if any(route.concurrent for route in self._app.functions) or any(map(is_async, hooks)):
+            concurrent.prepare()
+        for hook in self._app.start_hooks:
+            _run("on_start", hook)
+        self._started = True
+
+    def abandon(self) -> None:
+        """The run was given up: `stop` does nothing any more."""
+        self._abandoned = True
+
+    def stop(self, failed: bool) -> None:
+        """Runs all stop hooks, the last one first, and ends the event loop. What they raise comes out as HookFailed, or
+        is logged when the run `failed` anyway."""
+        if self._abandoned:
+            concurrent.abandon()
+            return
+        errors: list[HookFailed] = []
+        for hook in reversed(self._app.stop_hooks if self._started else []):
+            try:
+                _run("on_stop", hook)
+            except HookFailed as error:
+                log.event(logging.ERROR, "a hook failed", error=str(error))
+                errors.append(error)
+        concurrent.close()
+        if errors and not failed:
+            raise errors[0]
+
+
+def _run(which: str, hook: Callable[[], Any]) -> None:
+    try:
+        result = hook()
+        if inspect.iscoroutine(result):
+            concurrent.run_one(result)
+    except Exception as error:
+        sentence = f"{which}: {function_name(hook)} raised {type(error).__name__}: {error}"
+        raise HookFailed(sentence) from error

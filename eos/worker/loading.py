@@ -1,0 +1,43 @@
+"""A user's App, by the name of its module or file."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+from eos.app.definition import App
+from eos.errors import EosError, ImportFailed, UsageError
+
+
+def load_app(target: str) -> App:
+    """The App named by `module:attribute` or `path.py:attribute` (attribute defaults to `app`)."""
+    given, _, attribute = target.partition(":")
+    name, attribute = given, attribute or "app"
+    sys.path.insert(0, os.getcwd())
+    if name.endswith(".py"):
+        path = Path(name)
+        if not path.is_file():
+            raise UsageError(f"{name} does not exist")
+        sys.path.insert(0, str(path.parent.resolve()))
+        name = path.stem
+    if not name or name.startswith("."):
+        raise UsageError(f"{target} names no module: expected e.g. flights:app, or path/to/flights.py:app")
+    try:
+        module = importlib.import_module(name)
+    except EosError:
+        raise  # its sentence says it all: a wrong App
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise UsageError(f"there is no module {name} (looked in {os.getcwd()} and the Python path)") from error
+        raise UsageError(f"{name} needs the module {error.name}, which is not installed") from error
+    except Exception as error:
+        raise ImportFailed(f"{name} could not be imported: {type(error).__name__}: {error}") from error
+    found = getattr(module, attribute, None)
+    if not isinstance(found, App):
+        what = "is missing" if found is None else f"is a {type(found).__name__}, not an App"
+        there = [each for each, value in vars(module).items() if isinstance(value, App)]
+        hint = f"; say {' or '.join(f'{given}:{each}' for each in there)}" if there else " and it has no App"
+        raise UsageError(f"{attribute} in {name} {what}{hint}")
+    return found

@@ -1,0 +1,165 @@
+"""Topics that an App's patterns match: those of the start, and those that come while a worker runs.
+
+Owns the asking, on a thread of its own while a worker runs, and the rule when a topic may be read. Every broker must
+know it, with leaders: librdkafka asks any of them, and reports a topic that this one has not heard of as an error,
+which ends the worker. If its function has dead letters, their topic must be there too, or the first one would end it.
+It never touches the consumer, nor the worker's own App: what it found waits until the worker asks (`arrived`).
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import Counter, deque
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+
+from eos import log
+from eos.app.definition import App
+from eos.app.policies import dead_letter_topic
+from eos.errors import ConfigurationError, EosError, Unavailable
+from eos.kafka.cluster import ClusterAdmin
+from eos.kafka.facts import check_clients, connect, create_topics, metadata
+from eos.kafka.settings import Settings
+from eos.kafka.world import REAL, World
+
+_ASK_S = 5.0
+_SOON_S = 0.5  # until a topic is looked at again that not every broker knows yet
+_LOOKS = 20  # at one that lacks leaders, until it is looked at no more often than for others
+_REFRESH_MS = 300_000  # librdkafka's own, for new partitions
+
+
+def topic_names(settings: Settings, timeout_s: float, world: World = REAL) -> set[str]:
+    """All topics that we may see. Raises Unavailable, NotAuthorised, ConfigurationError."""
+    check_clients(settings, world)
+    known = metadata(connect(settings, timeout_s, world), settings.bootstrap_servers, _ASK_S).topics
+    return {name for name, topic in known.items() if topic.error is None}
+
+
+def lacking(app: App, there: Collection[str]) -> dict[str, str]:
+    """Topics that match and cannot be read yet, each with the topic of dead letters that is not there."""
+    dead = {name: dead_letter_topic(name) for name, r in app.matched(there).items() if r.on_error.verdict == "dlq"}
+    return {name: letters for name, letters in dead.items() if letters not in there}
+
+
+def why_not_read(topic: str, letters: str) -> str:
+    return f"topic {topic} matches a pattern, but its topic of dead letters, {letters}, does not exist: it is not read"
+
+
+def require_topics(app: App, servers: str, waiting: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Unavailable when an App has nothing to read: it names the pattern, or what the first of `lacking` lacks."""
+    if not app.topics:
+        for topic, letters in waiting.items():
+            raise Unavailable(f"{why_not_read(topic, letters)}; create it, or let --create-topics do so")
+        patterns = " or ".join(repr(pattern.pattern) for pattern in app.patterns)
+        raise Unavailable(f"no topic at {servers} matches {patterns}, and the App {app.id!r} names none")
+
+
+class NewTopics:
+    """Looks for topics of one App every `topic.metadata.refresh.interval.ms`; none of them is told twice."""
+
+    def __init__(self, settings: Settings, app: App, world: World = REAL) -> None:
+        self._settings, self._app, self._world = settings, copy.copy(app), world
+        self._interval_s = int(settings.get("topic.metadata.refresh.interval.ms", _REFRESH_MS)) / 1000
+        self._arrived: deque[list[str] | ConfigurationError] = deque()
+        self._warned: set[str] = set()
+        self._unknown: Counter[str] = Counter()  # looks at topics that not every broker knew
+        self._stopped = threading.Event()
+
+    def now(self) -> list[str]:
+        """Those that can be read at the start; the session waits for brokers that have not heard of one. Raises
+        Unavailable, also when the App has nothing to read; NotAuthorised, ConfigurationError."""
+        there = topic_names(self._settings, self._settings["eos.startup.timeout.ms"] / 1000, self._world)
+        if self._settings["eos.create.topics"]:
+            there |= self._try_to_make(lacking(self._app, there))
+        waiting = self._waiting(there)
+        names = self._app.take_in(there - waiting.keys())
+        require_topics(self._app, self._settings.bootstrap_servers, waiting)
+        return names
+
+    def watch(self) -> None:
+        """From now on, until `stop`. Without the client's look for new partitions (an interval of -1) nobody looks."""
+        if self._interval_s > 0:
+            self._world.background("eos-new-topics", self._run)
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def arrived(self) -> list[str]:
+        """What came since it was asked for; ConfigurationError if two functions match one. From any thread."""
+        found: list[str] = []
+        while self._arrived:
+            topics = self._arrived.popleft()
+            if isinstance(topics, ConfigurationError):
+                raise topics
+            found += topics
+        return found
+
+    def _waiting(self, there: set[str]) -> dict[str, str]:
+        """Those that lack something; each is told once."""
+        waiting = lacking(self._app, there)
+        for topic in waiting.keys() - self._warned:
+            log.warning(why_not_read(topic, waiting[topic]), function=self._app.matched([topic])[topic].name)
+        self._warned |= waiting.keys()
+        return waiting
+
+    def _make(self, letters: dict[str, str]) -> set[str]:
+        """Creates topics of dead letters, as wide as their sources."""
+        if not letters:
+            return set()
+        client = connect(self._settings, _ASK_S, self._world)
+        known = metadata(client, self._settings.bootstrap_servers, _ASK_S)
+        wanted = {dead: len(known.topics[topic].partitions) for topic, dead in letters.items() if topic in known.topics}
+        create_topics(self._settings, wanted, len(known.brokers), world=self._world)
+        return set(wanted)
+
+    # ---- while the worker runs ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pause_s = self._interval_s
+        while not self._stopped.wait(pause_s):
+            try:
+                # One connection for as long as it answers.
+                with self._world.admin(self._settings, timeout_ms=round(_ASK_S * 1000)) as admin:
+                    pause_s = self._look(admin)
+                    while not self._stopped.wait(pause_s):
+                        pause_s = self._look(admin)
+            except ConfigurationError as error:
+                self._arrived.append(error)  # two functions want one topic: nobody can say whose it is
+                return
+            except EosError as error:
+                # Nobody answers: the consumer says so where it matters.
+                log.debug("topics cannot be listed", error=str(error))
+                pause_s = self._interval_s
+            except Exception as error:  # noqa: BLE001 - a look that failed must not be the last one
+                log.warning("topics cannot be listed", error=f"{type(error).__name__}: {error}")
+                pause_s = self._interval_s
+
+    def _look(self, admin: ClusterAdmin) -> float:
+        """One look; the seconds until the next."""
+        there = admin.topics()
+        if not (found := self._app.matched(there)):
+            return self._interval_s
+        everywhere = admin.known_everywhere(found)
+        soon = self._tell_unknown(found.keys() - everywhere)
+        if self._settings["eos.create.topics"]:
+            there |= self._try_to_make(lacking(self._app, everywhere | (there - found.keys())))
+        if new := self._app.take_in(everywhere - self._waiting(there).keys()):
+            self._arrived.append(new)
+        return min(_SOON_S, self._interval_s) if soon else self._interval_s
+
+    def _tell_unknown(self, topics: Collection[str]) -> bool:
+        """Whether one of these, which some broker does not know or which lack a leader, may be there soon."""
+        for topic in topics:
+            self._unknown[topic] += 1
+            if self._unknown[topic] == _LOOKS:
+                log.warning("a topic that matches a pattern is not known to every broker with its leaders", topic=topic)
+        return any(self._unknown[topic] < _LOOKS for topic in topics)
+
+    def _try_to_make(self, letters: dict[str, str]) -> set[str]:
+        try:
+            return self._make(letters)
+        except EosError as error:
+            if not letters.keys() <= self._warned:
+                log.warning("topics of dead letters cannot be created", error=str(error))
+            return set()

@@ -1,0 +1,92 @@
+"""A span of OpenTelemetry for each transaction, linked to the traces of its input: only where `eos.otel.spans` asks.
+
+Owns what a span says. It sets up no provider and no exporter: what the process has configured takes the spans
+(`opentelemetry-instrument eos run ...`, or the user's module). It must never decide anything about a transaction.
+
+A span begins when the transaction's first records are handled, and is the current one while functions run, so that
+spans of theirs lie in it. It ends when the session tells how the transaction did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eos.errors import ConfigurationError
+from eos.records import Record
+from eos.session.participants import Outcome
+
+_LINKS = 32  # of one span, to so many traces
+_TRACE = "traceparent", "tracestate"
+
+
+@dataclass
+class _Open:
+    span: Any
+    traces: set[str]
+    records: int = 0
+
+
+class Spans:
+    """Of one worker. Transactions are told apart by identity."""
+
+    def __init__(self, attributes: Mapping[str, str]) -> None:
+        try:
+            from opentelemetry import trace
+            from opentelemetry.context import Context
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            raise ConfigurationError(
+                "eos.otel.spans=true needs OpenTelemetry", remedy="pip install 'eos-kafka[otel]'"
+            ) from error
+        self._trace, self._propagator = trace, TraceContextTextMapPropagator()
+        self._nothing = Context()  # a link is the record's, never the present span's
+        self._tracer = trace.get_tracer("eos")
+        self._attributes = {"messaging.system": "kafka", "messaging.operation.type": "process", **attributes}
+        self._open: dict[Hashable, _Open] = {}
+
+    @contextlib.contextmanager
+    def handling(self, transaction: Hashable) -> Iterator[None]:
+        """Its span is the current one in the block."""
+        span = self._tracer.start_span(
+            "eos.transaction", kind=self._trace.SpanKind.CONSUMER, attributes=self._attributes
+        )
+        self._open[transaction] = _Open(span, set())
+        with self._trace.use_span(span, end_on_exit=False):
+            yield
+
+    def took(self, transaction: Hashable, records: Sequence[Record]) -> None:
+        """These records are handled in it."""
+        opened = self._open[transaction]
+        opened.records += len(records)
+        for record in records:
+            if record.headers and len(opened.traces) < _LINKS:
+                self._link(opened, record)
+
+    def _link(self, opened: _Open, record: Record) -> None:
+        carrier = {name: value.decode("latin-1") for name, value in record.headers if name in _TRACE and value}
+        if (parent := carrier.get("traceparent")) is None or parent in opened.traces:
+            return
+        context = self._trace.get_current_span(
+            self._propagator.extract(carrier, context=self._nothing)
+        ).get_span_context()
+        if context.is_valid:
+            opened.traces.add(parent)
+            opened.span.add_link(context)
+
+    def close(self) -> None:
+        """Whoever was to tell of the rest was interrupted."""
+        for transaction in list(self._open):
+            self.ended(transaction, Outcome.UNKNOWN)
+
+    def ended(self, transaction: Hashable, outcome: Outcome) -> None:
+        opened = self._open.pop(transaction, None)
+        if opened is None:
+            return  # a transaction that only moved offsets
+        opened.span.set_attribute("messaging.batch.message_count", opened.records)
+        opened.span.set_attribute("eos.outcome", outcome.value)
+        if outcome is Outcome.ABORTED:
+            opened.span.set_status(self._trace.StatusCode.ERROR, "its records come again")
+        opened.span.end()

@@ -1,0 +1,307 @@
+"""Runs an App on a session: slices of records, the App's hooks, a function that is too slow, signals, the live line.
+
+It never decides commit or abort (eos/session/transact.py does), never touches a Kafka client, and what becomes of a
+record that fails is eos/worker/handling.py's. What it adds to the session's loop: where the handler stops, the
+transaction ends just before that record, so all earlier ones are committed and nothing of it is visible."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from eos import log
+from eos.app.definition import App
+from eos.app.lineage import Ledger
+from eos.app.routes import Route
+from eos.errors import CallFailed, PoisonRecord, Temporary
+from eos.kafka.settings import OF_FUNCTIONS, Settings
+from eos.kafka.world import REAL, World
+from eos.records import Record
+from eos.session.participants import Listener, Outcome
+from eos.session.transact import Transaction, TransactSession
+from eos.worker.handling import Halt, Handler
+from eos.worker.hooks import Hooks
+from eos.worker.new_topics import NewTopics
+from eos.worker.slowness import Slowness
+from eos.worker.spans import Spans
+
+_SLICE_TARGET_S = 0.005
+_LARGEST_SLICE = 2_000
+
+
+class ShutdownExpired(BaseException):
+    """Raised by a signal handler into whatever runs: the stop took too long, or was asked for twice.
+
+    A BaseException, so that no `except Exception` of a user's function swallows it.
+    """
+
+
+class Worker(Listener):
+    """One App on one session, in the calling thread. It hears from its session how each transaction ended.
+
+    `run()` returns when stopped by a signal or, with `until_end`, when the group has handled everything that was
+    readable at the start. Raises EosError's subclasses. `session.counters` says what it did so far.
+    """
+
+    def __init__(self, app: App, settings: Settings, *, until_end: bool = False, world: World = REAL) -> None:
+        app.check()
+        self._world = world
+        self.app = app = copy.copy(app)  # takes in topics of its own
+        self.settings = settings.with_values(
+            **{"group.id": app.id, "transactional.id": f"{app.id}-{settings.instance}"}
+        )
+        ledger = Ledger() if self.settings["eos.lineage"] else None
+        self._concurrent_most: int = self.settings["eos.async.max.records"]
+        self._batch_most: int = self.settings["eos.batch.max.records"]
+        passing = self.settings.passed_headers
+        self._handler = Handler(app, ledger, self._concurrent_most, self._batch_most, passing, now=world.now)
+        self._new_topics = NewTopics(self.settings, app, world) if app.patterns else None
+        self._found_topics = False
+        self.session = TransactSession(
+            self.settings.without(*OF_FUNCTIONS),
+            app.topics,
+            until_end=until_end,
+            destinations=sorted(app.destinations),
+            participants=() if ledger is None else (ledger,),
+            listener=self,
+            together=self._batch_most if any(function.batch for function in app.functions) else 1,
+            world=world,
+        )
+        self._slice = 1
+        functions = app.functions
+        self._single_route: Route | None = functions[0] if len(functions) == 1 else None
+        self._slowness = Slowness(self.settings)
+        self._not_before = 0.0  # World.now() at which a record that failed may be tried again
+        self.on_tick: Callable[[], None] = lambda: None
+        """Called after each transaction, and about every 100 ms while there is nothing to do."""
+        self._spans: Spans | None = None
+        if self.settings["eos.otel.spans"]:
+            whose = {"eos.transactional_id": self.session.transactional_id, "messaging.consumer.group.name": app.id}
+            self._spans = Spans(whose)
+
+    def find_topics(self) -> None:
+        """Takes in the topics that match the App's patterns now; `run` does so unless it was done before. Raises
+        Unavailable when there is nothing to read, ConfigurationError, NotAuthorised."""
+        if self._new_topics is None or self._found_topics:
+            return
+        names = self.app.take_in(self._new_topics.now())
+        self._found_topics = True
+        self.session.read(self.app.topics, sorted(self.app.destinations), names)
+
+    def run(self) -> None:
+        session = self.session
+        began = self._world.now()
+        finished = False
+        hooks = Hooks(self.app)
+        try:
+            self.find_topics()
+            hooks.start()
+            session.start()
+            if self._new_topics is not None and not session.until_end:
+                self._new_topics.watch()
+            with _rare_garbage_collection():
+                for txn in session:
+                    with self._span(txn):
+                        halt = self._handle(txn)
+                    if halt is not None:
+                        self._end_at(txn, halt)
+                    self._tick()
+            finished = True
+        except ShutdownExpired as expired:
+            hooks.abandon()
+            raise Temporary(f"the stop took too long ({expired}): the open transaction was given up") from expired
+        finally:
+            self._handler.end()
+            if self._new_topics is not None:
+                self._new_topics.stop()
+            try:
+                # A process that is done takes its partitions out of the group; one that failed is expected back soon.
+                session.close(leave_group=finished)
+            except ShutdownExpired as expired:
+                log.warning("the stop took too long: the clients are left behind", reason=str(expired))
+            finally:
+                if self._spans is not None:
+                    self._spans.close()
+                hooks.stop(failed=not finished)
+        self._log_totals(self._world.now() - began)
+
+    # ---- what the session tells -------------------------------------------------------------------------------
+
+    def idle(self) -> None:
+        self._tick()
+
+    def _tick(self) -> None:
+        self._handler.tick()
+        self.on_tick()
+
+    def new_topics(self) -> list[str]:
+        names = [] if self._new_topics is None else self._new_topics.arrived()
+        if names:
+            self.app.take_in(names)
+        for name in names:
+            log.info("topic taken in", topic=name, function=self.app.routes[name].name)
+        return names
+
+    def ended(self, transaction: Transaction, outcome: Outcome) -> None:
+        self._handler.ended(self.session.assignment, self.session.committed)
+        self._slowness.ended(transaction, outcome)
+        if self._spans is not None:
+            self._spans.ended(transaction, outcome)
+
+    def refused(self, record: Record, failure: CallFailed) -> None:
+        self._handler.refused(record, failure)
+
+    # ---- the end ----------------------------------------------------------------------------------------------
+
+    def _log_totals(self, seconds: float) -> None:
+        counters = self.session.counters
+        log.info(
+            "stopped",
+            records_in=counters.records_in,
+            records_out=counters.records_out,
+            skipped=counters.skipped,
+            dead_letters=counters.dead_letters,
+            retries=counters.retries,
+            transactions=counters.transactions,
+            aborts=counters.aborts,
+            replaced=sum(counters.replacements.values()),
+            seconds=round(seconds, 1),
+        )
+
+    def _span(self, txn: Transaction) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._spans is None else self._spans.handling(txn)
+
+    # ---- one transaction --------------------------------------------------------------------------------------
+
+    def _handle(self, txn: Transaction) -> Halt | None:
+        """Handles records until the transaction's interval is over, or to where the handler stops."""
+        if self._world.now() < self._not_before:
+            self._wait_on()
+            return None
+        self._slowness.check()
+        self._handler.begun()
+        while True:
+            batch = txn.take(self._slice_size())
+            if not batch:
+                return None
+            if self._spans is not None:
+                self._spans.took(txn, batch)
+            began = self._world.now()
+            halt = self._handle_batch(txn, batch)
+            ended = self._world.now()
+            open_s = self._handler.open_s(txn, ended)
+            if self._slowness.too_slow(open_s, ended - began):
+                self._suspect(txn, batch, open_s, ended - began)
+            elif self._slowness.one_by_one:
+                self._slowness.passed(batch[-1], self.session.assignment)
+            if halt is not None:
+                return halt
+            self._adapt(ended - began, len(batch))
+
+    def _wait_on(self) -> None:
+        """Something ended the wait before a retry early: an abort, or a stop that must not use up a retry."""
+        if not self.session.stop_requested:
+            self.session.pause(self._not_before - self._world.now())
+
+    def _suspect(self, txn: Transaction, batch: list[Record], open_s: float, took_s: float) -> None:
+        """Where a slice is several calls, the longest is to blame if it would have been too slow alone."""
+        who, longest = self.session.who(), self._handler.longest
+        routes = {self.app.routes[record.topic] for record in batch}
+        if self._single_route is not None or len(batch) == 1:
+            self._slowness.suspect(txn, who, routes.pop(), batch, took_s)
+        elif longest and self._slowness.too_slow(open_s - took_s + longest.seconds, longest.seconds):
+            self._slowness.suspect(txn, who, longest.route, longest.records, longest.seconds)
+        else:
+            self._slowness.suspect_nobody(txn, who, sorted(route.name for route in routes), batch, took_s)
+
+    def _slice_size(self) -> int:
+        route = self._single_route
+        if self._slowness.one_by_one:
+            return 1
+        if route is None:
+            return self._slice
+        if route.batch:
+            return self._batch_most
+        return self._concurrent_most if route.concurrent else self._slice
+
+    def _adapt(self, took_s: float, size: int) -> None:
+        """Slices of about 5 ms, so that a slow function still ends its transaction in time."""
+        if took_s < _SLICE_TARGET_S and size >= self._slice:
+            self._slice = min(_LARGEST_SLICE, self._slice * 2)
+        elif took_s > 2 * _SLICE_TARGET_S:
+            self._slice = max(1, self._slice // 2)
+
+    def _handle_batch(self, txn: Transaction, batch: list[Record]) -> Halt | None:
+        if self._single_route is not None:
+            halt = self._handler.handle_route(txn, self._single_route, batch)
+        else:
+            halt = self._handler.handle(txn, batch)
+        if halt is not None:
+            txn.give_back(len(batch) - halt.handled)
+        return halt
+
+    def _end_at(self, txn: Transaction, halt: Halt) -> None:
+        """Commits what came before the record that failed, then stops or waits. After an abort those come again."""
+        if halt.error is None:
+            self.session.counters.retries += 1
+            txn.commit()  # waited for: nothing is on its way during the pause
+            self._not_before = self._world.now() + halt.pause_s
+            self.session.pause(halt.pause_s)
+        elif txn.commit() or not isinstance(halt.error, PoisonRecord):
+            raise halt.error
+
+
+@contextlib.contextmanager
+def _rare_garbage_collection() -> Iterator[None]:
+    """The hot loop makes no cycles; the default thresholds cost 3 to 18 % of it."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
+class Stoppable(Protocol):
+    """What StopSignals stops: it looks at `stop_requested` between two batches."""
+
+    settings: Settings
+    stop_requested: bool
+
+
+class StopSignals:
+    """SIGTERM and SIGINT: the first asks for a stop after the batch, the second or the deadline gives up."""
+
+    def __init__(self, session: Stoppable) -> None:
+        self._session = session
+        self._timeout_s: float = session.settings["eos.shutdown.timeout.ms"] / 1000
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._asked)
+        self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._expired)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _asked(self, number: int, _: Any) -> None:
+        if self._session.stop_requested:
+            raise ShutdownExpired("asked a second time")
+        self._session.stop_requested = True
+        log.info("stopping", signal=signal.Signals(number).name)
+        # setitimer(0) would switch the timer off instead of firing it.
+        signal.setitimer(signal.ITIMER_REAL, max(0.001, self._timeout_s))
+
+    def _expired(self, *_: Any) -> None:
+        raise ShutdownExpired(f"eos.shutdown.timeout.ms={round(self._timeout_s * 1000)} is over")

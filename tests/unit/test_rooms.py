@@ -1,0 +1,82 @@
+"""The rooms of the package: imports point downward only, and what a Spark executor loads has no Kafka client."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import eos
+
+PACKAGE = Path(eos.__file__).parent
+
+# A room, and those that it may import from; errors and log are everybody's.
+BELOW = {
+    "log": "",
+    "errors": "",
+    "records": "",
+    "hotloop": "",
+    "broker": "",
+    "shim": "",
+    "app": "records hotloop",
+    "kafka": "records hotloop",
+    "session": "app kafka records hotloop",
+    "plain": "session app kafka records",
+    "health": "session kafka",
+    "worker": "health plain session app kafka records",
+    "testing": "worker plain app kafka records broker shim",
+    "demo": "testing worker kafka broker",
+    "cli": "demo testing worker health plain session app kafka records hotloop broker shim",
+    "__main__": "cli",
+}
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """What it needs of eos when it runs."""
+    tree = ast.parse(path.read_text())
+    guarded = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    for_types = {id(n) for one in guarded for n in ast.walk(one)}
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module == "eos":
+            yield from (f"eos.{name.name}" for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("eos."):
+            yield node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names if name.name.startswith("eos."))
+
+
+@pytest.mark.parametrize("room", BELOW)
+def test_a_room_imports_from_those_below_it_alone(room: str) -> None:
+    paths = sorted((PACKAGE / room).rglob("*.py")) or [PACKAGE / f"{room}.py"]
+    allowed = {room, "errors", "log", *BELOW[room].split()}
+    above = {
+        f"{path.name} -> {module}" for path in paths for module in imports_of(path) if room_of(module) not in allowed
+    }
+    assert above == set()
+
+
+def test_every_room_is_in_the_table_and_no_two_import_each_other() -> None:
+    there = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert there - {"__init__"} == set(BELOW)
+    for room, below in BELOW.items():
+        assert [other for other in below.split() if room in BELOW[other].split()] == []
+
+
+@pytest.mark.parametrize(
+    "module", ["eos.app.definition", "eos.worker.handling", "spark_connector.apply", "eos.testing"]
+)
+def test_what_runs_an_app_without_a_cluster_loads_no_kafka_client(module: str) -> None:
+    code = f"import sys, {module}; print([m for m in sys.modules if m.split('.')[0] in ('confluent_kafka', 'kafka')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
