@@ -158,8 +158,9 @@ class Membership:
         try:
             guard.call(self.consumer.close, timeout_s=_CLOSE_S)
         except CallHung:
-            # Seen once: librdkafka ended its group while the revocation's callback gave the partitions back to it, and
-            # that call waits for an answer that nobody gives any more. The process is to end all the same.
+            # Seen twice with librdkafka 2.16 (its issue 4884), behind many interrupts: it ended its group while the
+            # revocation's callback gave the partitions back to it, and that call waits for an answer that nobody gives
+            # any more. The process is to end all the same. (Where it waits with the interpreter's lock, nothing can.)
             log.warning("closing the consumer does not come to an end; it is left behind", group=self.group)
         except (KafkaException, RuntimeError) as error:
             log.debug("closing the consumer raised", error=describe_error(error))
