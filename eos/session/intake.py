@@ -101,9 +101,10 @@ class Intake:
     def begin_anew(self) -> None:
         """Another consumer in this one's place, whose partitions begin at what is committed. It does not join yet."""
         gone, fresh = self.membership, self._made()
-        fresh.starts.known = gone.starts.all_uncommitted()
-        self._membership = fresh
+        # Its closing forgets what is uncommitted. In this order: who is interrupted does it again, with the same one.
+        fresh.starts.known = gone.starts.known = gone.starts.all_uncommitted()
         gone.abandon()
+        self._membership, self._failure = fresh, None
         self.positions.clear()
 
     def join_again(self) -> None:

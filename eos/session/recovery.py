@@ -6,7 +6,7 @@ what a foreign error asks for is eos/errors.py's. No I/O."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from eos.errors import Action, CallFailed, stop_error
@@ -52,9 +52,14 @@ class Trouble:
     last: Record | None
     offsets: Mapping[TopicPartition, int]
     """What its commit says: where these are committed, it came to pass."""
+    refusal: CallFailed = field(init=False)
+    """The failure that it began with."""
     owner: str = ""
     """What the coordinator said of the transactional.id."""
     counted: bool = False
+
+    def __post_init__(self) -> None:
+        self.refusal = self.failure
 
     @property
     def reason(self) -> str:
@@ -62,7 +67,8 @@ class Trouble:
 
 
 def carry_out(trouble: Trouble, steps: Mapping[Step, Callable[[Trouble], None]]) -> None:
-    """Takes the steps that the failure asks for; one that fails is the failure from then on. Raises what stops."""
+    """Takes the steps that the failure asks for; one that fails is the failure from then on, but a refused record is
+    still to be found. Raises what stops."""
     plan = plan_of(trouble.failure)
     while plan:
         step, *plan = plan
@@ -70,7 +76,7 @@ def carry_out(trouble: Trouble, steps: Mapping[Step, Callable[[Trouble], None]])
             steps[step](trouble)
         except CallFailed as worse:
             trouble.failure = worse
-            plan = list(INSTEAD.get(step) or plan_of(worse, step))
+            plan = [*(INSTEAD.get(step) or plan_of(worse, step)), *(left for left in plan if left is Step.ISOLATE)]
 
 
 def plan_of(failure: CallFailed, failed: Step | None = None) -> list[Step]:

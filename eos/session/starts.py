@@ -74,13 +74,13 @@ class Starts:
         known = dict.fromkeys(self._came_later, True)
         ends = {}
         for topic, partition in partitions:
+            if (start := self.known.get((topic, partition))) is not None:
+                ends[topic, partition] = start
+                continue
             if topic not in known:
                 known[topic] = self._has_commits(topic)
             if not known[topic]:
-                start = self.known.get((topic, partition))
-                ends[topic, partition] = (
-                    self._asking.watermarks((topic, partition), LOOK_S)[1] if start is None else start
-                )
+                _, ends[topic, partition] = self._asking.watermarks((topic, partition), LOOK_S)
         return ends
 
     def _has_commits(self, topic: str) -> bool:

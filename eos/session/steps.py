@@ -78,7 +78,7 @@ class Recovery:
         )
 
     def _isolate(self, trouble: Trouble) -> None:
-        failure, last = trouble.failure, trouble.last
+        failure, last = trouble.refusal, trouble.last
         if last is None:
             raise PoisonRecord(f"an output without an input was refused: {failure}", "", -1, -1) from failure
         if failure.record is not None or trouble.taken == 1:
@@ -110,8 +110,8 @@ class Recovery:
     def _rejoin(self, trouble: Trouble) -> None:
         self._count_rebuild(trouble)
         self._claim.confirm(self._lanes.turn, trouble.reason)
+        self._endings.ended(Outcome.UNKNOWN)  # while what is ours is known
         self._intake.begin_anew()
-        self._endings.ended(Outcome.UNKNOWN)
         self._lanes.begin_anew(trouble.reason)
         self._intake.join_again()
         log.warning("joined the group again", reason=trouble.reason, group=self._group, **self._lanes.turn.who())

@@ -151,14 +151,17 @@ class Transaction:
     def commit(self) -> bool:
         """Ends the transaction now, waits for its commit; False if it had to be aborted and its records will be handed
         out again."""
+        if not self._session._has(self):
+            return False
         with self._session._whole():
-            return self._session._has(self) and self._session.end() and self._session._await_commit()
+            return self._session._has(self) and self._session._end() and self._session._await_commit()
 
     def abort(self) -> None:
         """Gives the transaction up; its records will be handed out again."""
-        with self._session._whole():
-            if self._session._has(self):
-                self._session.abort("asked by the application")
+        if self._session._has(self):
+            with self._session._whole():
+                if self._session._has(self):
+                    self._session._abort("asked by the application")
 
 
 class TransactSession:
@@ -349,23 +352,31 @@ class TransactSession:
     # ---- the loop ---------------------------------------------------------------------------------------------
 
     def __iter__(self) -> TransactSession:
-        with self._whole():
-            if self._open is not None:
-                self.abort("the loop was left before the transaction ended")
+        if not self._stops_half_way:
+            with self._whole():
+                if self._open is not None:
+                    self._abort("the loop was left before the transaction ended")
         return self
 
     def __next__(self) -> Transaction:
         self._claim.hold()
-        with self._whole():
-            begun = self._following()
+        begun = None
+        if not self._stops_half_way:
+            with self._whole():
+                begun = self._following()
         if begun is None:
             raise StopIteration
         return begun
 
+    @property
+    def _stops_half_way(self) -> bool:
+        """Nothing is recovered for a loop that is over: `close` ends what was begun."""
+        return self.stop_requested and self._half_way
+
     def _following(self) -> Transaction | None:
         """Ends the open transaction and begins the next one, once there are records; None: the loop is over."""
         if self._open is not None:
-            self.end()
+            self._end()
         while not self.stop_requested:
             gathered = self._try(self._gather)
             if gathered and len(self._positions):
@@ -376,7 +387,7 @@ class TransactSession:
                     self._await_commit()
             elif gathered and self._offsets.to_commit(self.membership.starts.uncommitted, IDLE_PLACES_S):
                 if self._try(self._begin):
-                    self.end()
+                    self._end()
             elif self._intake.finished():
                 return None
             self._replace_while_idle()
@@ -461,17 +472,15 @@ class TransactSession:
         if self._going_well:
             fed = self.producer.feed(feed, records)
             self._failure = fed.failure
-            if self._failure is None:
-                return fed
+            return fed if self._failure is None else Fed(fed.sent, len(records), None)
         return Fed(0, len(records), None)
 
     # ---- the end of a transaction -----------------------------------------------------------------------------
 
-    def end(self) -> bool:
+    def _end(self) -> bool:
         """Sends the open transaction's commit on its way, behind the one before. False: it was aborted, alone or with
         the one before, and what they took will be handed out again."""
-        if self._open is None:
-            raise IllegalState("no transaction is open")
+        assert self._open is not None
         self._open._give_back_ahead()
         offsets = self._offsets.to_commit(self.membership.starts.uncommitted)
         if not (self._try(self._flush) and self._await_commit()):
@@ -491,14 +500,16 @@ class TransactSession:
 
     def _leave(self, offsets: Mapping[Partition, int], group_metadata: Any) -> None:
         """The flushed transaction's commit is sent on its way."""
-        assert self._open is not None
+        transaction = self._open
+        assert transaction is not None
         job = self._lanes.commit_of(self._offsets.commits_of(offsets, self.producer), group_metadata)
         starts, taken = self.membership.starts.uncommitted, self._positions.taken
-        self._open.set_out = True
+        leaving = Leaving(self.producer, transaction, offsets, starts, taken, self._world.now(), job)
         self._positions.leave(offsets)
-        self._lanes.send(Leaving(self.producer, self._open, offsets, starts, taken, self._world.now(), job))
+        # Nothing more can be sent in it, whatever interrupts us from here on.
+        self._open, transaction.set_out = None, True
+        self._lanes.send(leaving)
         self.membership.starts.uncommitted = {}
-        self._open = None
 
     def _await_commit(self) -> bool:
         """Waits for the commit that is on its way, if any. False: it failed, and so did what was begun behind it; that
@@ -530,10 +541,8 @@ class TransactSession:
 
     # ---- recovery ---------------------------------------------------------------------------------------------
 
-    def abort(self, reason: str) -> None:
+    def _abort(self, reason: str) -> None:
         """Aborts the open transaction; its records are handed out again. The producer is replaced before the next."""
-        if self._open is None:
-            raise IllegalState("no transaction is open")
         self._recover(self._failure or CallFailed("abort", Action.ABORT, RuntimeError(reason)))
 
     def _try(self, what: Callable[[], object]) -> bool:
@@ -549,8 +558,10 @@ class TransactSession:
     def _whole(self) -> Iterator[None]:
         """What ends half way, by a signal's exception or by an error that the application takes and goes on, is not
         gone on with: some of it may have happened that nobody noted."""
-        interrupted, self._half_way = self._half_way, True
+        interrupted, self._half_way, with_the_body = self._half_way, True, self._open
         if interrupted:
+            self._claim.hold()  # who lost it never initialises again
+            self._given_up = with_the_body
             self._recover(CallFailed("consume", Action.INTERRUPTED, RuntimeError("the loop was left half way")))
         try:
             yield

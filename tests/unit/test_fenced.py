@@ -158,6 +158,21 @@ def test_a_session_that_a_newer_instance_fenced_does_not_begin_again(monkeypatch
     assert asked.replacements == []
 
 
+def test_a_fenced_session_whose_loop_is_entered_again_never_initialises(monkeypatch: AnyPatch) -> None:
+    """The loop was left half way, and by then a client of ours may have taken an epoch that nobody heard of."""
+    one = TransactSession(SETTINGS, ["in"], world=WORLD)
+    producer = TransactionalProducer(Settings(SETTINGS), "t")
+    one._lanes.producers, producer.may_have_bumped, one._half_way = [producer], True, True
+    asked = Asked(monkeypatch, producer, Owner.NEWER, "flush")
+    with pytest.raises(Fenced):
+        one._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {})
+    for _ in range(7):
+        with pytest.raises(Fenced):
+            for _txn in one:
+                pass
+    assert (asked.replacements, one.counters.rebuilds) == ([], 0)
+
+
 def fenced_at_start_ms(monkeypatch: AnyPatch, start_ms: int, metadata: list[str]) -> str:
     one = TransactSession(SETTINGS, ["in"], world=WORLD)
     producer = TransactionalProducer(Settings(SETTINGS), "t")

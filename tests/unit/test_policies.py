@@ -51,7 +51,7 @@ class Txn:
         self.fed.append(len(records))
         fed = feed(records, self)
         self.failure = fed.failure
-        return fed if self.failure is None else Fed(0, len(records), None)
+        return fed if self.failure is None else Fed(fed.sent, len(records), None)
 
     def produce(self, *send: Any) -> None:
         topic, value, key = send[:3]
@@ -579,6 +579,21 @@ def test_what_a_feed_waits_for_room_is_no_time_of_the_function(monkeypatch: pyte
     clock.now += 1
     assert handler.handle(txn, records(b"b", b"b")) is None
     assert handler.open_s(txn, clock.now) == 1
+
+
+def test_a_transaction_whose_first_feed_ends_in_a_failed_send_was_open_all_the_same() -> None:
+    """Its loss is to be blamed on the function that took so long."""
+    clock = SimpleNamespace(now=0.0)
+
+    def slow(value: bytes) -> bytes:
+        clock.now += 30
+        return value.upper()
+
+    handler, txn = Handler(app_of(slow), now=lambda: clock.now), Txn(refuses=[b"C"])
+    handler.begun()
+    handler.handle(txn, records(b"a", b"b", b"c"))
+    assert txn.failure is not None
+    assert handler.open_s(txn, clock.now) == 90
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one record", "several"])

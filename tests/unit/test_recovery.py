@@ -56,10 +56,10 @@ def test_every_action_has_its_steps_or_stops(action: Action) -> None:
     [
         (Action.ABORT, {Step.ABORT: Action.ABORT}, "abort replace resolve"),
         (Action.ABORT, {Step.ABORT: Action.REBUILD}, "abort replace resolve"),
-        (Action.POISON, {Step.ABORT: Action.ABORT}, "abort replace resolve"),
-        (Action.POISON, {Step.ABORT: Action.SETTLE}, "abort ask_owner replace resolve"),
+        (Action.POISON, {Step.ABORT: Action.ABORT}, "abort replace resolve isolate"),
+        (Action.POISON, {Step.ABORT: Action.SETTLE}, "abort ask_owner replace resolve isolate"),
         (Action.ABORT, {Step.REWIND: Action.REJOIN}, "abort rewind rejoin"),
-        (Action.POISON, {Step.REWIND: Action.REJOIN}, "abort rewind rejoin"),
+        (Action.POISON, {Step.REWIND: Action.REJOIN}, "abort rewind rejoin isolate"),
         (Action.REBUILD, {Step.RESOLVE: Action.REJOIN}, "replace resolve rejoin"),
         (Action.SETTLE, {Step.RESOLVE: Action.REJOIN}, "ask_owner replace resolve rejoin"),
         (
@@ -72,7 +72,7 @@ def test_every_action_has_its_steps_or_stops(action: Action) -> None:
 def test_a_step_that_fails_is_the_failure_from_then_on(action: Action, fails: Any, steps: str) -> None:
     names, trouble = taken(action, fails)
     assert names == steps
-    assert trouble.failure.action is list(fails.values())[-1]
+    assert (trouble.failure.action, trouble.refusal.action) == (list(fails.values())[-1], action)
 
 
 def test_an_abort_that_must_not_go_on_stops() -> None:

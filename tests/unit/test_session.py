@@ -11,6 +11,7 @@ from confluent_kafka import KafkaError
 from eos import App, Record, Settings
 from eos.errors import Action, CallFailed, ConfigurationError, Temporary
 from eos.kafka.settings import OF_FUNCTIONS
+from eos.records import Fed
 from eos.session.participants import Listener
 from eos.session.recovery import Trouble
 from eos.session.steps import MOST_REBUILDS
@@ -50,6 +51,18 @@ def test_rebuilds_without_a_commit_between_them_come_to_an_end_and_a_commit_begi
     with pytest.raises(Temporary, match=rf"^{MOST_REBUILDS + 1} rebuilds without one commit, .*timed out.*--instance"):
         rebuild(session, 1)
     assert session.counters.rebuilds_by_cause == {"timeout": 2 * MOST_REBUILDS + 1}
+
+
+def test_what_a_feed_sent_before_its_send_failed_is_told_and_its_records_lead_nowhere() -> None:
+    """A worker measures by it for how long the broker has known of the transaction."""
+    session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"])
+    failed = CallFailed("produce", Action.REBUILD, RuntimeError("timed out"))
+    producer: Any = SimpleNamespace(feed=lambda feed, records: Fed(2, 2, failed))
+    membership: Any = SimpleNamespace(lost_sentence=None)
+    session._lanes.producers, session._intake._membership = [producer], membership
+    given, feed = [Record("in", 0, offset) for offset in range(3)], lambda records, sink: Fed(0, 0, None)
+    assert session._feed(feed, given) == Fed(2, 3, None)
+    assert session._feed(feed, given) == Fed(0, 3, None)
 
 
 @pytest.mark.parametrize("refused_at", [0, 99, 100, 199])

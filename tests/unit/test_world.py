@@ -79,6 +79,7 @@ class Script:
         self.visible: list[bytes] = []
         self.calls: list[str] = []
         self.outcomes: list[str] = []
+        self.owned: list[int] = []
         self.follows = Follows()
         self.fails: dict[str, tuple[KafkaError, bool]] = {}
         self.when: dict[str, Callable[[], None]] = {}
@@ -286,6 +287,7 @@ def copied(script: Script, **settings: object) -> TransactSession:
 
         def ended(self, transaction: Transaction, outcome: Outcome) -> None:
             script.outcomes.append(outcome.value)
+            script.owned.append(len(session.assignment))
 
     session = TransactSession(
         SETTINGS | settings, ["in"], participants=[script.follows], listener=Ears(), world=script.world
@@ -358,6 +360,7 @@ def test_a_rebuild_that_has_to_join_again_counts_once() -> None:
     assert (script.visible, script.committed) == (ALL, 10)
     assert (session.counters.rebuilds, session._recovery.rebuilds_in_a_row) == (1, 0)
     assert script.outcomes == ["unknown", "committed", "committed"]
+    assert script.owned == [1, 1, 1], "whoever hears of an end can tell whose partitions are whose"
     assert script.follows.told == ["restore 0", "beside", "undone", "restore 0", *["beside", "committed"] * 2]
 
 
@@ -368,6 +371,35 @@ def test_an_abort_whose_consumer_cannot_go_back_is_one_rebuild_and_no_abort() ->
     session = copied(script)
     assert (script.visible, script.committed) == (ALL, 10)
     assert (session.counters.transactions, session.counters.aborts, session.counters.rebuilds) == (2, 0, 1)
+
+
+def test_a_transaction_that_was_given_up_for_an_interrupt_in_its_body_says_so() -> None:
+    script = Script()
+    session = TransactSession(SETTINGS | {"eos.transaction.max.records": 20}, ["in"], world=script.world)
+    with session:
+        txn = next(session)
+        script.interrupts = {("consume", script.counts["consume"] + 1, "before")}
+        with pytest.raises(KeyboardInterrupt):
+            for record in txn.records:
+                txn.send("out", record.value)
+        assert not txn.commit()
+        txn.abort()
+        txn.send("out", b"leads nowhere")
+        assert len(list(next(session).records)) == 10
+    assert script.visible == []
+
+
+def test_a_stop_ends_a_loop_that_was_left_half_way_without_a_recovery() -> None:
+    script = Script()
+    script.interrupts = {("flush", 1, "before")}
+    session = TransactSession(SETTINGS, ["in"], world=script.world)
+    with session:
+        with pytest.raises(KeyboardInterrupt):
+            for txn in session:
+                txn.send("out", b"x")
+        session.stop_requested = True
+        assert list(session) == []
+    assert (script.visible, session.counters.rebuilds) == ([], 0)
 
 
 CALLS = ("begin", "flush", "offsets", "commit", "consume", "assign", "committed", "init", "abort", "seek")
