@@ -56,7 +56,7 @@ class Observer:
         membership = self._session.membership
         lags = [PartitionLag(*partition, records) for partition, records in sorted(membership.lags().items())]
         under_way_s = self._session.commit_under_way_s
-        self._sample = Sample(membership.in_group, membership.unresolved, lags, under_way_s)
+        self._sample = Sample(membership.member.known, membership.unresolved, lags, under_way_s)
 
     def status(self) -> Status:
         """As of now; from any thread."""

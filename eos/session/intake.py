@@ -50,8 +50,8 @@ class Intake:
         self.by_pattern: set[str] = set()
         """Those of `topics` that nobody named."""
         self.positions: Positions[Record] = Positions()
-        self._came_later: set[str] = set()  # see Membership
-        self._member_ids: set[str] = set()  # see Membership
+        self._came_later: set[str] = set()  # see Starts
+        self._member_ids: set[str] = set()  # see Member
         self._membership: Membership | None = None
         self._finish: Finish | None = None
         self._failure: CallFailed | None = None  # met while something else was waited for
@@ -70,7 +70,7 @@ class Intake:
 
     def join(self, admin: ClusterAdmin) -> None:
         """Raises Stopped."""
-        self.membership.make_way(admin)
+        self.membership.member.make_way(admin, self.topics)
         self._came_later |= self._came_without_us(admin)
         if self._until_end:
             self._finish = Finish(self.membership.asking, self._world)
@@ -110,7 +110,7 @@ class Intake:
     def join_again(self) -> None:
         if self._came_later:
             with contextlib.suppress(EosError), self._world.admin(self._settings, timeout_ms=5_000) as admin:
-                self.membership.make_way(admin)
+                self.membership.member.make_way(admin, self.topics)
         self.membership.join()
 
     def close(self, leave_group: bool) -> None:

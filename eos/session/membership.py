@@ -13,9 +13,8 @@ from typing import Any
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from eos import hotloop, log
-from eos.errors import Action, CallFailed, ConfigurationError, EosError, InputGone, describe_error
+from eos.errors import Action, CallFailed, ConfigurationError, InputGone, describe_error
 from eos.kafka.callbacks import guarded
-from eos.kafka.cluster import ClusterAdmin
 from eos.kafka.failures import classify
 from eos.kafka.overdue import OverdueWatch
 from eos.kafka.raising import raising
@@ -26,6 +25,7 @@ from eos.kafka.world import REAL, World
 from eos.records import Record
 from eos.session.asking import Asking, NotNow, check_topics, names_of
 from eos.session.lag import Lag
+from eos.session.member import Member
 from eos.session.observe import Pulse, add
 from eos.session.positions import Positions
 from eos.session.positions import TopicPartition as Partition
@@ -56,9 +56,7 @@ class Membership:
         came_later: Collection[str] = (),
     ) -> None:
         """`stopping`: whether a stop was asked for, which ends what waits for the cluster. `rebalances` counts what was
-        "assigned", "revoked" and "lost". `member_ids`: those that were ours, in consumers before this one too;
-        librdkafka forgets its own when the session ends. `came_later`: topics that are younger than the group, read
-        from their beginning, under `latest` too; more may come into it."""
+        "assigned", "revoked" and "lost". `member_ids`: those that were ours, see Member. `came_later`: see Starts."""
         self._world = world
         self._settings = settings
         self._topics = list(topics)
@@ -71,9 +69,6 @@ class Membership:
         self._next_resolve = 0.0
         self._told_waiting = 0.0
         self._waiting_since = 0.0
-        self._was_member = False
-        self._member_ids = set() if member_ids is None else member_ids
-        self._assigned_as: str | None = None  # the member id under which we got the first of what we have
         self._latched: BaseException | None = None  # out of a callback
         own = str(settings.get("transactional.id", ""))
         self._overdue = OverdueWatch(settings, self.group, own, world) if own else None
@@ -96,38 +91,20 @@ class Membership:
             configuration["enable.partition.eof"] = True
         strategy = str(configuration.get("partition.assignment.strategy", ""))
         self._incremental = not settings.classic_group or "cooperative" in strategy
-        self._instance_id: str | None = configuration.get("group.instance.id")
         try:
             self.consumer = self._world.consumer(configuration)
         except (KafkaException, TypeError, ValueError) as error:
             raise ConfigurationError(f"the consumer's settings were refused: {describe_error(error)}") from error
         self.asking = Asking(self.consumer, settings, self._topics, self._pulse, world, stopping)
         self.starts = Starts(self.asking, settings, came_later, world)
+        ids = set() if member_ids is None else member_ids
+        self.member = Member(self.consumer, settings, configuration.get("group.instance.id"), ids, world)
 
     # ---- life -------------------------------------------------------------------------------------------------
 
     def check_topics(self, topics: Iterable[str], deadline: float) -> None:
         """Every topic named exists, or Unavailable with the name; so does an unreachable cluster."""
         check_topics(self.consumer, self._settings.bootstrap_servers, topics, deadline, self._world)
-
-    def make_way(self, admin: ClusterAdmin) -> None:
-        """Takes a predecessor of our group.instance.id out of the group if it subscribed to other topics.
-
-        A static member that comes back gets the partitions of before without a rebalance, whatever it subscribes to
-        now (4.3.1, measured): those of a topic that is new to it would be nobody's, and it would be handed records of
-        one that it does not read any more.
-        """
-        if self._instance_id is None:
-            return
-        try:
-            there = [m for m in admin.members(self.group) if m.get("group_instance_id") == self._instance_id]
-            # In mid-rebalance nothing is told, and our own subscription will count.
-            known = [m["member_metadata"]["topics"] for m in there if isinstance(m.get("member_metadata"), dict)]
-            if any(set(topics) != set(self._topics) for topics in known):
-                admin.remove_member(self.group, self._instance_id)
-        except EosError as error:
-            # A group that nobody coordinates yet has no members.
-            log.debug("the group's members cannot be had", error=str(error), group=self.group)
 
     def join(self) -> None:
         self._topic_ids.start()
@@ -165,13 +142,8 @@ class Membership:
         except (KafkaException, RuntimeError) as error:
             log.debug("closing the consumer raised", error=describe_error(error))
         guard.close()
-        if not leave or self._instance_id is None:
-            return
-        try:
-            with self._world.admin(self._settings, timeout_ms=5_000) as admin:
-                admin.remove_member(self.group, self._instance_id)
-        except EosError as error:
-            log.warning("could not leave the group: its partitions move at the session timeout", error=str(error))
+        if leave:
+            self.member.leave()
 
     def abandon(self) -> None:
         """Closes the consumer on another thread: closing may wait for a coordinator that it cannot reach. What its
@@ -309,7 +281,7 @@ class Membership:
     def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         try:
             if not self.owned and not self._unresolved:
-                self._assigned_as = consumer.memberid()
+                self.member.assigned()
             # An empty assignment: the partitions begin in `begin_new_partitions`, once it is known where.
             (consumer.incremental_assign if self._incremental else consumer.assign)([])
             self._unresolved |= {(p.topic, p.partition) for p in partitions}
@@ -378,7 +350,7 @@ class Membership:
             self._tell_waiting(str(error))
             return {}
         self._assign(starts)
-        self._noted_member_id()
+        self.member.id()  # it is kept
         self._begun_at |= {p: tp.offset for p, tp in starts.items()}
         self._unresolved = set()
         self.owned |= set(starts)
@@ -409,27 +381,15 @@ class Membership:
         metadata = self.consumer.consumer_group_metadata()
         # Asked after the metadata was taken, so it is not older. The broker skips its check for a member without an id
         # (generation -1), so we must not ask it then.
-        member_id = self._noted_member_id()
+        member_id = self.member.id()
         if not member_id:
             raise self._cannot_commit("this consumer is not a member of its group any more")
-        # librdkafka tells of partitions that it lost when a heartbeat finds the member unknown; when it is a JoinGroup
-        # that does, it joins under a new id and goes on with the partitions it had (measured with 2.16, cooperative).
-        # Others may have handled them since, and the broker takes the new member's offsets.
-        if member_id != self._assigned_as:
+        if self.member.has_changed(member_id):
             sentence = "the group had removed this member, which joined again with the partitions of before"
             raise CallFailed("consume", Action.REJOIN, RuntimeError(sentence))
         if not self.owned.issuperset(offsets):
             raise self._cannot_commit(self.lost_sentence or "a partition of this transaction is not ours any more")
         return metadata
-
-    def _noted_member_id(self) -> str | None:
-        """Our member id, or None outside the group. It is kept: it is what tells us from a newer static member. Asked
-        for once a transaction: each call waits for a thread."""
-        current: str | None = self.consumer.memberid()
-        if current:
-            self._was_member = True
-            self._member_ids.add(current)
-        return current
 
     def _cannot_commit(self, sentence: str) -> CallFailed:
         return CallFailed("send_offsets", Action.ABORT, RuntimeError(sentence))
@@ -438,22 +398,6 @@ class Membership:
         """CallFailed(ABORT) if the open transaction took records of partitions that are gone since."""
         if self.lost_sentence is not None:
             raise self._cannot_commit(self.lost_sentence)
-
-    def nobody_took_our_place(self) -> bool:
-        """No other member of the group holds our group.instance.id; without one: we still have our member id, if we had
-        one."""
-        mine = self._noted_member_id()  # another one than at the last commit, if librdkafka joined again by itself
-        if self._instance_id is None:
-            return bool(mine) or not self._was_member
-        with self._world.admin(self._settings) as admin:
-            members = admin.members(self.group)
-        ours = [m for m in members if m.get("group_instance_id") == self._instance_id]
-        return all(m.get("member_id") in self._member_ids for m in ours)
-
-    @property
-    def in_group(self) -> bool:
-        """The group coordinator knows us; librdkafka forgets the member id when the session ends."""
-        return bool(self.consumer.memberid())
 
     @property
     def unresolved(self) -> int:

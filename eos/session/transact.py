@@ -235,7 +235,7 @@ class TransactSession:
         self._claim = Claim(
             self.settings,
             self._successor.sentence,
-            lambda: self.membership.nobody_took_our_place(),
+            lambda: self.membership.member.nobody_took_our_place(),
             self.pulse,
             world,
         )

@@ -188,7 +188,7 @@ def test_a_predecessor_that_read_other_topics_leaves_the_group_first(before: lis
     """A static member that comes back gets the partitions of before, whatever it subscribes to."""
     for settings, names in (({"group.instance.id": "one"}, ["one"]), ({"group.protocol": "consumer"}, [])):
         group: Any = _Group(before)
-        _of(_Cluster(), **settings).make_way(group)
+        _of(_Cluster(), **settings).member.make_way(group, ["in"])
         assert group.removed == (names if leaves else [])
 
 
@@ -197,7 +197,7 @@ def test_a_group_that_cannot_be_described_is_joined_all_the_same() -> None:
         raise Unavailable("no coordinator yet")
 
     admin: Any = SimpleNamespace(members=members)
-    _of(_Cluster(), **{"group.instance.id": "one"}).make_way(admin)
+    _of(_Cluster(), **{"group.instance.id": "one"}).member.make_way(admin, ["in"])
 
 
 def test_a_topic_that_came_later_begins_at_its_beginning_under_latest() -> None:
@@ -207,3 +207,12 @@ def test_a_topic_that_came_later_begins_at_its_beginning_under_latest() -> None:
     assert [tp.offset for tp in membership.starts.resolve([("in", 0)]).values()] == [5]
     membership.starts._came_later = {"in"}
     assert [tp.offset for tp in membership.starts.resolve([("in", 0)]).values()] == [-2]
+
+
+def test_a_start_that_is_not_committed_is_kept_though_the_group_has_committed_others_of_its_topic() -> None:
+    """Another member's commits do not make the partition a new one."""
+    membership = _of(_Cluster(), **{"auto.offset.reset": "latest", "eos.places.topic": ""})
+    membership.starts.known = {("in", 1): 4}
+    assert [tp.offset for tp in membership.starts.resolve([("in", 1)]).values()] == [4]
+    membership.starts.known = {}
+    assert [tp.offset for tp in membership.starts.resolve([("in", 1)]).values()] == [-2]
