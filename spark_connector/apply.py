@@ -3,7 +3,8 @@
 Owns the way from rows of Spark's Kafka source to Records and from an App's outputs to rows of the sink. What a function
 gets and what becomes of its result is eos/app/routes.py's, what becomes of a record that fails
 eos/worker/handling.py's, the same as on a worker. It must never import a Kafka client, open a connection or decide what
-a micro-batch comes to: it gives rows or raises."""
+a micro-batch comes to: it gives rows or raises.
+"""
 
 from __future__ import annotations
 

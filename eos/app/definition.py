@@ -2,7 +2,8 @@
 
 Owns what may be defined, and which function gets a topic's records. It must never do I/O, import a Kafka client, or
 decide what becomes of a record that its function refuses: the worker and Spark run the same Route (eos/app/routes.py)
-and must get the same outputs from it."""
+and must get the same outputs from it.
+"""
 
 from __future__ import annotations
 
@@ -122,8 +123,8 @@ class App:
         Topics that match are read, those too that come while a worker runs.
 
         An `async def` runs on many records at once (`eos.async.max.records`); outputs keep the input's order.
-        `on_error`: eos.stop, eos.skip, eos.dlq or eos.retry(n, then=...), see eos.policies. `decode(value)` makes what
-        the function gets of a record's bytes, in place of the annotation; `encode(value)` makes the bytes of every
+        `on_error`: eos.stop, eos.skip, eos.dlq or eos.retry(n, then=...), see docs/policies.md. `decode(value)` makes
+        what the function gets of a record's bytes, in place of the annotation; `encode(value)` makes the bytes of every
         value that is not None. What they raise is treated as if the function had raised it.
         """
         sources, destinations, policy = _definition(topics, to, on_error)

@@ -1,6 +1,6 @@
 """`eos dlq list | replay`: what lies in dead letters, and bringing them back, exactly once.
 
-Owns the options and what is printed; eos.replay does it.
+Owns the options and what is printed; eos.worker.replay does it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ CALL_PATIENCE_S = 3.0
 """A call to the cluster that is under way for longer means that the cluster is waited for."""
 REPORT_PATIENCE_S = 5.0
 """A supervised worker that has not reported for longer is not ready."""
-_CALL_MARGIN_S = 10.0  # a hung call is given up 5 s after its timeout (eos.producer)
+_CALL_MARGIN_S = 10.0  # a hung call is given up 5 s after its timeout (eos.session.producer)
 
 
 class Incident(msgspec.Struct, frozen=True):

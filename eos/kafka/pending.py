@@ -1,6 +1,6 @@
 """Why a group's committed offsets are not stable: whose transaction pends on them, and the command that ends it.
 
-Owns the question for one group; eos.admin.transactions judges. It only reads, and is asked while something waits: what
+Owns the question for one group; eos.kafka.transactions judges. It only reads, and is asked while something waits: what
 it cannot find out it says, and never raises.
 """
 

@@ -205,10 +205,6 @@ class Finish:
         return not self._targets
 
 
-def names_of(partitions: Iterable[Partition]) -> str:
-    return ",".join(f"{topic}[{partition}]" for topic, partition in sorted(partitions))
-
-
 def check_topics(client: Any, servers: str, topics: Iterable[str], deadline: float, world: World = REAL) -> None:
     """Every topic named exists, or Unavailable with the name; so does an unreachable cluster. `client`: any of
     confluent-kafka's that has `list_topics`."""

@@ -1,7 +1,8 @@
 """Our claim to a transactional.id: ours until a newer instance initialises it, and then lost for good.
 
 Owns the questions to its coordinator (eos/kafka/ownership.py judges the answers) and what follows: who lost it never
-begins again, and never initialises again, because an init takes the id back from whoever has it now."""
+begins again, and never initialises again, because an init takes the id back from whoever has it now.
+"""
 
 from __future__ import annotations
 

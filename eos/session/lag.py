@@ -9,8 +9,7 @@ import msgspec
 
 from eos import log
 from eos.kafka.world import World
-from eos.session.asking import names_of
-from eos.session.positions import Positions
+from eos.session.positions import Positions, names_of
 from eos.session.positions import TopicPartition as Partition
 
 _STANDING_S = 30.0

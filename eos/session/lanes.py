@@ -48,8 +48,9 @@ class Leaving:
 
 
 class Lanes:
-    def __init__(self, settings: Settings, transactional_id: str, pulse: Pulse, world: World) -> None:
-        self._settings, self.transactional_id, self._pulse, self._world = settings, transactional_id, pulse, world
+    def __init__(self, settings: Settings, pulse: Pulse, world: World) -> None:
+        self._settings, self._pulse, self._world = settings, pulse, world
+        self.transactional_id: str = settings["transactional.id"]
         self.producers: list[TransactionalProducer] = []
         """Whose turn it is comes first."""
         self.leaving: Leaving | None = None

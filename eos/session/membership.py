@@ -1,4 +1,4 @@
-"""Membership of a consumer group: the consumer, what it owns, where partitions begin, and the group's offsets.
+"""Membership of a consumer group: the consumer, what it owns, and what is fetched.
 
 Owns the confluent-kafka Consumer. Rebalance callbacks only record facts: an assignment waits in `_unresolved` until
 `begin_new_partitions`, a revocation is forgotten at once, and `lost_sentence` says so if the open transaction took
@@ -23,11 +23,11 @@ from eos.kafka.topic_ids import TopicIds
 from eos.kafka.watchdog import CallHung
 from eos.kafka.world import REAL, World
 from eos.records import Record
-from eos.session.asking import Asking, NotNow, check_topics, names_of
+from eos.session.asking import Asking, NotNow, check_topics
 from eos.session.lag import Lag
 from eos.session.member import Member
 from eos.session.observe import Pulse, add
-from eos.session.positions import Positions
+from eos.session.positions import Positions, names_of
 from eos.session.positions import TopicPartition as Partition
 from eos.session.starts import OTHERS, Starts
 
@@ -74,8 +74,6 @@ class Membership:
         self._overdue = OverdueWatch(settings, self.group, own, world) if own else None
         self._rebalanced = False
         self._topic_ids = TopicIds(settings, self._topics, self._topic_made_anew, world)
-        self._pulse = pulse or Pulse(world.now)
-        self._stopping = stopping
         self._rebalances = {} if rebalances is None else rebalances
         self._lag = Lag(positions, self.group, world)
         self._begun_at: dict[Partition, int] = {}  # as the consumer was told: OFFSET_BEGINNING is no offset
@@ -95,7 +93,7 @@ class Membership:
             self.consumer = self._world.consumer(configuration)
         except (KafkaException, TypeError, ValueError) as error:
             raise ConfigurationError(f"the consumer's settings were refused: {describe_error(error)}") from error
-        self.asking = Asking(self.consumer, settings, self._topics, self._pulse, world, stopping)
+        self.asking = Asking(self.consumer, settings, self._topics, pulse or Pulse(world.now), world, stopping)
         self.starts = Starts(self.asking, settings, came_later, world)
         ids = set() if member_ids is None else member_ids
         self.member = Member(self.consumer, settings, configuration.get("group.instance.id"), ids, world)

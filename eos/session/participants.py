@@ -3,7 +3,8 @@
 The session alone decides when a transaction begins and how it ends (eos/session/transact.py); both follow. A
 `Participant` has something that counts only if the transaction commits: lineage's numbers are the first. A `Listener`
 wants to know: a worker is one, and so is an application that overrides what it needs. Neither may touch a transaction's
-clients."""
+clients.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ those after its handed-out records. If you change it, read TransactSession.end a
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -302,3 +302,7 @@ def _span(batch: list[R]) -> tuple[dict[TopicPartition, int], dict[TopicPartitio
         begins.setdefault(partition, batch[start].offset)
         nexts[partition] = batch[stop - 1].offset + 1
     return begins, nexts
+
+
+def names_of(partitions: Iterable[TopicPartition]) -> str:
+    return ",".join(f"{topic}[{partition}]" for topic, partition in sorted(partitions))

@@ -3,7 +3,8 @@
 Owns the confluent-kafka Producer, the legal order of its calls (eos/session/states.py), their deadlines
 (eos/kafka/watchdog.py) and the signs that call for a replacement (eos/session/evidence.py). A failed call raises
 CallFailed with what to do about it; this module never decides commit or abort, and never replaces itself inside a
-transaction."""
+transaction.
+"""
 
 from __future__ import annotations
 

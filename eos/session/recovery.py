@@ -1,7 +1,8 @@
 """How a session recovers from a failed call, as data: which steps an action takes, and which take a failed one's place.
 
-Owns the order of the steps and when there is no way on. What a step does is the session's (eos/session/transact.py);
-what a foreign error asks for is eos/errors.py's. No I/O."""
+Owns the order of the steps and when there is no way on. What a step does is eos/session/steps.py's; what a foreign
+error asks for is eos/kafka/failures.py's. No I/O.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +12,7 @@ from enum import Enum
 
 from eos.errors import Action, CallFailed, stop_error
 from eos.records import Record
-
-TopicPartition = tuple[str, int]
+from eos.session.positions import TopicPartition as Partition
 
 
 class Step(Enum):
@@ -50,16 +50,16 @@ class Trouble:
     taken: int
     """Records that the transaction took, the last of them `last`."""
     last: Record | None
-    offsets: Mapping[TopicPartition, int]
+    offsets: Mapping[Partition, int]
     """What its commit says: where these are committed, it came to pass."""
-    refusal: CallFailed = field(init=False)
-    """The failure that it began with."""
+    first: CallFailed = field(init=False)
+    """The failure that it began with; `failure` is the last one."""
     owner: str = ""
     """What the coordinator said of the transactional.id."""
     counted: bool = False
 
     def __post_init__(self) -> None:
-        self.refusal = self.failure
+        self.first = self.failure
 
     @property
     def reason(self) -> str:

@@ -78,7 +78,7 @@ class Recovery:
         )
 
     def _isolate(self, trouble: Trouble) -> None:
-        failure, last = trouble.refusal, trouble.last
+        failure, last = trouble.first, trouble.last
         if last is None:
             raise PoisonRecord(f"an output without an input was refused: {failure}", "", -1, -1) from failure
         if failure.record is not None or trouble.taken == 1:

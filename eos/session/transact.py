@@ -137,7 +137,7 @@ class Transaction:
 
     @property
     def waited_s(self) -> float:
-        """For how long sends have waited for room in the client's queue, from some moment on."""
+        """For how long its producer's sends have waited for room in the client's queue, in earlier transactions too."""
         return self._session.producer.waited_s
 
     def feed(self, feed: Feed, records: list[Record]) -> Fed:
@@ -178,10 +178,10 @@ class TransactSession:
     `txn.commit()` first to keep the work). A transaction that had to be aborted (a rebalance, a lost broker, ...) is
     not reported: its records are handed out again, in the same order. Raises EosError's subclasses (see eos.errors).
 
-    Settings: Kafka's and `eos.*` names (eos.settings); a mapping is completed by the environment and eos.toml, as the
-    flags of a command are. `group.id` and `transactional.id` must be set, `topics` may come from `eos.input.topics`.
-    With `until_end` the loop ends when the whole group has handled what was readable at the start. One session belongs
-    to one thread.
+    Settings: Kafka's and `eos.*` names (docs/settings.md); a mapping is completed by the environment and eos.toml, as
+    the flags of a command are. `group.id` and `transactional.id` must be set, `topics` may come from
+    `eos.input.topics`. With `until_end` the loop ends when the whole group has handled what was readable at the start.
+    One session belongs to one thread.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class TransactSession:
         self._positions = self._intake.positions
         self._successor = Successor(self.settings, world)
         self._offsets = Offsets(self.settings, self._positions, participants, self._successor, world)
-        self._lanes = Lanes(self.settings, self.transactional_id, self.pulse, world)
+        self._lanes = Lanes(self.settings, self.pulse, world)
         self._claim = Claim(
             self.settings,
             self._successor.sentence,

@@ -2,7 +2,8 @@
 
 Owns how results are told. It must never import a Kafka client, and what a record
 leads to is decided by the worker's own modules (eos/app/routes.py, eos/worker/handling.py), never here. What only a
-cluster can do is not shown: records are never refused, transactions never abort."""
+cluster can do is not shown: records are never refused, transactions never abort.
+"""
 
 from __future__ import annotations
 

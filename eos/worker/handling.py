@@ -56,7 +56,7 @@ class DeadLetterRefused(Exception):
 
 class Feeds(Protocol):
     """What is needed of a transaction; `skipped` and `dead_letters` count for when it commits. `waited_s`: for how long
-    its sends have waited for room in the client's queue."""
+    sends have waited for room in the client's queue, its own and those before."""
 
     skipped: int
     dead_letters: int

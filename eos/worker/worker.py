@@ -2,7 +2,8 @@
 
 It never decides commit or abort (eos/session/transact.py does), never touches a Kafka client, and what becomes of a
 record that fails is eos/worker/handling.py's. What it adds to the session's loop: where the handler stops, the
-transaction ends just before that record, so all earlier ones are committed and nothing of it is visible."""
+transaction ends just before that record, so all earlier ones are committed and nothing of it is visible.
+"""
 
 from __future__ import annotations
 

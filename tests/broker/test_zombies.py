@@ -1,7 +1,7 @@
 """Workers that stood still: past their own transaction timeout, or replaced meanwhile by a newer instance.
 
 The first kind goes on by itself, the second kind stops with exit code 79, says who took over and has harmed nobody.
-The second half makes every row of the ownership table happen with bare producers and asks eos.ownership about it:
+The second half makes every row of the ownership table happen with bare producers and asks eos.kafka.ownership about it:
 what a fenced producer finds with the coordinator decides which of the two kinds it is.
 """
 

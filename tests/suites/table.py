@@ -46,7 +46,6 @@ EVERY = frozenset(suite.name for suite in SUITES) - frozenset(QUICK)  # those wi
 _CORE = frozenset({"broker", "containers"})
 
 DEEP: dict[str, frozenset[str]] = {
-    "eos/kafka/": _CORE,
     "eos/broker/": _CORE | {"shim"},
     "eos/cli/shim.py": frozenset({"shim"}),
     "eos/cli/spark.py": frozenset({"spark"}),

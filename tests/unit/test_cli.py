@@ -391,7 +391,7 @@ WORKER = ("run", "good", "--bootstrap-servers", "127.0.0.1:1", "--instance", "i"
 
 def test_a_command_imports_no_other_one(here: Path) -> None:
     loaded = loaded_by(here, *WORKER)
-    assert {"eos.cli.run", "eos.worker", "good"} <= loaded  # as far as the preflight
+    assert {"eos.cli.run", "eos.worker.worker", "good"} <= loaded  # as far as the preflight
     others = [name for name in loaded if name.startswith(("eos.shim", "eos.broker", "eos.demo", "eos.cli.spark"))]
     assert others == []
 
@@ -399,7 +399,7 @@ def test_a_command_imports_no_other_one(here: Path) -> None:
 def test_a_worker_without_a_terminal_and_a_port_starts_without_what_serves_them(here: Path) -> None:
     """Its outputs wait for its imports each time it is started again."""
     loaded = loaded_by(here, *WORKER)
-    assert {"eos.worker", "good", "kafka.admin", "confluent_kafka.admin"} <= loaded
+    assert {"eos.worker.worker", "good", "kafka.admin", "confluent_kafka.admin"} <= loaded
     heavy = {"rich", "http.server", "urllib.request", "eos.cli.live", "eos.health.server", "eos.testing", "numpy"}
     assert heavy & loaded == set()
     assert {"http.server", "eos.health.server"} <= loaded_by(here, *WORKER, "--http-port", "0")

@@ -205,9 +205,10 @@ def test_a_session_that_timed_out_goes_on(monkeypatch: AnyPatch) -> None:
     one._lanes.producers = [producer]
     Asked(monkeypatch, producer, Owner.OWN_TIMEOUT, "flush")
     rebuilt: list[str] = []
-    one._recovery.steps |= {Step.REPLACE: lambda why: rebuilt.append(why.owner), Step.RESOLVE: lambda why: None}
+    counts = one._recovery._count_rebuild
+    one._recovery.steps |= {Step.REPLACE: counts, Step.RESOLVE: lambda why: rebuilt.append(why.owner)}
     one._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {})
-    assert rebuilt == [Owner.OWN_TIMEOUT.value]
+    assert (rebuilt, one.counters.rebuilds_by_cause) == ([Owner.OWN_TIMEOUT.value], {"timeout": 1})
     one._claim.hold()
 
 

@@ -25,6 +25,10 @@ def test_a_record_waits_for_one_interval_and_a_slow_function_still_gets_half_of_
         assert round((room_s + gathered_ms / 1000) * 1000, 6) == interval_ms
 
 
+def test_what_was_just_gathered_leaves_the_whole_interval() -> None:
+    assert round(until(0.1, 0.0), 9) == 0.1
+
+
 def test_what_waits_for_a_new_producer_is_not_gathering() -> None:
     pacing = Pacing(0.1, 5)
     pacing.gathers(1_000.0)

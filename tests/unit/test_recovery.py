@@ -72,7 +72,7 @@ def test_every_action_has_its_steps_or_stops(action: Action) -> None:
 def test_a_step_that_fails_is_the_failure_from_then_on(action: Action, fails: Any, steps: str) -> None:
     names, trouble = taken(action, fails)
     assert names == steps
-    assert (trouble.failure.action, trouble.refusal.action) == (list(fails.values())[-1], action)
+    assert (trouble.failure.action, trouble.first.action) == (list(fails.values())[-1], action)
 
 
 def test_an_abort_that_must_not_go_on_stops() -> None:
