@@ -22,11 +22,11 @@ client_logger = logging.getLogger("eos.librdkafka")
 client_logger.setLevel(_SILENT)
 
 
-def event(level: int, message: str, **fields: Any) -> None:
+def event(level: int, message: str, to: logging.Logger = logger, /, **fields: Any) -> None:
     """Logs one event; fields become `name=value` behind the message, or members of a JSON line."""
-    if logger.isEnabledFor(level):
+    if to.isEnabledFor(level):
         tail = "".join(f" {name}={value}" for name, value in fields.items())
-        logger.log(level, "%s%s", message, tail, extra={"event": message, "fields": fields})
+        to.log(level, "%s%s", message, tail, extra={"event": message, "fields": fields})
 
 
 def info(message: str, **fields: Any) -> None:

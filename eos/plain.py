@@ -1,4 +1,4 @@
-"""Transactions without an input (K18): `with eos.transaction(settings) as txn: txn.send(...)`.
+"""Transactions without an input: `with eos.transaction(settings) as txn: txn.send(...)`.
 
 The same producer and the same rules as a session's, without a consumer. There is no offset to read back, so a commit
 whose answer never came stays unknown and is raised as CommitOutcomeUnknown.

@@ -26,12 +26,12 @@ from kafka import errors as kafka_errors
 
 from eos import log
 from eos.errors import ConfigurationError, EosError, Fenced, NotAuthorised, Temporary, Unavailable
-from eos.kafka import clock, ownership
+from eos.kafka import ownership
 from eos.kafka.cluster import ClusterAdmin
+from eos.kafka.world import elapsing
 from spark_connector import marker
 from spark_connector.answers import Answer, Stopped
 from spark_connector.claims import ClaimServer
-from spark_connector.identity import Transaction
 from spark_connector.marker import Decision, Marker, MarkerReader, WrongProgress
 from spark_connector.murmur2 import murmur2_column
 from spark_connector.options import Options
@@ -42,6 +42,7 @@ from spark_connector.routing import gather, planned_for_the_sink, route
 from spark_connector.shipping import lacking
 from spark_connector.targets import AUTHORIZATION_ERRORS, Target, Targets, ensure_marker_topic, longest_transaction_ms
 from spark_connector.task import RESULT, Job, Result, write_rows, writer
+from spark_connector.transaction import Transaction
 from spark_connector.wire import Broken, Unreachable, Wire
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ class Attempt:
         began = time.monotonic()
         gathered = self._gathered(targets, cores)
         gathering_s = time.monotonic() - began
-        self._began = clock.elapsing()
+        self._began = elapsing()
         self._timed("add", lambda: self._transaction.add(self._partitions(targets, gathered)))
         self._options.on_step("add")
         results = self._timed("produce", lambda: self._produce(targets, cores, gathered))
@@ -356,10 +357,9 @@ class Attempt:
         """Again, unless the epoch is somebody else's: the coordinator is asked, for an init to find out would fence the
         newer instance."""
         connected = self._connected
-        age_ms = 0.0 if self._began is None else (clock.elapsing() - self._began) * 1000
-        mine = ownership.Identity(*self._transaction.identity)
+        age_ms = 0.0 if self._began is None else (elapsing() - self._began) * 1000
         reach = ownership.Reach.NOTHING if self._began is None else ownership.Reach.ACKNOWLEDGED
-        situation = ownership.Situation(mine, reach, age_ms, connected.transaction_ms)
+        situation = ownership.Situation(self._transaction.identity, reach, age_ms, connected.transaction_ms)
         try:
             with ClusterAdmin(self._options.settings) as admin:
                 owner, answer = ownership.settle(situation, lambda: admin.describe(self._options.transactional_id))

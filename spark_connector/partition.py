@@ -15,9 +15,10 @@ from typing import Any
 import pyarrow as pa
 from kafka import errors as kafka_errors
 
+from eos.kafka.ownership import Identity
 from spark_connector.answers import Answer, Stopped, judge, name
 from spark_connector.produce import Produce
-from spark_connector.recordbatch import Batch, Identity, RecordRefused, encode
+from spark_connector.recordbatch import Batch, RecordRefused, encode
 from spark_connector.wire import Unreachable, Wire
 
 IN_FLIGHT = 5  # the broker remembers the last five batches of a producer per partition
@@ -89,12 +90,12 @@ class PartitionWriter:
 
     def wait(self) -> None:
         """Returns when the oldest batch in flight is acknowledged. Raises as `write`."""
-        self._settle(wait=True)
+        self._take_answers(wait=True)
 
     def finish(self) -> None:
         """Returns when everything is acknowledged."""
         while self._sent:
-            self._settle(wait=True)
+            self._take_answers(wait=True)
         if self.acknowledged != self.next_sequence:
             raise Stopped(
                 Answer.RESTART,
@@ -104,12 +105,12 @@ class PartitionWriter:
     def _offer(self, batch: Batch) -> None:
         assert batch.base_sequence == self.next_sequence, "sequences without a gap"
         while len(self._sent) >= IN_FLIGHT:
-            self._settle(wait=True)
+            self._take_answers(wait=True)
         self._sent.append(_Sent(batch, self._start(batch)))
         self.next_sequence += batch.records
         self.bytes += batch.size
         self._wire.turn()  # let it leave now; nothing else drives the loop while rows are being encoded
-        self._settle(wait=False)
+        self._take_answers(wait=False)
 
     def _start(self, batch: Batch) -> Any:
         leader = self._wire.leader(self.topic, self.partition)
@@ -118,7 +119,7 @@ class PartitionWriter:
         request = Produce(self._transactional_id, self.topic, self.partition, batch)
         return self._wire.start(request, leader)
 
-    def _settle(self, wait: bool) -> None:
+    def _take_answers(self, wait: bool) -> None:
         """Takes the answers that are there, oldest first; waits for the oldest one if `wait`."""
         if wait:
             started = time.monotonic()

@@ -5,12 +5,12 @@ Owns the looking into Spark's JVM for it. It must never change the query.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from eos.errors import ConfigurationError
-from spark_connector.jvm import java_class
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -70,3 +70,13 @@ def is_stop(df: DataFrame, error: Exception) -> bool:
     gateway: Any = df.sparkSession.sparkContext._gateway
     java.setStackTrace(gateway.new_array(gateway.jvm.java.lang.StackTraceElement, 0))
     return True
+
+
+@functools.cache
+def java_class(jvm: Any, name: str) -> Any:
+    """`jvm.a.b.C`, found once; its static methods and constructors can be called. `jvm`: of the SparkContext.
+
+    py4j asks the JVM for each part of a dotted name, at each use: half a dozen round trips that a small batch would
+    notice.
+    """
+    return functools.reduce(getattr, name.split("."), jvm)

@@ -24,6 +24,8 @@ import pyarrow.compute as pc
 from crc32c import crc32c
 from numpy.typing import NDArray
 
+from eos.kafka.ownership import Identity
+
 Int64s = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 Buffer = bytes | memoryview
@@ -39,13 +41,6 @@ _XERIAL_BLOCK = 32 * 1024
 _VARINT_BYTES = 10  # of a 64 bit number at most
 _NOTHING = pa.scalar(b"", pa.binary())
 _MAX_SEQUENCE = 2**31 - 1  # behind it comes 0
-
-
-class Identity(NamedTuple):
-    """What InitProducerId gave."""
-
-    producer_id: int
-    epoch: int
 
 
 class RecordRefused(ValueError):

@@ -272,7 +272,7 @@ class _Sink:
         """Of the last init, None without one."""
         if self._connected is None or not self._connected.transaction.initialised:
             return None
-        return ownership.Identity(*self._connected.transaction.identity)
+        return self._connected.transaction.identity
 
     def close(self) -> None:
         self._disconnect()

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 from kafka import errors as kafka_errors
 
+from eos.kafka.ownership import Identity
 from spark_connector import wire
 from spark_connector.answers import Answer, Stopped
 from spark_connector.claims import Office
 from spark_connector.packing import numbers, split, unpack
 from spark_connector.partition import IN_FLIGHT, PartitionWriter
 from spark_connector.placing import REFUSAL, TARGET
-from spark_connector.recordbatch import Identity
 from spark_connector.workers import begin_task
 
 # Rows of a partition wait for more of them up to this size: a record batch is 1 MB, and a request costs a millisecond.

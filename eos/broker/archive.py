@@ -1,13 +1,12 @@
 """An archive of the classes that a Kafka version loads (the JVM's class data sharing): a node that has one is up after
 less than half of the processor time.
 
-Owns where such an archive is and how it is made, which is only done on request (`make`; the test suites ask). A node
-takes the archive of its Java and its jars where there is one; the JVM itself would refuse it for others.
+Owns how such an archive is made, which is only done on request (`make`; the test suites ask). A node takes the archive
+of its Java and its jars where there is one (eos/broker/node.py).
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import tempfile
@@ -15,17 +14,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from eos.broker.jars import cache_directory, kafka_jars, locked
+from confluent_kafka import Consumer, Producer
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from eos.broker.jars import kafka_jars, locked
 from eos.broker.java import find_java
+from eos.broker.local import LocalKafka
+from eos.broker.node import JVM_OPTIONS, archive_of
 from eos.errors import Unavailable
-
-JVM_OPTIONS = "KAFKA_JVM_PERFORMANCE_OPTS"
-
-
-def options(java: Path, jars: Sequence[Path]) -> list[str]:
-    """What a JVM of these jars is started with."""
-    path = path_of(java, jars)
-    return [f"-XX:SharedArchiveFile={path}"] if path.exists() else []
 
 
 def make(version: str) -> Path:
@@ -34,7 +30,7 @@ def make(version: str) -> Path:
     Raises Unavailable where no node can run, or this Java makes none.
     """
     java, jars = find_java(), kafka_jars(version)
-    path = path_of(java, jars)
+    path = archive_of(java, jars)
     with locked(path.with_suffix(".lock")):
         if not path.exists():
             part = path.with_suffix(".part")
@@ -49,13 +45,6 @@ def keep(part: Path, path: Path) -> None:
     if not part.exists():
         raise Unavailable("the JVM wrote no archive of its classes: this Java may lack the one of its own")
     part.replace(path)
-
-
-def path_of(java: Path, jars: Sequence[Path]) -> Path:
-    release = java.resolve().parent.parent / "release"
-    of_java = release.read_bytes() if release.exists() else bytes(java.resolve())
-    key = hashlib.sha256(b"\0".join([of_java, *map(bytes, jars)])).hexdigest()[:16]
-    return cache_directory() / f"classes-{key}.jsa"
 
 
 def _check(java: Path, jars: Sequence[Path], part: Path) -> None:
@@ -85,11 +74,6 @@ def _jvm_options(options: str) -> Iterator[None]:
 
 
 def _record(version: str, part: Path) -> None:
-    from confluent_kafka import Consumer, Producer
-    from confluent_kafka.admin import AdminClient, NewTopic
-
-    from eos.broker.local import LocalKafka
-
     options = f"-XX:+UseSerialGC -XX:ArchiveClassesAtExit={part}"
     with _jvm_options(options), LocalKafka(version=version) as kafka:
         client: dict[str, str | int | float | bool] = {"bootstrap.servers": kafka.bootstrap_servers, "log_level": 0}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jgo.maven import Artifact
 
 DEFAULT_VERSION = "4.3.1"
-KNOWN_VERSIONS = ("3.9.2", "4.0.2", "4.1.2", "4.2.1", "4.3.1")
+KNOWN_VERSIONS = ("3.9.2", "4.0.2", "4.1.2", "4.2.1", "4.3.1", "4.4.0")
 OLDEST_VERSION = (3, 9, 0)
 
 # Kafka's published modules bring slf4j-api without a binding; without one every broker error is invisible.

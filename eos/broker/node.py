@@ -6,6 +6,7 @@ never know about other nodes' processes, and never decide to restart one.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import re
@@ -20,7 +21,7 @@ from pathlib import Path
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
-from eos.broker import archive
+from eos.broker.jars import cache_directory
 from eos.broker.properties import HOST, NodePorts, logging_options, render, server_properties
 from eos.errors import ConfigurationError, Unavailable
 
@@ -28,6 +29,7 @@ START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 _FORMAT_TIMEOUT_S = 90.0
 _POLL_S = 0.05
+JVM_OPTIONS = "KAFKA_JVM_PERFORMANCE_OPTS"
 
 # Below the range that Linux (32768-) and macOS (49152-) take for outgoing connections: a node that is down for a
 # while would otherwise find its port taken by some client's socket, even by a client trying to reconnect to it.
@@ -114,7 +116,8 @@ class Node:
     def _java_command(self, options: list[str], main_class: str) -> list[str]:
         _, logging = logging_options(self.version, self.directory)
         class_path = os.pathsep.join(map(str, self.jars))
-        shared = archive.options(self.java, self.jars)
+        path = archive_of(self.java, self.jars)
+        shared = [f"-XX:SharedArchiveFile={path}"] if path.exists() else []
         return [str(self.java), *shared, *options, *logging, "-Djava.awt.headless=true", "-cp", class_path, main_class]
 
     def running(self) -> bool:
@@ -188,7 +191,16 @@ class Node:
 
 def jvm_options() -> list[str]:
     """Of a broker's JVM: those of KAFKA_JVM_PERFORMANCE_OPTS, as Kafka's own scripts read it, else ours."""
-    return shlex.split(os.environ.get(archive.JVM_OPTIONS) or "-Xms256m -XX:+UseSerialGC")
+    return shlex.split(os.environ.get(JVM_OPTIONS) or "-Xms256m -XX:+UseSerialGC")
+
+
+def archive_of(java: Path, jars: Sequence[Path]) -> Path:
+    """Where the archive of classes of this Java and these jars is, if there is one; the JVM itself would refuse it for
+    others."""
+    release = java.resolve().parent.parent / "release"
+    of_java = release.read_bytes() if release.exists() else bytes(java.resolve())
+    key = hashlib.sha256(b"\0".join([of_java, *map(bytes, jars)])).hexdigest()[:16]
+    return cache_directory() / f"classes-{key}.jsa"
 
 
 def _lines(path: Path, start: int = 0) -> list[str]:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from confluent_kafka import KafkaError, KafkaException
-from confluent_kafka.admin import AdminClient, NewTopic
 from rich.console import Console
 from rich.table import Table
 
 from eos.broker.detached import Detached, default_directory
-from eos.errors import ConfigurationError, Unavailable, UsageError, describe_error
+from eos.cli.topic import create_and_tell
+from eos.errors import Unavailable, UsageError
+from eos.kafka.settings import Settings
 
 NOT_RUNNING = 69
 
@@ -94,13 +94,4 @@ def topics(
     nodes = kafka.status()
     if not nodes or not any(node.up for node in nodes):
         raise Unavailable("Kafka is not running: start it with `eos broker start`")
-    admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers()})
-    created = admin.create_topics([NewTopic(name, partitions, len(nodes)) for name in names])
-    for name, future in created.items():
-        try:
-            future.result()
-            typer.echo(f"{name}: created with {partitions} partitions")
-        except KafkaException as error:
-            if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
-                raise ConfigurationError(f"topic {name} cannot be created: {describe_error(error)}") from error
-            typer.echo(f"{name}: exists")
+    create_and_tell(Settings({"bootstrap.servers": kafka.bootstrap_servers()}), names, partitions)

@@ -27,7 +27,7 @@ def config(
     if markdown:
         print(configuration.markdown(), end="")
         return
-    flags = flags_of(bootstrap_servers, set_) | ({"eos.instance": instance} if instance is not None else {})
+    flags = flags_of(bootstrap_servers, set_, instance)
     given = settings.sources(flags)
     values: dict[str, object] = {}
     for _, more in given:

@@ -17,7 +17,7 @@ from rich.table import Table
 from eos import log
 from eos.app.definition import App, is_topic_name
 from eos.app.policies import DEAD_LETTER_SUFFIX, dead_letter_topic
-from eos.cli.options import BootstrapServers, Json, Set, load_settings, print_json, print_table
+from eos.cli.options import BootstrapServers, Json, Set, load_settings, print_json, print_table, refuse_ids
 from eos.errors import UsageError
 from eos.kafka.settings import Settings
 from eos.worker import replay
@@ -113,9 +113,7 @@ def replay_(
     if from_ not in (None, "earliest"):
         raise UsageError(f"--from {from_}: only `earliest` can be said here")
     settings = load_settings(bootstrap_servers, set_)
-    for name in ("group.id", "transactional.id"):
-        if name in settings.values:
-            raise UsageError(f"{name} cannot be set for `eos dlq replay`: it is the App's id with -dlq-replay")
+    refuse_ids(settings, "eos dlq replay", "the App's id with -dlq-replay")
     loaded = _app(target, settings)
     sources = _sources(loaded, topic or [])
     for name in sources:

@@ -35,7 +35,7 @@ def doctor(
     set_: Set = None,
 ) -> int:
     """Is this cluster fit for this App? The checks of `eos run`, and open or hanging transactions."""
-    flags = flags_of(bootstrap_servers, set_) | ({"eos.instance": instance} if instance is not None else {})
+    flags = flags_of(bootstrap_servers, set_, instance)
     loaded = settings.load(flags)
     findings = _findings(loaded, None if target is None else load_app(target))
     if json:

@@ -1,38 +1,61 @@
-"""Options that several commands share, and the settings that come of them."""
+"""Options that several commands share, and the settings that come of them.
+
+rich is imported where something is printed: while a worker that was killed starts again its outputs wait.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from eos import log
 from eos.errors import UsageError
 from eos.kafka import settings
 from eos.kafka.settings import Settings
-from eos.log import printable
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 BootstrapServers = Annotated[str | None, typer.Option("--bootstrap-servers", help="HOST:PORT[,HOST:PORT...]")]
 Set = Annotated[
     list[str] | None, typer.Option("-X", metavar="NAME=VALUE", help="A setting of Kafka's or eos.*; repeatable.")
 ]
+Target = Annotated[str, typer.Argument(metavar="MODULE:APP", help="e.g. flights:app, or path/to/flights.py:app")]
+UntilEnd = Annotated[bool, typer.Option("--until-end", help="Stop when all input readable now is done.")]
 Json = Annotated[bool, typer.Option("--json", help="For machines: JSON on stdout.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+LogFormat = Annotated[str, typer.Option(help="human or json")]
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error")]
 
 
-def flags_of(bootstrap_servers: str | None, set_: Sequence[str] | None) -> dict[str, Any]:
+def check_log(log_format: str, log_level: str) -> None:
+    check_choice("--log-format", log_format, ("human", "json"))
+    check_choice("--log-level", log_level, ("debug", "info", "warning", "error"))
+
+
+def check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UsageError(f"{option} {value}: must be one of {', '.join(choices)}")
+
+
+def flags_of(bootstrap_servers: str | None, set_: Sequence[str] | None, instance: str | None = None) -> dict[str, Any]:
+    named = {"bootstrap.servers": bootstrap_servers, "eos.instance": instance}
     flags: dict[str, Any] = dict(settings.parse_flag(text) for text in set_ or [])
-    if bootstrap_servers is not None:
-        flags["bootstrap.servers"] = bootstrap_servers
-    return flags
+    return flags | {name: value for name, value in named.items() if value is not None}
 
 
 def load_settings(bootstrap_servers: str | None, set_: Sequence[str] | None) -> Settings:
     return settings.load(flags_of(bootstrap_servers, set_))
+
+
+def refuse_ids(given: Settings, command: str, what: str = "the App's id (and its instance)") -> None:
+    for name in ("group.id", "transactional.id"):
+        if name in given.values:
+            raise UsageError(f"{name} cannot be set for `{command}`: it is {what}")
 
 
 def confirm(what: str, yes: bool) -> None:
@@ -46,8 +69,10 @@ def confirm(what: str, yes: bool) -> None:
 
 def print_table(table: Table) -> None:
     """On stdout; into a pipe nothing is cut off, for who reads it there has no window. Cells may be anybody's words."""
+    from rich.console import Console
+
     for column in table.columns:
-        column._cells[:] = [printable(cell, "\n") if isinstance(cell, str) else cell for cell in column._cells]
+        column._cells[:] = [log.printable(cell, "\n") if isinstance(cell, str) else cell for cell in column._cells]
     console = Console()
     if not console.is_terminal:
         console = Console(width=240)

@@ -18,6 +18,17 @@ from typing import Annotated, Any
 import typer
 
 from eos import log
+from eos.cli.options import (
+    BootstrapServers,
+    LogFormat,
+    LogLevel,
+    Set,
+    Target,
+    UntilEnd,
+    check_log,
+    flags_of,
+    refuse_ids,
+)
 from eos.cli.reload import folders_of, reloading
 from eos.errors import UsageError
 from eos.health.board import Board
@@ -31,12 +42,12 @@ from eos.worker.worker import StopSignals, Worker
 
 
 def run(
-    target: Annotated[str, typer.Argument(metavar="MODULE:APP", help="e.g. flights:app, or path/to/flights.py:app")],
+    target: Target,
     instance: Annotated[
         str | None, typer.Option(help="Suffix of the transactional.id; stable across restarts. Default: host name.")
     ] = None,
-    bootstrap_servers: Annotated[str | None, typer.Option(help="HOST:PORT[,HOST:PORT...]")] = None,
-    until_end: Annotated[bool, typer.Option("--until-end", help="Stop when all input readable now is done.")] = False,
+    bootstrap_servers: BootstrapServers = None,
+    until_end: UntilEnd = False,
     create_topics: Annotated[
         bool, typer.Option("--create-topics", help="Create topics that are missing at the start.")
     ] = False,
@@ -50,15 +61,12 @@ def run(
         str | None,
         typer.Option(metavar="[HOST:]PORT", help="Serve /livez, /readyz, /metrics and a page there."),
     ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("-X", metavar="NAME=VALUE", help="A setting of Kafka's or eos.*; repeatable.")
-    ] = None,
-    log_format: Annotated[str, typer.Option(help="human or json")] = "human",
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
+    set_: Set = None,
+    log_format: LogFormat = "human",
+    log_level: LogLevel = "info",
 ) -> int:
     """Run an App: consume, transform, produce, exactly once."""
-    _check_choice("--log-format", log_format, ("human", "json"))
-    _check_choice("--log-level", log_level, ("debug", "info", "warning", "error"))
+    check_log(log_format, log_level)
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: must be at least 1")
     address = None
@@ -66,11 +74,7 @@ def run(
         from eos.health.server import parse_address
 
         address = parse_address(http_port)
-    flags: dict[str, Any] = dict(settings.parse_flag(text) for text in set_ or [])
-    if bootstrap_servers is not None:
-        flags["bootstrap.servers"] = bootstrap_servers
-    if instance is not None:
-        flags["eos.instance"] = instance
+    flags = flags_of(bootstrap_servers, set_, instance)
     if create_topics:
         flags["eos.create.topics"] = "true"
     worker = own_name()
@@ -80,9 +84,7 @@ def run(
     show = log_format == "human" and sys.stderr.isatty() and pipe is None
     log.configure(log_format, log_level, sys.stderr, worker)
     loaded = settings.load(flags)
-    for name in ("group.id", "transactional.id"):
-        if name in loaded.values:
-            raise UsageError(f"{name} cannot be set for `eos run`: it is the App's id (and its instance)")
+    refuse_ids(loaded, "eos run")
     with _stop_before_the_start() as begun:
         if workers is not None or reload:
             command = ["run", target, "--log-format", log_format, "--log-level", log_level]
@@ -188,11 +190,6 @@ def _supervise(
         with supervisor.hearing_signals():
             begun()
             return supervisor.run()
-
-
-def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise UsageError(f"{option} {value}: must be one of {', '.join(choices)}")
 
 
 def _warn_of_random_host_name(loaded: settings.Settings) -> None:

@@ -15,10 +15,10 @@ from typing import Annotated
 import typer
 
 from eos import log
-from eos.errors import ConfigurationError, EosError, Unavailable, UsageError
-from eos.shim import ShimError, ShimSettings
+from eos.cli.options import LogFormat, LogLevel, check_choice, check_log
+from eos.errors import ConfigurationError, UsageError
+from eos.shim import ShimSettings
 from eos.shim.chain import Chain
-from eos.shim.errors import Misconfigured, Unreachable
 from eos.shim.faults import Plan, read_plan
 from eos.shim.guard import GuardJob, read_policy
 from eos.shim.health import CountingJob, HealthServer, Sources
@@ -116,13 +116,12 @@ def shim(
     http: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="/livez, /readyz and /metrics there (extra: metrics).")
     ] = None,
-    log_format: Annotated[str, typer.Option(help="human or json")] = "human",
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
+    log_format: LogFormat = "human",
+    log_level: LogLevel = "info",
 ) -> int:
     """Stand between Kafka clients and brokers: any client of any language connects here as to Kafka."""
-    _check_choice("--log-format", log_format, ("human", "json"))
-    _check_choice("--log-level", log_level, ("debug", "info", "warning", "error"))
-    _check_choice("--trace-format", trace_format, ("text", "json"))
+    check_log(log_format, log_level)
+    check_choice("--trace-format", trace_format, ("text", "json"))
     log.configure(log_format, log_level)
     if trace_html is not None and not trace_html.absolute().parent.is_dir():
         raise ConfigurationError(f"--trace-html {trace_html}: there is no such directory")
@@ -164,8 +163,6 @@ def shim(
         html = None if trace_html is None else _Page(trace_html, history, upstream)
         health = None if http is None else parse_address(http, "--http")
         asyncio.run(_serve(Chain(settings, jobs, plan), html, health, partial(_sources, jobs, plan)))
-    except ShimError as error:
-        raise _as_eos_error(error) from error
     finally:
         if kept is not None:
             kept.close()
@@ -268,13 +265,3 @@ class _Page:
 
 def _write_page(path: Path, history: History, title: str) -> None:
     page.write(path, page.render(history, title))
-
-
-def _as_eos_error(error: ShimError) -> EosError:
-    kinds: dict[type[ShimError], type[EosError]] = {Unreachable: Unavailable, Misconfigured: ConfigurationError}
-    return kinds.get(type(error), EosError)(str(error))
-
-
-def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise UsageError(f"{option} {value}: must be one of {', '.join(choices)}")

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from eos import log
-from eos.cli.run import _check_choice as check_choice
+from eos.cli.options import (
+    BootstrapServers,
+    LogFormat,
+    LogLevel,
+    Set,
+    Target,
+    UntilEnd,
+    check_log,
+    flags_of,
+    refuse_ids,
+)
 from eos.errors import ConfigurationError, Unavailable, UsageError
 from eos.kafka import settings
 from eos.worker.loading import load_app
@@ -27,7 +37,7 @@ def spark() -> None:
 
 @app.command("run")
 def run(
-    target: Annotated[str, typer.Argument(metavar="MODULE:APP", help="e.g. flights:app, or path/to/flights.py:app")],
+    target: Target,
     master: Annotated[
         str | None, typer.Option(help="Spark's master. Default: as spark-submit says, else local[*].")
     ] = None,
@@ -38,12 +48,10 @@ def run(
     instance: Annotated[
         str | None, typer.Option(help="Suffix of the transactional.id; stable across restarts. Default: spark.")
     ] = None,
-    bootstrap_servers: Annotated[str | None, typer.Option(help="HOST:PORT[,HOST:PORT...]")] = None,
-    until_end: Annotated[bool, typer.Option("--until-end", help="Stop when all input readable now is done.")] = False,
+    bootstrap_servers: BootstrapServers = None,
+    until_end: UntilEnd = False,
     interval_ms: Annotated[int, typer.Option(min=0, help="From the begin of one micro-batch to the next's.")] = 0,
-    set_: Annotated[
-        list[str] | None, typer.Option("-X", metavar="NAME=VALUE", help="A setting of Kafka's or eos.*; repeatable.")
-    ] = None,
+    set_: Set = None,
     conf: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A setting of Spark's (spark.*); repeatable.")
     ] = None,
@@ -54,22 +62,14 @@ def run(
     py_files: Annotated[
         str | None, typer.Option(help="Further .py and .zip files that the App's module imports; separated by commas.")
     ] = None,
-    log_format: Annotated[str, typer.Option(help="human or json")] = "human",
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
+    log_format: LogFormat = "human",
+    log_level: LogLevel = "info",
 ) -> int:
     """Run an App on Spark: each micro-batch is one transaction."""
-    check_choice("--log-format", log_format, ("human", "json"))
-    check_choice("--log-level", log_level, ("debug", "info", "warning", "error"))
+    check_log(log_format, log_level)
     log.configure(log_format, log_level)
-    flags: dict[str, Any] = dict(settings.parse_flag(text) for text in set_ or [])
-    if bootstrap_servers is not None:
-        flags["bootstrap.servers"] = bootstrap_servers
-    if instance is not None:
-        flags["eos.instance"] = instance
-    loaded = settings.load(flags)
-    for name in ("group.id", "transactional.id"):
-        if name in loaded.values:
-            raise UsageError(f"{name} cannot be set for `eos spark run`: it is the App's id (and its instance)")
+    loaded = settings.load(flags_of(bootstrap_servers, set_, instance))
+    refuse_ids(loaded, "eos spark run")
     config = _pairs("--conf", conf)
     try:
         # Here and not above: the other commands must start without PySpark.

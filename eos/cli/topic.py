@@ -74,9 +74,12 @@ def create(
     set_: Set = None,
 ) -> None:
     """Create topics, on three brokers or all there are; those that exist already stay as they are."""
+    create_and_tell(load_settings(bootstrap_servers, set_), names, partitions)
+
+
+def create_and_tell(settings: Settings, names: list[str], partitions: int) -> None:
     for name in names:
         _check(name)
-    settings = load_settings(bootstrap_servers, set_)
     client = facts.connect(settings, _TIMEOUT_S)
     brokers = len(facts.metadata(client, settings.bootstrap_servers, _TIMEOUT_S).brokers)
     created = facts.create_topics(settings, dict.fromkeys(names, partitions), brokers)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from eos.cli.options import BootstrapServers, Set, load_settings
 from eos.errors import EosError, UsageError
-from eos.kafka import facts, settings
+from eos.kafka import facts
 
 if TYPE_CHECKING:
     from eos.testing.verify import Verification
@@ -26,20 +27,15 @@ def verify(
     input: Annotated[list[str], typer.Option(help="A source topic; repeatable.")],
     output: Annotated[list[str], typer.Option(help="A topic the outputs went to; repeatable.")],
     group: Annotated[str, typer.Option(help="The consumer group: the App's id.")],
-    bootstrap_servers: Annotated[str | None, typer.Option(help="HOST:PORT[,HOST:PORT...]")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("-X", metavar="NAME=VALUE", help="A setting of Kafka's; repeatable.")
-    ] = None,
+    bootstrap_servers: BootstrapServers = None,
+    set_: Set = None,
 ) -> int:
     """Check a live cluster: each committed input has exactly its outputs (written with eos.lineage=true)."""
     try:
         from eos.testing.verify import verify as verify_cluster
     except ImportError as error:
         raise UsageError(f"eos verify needs {error.name}: pip install 'eos-kafka[verify]'") from error
-    flags: dict[str, Any] = dict(settings.parse_flag(text) for text in set_ or [])
-    if bootstrap_servers is not None:
-        flags["bootstrap.servers"] = bootstrap_servers
-    loaded = settings.load(flags)
+    loaded = load_settings(bootstrap_servers, set_)
     # Reading goes on for as long as a broker that was killed may need; whether one is there at all is known sooner.
     facts.connect(loaded, loaded["eos.startup.timeout.ms"] / 1000)
     console = Console(stderr=True)

@@ -127,10 +127,10 @@ def minutes(expected: Expectation, outputs: Log) -> Row:
 def faults(found: Found, kills: int, pauses: int, contrast: Contrast) -> list[Row]:
     """The rows without which the others prove nothing: the faults hit, and they would have hurt."""
     return [
-        _at_least_one("SIGKILLs inside an open transaction", kills),
-        _at_least_one("pauses beyond the transaction's timeout", pauses),
-        _at_least_one("aborted records a read_uncommitted reader gets", found.uncommitted - len(found.outputs)),
-        _at_least_one("doubled by an at-least-once loop, killed too", contrast.doubled),
+        at_least_one("SIGKILLs inside an open transaction", kills),
+        at_least_one("pauses beyond the transaction's timeout", pauses),
+        at_least_one("aborted records a read_uncommitted reader gets", found.uncommitted - len(found.outputs)),
+        at_least_one("doubled by an at-least-once loop, killed too", contrast.doubled),
     ]
 
 
@@ -149,5 +149,5 @@ def _rule(check: str, report: Report, rule: str) -> Row:
     return Row(check, "0", f"{verdict.violations:,} of {verdict.examined:,}", verdict.holds, why)
 
 
-def _at_least_one(check: str, count: int) -> Row:
+def at_least_one(check: str, count: int) -> Row:
     return Row(check, "at least 1", f"{count:,}", count >= 1, "" if count >= 1 else "there was none: nothing is shown")

@@ -20,7 +20,7 @@ from confluent_kafka.admin import NewTopic
 from eos.demo import data, topics
 from eos.demo.faults import MOST_ATTEMPTS, Hit, NotProven, Witness
 from eos.demo.process import Child
-from eos.demo.proof import Row
+from eos.demo.proof import Row, at_least_one
 from eos.demo.show import Show
 from eos.demo.story import directory_for_logs, kafka_for
 from eos.errors import Unavailable
@@ -213,9 +213,9 @@ def prove(servers: str, flights: int, killed: Killed) -> list[Row]:
         ),
         Row("upserts repeated or out of order", "0", f"{repeated:,} of {len(upserts):,}", repeated == 0 < growing),
         Row("partitions with a hanging transaction", "0", f"{hanging} of {len(ends.log_end)}", hanging == 0),
-        _at_least_one("SIGKILLs inside an open transaction", int(killed.hit.partitions > 0)),
-        _at_least_one("batches committed before the SIGKILL", killed.batches),
-        _at_least_one("aborted records a read_uncommitted reader gets", uncommitted - len(upserts)),
+        at_least_one("SIGKILLs inside an open transaction", int(killed.hit.partitions > 0)),
+        at_least_one("batches committed before the SIGKILL", killed.batches),
+        at_least_one("aborted records a read_uncommitted reader gets", uncommitted - len(upserts)),
     ]
 
 
@@ -233,7 +233,3 @@ def _last_of_each(upserts: Log) -> tuple[dict[str, Totals], int, int]:
         repeated += row["flights"] <= before
         found[name] = (row["flights"], row["minutes"], row["late"])
     return found, repeated, growing
-
-
-def _at_least_one(check: str, count: int) -> Row:
-    return Row(check, "at least 1", f"{count:,}", count >= 1, "" if count >= 1 else "there was none: nothing is shown")

@@ -16,6 +16,7 @@ from kafka import errors as kafka_errors
 from kafka.admin import AbortTransactionSpec, ACLOperation, KafkaAdminClient, MemberToRemove, OffsetSpec
 from kafka.net.compat import KafkaNetClient
 from kafka.protocol.admin import DescribeGroupsRequest
+from kafka.protocol.api_key import ApiKey
 from kafka.protocol.metadata import MetadataRequest
 from kafka.protocol.producer import InitProducerIdRequest
 
@@ -53,7 +54,6 @@ class OpenProducer:
     producer_id: int
     epoch: int
     start_offset: int
-    last_timestamp_ms: int
     coordinator_epoch: int
 
     @property
@@ -261,7 +261,6 @@ class ClusterAdmin:
                 row.producer_id,
                 row.producer_epoch,
                 row.current_transaction_start_offset,
-                row.last_timestamp,
                 row.coordinator_epoch,
             )
             for tp, state in answers.items()
@@ -296,9 +295,11 @@ class ClusterAdmin:
             self._client.abort_transaction(spec)
 
     def apis(self) -> frozenset[str]:
-        """Names of the requests that a broker understands, as Kafka writes them."""
+        """Names of the requests that a broker understands, as Kafka writes them; newer ones than kafka-python knows are
+        left out (its own `api_versions` raises ValueError for a broker that has one: 4.4.0 does)."""
         with _translated("ApiVersions"):
-            return frozenset(api.name for api in self._client.api_versions())
+            offered = self._client._manager.broker_version_data.api_versions
+        return frozenset(api.name for api in ApiKey if api in offered)
 
     def transaction_version(self) -> int:
         """The finalized transaction.version: 2 from 4.0 on (KIP-890), 0 where the feature is unknown."""

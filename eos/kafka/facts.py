@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -80,7 +80,7 @@ def ask(
     seen = {name: describe_topic(client, name) for name in dict.fromkeys([*topics, *internal])}
     brokers = metadata(client, settings.bootstrap_servers, _ASK_S).brokers
     asked = configs(client, [name for name, topic in seen.items() if topic.exists], min(brokers), world)
-    found = {name: _with_config(topic, asked.get(("topic", name))) for name, topic in seen.items()}
+    found = {name: replace(topic, config=asked.get(("topic", name))) for name, topic in seen.items()}
     with world.admin(settings, timeout_ms=round(_ASK_S * 1000)) as admin:
         apis = admin.apis()
         version = admin.transaction_version()
@@ -178,12 +178,6 @@ def describe_topic(client: Any, name: str) -> Topic:
         tuple(p.id for p in found.partitions if p.leader is None or p.leader.id < 0),
         min((len(p.isr) for p in found.partitions), default=0),
         _operations(found.authorized_operations),
-    )
-
-
-def _with_config(topic: Topic, config: Config | None) -> Topic:
-    return Topic(
-        topic.exists, topic.partitions, topic.replicas, topic.leaderless, topic.in_sync, topic.operations, config
     )
 
 

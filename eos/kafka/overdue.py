@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterable
 from eos import log
 from eos.errors import EosError
 from eos.kafka.cluster import OFFSETS_LOG, ClusterAdmin, Listed
-from eos.kafka.pending import partition_of
 from eos.kafka.settings import Settings, alternate_of
+from eos.kafka.transactions import partition_of
 from eos.kafka.world import REAL, World
 
 _ABORTING = "ConcurrentTransactions"  # the answer while the coordinator writes the markers

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 ABORTING = ("PrepareEpochFence", "PrepareAbort")
 AGREEMENT_INTERVAL_S = 1.5  # a successor that is still inside its init passes through our own timeout's state
 
 
-@dataclass(frozen=True)
-class Identity:
+class Identity(NamedTuple):
     """What a producer got at its init."""
 
     producer_id: int

@@ -24,8 +24,8 @@ from eos.errors import EosError, InputGone, NotAuthorised, Unavailable, describe
 from eos.kafka import facts, tail
 from eos.kafka.cluster import Partition
 from eos.kafka.failures import denied
-from eos.kafka.pending import partition_of
 from eos.kafka.settings import Settings
+from eos.kafka.transactions import partition_of
 from eos.kafka.watchdog import Job, Watchdog
 from eos.kafka.world import REAL, World
 

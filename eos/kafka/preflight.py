@@ -135,7 +135,7 @@ def _topics(need: Need, facts: Facts) -> Iterator[Finding]:
 
 
 def _transaction_log(need: Need, facts: Facts) -> Iterator[Finding]:
-    """K4: without a transaction log that can be written, init_transactions hangs for ever."""
+    """Without a transaction log that can be written, init_transactions hangs for ever."""
     yield from _log(TRANSACTION_LOG, "transaction.state.log", facts, "no transaction can begin")
     yield from _log(OFFSETS_LOG, "offsets.topic", facts, "no group can commit")
 

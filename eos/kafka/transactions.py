@@ -1,9 +1,10 @@
 """Transactions of the cluster, as its coordinators and as its partitions see them, and which of them hang.
 
-Owns the rule `judge` (pure) and the asking around it. A partition says which producer has a transaction open on it
-(DescribeProducers), the coordinator says which transaction that producer has (ListTransactions, DescribeTransactions;
-KIP-664). Only an open partition that no coordinator will ever end hangs: for those an abort marker may be written. This
-module writes nothing but that marker, and never for a transaction that a coordinator still knows to be open.
+Owns the rule `judge` (pure) and the asking around it, for the offsets of one group too: who waits for them is told why.
+A partition says which producer has a transaction open on it (DescribeProducers), the coordinator says which transaction
+that producer has (ListTransactions, DescribeTransactions; KIP-664). Only an open one that no coordinator will ever
+end hangs: for those an abort marker may be written. This module writes nothing but that marker, and never for a
+transaction that a coordinator still knows to be open.
 """
 
 from __future__ import annotations
@@ -12,8 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from eos.errors import ConfigurationError, Temporary
-from eos.kafka.cluster import ClusterAdmin, Listed, OpenProducer, Partition
+from eos.errors import ConfigurationError, EosError, Temporary
+from eos.kafka.cluster import OFFSETS_LOG, ClusterAdmin, Listed, OpenProducer, Partition
+from eos.kafka.settings import Settings
+from eos.kafka.world import REAL, World
+
+_ASK_MS = 5_000
+FIND = f"eos txn find-hanging --topic {OFFSETS_LOG}"
 
 ENDED = frozenset({"Empty", "CompleteCommit", "CompleteAbort", "Dead"})
 ENDING = frozenset({"PrepareCommit", "PrepareAbort", "PrepareEpochFence"})
@@ -106,3 +112,47 @@ def place(partition: Partition) -> str:
 
 def hanging_among(found: Sequence[OpenTransaction]) -> list[OpenTransaction]:
     return [t for t in found if t.verdict is Verdict.HANGING]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """In words, and the command to type."""
+
+    because: str
+    command: str
+
+
+def why_unstable(settings: Settings, group: str, world: World = REAL) -> Cause:
+    """The transaction that is open on the group's partition of the offsets log: a hanging one first."""
+    try:
+        with world.admin(settings, timeout_ms=_ASK_MS) as admin:
+            count = len(admin.partitions([OFFSETS_LOG]))
+            here = (OFFSETS_LOG, partition_of(group, count))
+            found = [t for t in find_open(admin, [OFFSETS_LOG]) if t.partition == here]
+    except EosError as error:
+        return Cause(f"its transaction cannot be asked for ({error})", FIND)
+    if not found:
+        return Cause("no transaction is open on the group's offsets now; is its coordinator there?", "eos doctor")
+    # Other groups share the partition; one that hangs is the likelier cause, for the others end by themselves.
+    return _cause(min(found, key=lambda t: t.verdict is not Verdict.HANGING))
+
+
+def _cause(t: OpenTransaction) -> Cause:
+    who = t.transactional_id or f"producer id {t.producer.producer_id}"
+    if t.verdict is Verdict.HANGING:
+        return Cause(f"a transaction of {who} hangs on {OFFSETS_LOG} [{t.partition[1]}]: {t.reason}", FIND)
+    if t.verdict is Verdict.OPEN:
+        because = f"{who} has a transaction open ({t.reason}); it ends at its transaction.timeout.ms at the latest"
+        return Cause(because, f"eos txn describe {who}")
+    return Cause(f"{who}: {t.reason}", f"eos txn describe {who}")
+
+
+def partition_of(name: str, partitions: int) -> int:
+    """The partition of the offsets log that keeps a group, or of the transaction log that keeps a transactional.id: by
+    Kafka's Utils.abs (the smallest int counts as 0) of Java's String.hashCode, which is over UTF-16 code units."""
+    hashed = 0
+    units = name.encode("utf-16-be")
+    for i in range(0, len(units), 2):
+        hashed = (31 * hashed + int.from_bytes(units[i : i + 2])) & 0xFFFFFFFF
+    signed = hashed - (hashed >> 31 << 32)
+    return (0 if signed == -(1 << 31) else abs(signed)) % partitions

@@ -16,8 +16,8 @@ from eos.errors import Action, Call, CallFailed, EosError, Unavailable, describe
 from eos.kafka.cluster import ClusterAdmin
 from eos.kafka.facts import NEW_TOPIC_S
 from eos.kafka.failures import classify, denied
-from eos.kafka.pending import why_unstable
 from eos.kafka.settings import Settings
+from eos.kafka.transactions import why_unstable
 from eos.kafka.world import REAL, World
 from eos.session.observe import Pulse
 from eos.session.positions import TopicPartition as Partition

@@ -21,9 +21,8 @@ from eos.errors import (
     ConfigurationError,
     describe_error,
 )
-from eos.kafka.callbacks import guarded
 from eos.kafka.ownership import Identity
-from eos.kafka.raising import raising
+from eos.kafka.raising import guarded, raising
 from eos.kafka.settings import STATISTICS_INTERVAL_MS, Settings
 from eos.kafka.watchdog import IDLE_S, Watchdog
 from eos.kafka.world import REAL, World

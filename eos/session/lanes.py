@@ -34,7 +34,7 @@ _CLOSE_ABORT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Leaving:
+class UnderWay:
     """A transaction whose offsets and commit are on their way, and all that its end needs."""
 
     producer: TransactionalProducer
@@ -42,7 +42,7 @@ class Leaving:
     offsets: Mapping[Partition, int]
     new_starts: Mapping[Partition, int]
     taken: int
-    left_at: float  # World.now()
+    set_out_at: float  # World.now()
     job: Job
     """Its result is World.now() of the commit's answer."""
 
@@ -53,7 +53,7 @@ class Lanes:
         self.transactional_id: str = settings["transactional.id"]
         self.producers: list[TransactionalProducer] = []
         """Whose turn it is comes first."""
-        self.leaving: Leaving | None = None
+        self.under_way: UnderWay | None = None
         self._committer: Watchdog | None = None
 
     def start(self, admin: ClusterAdmin, deadline: float, in_turn: bool) -> None:
@@ -99,20 +99,20 @@ class Lanes:
     @property
     def under_way_s(self) -> float:
         """For how long a commit has been on its way; 0 without one."""
-        leaving = self.leaving  # asked by another thread
-        return self._world.now() - leaving.left_at if leaving is not None else 0.0
+        under_way = self.under_way  # asked by another thread
+        return self._world.now() - under_way.set_out_at if under_way is not None else 0.0
 
     # ---- the commit on its way --------------------------------------------------------------------------------
 
     def commit_of(self, offsets: Sequence[TopicPartition], group_metadata: Any) -> Job:
-        """For `Leaving`: of the producer whose turn it is."""
+        """For `UnderWay`: of the producer whose turn it is."""
         return Job(self._send_and_commit, (self.turn, offsets, group_metadata))
 
-    def send(self, leaving: Leaving) -> None:
+    def send(self, commit: UnderWay) -> None:
         """Hands a flushed transaction to the thread that commits; the other producer's turn begins."""
-        assert self.leaving is None, "one commit at a time"
-        self.leaving = leaving
-        self._submit(leaving.job)
+        assert self.under_way is None, "one commit at a time"
+        self.under_way = commit
+        self._submit(commit.job)
         self.producers.reverse()
 
     def _submit(self, job: Job) -> None:
@@ -129,19 +129,19 @@ class Lanes:
         self._world.step("committed")
         return ended
 
-    def await_commit(self, leaving: Leaving, meanwhile: Callable[[], bool]) -> BaseException | None:
+    def await_commit(self, commit: UnderWay, meanwhile: Callable[[], bool]) -> BaseException | None:
         """Waits for its end; what it failed of. `meanwhile` is called again and again while it answers True."""
-        self._submit(leaving.job)  # who was interrupted before had it not done, or does it twice: it runs once
-        while not leaving.job.done.is_set():
+        self._submit(commit.job)  # who was interrupted before had it not done, or does it twice: it runs once
+        while not commit.job.done.is_set():
             if not meanwhile():
                 self._pulse.beat("calling", "commit")
-                leaving.job.done.wait(_BEAT_S)
-        return leaving.job.error
+                commit.job.done.wait(_BEAT_S)
+        return commit.job.error
 
-    def ended(self, leaving: Leaving) -> None:
+    def ended(self, commit: UnderWay) -> None:
         """What became of it is noted. Behind one that did not commit what was begun is given up."""
-        self.leaving = None
-        if leaving.job.error is not None and self.turn is not leaving.producer:
+        self.under_way = None
+        if commit.job.error is not None and self.turn is not commit.producer:
             self.turn.give_up("the transaction before it did not commit")
             self.producers.reverse()
 
@@ -153,17 +153,17 @@ class Lanes:
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
-    def await_at_close(self) -> Leaving | None:
+    def await_at_close(self) -> UnderWay | None:
         """The transaction whose commit still came, within a moment."""
-        leaving, self.leaving = self.leaving, None
-        if leaving is None:
+        commit, self.under_way = self.under_way, None
+        if commit is None:
             return None
-        if not leaving.job.done.wait(_CLOSE_ABORT_S):
-            leaving.producer.abandon()  # its outcome is the coordinator's, and our successor's to learn
+        if not commit.job.done.wait(_CLOSE_ABORT_S):
+            commit.producer.abandon()  # its outcome is the coordinator's, and our successor's to learn
             return None
-        if leaving.job.error is None:
-            return leaving
-        log.warning("commit at close failed", error=str(leaving.job.error), **leaving.producer.who())
+        if commit.job.error is None:
+            return commit
+        log.warning("commit at close failed", error=str(commit.job.error), **commit.producer.who())
         return None
 
     def close(self) -> None:

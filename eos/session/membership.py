@@ -14,10 +14,9 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from eos import hotloop, log
 from eos.errors import Action, CallFailed, ConfigurationError, InputGone, describe_error
-from eos.kafka.callbacks import guarded
 from eos.kafka.failures import classify
 from eos.kafka.overdue import OverdueWatch
-from eos.kafka.raising import raising
+from eos.kafka.raising import guarded, raising
 from eos.kafka.settings import Settings
 from eos.kafka.topic_ids import TopicIds
 from eos.kafka.watchdog import CallHung

@@ -14,7 +14,7 @@ from confluent_kafka import TopicPartition
 from eos.kafka.places import Places
 from eos.kafka.settings import Settings
 from eos.kafka.world import World
-from eos.session.lanes import Leaving
+from eos.session.lanes import UnderWay
 from eos.session.participants import Participant
 from eos.session.positions import Positions
 from eos.session.positions import TopicPartition as Partition
@@ -57,10 +57,10 @@ class Offsets:
             commits.append(TopicPartition(*partition, offset, json.dumps(beside, separators=(",", ":"))))
         return commits
 
-    def committed(self, left: Leaving) -> None:
-        self._places.committed(left.offsets)
-        if left.left_at >= self._due and left.offsets.keys() >= self._positions.places().keys():
-            self._due = left.left_at + _PLACES_S
+    def committed(self, done: UnderWay) -> None:
+        self._places.committed(done.offsets)
+        if done.set_out_at >= self._due and done.offsets.keys() >= self._positions.places().keys():
+            self._due = done.set_out_at + _PLACES_S
 
     def close(self) -> None:
         self._places.close()

@@ -34,8 +34,8 @@ _partition_of: Callable[[Any], TopicPartition] = operator.attrgetter("topic", "p
 
 
 @dataclass
-class _Leaving:
-    """A transaction whose commit is on its way, while the next one takes records behind it."""
+class _UnderWay:
+    """A transaction whose commit is under way, while the next one takes records behind it."""
 
     begins: dict[TopicPartition, int]
     nexts: dict[TopicPartition, int]
@@ -55,7 +55,7 @@ class Positions(Generic[R]):
         self._begins: dict[TopicPartition, int] = {}  # first offset that the transaction took, without the last batch
         self._nexts: dict[TopicPartition, int] = {}  # one after the last offset it took, without the last batch
         self._lost: set[TopicPartition] = set()  # of what the open transaction took
-        self._leaving: _Leaving | None = None
+        self._under_way: _UnderWay | None = None
         self._behind: dict[TopicPartition, int] = {}  # the lowest offset that may come next
         self.repeated = 0
         """Records that the consumer delivered again: dropped."""
@@ -185,39 +185,39 @@ class Positions(Generic[R]):
         self._behind = self.committed | self._nexts | _span(self._last)[1] | _span(self._waiting)[1]
         return self._behind.copy()
 
-    def leave(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """The open transaction's commit, with these offsets, is on its way; what is taken from now on is the next's.
+    def set_out(self, offsets: Mapping[TopicPartition, int]) -> None:
+        """The open transaction's commit, with these offsets, sets out; what is taken from now on is the next's.
 
         Until `arrived` or `returned` says how it ended the offsets count as committed: the next transaction begins
         behind them.
         """
-        assert self._leaving is None, "one commit at a time: the next one's offsets wait for its outcome"
+        assert self._under_way is None, "one commit at a time: the next one's offsets wait for its outcome"
         assert not self._lost, "a transaction with records of a lost partition cannot commit"
         self._count_last()
         before = {p: self.committed.get(p) for p in offsets}
-        self._leaving = _Leaving(self._begins, self._nexts, set(), self._taken_before, before)
+        self._under_way = _UnderWay(self._begins, self._nexts, set(), self._taken_before, before)
         self.committed |= offsets
         self._begin_anew()
 
     def arrived(self) -> None:
-        """The transaction that was leaving is committed. Said twice (a signal's exception came between this and the
+        """The commit under way came to pass. Said twice (a signal's exception came between this and the
         session's note of it) it is said once."""
-        self._leaving = None
+        self._under_way = None
 
     def returned(self) -> None:
-        """The transaction that was leaving did not commit, as far as is known: it is the open one again, and what was
+        """The commit under way did not come to pass, as far as is known: it is the open one again, and what was
         taken after it is part of it (a rewind goes back to the beginning of both; `offsets` are the older one's). Said
         twice it is said once, as `arrived` is."""
-        if self._leaving is None:
+        if self._under_way is None:
             return
         self._count_last()
-        leaving, self._leaving = self._leaving, None
-        self._begins |= leaving.begins
-        self._nexts = leaving.nexts
-        self._lost |= leaving.lost
-        self._taken_before += leaving.taken
-        for partition, offset in leaving.committed_before.items():
-            if partition not in leaving.lost:
+        under_way, self._under_way = self._under_way, None
+        self._begins |= under_way.begins
+        self._nexts = under_way.nexts
+        self._lost |= under_way.lost
+        self._taken_before += under_way.taken
+        for partition, offset in under_way.committed_before.items():
+            if partition not in under_way.lost:
                 self.committed.pop(partition, None)
                 self.committed |= {} if offset is None else {partition: offset}
 
@@ -257,8 +257,8 @@ class Positions(Generic[R]):
         self._drop(gone)
         touched = gone & (self._begins.keys() | set(map(_partition_of, self._last)))
         self._lost |= touched
-        if self._leaving is not None:
-            self._leaving.lost |= gone  # how its commit ends is no news of theirs any more
+        if self._under_way is not None:
+            self._under_way.lost |= gone  # how its commit ends is no news of theirs any more
         for partition in gone:
             self.committed.pop(partition, None)
             self._behind.pop(partition, None)
@@ -267,7 +267,7 @@ class Positions(Generic[R]):
     def clear(self) -> None:
         """Nothing is ours any more: the consumer is given up, and with it all it fetched."""
         self._waiting, self._ends, self.committed, self._behind = [], {}, {}, {}
-        self._leaving = None
+        self._under_way = None
         self._begin_anew()
 
     def resolve(self, stable: Mapping[TopicPartition, int | None]) -> dict[TopicPartition, int]:

@@ -35,7 +35,7 @@ from eos.session.asking import Stopped
 from eos.session.claim import Claim
 from eos.session.endings import Endings
 from eos.session.intake import Intake
-from eos.session.lanes import Lanes, Leaving
+from eos.session.lanes import Lanes, UnderWay
 from eos.session.membership import Membership
 from eos.session.observe import Pulse
 from eos.session.offsets import IDLE_PLACES_S, Offsets
@@ -337,8 +337,8 @@ class TransactSession:
 
     def close(self, leave_group: bool = False) -> None:
         """Aborts what is open and closes all clients. `leave_group`: a static member leaves for good."""
-        if (left := self._lanes.await_at_close()) is not None:
-            self._arrived(left)
+        if (done := self._lanes.await_at_close()) is not None:
+            self._arrived(done)
         self._endings.ended(Outcome.UNKNOWN)
         self._open = None
         self._lanes.close()
@@ -382,8 +382,8 @@ class TransactSession:
             if gathered and len(self._positions):
                 if self._try(self._begin):
                     return self._open
-            elif (leaving := self._lanes.leaving) is not None:
-                if leaving.job.done.is_set():
+            elif (under_way := self._lanes.under_way) is not None:
+                if under_way.job.done.is_set():
                     self._await_commit()
             elif gathered and self._offsets.to_commit(self.membership.starts.uncommitted, IDLE_PLACES_S):
                 if self._try(self._begin):
@@ -411,7 +411,7 @@ class TransactSession:
 
     def _replace_while_idle(self) -> None:
         """A late AddPartitionsToTxn would start a ghost transaction that fences an idle worker: not at a new epoch."""
-        if self._lanes.leaving is not None:
+        if self._lanes.under_way is not None:
             return
         for producer in self._lanes.producers:
             producer.poll(0)  # the one whose turn it is not, too
@@ -428,9 +428,9 @@ class TransactSession:
         self.producer.begin()
         self._world.step("begun")
         self._failure = self.membership.lost_sentence = self._given_up = None
-        now, leaving = self._world.now(), self._lanes.leaving
+        now, under_way = self._world.now(), self._lanes.under_way
         begun = Transaction(self, now, self._pacing.began(now), self._positions.first_timestamp_ms)
-        self._endings.begun(begun, None if leaving is None else leaving.transaction)
+        self._endings.begun(begun, None if under_way is None else under_way.transaction)
         self._open = begun
 
     # ---- while a transaction is open --------------------------------------------------------------------------
@@ -486,8 +486,8 @@ class TransactSession:
         if not (self._try(self._flush) and self._await_commit()):
             return False
         # Behind both waits, in which a partition may be lost.
-        left = self._try(lambda: self._leave(offsets, self.membership.metadata_to_commit(offsets)))
-        return left and (self._lanes.in_turn or self._await_commit())
+        gone = self._try(lambda: self._set_out(offsets, self.membership.metadata_to_commit(offsets)))
+        return gone and (self._lanes.in_turn or self._await_commit())
 
     def _flush(self) -> None:
         # First: what failed for a lost partition is not ours to look into.
@@ -498,45 +498,45 @@ class TransactSession:
         self.producer.flush(lambda: self._intake.ahead(self._positions.taken))
         self._world.step("flushed")
 
-    def _leave(self, offsets: Mapping[Partition, int], group_metadata: Any) -> None:
+    def _set_out(self, offsets: Mapping[Partition, int], group_metadata: Any) -> None:
         """The flushed transaction's commit is sent on its way."""
         transaction = self._open
         assert transaction is not None
         job = self._lanes.commit_of(self._offsets.commits_of(offsets, self.producer), group_metadata)
         starts, taken = self.membership.starts.uncommitted, self._positions.taken
-        leaving = Leaving(self.producer, transaction, offsets, starts, taken, self._world.now(), job)
-        self._positions.leave(offsets)
+        commit = UnderWay(self.producer, transaction, offsets, starts, taken, self._world.now(), job)
+        self._positions.set_out(offsets)
         # Nothing more can be sent in it, whatever interrupts us from here on.
         self._open, transaction.set_out = None, True
-        self._lanes.send(leaving)
+        self._lanes.send(commit)
         self.membership.starts.uncommitted = {}
 
     def _await_commit(self) -> bool:
         """Waits for the commit that is on its way, if any. False: it failed, and so did what was begun behind it; that
         is carried out already. Raises what a failed commit of the open transaction would."""
-        left = self._lanes.leaving
-        if left is None:
+        commit = self._lanes.under_way
+        if commit is None:
             return True
-        error = self._lanes.await_commit(left, lambda: self._intake.ahead(left.taken))
+        error = self._lanes.await_commit(commit, lambda: self._intake.ahead(commit.taken))
         if error is None:
-            self._arrived(left)
+            self._arrived(commit)
             return True
-        self.membership.starts.returned(left.new_starts, self.membership.owned)
+        self.membership.starts.returned(commit.new_starts, self.membership.owned)
         self._positions.returned()
-        self._lanes.ended(left)
+        self._lanes.ended(commit)
         if not isinstance(error, CallFailed):
             raise error
-        self._carry_out(error, left.offsets)
+        self._carry_out(error, commit.offsets)
         return False
 
-    def _arrived(self, left: Leaving) -> None:
+    def _arrived(self, commit: UnderWay) -> None:
         self._positions.arrived()
-        self._lanes.ended(left)
+        self._lanes.ended(commit)
         self._recovery.rebuilds_in_a_row = 0
-        self._pacing.committed(left.taken)
+        self._pacing.committed(commit.taken)
         self._successor.ours("our last commit")
-        self._offsets.committed(left)
-        self._endings.committed(left)
+        self._offsets.committed(commit)
+        self._endings.committed(commit)
         self.counters.repeated, self.counters.replacements = self._positions.repeated, self._lanes.replacements
 
     # ---- recovery ---------------------------------------------------------------------------------------------

@@ -20,8 +20,7 @@ job says so, and never let a client learn an upstream address.
 
 from __future__ import annotations
 
-from eos.shim.errors import ShimError
 from eos.shim.server import Shim
 from eos.shim.settings import ShimSettings
 
-__all__ = ["Shim", "ShimError", "ShimSettings"]
+__all__ = ["Shim", "ShimSettings"]

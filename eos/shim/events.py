@@ -1,13 +1,12 @@
-"""The shim's log lines: ordinary `logging` records of "eos.shim" that carry their event and fields apart.
-
-Owns the shape only; whoever configures logging chooses the format. The shape is that of `eos.log`, on purpose not its
-code: the shim imports nothing else of `eos`.
-"""
+"""The shim's events, of the logger "eos.shim": as eos/log.py has them, but what clients say in them is cut short."""
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
+
+from eos import log
 
 logger = logging.getLogger("eos.shim")
 
@@ -17,26 +16,14 @@ LONGEST_VALUE = 300
 
 def event(level: int, message: str, **fields: Any) -> None:
     if logger.isEnabledFor(level):
-        fields = {name: _short(value) for name, value in fields.items()}
-        tail = "".join(f" {name}={value}" for name, value in fields.items())
-        logger.log(level, "%s%s", message, tail, extra={"event": message, "fields": fields})
+        log.event(level, message, logger, **{name: _short(value) for name, value in fields.items()})
 
 
 def _short(value: Any) -> Any:
     if value is None or isinstance(value, int | float):
         return value
     text = str(value)
-    short = text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... ({len(text)} characters)"
-    return short if short.isprintable() else short.encode("unicode_escape").decode()
+    return log.printable(text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... ({len(text)} characters)")
 
 
-def info(message: str, **fields: Any) -> None:
-    event(logging.INFO, message, **fields)
-
-
-def warning(message: str, **fields: Any) -> None:
-    event(logging.WARNING, message, **fields)
-
-
-def debug(message: str, **fields: Any) -> None:
-    event(logging.DEBUG, message, **fields)
+debug, info, warning = (partial(event, level) for level in (logging.DEBUG, logging.INFO, logging.WARNING))

@@ -54,7 +54,7 @@ class Connection:
 
 
 class Exchange:
-    """One request and its answer. `version` is the client's; `sent_version` what went upstream, if a job changed it.
+    """One request and its answer; `version` is the client's, whatever a job made of it upstream.
 
     `awaited` says that the client waits for an answer (not with acks=0).
     """
@@ -67,7 +67,6 @@ class Exchange:
         "correlation_id",
         "notes",
         "remembered",
-        "sent_version",
         "started",
         "version",
     )
@@ -75,7 +74,6 @@ class Exchange:
     def __init__(self, connection: Connection, api_key: int, version: int, correlation_id: int) -> None:
         self.connection = connection
         self.api_key, self.version, self.correlation_id = api_key, version, correlation_id
-        self.sent_version = version
         self.started = time.monotonic()
         self.awaited = False
         self._answer: bytes | None = None

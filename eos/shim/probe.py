@@ -14,10 +14,11 @@ from typing import Any
 
 from kafka.protocol.metadata import ApiVersionsRequest, ApiVersionsResponse, MetadataRequest
 
+from eos.errors import Unavailable
 from eos.shim import events
 from eos.shim.addresses import layouts
 from eos.shim.addresses.book import Address
-from eos.shim.errors import Malformed, Unreachable
+from eos.shim.errors import Malformed
 from eos.shim.wire import api
 
 _METADATA_VERSION = 4  # the newest that every broker since 1.0 has, and that does not create topics
@@ -31,12 +32,12 @@ async def brokers(
 ) -> set[tuple[int, str, int]]:
     """(node id, host, port) of every broker; empty when the cluster wants a login first.
 
-    Raises Unreachable, with each address's reason, when none of them answers as Kafka does.
+    Raises Unavailable, with each address's reason, when none of them answers as Kafka does.
     """
     results = await asyncio.gather(*(_ask(address, context, timeout_s) for address in addresses))
     if all(isinstance(result, Exception) for result in results):
         reasons = [f"{host}:{port} ({result})" for (host, port), result in zip(addresses, results, strict=True)]
-        raise Unreachable(f"no upstream broker answers: {', '.join(reasons)}")
+        raise Unavailable(f"no upstream broker answers: {', '.join(reasons)}")
     found: set[tuple[int, str, int]] = set()
     for (host, port), result in zip(addresses, results, strict=True):
         if isinstance(result, Exception):

@@ -14,11 +14,11 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+from eos.errors import Unavailable
 from eos.shim import events, probe
 from eos.shim.addresses.book import AddressBook, Endpoint
 from eos.shim.addresses.job import AddressJob
 from eos.shim.complaints import Complaints
-from eos.shim.errors import Unreachable
 from eos.shim.link import Link, ReadBuffer
 from eos.shim.memory import BESIDE_A_FRAME_BYTES, Memory
 from eos.shim.pipeline import Job, Pipeline, Traffic
@@ -38,7 +38,7 @@ _HANDSHAKE_TIMEOUT_S = 10.0
 class Shim:
     """`await start()`, then it serves until `await stop()`. `jobs` run in this order for requests.
 
-    Raises Unreachable: no upstream answers, or a port of `listen` is taken.
+    Raises Unavailable: no upstream answers, or a port of `listen` is taken.
     """
 
     def __init__(self, settings: ShimSettings, jobs: Sequence[Job] = ()) -> None:
@@ -167,7 +167,7 @@ class Shim:
             except OSError as error:
                 bound.close()
                 if self._starting or port == 0:
-                    raise Unreachable(f"cannot listen on {host}:{port}: {error.strerror}") from error
+                    raise Unavailable(f"cannot listen on {host}:{port}: {error.strerror}") from error
                 self._next_port += 1
                 continue
             endpoint.local_port = bound.getsockname()[1]
@@ -183,7 +183,7 @@ class Shim:
                 self._opening.add(task)
                 task.add_done_callback(self._opening.discard)
             return
-        raise Unreachable(f"no free port on {host} from {first} on")
+        raise Unavailable(f"no free port on {host} from {first} on")
 
     async def _serve(self, endpoint: Endpoint) -> None:
         bound = self._sockets.get(endpoint)

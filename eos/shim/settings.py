@@ -9,7 +9,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from eos.shim.errors import Misconfigured
+from eos.errors import ConfigurationError
 
 Address = tuple[str, int]
 
@@ -27,13 +27,13 @@ IDLE_TIMEOUT_S = 600.0
 
 
 def parse_address(text: str, what: str, default_port: int | None = None) -> Address:
-    """`host:port`, `[v6]:port`. Raises Misconfigured with `what` in its sentence."""
+    """`host:port`, `[v6]:port`. Raises ConfigurationError with `what` in its sentence."""
     host, colon, port = text.strip().rpartition(":")
     if not colon and default_port is not None:
         host, port = text.strip(), str(default_port)
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isascii() or not port.isdecimal() or int(port) > 65535:
-        raise Misconfigured(f"{what} {text}: expected HOST:PORT")
+        raise ConfigurationError(f"{what} {text}: expected HOST:PORT")
     return host, int(port)
 
 
@@ -65,24 +65,24 @@ class ShimSettings:
 
     def __post_init__(self) -> None:
         if not self.upstream:
-            raise Misconfigured("upstream: expected HOST:PORT[,HOST:PORT...]")
+            raise ConfigurationError("upstream: expected HOST:PORT[,HOST:PORT...]")
         if len(set(self.upstream)) != len(self.upstream):
-            raise Misconfigured("upstream names an address twice")
+            raise ConfigurationError("upstream names an address twice")
         if any(port == 0 for _, port in self.upstream):
-            raise Misconfigured("upstream: port 0 is no address")
+            raise ConfigurationError("upstream: port 0 is no address")
         if self.largest_frame < 1024:
-            raise Misconfigured(f"a largest frame of {self.largest_frame} bytes is too small for Kafka")
+            raise ConfigurationError(f"a largest frame of {self.largest_frame} bytes is too small for Kafka")
         if self.largest_control < 1024:
-            raise Misconfigured(f"a largest request of {self.largest_control} bytes is too small for Kafka")
+            raise ConfigurationError(f"a largest request of {self.largest_control} bytes is too small for Kafka")
         if self.most_connections < 1:
-            raise Misconfigured(f"{self.most_connections} connections are not enough for any client")
+            raise ConfigurationError(f"{self.most_connections} connections are not enough for any client")
         if self.most_of_an_address is not None and self.most_of_an_address < 1:
-            raise Misconfigured(f"{self.most_of_an_address} connections of an address are not enough for any client")
+            raise ConfigurationError(f"{self.most_of_an_address} connections of an address are not enough for a client")
         if min(self.login_timeout_s, self.idle_timeout_s) <= 0:
-            raise Misconfigured("a connection needs some time for its login, and may be idle for some")
+            raise ConfigurationError("a connection needs some time for its login, and may be idle for some")
         told = self.advertise or self.listen
         if told[0] in ("0.0.0.0", "::"):
-            raise Misconfigured(
+            raise ConfigurationError(
                 f"clients cannot be told the address {told[0]}: "
                 "say how they reach the shim, with --advertise HOST[:PORT]"
             )
@@ -94,38 +94,38 @@ class ShimSettings:
 
 def server_tls(certificate: str | None, key: str | None, client_ca: str | None = None) -> ssl.SSLContext | None:
     """TLS for the side of the clients, from PEM files; None for none. With `client_ca` clients must bring a certificate
-    that one of these CAs signed. Raises Misconfigured.
+    that one of these CAs signed. Raises ConfigurationError.
     """
     if certificate is None:
         for given, what in ((key, "a TLS key"), (client_ca, "a CA of clients")):
             if given is not None:
-                raise Misconfigured(f"{what} without a certificate: say --tls-cert too")
+                raise ConfigurationError(f"{what} without a certificate: say --tls-cert too")
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(_readable(certificate), None if key is None else _readable(key))
     except (ssl.SSLError, OSError) as error:
-        raise Misconfigured(f"the TLS certificate {certificate} cannot be used: {error}") from error
+        raise ConfigurationError(f"the TLS certificate {certificate} cannot be used: {error}") from error
     if client_ca is not None:
         try:
             context.load_verify_locations(_readable(client_ca))
         except (ssl.SSLError, OSError) as error:
-            raise Misconfigured(f"the CA of clients {client_ca} cannot be used: {error}") from error
+            raise ConfigurationError(f"the CA of clients {client_ca} cannot be used: {error}") from error
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 
 def check_relay(upstream_certificate: str | None, client_ca: str | None, trusted: bool) -> None:
-    """Brokers take whoever comes through a shim with a certificate for its owner. Raises Misconfigured."""
+    """Brokers take whoever comes through a shim with a certificate for its owner. Raises ConfigurationError."""
     if upstream_certificate is not None and client_ca is None and not trusted:
-        raise Misconfigured(
+        raise ConfigurationError(
             "--upstream-cert gives everybody who reaches the shim that certificate's rights: say whose certificates "
             "clients need, with --client-ca FILE, or --trust-clients where all who reach it may have them"
         )
 
 
 def client_tls(wanted: bool, ca: str | None, certificate: str | None, key: str | None) -> ssl.SSLContext | None:
-    """TLS for the side of the brokers; naming a CA or a client certificate asks for it. Raises Misconfigured."""
+    """TLS for the side of the brokers; naming a CA or a client certificate asks for it. Raises ConfigurationError."""
     if not (wanted or ca or certificate):
         return None
     try:
@@ -133,11 +133,11 @@ def client_tls(wanted: bool, ca: str | None, certificate: str | None, key: str |
         if certificate is not None:
             context.load_cert_chain(_readable(certificate), None if key is None else _readable(key))
     except (ssl.SSLError, OSError) as error:
-        raise Misconfigured(f"TLS to the brokers cannot be set up: {error}") from error
+        raise ConfigurationError(f"TLS to the brokers cannot be set up: {error}") from error
     return context
 
 
 def _readable(path: str) -> str:
     if not Path(path).is_file():
-        raise Misconfigured(f"{path} does not exist")
+        raise ConfigurationError(f"{path} does not exist")
     return path

@@ -12,26 +12,17 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from confluent_kafka import (
-    Consumer,
-    ConsumerGroupTopicPartitions,
-    IsolationLevel,
-    KafkaError,
-    KafkaException,
-    Message,
-    TopicPartition,
-)
-from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
+from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
 
 from eos.app.definition import App
 from eos.errors import ConfigurationError, Unavailable
+from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
 from eos.plain import transaction
 from eos.records import Record
 from eos.testing.offline import Ran, Sent, records_of
 from eos.worker.worker import Worker
 
-_NOT_YET = (KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE, KafkaError.UNKNOWN_TOPIC_OR_PART)
 _TIMEOUT_S = 30.0
 Place = tuple[str, int]
 
@@ -55,76 +46,47 @@ def run_on(
     if not app.topics:
         raise ConfigurationError("no function gets any of these records: no pattern matches the topic of one")
     loaded = Settings({"eos.instance": "test", **(settings or {}), "bootstrap.servers": bootstrap})
-    admin = AdminClient(loaded.connection())
-    _create(admin, app, given)
-    inputs, outputs = _places(admin, app.topics), _places(admin, sorted(app.destinations))
-    _begin_behind(admin, app.id, _ends(admin, inputs))
-    before = _ends(admin, outputs)
+    client = facts.connect(loaded, _TIMEOUT_S)
+    wanted = dict.fromkeys((*app.topics, *app.destinations), 1)
+    for record in given:
+        wanted[record.topic] = max(wanted[record.topic], record.partition + 1)
+    facts.create_topics(loaded, wanted, brokers=1)
+    _begin_behind(client, app.id, _ends(client, app.topics))
+    before = _ends(client, sorted(app.destinations))
     _load(loaded, app.id, given)
-    _ends(admin, inputs)  # what the worker takes for the end is what is readable when it starts
+    _ends(client, app.topics)  # what the worker takes for the end is what is readable when it starts
     worker = Worker(app, loaded, until_end=True)
     worker.run()
     counters = worker.session.counters
-    sent = _read(admin, loaded, app.id, before)
+    sent = _read(loaded, before, _ends(client, sorted(app.destinations)))
     return Ran(sent, counters.skipped, counters.dead_letters, counters.retries)
 
 
-def _create(admin: AdminClient, app: App, records: Sequence[Record]) -> None:
-    wanted = dict.fromkeys((*app.topics, *app.destinations), 1)
-    for record in records:
-        wanted[record.topic] = max(wanted[record.topic], record.partition + 1)
-    known = admin.list_topics(timeout=_TIMEOUT_S).topics
-    missing = [NewTopic(topic, partitions, 1) for topic, partitions in wanted.items() if topic not in known]
-    for future in (admin.create_topics(missing) if missing else {}).values():
-        future.result(_TIMEOUT_S)
-    deadline = time.monotonic() + _TIMEOUT_S
-    while not all(_has_leaders(admin, topic) for topic in wanted):
-        if time.monotonic() > deadline:
-            raise Unavailable(f"the topics {sorted(wanted)} had no leaders within {_TIMEOUT_S:g} s")
-        time.sleep(0.05)
-
-
-def _has_leaders(admin: AdminClient, topic: str) -> bool:
-    found = admin.list_topics(topic, timeout=_TIMEOUT_S).topics[topic]
-    return found.error is None and bool(found.partitions) and all(p.leader >= 0 for p in found.partitions.values())
-
-
-def _places(admin: AdminClient, topics: Sequence[str]) -> list[Place]:
-    known = admin.list_topics(timeout=_TIMEOUT_S).topics
-    return [(topic, partition) for topic in topics for partition in sorted(known[topic].partitions)]
-
-
-def _ends(admin: AdminClient, places: Sequence[Place]) -> dict[Place, int]:
-    """Where the partitions end, once no transaction is open on them: a commit is answered before it is visible."""
+def _ends(client: Any, topics: Sequence[str]) -> dict[Place, int]:
+    """Where the partitions end, once each has a leader and no open transaction: a commit is answered before it is
+    visible."""
     deadline = time.monotonic() + _TIMEOUT_S
     while True:
+        spans: dict[Place, tail.Span] = {}
         try:
-            stable, written = (_list(admin, places, level) for level in (1, 0))
-        except KafkaException as error:
+            for topic in topics:
+                held = tail.held(client, topic, range(facts.describe_topic(client, topic).partitions))
+                spans |= {(topic, partition): span for partition, span in held.items()}
+            late = f"an open transaction holds {sorted(p for p, s in spans.items() if s.stable < s.end)}"
+        except Unavailable as error:
             # Metadata may name a new partition's leader before that broker knows of it.
-            if error.args[0].code() not in _NOT_YET or time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
-            continue
-        if stable == written:
-            return stable
+            late = str(error)
+        else:
+            if all(span.stable == span.end for span in spans.values()):
+                return {place: span.end for place, span in spans.items()}
         if time.monotonic() > deadline:
-            raise Unavailable(f"an open transaction holds {sorted(p for p in places if stable[p] < written[p])}")
+            raise Unavailable(late)
         time.sleep(0.02)
 
 
-def _list(admin: AdminClient, places: Sequence[Place], level: int) -> dict[Place, int]:
-    if not places:
-        return {}
-    asked = {TopicPartition(*place): OffsetSpec.latest() for place in places}  # type: ignore[no-untyped-call]
-    isolation = IsolationLevel.READ_COMMITTED if level else IsolationLevel.READ_UNCOMMITTED
-    answers = admin.list_offsets(asked, isolation_level=isolation, request_timeout=_TIMEOUT_S)
-    return {(at.topic, at.partition): answer.result(_TIMEOUT_S).offset for at, answer in answers.items()}
-
-
-def _begin_behind(admin: AdminClient, group: str, ends: Mapping[Place, int]) -> None:
+def _begin_behind(client: Any, group: str, ends: Mapping[Place, int]) -> None:
     offsets = [TopicPartition(*place, end) for place, end in ends.items()]
-    (done,) = admin.alter_consumer_group_offsets([ConsumerGroupTopicPartitions(group, offsets)]).values()
+    (done,) = client.alter_consumer_group_offsets([ConsumerGroupTopicPartitions(group, offsets)]).values()
     done.result(_TIMEOUT_S)
 
 
@@ -141,38 +103,10 @@ def _load(settings: Settings, group: str, records: Sequence[Record]) -> None:
             )
 
 
-def _read(admin: AdminClient, settings: Settings, group: str, before: Mapping[Place, int]) -> list[Sent]:
-    ends = _ends(admin, list(before))
-    unread = {place for place, end in ends.items() if end > before[place]}
-    found: list[Message] = []
-    consumer = Consumer(
-        settings.connection()
-        | {"group.id": f"{group}-read", "isolation.level": "read_committed", "enable.auto.commit": False}
-        | {"enable.partition.eof": True}
-    )
-    deadline = time.monotonic() + _TIMEOUT_S
-    try:
-        consumer.assign([TopicPartition(*place, before[place]) for place in unread])
-        while unread:
-            if time.monotonic() > deadline:
-                raise Unavailable(f"{sorted(unread)} were not read within {_TIMEOUT_S:g} s")
-            for message in consumer.consume(1_000, 0.2):
-                error = message.error()
-                if error is None:
-                    found.append(message)
-                elif error.code() == KafkaError._PARTITION_EOF:
-                    unread.discard((str(message.topic()), int(message.partition() or 0)))
-    finally:
-        consumer.close()
-    return [_sent(m) for m in sorted(found, key=lambda m: (m.topic(), m.partition(), m.offset()))]
-
-
-def _sent(message: Any) -> Sent:
-    return Sent(
-        message.topic(),
-        message.value(),
-        message.key(),
-        message.partition(),
-        message.timestamp()[1],
-        message.headers() or [],
-    )
+def _read(settings: Settings, before: Mapping[Place, int], ends: Mapping[Place, int]) -> list[Sent]:
+    found: list[Record] = []
+    for topic in dict.fromkeys(topic for topic, _ in ends):
+        stops = {p: end for (t, p), end in ends.items() if t == topic and end > before[t, p]}
+        with tail.TopicReader(settings, topic, {p: before[topic, p] for p in stops}, uncommitted=False) as reader:
+            found += sorted((s.record for s in tail.read_until(reader, stops)), key=lambda r: (r.partition, r.offset))
+    return [Sent(r.topic, r.value, r.key, r.partition, r.timestamp, list(r.headers)) for r in found]

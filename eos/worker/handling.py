@@ -235,7 +235,7 @@ class Handler:
                         return Halt(at, _poison_batch(route, part, error))
                     most = 1  # record by record from here on: which one was it?
                     continue
-            halt = self._settle(txn, route, records[at], error)
+            halt = self._by_policy(txn, route, records[at], error)
             if halt is not None:
                 return halt._replace(handled=at)
             at += 1
@@ -256,7 +256,7 @@ class Handler:
 
     # ---- a record that failed -----------------------------------------------------------------------------------
 
-    def _settle(self, txn: Feeds, route: Route, record: Record, error: Exception) -> Halt | None:
+    def _by_policy(self, txn: Feeds, route: Route, record: Record, error: Exception) -> Halt | None:
         """What the route's policy makes of a record whose outputs cannot be sent; None: the next one is due."""
         if isinstance(error, EosError):
             return Halt(0, error)  # not about the record: the App is wrong (a destination that was not named, ...)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from eos.broker import LocalKafka
-from eos.kafka.pending import partition_of
+from eos.kafka.transactions import partition_of
 from tests.support.reading import wait_until
 
 if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves

@@ -19,7 +19,6 @@ import eos
 from eos import Transaction, TransactSession
 from eos.broker import LocalKafka
 from eos.errors import Action, CallFailed, Fenced, IllegalState, InputGone, Temporary
-from eos.kafka import clock
 from eos.kafka.cluster import ClusterAdmin
 from eos.kafka.settings import member_of
 from eos.kafka.world import REAL, World
@@ -374,12 +373,12 @@ def test_a_body_whose_transaction_the_session_had_to_give_up_need_not_know(loop:
 
 
 def test_a_loop_on_a_machine_whose_clocks_stood_still_is_not_taken_for_replaced(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
+    loop: Loop,
 ) -> None:
     """A paused virtual machine: the broker's clock went on, and by its own its transaction is as young as before."""
-    monkeypatch.setattr(clock, "elapsing", lambda: 1.0)
+    stood_still = World(elapsing=lambda: 1.0)
     timeout = {"transaction.timeout.ms": 1_000, "message.timeout.ms": 1_000}
-    with loop.session(**timeout) as session, ClusterAdmin(session.settings) as admin:
+    with loop.session(world=stood_still, **timeout) as session, ClusterAdmin(session.settings) as admin:
 
         def timed_out() -> bool:
             told = admin.describe(loop.transactional_id)

@@ -20,9 +20,8 @@ from confluent_kafka import IsolationLevel
 from eos.broker import LocalKafka
 from eos.errors import ConfigurationError, Temporary
 from eos.kafka.cluster import OFFSETS_LOG, ClusterAdmin
-from eos.kafka.pending import partition_of
 from eos.kafka.settings import Settings
-from eos.kafka.transactions import Verdict, abort_hanging, find_open
+from eos.kafka.transactions import Verdict, abort_hanging, find_open, partition_of
 from tests.support.hanging import NO_VERIFICATION, commit_offset_late, produce_late
 from tests.support.raw import RawProducer, raw_producer
 from tests.support.reading import (

@@ -10,10 +10,10 @@ import pytest
 from confluent_kafka import Producer
 
 from eos.broker import LocalKafka
-from spark_connector.identity import Transaction
 from spark_connector.marker import TOPIC, Marker, MarkerReader, sink_key
 from spark_connector.partition import PartitionWriter
 from spark_connector.targets import ensure_marker_topic
+from spark_connector.transaction import Transaction
 from spark_connector.wire import Wire
 from tests.spark.test_partition import connect
 from tests.support.reading import create_topic

@@ -14,12 +14,12 @@ from eos.testing.history import read_topic
 from spark_connector import marker, task
 from spark_connector.answers import Answer, Stopped
 from spark_connector.claims import ClaimServer
-from spark_connector.identity import Transaction
 from spark_connector.packing import pack_rows
 from spark_connector.partition import PartitionWriter
 from spark_connector.placing import TARGET
 from spark_connector.recordbatch import COMPRESSIONS
 from spark_connector.targets import ensure_marker_topic, longest_transaction_ms
+from spark_connector.transaction import Transaction
 from spark_connector.wire import Unreachable, Wire
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.reading import create_topic

@@ -24,11 +24,11 @@ from eos.kafka.cluster import ClusterAdmin
 from eos.kafka.settings import Settings
 from eos.testing.history import read_topic
 from spark_connector import exactly_once_sink, exactly_once_write
-from spark_connector.identity import Transaction
 from spark_connector.packing import SLICE_BYTES, unpack
 from spark_connector.progress import Progress
 from spark_connector.routing import gather, planned_for_the_sink
 from spark_connector.targets import Target
+from spark_connector.transaction import Transaction
 from tests.support.reading import create_topic, wait_until
 from tests.support.spark_query import Query
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import psutil
 
-from eos.broker.archive import keep, path_of
+from eos.broker.archive import keep
 from eos.broker.jars import locked
+from eos.broker.node import archive_of
 from eos.errors import Unavailable
 from spark_connector.session import spark_java
 
@@ -38,7 +39,7 @@ def _path() -> Path:
 
     # All that is in this directory, of this version.
     jars = Path(pyspark.__file__).parent / "jars"
-    return path_of(spark_java() / "bin" / "java", [jars, Path(pyspark.__version__)])
+    return archive_of(spark_java() / "bin" / "java", [jars, Path(pyspark.__version__)])
 
 
 def options() -> str:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import ssl
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from eos.errors import ConfigurationError, Unavailable, UsageError
 from eos.kafka.cluster import ClusterAdmin, Listed, OpenProducer
 from eos.kafka.ownership import ABORTING
-from eos.kafka.pending import partition_of
 from eos.kafka.reset import parse_target
 from eos.kafka.security import configuration, login_refused
 from eos.kafka.settings import Settings
-from eos.kafka.transactions import ENDED, ENDING, Verdict, judge
+from eos.kafka.transactions import ENDED, ENDING, Verdict, judge, partition_of
 
-SEEN = OpenProducer(("t", 0), 7, 3, 100, 0, 0)
+SEEN = OpenProducer(("t", 0), 7, 3, 100, 0)
 KNOWN = Listed("id", 7, 3, "Ongoing", 0, 0, 10_000, frozenset({("t", 0)}))
 
 
@@ -158,3 +158,11 @@ def test_an_interrupt_before_its_thread_began_is_what_its_maker_gets(monkeypatch
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ClusterAdmin(Settings({"bootstrap.servers": "127.0.0.1:9"}), timeout_ms=100)
+
+
+def test_requests_that_kafka_python_does_not_know_are_left_out() -> None:
+    """Kafka 4.4 has one; without the others a preflight would say that the brokers are too old."""
+    admin = object.__new__(ClusterAdmin)
+    offered = {0: (0, 13), 65: (0, 0), 93: (0, 0), 30_000: (0, 0)}
+    admin._client = SimpleNamespace(_manager=SimpleNamespace(broker_version_data=SimpleNamespace(api_versions=offered)))
+    assert admin.apis() == {"Produce", "DescribeTransactions"}

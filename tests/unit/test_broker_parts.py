@@ -17,7 +17,7 @@ from eos.broker import archive, jars, java, node
 from eos.broker.detached import Detached, NodeState, State, command_line
 from eos.broker.jars import coordinates, kafka_jars
 from eos.broker.local import LocalKafka, choose_ports, persistent_cluster_id
-from eos.broker.node import free_ports, is_free, require_free
+from eos.broker.node import Node, free_ports, is_free, require_free
 from eos.broker.properties import NodePorts, logging_options, render, server_properties
 from eos.errors import ConfigurationError, Unavailable
 from eos.testing.clusters import NotSupported
@@ -53,12 +53,17 @@ def test_an_archive_of_classes_is_only_for_the_java_and_the_jars_that_it_was_mad
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     java, other = tmp_path / "17" / "bin" / "java", tmp_path / "21" / "bin" / "java"
-    made = archive.path_of(java, [Path("a.jar"), Path("b.jar")])
-    assert archive.options(java, [Path("a.jar"), Path("b.jar")]) == []
+
+    def told(java: Path, *jars: str) -> list[str]:
+        command = Node(0, tmp_path, "4.3.1", java, [*map(Path, jars)])._java_command([], "kafka.Kafka")
+        return [option for option in command if "SharedArchiveFile" in option]
+
+    made = node.archive_of(java, [Path("a.jar"), Path("b.jar")])
+    assert told(java, "a.jar", "b.jar") == []
     made.parent.mkdir(parents=True)
     made.touch()
-    assert archive.options(java, [Path("a.jar"), Path("b.jar")]) == [f"-XX:SharedArchiveFile={made}"]
-    assert archive.options(java, [Path("a.jar")]) == archive.options(other, [Path("a.jar"), Path("b.jar")]) == []
+    assert told(java, "a.jar", "b.jar") == [f"-XX:SharedArchiveFile={made}"]
+    assert told(java, "a.jar") == told(other, "a.jar", "b.jar") == []
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -71,7 +76,7 @@ def test_an_archive_that_is_not_whole_is_not_kept(whole: bool, tmp_path: Path, m
     monkeypatch.setattr(archive, "find_java", lambda: java)
     monkeypatch.setattr(archive, "kafka_jars", lambda version: [Path("a.jar")])
     monkeypatch.setattr(archive, "_record", lambda version, part: part.touch())
-    path = archive.path_of(java, [Path("a.jar")])
+    path = node.archive_of(java, [Path("a.jar")])
     path.parent.mkdir(parents=True)
     if whole:
         assert archive.make("4.3.1") == path
@@ -86,13 +91,13 @@ def test_an_archive_that_is_not_whole_is_not_kept(whole: bool, tmp_path: Path, m
 def test_making_an_archive_leaves_the_options_of_other_brokers_alone(
     before: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(archive.JVM_OPTIONS, raising=False)
+    monkeypatch.delenv(node.JVM_OPTIONS, raising=False)
     if before:
-        monkeypatch.setenv(archive.JVM_OPTIONS, before)
+        monkeypatch.setenv(node.JVM_OPTIONS, before)
     with pytest.raises(ZeroDivisionError), archive._jvm_options("-XX:ArchiveClassesAtExit=here"):
         assert node.jvm_options() == ["-XX:ArchiveClassesAtExit=here"]
         _ = 1 // 0
-    assert os.environ.get(archive.JVM_OPTIONS) == before
+    assert os.environ.get(node.JVM_OPTIONS) == before
 
 
 # server.properties

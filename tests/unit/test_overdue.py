@@ -7,8 +7,8 @@ from typing import Any
 
 from eos.kafka.cluster import Listed
 from eos.kafka.overdue import OverdueWatch, committers, pause_before, still_open
-from eos.kafka.pending import partition_of
 from eos.kafka.settings import Settings
+from eos.kafka.transactions import partition_of
 
 PARTITIONS = 50
 

@@ -34,7 +34,7 @@ def positions(*fetched: R, **starts: int) -> Positions[R]:
 
 
 def commit(known: Positions[R]) -> None:
-    known.leave(known.offsets())
+    known.set_out(known.offsets())
     known.arrived()
 
 
@@ -313,7 +313,7 @@ def test_while_a_commit_is_on_its_way_the_next_transaction_begins_behind_it() ->
     known = positions(*records(A, 0, 1, 2))
     known.reached_end(A, 4)
     known.take(2)
-    known.leave(known.offsets())
+    known.set_out(known.offsets())
     assert (known.taken, known.offsets(), known.committed[A]) == (0, {}, 2)
     known.take(5)
     assert (known.taken, known.offsets()) == (1, {A: 4})
@@ -324,7 +324,7 @@ def test_while_a_commit_is_on_its_way_the_next_transaction_begins_behind_it() ->
 def test_a_commit_that_failed_takes_the_transaction_behind_it_down_with_it() -> None:
     known = positions(*records(A, 3, 4, 5), *records(B, 7), a=1)
     known.take(2)
-    known.leave(known.offsets())
+    known.set_out(known.offsets())
     known.take(2)
     known.returned()
     assert (known.taken, known.offsets(), known.committed[A]) == (4, {A: 5}, 1)
@@ -334,7 +334,7 @@ def test_a_commit_that_failed_takes_the_transaction_behind_it_down_with_it() -> 
 def test_a_failed_commit_that_came_to_pass_after_all_goes_on_behind_it() -> None:
     known = positions(*records(A, 3, 4, 5), *records(B, 7), a=1)
     known.take(2)
-    known.leave(known.offsets())
+    known.set_out(known.offsets())
     known.take(2)
     known.returned()
     assert known.resolve({A: 5}) == {A: 5, B: 7}
@@ -343,7 +343,7 @@ def test_a_failed_commit_that_came_to_pass_after_all_goes_on_behind_it() -> None
 def test_a_partition_that_went_away_while_its_commit_was_on_its_way_is_left_alone_however_that_ends() -> None:
     known = positions(*records(A, 3), *records(B, 7))
     known.take(2)
-    known.leave(known.offsets())
+    known.set_out(known.offsets())
     assert not known.forget([A]), "the open transaction took none of it"
     known.returned()
     assert A not in known.committed
@@ -482,7 +482,7 @@ class PositionsAgainstModel(RuleBasedStateMachine):
     @rule()
     def leave(self) -> None:
         self.leaving_offsets = self.code.offsets()
-        self.code.leave(self.leaving_offsets)
+        self.code.set_out(self.leaving_offsets)
         self.leaving_commits = dict(self.leaving_offsets)
         self.leaving, self.leaving_lost = self.taken, set()
         self.taken, self.last = [], 0

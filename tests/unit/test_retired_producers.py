@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from eos.errors import CallFailed
-from eos.kafka import clock, watchdog
+from eos.kafka import watchdog
 from eos.kafka.ownership import Identity
 from eos.kafka.settings import Settings
 from eos.kafka.watchdog import CallHung
+from eos.kafka.world import REAL
 from eos.session import client as client_module
 from eos.session.client import Client, retire
 from eos.session.producer import TransactionalProducer
@@ -138,7 +139,7 @@ def test_a_transaction_ages_while_the_host_sleeps(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         time, "clock_gettime", lambda which: now(which) + (slept if which == time.CLOCK_BOOTTIME else 0)
     )
-    transactional._open_since, slept = clock.elapsing(), 60.0
+    transactional._open_since, slept = REAL.elapsing(), 60.0
     monkeypatch.setattr(transactional, "identity", lambda fresh: Identity(1, 1))
     try:
         situation = transactional.situation()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 import eos
 
 PACKAGE = Path(eos.__file__).parent
+MODULES = [*PACKAGE.rglob("*.py"), *PACKAGE.parent.joinpath("spark_connector").rglob("*.py")]
 
 # A room, and those above it in this table that it may import from; errors and log are everybody's.
 BELOW = {
@@ -40,20 +42,32 @@ def room_of(module: str) -> str:
     return parts[1] if len(parts) > 1 else ""
 
 
-def imports_of(path: Path) -> Iterator[str]:
-    """What it needs of eos when it runs."""
+def modules_of(path: Path) -> Iterator[str]:
+    """What it imports when it runs, as names of modules; what a module gives is among them by its dotted name."""
     tree = ast.parse(path.read_text())
     guarded = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
     for_types = {id(n) for one in guarded for n in ast.walk(one)}
     for node in ast.walk(tree):
-        if id(node) in for_types:
-            continue
-        if isinstance(node, ast.ImportFrom) and node.module == "eos":
-            yield from (f"eos.{name.name}" for name in node.names)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("eos."):
-            yield node.module or ""
-        elif isinstance(node, ast.Import):
-            yield from (name.name for name in node.names if name.name.startswith("eos."))
+        if isinstance(node, ast.ImportFrom) and id(node) not in for_types:
+            module = PACKAGE.parent / (node.module or "").replace(".", "/")
+            for name in node.names:
+                inside = (module / f"{name.name}.py").exists() or (module / name.name / "__init__.py").exists()
+                yield f"{node.module}.{name.name}" if inside else node.module or ""
+        elif isinstance(node, ast.Import) and id(node) not in for_types:
+            yield from (name.name for name in node.names)
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """What it needs of eos when it runs."""
+    return (name for name in modules_of(path) if name.startswith("eos."))
+
+
+def test_no_module_leads_back_to_itself() -> None:
+    """Nor where the import is inside a function."""
+    dotted = {path: path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".") for path in MODULES}
+    paths = {name.removesuffix(".__init__"): path for path, name in dotted.items()}
+    needs = {name: set(modules_of(path)) & paths.keys() for name, path in paths.items()}
+    tuple(graphlib.TopologicalSorter(needs).static_order())  # CycleError, with the way around
 
 
 @pytest.mark.parametrize("room", BELOW)

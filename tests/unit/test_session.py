@@ -39,8 +39,8 @@ def commit_one(session: TransactSession, taken: int = 0) -> None:
     sent = Transaction(session, 0.0, 1.0, -1)
     session._endings.begun(sent, None)
     job, producer = SimpleNamespace(result=2.0, error=None), SimpleNamespace(who=dict, replacements={})
-    leaving: Any = SimpleNamespace(producer=producer, transaction=sent, taken=taken, offsets={}, job=job, left_at=1.0)
-    session._arrived(leaving)
+    commit: Any = SimpleNamespace(producer=producer, transaction=sent, taken=taken, offsets={}, job=job, set_out_at=1.0)
+    session._arrived(commit)
 
 
 def test_rebuilds_without_a_commit_between_them_come_to_an_end_and_a_commit_begins_the_count_anew() -> None:
@@ -88,7 +88,7 @@ def test_a_refused_record_is_found_by_halves(refused_at: int) -> None:
             session._carry_out(refusal, {})
             aborts += 1
         else:
-            session._positions.leave(session._positions.offsets())
+            session._positions.set_out(session._positions.offsets())
             session._positions.arrived()
             session._positions.clear()
             session._positions.assigned({("in", 0): at + taken})

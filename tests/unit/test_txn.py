@@ -29,7 +29,7 @@ def admin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hanging(producer_id: int) -> OpenTransaction:
-    seen = OpenProducer(("t", 3), producer_id, 5, 100, 0, 0)
+    seen = OpenProducer(("t", 3), producer_id, 5, 100, 0)
     return OpenTransaction(seen, None, None, Verdict.HANGING, "nobody knows it", 4)
 
 

@@ -25,7 +25,7 @@ from eos.session.participants import Listener, Outcome
 PACKAGE = Path(eos.__file__).parent
 # How a client is made and logs in, a clock and a call that can hang are the outside itself; the supervisor is a process
 # of its own.
-THEMSELVES = {"clock.py", "cluster.py", "security.py", "watchdog.py", "world.py", "supervisor.py"}
+THEMSELVES = {"cluster.py", "security.py", "watchdog.py", "world.py", "supervisor.py"}
 ROOMS = [path for room in ("session", "worker", "kafka") for path in sorted((PACKAGE / room).glob("*.py"))]
 OUTSIDE = {
     *("Consumer", "Producer", "AdminClient", "ClusterAdmin", "KafkaAdminClient", "Watchdog"),

@@ -1,17 +1,20 @@
 """The job that keeps clients on the shim: rewrites addresses, and fails closed where one would leak.
 
 Always in the pipeline, on the broker's side of the other jobs. It must never let a response go on that it could not
-follow to its end.
+follow to its end. The last look at what goes to a client knows no layout, so it also works where that is not known: an
+API or a version newer than this program.
 """
 
 from __future__ import annotations
 
-from eos.shim.addresses import fetch, layouts, leak
+from collections.abc import Mapping
+
+from eos.shim.addresses import fetch, layouts
 from eos.shim.addresses.book import AddressBook
-from eos.shim.addresses.rewrite import rewrite
+from eos.shim.errors import Leak
 from eos.shim.pipeline import Exchange, Job
 from eos.shim.wire import api
-from eos.shim.wire.frames import Stream
+from eos.shim.wire.frames import Piece, Stream
 
 # Addresses of controllers, in APIs that clients hardly use: not rewritten, only watched.
 # Vote, BeginQuorumEpoch, EndQuorumEpoch, DescribeQuorum, FetchSnapshot, UpdateRaftVoter
@@ -33,7 +36,7 @@ class AddressJob(Job):
 
     def response_stream(self, exchange: Exchange, size: int) -> Stream | None:
         if not self._layout_known(exchange):
-            return leak.LeakScan(self._book.needles, _what(exchange))
+            return LeakScan(self._book.needles, _what(exchange))
         if exchange.api_key == api.FETCH and size > WHOLE_FETCH_BYTES:
             return fetch.HideEndpoints(size)
         return None
@@ -42,11 +45,11 @@ class AddressJob(Job):
         key, version = exchange.api_key, exchange.version
         if key == api.FETCH:
             # Its records are the user's and may say anything: the last look is for what is not records.
-            return rewrite(frame, fetch.find(frame), True, self._book.translate)
+            return layouts.rewrite(frame, fetch.find(frame), True, self._book.translate)
         found = layouts.find(key, version, frame)
-        made = rewrite(frame, found, api.is_flexible(key, version), self._book.translate)
+        made = layouts.rewrite(frame, found, api.is_flexible(key, version), self._book.translate)
         if key != api.SHARE_FETCH:
-            leak.check(made, self._book.needles, _what(exchange))
+            check(made, self._book.needles, _what(exchange))
         return made
 
     def _layout_known(self, exchange: Exchange) -> bool:
@@ -56,3 +59,25 @@ class AddressJob(Job):
 
 def _what(exchange: Exchange) -> str:
     return f"a response to {api.api_name(exchange.api_key)} v{exchange.version}"
+
+
+def check(frame: bytes, needles: Mapping[bytes, str], what: str) -> None:
+    """Raises Leak when one of the needles is in the frame."""
+    for needle, address in needles.items():
+        if needle in frame:
+            raise Leak(f"the upstream address {address} is in {what}")
+
+
+class LeakScan:
+    """A `Stream` that checks one frame; an address across two pieces is found before its last byte passes."""
+
+    def __init__(self, needles: Mapping[bytes, str], what: str) -> None:
+        self._needles, self._what = needles, what
+        self._keep = max(map(len, needles), default=1) - 1
+        self._tail = b""
+
+    def feed(self, piece: Piece) -> Piece:
+        seen = self._tail + piece
+        check(seen, self._needles, self._what)
+        self._tail = seen[max(0, len(seen) - self._keep) :]
+        return piece

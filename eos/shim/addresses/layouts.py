@@ -1,8 +1,9 @@
-"""Finds every broker address in a whole response frame, field by field.
+"""Finds every broker address in a whole response frame, field by field, and puts others in their places.
 
 Owns the layouts of the responses that carry addresses: Metadata, FindCoordinator (batched since v4, KIP-699),
 DescribeCluster, NodeEndpoints of Produce since v10 (KIP-951), ShareFetch and ShareAcknowledge (KIP-932); Fetch is in
-fetch.py, because its frames are large. It returns positions and must never change or copy a frame.
+fetch.py, because its frames are large. Changed are the addresses, the size of the tagged field around them and that of
+the frame; the rest is copied byte for byte.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from eos.shim.wire import api
-from eos.shim.wire.cursor import Cursor, checked_tags
+from eos.shim.wire.cursor import Cursor, checked_tags, string, uvarint
 from eos.shim.wire.headers import response_body
 
 
@@ -202,3 +203,33 @@ _FINDERS: dict[int, Callable[[Cursor, int], Found]] = {
     api.SHARE_FETCH: _share_fetch,
     api.SHARE_ACKNOWLEDGE: _share_acknowledge,
 }
+
+
+# (node id, host, port) upstream -> (host, port) to tell the client
+Translate = Callable[[int, str, int], tuple[str, int]]
+
+
+def rewrite(frame: bytes, found: Found, flexible: bool, translate: Translate) -> bytes:
+    """The frame with every address translated; the same object when there is none."""
+    if not found.spots:
+        return frame
+    parts: list[bytes] = []
+    pos = 4
+    if found.inside is not None:
+        parts.append(frame[pos : found.inside.size_at])
+        pos = found.inside.value_at
+    inner: list[bytes] = []
+    for spot in found.spots:
+        inner.append(frame[pos : spot.start])
+        pos = spot.end
+        if spot.port < 0 or not spot.host:  # "no coordinator": not an address
+            inner.append(frame[spot.start : spot.end])
+            continue
+        host, port = translate(spot.node_id, spot.host, spot.port)
+        inner += [string(host, flexible), port.to_bytes(4, "big")]
+    if found.inside is not None:
+        inner.append(frame[pos : found.inside.end])
+        pos = found.inside.end
+        parts.append(uvarint(sum(map(len, inner))))
+    body = b"".join([*parts, *inner, frame[pos:]])
+    return len(body).to_bytes(4, "big") + body

@@ -29,7 +29,7 @@ from typing import Any
 
 from kafka.protocol.api_key import ApiKey
 
-from eos.shim.errors import Misconfigured
+from eos.errors import ConfigurationError
 from eos.shim.faults.said import Said
 from eos.shim.pipeline import Connection
 from eos.shim.wire import answers, api
@@ -76,11 +76,11 @@ class Event:
         if self.rule is None:
             _api_key(self.api)
         elif self.api or self.when != "answered" or self.outcome or self.transactional_id:
-            raise Misconfigured(f"rule = {self.rule}: goes with nth alone")
+            raise ConfigurationError(f"rule = {self.rule}: goes with nth alone")
         if self.when not in ("arrives", "answered"):
-            raise Misconfigured(f"when = {self.when}: must be arrives or answered")
+            raise ConfigurationError(f"when = {self.when}: must be arrives or answered")
         if self.nth < 1:
-            raise Misconfigured(f"nth = {self.nth}: it counts from 1")
+            raise ConfigurationError(f"nth = {self.nth}: it counts from 1")
 
     @property
     def api_key(self) -> int:
@@ -129,29 +129,29 @@ class Rule:
     def __post_init__(self) -> None:
         key = _api_key(self.api)
         if self.action not in ACTIONS:
-            raise Misconfigured(f"action = {self.action}: must be one of {', '.join(ACTIONS)}")
+            raise ConfigurationError(f"action = {self.action}: must be one of {', '.join(ACTIONS)}")
         if self.phase not in ACTIONS[self.action]:
             allowed = ", ".join(sorted(phase.value for phase in ACTIONS[self.action]))
-            raise Misconfigured(f"{self.action} has no phase {self.phase.value}: {allowed}")
+            raise ConfigurationError(f"{self.action} has no phase {self.phase.value}: {allowed}")
         if self.nth < 1 or self.times < 1:
-            raise Misconfigured(f"nth = {self.nth}, times = {self.times}: they count from 1")
+            raise ConfigurationError(f"nth = {self.nth}, times = {self.times}: they count from 1")
         if self.side not in SIDES:
-            raise Misconfigured(f"side = {self.side}: must be broker or client")
+            raise ConfigurationError(f"side = {self.side}: must be broker or client")
         if self.chance is not None and not 0 < self.chance <= 1:
-            raise Misconfigured(f"chance = {self.chance}: must be above 0 and at most 1")
+            raise ConfigurationError(f"chance = {self.chance}: must be above 0 and at most 1")
         waits = self.action == "delay" or self.phase is Phase.LATE
         # The answer of a broker that acted may come later, as an error too.
         may_wait = waits or (self.action == "error" and self.phase is Phase.AFTER_APPLY)
         times_given = (self.seconds is not None) + (self.until is not None)
         if times_given > 1 or (waits and not times_given) or (times_given and not may_wait):
             what = f"{self.action} {self.phase.value}"
-            raise Misconfigured(f"{what}: needs seconds or until" if waits else f"{what}: has no seconds or until")
+            raise ConfigurationError(f"{what}: needs seconds or until" if waits else f"{what}: has no seconds or until")
         if (self.action == "error") != (self.error is not None):
-            raise Misconfigured(f"{self.action}: " + ("needs error" if self.action == "error" else "has no error"))
+            raise ConfigurationError(f"{self.action}: " + ("needs error" if self.action == "error" else "has no error"))
         if self.error is not None:
             _ = self.code
             if key not in answers.RESPONSES:
-                raise Misconfigured(f"{self.api} cannot be answered with an error")
+                raise ConfigurationError(f"{self.api} cannot be answered with an error")
 
     @property
     def api_key(self) -> int:
@@ -162,7 +162,7 @@ class Rule:
         if isinstance(self.error, int):
             return self.error
         if self.error not in _CODES:
-            raise Misconfigured(f"error = {self.error}: Kafka has no error of this name")
+            raise ConfigurationError(f"error = {self.error}: Kafka has no error of this name")
         return _CODES[self.error]
 
     def fits(self, said: Said, connection: Connection) -> bool:
@@ -192,7 +192,7 @@ def _api_key(name: str) -> int:
     try:
         return int(ApiKey[name])
     except KeyError:
-        raise Misconfigured(f"api = {name}: Kafka has no API of this name (Produce, EndTxn, ...)") from None
+        raise ConfigurationError(f"api = {name}: Kafka has no API of this name (Produce, EndTxn, ...)") from None
 
 
 @dataclass
@@ -232,7 +232,7 @@ class Plan:
 
     def __init__(self, rules: Sequence[Rule], seed: int = 0) -> None:
         if not rules:
-            raise Misconfigured("a plan of faults needs at least one rule")
+            raise ConfigurationError("a plan of faults needs at least one rule")
         self.seed = seed
         # A generator per rule: whether it strikes its k-th request does not depend on other requests.
         self.progress = [Progress(rule, random.Random(f"{seed}:{at}"), at + 1) for at, rule in enumerate(rules)]
@@ -240,7 +240,7 @@ class Plan:
             known = [one.number for one in self.on(each.rule.side) if one is not each]
             for other in (each.rule.beside, each.rule.until.rule if each.rule.until else None):
                 if other is not None and other not in known:
-                    raise Misconfigured(f"rule {other}: not the number of another rule of side {each.rule.side}")
+                    raise ConfigurationError(f"rule {other}: not the number of another rule of side {each.rule.side}")
 
     @property
     def rules(self) -> list[Rule]:
@@ -279,22 +279,22 @@ class Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """Raises Misconfigured, with the rule's number, for anything a plan cannot say."""
+    """Raises ConfigurationError, with the rule's number, for anything a plan cannot say."""
     try:
         table = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise Misconfigured(f"the plan {path} cannot be read: {error}") from error
+        raise ConfigurationError(f"the plan {path} cannot be read: {error}") from error
     unknown = set(table) - {"seed", "rule"}
     rules, seed = table.get("rule", []), table.get("seed", 0)
     if unknown or not isinstance(rules, list) or not isinstance(seed, int):
         what = f"{sorted(unknown)[0]} is not known" if unknown else "seed is a number, rules are [[rule]]"
-        raise Misconfigured(f"the plan {path}: {what}")
+        raise ConfigurationError(f"the plan {path}: {what}")
     made = []
     for number, values in enumerate(rules, 1):
         try:
             made.append(_rule(values))
-        except (Misconfigured, TypeError, ValueError) as error:
-            raise Misconfigured(f"rule {number} of {path}: {error}") from error
+        except (ConfigurationError, TypeError, ValueError) as error:
+            raise ConfigurationError(f"rule {number} of {path}: {error}") from error
     return Plan(made, seed)
 
 
@@ -304,16 +304,16 @@ def _rule(values: Mapping[str, Any]) -> Rule:
     if "phase" in given:
         names = [phase.value for phase in Phase]
         if given["phase"] not in names:
-            raise Misconfigured(f"phase = {given['phase']}: must be one of {', '.join(names)}")
+            raise ConfigurationError(f"phase = {given['phase']}: must be one of {', '.join(names)}")
         given["phase"] = Phase(given["phase"])
     if "until" in given:
         if not isinstance(given["until"], dict):
-            raise Misconfigured('until: expected { api = "...", nth = 1, when = "answered" }')
+            raise ConfigurationError('until: expected { api = "...", nth = 1, when = "answered" }')
         _refuse_unknown(given["until"], Event)
         given["until"] = Event(**given["until"])
     for name in ("api", "action"):
         if name not in given:
-            raise Misconfigured(f"{name} is missing")
+            raise ConfigurationError(f"{name} is missing")
     return Rule(**given)
 
 
@@ -321,9 +321,9 @@ def _refuse_unknown(given: Mapping[str, Any], kind: type) -> None:
     known = {each.name: str(each.type) for each in fields(kind)}
     for name, value in given.items():
         if name not in known:
-            raise Misconfigured(f"{name} is not known: {', '.join(known)}")
+            raise ConfigurationError(f"{name} is not known: {', '.join(known)}")
         if name not in ("until", "phase") and not _has_type(value, known[name]):
-            raise Misconfigured(f"{name} = {value!r}: expected {known[name].removesuffix(' | None')}")
+            raise ConfigurationError(f"{name} = {value!r}: expected {known[name].removesuffix(' | None')}")
 
 
 def _has_type(value: object, wanted: str) -> bool:

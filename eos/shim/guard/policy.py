@@ -28,7 +28,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from eos.shim.errors import Misconfigured
+from eos.errors import ConfigurationError
 
 ANONYMOUS = "ANONYMOUS"  # Kafka's name of who did not log in
 
@@ -72,23 +72,23 @@ _TABLES: Mapping[str, Mapping[str, type]] = {"topic": _TOPIC, "group": _GROUP, "
 
 
 def read_policy(path: Path) -> Policy:
-    """Raises Misconfigured, with the table and the key, for anything a policy cannot say."""
+    """Raises ConfigurationError, with the table and the key, for anything a policy cannot say."""
     try:
         table = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise Misconfigured(f"the policy {path} cannot be read: {error}") from error
+        raise ConfigurationError(f"the policy {path} cannot be read: {error}") from error
     for name in table:
         if name not in (*_TABLES, "transactions"):
-            raise Misconfigured(f"the policy {path}: {name} is not known: {', '.join(_TABLES)}, transactions")
+            raise ConfigurationError(f"the policy {path}: {name} is not known: {', '.join(_TABLES)}, transactions")
     try:
         rows = {name: _rows(table.get(name, []), name) for name in _TABLES}
         transactions = table.get("transactions", {})
         _check(transactions, _TRANSACTIONS, "transactions")
-    except Misconfigured as error:
-        raise Misconfigured(f"the policy {path}: {error}") from error
+    except ConfigurationError as error:
+        raise ConfigurationError(f"the policy {path}: {error}") from error
     cap = transactions.get("max_timeout_ms")
     if cap is not None and cap < 1:
-        raise Misconfigured(f"the policy {path}: max_timeout_ms = {cap}: must be at least 1")
+        raise ConfigurationError(f"the policy {path}: max_timeout_ms = {cap}: must be at least 1")
     return Policy(
         transactional_topics=_named(rows["topic"], "transactional_only"),
         committed_topics=_named(rows["topic"], "read_committed_only"),
@@ -100,26 +100,26 @@ def read_policy(path: Path) -> Policy:
 
 def _rows(rows: Any, name: str) -> list[Mapping[str, Any]]:
     if not isinstance(rows, list):
-        raise Misconfigured(f"{name}: expected [[{name}]]")
+        raise ConfigurationError(f"{name}: expected [[{name}]]")
     for number, row in enumerate(rows, 1):
         where = f"{name} no. {number}"
         _check(row, _TABLES[name], where)
         if "name" not in row:
-            raise Misconfigured(f"{where}: name is missing")
+            raise ConfigurationError(f"{where}: name is missing")
         if len(row) < 2:
-            raise Misconfigured(f"{where}: it says nothing of {row['name']}")
+            raise ConfigurationError(f"{where}: it says nothing of {row['name']}")
     return rows
 
 
 def _check(row: Any, known: Mapping[str, type], where: str) -> None:
     if not isinstance(row, dict):
-        raise Misconfigured(f"{where}: expected a table")
+        raise ConfigurationError(f"{where}: expected a table")
     for key, value in row.items():
         if key not in known:
-            raise Misconfigured(f"{where}: {key} is not known: {', '.join(known)}")
+            raise ConfigurationError(f"{where}: {key} is not known: {', '.join(known)}")
         wrong = type(value) is not known[key] or (isinstance(value, list) and not all(type(v) is str for v in value))
         if wrong or value in ("", []):
-            raise Misconfigured(f"{where}: {key} = {value!r}: expected {known[key].__name__}")
+            raise ConfigurationError(f"{where}: {key} = {value!r}: expected {known[key].__name__}")
 
 
 def _named(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[str, ...]:

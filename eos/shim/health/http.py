@@ -14,7 +14,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from eos.shim.errors import Unreachable
+from eos.errors import Unavailable
 from eos.shim.health import metrics
 from eos.shim.settings import Address
 
@@ -27,7 +27,7 @@ Answer = tuple[HTTPStatus, str, bytes]
 class HealthServer:
     """`not_ready` gives the reason why clients would not be served now, or None; it is called on `loop`.
 
-    Raises Unreachable: the port is taken.
+    Raises Unavailable: the port is taken.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class HealthServer:
         try:
             self._server = ThreadingHTTPServer(address, Handler)
         except OSError as error:
-            raise Unreachable(f"cannot listen on {address[0]}:{address[1]}: {error.strerror}") from error
+            raise Unavailable(f"cannot listen on {address[0]}:{address[1]}: {error.strerror}") from error
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, name="eos-shim-health", daemon=True)
         self._thread.start()

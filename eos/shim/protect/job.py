@@ -30,7 +30,7 @@ from eos.shim.protect.machine import (
     Refused,
     State,
 )
-from eos.shim.wire import api
+from eos.shim.wire import answers, api
 from eos.shim.wire.frames import Piece, Stream
 from eos.shim.wire.headers import LONGEST_HEAD_BYTES
 
@@ -231,9 +231,7 @@ class ProtectJob(Job):
         if request.name is None:
             return None
         if not self.active:
-            return translate.produce_refusal(
-                request, exchange.version, exchange.correlation_id, _COME_AGAIN[api.PRODUCE]
-            )
+            return self._refuse(exchange, request, _COME_AGAIN[api.PRODUCE])
         if not request.batches or self._is_from_before(request.name):
             return None
         try:
@@ -264,7 +262,10 @@ class ProtectJob(Job):
             return way
         except Refused as refused:
             self._note(exchange, request.name, refused)
-            return translate.produce_refusal(request, exchange.version, exchange.correlation_id, refused.code)
+            return self._refuse(exchange, request, refused.code)
+
+    def _refuse(self, exchange: Exchange, request: translate.Produce, code: int) -> bytes:
+        return answers.refusal(api.PRODUCE, exchange.version, exchange.correlation_id, code, request.partitions)
 
     def _identified(self, exchange: Exchange, frame: bytes, name: str, request: translate.Identified) -> bytes:
         """Raises Refused."""
@@ -280,7 +281,6 @@ class ProtectJob(Job):
             end = ends(authority)
             act_when_answered = None if accepted else partial(ends, Authority.ANSWERED)
             exchange.notes[self] = _Ending(name, end, number, opened, act_when_answered)
-            exchange.sent_version = translate.END_TXN_VERSION
             return translate.end_txn(frame, exchange.version, name, end.identity, end.committed)
         act: Callable[[Authority], Identity]
         if key == api.TXN_OFFSET_COMMIT:
@@ -360,7 +360,6 @@ class ProtectJob(Job):
             # Nobody but the broker knows whether this connection may have it. An InitProducerId would make it give out
             # one more, and abort what is open. This EndTxn ends nothing: the right is judged first, then the identity.
             exchange.notes[self] = _Proving(name, virtual)
-            exchange.sent_version = translate.END_TXN_VERSION
             return translate.end_txn(frame, exchange.version, name, translate.NONE, False, api.INIT_PRODUCER_ID)
         following = self.machine.renewed(name, virtual, exchange.connection.number)
         if following is not None:
@@ -470,18 +469,15 @@ class _PassingProduce:
         return piece if way is None else translate.produce_as(piece, request, *way)
 
     def _read(self, piece: Piece) -> translate.Produce | None:
-        version = self._exchange.version
-        if self._look_at < self._size:
-            try:
-                request = translate.produce_by_head(piece, version, self._size)
-                if request is not None:
-                    return request
-                self._look_at = self._size
-            except Malformed:
-                # It ends within its head, and is looked at again when twice as much is there: a client that sends it
-                # byte by byte must not have it read so often. Or it is wrong, and judged when all of it is there.
-                self._look_at = self._size if self._seen > LONGEST_HEAD_BYTES else min(2 * self._seen, self._size)
-        return translate.produce(piece, version) if self._seen == self._size else None
+        try:
+            return translate.produce(piece, self._exchange.version, self._size)
+        except Malformed:
+            if self._seen == self._size:
+                raise
+            # More of it is needed. It is looked at again when twice as much is there: a client that sends it byte by
+            # byte must not have it read so often. Or it is wrong, and judged when all of it is there.
+            self._look_at = self._size if self._seen > LONGEST_HEAD_BYTES else min(2 * self._seen, self._size)
+            return None
 
 
 _SPOKEN_BY_V2_CLIENTS = 5  # InitProducerId

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
+from eos.errors import ConfigurationError
 from eos.shim import events
-from eos.shim.errors import Misconfigured
 from eos.shim.protect.machine import Pair
 
 # A line is either a pair or the name of a transactional.id whose transaction opened.
@@ -27,7 +27,7 @@ _FEW_LINES = 100_000
 
 
 class Journal:
-    """Raises Misconfigured: the file cannot be used, is another shim's, or is none of ours."""
+    """Raises ConfigurationError: the file cannot be used, is another shim's, or is none of ours."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -37,18 +37,18 @@ class Journal:
             # A file of its own is locked: the journal is replaced when it is made shorter.
             self._lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise Misconfigured(f"the journal {path} cannot be used: {error.strerror}") from error
+            raise ConfigurationError(f"the journal {path} cannot be used: {error.strerror}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.restored = self._read()
             self._file = self._rewritten()
         except BlockingIOError as error:
             os.close(self._lock)
-            raise Misconfigured(f"the journal {path} is in use by another shim") from error
+            raise ConfigurationError(f"the journal {path} is in use by another shim") from error
         except OSError as error:
             os.close(self._lock)
-            raise Misconfigured(f"the journal {path} cannot be used: {error.strerror}") from error
-        except Misconfigured:
+            raise ConfigurationError(f"the journal {path} cannot be used: {error.strerror}") from error
+        except ConfigurationError:
             os.close(self._lock)
             raise
 
@@ -81,7 +81,7 @@ class Journal:
             except msgspec.MsgspecError as error:
                 if number == len(lines) and not line.endswith(b"\n"):
                     break  # the machine stopped in the middle of a line
-                raise Misconfigured(
+                raise ConfigurationError(
                     f"the journal {self._path} cannot be read at line {number} ({error}): remove it, "
                     "and clients will be fenced once"
                 ) from error

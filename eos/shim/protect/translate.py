@@ -15,8 +15,9 @@ from typing import NamedTuple
 from eos.shim.errors import Malformed
 from eos.shim.protect import crc
 from eos.shim.protect.machine import Identity, Partition, Written
-from eos.shim.wire import api
-from eos.shim.wire.cursor import Cursor, string, uvarint
+from eos.shim.wire import answers, api
+from eos.shim.wire.batches import HEADER, LENGTH_COUNTS_FROM, MAGIC, TRANSACTIONAL
+from eos.shim.wire.cursor import string
 from eos.shim.wire.frames import Piece
 from eos.shim.wire.headers import REQUEST_HEAD, request_body, response_body
 
@@ -38,11 +39,8 @@ _IDENTITY = struct.Struct(">qh")
 _PRODUCER_FENCED, _INVALID_PRODUCER_EPOCH = 90, 47
 _FENCED_KNOWN_SINCE = 2  # EndTxn
 
-# Of a record batch: base offset, length, leader epoch, magic, crc, attributes, last offset delta, two timestamps, ...
-_BATCH = struct.Struct(">qiibIhiqqqhii")
+# Of a record batch.
 _CRC_AT, _IDENTITY_AT, _SEQUENCE_AT, _CHANGED_END = 17, 43, 53, 57
-_LENGTH_COUNTS_FROM, _MAGIC = 12, 2
-_TRANSACTIONAL = 0x10  # of the attributes
 # Of one partition in one Produce; brokers take a single one.
 _MOST_BATCHES = 1_000
 
@@ -162,10 +160,9 @@ def results(frame: bytes, api_key: int, version: int) -> list[tuple[Partition, i
 
 def init_answer(correlation_id: int, version: int, identity: Identity, error: int = 0) -> bytes:
     """The answer of a broker that gives out `identity`, or none."""
-    tags = _tags(api.INIT_PRODUCER_ID, version)
-    ongoing = _IDENTITY.pack(*NONE) if version >= 6 else b""
-    body = struct.pack(">ih", 0, error) + _IDENTITY.pack(*identity) + ongoing
-    return _framed(struct.pack(">i", correlation_id) + tags + body + tags)
+    producer_id, epoch = identity
+    fields = {"error_code": error, "producer_id": producer_id, "producer_epoch": epoch}
+    return answers.encoded(api.INIT_PRODUCER_ID, version, correlation_id, **fields)
 
 
 # "librdkafka" "2.16.0"; "confluent-kafka-python" "2.16.1-rdkafka-2.16.0"; "confluent-kafka-go" "...-librdkafka-2..."
@@ -214,58 +211,41 @@ class Produce:
         return [batch.written for batch in self.batches]
 
 
-def produce(frame: Piece, version: int) -> Produce:
-    """Empty of partitions when it is not transactional."""
+def produce(frame: Piece, version: int, size: int) -> Produce:
+    """What a Produce of `size` bytes says; empty of partitions when it is not transactional.
+
+    `frame` may be its beginning. That is enough when it has no transactional.id, or one batch in all, as every Produce
+    of librdkafka has: the sizes around the batch's header leave no place for another one. Else Malformed.
+    """
     _, cursor = request_body(frame, api.PRODUCE, version)
     name = cursor.string()
     if name is None:
         return Produce(None, (), ())
     cursor.skip(6)  # acks, timeout_ms
     partitions, batches = list[Partition](), list[_Batch]()
-    for _ in range(cursor.count()):
-        topic = cursor.string() or ""
-        for _ in range(cursor.count()):
+    topics = cursor.count()
+    for _ in range(topics):
+        topic, indexes = cursor.string() or "", cursor.count()
+        for _ in range(indexes):
             partition = (topic, cursor.int32())
             partitions.append(partition)
+            records = cursor.uvarint() - 1 if cursor.flexible else cursor.int32()
             start = cursor.pos
-            cursor.skip_bytes()
-            length = Cursor(frame, start, cursor.flexible)
-            size = length.uvarint() - 1 if cursor.flexible else length.int32()
-            if size > 0:
-                found = _batches(frame, length.pos, cursor.pos, partition)
+            if topics == indexes == 1 and records > 0:
+                batch = _batch(frame, start, start + records, partition)
+                tags = 3 if cursor.flexible else 0  # the shortest three sections of them: partition, topic, request
+                if batch.size == records and start + records + tags <= size:
+                    return Produce(name, (partition,), (batch,))
+            if records > 0:
+                cursor.skip(records)
+                found = _batches(frame, start, cursor.pos, partition)
                 cursor.took(len(found))
                 batches += found
+            elif records < -1:
+                raise Malformed(f"{records} bytes")
             cursor.skip_tags()
         cursor.skip_tags()
     return Produce(name, partitions, batches)
-
-
-def produce_by_head(head: Piece, version: int, size: int) -> Produce | None:
-    """What a Produce of `size` bytes says, read from its first bytes; None when these do not tell.
-
-    They do when it has no transactional.id, or one batch in all, as every Produce of librdkafka has: the sizes around
-    the batch's header leave no place for another one.
-    """
-    _, cursor = request_body(head, api.PRODUCE, version)
-    name = cursor.string()
-    if name is None:
-        return Produce(None, (), ())
-    cursor.skip(6)  # acks, timeout_ms
-    if cursor.count() != 1:
-        return None
-    topic = cursor.string() or ""
-    if cursor.count() != 1:
-        return None
-    partition = (topic, cursor.int32())
-    records = cursor.uvarint() - 1 if cursor.flexible else cursor.int32()
-    at = cursor.pos
-    cursor.skip(_BATCH.size)
-    end = at + records
-    tags = 3 if cursor.flexible else 0  # the shortest three sections of them: partition, topic, request
-    batch = _batch(head, at, end, partition)
-    if batch.size != records or end + tags > size:
-        return None
-    return Produce(name, (partition,), (batch,))
 
 
 def _batches(frame: Piece, at: int, end: int, partition: Partition) -> list[_Batch]:
@@ -273,20 +253,20 @@ def _batches(frame: Piece, at: int, end: int, partition: Partition) -> list[_Bat
     while at < end:
         if len(found) == _MOST_BATCHES:
             raise Malformed(f"more than {_MOST_BATCHES} record batches in one partition")
-        if end - at < _BATCH.size:
-            raise Malformed("a record batch ends within its header")
         found.append(_batch(frame, at, end, partition))
         at += found[-1].size
     return found
 
 
 def _batch(frame: Piece, at: int, end: int, partition: Partition) -> _Batch:
-    fields = _BATCH.unpack_from(frame, at)
-    size, last_delta = fields[1] + _LENGTH_COUNTS_FROM, fields[6]
-    if fields[3] != _MAGIC or size < _BATCH.size or size > end - at or last_delta < 0:
+    if min(end, len(frame)) - at < HEADER.size:
+        raise Malformed("a record batch ends within its header")
+    fields = HEADER.unpack_from(frame, at)
+    size, last_delta = fields[1] + LENGTH_COUNTS_FROM, fields[6]
+    if fields[3] != MAGIC or size < HEADER.size or size > end - at or last_delta < 0:
         raise Malformed("a record batch of a transaction that cannot be followed")
     identity, sequence = Identity(fields[9], fields[10]), fields[11]
-    return _Batch(at, size, identity, Written(partition, sequence, last_delta + 1), bool(fields[5] & _TRANSACTIONAL))
+    return _Batch(at, size, identity, Written(partition, sequence, last_delta + 1), bool(fields[5] & TRANSACTIONAL))
 
 
 def produce_as(frame: Piece, request: Produce, identity: Identity, bases: Mapping[Partition, int]) -> Piece:
@@ -309,34 +289,11 @@ def produce_as(frame: Piece, request: Produce, identity: Identity, bases: Mappin
     return made
 
 
-# Refusals: the answers a broker would give with this error.
-
-
-def produce_refusal(request: Produce, version: int, correlation_id: int, code: int) -> bytes:
-    tags = _tags(api.PRODUCE, version)
-    result = struct.pack(">hqq", code, -1, -1)
-    if version >= 5:
-        result += struct.pack(">q", -1)  # log_start_offset
-    if version >= 8:
-        flexible = bool(tags)
-        result += _count(0, flexible) + (b"\0" if flexible else b"\xff\xff")  # record_errors, error_message
-    results = [(partition, result + tags) for partition in request.partitions]
-    body = _by_topic(results, bool(tags)) + struct.pack(">i", 0) + tags
-    return _framed(struct.pack(">i", correlation_id) + tags + body)
-
-
 def refusal(frame: bytes, api_key: int, version: int, correlation_id: int, code: int) -> bytes:
-    """For all but Produce."""
-    tags = _tags(api_key, version)
-    body = struct.pack(">i", 0)  # throttle_time_ms
-    if api_key in (api.ADD_PARTITIONS_TO_TXN, api.TXN_OFFSET_COMMIT):
-        each = struct.pack(">h", code) + tags
-        body += _by_topic([(p, each) for p in _partitions(frame, api_key, version)], bool(tags))
-    else:
-        body += struct.pack(">h", code)
-        if api_key == api.INIT_PRODUCER_ID:
-            body += _IDENTITY.pack(*NONE) * (2 if version >= 6 else 1)  # and of the ongoing transaction
-    return _framed(struct.pack(">i", correlation_id) + tags + body + tags)
+    """The answer a broker would give with this error; for all but Produce."""
+    per_partition = api_key in (api.ADD_PARTITIONS_TO_TXN, api.TXN_OFFSET_COMMIT)
+    named = _partitions(frame, api_key, version) if per_partition else ()
+    return answers.refusal(api_key, version, correlation_id, code, named)
 
 
 def _partitions(frame: bytes, api_key: int, version: int) -> list[Partition]:
@@ -361,21 +318,6 @@ def _partitions(frame: bytes, api_key: int, version: int) -> list[Partition]:
                 cursor.skip_tags()
         cursor.skip_tags()
     return found
-
-
-def _by_topic(results: Sequence[tuple[Partition, bytes]], flexible: bool) -> bytes:
-    """Arrays of topics and their partitions: name, then index and result of each."""
-    topics: dict[str, list[bytes]] = {}
-    for (topic, index), result in results:
-        topics.setdefault(topic, []).append(struct.pack(">i", index) + result)
-    made = [_count(len(topics), flexible)]
-    for topic, each in topics.items():
-        made += [string(topic, flexible), _count(len(each), flexible), *each, b"\0" if flexible else b""]
-    return b"".join(made)
-
-
-def _count(count: int, flexible: bool) -> bytes:
-    return uvarint(count + 1) if flexible else struct.pack(">i", count)
 
 
 def _tags(api_key: int, version: int) -> bytes:

@@ -1,8 +1,8 @@
 """From the bytes of the transaction protocol's requests and answers to what a step says.
 
 Owns the reading of FindCoordinator, InitProducerId, AddPartitionsToTxn, AddOffsetsToTxn, TxnOffsetCommit and EndTxn
-with kafka-python's classes; Produce and Fetch are walked over in wire/batches.py. Pure; it may raise whatever the
-classes raise on answers they do not understand, and Malformed for requests.
+with kafka-python's classes; Produce and Fetch are walked over in wire/batches.py. Pure; raises Malformed for what they
+do not understand.
 """
 
 from __future__ import annotations
@@ -10,20 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from kafka.protocol.metadata import FindCoordinatorRequest, FindCoordinatorResponse, MetadataResponse
-from kafka.protocol.producer import (
-    AddOffsetsToTxnRequest,
-    AddOffsetsToTxnResponse,
-    AddPartitionsToTxnRequest,
-    AddPartitionsToTxnResponse,
-    EndTxnRequest,
-    EndTxnResponse,
-    InitProducerIdRequest,
-    InitProducerIdResponse,
-    ProduceResponse,
-    TxnOffsetCommitRequest,
-    TxnOffsetCommitResponse,
-)
+from kafka.protocol.metadata import MetadataResponse
 
 from eos.shim.errors import Malformed
 from eos.shim.trace.model import Step
@@ -32,32 +19,14 @@ from eos.shim.wire.batches import Topic
 
 _TRANSACTION_KEY = 1
 
-REQUESTS: dict[int, Any] = {
-    api.FIND_COORDINATOR: FindCoordinatorRequest,
-    api.INIT_PRODUCER_ID: InitProducerIdRequest,
-    api.ADD_PARTITIONS_TO_TXN: AddPartitionsToTxnRequest,
-    api.ADD_OFFSETS_TO_TXN: AddOffsetsToTxnRequest,
-    api.TXN_OFFSET_COMMIT: TxnOffsetCommitRequest,
-    api.END_TXN: EndTxnRequest,
-}
-RESPONSES: dict[int, Any] = {
-    api.FIND_COORDINATOR: FindCoordinatorResponse,
-    api.INIT_PRODUCER_ID: InitProducerIdResponse,
-    api.ADD_PARTITIONS_TO_TXN: AddPartitionsToTxnResponse,
-    api.ADD_OFFSETS_TO_TXN: AddOffsetsToTxnResponse,
-    api.TXN_OFFSET_COMMIT: TxnOffsetCommitResponse,
-    api.END_TXN: EndTxnResponse,
-    api.PRODUCE: ProduceResponse,
-}
-
 
 def understood(api_key: int, version: int) -> bool:
-    return api_key in RESPONSES and version <= RESPONSES[api_key].max_version
+    return (api_key in _REQUEST or api_key == api.PRODUCE) and version <= answers.RESPONSES[api_key].max_version
 
 
 def request_steps(api_key: int, version: int, frame: bytes, time: float) -> list[Step]:
     """The steps a request begins: one, or one per transactional.id of a batched FindCoordinator; none of others."""
-    request = answers.decoded(REQUESTS[api_key], frame, version)
+    request = answers.read(frame, api_key, version)
     steps = list(_REQUEST[api_key](request, version, time))
     if any(step.transactional_id is None for step in steps):
         raise Malformed("a transactional.id that is null")  # brokers refuse it
@@ -68,7 +37,7 @@ def add_response(
     steps: Iterable[Step], api_key: int, version: int, frame: bytes, topic_name: Callable[[Topic], str]
 ) -> None:
     """Completes steps with what the answer says; `topic_name` knows the names of topic ids."""
-    response = RESPONSES[api_key].decode(frame, version=version, header=True, framed=True)
+    response = answers.decoded(answers.RESPONSES[api_key], frame, version)
     for step in steps:
         if api_key == api.PRODUCE:
             _produced(step, response, version, topic_name)

@@ -87,7 +87,6 @@ class Transaction:
     state: str = "open"  # open, committed, aborted, abandoned
     producer_id: int | None = None
     epoch: int | None = None
-    dropped_steps: int = 0
 
     @property
     def began(self) -> float:
@@ -125,8 +124,6 @@ class History:
         step.transaction = transaction.number
         if len(transaction.steps) < self._steps_kept:
             transaction.steps.append(step)
-        else:
-            transaction.dropped_steps += 1
         if step.producer_id is not None and step.name != "InitProducerId":
             transaction.producer_id, transaction.epoch = step.producer_id, step.epoch
             known = self._of_producer.setdefault(step.producer_id, [])

@@ -6,8 +6,10 @@ traffic that passes. Raises Unanswerable for a request nobody can answer with an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from kafka.protocol import consumer, producer
 from kafka.protocol import metadata as cluster
@@ -91,96 +93,107 @@ def _index(partition: Any) -> int:
 
 def error_answer(frame: bytes, api_key: int, version: int, correlation_id: int, code: Codes) -> bytes:
     """The answer with this error, for every partition of the request where the answer is per partition."""
-    of = code if callable(code) else lambda topic, partition: code
     if not known(api_key, version) or api_key not in RESPONSES:
         raise Unanswerable(f"{api.api_name(api_key)} v{version} cannot be answered with an error here")
-    request, cls = read(frame, api_key, version), RESPONSES[api_key]
-    whole = of("", -1)  # for answers with one error
-    if api_key == api.PRODUCE:
-        made = cls(version=version, responses=list(_produced(cls, request, of)), throttle_time_ms=0)
-    elif api_key in (api.TXN_OFFSET_COMMIT, api.OFFSET_COMMIT):
-        made = cls(version=version, topics=list(_committed(cls, request, api_key, of)))
-    elif api_key == api.FETCH:
-        made = _fetched(cls, request, version, of)
-    elif api_key == api.ADD_PARTITIONS_TO_TXN:
-        made = cls(version=version, results_by_topic_v3_and_below=list(_added(cls, request, of)))
-    elif api_key == api.FIND_COORDINATOR:
-        made = _coordinators(cls, request, version, whole)
-    elif any(field["name"] == "ErrorCode" for field in cls._json["fields"]):
-        made = cls(version=version, error_code=whole)
-    else:
+    request = read(frame, api_key, version)
+    if api_key == api.FIND_COORDINATOR:
+        return _coordinators(request, version, correlation_id, _of(code)("", -1))
+    named = list(partitions(request, api_key)) if api_key in _PER_PARTITION else ()
+    return refusal(api_key, version, correlation_id, code, named)
+
+
+def refusal(
+    api_key: int, version: int, correlation_id: int, code: Codes, named: Iterable[tuple[str | bytes, int]] = ()
+) -> bytes:
+    """The same for a request that was read already; `named`: its partitions, where the answer is per partition."""
+    cls, of = RESPONSES[api_key], _of(code)
+    if (layout := _PER_PARTITION.get(api_key)) is not None:
+        return encoded(api_key, version, correlation_id, **{layout.topics: list(_by_topic(cls, layout, named, of))})
+    if all(field["name"] != "ErrorCode" for field in cls._json["fields"]):
         raise Unanswerable(f"{api.api_name(api_key)} v{version} has no error of its own")
-    if api_key == api.INIT_PRODUCER_ID:
-        made.producer_epoch = -1
+    nobody = {"producer_epoch": -1} if api_key == api.INIT_PRODUCER_ID else {}
+    return encoded(api_key, version, correlation_id, error_code=of("", -1), **nobody)
+
+
+def encoded(api_key: int, version: int, correlation_id: int, **fields: Any) -> bytes:
+    """An answer with these fields; the others as kafka-python has them. Raises Malformed for a name that is no text."""
+    made = RESPONSES[api_key](version=version, **fields)
     made.with_header(correlation_id=correlation_id)
-    return bytes(made.encode(header=True, framed=True))
+    try:
+        return bytes(made.encode(header=True, framed=True))
+    except UnicodeEncodeError as error:
+        raise Malformed(f"{api.api_name(api_key)} v{version} names what is no text") from error
 
 
-def _named(kind: Any, topic: Any, **fields: Any) -> Any:
-    name = topic_of(topic)
-    if isinstance(name, bytes):
-        return kind(topic_id=topic.topic_id, **fields)
-    return kind(**({"topic": name} if hasattr(topic, "topic") else {"name": name}), **fields)
+def _of(code: Codes) -> Of:
+    return code if callable(code) else lambda topic, partition: code
 
 
-def _produced(cls: Any, request: Any, of: Of) -> Iterator[Any]:
-    topic_kind = cls.TopicProduceResponse
-    for topic in request.topic_data:
-        kind = topic_kind.PartitionProduceResponse
-        each = [
-            kind(index=p.index, error_code=of(topic_of(topic), p.index), base_offset=-1) for p in topic.partition_data
-        ]
-        yield _named(topic_kind, topic, partition_responses=each)
+class _Layout(NamedTuple):
+    """Where an answer per partition has what; `more` is what it says of a partition beside the error.
+
+    An error of a whole Fetch is one of the session, and clients would only fetch again: so it is per partition too.
+    """
+
+    topics: str
+    topic_kind: str
+    partitions: str
+    partition_kind: str
+    number: str = "partition_index"
+    error: str = "error_code"
+    topic_name: str = "name"
+    more: Mapping[str, Any] = MappingProxyType({})
 
 
-def _committed(cls: Any, request: Any, api_key: int, of: Of) -> Iterator[Any]:
-    prefix = "TxnOffsetCommit" if api_key == api.TXN_OFFSET_COMMIT else "OffsetCommit"
-    topic_kind = getattr(cls, f"{prefix}ResponseTopic")
-    kind = getattr(topic_kind, f"{prefix}ResponsePartition")
-    for topic in request.topics:
-        each = [
-            kind(partition_index=p.partition_index, error_code=of(topic_of(topic), p.partition_index))
-            for p in topic.partitions
-        ]
-        yield _named(topic_kind, topic, partitions=each)
+_PER_PARTITION: Mapping[int, _Layout] = {
+    api.PRODUCE: _Layout(
+        "responses",
+        "TopicProduceResponse",
+        "partition_responses",
+        "PartitionProduceResponse",
+        "index",
+        more={"base_offset": -1},
+    ),
+    api.FETCH: _Layout(
+        "responses",
+        "FetchableTopicResponse",
+        "partitions",
+        "PartitionData",
+        topic_name="topic",
+        more={"high_watermark": -1, "records": b""},
+    ),
+    api.OFFSET_COMMIT: _Layout("topics", "OffsetCommitResponseTopic", "partitions", "OffsetCommitResponsePartition"),
+    api.TXN_OFFSET_COMMIT: _Layout(
+        "topics", "TxnOffsetCommitResponseTopic", "partitions", "TxnOffsetCommitResponsePartition"
+    ),
+    api.ADD_PARTITIONS_TO_TXN: _Layout(
+        "results_by_topic_v3_and_below",
+        "AddPartitionsToTxnTopicResult",
+        "results_by_partition",
+        "AddPartitionsToTxnPartitionResult",
+        error="partition_error_code",
+    ),
+}
 
 
-def _added(cls: Any, request: Any, of: Of) -> Iterator[Any]:
-    topic_kind = cls.AddPartitionsToTxnTopicResult
-    kind = topic_kind.AddPartitionsToTxnPartitionResult
-    for topic in request.v3_and_below_topics or ():
-        each = [kind(partition_index=index, partition_error_code=of(topic.name, index)) for index in topic.partitions]
-        yield topic_kind(name=topic.name, results_by_partition=each)
+def _by_topic(cls: Any, layout: _Layout, named: Iterable[tuple[str | bytes, int]], of: Of) -> Iterator[Any]:
+    topic_kind = getattr(cls, layout.topic_kind)
+    kind = getattr(topic_kind, layout.partition_kind)
+    topics: dict[str | bytes, list[Any]] = {}
+    for topic, index in named:
+        each = kind(**{layout.number: index, layout.error: of(topic, index)}, **layout.more)
+        topics.setdefault(topic, []).append(each)
+    for topic, results in topics.items():
+        whose = {layout.topic_name: topic} if isinstance(topic, str) else {"topic_id": uuid.UUID(bytes=topic)}
+        yield topic_kind(**whose, **{layout.partitions: results})
 
 
-def _fetched(cls: Any, request: Any, version: int, of: Of) -> Any:
-    """Per partition: an error of the whole Fetch is one of the session, and clients would only fetch again."""
-    topic_kind = cls.FetchableTopicResponse
-    kind = topic_kind.PartitionData
-    found = [
-        _named(
-            topic_kind,
-            topic,
-            partitions=[
-                kind(
-                    partition_index=p.partition,
-                    error_code=of(topic_of(topic), p.partition),
-                    high_watermark=-1,
-                    records=b"",
-                )
-                for p in topic.partitions
-            ],
-        )
-        for topic in request.topics
-    ]
-    return cls(version=version, session_id=0, responses=found)
-
-
-def _coordinators(cls: Any, request: Any, version: int, code: int) -> Any:
+def _coordinators(request: Any, version: int, correlation_id: int, code: int) -> bytes:
     none = {"node_id": -1, "host": "", "port": -1, "error_code": code}
     if version >= 4:
-        return cls(version=version, coordinators=[cls.Coordinator(key=key, **none) for key in request.coordinator_keys])
-    return cls(version=version, **none)
+        kind = RESPONSES[api.FIND_COORDINATOR].Coordinator
+        none = {"coordinators": [kind(key=key, **none) for key in request.coordinator_keys]}
+    return encoded(api.FIND_COORDINATOR, version, correlation_id, **none)
 
 
 def throttled(frame: bytes, api_key: int, version: int, milliseconds: int) -> bytes:

@@ -14,10 +14,12 @@ from eos.shim.wire import api, walk
 from eos.shim.wire.headers import REQUEST_HEAD, RESPONSE_HEAD
 from eos.shim.wire.walk import Layout, Walk
 
-_HEADER = struct.Struct(">qiibIhiqqqhii")
-_HEADER_AFTER_LENGTH = _HEADER.size - 12
-_TRANSACTIONAL, _CONTROL = 0x10, 0x20
-_MAGIC = 2
+# Base offset, length, leader epoch, magic, crc, attributes, last offset delta, two timestamps, producer id and epoch,
+# base sequence, records.
+HEADER = struct.Struct(">qiibIhiqqqhii")
+LENGTH_COUNTS_FROM, MAGIC = 12, 2
+TRANSACTIONAL, _CONTROL = 0x10, 0x20  # of the attributes
+_HEADER_AFTER_LENGTH = HEADER.size - LENGTH_COUNTS_FROM
 
 Topic = str | bytes  # a name or a 16 byte topic id
 
@@ -93,21 +95,21 @@ def fetch_response(version: int, seen: Seen) -> Callable[[Walk], Layout]:
 def all_transactional(records: bytes) -> bool:
     """Whether these are whole batches, each of a transaction; what cannot be followed is not."""
     at = 0
-    while len(records) - at >= _HEADER.size:
-        _, length, _, magic, _, attributes, *_ = _HEADER.unpack_from(records, at)
-        at += 12 + length
-        if magic != _MAGIC or length < _HEADER_AFTER_LENGTH or not attributes & _TRANSACTIONAL:
+    while len(records) - at >= HEADER.size:
+        _, length, _, magic, _, attributes, *_ = HEADER.unpack_from(records, at)
+        at += LENGTH_COUNTS_FROM + length
+        if magic != MAGIC or length < _HEADER_AFTER_LENGTH or not attributes & TRANSACTIONAL:
             return False
     return at == len(records)
 
 
 def _batches(topic: Topic, partition: int, left: int, seen: Seen) -> Layout:
     """`left` bytes of batches; the last one of a Fetch may be cut short."""
-    while left >= _HEADER.size:
-        fields = _HEADER.unpack((yield _HEADER.size))
+    while left >= HEADER.size:
+        fields = HEADER.unpack((yield HEADER.size))
         base_offset, length, _, magic, _, attributes, _, _, _, producer_id, epoch, sequence, records = fields
-        left -= _HEADER.size
-        if magic != _MAGIC or length < _HEADER_AFTER_LENGTH:
+        left -= HEADER.size
+        if magic != MAGIC or length < _HEADER_AFTER_LENGTH:
             break
         body = min(length - _HEADER_AFTER_LENGTH, left)
         left -= body
@@ -116,7 +118,19 @@ def _batches(topic: Topic, partition: int, left: int, seen: Seen) -> Layout:
             marker = _marker((yield body))
         else:
             yield -body
-        seen(Batch(topic, partition, base_offset, length + 12, producer_id, epoch, sequence, records, marker))
+        seen(
+            Batch(
+                topic,
+                partition,
+                base_offset,
+                length + LENGTH_COUNTS_FROM,
+                producer_id,
+                epoch,
+                sequence,
+                records,
+                marker,
+            )
+        )
     yield -left
 
 

@@ -63,44 +63,13 @@ class ExternalCluster(Cluster):
     def _reachable_servers(self) -> list[str]:
         return self._servers
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise NotSupported(f"{what} needs a cluster of our own, not {self.bootstrap_servers}")
+    def _no_fault(self, *_: object, **__: object) -> NoReturn:
+        raise NotSupported(f"a fault needs a cluster of our own, not {self.bootstrap_servers}")
 
-    def _require_up(self, i: int) -> None:
-        self._refuse("a fault")
+    _require_up = start = resume = heal = _no_fault
+    _kill = _stop = _launch = _pause = _resume = _partition = _heal = _no_fault
 
-    def start(self, i: int, timeout_s: float = 0) -> None:
-        self._refuse("a fault")
+    def server(self, i: int) -> NoReturn:
+        raise NotSupported(f"one node cannot be told from the others at {self.bootstrap_servers}: its ids are its own")
 
-    def resume(self, i: int) -> None:
-        self._refuse("a fault")
-
-    def heal(self, i: int) -> None:
-        self._refuse("a fault")
-
-    def server(self, i: int) -> str:
-        self._refuse("the address of one node")
-
-    def log(self, i: int) -> str:
-        self._refuse("a node's log")
-
-    def _kill(self, i: int) -> None:
-        self._refuse("a fault")
-
-    def _stop(self, i: int, timeout_s: float) -> None:
-        self._refuse("a fault")
-
-    def _launch(self, nodes: list[int]) -> None:
-        self._refuse("a fault")
-
-    def _pause(self, i: int) -> None:
-        self._refuse("a fault")
-
-    def _resume(self, i: int) -> None:
-        self._refuse("a fault")
-
-    def _partition(self, i: int) -> None:
-        self._refuse("a fault")
-
-    def _heal(self, i: int) -> None:
-        self._refuse("a fault")
+    log = server

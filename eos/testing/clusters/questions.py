@@ -1,18 +1,20 @@
 """The two questions that must be put to one chosen node, which no client library lets a caller choose.
 
-Owns the bytes of FindCoordinator (KIP-98) and DescribeQuorum (KIP-595), in one version each that every broker from 3.9
-on serves. A client would ask any node it knows, a paused one too, and wait for it. Raises OSError for no answer.
+A client would ask any node it knows, a paused one too, and wait for it. Owns that exchange, in one version of
+FindCoordinator (KIP-98) and DescribeQuorum (KIP-595) each that every broker from 3.9 on serves. Raises OSError for no
+answer.
 """
 
 from __future__ import annotations
 
 import socket
-import struct
+from typing import Any
+
+from kafka.protocol.admin import DescribeQuorumRequest, DescribeQuorumResponse
+from kafka.protocol.metadata import FindCoordinatorRequest, FindCoordinatorResponse
 
 GROUP, TRANSACTION = 0, 1
 ANSWER_TIMEOUT_S = 5.0
-_FIND_COORDINATOR, _DESCRIBE_QUORUM = 10, 55
-_METADATA_TOPIC = b"__cluster_metadata"
 
 
 def coordinator(server: str, name: str, kind: int, timeout_s: float = ANSWER_TIMEOUT_S) -> int | None:
@@ -20,37 +22,32 @@ def coordinator(server: str, name: str, kind: int, timeout_s: float = ANSWER_TIM
 
     The broker makes the internal topic if it has to.
     """
-    key = name.encode()
-    answer = _ask(server, _FIND_COORDINATOR, 1, struct.pack(f">h{len(key)}sb", len(key), key, kind), timeout_s)
-    # throttle_time_ms, error_code, error_message (nullable), node_id
-    error, length = struct.unpack_from(">hh", answer, 4)
-    (node,) = struct.unpack_from(">i", answer, 8 + max(length, 0))
-    return None if error else int(node)
+    request = FindCoordinatorRequest(version=1, key=name, key_type=kind)
+    answer = _ask(server, request, FindCoordinatorResponse, timeout_s)
+    return None if answer.error_code else int(answer.node_id)
 
 
 def quorum_leader(server: str, timeout_s: float = ANSWER_TIMEOUT_S) -> int | None:
     """The active controller; None while there is none."""
-    # Compact arrays and strings, each with its length plus one; three empty sets of tagged fields at the end.
-    topic = bytes([2, len(_METADATA_TOPIC) + 1]) + _METADATA_TOPIC
-    answer = _ask(server, _DESCRIBE_QUORUM, 0, b"\0" + topic + b"\2" + bytes(4) + b"\0\0\0", timeout_s)
-    # Tagged fields of the header, error_code, one topic with its name, one partition: index, error_code, leader_id.
-    (error,) = struct.unpack_from(">h", answer, 1)
-    if error:
+    topic = DescribeQuorumRequest.TopicData
+    partition = topic.PartitionData(partition_index=0)
+    request = DescribeQuorumRequest(version=0, topics=[topic(topic_name="__cluster_metadata", partitions=[partition])])
+    answer = _ask(server, request, DescribeQuorumResponse, timeout_s)
+    if answer.error_code:
         return None
-    error, leader = struct.unpack_from(">hi", answer, 3 + len(topic) + 1 + 4)
-    return int(leader) if not error and leader >= 0 else None
+    told = answer.topics[0].partitions[0]
+    return int(told.leader_id) if not told.error_code and told.leader_id >= 0 else None
 
 
-def _ask(server: str, api_key: int, version: int, body: bytes, timeout_s: float) -> bytes:
-    """The answer after its correlation id."""
+def _ask(server: str, request: Any, response: Any, timeout_s: float) -> Any:
     host, _, port = server.rpartition(":")
-    # Correlation id 1, no client id.
-    request = struct.pack(">hhih", api_key, version, 1, -1) + body
+    request.with_header(correlation_id=1, client_id="eos-testing")
     with socket.create_connection((host, int(port)), timeout_s) as connection:
-        connection.sendall(struct.pack(">i", len(request)) + request)
+        connection.sendall(request.encode(header=True, framed=True))
         with connection.makefile("rb") as answers:
-            (length,) = struct.unpack(">i", _exactly(answers.read(4), 4))
-            return _exactly(answers.read(length), length)[4:]
+            size = _exactly(answers.read(4), 4)
+            frame = size + _exactly(answers.read(length := int.from_bytes(size)), length)
+    return response.decode(frame, version=request.version, header=True, framed=True)
 
 
 def _exactly(data: bytes, length: int) -> bytes:

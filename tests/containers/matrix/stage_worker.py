@@ -23,7 +23,7 @@ from eos.cli import invoke
 from eos.cli import run as run_command
 from eos.kafka.settings import Settings
 from eos.kafka.world import World
-from eos.session.lanes import Leaving
+from eos.session.lanes import UnderWay
 from eos.testing.lineage import WIDTH_BYTES, stamp, unstamp
 from eos.worker.worker import Worker
 
@@ -121,11 +121,11 @@ def main() -> int:
             send = session._lanes.send
             diary.in_turn = lambda: session.producer.transactional_id
 
-            def leaving(left: Leaving) -> None:
+            def setting_out(commit: UnderWay) -> None:
                 diary.leaves()
-                send(left)
+                send(commit)
 
-            session._lanes.send = leaving  # type: ignore[method-assign]
+            session._lanes.send = setting_out  # type: ignore[method-assign]
 
     run_command.Worker = StageWorker  # type: ignore[attr-defined, misc]
     run_command.load_app = lambda target: app  # type: ignore[assignment, attr-defined]

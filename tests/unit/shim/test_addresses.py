@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from eos.shim.addresses import fetch, layouts
 from eos.shim.addresses.book import AddressBook, Endpoint
-from eos.shim.addresses.job import WHOLE_FETCH_BYTES, AddressJob
-from eos.shim.addresses.layouts import KNOWN, Found
-from eos.shim.addresses.leak import LeakScan
-from eos.shim.addresses.rewrite import rewrite
+from eos.shim.addresses.job import WHOLE_FETCH_BYTES, AddressJob, LeakScan
+from eos.shim.addresses.layouts import KNOWN, Found, rewrite
 from eos.shim.errors import Leak, Malformed
 from eos.shim.pipeline import Connection, Exchange
 from eos.shim.wire import api

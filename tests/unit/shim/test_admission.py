@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from eos.errors import ConfigurationError
 from eos.shim import Shim, ShimSettings
 from eos.shim.complaints import LINES_PER_HOST
-from eos.shim.errors import Misconfigured
 from eos.shim.link import MOST_UNANSWERED, Hold
 from eos.shim.memory import Memory
 from eos.shim.pipeline import Exchange, Job
@@ -515,14 +515,14 @@ def test_a_certificate_for_the_brokers_needs_a_way_to_know_who_uses_it(
     if not refused:
         check_relay(certificate, client_ca, trusted)
         return
-    with pytest.raises(Misconfigured, match=r"--client-ca FILE, or --trust-clients"):
+    with pytest.raises(ConfigurationError, match=r"--client-ca FILE, or --trust-clients"):
         check_relay(certificate, client_ca, trusted)
 
 
 def test_a_ca_of_clients_needs_tls_and_a_file_that_is_one(tmp_path: Path) -> None:
-    with pytest.raises(Misconfigured, match="a CA of clients without a certificate"):
+    with pytest.raises(ConfigurationError, match="a CA of clients without a certificate"):
         server_tls(None, None, "ca.pem")
-    with pytest.raises(Misconfigured, match="100 bytes is too small"):
+    with pytest.raises(ConfigurationError, match="100 bytes is too small"):
         ShimSettings((("a", 1),), ("127.0.0.1", 0), largest_control=100)
-    with pytest.raises(Misconfigured, match="0 connections are not enough"):
+    with pytest.raises(ConfigurationError, match="0 connections are not enough"):
         ShimSettings((("a", 1),), ("127.0.0.1", 0), most_connections=0)

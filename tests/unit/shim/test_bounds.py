@@ -96,14 +96,14 @@ def test_the_longest_heads_that_clients_may_have_are_read(tags: int, client: int
 
 def test_a_produce_that_comes_byte_by_byte_is_looked_at_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0
-    read = translate.produce_by_head
+    read = translate.produce
 
-    def counted(head: Piece, version: int, size: int) -> translate.Produce | None:
+    def counted(head: Piece, version: int, size: int) -> translate.Produce:
         nonlocal looks
         looks += 1
         return read(head, version, size)
 
-    monkeypatch.setattr(translate, "produce_by_head", counted)
+    monkeypatch.setattr(translate, "produce", counted)
     for shape, most in (("one batch", 9), ("two batches", 9), ("two topics", 9), ("no records", 9)):
         frame = produce_request(9, "t" * 200, SHAPES[shape])
         passed, looks = Passed(), 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eos.shim.errors import Misconfigured
+from eos.errors import ConfigurationError
 from eos.shim.faults.plan import Event, Phase, Plan, Rule, read_plan
 from eos.shim.faults.said import Said
 from eos.shim.guard import login
@@ -82,7 +82,7 @@ def test_a_rule_beside_another_counts_what_comes_after_it_for_other_partitions()
 def test_a_rule_of_the_other_side_cannot_be_waited_for() -> None:
     near = Rule("Produce", "reset", side="client")
     for far in (Rule("Produce", "reset", beside=1), Rule("Produce", "delay", until=Event(rule=1))):
-        with pytest.raises(Misconfigured):
+        with pytest.raises(ConfigurationError):
             Plan([near, far])
         assert len(Plan([near, Rule(**{**vars(far), "side": "client"})]).rules) == 2
 
@@ -149,7 +149,7 @@ def test_a_plan_of_a_file_is_the_plan_of_python(tmp_path: Path) -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused_at_once(values: dict[str, object]) -> None:
-    with pytest.raises(Misconfigured):
+    with pytest.raises(ConfigurationError):
         Rule("Produce", "reset", **values)  # type: ignore[arg-type]
 
 

@@ -18,7 +18,7 @@ from eos.shim.errors import Malformed
 from eos.shim.pipeline import Connection, Exchange
 from eos.shim.protect import Journal, ProtectJob, crc, translate
 from eos.shim.protect.machine import Identity
-from eos.shim.wire import api
+from eos.shim.wire import answers, api
 from tests.unit.shim.messages import decoded, frames
 
 OLD, NEW = Identity(4000, 7), Identity(2**40 + 5, 300)
@@ -164,7 +164,7 @@ def test_every_batch_of_a_produce_gets_identity_sequence_and_checksum(version: i
         "b": {0: records(7, gzip=gzip), 1: None},
     }
     frame = produce_request(version, "t", data)
-    request = translate.produce(frame, version)
+    request = translate.produce(frame, version, len(frame))
     assert request.name == "t"
     assert list(request.partitions) == [("a", 0), ("a", 4), ("b", 0), ("b", 1)]
     assert request.identities == {OLD}
@@ -182,7 +182,7 @@ def test_every_batch_of_a_produce_gets_identity_sequence_and_checksum(version: i
                 assert len(list(batch)) == 3
                 seen.append((topic.name, each.index, batch.base_sequence))
     assert seen == [("a", 0, 0), ("a", 0, 3), ("a", 4, 3), ("b", 0, 7)]
-    assert translate.produce_as(made, translate.produce(made, version), OLD, _back(bases)) == frame
+    assert translate.produce_as(made, translate.produce(made, version, len(made)), OLD, _back(bases)) == frame
 
 
 def _back(bases: dict[tuple[str, int], int]) -> dict[tuple[str, int], int]:
@@ -192,7 +192,7 @@ def _back(bases: dict[tuple[str, int], int]) -> dict[tuple[str, int], int]:
 @pytest.mark.parametrize("version", translate.VERSIONS[api.PRODUCE])
 def test_a_refused_produce_is_answered_for_each_of_its_partitions(version: int) -> None:
     frame = produce_request(version, "t", {"a": {0: records(1), 4: records(1)}, "b": {0: records(1)}})
-    made = translate.produce_refusal(translate.produce(frame, version), version, 77, 19)
+    made = answers.refusal(api.PRODUCE, version, 77, 19, translate.produce(frame, version, len(frame)).partitions)
     answer = protocol.ProduceResponse.decode(made, version=version, header=True, framed=True)
     results = {(t.name, each.index): each.error_code for t in answer.responses for each in t.partition_responses}
     assert results == {("a", 0): 19, ("a", 4): 19, ("b", 0): 19}
@@ -242,7 +242,7 @@ def test_a_damaged_produce_is_malformed_or_passes_but_never_breaks_the_parser(da
         frame[data.draw(st.integers(8, len(frame) - 1))] = data.draw(st.integers(0, 255))
     cut = bytes(frame[: data.draw(st.integers(20, len(frame)))])
     try:
-        request = translate.produce(cut, int.from_bytes(frame[6:8], "big"))
+        request = translate.produce(cut, int.from_bytes(frame[6:8], "big"), len(cut))
     except (Malformed, KeyError):
         return
     bases = dict.fromkeys(request.partitions, 0)
@@ -435,7 +435,8 @@ def test_where_protection_is_required_nothing_passes_without_it_and_nothing_is_f
         assert job.wants_request(key, 3)
         passed, answer = asked(job, key, 3)
         assert (passed, answer is None) == (b"", False)
-    produce = translate.produce(produce_request(9, "t", {"a": {0: records(5)}}), 9)
+    frame = produce_request(9, "t", {"a": {0: records(5)}})
+    produce = translate.produce(frame, 9, len(frame))
     assert isinstance(job.produce(Exchange(Connection(1, "c", "b", 0), api.PRODUCE, 9, 77), produce), bytes)
     job.upstream({"broker 1": OFFERS})
     assert job.not_ready is None

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eos.shim.errors import Misconfigured
+from eos.errors import ConfigurationError
 from eos.shim.protect import journal as module
 from eos.shim.protect.journal import Journal
 from eos.shim.protect.machine import (
@@ -63,7 +63,7 @@ def test_a_line_that_was_not_finished_counts_for_nothing_and_one_in_the_middle_i
     path.write_bytes(whole[:-5])
     assert written(path) == [pair("a")]
     path.write_bytes(b"[1" + whole)
-    with pytest.raises(Misconfigured, match="cannot be read at line 1"):
+    with pytest.raises(ConfigurationError, match="cannot be read at line 1"):
         Journal(path)
 
 
@@ -81,7 +81,7 @@ def test_a_journal_is_made_shorter_as_it_grows(tmp_path: Path, monkeypatch: pyte
 
 def test_two_shims_do_not_share_a_journal(tmp_path: Path) -> None:
     first = Journal(tmp_path / "j")
-    with pytest.raises(Misconfigured, match="in use by another shim"):
+    with pytest.raises(ConfigurationError, match="in use by another shim"):
         Journal(tmp_path / "j")
     first.close()
     Journal(tmp_path / "j").close()

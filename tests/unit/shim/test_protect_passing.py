@@ -67,7 +67,7 @@ class Passed:
 
 
 def collected(frame: bytes, version: int) -> bytes:
-    request = translate.produce(frame, version)
+    request = translate.produce(frame, version, len(frame))
     return bytes(translate.produce_as(frame, request, NEW, dict.fromkeys(request.partitions, 0)))
 
 
@@ -191,7 +191,7 @@ def again(passed: Passed, frame: bytes, connection: int) -> tuple[bytes, bytes |
 
 
 def sequences(sent: bytes) -> list[int]:
-    return [batch.written.first for batch in translate.produce(sent, 9).batches]
+    return [batch.written.first for batch in translate.produce(sent, 9, len(sent)).batches]
 
 
 def error(answer: bytes | None) -> int:
@@ -219,7 +219,7 @@ def test_one_whose_transaction_ends_in_its_midst_keeps_that_ones_identity_to_its
     else:
         machine.opens("t", OLD, 1, "next")
     passed.feed(frame[-9:])
-    request = translate.produce(frame, 9)
+    request = translate.produce(frame, 9, len(frame))
     assert passed.out == translate.produce_as(frame, request, NEW, {("a", 3): 0})
     assert passed.splitter.between_frames
     # The next one on this connection is judged anew.

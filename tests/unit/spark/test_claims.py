@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from eos.errors import ConfigurationError
+from eos.kafka.ownership import Identity
 from spark_connector import claims as claims_module
 from spark_connector.claims import ClaimOffice, Claims, ClaimServer, place_of
-from spark_connector.recordbatch import Identity
 from spark_connector.wire import Unreachable
 
 ONE, TWO = Identity(5, 1), Identity(5, 2)

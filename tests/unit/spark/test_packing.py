@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kafka.record import MemoryRecords
 
+from eos.kafka.ownership import Identity
 from spark_connector import packing
 from spark_connector.packing import (
     ORDER,
@@ -27,7 +28,7 @@ from spark_connector.packing import (
     unpack,
 )
 from spark_connector.placing import REFUSAL, TARGET
-from spark_connector.recordbatch import Identity, encode
+from spark_connector.recordbatch import encode
 
 KIND = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 

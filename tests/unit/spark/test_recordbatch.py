@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from kafka.partitioner.default import murmur2
 from kafka.record import MemoryRecords
 
+from eos.kafka.ownership import Identity
 from spark_connector import recordbatch
 from spark_connector.murmur2 import murmur2_column
-from spark_connector.recordbatch import COMPRESSIONS, HEADER, Batch, Identity, RecordTooLarge, encode
+from spark_connector.recordbatch import COMPRESSIONS, HEADER, Batch, RecordTooLarge, encode
 
 NOW_MS = 1_700_000_000_000
 IDENTITY = Identity(9_000_000_001, 7)

@@ -10,13 +10,13 @@ import pyarrow as pa
 import pytest
 from kafka import errors as kafka_errors
 
+from eos.kafka.ownership import Identity
 from spark_connector import task, wire
 from spark_connector.answers import Answer, Stopped
 from spark_connector.attempt import _check
 from spark_connector.claims import Claims, ClaimServer
 from spark_connector.packing import pack_rows, unpack
 from spark_connector.placing import TARGET
-from spark_connector.recordbatch import Identity
 
 IDENTITY = Identity(5, 1)
 

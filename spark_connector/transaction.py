@@ -15,8 +15,8 @@ from typing import Any
 
 from kafka.protocol.producer.transaction import AddPartitionsToTxnRequest, EndTxnRequest, InitProducerIdRequest
 
+from eos.kafka.ownership import Identity
 from spark_connector.answers import Answer, Stopped, judge, name
-from spark_connector.recordbatch import Identity
 from spark_connector.wire import Broken, Wire
 
 _INIT_MAX_VERSION = 4
