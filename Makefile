@@ -99,11 +99,11 @@ bench-shim: $(STAMP)
 	$(BIN)/python -m benchmarks.shim_speed
 
 # Three brokers in containers (docs/containers.md). The engine is installed and started if none answers, which takes
-# root. KAFKA_IMAGE=apache/kafka:4.3.1 takes that image where a registry can be reached.
-VERSIONS ?= 4.3.1
+# root. KAFKA_IMAGE=apache/kafka:4.4.0 takes that image where a registry can be reached.
+VERSIONS ?= 4.4.0
 
 # What cannot be had of them is told: clusters are local JVMs then.
-IMAGES = compose/engine.sh start && $(MAKE) --no-print-directory image VERSIONS="4.3.1 3.9.2" || true
+IMAGES = compose/engine.sh start && $(MAKE) --no-print-directory image VERSIONS="4.4.0 3.9.2" || true
 
 engine:
 	@compose/engine.sh start

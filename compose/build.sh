@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the images where no registry can be reached: `build.sh [KAFKA_VERSION]...`, by default 4.3.1, the worker and
+# Builds the images where no registry can be reached: `build.sh [KAFKA_VERSION]...`, by default 4.4.0, the worker and
 # the shim; `build.sh worker` the last two only.
 #
 #   eos-base:bookworm   a minimal Debian with python3 and iptables (debootstrap; made once)
@@ -72,7 +72,7 @@ build_worker() {
 }
 
 build_base
-(($#)) || set -- 4.3.1
+(($#)) || set -- 4.4.0
 [[ $* == worker ]] || for version in "$@"; do build_kafka "$version"; done
 build_worker
 # What had these names before.

@@ -33,10 +33,10 @@ from spark_connector import marker
 from spark_connector.answers import Answer, Stopped
 from spark_connector.claims import ClaimServer
 from spark_connector.marker import Decision, Marker, MarkerReader, WrongProgress
-from spark_connector.murmur2 import murmur2_column
 from spark_connector.options import Options
 from spark_connector.packing import targets_of
 from spark_connector.partition import PartitionWriter
+from spark_connector.placing import murmur2_column
 from spark_connector.progress import Progress
 from spark_connector.routing import gather, planned_for_the_sink, route
 from spark_connector.shipping import lacking

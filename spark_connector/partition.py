@@ -7,6 +7,7 @@ make a batch anew, and never take an answer for another batch's.
 
 from __future__ import annotations
 
+import struct
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from typing import Any
 
 import pyarrow as pa
 from kafka import errors as kafka_errors
+from kafka.protocol.producer.produce import ProduceRequest
+from kafka.protocol.schemas.fields.codecs import UnsignedVarInt32
 
 from eos.kafka.ownership import Identity
 from spark_connector.answers import Answer, Stopped, judge, name
-from spark_connector.produce import Produce
 from spark_connector.recordbatch import Batch, RecordRefused, encode
 from spark_connector.wire import Unreachable, Wire
 
@@ -175,3 +177,41 @@ class PartitionWriter:
         """Until no request is in flight: a copy that is still under way must not overtake the next one."""
         for sent in self._sent:
             self._wire.wait(sent.future, _WAIT_S)
+
+
+_ACKS_TIMEOUT_MS = 10_000
+_MAX_VERSION = 11
+_FRAME = struct.Struct(">i")
+# A request's last four bytes when its records have none: an int32, or since version 9 a varint of 1 and three empty
+# lists of tagged fields (the partition's, the topic's, the request's).
+_BEHIND = 4
+_TAGS = bytes(3)
+
+
+class Produce(ProduceRequest, init=False):  # type: ignore[call-arg, misc]
+    """One batch for one partition, acks=all, in a transaction. A log that prints it shows no records."""
+
+    def __init__(self, transactional_id: str, topic: str, partition: int, batch: Batch) -> None:
+        data = ProduceRequest.TopicProduceData
+        records = data.PartitionProduceData(index=partition, records=b"")
+        super().__init__(
+            transactional_id=transactional_id,
+            acks=-1,
+            timeout_ms=_ACKS_TIMEOUT_MS,
+            topic_data=[data(name=topic, partition_data=[records])],
+            max_version=_MAX_VERSION,
+        )
+        self.batch = batch
+
+    def encode(self, version: int | None = None, header: bool = False, framed: bool = False) -> Any:
+        without = bytearray(super().encode(version=version, header=header, framed=framed))
+        size = self.batch.size
+        if self.flexible_version_q(self.API_VERSION):
+            length, tail = UnsignedVarInt32.encode(size + 1), _TAGS
+        else:
+            length, tail = _FRAME.pack(size), b""
+        front = memoryview(without)[:-_BEHIND]
+        if framed:
+            itself = _FRAME.size  # is not counted
+            _FRAME.pack_into(without, 0, len(front) - itself + len(length) + size + len(tail))
+        return b"".join((front, length, *self.batch.pieces, tail))

@@ -20,7 +20,7 @@ from eos.app.definition import App
 from eos.errors import ConfigurationError, EosError, Fenced, InputGone, NotAuthorised, Temporary, Unavailable
 from eos.kafka.settings import Settings
 from eos.session.asking import check_topics
-from eos.worker.worker import ShutdownExpired, StopSignals
+from eos.session.stopping import ShutdownExpired, StopSignals
 from spark_connector import failures
 from spark_connector.apply import OUTPUTS, Apply
 from spark_connector.java_settings import unused

@@ -1,4 +1,5 @@
-"""What a function's result leads to: the records to send, by the rules in full.
+"""What a function's result leads to: the records to send, by the rules in full; and what it suggests that its author
+did not mean, said once for a function in a process.
 
 Owns the meaning of a result: which topic, which key, which timestamp, which bytes, and what cannot be sent. The hot
 loop (eos/hotloop) knows the usual ones by itself and asks here for the rest.
@@ -12,13 +13,15 @@ from typing import Any, Final, NoReturn, cast
 
 import msgspec
 
-from eos.app.hints import Hints
+from eos import log
 from eos.app.serde import (
     IS_JSON,
     JSON,
     Encode,
     encode,
     encode_key,
+    function_name,
+    underlying,
 )
 from eos.errors import ConfigurationError
 from eos.hotloop.python import END_OF_TIME, HOLDS_SEVERAL, Target, looks_like_a_pair
@@ -202,3 +205,43 @@ def _headers(headers: Headers, name: str) -> list[Header]:
         header.encode()  # a name that UTF-8 cannot hold raises here
         result.append((header, encode(value)))
     return result
+
+
+# By where a function is defined, not by the function: a copy that was pickled is the same one.
+_said: set[tuple[object, ...]] = set()
+
+_TOMBSTONE = (
+    "the function returned None for a record whose value is None, and None means no output: to pass tombstones on "
+    "return Out(None), or record.out(record.value); to drop them without this line return ()"
+)
+_PAIR = (
+    "each item of a returned tuple is a record of its own: for one record with a key return Out(value, key=key); for "
+    "several without this line return a list"
+)
+
+
+class Hints:
+    """Of one function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        code = getattr(underlying(function), "__code__", None)
+        self._name = function_name(function)
+        self._done: set[str] = set()  # what needs no look at more than this
+        self._defined = (self._name, getattr(code, "co_filename", ""), getattr(code, "co_firstlineno", 0))
+
+    def tombstone(self, record: Record) -> None:
+        """None came of a record without a value."""
+        self._say("a tombstone led to no output", _TOMBSTONE, record)
+
+    def pair(self, record: Record) -> None:
+        """A tuple was returned that looks like a key and a value."""
+        self._say("a tuple is not a key and a value", _PAIR, record)
+
+    def _say(self, event: str, why: str, record: Record) -> None:
+        if event in self._done:
+            return
+        self._done.add(event)
+        if (event, *self._defined) not in _said:
+            _said.add((event, *self._defined))
+            where = {"topic": record.topic, "partition": record.partition, "offset": record.offset}
+            log.warning(event, function=self._name, **where, why=why)

@@ -17,9 +17,8 @@ from typing import Any, cast
 
 from eos import hotloop
 from eos.app import concurrent
-from eos.app.hints import Hints
 from eos.app.policies import Policy, stop
-from eos.app.results import Normalise, encoded, normaliser, out_converter, target_of
+from eos.app.results import Hints, Normalise, encoded, normaliser, out_converter, target_of
 from eos.app.serde import (
     Decode,
     Encode,

@@ -100,7 +100,7 @@ class Detached:
     ) -> list[int]:
         """Starts the nodes that are down and returns them; an empty list means all were running.
 
-        None takes what the data has, for new data 1 node of 4.3.1 at 9092. Raises ConfigurationError for another
+        None takes what the data has, for new data 1 node of 4.4.0 at 9092. Raises ConfigurationError for another
         number of nodes, an older version, or other wishes for a cluster that is running; Unavailable if it cannot
         be started.
         """

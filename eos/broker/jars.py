@@ -25,7 +25,7 @@ from eos.errors import ConfigurationError, Unavailable
 if TYPE_CHECKING:
     from jgo.maven import Artifact
 
-DEFAULT_VERSION = "4.3.1"
+DEFAULT_VERSION = "4.4.0"
 KNOWN_VERSIONS = ("3.9.2", "4.0.2", "4.1.2", "4.2.1", "4.3.1", "4.4.0")
 OLDEST_VERSION = (3, 9, 0)
 

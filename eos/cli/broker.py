@@ -32,7 +32,7 @@ def start(
         int | None, typer.Option("--nodes", metavar="1|3", help="Number of nodes [default: 1, or what the data has]")
     ] = None,
     version: Annotated[
-        str | None, typer.Option("--version", help="Kafka version [default: 4.3.1, or what the data has]")
+        str | None, typer.Option("--version", help="Kafka version [default: 4.4.0, or what the data has]")
     ] = None,
     data: DataOption = None,
     port: Annotated[

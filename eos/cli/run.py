@@ -11,7 +11,8 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,16 +30,16 @@ from eos.cli.options import (
     flags_of,
     refuse_ids,
 )
-from eos.cli.reload import folders_of, reloading
 from eos.errors import UsageError
 from eos.health.board import Board
 from eos.health.observer import Observer
 from eos.health.report import Reporter, pipe_of_supervisor
 from eos.health.status import Status
 from eos.kafka import preflight, settings
+from eos.session.stopping import StopSignals
 from eos.worker.loading import load_app
 from eos.worker.supervisor import Supervisor, own_name, prefix_own_output
-from eos.worker.worker import StopSignals, Worker
+from eos.worker.worker import Worker
 
 
 def run(
@@ -199,3 +200,39 @@ def _warn_of_random_host_name(loaded: settings.Settings) -> None:
             "host names of containers are random: a restarted one cannot end what this one leaves open; set "
             "--instance to something stable (a StatefulSet's pod name, EOS_INSTANCE in compose)"
         )
+
+
+def folders_of(target: str) -> list[Path]:
+    """Where the source of `module:app` or `path.py:app` is looked for: the working directory and the file's own."""
+    file = Path(target.partition(":")[0])
+    folders = {Path.cwd()}
+    if file.suffix == ".py":
+        folders.add(file.parent.resolve())
+    return sorted(folders)
+
+
+@contextlib.contextmanager
+def reloading(folders: Sequence[Path], changed: Callable[[], None]) -> Iterator[None]:
+    """Calls `changed` when a .py file below `folders` changed, on a daemon thread. UsageError without watchfiles."""
+    try:
+        import watchfiles
+    except ImportError as error:
+        raise UsageError("--reload needs watchfiles: pip install 'eos-kafka[reload]'") from error
+    stopping = threading.Event()
+
+    def watch() -> None:
+        for changes in watchfiles.watch(
+            *folders, watch_filter=watchfiles.PythonFilter(), stop_event=stopping, raise_interrupt=False
+        ):
+            names = ", ".join(sorted({os.path.relpath(path) for _, path in changes})[:3])
+            log.info("source changed: workers start again", files=names)
+            changed()
+
+    log.info("watching for changes", folders=",".join(map(str, folders)))
+    thread = threading.Thread(target=watch, name="eos-reload", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join(2)

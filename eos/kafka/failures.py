@@ -143,3 +143,10 @@ def denied(error: BaseException | KafkaError, *, group: str = "", transactional_
     }
     resource, name, operation = rights.get(error.code(), ("", "", ""))
     return ": ".join(missing_right(resource, operation)) if name else ""
+
+
+def other_strategy(error: KafkaError, group: str) -> str:
+    """What to do about members that share a group's partitions in another way; "" for another error."""
+    if error.code() != _K.INCONSISTENT_GROUP_PROTOCOL:
+        return ""
+    return f"group {group} has members that share its partitions by another strategy: stop those consumers first"

@@ -15,7 +15,7 @@ from eos import log
 from eos.errors import Action, Call, CallFailed, EosError, Unavailable, describe_error, no_broker, stop_error
 from eos.kafka.cluster import ClusterAdmin
 from eos.kafka.facts import NEW_TOPIC_S
-from eos.kafka.failures import classify, denied
+from eos.kafka.failures import classify, denied, other_strategy
 from eos.kafka.settings import Settings
 from eos.kafka.transactions import why_unstable
 from eos.kafka.world import REAL, World
@@ -59,7 +59,7 @@ class Asking:
     def refusal(self, call: Call, error: KafkaError, topic: str = "") -> EosError:
         """What ends the session."""
         right = denied(error, group=self._group, topic=topic or ", ".join(self._topics))
-        return stop_error(CallFailed(call, classify(call, error), error, right))
+        return stop_error(CallFailed(call, classify(call, error), error, right or other_strategy(error, self._group)))
 
     # ---- ends -------------------------------------------------------------------------------------------------
 

@@ -57,6 +57,10 @@ class Intake:
         self._failure: CallFailed | None = None  # met while something else was waited for
 
     @property
+    def started(self) -> bool:
+        return self._membership is not None
+
+    @property
     def membership(self) -> Membership:
         assert self._membership is not None, "the session is not started"
         return self._membership

@@ -19,6 +19,7 @@ goes down with it (`_await_commit`). So what can be committed is always a beginn
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from confluent_kafka import Consumer
 from eos import log
 from eos.app.definition import is_pattern
 from eos.app.results import send_of
-from eos.errors import Action, CallFailed, ConfigurationError, IllegalState, PoisonRecord
+from eos.errors import Action, CallFailed, ConfigurationError, IllegalState, PoisonRecord, Temporary
 from eos.kafka.settings import OF_FUNCTIONS, Settings, settings_of
 from eos.kafka.world import REAL, World
 from eos.records import Fed, Feed, Headers, Record
@@ -45,6 +46,7 @@ from eos.session.positions import TopicPartition as Partition
 from eos.session.producer import ALWAYS, TransactionalProducer
 from eos.session.recovery import Trouble
 from eos.session.steps import Recovery
+from eos.session.stopping import ShutdownExpired, StopSignals
 from eos.session.successor import Successor
 
 
@@ -174,6 +176,7 @@ class TransactSession:
                 for record in txn.records:
                     txn.send("out", record.value, key=record.key)
 
+    It goes on until it is stopped: by `stop`, or by signals (`with ... as session, session.stopping_on_signals():`).
     The body's end commits. An exception out of the body aborts; leaving the loop by `break` aborts too (call
     `txn.commit()` first to keep the work). A transaction that had to be aborted (a rebalance, a lost broker, ...) is
     not reported: its records are handed out again, in the same order. Raises EosError's subclasses (see eos.errors).
@@ -345,6 +348,24 @@ class TransactSession:
         self._intake.close(leave_group)
         self._offsets.close()
 
+    def stop(self) -> None:
+        """The loop ends when the open transaction has, and at once while it waits for records. From anywhere: the
+        loop's body, a signal's handler, another thread."""
+        self.stop_requested = True
+
+    @contextlib.contextmanager
+    def stopping_on_signals(self) -> Iterator[None]:
+        """In the block SIGTERM and SIGINT stop the loop, as they stop a worker: at the first one the open transaction
+        ends; a second one, or `eos.shutdown.timeout.ms` after the first, gives it up, and the block raises Temporary.
+        Raises IllegalState outside of the main thread, where no signal comes."""
+        if threading.current_thread() is not threading.main_thread():
+            raise IllegalState("signals come to the main thread alone: hear them there, and call `session.stop()`")
+        try:
+            with StopSignals(self):
+                yield
+        except ShutdownExpired as expired:
+            raise Temporary(f"the stop took too long ({expired}): the open transaction was given up") from expired
+
     def pause(self, seconds: float) -> None:
         """No transaction begins before so many seconds are over; meanwhile the group is polled as usual."""
         self._pacing.pause(self._world.now(), seconds)
@@ -360,6 +381,10 @@ class TransactSession:
 
     def __next__(self) -> Transaction:
         self._claim.hold()
+        if not self._intake.started:
+            raise IllegalState(
+                "the session is not started, or closed: `with TransactSession(...) as session:` starts it"
+            )
         begun = None
         if not self._stops_half_way:
             with self._whole():

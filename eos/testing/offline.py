@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from eos.app.definition import App
+from eos.app.policies import dead_letter_topic
 from eos.app.serde import encode, encode_key
 from eos.errors import ConfigurationError
 from eos.kafka.settings import Settings
@@ -37,15 +38,19 @@ class Sent:
 
 @dataclass
 class Ran:
-    """What a run led to: all outputs in their order, dead letters among them, and counts."""
+    """What a run led to: all outputs in their order, dead letters among them, and counts. `topics`: those that outputs
+    can go to."""
 
     sent: list[Sent] = field(default_factory=list)
     skipped: int = 0
     dead_letters: int = 0
     retries: int = 0
+    topics: Collection[str] = ()
 
     def to(self, topic: str) -> list[Sent]:
-        """The outputs to one topic."""
+        """The outputs to one topic. Raises ConfigurationError for one that the App never writes to."""
+        if self.topics and topic not in self.topics:
+            raise ConfigurationError(f"the App does not write to {topic!r}, but to {', '.join(sorted(self.topics))}")
         return [sent for sent in self.sent if sent.topic == topic]
 
     def values(self, topic: str) -> list[bytes | None]:
@@ -68,7 +73,7 @@ def run(app: App, records: Iterable[Record | tuple[Any, ...]]) -> Ran:
     for record in given:
         if record.topic not in app.routes:
             raise ConfigurationError(f"no function of {app!r} gets records of the topic {record.topic!r}")
-    kept, ran, hooks = Kept(), Ran(), Hooks(app)
+    kept, ran, hooks = Kept(), Ran(topics=written_by(app)), Hooks(app)
     handler = Handler(app, passing=Settings({}).passed_headers)
     finished = False
     try:
@@ -87,6 +92,11 @@ def run(app: App, records: Iterable[Record | tuple[Any, ...]]) -> Ran:
     for topic, value, key, partition, timestamp, headers in kept.sends:
         ran.sent.append(Sent(topic, value, key, None if partition < 0 else partition, timestamp, headers or []))
     return ran
+
+
+def written_by(app: App) -> set[str]:
+    """The topics that outputs of its functions can go to, dead letters among them."""
+    return {*app.destinations, *map(dead_letter_topic, app.routes)}
 
 
 def records_of(records: Iterable[Record | tuple[Any, ...]]) -> list[Record]:

@@ -20,7 +20,7 @@ from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
 from eos.plain import transaction
 from eos.records import Record
-from eos.testing.offline import Ran, Sent, records_of
+from eos.testing.offline import Ran, Sent, records_of, written_by
 from eos.worker.worker import Worker
 
 _TIMEOUT_S = 30.0
@@ -59,7 +59,7 @@ def run_on(
     worker.run()
     counters = worker.session.counters
     sent = _read(loaded, before, _ends(client, sorted(app.destinations)))
-    return Ran(sent, counters.skipped, counters.dead_letters, counters.retries)
+    return Ran(sent, counters.skipped, counters.dead_letters, counters.retries, written_by(app))
 
 
 def _ends(client: Any, topics: Sequence[str]) -> dict[Place, int]:

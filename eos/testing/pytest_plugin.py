@@ -76,7 +76,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="container|jvm|HOST:PORT",
         help="where brokers run; default: containers where an engine answers and has the image, else local JVMs",
     )
-    group.addoption("--eos-kafka-version", metavar="VERSION", help="Kafka's version, e.g. 3.9.2; default: 4.3.1")
+    group.addoption("--eos-kafka-version", metavar="VERSION", help="Kafka's version, e.g. 3.9.2; default: 4.4.0")
     group.addoption("--eos-kafka-nodes", metavar="N", type=int, default=3, help="nodes of eos_kafka; default: 3")
 
 

@@ -276,7 +276,7 @@ def test_broker_start_status_and_stop_end_to_end(broker: Command, names: Callabl
     assert broker("status")[0] == 69
     assert broker("stop") == (0, "Kafka is not running\n")
     code, said = broker("start", "--port", port)
-    assert (code, f"Kafka 4.3.1 is running: 127.0.0.1:{port}" in said) == (0, True), said
+    assert (code, f"Kafka 4.4.0 is running: 127.0.0.1:{port}" in said) == (0, True), said
     code, said = broker("start")
     assert (code, "already running" in said) == (0, True), said
     code, said = broker("status")
@@ -297,7 +297,7 @@ def test_broker_start_starts_again_what_was_killed_and_refuses_what_the_data_is_
     code, said = broker("start", "--nodes", "3")
     assert (code, "is of 1 node, not 3" in said) == (78, True), said
     code, said = broker("start", "--version", "4.2.1")
-    assert (code, "written by Kafka 4.3.1" in said) == (78, True), said
+    assert (code, "written by Kafka 4.4.0" in said) == (78, True), said
     code, said = broker("start", "--port", str(port + 1))
     assert (code, "is running" in said) == (78, True), said
     (pid,) = broker.pids()

@@ -28,7 +28,7 @@ NO_SWEEP = {"transaction.abort.timed.out.transaction.cleanup.interval.ms": 300_0
 TIMEOUT_MS = 5_000
 
 
-@pytest.fixture(scope="module", params=["4.3.1", "3.9.2"])
+@pytest.fixture(scope="module", params=["4.4.0", "3.9.2"])
 def kafka(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
     with LocalKafka(version=request.param, config=NO_SWEEP) as kafka:
         yield kafka

@@ -25,8 +25,8 @@ def on(*clusters: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("cluster", clusters, indirect=True)
 
 
-newest = on("container-4.3.1", "jvm-4.3.1")
-everywhere = on("container-4.3.1", "jvm-4.3.1", "container-3.9.2")
+newest = on("container-4.4.0", "jvm-4.4.0")
+everywhere = on("container-4.4.0", "jvm-4.4.0", "container-3.9.2")
 
 
 def new_topic(cluster: Cluster, name: str) -> str:
@@ -311,7 +311,7 @@ def test_a_node_that_is_slow_to_come_back_is_told_with_its_state_and_last_words_
     assert whole.wait_in_sync() > 0
 
 
-@on("jvm-4.3.1")
+@on("jvm-4.4.0")
 def test_a_node_that_ends_as_it_starts_is_told_with_its_error_and_can_be_started_again(whole: Cluster) -> None:
     assert isinstance(whole, JvmCluster)
     properties = whole._kafka.log_path(0).with_name("server.properties")

@@ -76,7 +76,7 @@ def test_a_backend_that_was_asked_for_runs_a_users_test(tmp_path: Path, backend:
 from confluent_kafka.admin import AdminClient, NewTopic
 
 def test_a_topic_is_known_to_a_node_that_was_restarted(eos_kafka):
-    assert (eos_kafka.backend, eos_kafka.size, eos_kafka.version) == ({backend!r}, 1, "4.3.1")
+    assert (eos_kafka.backend, eos_kafka.size, eos_kafka.version) == ({backend!r}, 1, "4.4.0")
     admin = AdminClient({{"bootstrap.servers": eos_kafka.bootstrap_servers}})
     admin.create_topics([NewTopic("t", 1)])["t"].result(60)
     eos_kafka.restart(0)

@@ -22,7 +22,7 @@ from tests.support.reading import create_topic, wait_known
 Names = Callable[[str], str]
 
 
-@pytest.fixture(scope="module", params=["4.3.1", "3.9.2"])
+@pytest.fixture(scope="module", params=["4.4.0", "3.9.2"])
 def broker(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
     with LocalKafka(version=request.param, nodes=3) as kafka:
         yield kafka

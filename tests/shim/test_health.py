@@ -111,7 +111,7 @@ def test_a_shim_that_hangs_is_not_alive_and_one_without_brokers_is_not_ready(nam
 def test_protection_begins_when_the_brokers_allow_it_and_where_it_is_required_transactions_wait_for_it(
     names: Names,
 ) -> None:
-    """The same addresses with Kafka 3.9.2 first, then nobody, then 4.3.1."""
+    """The same addresses with Kafka 3.9.2 first, then nobody, then 4.4.0."""
     (port,) = free_ports(1)
     topic = names("out")
 

@@ -169,9 +169,13 @@ def test_all_that_kafka_offers_is_offered(shim: RunningShim, kafka: LocalKafka) 
     """Of the version the shim was made for; and a client that is newer learns which version to ask with."""
     newest = api.NEWEST[api.API_VERSIONS]
     with Wire(kafka.bootstrap_servers) as direct, Wire(shim.bootstrap_servers) as through:
-        for version in range(newest + 1):
+        for version in range(ApiVersionsRequest.max_version + 1):
             asked = ApiVersionsRequest(version=version, client_software_name="x", client_software_version="1")
-            assert through.ask(asked) == direct.ask(asked)
+            offered = direct.ask(asked)
+            for each in offered.api_keys:
+                if each.api_key == api.TXN_OFFSET_COMMIT:  # the one that is held back, see api.NEWEST
+                    each.max_version = min(each.max_version, api.NEWEST[api.TXN_OFFSET_COMMIT])
+            assert through.ask(asked) == offered
         through.socket.sendall(frame(api.API_VERSIONS, newest + 1, b"\0\2x\2x\0", 99))
         assert through.receive()[4:] == bytes.fromhex("00000063 0023 00000001 0012 0000") + newest.to_bytes(2, "big")
 

@@ -164,5 +164,5 @@ def test_the_table_has_a_row_for_each_fault_and_a_column_for_each_way_and_protoc
 
 
 def test_a_sweep_asks_each_kafka_for_what_it_has() -> None:
-    assert (ways_on("4.3.1"), protocols_on("4.3.1")) == (["unprotected", "client"], ["classic", "consumer"])
+    assert (ways_on("4.4.0"), protocols_on("4.4.0")) == (["unprotected", "client"], ["classic", "consumer"])
     assert (ways_on("3.9.2"), protocols_on("3.9.2")) == (["unprotected"], ["classic"])

@@ -17,7 +17,7 @@ from tests.support.spark_query import Query
 RECORDS = 3000
 
 
-@pytest.mark.parametrize("version", ["4.3.1", "3.9.2"])
+@pytest.mark.parametrize("version", ["4.4.0", "3.9.2"])
 @pytest.mark.timeout(600)
 def test_the_source_and_the_sink_go_through_a_shim_alone_and_are_exact(
     version: str, queries: Callable[..., Query], spark: Any

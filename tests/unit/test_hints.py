@@ -10,7 +10,7 @@ import pytest
 
 import eos.testing
 from eos import App, Out, Record
-from eos.app import hints
+from eos.app import results
 from eos.testing.offline import Ran
 
 SWALLOWED = "a tombstone led to no output"
@@ -20,7 +20,7 @@ PRODUCED = "outputs get the time of producing"
 
 @pytest.fixture(autouse=True)
 def _nothing_said_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hints, "_said", set())
+    monkeypatch.setattr(results, "_said", set())
 
 
 def app_of(function: Callable[[Any], Any], to: Any = "out", **more: Any) -> App:

@@ -3,7 +3,7 @@
 plan.py       rules: which request, when, what happens to it; from Python or TOML: pure
 said.py       what a request says of itself, for rules to match: pure
 job.py        counts requests, decides, holds frames until an event
-copies.py     a request's bytes on a connection of their own: late ones, duplicates
+strike.py     one fault that happens to one request; its bytes on a connection of their own: late ones, duplicates
 reset.py, blackhole.py, delay.py, error.py, duplicate.py, throttle.py    one fault each
 """
 

@@ -6,11 +6,12 @@ Owns the moment between "this request is struck" and "it is dealt with". It must
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from eos.shim import events
-from eos.shim.faults import copies
+from eos.shim.addresses.book import Address
 from eos.shim.faults.plan import Progress
 from eos.shim.faults.said import Said
 from eos.shim.lane import Held
@@ -69,7 +70,7 @@ class Strike:
     async def deliver_copy(self, what: str) -> None:
         """The request's bytes on a connection of their own, and the answer into the log."""
         exchange = self.exchange
-        answer = await copies.exchange(exchange.connection.link.endpoint.upstream, self.job.tls, self.frame)
+        answer = await _exchanged(exchange.connection.link.endpoint.upstream, self.job.tls, self.frame)
         codes = answers.errors_of(answer, exchange.api_key, exchange.version)
         error = next((code for code in codes if code), 0)
         events.info(
@@ -78,3 +79,20 @@ class Strike:
             transactional_id=self.said.transactional_id,
             answer=api.error_name(error),
         )
+
+
+# A bound for a healthy broker; past it the rule failed.
+ANSWER_TIMEOUT_S = 30.0
+
+
+async def _exchanged(upstream: Address, context: ssl.SSLContext | None, frame: bytes) -> bytes:
+    """The answer's frame. Raises OSError or IncompleteReadError when there is none."""
+    async with asyncio.timeout(ANSWER_TIMEOUT_S):
+        reader, writer = await asyncio.open_connection(*upstream, ssl=context)
+        try:
+            writer.write(frame)
+            await writer.drain()
+            size = await reader.readexactly(4)
+            return size + await reader.readexactly(int.from_bytes(size, "big"))
+        finally:
+            writer.close()

@@ -1,8 +1,7 @@
 """Guard: what clients may not do behind this shim, as a policy of a file. Denies nothing that the policy does not name.
 
 policy.py   the rules and their TOML form: pure
-login.py    who a connection logged in as (SASL PLAIN, SCRAM): pure
-job.py      refuses with Kafka's own errors, and says so in the log
+job.py      who a connection logged in as (SASL PLAIN, SCRAM); refuses with Kafka's own errors, and says so in the log
 """
 
 from eos.shim.guard.job import GuardJob

@@ -15,7 +15,6 @@ from kafka.protocol.sasl import SaslAuthenticateRequest, SaslAuthenticateRespons
 
 from eos.shim.complaints import Complaints
 from eos.shim.errors import Malformed, ProtocolError
-from eos.shim.guard import login
 from eos.shim.guard.policy import ANONYMOUS, Policy
 from eos.shim.pipeline import Connection, Exchange, Job
 from eos.shim.trace.decode import topic_names
@@ -97,7 +96,7 @@ class GuardJob(Job):
         if key == api.SASL_AUTHENTICATE:
             asked = answers.decoded(SaslAuthenticateRequest, frame, version)
             mechanism = self._mechanisms.get(exchange.connection)
-            exchange.notes[self] = login.name_of(mechanism, bytes(asked.auth_bytes))
+            exchange.notes[self] = name_of(mechanism, bytes(asked.auth_bytes))
             return frame
         if not answers.known(key, version):
             raise ProtocolError(f"{api.api_name(key)} v{version} is newer than this policy can judge")
@@ -197,3 +196,19 @@ def _plain_topics(request: Any) -> Iterator[str | bytes]:
         batches = (partition.records or b"" for partition in topic.partition_data)
         if not request.transactional_id or not all(map(all_transactional, batches)):
             yield answers.topic_of(topic)
+
+
+def name_of(mechanism: str | None, auth_bytes: bytes) -> str | None:
+    """None: not a first message of these mechanisms. `mechanism` as SaslHandshake named it: in messages of others, as
+    OAUTHBEARER's, a client can write what reads as a name of these.
+    """
+    if mechanism == "PLAIN":
+        parts = auth_bytes.split(b"\0")
+        return parts[1].decode("utf-8", "replace") if len(parts) == 3 and parts[1] else None
+    if mechanism is None or not mechanism.startswith("SCRAM-"):
+        return None
+    if auth_bytes[:2] in (b"n,", b"y,", b"p="):  # gs2-header, then n=NAME,r=NONCE
+        for part in auth_bytes.decode("utf-8", "replace").split(","):
+            if part.startswith("n=") and len(part) > 2:
+                return part[2:].replace("=2C", ",").replace("=3D", "=")
+    return None

@@ -1,6 +1,6 @@
 """The numbers of the protocol the shim needs to know: API keys, first flexible versions, error names.
 
-Owns these tables only. They follow Kafka 4.3.1's message definitions (`common/message/*.json` in kafka-clients).
+Owns these tables only. They follow Kafka 4.4.0's message definitions (`common/message/*.json` in kafka-clients).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ SHARE_ACKNOWLEDGE = 79
 # take their next identity by themselves. Whoever reads EndTxn's answers takes it for an end, not for an error.
 ABORTED_TAKE_THE_NEXT_IDENTITY = 59
 
-# Each API of Kafka 4.3.1 with its newest version, an unstable one (InitProducerId v6) too, and those that 3.9 was the
+# Each API of Kafka 4.4.0 with its newest version, an unstable one (InitProducerId v6) too, and those that 3.9 was the
 # last to have (4 to 7): what clients are offered at most. What lies beyond may say addresses and identities where
-# nobody here looks for them.
+# nobody here looks for them. TxnOffsetCommit v6 is not offered: it names topics by their ids alone.
 # fmt: off
 NEWEST = {
     0: 13, 1: 18, 2: 11, 3: 13, 4: 7, 5: 4, 6: 8, 7: 3, 8: 10, 9: 10, 10: 6, 11: 9,
-    12: 4, 13: 5, 14: 5, 15: 6, 16: 5, 17: 1, 18: 4, 19: 7, 20: 6, 21: 2, 22: 6, 23: 4,
+    12: 4, 13: 5, 14: 5, 15: 6, 16: 5, 17: 1, 18: 5, 19: 7, 20: 6, 21: 2, 22: 6, 23: 4,
     24: 5, 25: 4, 26: 5, 27: 2, 28: 5, 29: 3, 30: 3, 31: 3, 32: 4, 33: 2, 34: 2, 35: 5,
-    36: 2, 37: 3, 38: 3, 39: 2, 40: 2, 41: 3, 42: 2, 43: 2, 44: 1, 45: 1, 46: 0, 47: 0,
+    36: 2, 37: 3, 38: 3, 39: 2, 40: 2, 41: 3, 42: 3, 43: 2, 44: 1, 45: 1, 46: 0, 47: 0,
     48: 1, 49: 1, 50: 0, 51: 0, 52: 2, 53: 1, 54: 1, 55: 2, 56: 3, 57: 2, 58: 0, 59: 1,
     60: 2, 61: 0, 62: 4, 63: 2, 64: 0, 65: 0, 66: 2, 67: 0, 68: 1, 69: 1, 70: 0, 71: 0,
     72: 0, 73: 0, 74: 1, 75: 0, 76: 1, 77: 1, 78: 2, 79: 2, 80: 1, 81: 0, 82: 0, 83: 0,
-    84: 0, 85: 1, 86: 0, 87: 1, 88: 0, 89: 0, 90: 1, 91: 0, 92: 0,
+    84: 0, 85: 1, 86: 0, 87: 1, 88: 1, 89: 1, 90: 1, 91: 0, 92: 0, 93: 0, 94: 0,
 }
 # fmt: on
 

@@ -45,7 +45,7 @@ class Cluster(ABC):
     backend: str
     size: int
     version: str | None
-    """Kafka's version, e.g. "4.3.1"; None when it is somebody else's cluster."""
+    """Kafka's version, e.g. "4.4.0"; None when it is somebody else's cluster."""
 
     def __init__(self) -> None:
         self._down: set[int] = set()

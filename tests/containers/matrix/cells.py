@@ -14,7 +14,7 @@ from allpairspy import AllPairs
 FAULTS = ("kill", "stop", "pause", "cut")
 TARGETS = ("worker", "leader", "transaction-coordinator", "group-coordinator", "controller")
 STAGES = (1, 3)
-PROTOCOLS = ("classic-3.9.2", "classic-4.3.1", "consumer-4.3.1")
+PROTOCOLS = ("classic-3.9.2", "classic-4.4.0", "consumer-4.4.0")
 STEPS = ("begun", "flush", "flushed", "offsets sent", "committed")
 """Where K12 moves the coordinator: the names of the steps of one transaction (World.step)."""
 
@@ -26,7 +26,7 @@ COLUMNS = {"move": "K12", LEADERLESS: "K19", SILENT: "K19"}
 KNOWN_DEFECTS = {
     (
         LEADERLESS,
-        "4.3.1",
+        "4.4.0",
     ): "a defect of this Kafka: its coordinator skips the markers of partitions without a leader "
     "(docs/guarantees.md, known limits)",
 }
@@ -88,7 +88,7 @@ def _ordered(cells: list[Cell]) -> list[Cell]:
 
 
 SHORT = (
-    Cell("kill", "transaction-coordinator", "classic-4.3.1", 3),
-    Cell("cut", "leader", "consumer-4.3.1", 1),
+    Cell("kill", "transaction-coordinator", "classic-4.4.0", 3),
+    Cell("cut", "leader", "consumer-4.4.0", 1),
 )
 """What `make test` plays: both protocols, both lengths, in about five minutes."""

@@ -160,7 +160,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--records-per-s", type=int, default=500)
-    parser.add_argument("--protocol", choices=PROTOCOLS, default="classic-4.3.1")
+    parser.add_argument("--protocol", choices=PROTOCOLS, default="classic-4.4.0")
     parser.add_argument("--stages", type=int, choices=STAGES, default=1)
     parser.add_argument("--kafka", help="container or jvm; default: containers where they can run")
     options = parser.parse_args()

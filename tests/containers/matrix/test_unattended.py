@@ -60,7 +60,7 @@ def test_a_broker_that_is_slow_to_come_back_is_told_of_and_waited_for(
     single_nodes: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(faults, "SLOW_S", 0.1)
-    cluster = single_nodes.of("4.3.1")
+    cluster = single_nodes.of("4.4.0")
     made = faults.Faults(cluster, Crew(no_orders, tmp_path), random.Random(1), time.sleep)
     cluster.kill(0)
     made.start_again(0)

@@ -14,6 +14,7 @@ from eos.shim.versions import VersionsJob, clamped
 from eos.shim.wire import api
 
 NEWEST = api.NEWEST[api.API_VERSIONS]
+READ = min(NEWEST, ApiVersionsResponse.max_version)  # version 5 changes the request alone
 ranges = st.dictionaries(
     st.integers(0, 120), st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted), max_size=100
 )
@@ -32,7 +33,7 @@ def told(frame: bytes, version: int) -> Any:
     return ApiVersionsResponse.decode(frame, version=version, header=True, framed=True)
 
 
-@given(st.integers(0, NEWEST), ranges)
+@given(st.integers(0, READ), ranges)
 def test_what_is_newer_than_the_shim_is_not_offered_and_all_else_is_as_it_was(
     version: int, apis: dict[int, Any]
 ) -> None:
@@ -58,7 +59,7 @@ def test_what_is_newer_than_the_shim_is_not_offered_and_all_else_is_as_it_was(
 
 def test_an_answer_of_a_broker_that_knows_no_more_than_the_shim_stays_as_it_is() -> None:
     apis = {key: (0, newest) for key, newest in api.NEWEST.items()}
-    for version in range(NEWEST + 1):
+    for version in range(READ + 1):
         frame = offered(version, apis)
         assert clamped(frame, version) == frame
         refused = offered(0, {api.API_VERSIONS: (0, 3)}, error=35)

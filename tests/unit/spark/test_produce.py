@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kafka.protocol.producer.produce import ProduceRequest
 
-from spark_connector.produce import Produce
+from spark_connector.partition import Produce
 from spark_connector.recordbatch import Batch
 
 FIRST_WITH_TRANSACTIONS, NEWEST_BY_NAME = 3, 11

@@ -16,7 +16,7 @@ from kafka.record import MemoryRecords
 
 from eos.kafka.ownership import Identity
 from spark_connector import recordbatch
-from spark_connector.murmur2 import murmur2_column
+from spark_connector.placing import murmur2_column
 from spark_connector.recordbatch import COMPRESSIONS, HEADER, Batch, RecordTooLarge, encode
 
 NOW_MS = 1_700_000_000_000

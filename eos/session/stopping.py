@@ -1,0 +1,57 @@
+"""Signals that end a loop: the first one between two transactions, the second one at once.
+
+Owns the handlers and the deadline of a stop. What a stop leads to is the loop's.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Any, Protocol
+
+from eos import log
+from eos.kafka.settings import Settings
+
+
+class ShutdownExpired(BaseException):
+    """Raised by a signal handler into whatever runs: the stop took too long, or was asked for twice.
+
+    A BaseException, so that no `except Exception` of a user's function swallows it.
+    """
+
+
+class Stoppable(Protocol):
+    """What StopSignals stops: it looks at `stop_requested` between two batches."""
+
+    settings: Settings
+    stop_requested: bool
+
+
+class StopSignals:
+    """SIGTERM and SIGINT: the first asks for a stop after the batch, the second or the deadline gives up."""
+
+    def __init__(self, session: Stoppable) -> None:
+        self._session = session
+        self._timeout_s: float = session.settings["eos.shutdown.timeout.ms"] / 1000
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._asked)
+        self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._expired)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _asked(self, number: int, _: Any) -> None:
+        if self._session.stop_requested:
+            raise ShutdownExpired("asked a second time")
+        self._session.stop_requested = True
+        log.info("stopping", signal=signal.Signals(number).name)
+        # setitimer(0) would switch the timer off instead of firing it.
+        signal.setitimer(signal.ITIMER_REAL, max(0.001, self._timeout_s))
+
+    def _expired(self, *_: Any) -> None:
+        raise ShutdownExpired(f"eos.shutdown.timeout.ms={round(self._timeout_s * 1000)} is over")

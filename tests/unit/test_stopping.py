@@ -1,0 +1,76 @@
+"""How a loop of one's own is stopped: from its body, by signals, from another thread; and that it must be started."""
+
+from __future__ import annotations
+
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from eos.errors import IllegalState, Temporary
+from eos.session.participants import Listener
+from eos.session.transact import TransactSession
+from tests.unit.test_world import ALL, SETTINGS, Script
+
+
+def test_a_stop_in_the_body_lets_the_open_transaction_end_and_no_other_begin() -> None:
+    script = Script()
+    with TransactSession(SETTINGS, ["in"], world=script.world) as session:
+        for txn in session:
+            session.stop()
+            for record in txn.records:
+                txn.send("out", record.value)
+    assert (script.visible, session.counters.transactions) == (ALL[:5], 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_loop_that_waits_for_records(number: signal.Signals) -> None:
+    class Ears(Listener):
+        def idle(self) -> None:
+            if session.counters.records_in == len(ALL):
+                signal.raise_signal(number)
+
+    script, before = Script(), signal.getsignal(number)
+    session = TransactSession(SETTINGS, ["in"], listener=Ears(), world=script.world)
+    with session, session.stopping_on_signals():
+        for txn in session:
+            for record in txn.records:
+                txn.send("out", record.value)
+    assert (script.visible, script.committed) == (ALL, 10)
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_signal_gives_the_open_transaction_up() -> None:
+    script = Script()
+    with (
+        pytest.raises(Temporary, match=r"asked a second time.*: the open transaction was given up"),
+        TransactSession(SETTINGS, ["in"], world=script.world) as session,
+        session.stopping_on_signals(),
+    ):
+        for txn in session:
+            for record in txn.records:
+                txn.send("out", record.value)
+                signal.raise_signal(signal.SIGTERM)
+    assert (script.visible, script.committed, script.calls[-1]) == ([], -1001, "abort")
+
+
+def test_signals_are_refused_where_none_comes() -> None:
+    session = TransactSession(SETTINGS, ["in"], world=Script().world)
+
+    def hear() -> None:
+        with session.stopping_on_signals():
+            pass
+
+    with ThreadPoolExecutor(1) as pool, pytest.raises(IllegalState, match=r"call `session.stop\(\)`"):
+        pool.submit(hear).result()
+
+
+def test_a_loop_of_a_session_that_is_not_started_or_closed_says_how_it_is() -> None:
+    session = TransactSession(SETTINGS, ["in"], world=Script().world)
+    with pytest.raises(IllegalState, match="not started, or closed: `with TransactSession"):
+        next(session)
+    with session:
+        next(session).abort()
+    with pytest.raises(IllegalState, match="not started, or closed: `with TransactSession"):
+        for _ in session:
+            pass
