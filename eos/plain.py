@@ -31,7 +31,7 @@ from eos.errors import (
 from eos.kafka.ownership import Described, Owner
 from eos.kafka.settings import Settings, settings_of
 from eos.kafka.world import REAL, World
-from eos.records import Headers
+from eos.records import Headers, place_of
 from eos.session.claim import Claim
 from eos.session.producer import OLD_TRANSACTIONS, TransactionalProducer
 from eos.session.recovery import PLAN, Step
@@ -60,8 +60,8 @@ class Delivery:
             self.offset = -1 if message.offset() is None else int(str(message.offset()))
 
     def __repr__(self) -> str:
-        state = self.error or f"[{self.partition}] offset {self.offset}"
-        return f"<Delivery {self.topic} {state}>"
+        state = self.error or place_of(self.topic, self.partition, self.offset)
+        return f"<Delivery {state}>"
 
 
 class PlainTransaction:

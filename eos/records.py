@@ -21,6 +21,11 @@ Header = tuple[str, bytes | None]
 Send = tuple[str, bytes | None, bytes | None, int, int, list[Header] | None]
 
 
+def place_of(topic: str, partition: int, offset: int | None = None) -> str:
+    """How a place is written, and read by the commands: `topic[partition]@offset`."""
+    return f"{topic}[{partition}]" if offset is None else f"{topic}[{partition}]@{offset}"
+
+
 class Sink(Protocol):
     """Where a feed puts its outputs: a producer, or what stands in its place."""
 

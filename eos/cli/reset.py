@@ -9,7 +9,7 @@ from rich.table import Table
 
 from eos.cli.options import BootstrapServers, Set, Yes, confirm, load_settings, print_table
 from eos.errors import UsageError
-from eos.kafka.reset import GroupOffsets, Move, parse_target
+from eos.kafka.reset import GroupOffsets, Move, parse_skip, parse_target, require_one_each
 from eos.kafka.settings import Settings
 from eos.worker.loading import load_app
 from eos.worker.new_topics import require_topics, topic_names
@@ -24,8 +24,12 @@ def reset(
         typer.Option(
             "--from",
             metavar="WHERE",
-            help="earliest, latest, a time (2013-07-04T12:00), or TOPIC:PARTITION:OFFSET (repeatable).",
+            help="earliest, latest, a time (2013-07-04T12:00), or TOPIC[PARTITION]@OFFSET (repeatable).",
         ),
+    ] = None,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PLACE", help="Step past this record, as TOPIC[PARTITION]@OFFSET; repeatable."),
     ] = None,
     group: Annotated[str | None, typer.Option(help="A group, instead of an App; needs --topic.")] = None,
     topic: Annotated[list[str] | None, typer.Option(help="Only this topic of the App; repeatable.")] = None,
@@ -36,12 +40,16 @@ def reset(
     set_: Set = None,
 ) -> None:
     """Move a group's committed offsets. Refuses while members live; asks before it acts."""
-    where = parse_target(from_ or [])
+    if from_ and skip:
+        raise UsageError("--from and --skip exclude each other")
+    where = parse_skip(skip) if skip else parse_target(from_ or [])
     loaded = load_settings(bootstrap_servers, set_)
     name, topics = _group(loaded, target, group, topic or [])
     offsets = GroupOffsets(loaded, name, topics)
     offsets.require_nobody(wait)
     moves = offsets.plan(where)
+    if skip:
+        require_one_each(loaded, moves)
     print_table(_table(moves))
     if dry_run:
         return

@@ -30,12 +30,13 @@ from eos.cli.options import (
     flags_of,
     refuse_ids,
 )
-from eos.errors import UsageError
+from eos.errors import PoisonRecord, UsageError
 from eos.health.board import Board
 from eos.health.observer import Observer
 from eos.health.report import Reporter, pipe_of_supervisor
 from eos.health.status import Status
 from eos.kafka import preflight, settings
+from eos.records import place_of
 from eos.session.stopping import StopSignals
 from eos.worker.loading import load_app
 from eos.worker.supervisor import Supervisor, own_name, prefix_own_output
@@ -96,7 +97,13 @@ def run(
             return _supervise(command, loaded, workers, address, show, watched, begun)
         app = load_app(target)
         _warn_of_random_host_name(loaded)
-        _run_worker(Worker(app, loaded, until_end=until_end), pipe, address, show, begun)
+        try:
+            _run_worker(Worker(app, loaded, until_end=until_end), pipe, address, show, begun)
+        except PoisonRecord as poison:
+            place = place_of(poison.topic, poison.partition, poison.offset)
+            skip = f"`eos reset {target} --skip '{place}'` steps past it"
+            poison.remedy = poison.remedy or f"{skip}, on_error=eos.dlq keeps such records apart (docs/policies.md)"
+            raise
     return 0
 
 

@@ -147,7 +147,7 @@ def _abort_hanging(admin: ClusterAdmin, topic: str, partition: int, yes: bool, j
     hanging = hanging_among(here)
     if not hanging:
         why = f": {here[0].reason} (transactional.id {here[0].transactional_id})" if here else ""
-        raise Unavailable(f"no transaction hangs on {topic} [{partition}]{why}")
+        raise Unavailable(f"no transaction hangs on {topic}[{partition}]{why}")
     done: list[dict[str, Any]] = []
     try:
         for found in hanging:

@@ -183,7 +183,7 @@ def forgotten(group: str, found: Mapping[Partition, int], reset: str) -> InputGo
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     again = "handle all again that the topic holds" if reset == "earliest" else "pass over what was written meanwhile"
     return InputGone(
-        f"group {group} has handled {topic} [{number}]{more} before (noted on {since}), and its place is gone: the "
+        f"group {group} has handled {topic}[{number}]{more} before (noted on {since}), and its place is gone: the "
         "brokers forget the offsets of a group without members after offsets.retention.minutes, or they were deleted; "
         f"to begin by auto.offset.reset={reset} would {again}",
         remedy="say where it goes on: `eos reset MODULE:APP --from ...`, or `eos reset --group "

@@ -24,13 +24,15 @@ from confluent_kafka import (
 from confluent_kafka.admin import OffsetSpec
 
 from eos.errors import ConfigurationError, Unavailable, UsageError, describe_error, not_authorised
+from eos.kafka import tail
 from eos.kafka.cluster import Partition
 from eos.kafka.facts import connect, describe_topic, metadata
 from eos.kafka.settings import Settings
 from eos.kafka.world import REAL, World
+from eos.records import place_of
 
 _ASK_S, _LOOK_S = 10.0, 0.5
-_EXACT = re.compile(r"(?P<topic>[A-Za-z0-9._-]+):(?P<partition>\d+):(?P<offset>\d+)")
+_PLACE = re.compile(r"([A-Za-z0-9._-]+)(?::(\d+):(\d+)|\[(\d+)\]@(\d+))")
 
 
 @dataclass(frozen=True)
@@ -54,20 +56,30 @@ class Move:
 
 
 def parse_target(texts: Sequence[str]) -> Target:
-    """`--from earliest | latest | 2013-07-04T12:00[:00][+02:00] | TOPIC:PARTITION:OFFSET`, the last one repeatable."""
+    """`--from earliest | latest | 2013-07-04T12:00[:00][+02:00] | TOPIC[PARTITION]@OFFSET`, the last one repeatable;
+    TOPIC:PARTITION:OFFSET says the same."""
     if len(texts) == 1 and (single := _single(texts[0])) is not None:  # a time has colons too
         return single
-    exact = [_EXACT.fullmatch(text) for text in texts]
-    wrong = [text for text, match in zip(texts, exact, strict=True) if match is None]
+    expected = "earliest, latest, a time such as 2013-07-04T12:00:00, or any number of TOPIC[PARTITION]@OFFSET"
+    return Target("offset", offsets=_places("--from", texts, expected))
+
+
+def parse_skip(texts: Sequence[str]) -> Target:
+    """`--skip TOPIC[PARTITION]@OFFSET`, repeatable: behind these records."""
+    places = _places("--skip", texts, "TOPIC[PARTITION]@OFFSET, as the exit with 65 says it")
+    return Target("skip", offsets={partition: offset + 1 for partition, offset in places.items()})
+
+
+def _places(option: str, texts: Sequence[str], expected: str) -> dict[Partition, int]:
+    found = [_PLACE.fullmatch(text) for text in texts]
+    wrong = [text for text, match in zip(texts, found, strict=True) if match is None]
     if not texts or wrong:
-        raise UsageError(
-            f"--from {wrong[0] if wrong else 'is missing'}: expected earliest, latest, a time such as "
-            "2013-07-04T12:00:00, or any number of TOPIC:PARTITION:OFFSET"
-        )
-    offsets = {(m["topic"], int(m["partition"])): int(m["offset"]) for m in exact if m}
-    if len(offsets) < len(texts):
-        raise UsageError("--from names a partition twice")
-    return Target("offset", offsets=offsets)
+        raise UsageError(f"{option} {wrong[0] if wrong else 'is missing'}: expected {expected}")
+    parts = [list(filter(None, match.groups())) for match in found if match]
+    places = {(topic, int(partition)): int(offset) for topic, partition, offset in parts}
+    if len(places) < len(texts):
+        raise UsageError(f"{option} names a partition twice")
+    return places
 
 
 def _single(text: str) -> Target | None:
@@ -124,7 +136,7 @@ class GroupOffsets:
         for partition, offset in after.items():
             if not low[partition] <= offset <= end[partition]:
                 held = f"holds offsets {low[partition]} to {end[partition]}"
-                raise ConfigurationError(f"{partition[0]} [{partition[1]}] {held}: it cannot go on at {offset}")
+                raise ConfigurationError(f"{partition[0]}[{partition[1]}] {held}: it cannot go on at {offset}")
         return [Move(p, before.get(p), offset, low[p], end[p]) for p, offset in sorted(after.items())]
 
     def _after(
@@ -133,7 +145,7 @@ class GroupOffsets:
         if target.offsets is not None:
             for topic, number in target.offsets:
                 if (topic, number) not in low:
-                    raise UsageError(f"--from {topic}:{number}: no such partition among {', '.join(self._topics)}")
+                    raise UsageError(f"{place_of(topic, number)}: no such partition among {', '.join(self._topics)}")
             return dict(target.offsets)
         if target.timestamp_ms is not None:
             spec = OffsetSpec.for_timestamp(target.timestamp_ms)
@@ -192,6 +204,24 @@ class GroupOffsets:
         for tp in answered:
             if tp.error is not None:
                 raise _translated(KafkaException(tp.error), self.group, tp.topic)
+
+
+def require_one_each(settings: Settings, moves: Iterable[Move], world: World = REAL) -> None:
+    """For --skip: ConfigurationError where another record than the one named would be stepped over, or none. Markers
+    and aborted records take offsets too, so the records are looked at."""
+    for move in moves:
+        (topic, number), record = move.partition, move.after - 1
+        at = max(move.low, move.before or 0)
+        named = place_of(topic, number, record)
+        if at > record:
+            raise ConfigurationError(f"{named} is behind the group, which goes on at {at}: there is nothing to skip")
+        with tail.TopicReader(settings, topic, {number: at}, uncommitted=False, world=world) as reader:
+            before = next(tail.read_until(reader, {number: record}), None)
+        if before is not None:
+            raise ConfigurationError(
+                f"{place_of(topic, number, before.record.offset)} comes before {named} and is not handled yet: --skip "
+                f"steps over the record that it names alone; `--from '{place_of(topic, number, move.after)}'` over all"
+            )
 
 
 def _translated(error: KafkaException, group: str, topic: str = "") -> Exception:

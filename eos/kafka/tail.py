@@ -180,7 +180,7 @@ class TopicReader:
         if action is Action.INPUT_GONE:
             raise InputGone(f"{self._topic}: what was to be read was removed meanwhile ({error.str()})")
         if action is Action.DAMAGED:
-            where = f"{self._topic} [{message.partition()}] cannot be read at offset {message.offset()}"
+            where = f"{self._topic}[{message.partition()}]@{message.offset()} cannot be read"
             raise InputGone(f"{where}: what is stored there is damaged ({error.str()})")
         if action is not Action.RETRY:
             raise stop_error(CallFailed("consume", action, error, denied(error, topic=self._topic)))

@@ -17,6 +17,7 @@ from eos.errors import ConfigurationError, EosError, Temporary
 from eos.kafka.cluster import OFFSETS_LOG, ClusterAdmin, Listed, OpenProducer, Partition
 from eos.kafka.settings import Settings
 from eos.kafka.world import REAL, World
+from eos.records import place_of
 
 _ASK_MS = 5_000
 FIND = f"eos txn find-hanging --topic {OFFSETS_LOG}"
@@ -107,7 +108,7 @@ def abort_hanging(admin: ClusterAdmin, hanging: OpenTransaction) -> None:
 
 
 def place(partition: Partition) -> str:
-    return f"{partition[0]} [{partition[1]}]"
+    return place_of(*partition)
 
 
 def hanging_among(found: Sequence[OpenTransaction]) -> list[OpenTransaction]:
@@ -140,7 +141,7 @@ def why_unstable(settings: Settings, group: str, world: World = REAL) -> Cause:
 def _cause(t: OpenTransaction) -> Cause:
     who = t.transactional_id or f"producer id {t.producer.producer_id}"
     if t.verdict is Verdict.HANGING:
-        return Cause(f"a transaction of {who} hangs on {OFFSETS_LOG} [{t.partition[1]}]: {t.reason}", FIND)
+        return Cause(f"a transaction of {who} hangs on {OFFSETS_LOG}[{t.partition[1]}]: {t.reason}", FIND)
     if t.verdict is Verdict.OPEN:
         because = f"{who} has a transaction open ({t.reason}); it ends at its transaction.timeout.ms at the latest"
         return Cause(because, f"eos txn describe {who}")

@@ -256,7 +256,7 @@ class Membership:
         except NotNow:
             holds = "other ones"
         return InputGone(
-            f"the input is gone: {topic} [{partition}] is committed at offset {at}, but the topic now holds {holds}"
+            f"the input is gone: {topic}[{partition}] is committed at offset {at}, but the topic now holds {holds}"
             f"; reset the group's offset on purpose to go on ({error.str()})"
         )
 
@@ -267,10 +267,10 @@ class Membership:
         elif not self._positions.holds(partition):
             topic, number = partition
             raise InputGone(
-                f"the input is damaged: {topic} [{number}] cannot be read at offset {offset}, and all before it is "
+                f"the input is damaged: {topic}[{number}]@{offset} cannot be read, and all before it is "
                 f"committed ({error.str()})",
                 remedy="make another replica its leader and start again, or give up what the batch holds: "
-                f"`eos reset --from {topic}:{number}:OFFSET` with an offset behind it",
+                f"`eos reset --from '{topic}[{number}]@OFFSET'` with an offset behind it",
             )
 
     # ---- callbacks: facts only --------------------------------------------------------------------------------

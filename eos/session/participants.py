@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from eos.errors import CallFailed, PoisonRecord
-from eos.records import Committed, Record
+from eos.records import Committed, Record, place_of
 from eos.session.positions import TopicPartition as Partition
 
 if TYPE_CHECKING:
@@ -66,6 +66,6 @@ class Listener:
     def refused(self, record: Record, failure: CallFailed) -> None:
         """An output of this record was refused for good, by the client or the cluster. Its transaction is aborted, and
         its records come again unless this raises, as it does where it is not overridden."""
-        where = f"{record.topic} [{record.partition}] offset {record.offset}"
+        where = place_of(record.topic, record.partition, record.offset)
         sentence = f"an output of {where} was refused: {failure}"
         raise PoisonRecord(sentence, record.topic, record.partition, record.offset) from failure

@@ -520,7 +520,7 @@ class TransactionalProducer:
             self._machine.fire(Event.FAIL)
             action = Action.REBUILD
         self._spent = self._spent or f"failure: {call} raised"
-        topic = topic or where.rsplit(" [", 1)[0]
+        topic = topic or where.rsplit("[", 1)[0]
         group: str = self._settings.get("group.id", "")
         right = denied(error, group=group, transactional_id=self.transactional_id, topic=topic)
         failure = CallFailed(call, action, error, right)

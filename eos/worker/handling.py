@@ -25,7 +25,7 @@ from eos.app.policies import Policy, stop
 from eos.app.routes import Route, feed_each
 from eos.app.serde import DecodeError
 from eos.errors import EosError, PoisonRecord, Temporary
-from eos.records import Each, Fed, Feed, Header, Record, Send
+from eos.records import Each, Fed, Feed, Header, Record, Send, place_of
 from eos.worker.dead_letters import class_name, dead_letter, message_of
 
 Partition = tuple[str, int]
@@ -297,7 +297,7 @@ class Handler:
         named = self._policy_of(route).on
         if cause is None or isinstance(error, named) or isinstance(cause, named):
             return error
-        where = f"{record.topic} [{record.partition}] offset {record.offset}"
+        where = place_of(*_place(record))
         temporary = Temporary(
             f"{route.name} ran out of room on {where}: {class_name(error)}: {message_of(error)}",
             remedy="the record counts as unread; give the process more of what it names (memory, files, threads, disk)",
@@ -364,7 +364,7 @@ def spans_of(records: list[Record]) -> dict[Partition, tuple[int, int]]:
 
 
 def _poison(route: Route, record: Record, error: Exception) -> PoisonRecord:
-    where = f"{record.topic} [{record.partition}] offset {record.offset}"
+    where = place_of(*_place(record))
     sentence = f"{route.name} failed on {where}: {type(error).__name__}: {message_of(error)}"
     return _because(PoisonRecord(sentence, record.topic, record.partition, record.offset), error)
 
@@ -372,12 +372,14 @@ def _poison(route: Route, record: Record, error: Exception) -> PoisonRecord:
 def _poison_batch(route: Route, records: list[Record], error: Exception) -> PoisonRecord:
     """A batch function fails for a range: policy stop does not run it again to find which record it was."""
     spans = spans_of(records).items()
-    where = ", ".join(f"{topic} [{partition}] offsets {first} to {last}" for (topic, partition), (first, last) in spans)
+    where = ", ".join(f"{topic}[{partition}]@{first}..{last}" for (topic, partition), (first, last) in spans)
     sentence = (
         f"{route.name} failed on one of {len(records)} records ({where}): {type(error).__name__}: {message_of(error)}"
     )
     head = records[0]
-    return _because(PoisonRecord(sentence, head.topic, head.partition, head.offset), error)
+    poison = PoisonRecord(sentence, head.topic, head.partition, head.offset)
+    poison.remedy = "which one it is an on_error= finds out (docs/policies.md)"
+    return _because(poison, error)
 
 
 def _because(poison: PoisonRecord, error: Exception) -> PoisonRecord:
@@ -430,7 +432,7 @@ class _Told:
         if self._last is None:
             return
         record, kind, message = self._last
-        last = f"{record.topic} [{record.partition}] offset {record.offset}"
+        last = place_of(*_place(record))
         each = ", ".join(f"{event}: {count}" for event, count in self._untold.items())
         log.warning(
             "more records failed", not_told=sum(self._untold.values()), of=each, last=last, error=f"{kind}: {message}"

@@ -190,7 +190,7 @@ class Place:
         if moved := {partition for partition in left if found[partition] != left[partition]}:
             at = min(moved)
             raise Fenced(
-                f"another replay has moved group {self._group} on {topic} [{at}] from {_told(left[at])} to "
+                f"another replay has moved group {self._group} on {topic}[{at}] from {_told(left[at])} to "
                 f"{_told(found[at])}: this one stops, what it has committed stands"
             )
 

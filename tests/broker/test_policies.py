@@ -225,7 +225,7 @@ def test_a_dead_letter_that_is_refused_too_stops_the_worker_with_65(kafka: Local
     letters = with_dead_letters(pipeline, max_bytes=100)
     topic, partition, offset = place = pipeline.record((pipeline.sources[0], 1), 50)
     worker = pipeline.worker(on_error="dlq", raise_at=place)
-    assert_ended(worker, POISON, f"{topic} [{partition}] offset {offset}", "DeadLetterRefused", "MSG_SIZE_TOO_LARGE")
+    assert_ended(worker, POISON, f"{topic}[{partition}]@{offset}", "DeadLetterRefused", "MSG_SIZE_TOO_LARGE")
     judge(pipeline, letters, lambda at: at == place, dead=True, complete=False)
     assert pipeline.committed()[topic, partition] <= offset
     for name in letters:
@@ -270,7 +270,7 @@ def test_a_function_slower_than_the_transaction_timeout_ends_with_78_that_names_
     worker = pipeline.worker(
         slow_at=(topic, partition, offset, 3.5), settings={"transaction.timeout.ms": "1500", **SESSION}
     )
-    assert_ended(worker, CONFIGURATION, "transaction.timeout.ms=1500", f"{topic} [{partition}] offset {offset}")
+    assert_ended(worker, CONFIGURATION, "transaction.timeout.ms=1500", f"{topic}[{partition}]@{offset}")
     # Once with others, if it was among others; once alone. The last loss is the end itself.
     assert worker.log.count("too slow: the transaction was lost") in (1, 2)
     assert worker.log.count("too slow: the transaction may be lost") in (2, 3)

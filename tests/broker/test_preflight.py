@@ -147,14 +147,14 @@ def test_doctor_shows_open_and_hanging_transactions_of_the_apps_topics(kafka: Lo
         producer.send(here.input, "a")
         opened = [row for row in here.doctor(servers) if row["check"] == "transactions"]
         assert [row["level"] for row in opened] == ["ok"]
-        assert f"{here.input} [0]: transaction of {here.app}-p is open" in str(opened[0]["found"])
+        assert f"{here.input}[0]: transaction of {here.app}-p is open" in str(opened[0]["found"])
         producer.commit()
         wait_until("the markers", lambda: transaction_of(servers, f"{here.app}-p").state == "CompleteCommit")
     at = transaction_of(servers, f"{here.app}-p")
     produce_late(servers, here.input, 0, f"{here.app}-p", (at.producer_id, at.producer_epoch), sequence=1)
     rows = [row for row in here.doctor(servers) if row["level"] == "failed"]
     assert [(row["check"], row["exit_code"]) for row in rows] == [("transactions", 69)]
-    assert f"{here.input} [0]: transaction of {here.app}-p is hanging" in str(rows[0]["found"])
+    assert f"{here.input}[0]: transaction of {here.app}-p is hanging" in str(rows[0]["found"])
     assert rows[0]["change"] == f"eos txn abort --topic {here.input} --partition 0"
 
 

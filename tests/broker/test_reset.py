@@ -27,15 +27,20 @@ def test_a_record_that_nobody_can_handle_is_stepped_past_and_the_input_replayed(
     life.load([b"c"], partition=1)
     stopped = life.run()
     assert stopped.returncode == 65, stopped.stderr
-    assert f"{life.input} [0] offset 1" in stopped.stderr
+    poison = f"{life.input}[0]@1"
+    assert f"--skip '{poison}'` steps past it" in stopped.stderr
     # A record stops a worker, it does not take it out of the group: a restart would find its partitions.
-    shown = life.reset("--from", f"{life.input}:0:2", "--dry-run", "--wait", "30")
+    shown = life.reset("--skip", poison, "--dry-run", "--wait", "30")
     assert shown.returncode == 0, shown.stderr
     assert "skips up to 1" in shown.stdout
-    assert life.reset("--from", f"{life.input}:0:2").returncode == 64, "nobody could be asked"
+    assert life.reset("--skip", poison).returncode == 64, "nobody could be asked"
+    over = life.reset("--skip", f"{life.input}[0]@2", "--yes")
+    assert (over.returncode, f"{poison} comes before {life.input}[0]@2" in over.stderr) == (78, True), over.stderr
     assert life.committed()[0] == 1
-    moved = life.reset("--from", f"{life.input}:0:2", "--yes")
+    moved = life.reset("--skip", poison, "--yes")
     assert moved.returncode == 0, moved.stderr
+    again = life.reset("--skip", poison, "--yes")
+    assert (again.returncode, "there is nothing to skip" in again.stderr) == (78, True), again.stderr
     assert life.run().returncode == 0
     assert life.settled() == [b"a", b"b", b"c"]
     assert life.committed() == [3, 1]
@@ -43,7 +48,7 @@ def test_a_record_that_nobody_can_handle_is_stepped_past_and_the_input_replayed(
     assert life.committed() == [3, 1]
     assert life.reset("--from", "2000-01-01T00:00:00", "--yes").returncode == 0
     assert life.committed() == [0, 0]
-    assert life.reset("--from", f"{life.input}:0:2", "--yes").returncode == 0
+    assert life.reset("--from", f"{life.input}[0]@2", "--yes").returncode == 0
     assert life.run().returncode == 0
     assert life.settled() == [b"a", b"b", b"b", b"c", b"c"], "the record before is not read again, the others are"
 

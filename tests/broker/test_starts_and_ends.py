@@ -106,7 +106,7 @@ def test_a_committed_offset_that_is_gone_stops_the_worker_with_66(kafka: LocalKa
     low = pipeline.record(place, -5)[2]
     pipeline.delete_before(place, low)
     worker = pipeline.worker(until_end=True)
-    assert_ended(worker, INPUT_GONE, f"{place[0]} [2]", f"offset {committed[place]}", f"holds {low} to ")
+    assert_ended(worker, INPUT_GONE, f"{place[0]}[2]", f"offset {committed[place]}", f"holds {low} to ")
     after = pipeline.committed()
     assert after[place] == committed[place], "it was not reset"
 
@@ -241,13 +241,13 @@ def test_a_function_that_raises_stops_the_worker_with_65_just_before_its_record(
     pipeline = pipelines.on(kafka, 900)
     topic, partition, offset = poison = pipeline.record((pipeline.sources[0], 1), 70)
     worker = pipeline.worker(raise_at=poison)
-    assert_ended(worker, POISON, f"{topic} [{partition}] offset {offset}", "ValueError: this record is poison")
+    assert_ended(worker, POISON, f"{topic}[{partition}]@{offset}", "ValueError: this record is poison")
     assert 'raise ValueError("this record is poison")' in worker.log, "the user's own frames are shown"
     before = pipeline.record((topic, partition), 69)[2]
     assert before < pipeline.committed()[topic, partition] <= offset
     pipeline.verify(complete=False)
     again = pipeline.worker(raise_at=poison)
-    assert_ended(again, POISON, f"{topic} [{partition}] offset {offset}")
+    assert_ended(again, POISON, f"{topic}[{partition}]@{offset}")
     assert before < pipeline.committed()[topic, partition] <= offset
     pipeline.finish()
     pipeline.verify()
@@ -264,7 +264,7 @@ def test_an_output_that_is_too_large_stops_the_worker_with_65_naming_the_input(
     size = 2_000_000 if refused_by == "the-client" else 200_000
     topic, partition, offset = place = pipeline.record((pipeline.sources[0], 1), 70)
     worker = pipeline.worker(large_at=(*place, size))
-    assert_ended(worker, POISON, f"{topic} [{partition}] offset {offset}", "MSG_SIZE_TOO_LARGE")
+    assert_ended(worker, POISON, f"{topic}[{partition}]@{offset}", "MSG_SIZE_TOO_LARGE")
     pipeline.verify(complete=False)
     before = pipeline.record((topic, partition), 69)[2]
     assert before < pipeline.committed()[topic, partition] <= offset

@@ -204,7 +204,7 @@ def test_a_transaction_is_ended_through_its_coordinator_and_its_owner_is_fenced(
     assert [(row["transactional_id"], row["partitions"]) for row in listed] == [(name, [[topic, 0]])]
     described = eos(kafka, "txn", "describe", name)
     assert "Ongoing" in described.stdout
-    assert f"{topic} [0]" in described.stdout
+    assert f"{topic}[0]" in described.stdout
     unasked = eos(kafka, "txn", "abort", "--transactional-id", name, stdin="")
     assert unasked.returncode == 64
     assert "say --yes" in unasked.stderr
@@ -265,7 +265,7 @@ def test_a_worker_that_waits_for_a_hanging_offset_names_it_and_the_command_and_g
         wait_until("the cause", lambda: "because=" in log.read_text() or worker.poll() is not None, 60)
         said = log.read_text()
         assert worker.poll() is None, said
-        assert f"because=a transaction of {name} hangs on {OFFSETS_LOG} [{partition_of(app, 8)}]" in said
+        assert f"because=a transaction of {name} hangs on {OFFSETS_LOG}[{partition_of(app, 8)}]" in said
         assert f"command=`eos txn find-hanging --topic {OFFSETS_LOG}`" in said
         assert visible_values(servers, names("out")) == {0: []}
         with ClusterAdmin(settings(kafka)) as admin:

@@ -223,7 +223,7 @@ def test_a_poison_record_stops_with_65_names_its_place_and_nothing_of_its_batch_
     spark_runs.load(source, values)
     app = copying(spark_runs, source, target)
     run = spark_runs.spark(app, "--until-end")
-    assert_ended(run, POISON, f"copy failed on {source} [1] offset 233: ValueError: this one is bad")
+    assert_ended(run, POISON, f"copy failed on {source}[1]@233: ValueError: this one is bad")
     assert "app_of_test.py" in run.log, "the user's own frame is missing"
     assert "spark_connector" not in run.log.split("query starts", 1)[1]
     assert values_of(spark_runs.settled(target)) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import ssl
 import threading
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 from eos.errors import ConfigurationError, Unavailable, UsageError
 from eos.kafka.cluster import ClusterAdmin, Listed, OpenProducer
 from eos.kafka.ownership import ABORTING
-from eos.kafka.reset import parse_target
+from eos.kafka.reset import parse_skip, parse_target
 from eos.kafka.security import configuration, login_refused
 from eos.kafka.settings import Settings
 from eos.kafka.transactions import ENDED, ENDING, Verdict, judge, partition_of
@@ -62,15 +63,23 @@ def test_where_a_reset_goes() -> None:
     assert parse_target(["latest"]).name == "latest"
     assert parse_target(["2013-07-04T12:00:00+00:00"]).timestamp_ms == 1372939200000
     assert parse_target(["2013-07-04T12:00:00"]).offsets is None, "a time, not a topic with colons behind it"
-    assert parse_target(["a.b-c:3:17", "d:0:0"]).offsets == {("a.b-c", 3): 17, ("d", 0): 0}
+    assert parse_target(["a.b-c[3]@17", "d:0:0"]).offsets == {("a.b-c", 3): 17, ("d", 0): 0}
+    assert parse_skip(["a.b-c[3]@17"]).offsets == {("a.b-c", 3): 18}
 
 
 @pytest.mark.parametrize(
-    "texts", [[], ["yesterday"], ["earliest", "latest"], ["t:0:1", "earliest"], ["t:0"], ["t:0:-1"], ["t:0:1", "t:0:2"]]
+    "texts",
+    [[], ["yesterday"], ["earliest", "latest"], ["t:0:1", "earliest"], ["t:0"], ["t:0:-1"], ["t:0:1", "t[0]@2"]],
 )
 def test_where_a_reset_cannot_go_is_a_usage_error(texts: list[str]) -> None:
     with pytest.raises(UsageError, match="--from"):
         parse_target(texts)
+
+
+@pytest.mark.parametrize("text", ["earliest", "2013-07-04T12", "t:0", "t[0]", "t[0]@"])
+def test_only_a_record_can_be_skipped(text: str) -> None:
+    with pytest.raises(UsageError, match=f"^--skip {re.escape(text)}: expected TOPIC"):
+        parse_skip([text])
 
 
 # ---- the rest -------------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def test_stop_halts_just_before_the_record_with_its_place_and_cause() -> None:
     assert halt is not None
     assert (halt.handled, txn.values) == (1, [b"A"])
     assert isinstance(halt.error, PoisonRecord)
-    assert str(halt.error) == "upper failed on in [0] offset 11: ValueError: no bad 1"
+    assert str(halt.error) == "upper failed on in[0]@11: ValueError: no bad 1"
     assert (halt.error.topic, halt.error.partition, halt.error.offset) == ("in", 0, 11)
     assert isinstance(halt.error.__cause__, ValueError)
 
@@ -267,7 +267,7 @@ def test_what_the_limit_kept_back_is_told_at_the_next_interval_and_at_the_end(
     handler.tick()
     (line,) = caplog.messages[10:]
     assert line == (
-        "more records failed not_told=21 of=record skipped: 20, dead letter: 1 last=other [0] offset 10 "
+        "more records failed not_told=21 of=record skipped: 20, dead letter: 1 last=other[0]@10 "
         "error=ValueError: no bad 2"
     )
     clock.now += 60
@@ -276,7 +276,7 @@ def test_what_the_limit_kept_back_is_told_at_the_next_interval_and_at_the_end(
     assert len(caplog.messages) == 11, "nothing is told twice"
     handler.handle(Txn(), records(*[b"bad"] * 12))
     handler.end()
-    assert caplog.messages[-1].startswith("more records failed not_told=2 of=record skipped: 2 last=in [0] offset 21 ")
+    assert caplog.messages[-1].startswith("more records failed not_told=2 of=record skipped: 2 last=in[0]@21 ")
 
 
 @pytest.mark.parametrize("fails_at_the_end", [False, True])
@@ -358,7 +358,7 @@ def test_a_process_without_room_is_no_failure_of_the_record(policy: Policy, full
     assert halt is not None
     assert isinstance(halt.error, Temporary)
     assert halt.error.__cause__ is full
-    assert "ran out of room on in [0] offset 1" in str(halt.error)
+    assert "ran out of room on in[0]@1" in str(halt.error)
     assert (halt.handled, len(txn.sends), txn.skipped, txn.dead_letters) == ((0, 0, 0, 0) if batch else (1, 1, 0, 0))
 
 
@@ -515,7 +515,7 @@ def test_a_batch_under_stop_is_not_run_again_and_names_its_range() -> None:
     halt = Handler(batch_app(stop, calls)).handle(txn, [*records(*VALUES), *records(b"a", partition=1)])
     assert halt is not None
     assert (halt.handled, txn.sends, calls) == (0, [], [6])
-    assert "failed on one of 6 records (in [0] offsets 10 to 14, in [1] offsets 10 to 10)" in str(halt.error)
+    assert "failed on one of 6 records (in[0]@10..14, in[1]@10..10)" in str(halt.error)
 
 
 def test_a_batch_is_bounded_whatever_other_functions_the_app_has() -> None:
@@ -552,7 +552,7 @@ def test_a_record_of_a_batch_that_is_tried_again_is_tried_alone_and_the_rest_at_
 @pytest.mark.parametrize("policy", [stop, retry(1)], ids=repr)
 def test_a_batch_of_one_that_fails_is_a_poison_record_of_its_own(policy: Policy) -> None:
     halts = run_through(Handler(batch_app(policy)), records(b"bad"), Txn())
-    assert str(halts[-1].error) == "uppers failed on in [0] offset 10: ValueError: no bad"
+    assert str(halts[-1].error) == "uppers failed on in[0]@10: ValueError: no bad"
 
 
 # ---- what the client or the broker refuses ---------------------------------------------------------------------------
@@ -864,7 +864,7 @@ def test_without_a_broker_an_app_runs_with_its_decoding_policies_and_outputs() -
 
 
 def test_without_a_broker_a_record_that_stops_the_run_is_raised() -> None:
-    with pytest.raises(PoisonRecord, match=r"upper failed on in \[0\] offset 1: ValueError: no bad"):
+    with pytest.raises(PoisonRecord, match=r"upper failed on in\[0\]@1: ValueError: no bad"):
         eos.testing.run(app_of(), [("in", "a"), ("in", "bad")])
 
 

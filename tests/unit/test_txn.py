@@ -101,13 +101,13 @@ def test_the_end_of_hanging_transactions_is_told_of_each_also_when_the_next_coul
     assert json.loads(capsys.readouterr().out) == told
     monkeypatch.setattr(txn, "find_open", lambda *_: [hanging(7)])
     txn.abort(topic="t", partition=3, yes=True)
-    assert capsys.readouterr().out == "t [3]: aborted the transaction of producer id 7, epoch 5\n"
+    assert capsys.readouterr().out == "t[3]: aborted the transaction of producer id 7, epoch 5\n"
 
 
 def test_where_nothing_hangs_nothing_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(txn, "find_open", lambda *_: [])
-    with pytest.raises(Unavailable, match=r"no transaction hangs on t \[3\]"):
+    with pytest.raises(Unavailable, match=r"no transaction hangs on t\[3\]"):
         txn.abort(topic="t", partition=3, yes=True, json=True)
     assert capsys.readouterr().out == ""

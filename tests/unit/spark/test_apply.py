@@ -146,7 +146,7 @@ def test_a_poison_record_reaches_the_driver_with_its_place_and_the_user_s_own_tr
     error, trace = failure_of(app, *numbered("in", 5))
     assert isinstance(error, PoisonRecord)
     assert (error.topic, error.partition, error.offset, error.exit_code) == ("in", 0, 13, 65)
-    assert str(error).endswith("picky failed on in [0] offset 13: ValueError: not\nthis } one")
+    assert str(error).endswith("picky failed on in[0]@13: ValueError: not\nthis } one")
     assert "in picky" in trace
     assert "eos/app/routes.py" not in trace
 
@@ -163,10 +163,10 @@ def test_a_value_that_does_not_decode_and_a_failing_batch_are_named_too() -> Non
         raise KeyError("k")
 
     error, trace = failure_of(app, Record("in", 1, 8, value=b"{"))
-    assert "one failed on in [1] offset 8: DecodeError: expected Order as JSON" in str(error)
+    assert "one failed on in[1]@8: DecodeError: expected Order as JSON" in str(error)
     assert trace == "", "no frame of the user's"
     error, _ = failure_of(app, *numbered("many", 4))
-    assert "many failed on one of 4 records (many [0] offsets 10 to 13): KeyError: 'k'" in str(error)
+    assert "many failed on one of 4 records (many[0]@10..13): KeyError: 'k'" in str(error)
 
 
 def test_a_wrong_app_is_a_configuration_error_and_not_about_the_record() -> None:

@@ -113,7 +113,7 @@ def test_what_an_executors_python_lacks_is_for_good_and_named(raised: str, said:
 def test_what_the_sink_raised_is_kept_and_what_an_executor_told_wins() -> None:
     fenced = Fenced("another query took over")
     assert error_of(Exception("[STREAM_FAILED] BatchFailed: Fenced"), fenced)[0] is fenced
-    poison = PoisonRecord("f failed on in [0] offset 3", "in", 0, 3)
+    poison = PoisonRecord("f failed on in[0]@3", "in", 0, 3)
     poison.__cause__ = ValueError("no")
     told = Exception(f"org.apache.spark.SparkException: OffsetOutOfRangeException ... {to_line(poison)}")
     ended, _ = error_of(Exception("[STREAM_FAILED]"), told)
