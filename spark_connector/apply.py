@@ -82,7 +82,7 @@ class Apply:
             if outputs.sends:
                 yield write(outputs.sends)
             if halt is not None:
-                time.sleep(halt.pause_s)  # a record that is tried again
+                time.sleep(halt.pause_s or 0.0)  # a record that is tried again
 
 
 def read(batch: pa.RecordBatch) -> list[Record]:

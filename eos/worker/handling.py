@@ -99,11 +99,11 @@ class Kept:
 
 class Halt(NamedTuple):
     """The transaction takes no more: only the first `handled` records are done. `error`: the run ends with it, once
-    they are committed; None: the next record is to be handed out again, after `pause_s`."""
+    they are committed; None: the next record is to be handed out in another one, after `pause_s` if it failed."""
 
     handled: int
-    error: EosError | None
-    pause_s: float = 0.0
+    error: EosError | None = None
+    pause_s: float | None = None
 
 
 class Took(NamedTuple):

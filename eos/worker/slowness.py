@@ -4,8 +4,9 @@ The broker ends a transaction whose first record it saw longer ago than transact
 member up that has not polled for max.poll.interval.ms; in both cases the work is lost and its records come again. What
 was handled before anything was sent costs a transaction nothing, and brokers look at their clocks only now and then: so
 a call over a limit is a suspicion, told as one, until the session says how its transaction ended. Once may have been
-the machine or a service that was away for a moment: the session recovers. When a record is met that was among those of
-such a loss, and it was too slow and lost again, going on would be a loop.
+the machine or a service that was away for a moment: the session recovers. A record that was lost so is known from then
+on: what comes before it is committed, and it is run as the first of a transaction of its own, where what it takes
+before its output costs nothing. Is it lost there too, going on would be a loop.
 
 Owns the judgement only; it must never measure, and never touch a transaction.
 """
@@ -50,7 +51,7 @@ class Slowness:
         self._most = {"batch": settings["eos.batch.max.records"], "async": settings["eos.async.max.records"]}
         self._suspects: dict[Hashable, dict[Partition, _Attempt]] = {}  # of each transaction, the last per partition
         self._convicted: _Attempt | None = None
-        self._slow: dict[Partition, int] = {}  # first record of each partition in an attempt that was lost
+        self._slow: dict[Partition, int] = {}  # first record of each partition in a call that was lost
         self._one_by_one: dict[Partition, int] = {}  # up to these, records are to be run alone: which one is it?
 
     @property
@@ -64,6 +65,15 @@ class Slowness:
         self._one_by_one = {
             p: last for p, last in self._one_by_one.items() if p in owned and not (p == place and record.offset >= last)
         }
+
+    def known(self, records: list[Record]) -> int | None:
+        """Which of these was too slow and lost before, if any: the number of the first one."""
+        if not self._slow:
+            return None
+        slow = (
+            n for n, record in enumerate(records) if self._slow.get((record.topic, record.partition)) == record.offset
+        )
+        return next(slow, None)
 
     def too_slow(self, open_s: float, took_s: float) -> bool:
         """Whether a transaction may be lost whose first record was sent `open_s` ago, after a call of `took_s`."""
@@ -100,12 +110,14 @@ class Slowness:
 
     # ---- what became of its transaction -----------------------------------------------------------------------------
 
-    def ended(self, transaction: Hashable, outcome: Outcome) -> None:
-        """What was suspected in it was lost, or it was not."""
+    def ended(self, transaction: Hashable, outcome: Outcome, committed: Mapping[Partition, int]) -> None:
+        """What was suspected in it was lost, or it was not. `committed`: next offsets, where they are known."""
         suspects = self._suspects.pop(transaction, {})
         if outcome is not Outcome.COMMITTED:
             for attempt in {id(attempt): attempt for attempt in suspects.values()}.values():
                 self._strike(attempt)
+        elif self._slow:
+            self._slow = {p: first for p, first in self._slow.items() if first >= committed.get(p, 0)}
 
     def check(self) -> None:
         """Raises ConfigurationError when a record was too slow and lost for the second time."""

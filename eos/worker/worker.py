@@ -23,7 +23,7 @@ from eos.records import Record
 from eos.session.participants import Listener, Outcome
 from eos.session.stopping import ShutdownExpired
 from eos.session.transact import Transaction, TransactSession
-from eos.worker.handling import Halt, Handler
+from eos.worker.handling import Halt, Handler, by_route
 from eos.worker.hooks import Hooks
 from eos.worker.new_topics import NewTopics
 from eos.worker.slowness import Slowness
@@ -141,7 +141,7 @@ class Worker(Listener):
 
     def ended(self, transaction: Transaction, outcome: Outcome) -> None:
         self._handler.ended(self.session.assignment, self.session.committed)
-        self._slowness.ended(transaction, outcome)
+        self._slowness.ended(transaction, outcome, self.session.committed)
         if self._spans is not None:
             self._spans.ended(transaction, outcome)
 
@@ -177,10 +177,18 @@ class Worker(Listener):
             return None
         self._slowness.check()
         self._handler.begun()
+        handled = 0
         while True:
             batch = txn.take(self._slice_size())
             if not batch:
                 return None
+            known = self._slowness.known(batch)
+            if known is not None:
+                size = self._apart(batch, known, first=not handled)
+                txn.give_back(len(batch) - size)
+                batch = batch[:size]
+                if not batch:
+                    return Halt(0)
             if self._spans is not None:
                 self._spans.took(txn, batch)
             began = self._world.now()
@@ -193,7 +201,18 @@ class Worker(Listener):
                 self._slowness.passed(batch[-1], self.session.assignment)
             if halt is not None:
                 return halt
+            if known is not None:
+                return Halt(len(batch))
+            handled += len(batch)
             self._adapt(ended - began, len(batch))
+
+    def _apart(self, batch: list[Record], known: int, first: bool) -> int:
+        """How many of these to handle in this transaction: all before the known slow one; it is called as the first and
+        the last of its own, whose first output is behind it."""
+        if known or not first:
+            return known
+        route, run = next(by_route(self.app, batch))
+        return min(len(run), self._most_of(route, 1))
 
     def _wait_on(self) -> None:
         """Something ended the wait before a retry early: an abort, or a stop that must not use up a retry."""
@@ -212,14 +231,14 @@ class Worker(Listener):
             self._slowness.suspect_nobody(txn, who, sorted(route.name for route in routes), batch, took_s)
 
     def _slice_size(self) -> int:
-        route = self._single_route
         if self._slowness.one_by_one:
             return 1
-        if route is None:
-            return self._slice
+        return self._slice if self._single_route is None else self._most_of(self._single_route, self._slice)
+
+    def _most_of(self, route: Route, single: int) -> int:
         if route.batch:
             return self._batch_most
-        return self._concurrent_most if route.concurrent else self._slice
+        return self._concurrent_most if route.concurrent else single
 
     def _adapt(self, took_s: float, size: int) -> None:
         """Slices of about 5 ms, so that a slow function still ends its transaction in time."""
@@ -238,14 +257,14 @@ class Worker(Listener):
         return halt
 
     def _end_at(self, txn: Transaction, halt: Halt) -> None:
-        """Commits what came before the record that failed, then stops or waits. After an abort those come again."""
-        if halt.error is None:
+        """Commits what came before the record that stops it, then stops or waits. After an abort those come again."""
+        committed = txn.commit()  # waited for: nothing is on its way during a pause, or beside a slow record
+        if halt.error is not None and (committed or not isinstance(halt.error, PoisonRecord)):
+            raise halt.error
+        if halt.pause_s is not None:
             self.session.counters.retries += 1
-            txn.commit()  # waited for: nothing is on its way during the pause
             self._not_before = self._world.now() + halt.pause_s
             self.session.pause(halt.pause_s)
-        elif txn.commit() or not isinstance(halt.error, PoisonRecord):
-            raise halt.error
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ class Session:
         self.slowness.suspect(self.transaction, who, made or route(), given, took_s)
 
     def lost(self, outcome: Outcome = Outcome.ABORTED) -> None:
-        self.slowness.ended(self.transaction, outcome)
+        self.slowness.ended(self.transaction, outcome, {})
         self.transaction += 1
         self.slowness.check()
 
@@ -97,6 +97,20 @@ def test_the_same_record_lost_twice_is_an_error_with_function_place_and_setting(
     assert "took 3.6 s for in[0]@7, longer than transaction.timeout.ms=2000: raise it" in str(e.value)
 
 
+def test_a_record_that_was_lost_alone_is_known_until_it_is_committed() -> None:
+    session = Session()
+    session.slow(records(6, 7, 8))
+    session.lost()
+    assert session.slowness.known(records(6, 7, 8)) is None, "which of them it was is not known yet"
+    session.slow(records(7))
+    session.lost(Outcome.UNKNOWN)
+    assert session.slowness.known([*records(7, partition=1), *records(6, 7)]) == 2
+    session.slowness.ended(session.transaction, Outcome.COMMITTED, {("in", 0): 7, ("in", 1): 9})
+    assert session.slowness.known(records(7)) == 0, "what is committed is only what comes before it"
+    session.slowness.ended(session.transaction, Outcome.COMMITTED, {("in", 0): 8})
+    assert session.slowness.known(records(7)) is None
+
+
 def test_a_record_that_was_lost_once_and_is_slow_but_kept_then_stops_nobody() -> None:
     session = Session()
     session.slow(records(7))
@@ -112,8 +126,8 @@ def test_with_two_producers_the_one_behind_a_loss_is_another_one() -> None:
         session.slow(records(7))
         first, session.transaction = session.transaction, session.transaction + 1
         session.slow(records(8))  # behind it, while its commit is on its way
-        session.slowness.ended(first, Outcome.UNKNOWN)
-        session.slowness.ended(session.transaction, Outcome.COMMITTED)
+        session.slowness.ended(first, Outcome.UNKNOWN, {})
+        session.slowness.ended(session.transaction, Outcome.COMMITTED, {})
     with pytest.raises(ConfigurationError, match=r"in\[0\]@7, longer than"):
         session.slowness.check()
 

@@ -18,7 +18,10 @@ from eos.session.participants import Outcome
 from eos.worker.handling import Kept
 from eos.worker.worker import Worker
 
-SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "transaction.timeout.ms": 2_000, "eos.batch.max.records": 3}
+SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "transaction.timeout.ms": 2_000} | {
+    "max.poll.interval.ms": 60_000,
+    "eos.batch.max.records": 3,
+}
 
 
 class Clock:
@@ -33,16 +36,16 @@ class Txn(Kept):
 
     def __init__(self, clock: Clock, records: list[Record]) -> None:
         super().__init__()
-        self._clock, self._until, self._waiting = clock, clock.now + 0.1, records
+        self._clock, self._until, self.waiting = clock, clock.now + 0.1, records
 
     def take(self, most: int) -> list[Record]:
         if self._clock.now >= self._until:
             return []
-        taken, self._waiting = self._waiting[:most], self._waiting[most:]
-        return taken
+        self._taken, self.waiting = self.waiting[:most], self.waiting[most:]
+        return self._taken
 
     def give_back(self, count: int) -> None:
-        raise AssertionError("nothing fails here")
+        self.waiting = self._taken[len(self._taken) - count :] + self.waiting
 
 
 @pytest.fixture
@@ -77,30 +80,63 @@ def records(topic: str, count: int) -> list[Record]:
     return [Record(topic, 0, offset, value=b"v") for offset in range(count)]
 
 
-def attempt(worker: Worker, clock: Clock, given: list[Record]) -> None:
-    """A transaction that is lost."""
+def attempt(worker: Worker, clock: Clock, given: list[Record], outcome: Outcome = Outcome.ABORTED) -> list[Record]:
+    """A transaction that ends so; returns what is to be handed out in another one."""
     txn: Any = Txn(clock, given)
     worker._handle(txn)
-    worker.ended(txn, Outcome.ABORTED)
+    if outcome is Outcome.COMMITTED:
+        at: Any = worker.session._positions.committed
+        handled = given[: len(given) - len(txn.waiting)]
+        at |= {(record.topic, record.partition): record.offset + 1 for record in handled}
+    worker.ended(txn, outcome)
+    return list(txn.waiting)
+
+
+def test_what_comes_before_a_known_slow_batch_is_committed_and_the_batch_is_first_in_a_transaction_of_its_own(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = worker_of(clock, {"quick": 0.001, "batches": 3.0})
+    given = [*records("a", 2), *records("b", 5)]
+    attempt(worker, clock, given)
+    caplog.clear()
+    left = attempt(worker, clock, given, Outcome.COMMITTED)
+    assert left == given[2:]
+    left = attempt(worker, clock, left, Outcome.COMMITTED)
+    assert left == given[5:], "one call, which is the last of its transaction too"
+    assert caplog.messages == [], "what it takes before its outputs costs nothing"
+    assert worker._slowness.known(given) is None
+
+
+def test_a_known_slow_record_is_run_alone_even_where_it_is_fast_this_time(clock: Clock) -> None:
+    worker = worker_of(clock, {"quick": 0.001, "batches": 0.001})
+    given = [*records("b", 3), *records("a", 3)]
+    worker._slowness._slow = {("a", 0): 1}
+    left = attempt(worker, clock, given, Outcome.COMMITTED)
+    assert left == given[4:]
+    assert attempt(worker, clock, left, Outcome.COMMITTED) == given[5:]
 
 
 def test_of_two_functions_the_slow_one_is_blamed_with_its_own_remedy(clock: Clock) -> None:
-    worker = worker_of(clock, {"quick": 0.001, "batches": 3.0})
+    worker = worker_of(clock, {"quick": 0.001, "batches": 61.0})
     given = [*records("a", 2), *records("b", 3)]
     attempt(worker, clock, given)
-    attempt(worker, clock, given)
-    with pytest.raises(ConfigurationError, match=r"^batches took 3\.0 s for 3 records from b\[0\]@0 on") as e:
-        attempt(worker, clock, given)
+    left = attempt(worker, clock, given, Outcome.COMMITTED)
+    attempt(worker, clock, left)
+    with pytest.raises(ConfigurationError, match=r"^batches took 61\.0 s for 3 records from b\[0\]@0 on") as e:
+        attempt(worker, clock, left)
     assert "or lower eos.batch.max.records=3" in str(e.value)
 
 
 def test_of_two_functions_one_that_takes_single_records_is_found_by_running_them_alone(clock: Clock) -> None:
-    worker = worker_of(clock, {"quick": 3.0, "batches": 0.001})
+    worker = worker_of(clock, {"quick": 61.0, "batches": 0.001})
     given = [*records("b", 3), *records("a", 2)]
-    for _ in range(3):
-        attempt(worker, clock, given)
-    with pytest.raises(ConfigurationError, match=r"^quick took 3\.0 s for a\[0\]@0,"):
-        attempt(worker, clock, given)
+    attempt(worker, clock, given)  # all at once
+    attempt(worker, clock, given)  # one by one
+    left = attempt(worker, clock, given, Outcome.COMMITTED)
+    assert left == given[3:]
+    attempt(worker, clock, left)
+    with pytest.raises(ConfigurationError, match=r"^quick took 61\.0 s for a\[0\]@0,"):
+        attempt(worker, clock, left)
 
 
 def test_where_no_call_was_too_slow_by_itself_nobody_is_blamed_and_records_are_run_alone(
