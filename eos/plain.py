@@ -60,8 +60,8 @@ class Delivery:
             self.offset = -1 if message.offset() is None else int(str(message.offset()))
 
     def __repr__(self) -> str:
-        state = self.error or place_of(self.topic, self.partition, self.offset)
-        return f"<Delivery {state}>"
+        what = f"{self.topic} {self.error}" if self.error else place_of(self.topic, self.partition, self.offset)
+        return f"<Delivery {what}>"
 
 
 class PlainTransaction:

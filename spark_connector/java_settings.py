@@ -1,6 +1,6 @@
 """The worker's settings (librdkafka's names) for the Java client inside Spark's Kafka source.
 
-Owns that translation, data and no I/O: what PEM files hold is passed on (options.py): executors need no file. It
+Owns that translation, data and no I/O: what PEM files hold is passed on (pem.py), so that executors need no file. It
 must never drop a setting of security that it does not know: it raises.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eos.errors import ConfigurationError
-from spark_connector.options import FILES, contents
+from spark_connector.pem import FILES, contents
 
 # Same name, same meaning, for a consumer. What is not here (producer's and group settings, librdkafka's own tuning) has
 # no counterpart in Spark's source.

@@ -1,19 +1,18 @@
-"""What a sink was asked for, checked before anything is sent; what its PEM files hold, for executors elsewhere.
+"""What a sink was asked for, checked before anything is sent.
 
-Owns the refusals of arguments and settings, and which settings name a file. It must never talk to Kafka or Spark, nor
-log or show what a file holds.
+Owns the refusals of arguments and settings. It must never talk to Kafka or Spark.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from eos.errors import ConfigurationError
 from eos.kafka.settings import Settings
 from spark_connector import marker
+from spark_connector.pem import contents
 from spark_connector.recordbatch import COMPRESSIONS
 
 _DELIVERY_TIMEOUT_MS = 120_000
@@ -129,37 +128,3 @@ def _check(topics: tuple[str, ...], transactional_id: str, compression: str, par
         raise ConfigurationError(f"compression {compression} is none of {', '.join(COMPRESSIONS)}")
     if partitioner not in ("murmur2", "murmur2_random"):
         raise ConfigurationError(f"partitioner={partitioner}: the sink has only Java's own, murmur2_random")
-
-
-FILES = {
-    "ssl.ca.location": "ssl.ca.pem",
-    "ssl.certificate.location": "ssl.certificate.pem",
-    "ssl.key.location": "ssl.key.pem",
-    "https.ca.location": "https.ca.pem",
-}
-"""librdkafka's setting of a file, and its setting of what such a file holds."""
-_SYSTEMS_OWN = "probe"  # librdkafka's word for the certificates that the machine itself trusts
-
-
-def contents(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The same settings without a file. Raises ConfigurationError, with the setting, for one that cannot be read."""
-    found = dict(settings)
-    for location, text in FILES.items():
-        path = found.get(location)
-        if path is None or path == _SYSTEMS_OWN:
-            continue
-        try:
-            found[text] = _read(Path(str(path)))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigurationError(f"{location}={path} cannot be read: {error}") from error
-        del found[location]
-    return found
-
-
-def _read(path: Path) -> str:
-    """A folder of certificates (`c_rehash` has links to them in it, which are the same again) as one text."""
-    if not path.is_dir():
-        return path.read_text()
-    files = sorted({file.resolve() for file in path.iterdir() if file.is_file()})
-    texts = [text for file in files if "-----BEGIN" in (text := file.read_text())]
-    return "\n".join(texts)

@@ -13,9 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eos.broker.detached import Detached, default_directory
-from eos.cli.topic import create_and_tell
 from eos.errors import Unavailable, UsageError
-from eos.kafka.settings import Settings
 
 NOT_RUNNING = 69
 
@@ -94,4 +92,7 @@ def topics(
     nodes = kafka.status()
     if not nodes or not any(node.up for node in nodes):
         raise Unavailable("Kafka is not running: start it with `eos broker start`")
-    create_and_tell(Settings({"bootstrap.servers": kafka.bootstrap_servers()}), names, partitions)
+    from eos.cli.topic import create_and_tell  # what asks a cluster, which the other commands do not
+    from eos.kafka.settings import Settings
+
+    create_and_tell(Settings({"bootstrap.servers": kafka.bootstrap_servers()}), names, partitions, len(nodes))

@@ -100,11 +100,17 @@ def run(
         try:
             _run_worker(Worker(app, loaded, until_end=until_end), pipe, address, show, begun)
         except PoisonRecord as poison:
-            place = place_of(poison.topic, poison.partition, poison.offset)
-            skip = f"`eos reset {target} --skip '{place}'` steps past it"
-            poison.remedy = poison.remedy or f"{skip}, on_error=eos.dlq keeps such records apart (docs/policies.md)"
+            poison.remedy = poison.remedy or remedy_of(poison, target)
             raise
     return 0
+
+
+def remedy_of(poison: PoisonRecord, target: str) -> str:
+    """The next command; nothing where it is no record of the input, but what a function sent by itself."""
+    if poison.offset < 0:
+        return ""
+    skip = f"eos reset {target} --skip '{place_of(poison.topic, poison.partition, poison.offset)}'"
+    return f"`{skip}` steps past it, on_error=eos.dlq keeps such records apart (docs/policies.md)"
 
 
 class _StoppedEarly(BaseException):

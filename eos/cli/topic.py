@@ -77,11 +77,12 @@ def create(
     create_and_tell(load_settings(bootstrap_servers, set_), names, partitions)
 
 
-def create_and_tell(settings: Settings, names: list[str], partitions: int) -> None:
+def create_and_tell(settings: Settings, names: list[str], partitions: int, brokers: int = 0) -> None:
+    """`brokers`: how many there are, also of those that are down now; 0: as many as answer."""
     for name in names:
         _check(name)
     client = facts.connect(settings, _TIMEOUT_S)
-    brokers = len(facts.metadata(client, settings.bootstrap_servers, _TIMEOUT_S).brokers)
+    brokers = brokers or len(facts.metadata(client, settings.bootstrap_servers, _TIMEOUT_S).brokers)
     created = facts.create_topics(settings, dict.fromkeys(names, partitions), brokers)
     for name in dict.fromkeys(names):
         print(f"{name}: {f'created with {partitions} partitions' if name in created else 'exists'}")

@@ -54,6 +54,7 @@ class OpenProducer:
     producer_id: int
     epoch: int
     start_offset: int
+    last_timestamp_ms: int  # of its last batch
     coordinator_epoch: int
 
     @property
@@ -261,6 +262,7 @@ class ClusterAdmin:
                 row.producer_id,
                 row.producer_epoch,
                 row.current_transaction_start_offset,
+                row.last_timestamp,
                 row.coordinator_epoch,
             )
             for tp, state in answers.items()

@@ -216,10 +216,12 @@ def require_one_each(settings: Settings, moves: Iterable[Move], world: World = R
         if at > record:
             raise ConfigurationError(f"{named} is behind the group, which goes on at {at}: there is nothing to skip")
         with tail.TopicReader(settings, topic, {number: at}, uncommitted=False, world=world) as reader:
-            before = next(tail.read_until(reader, {number: record}), None)
-        if before is not None:
+            first = next((seen.record.offset for seen in tail.read_until(reader, {number: record + 1})), None)
+        if first is None:
+            raise ConfigurationError(f"there is no record at {named}: a transaction's end, or an aborted record")
+        if first != record:
             raise ConfigurationError(
-                f"{place_of(topic, number, before.record.offset)} comes before {named} and is not handled yet: --skip "
+                f"{place_of(topic, number, first)} comes before {named} and is not handled yet: --skip "
                 f"steps over the record that it names alone; `--from '{place_of(topic, number, move.after)}'` over all"
             )
 

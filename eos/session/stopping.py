@@ -33,6 +33,7 @@ class StopSignals:
         self._session = session
         self._timeout_s: float = session.settings["eos.shutdown.timeout.ms"] / 1000
         self._before: dict[int, Any] = {}
+        self._heard = False  # `stop_requested` may be somebody else's: a stop from the code is no first signal
 
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -46,9 +47,9 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _asked(self, number: int, _: Any) -> None:
-        if self._session.stop_requested:
+        if self._heard:
             raise ShutdownExpired("asked a second time")
-        self._session.stop_requested = True
+        self._heard = self._session.stop_requested = True
         log.info("stopping", signal=signal.Signals(number).name)
         # setitimer(0) would switch the timer off instead of firing it.
         signal.setitimer(signal.ITIMER_REAL, max(0.001, self._timeout_s))

@@ -50,7 +50,9 @@ def run_on(
     wanted = dict.fromkeys((*app.topics, *app.destinations), 1)
     for record in given:
         wanted[record.topic] = max(wanted[record.topic], record.partition + 1)
-    facts.create_topics(loaded, wanted, brokers=1)
+    missing = {topic: count for topic, count in wanted.items() if not facts.describe_topic(client, topic).exists}
+    if missing:  # where all are there no right to CREATE is needed
+        facts.create_topics(loaded, missing, brokers=1)
     _begin_behind(client, app.id, _ends(client, app.topics))
     before = _ends(client, sorted(app.destinations))
     _load(loaded, app.id, given)
@@ -70,11 +72,14 @@ def _ends(client: Any, topics: Sequence[str]) -> dict[Place, int]:
         spans: dict[Place, tail.Span] = {}
         try:
             for topic in topics:
-                held = tail.held(client, topic, range(facts.describe_topic(client, topic).partitions))
+                partitions = facts.describe_topic(client, topic).partitions
+                if not partitions:
+                    raise Unavailable(f"topic {topic} is not there yet")
+                held = tail.held(client, topic, range(partitions))
                 spans |= {(topic, partition): span for partition, span in held.items()}
             late = f"an open transaction holds {sorted(p for p, s in spans.items() if s.stable < s.end)}"
         except Unavailable as error:
-            # Metadata may name a new partition's leader before that broker knows of it.
+            # A broker's metadata may be behind, or name a new partition's leader before that one knows of it.
             late = str(error)
         else:
             if all(span.stable == span.end for span in spans.values()):

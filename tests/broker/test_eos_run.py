@@ -60,7 +60,7 @@ def test_a_trace_does_not_end_at_the_app(eos_run):
 
 def test_a_record_that_stops_the_run_is_raised(eos_run):
     for run in (eos_run, eos.testing.run):
-        with pytest.raises(PoisonRecord, match="refuse failed on orders .* ValueError: no"):
+        with pytest.raises(PoisonRecord, match="refuse failed on orders.0.@.*: ValueError: no"):
             run(strict, RECORDS[:1])
 """
 

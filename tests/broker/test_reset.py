@@ -53,6 +53,18 @@ def test_a_record_that_nobody_can_handle_is_stepped_past_and_the_input_replayed(
     assert life.settled() == [b"a", b"b", b"b", b"c", b"c"], "the record before is not read again, the others are"
 
 
+def test_what_is_no_record_to_a_reader_cannot_be_skipped(life: Life) -> None:
+    with raw_producer(life.servers, f"{life.app}-other") as producer:
+        producer.begin()
+        producer.send(life.input, "given up")
+        producer.abort()
+    refused = life.reset("--skip", f"{life.input}[0]@0", "--yes")
+    assert (refused.returncode, f"there is no record at {life.input}[0]@0" in refused.stderr) == (78, True), (
+        refused.stderr
+    )
+    assert life.committed()[0] < 0
+
+
 def test_a_reset_is_refused_while_a_member_lives_and_names_it(life: Life) -> None:
     life.load([b"a"])
     worker = life.start("--instance", "the-living")

@@ -18,7 +18,7 @@ from eos.kafka.security import configuration, login_refused
 from eos.kafka.settings import Settings
 from eos.kafka.transactions import ENDED, ENDING, Verdict, judge, partition_of
 
-SEEN = OpenProducer(("t", 0), 7, 3, 100, 0)
+SEEN = OpenProducer(("t", 0), 7, 3, 100, 1_372_939_200_000, 0)
 KNOWN = Listed("id", 7, 3, "Ongoing", 0, 0, 10_000, frozenset({("t", 0)}))
 
 

@@ -19,6 +19,8 @@ from confluent_kafka import libversion
 import eos
 from eos import cli
 from eos.cli import COMMANDS
+from eos.cli.run import remedy_of
+from eos.errors import PoisonRecord
 from tests.support.forked import environment
 from tests.support.forked import eos as program
 
@@ -440,3 +442,10 @@ def test_the_help_shows_every_command_and_each_has_its_own(here: Path) -> None:
     alone = program(here, "run", "--help")
     assert alone.returncode == 0
     assert "run [OPTIONS] " in alone.stdout
+
+
+def test_only_a_record_of_the_input_can_be_stepped_past() -> None:
+    told = remedy_of(PoisonRecord("failed", "in", 0, 3), "it.py:app")
+    assert told.startswith("`eos reset it.py:app --skip 'in[0]@3'` steps past it, ")
+    sent_by_the_function = PoisonRecord("was refused", "out", -1, -1)
+    assert remedy_of(sent_by_the_function, "it.py:app") == ""

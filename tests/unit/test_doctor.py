@@ -19,7 +19,9 @@ from eos.kafka.preflight import REQUIRED_APIS
 from eos.kafka.transactions import OpenTransaction, Verdict
 
 THERE, GONE, HIDDEN = Topic(True, 1, 1, in_sync=1), Topic(False), Topic(None)
-HANGING = OpenTransaction(OpenProducer(("in", 0), 7, 3, 100, 0), "id", "Empty", Verdict.HANGING, "it is done", 4)
+HANGING = OpenTransaction(
+    OpenProducer(("in", 0), 7, 3, 100, 1_372_939_200_000, 0), "id", "Empty", Verdict.HANGING, "it is done", 4
+)
 
 
 @pytest.fixture

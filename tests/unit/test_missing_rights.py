@@ -86,7 +86,7 @@ def test_of_several_topics_the_one_whose_producers_may_not_be_seen_is_named() ->
 
 def test_a_marker_that_may_not_be_written_and_a_group_that_may_not_be_seen_are_named() -> None:
     with pytest.raises(NotAuthorised) as raised:
-        admin_denying().write_abort_marker(OpenProducer(("t", 0), 7, 3, 100, 0))
+        admin_denying().write_abort_marker(OpenProducer(("t", 0), 7, 3, 100, 1_372_939_200_000, 0))
     assert str(raised.value) == said("the cluster", "CLUSTER_ACTION")
     with pytest.raises(NotAuthorised) as raised:
         admin_denying().members("g")

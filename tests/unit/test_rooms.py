@@ -108,3 +108,11 @@ def test_what_runs_an_app_without_a_cluster_loads_no_kafka_client(module: str) -
     code = f"import sys, {module}; print([m for m in sys.modules if m.split('.')[0] in ('confluent_kafka', 'kafka')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def test_who_only_reads_with_spark_loads_nothing_of_the_sink() -> None:
+    code = (
+        "import sys, spark_connector.source; print({'pyarrow', 'numpy', 'kafka', 'confluent_kafka'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "set()"

@@ -54,6 +54,17 @@ def test_a_second_signal_gives_the_open_transaction_up() -> None:
     assert (script.visible, script.committed, script.calls[-1]) == ([], -1001, "abort")
 
 
+def test_the_first_signal_behind_a_stop_of_the_code_is_no_second_one() -> None:
+    script = Script()
+    with TransactSession(SETTINGS, ["in"], world=script.world) as session, session.stopping_on_signals():
+        for txn in session:
+            session.stop()
+            signal.raise_signal(signal.SIGTERM)
+            for record in txn.records:
+                txn.send("out", record.value)
+    assert script.visible == ALL[:5]
+
+
 def test_signals_are_refused_where_none_comes() -> None:
     session = TransactSession(SETTINGS, ["in"], world=Script().world)
 

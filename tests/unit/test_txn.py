@@ -29,8 +29,17 @@ def admin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hanging(producer_id: int) -> OpenTransaction:
-    seen = OpenProducer(("t", 3), producer_id, 5, 100, 0)
+    seen = OpenProducer(("t", 3), producer_id, 5, 100, 1_372_939_200_000, 0)
     return OpenTransaction(seen, None, None, Verdict.HANGING, "nobody knows it", 4)
+
+
+def test_the_rows_for_programs_have_the_members_that_they_had() -> None:
+    told = txn._open(hanging(7))
+    assert told["last_timestamp_ms"] == 1_372_939_200_000
+    assert " ".join(told) == (
+        "verdict topic partition producer_id epoch start_offset last_timestamp_ms coordinator_epoch held_back "
+        "transactional_id state reason"
+    )
 
 
 def listed(state: str, since_s: float | None = 200.0) -> Listed:

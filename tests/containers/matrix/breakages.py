@@ -77,7 +77,7 @@ def _offsets_outside_the_transaction() -> None:
 def _rewind_missing() -> None:
     from eos.session.membership import Membership
 
-    _replace(Membership, "go_back", lambda self, targets: None)
+    _replace(Membership, "go_back", lambda self, rewind: rewind() and None)  # noted, but the consumer is not told
 
 
 def _no_ownership_check() -> None:
@@ -195,18 +195,22 @@ def _an_output_topic_outside_the_transaction() -> None:
 
 
 def _rewind_to_the_committed_offset_of_the_assignment() -> None:
-    from eos.session.membership import Membership
     from eos.session.positions import Positions
 
     starts: dict[Any, int] = {}
-    assigned, go_back = Positions.assigned, Membership.go_back
+    assigned, rewind = Positions.assigned, Positions.rewind
 
     def remember(self: Positions[Any], new: Mapping[Any, int]) -> None:
         starts.update(new)
         assigned(self, new)
 
+    def to_the_assignment(self: Positions[Any]) -> dict[Any, int]:
+        targets = {partition: starts[partition] for partition in rewind(self)}
+        self._behind |= targets  # or what comes again would be dropped, as what the client delivers twice is
+        return targets
+
     _replace(Positions, "assigned", remember)
-    _replace(Membership, "go_back", lambda self, targets: go_back(self, {p: starts[p] for p in targets}))
+    _replace(Positions, "rewind", to_the_assignment)
 
 
 def _a_late_end_of_transaction(transactional_id: str) -> Sequence[Rule]:

@@ -9,7 +9,8 @@ import pytest
 
 from eos.errors import ConfigurationError
 from spark_connector.java_settings import java_consumer
-from spark_connector.options import Options, contents
+from spark_connector.options import Options
+from spark_connector.pem import contents
 
 CERTIFICATE = "-----BEGIN CERTIFICATE-----\n{0}\n-----END CERTIFICATE-----\n"
 
