@@ -1,7 +1,7 @@
 """Exactly-once consume-transform-produce over real Kafka.
 
-`App`, `Record`, `Out`: what a user writes; `eos run` runs it. `stop`, `retry`, `dlq`, `skip`: what becomes of a record
-that fails. `TransactSession`: for those who own their loop.
+`App`, `Record`, `Out`: what a user writes; `eos run` runs it, or `run` from Python. `stop`, `retry`, `dlq`, `skip`:
+what becomes of a record that fails. `TransactSession`: for those who own their loop.
 `transaction`: a transactional producer without an input. `Fenced`, `Temporary` and the other errors: eos/errors.py.
 
 Names are imported at their first use: a module that needs none of them (the pytest plugin, the shim, an App on a Spark
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from eos.plain import transaction
     from eos.records import KEEP, Out, Record
     from eos.session.transact import Transaction, TransactSession
+    from eos.worker.running import run
 
 _HOMES = {
     "KEEP": "eos.records",
@@ -50,6 +51,7 @@ _HOMES = {
     "Unavailable": "eos.errors",
     "dlq": "eos.app.policies",
     "retry": "eos.app.policies",
+    "run": "eos.worker.running",
     "skip": "eos.app.policies",
     "stop": "eos.app.policies",
     "transaction": "eos.plain",
@@ -75,6 +77,7 @@ __all__ = [
     "Unavailable",
     "dlq",
     "retry",
+    "run",
     "skip",
     "stop",
     "transaction",

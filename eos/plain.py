@@ -267,9 +267,8 @@ class Transactions:
         return kind(f"the producer failed; {owner.value} (transaction.timeout.ms={timeout_ms}): {failure}")
 
 
-def _lost_to(producer: TransactionalProducer, reason: str, answer: Described | None) -> str:
-    theirs = f" (now producer id {answer.producer_id} epoch {answer.epoch})" if answer is not None else ""
-    return f"a newer instance took over transactional.id {producer.transactional_id}{theirs}. [{reason}]"
+def _lost_to(producer: TransactionalProducer, answer: Described | None) -> tuple[str, str]:
+    return "", "" if answer is None else f"now producer id {answer.producer_id} epoch {answer.epoch}"
 
 
 @contextlib.contextmanager

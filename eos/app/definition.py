@@ -178,6 +178,8 @@ class App:
             inspect.signature(function).bind()
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"{function!r} must be callable without arguments: {error}") from error
+        if _typed_in(function):
+            hooks[:] = [old for old in hooks if not _is_anew(old, function)]
         hooks.append(function)
         return function
 
@@ -190,6 +192,17 @@ class App:
 
     def _add(self, route: Route) -> None:
         # All checks before the first change: a refused function leaves the App as it was.
+        before = self.routes, self.patterns
+        if _typed_in(route.function):
+            self.routes = {t: old for t, old in self.routes.items() if not _is_anew(old.function, route.function)}
+            self.patterns = {p: old for p, old in self.patterns.items() if not _is_anew(old.function, route.function)}
+        try:
+            self._check_and_add(route)
+        except ConfigurationError:
+            self.routes, self.patterns = before
+            raise
+
+    def _check_and_add(self, route: Route) -> None:
         names = dict.fromkeys((source for source in route.sources if not is_pattern(source)), route)
         patterns = dict.fromkeys((re.compile(source) for source in route.sources if is_pattern(source)), route)
         for topic in names:
@@ -221,6 +234,18 @@ class App:
 
     def __repr__(self) -> str:
         return f"App({self.id!r}, {self.functions})"
+
+
+def _typed_in(function: Callable[..., object]) -> bool:
+    """It is of a notebook or a prompt, where what is run again replaces what it made before. In a file a second
+    function of one name is a mistake."""
+    main = sys.modules.get("__main__")
+    return getattr(function, "__module__", None) == "__main__" and not hasattr(main, "__file__")
+
+
+def _is_anew(old: Callable[..., object], new: Callable[..., object]) -> bool:
+    names = [getattr(function, "__qualname__", "") for function in (old, new)]
+    return _typed_in(old) and names[0] == names[1] != "<lambda>"
 
 
 def is_pattern(source: str) -> bool:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from eos.broker.jars import DEFAULT_VERSION, kafka_jars, parse_version
 from eos.broker.java import find_java
 from eos.broker.local import choose_ports, heap_for, persistent_cluster_id
 from eos.broker.node import STOP_TIMEOUT_S, Node, format_all, is_free, require_free, wait_until_ready
-from eos.broker.properties import HOST, NodePorts
+from eos.broker.properties import HOST, LAID_OUT, NodePorts
 from eos.errors import ConfigurationError, Unavailable
 
 DEFAULT_PORT = 9092
@@ -43,6 +43,7 @@ class State(msgspec.Struct):
 
     version: str
     nodes: list[NodeState]
+    config: dict[str, str] = {}  # brokers' settings that were asked for
 
 
 @dataclass(frozen=True)
@@ -96,32 +97,41 @@ class Detached:
         nodes: int | None = None,
         version: str | None = None,
         port: int | None = None,
+        config: Mapping[str, str] | None = None,
         console: Console | None = None,
     ) -> list[int]:
         """Starts the nodes that are down and returns them; an empty list means all were running.
 
-        None takes what the data has, for new data 1 node of 4.4.0 at 9092. Raises ConfigurationError for another
-        number of nodes, an older version, or other wishes for a cluster that is running; Unavailable if it cannot
-        be started.
+        None takes what the data has, for new data 1 node of 4.4.0 at 9092. `config`: brokers' settings beside those
+        that the data has. Raises ConfigurationError for another number of nodes, an older version, or other wishes for
+        a cluster that is running; Unavailable if it cannot be started.
         """
         if nodes not in (None, 1, 3):
             raise ConfigurationError(f"a local Kafka has 1 or 3 nodes, not {nodes}")
+        if taken := LAID_OUT & (config or {}).keys():
+            raise ConfigurationError(f"{min(taken)} cannot be set: it follows from --nodes, --port and --data")
         with self._locked():
             before = self.state()
             up = {node.index for node in self.status() if node.up}
-            state = self._wanted(before, bool(up), nodes, version, port)
+            state = self._wanted(before, bool(up), nodes, version, port, config or {})
             down = [i for i in range(len(state.nodes)) if i not in up]
             if down:
                 self._start_nodes(state, down, console or Console(stderr=True))
             return down
 
     def _wanted(
-        self, before: State | None, running: bool, nodes: int | None, version: str | None, port: int | None
+        self,
+        before: State | None,
+        running: bool,
+        nodes: int | None,
+        version: str | None,
+        port: int | None,
+        config: Mapping[str, str],
     ) -> State:
         if before is None:
             version = version or DEFAULT_VERSION
             parse_version(version)
-            return State(version, _layout(nodes or 1, DEFAULT_PORT if port is None else port))
+            return State(version, _layout(nodes or 1, DEFAULT_PORT if port is None else port), dict(config))
         count, first_port = len(before.nodes), before.nodes[0].client_port
         if nodes not in (None, count):
             raise ConfigurationError(
@@ -134,13 +144,16 @@ class Detached:
                 "choose another --data directory"
             )
         if running:
-            if version not in (None, before.version) or port not in (None, first_port):
+            other = version not in (None, before.version) or port not in (None, first_port)
+            if other or not config.items() <= before.config.items():
                 raise ConfigurationError(
-                    f"Kafka {before.version} is running at port {first_port} on the data in {self.directory}: "
+                    f"Kafka {before.version} is running at port {first_port} on the data in {self.directory}"
+                    f"{''.join(f', with {name}={value}' for name, value in before.config.items())}: "
                     "`eos broker stop` it first"
                 )
             return before
-        return State(version or before.version, _layout(count, first_port if port is None else port, before.nodes))
+        layout = _layout(count, first_port if port is None else port, before.nodes)
+        return State(version or before.version, layout, {**before.config, **config})
 
     def _start_nodes(self, state: State, down: list[int], console: Console) -> None:
         require_free(state.nodes[i].client_port for i in down)
@@ -150,7 +163,7 @@ class Detached:
         try:
             with console.status(f"starting Kafka {state.version} …"):
                 for node in nodes:
-                    node.configure(ports, {})
+                    node.configure(ports, state.config)
                 format_all(nodes, persistent_cluster_id(self.directory))
                 # From here on the data belongs to this version and this number of nodes.
                 for node in nodes:

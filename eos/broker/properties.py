@@ -46,6 +46,15 @@ def server_properties(
     return {name: str(value) for name, value in (properties | dict(overrides)).items()}
 
 
+LAID_OUT = frozenset(
+    (
+        *("process.roles", "node.id", "controller.quorum.voters", "log.dirs", "listeners", "advertised.listeners"),
+        *("listener.security.protocol.map", "inter.broker.listener.name", "controller.listener.names"),
+    )
+)
+"""What nodes, ports and directories say, and nobody else."""
+
+
 def _listeners(ports: NodePorts) -> dict[str, object]:
     listen = {"PLAINTEXT": ports.client, "CONTROLLER": ports.controller}
     advertise = {"PLAINTEXT": ports.client}

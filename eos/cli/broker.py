@@ -20,35 +20,46 @@ NOT_RUNNING = 69
 app = typer.Typer(no_args_is_help=True, help="A real Kafka on this machine: start it, look at it, stop it.")
 
 DataOption = Annotated[
-    Path | None, typer.Option("--data", metavar="DIR", help="Data directory [default: ~/.local/share/eos/broker]")
+    Path | None, typer.Option("--data", metavar="DIR", help="Data directory (default: ~/.local/share/eos/broker)")
 ]
 
 
 @app.command()
 def start(
     nodes: Annotated[
-        int | None, typer.Option("--nodes", metavar="1|3", help="Number of nodes [default: 1, or what the data has]")
+        int | None, typer.Option("--nodes", metavar="1|3", help="Number of nodes (default: 1, or what the data has)")
     ] = None,
     version: Annotated[
-        str | None, typer.Option("--version", help="Kafka version [default: 4.4.0, or what the data has]")
+        str | None, typer.Option("--version", help="Kafka version (default: 4.4.0, or what the data has)")
     ] = None,
     data: DataOption = None,
     port: Annotated[
         int | None,
-        typer.Option("--port", min=1, max=65533, help="First client port [default: 9092, or what the data has]"),
+        typer.Option("--port", min=1, max=65533, help="First client port (default: 9092, or what the data has)"),
+    ] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option("--config", metavar="NAME=VALUE", help="A broker's setting, kept with the data; repeatable"),
     ] = None,
 ) -> None:
     """Start Kafka in the background and keep its data; does nothing if it is running."""
     if nodes not in (None, 1, 3):
         raise UsageError(f"--nodes {nodes}: must be 1 or 3")
     kafka = Detached(data or default_directory())
-    started = kafka.start(nodes, version, port)
+    started = kafka.start(nodes, version, port, _settings(config or []))
     state = kafka.state()
     assert state is not None
     typer.echo(
         f"Kafka {state.version} {'is running' if started else 'is already running'}: {kafka.bootstrap_servers()}"
         f"  (data: {kafka.directory})"
     )
+
+
+def _settings(texts: list[str]) -> dict[str, str]:
+    wrong = next((text for text in texts if not text.partition("=")[0] or "=" not in text), None)
+    if wrong is not None:
+        raise UsageError(f"--config {wrong}: expected NAME=VALUE")
+    return {name: value for name, _, value in (text.partition("=") for text in texts)}
 
 
 @app.command()

@@ -17,11 +17,11 @@ from rich.table import Table
 from eos import log
 from eos.app.definition import App, is_topic_name
 from eos.app.policies import DEAD_LETTER_SUFFIX, dead_letter_topic
-from eos.cli.options import BootstrapServers, Json, Set, load_settings, print_json, print_table, refuse_ids
+from eos.cli.options import BootstrapServers, Json, Set, load_settings, print_json, print_table
 from eos.errors import UsageError
 from eos.kafka.settings import Settings
 from eos.worker import replay
-from eos.worker.loading import load_app
+from eos.worker.loading import load_app, refuse_ids
 from eos.worker.new_topics import topic_names
 from eos.worker.replay import Letter, Place, Replay
 

@@ -52,12 +52,6 @@ def load_settings(bootstrap_servers: str | None, set_: Sequence[str] | None) -> 
     return settings.load(flags_of(bootstrap_servers, set_))
 
 
-def refuse_ids(given: Settings, command: str, what: str = "the App's id (and its instance)") -> None:
-    for name in ("group.id", "transactional.id"):
-        if name in given.values:
-            raise UsageError(f"{name} cannot be set for `{command}`: it is {what}")
-
-
 def confirm(what: str, yes: bool) -> None:
     """Asks before something is done that cannot be undone. UsageError where nobody can be asked."""
     if yes:

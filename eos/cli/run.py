@@ -28,17 +28,17 @@ from eos.cli.options import (
     UntilEnd,
     check_log,
     flags_of,
-    refuse_ids,
 )
 from eos.errors import PoisonRecord, UsageError
 from eos.health.board import Board
 from eos.health.observer import Observer
 from eos.health.report import Reporter, pipe_of_supervisor
 from eos.health.status import Status
-from eos.kafka import preflight, settings
+from eos.kafka import settings
 from eos.records import place_of
 from eos.session.stopping import StopSignals
-from eos.worker.loading import load_app
+from eos.worker.loading import load_app, refuse_ids
+from eos.worker.running import prepare
 from eos.worker.supervisor import Supervisor, own_name, prefix_own_output
 from eos.worker.worker import Worker
 
@@ -100,16 +100,18 @@ def run(
         try:
             _run_worker(Worker(app, loaded, until_end=until_end), pipe, address, show, begun)
         except PoisonRecord as poison:
-            poison.remedy = poison.remedy or remedy_of(poison, target)
+            poison.remedy = poison.remedy or remedy_of(poison, target, bootstrap_servers)
             raise
     return 0
 
 
-def remedy_of(poison: PoisonRecord, target: str) -> str:
-    """The next command; nothing where it is no record of the input, but what a function sent by itself."""
+def remedy_of(poison: PoisonRecord, target: str, servers: str | None = None) -> str:
+    """The next command; nothing where it is no record of the input, but what a function sent by itself. It has to wait
+    until the group has given this worker up."""
     if poison.offset < 0:
         return ""
-    skip = f"eos reset {target} --skip '{place_of(poison.topic, poison.partition, poison.offset)}'"
+    skip = f"eos reset {target} --skip '{place_of(poison.topic, poison.partition, poison.offset)}' --wait 30"
+    skip += f" --bootstrap-servers {servers}" if servers else ""
     return f"`{skip}` steps past it, on_error=eos.dlq keeps such records apart (docs/policies.md)"
 
 
@@ -164,9 +166,7 @@ def _run_worker(
 
                 around.enter_context(live_view(statuses, line))
             around.enter_context(observer)
-        worker.find_topics()
-        app, values = worker.app, worker.settings
-        preflight.require(values, preflight.need_of(values, app.topics, app.destinations))
+        prepare(worker)
         with StopSignals(worker.session):
             begun()
             worker.run()

@@ -17,11 +17,10 @@ from eos.cli.options import (
     UntilEnd,
     check_log,
     flags_of,
-    refuse_ids,
 )
 from eos.errors import ConfigurationError, Unavailable, UsageError
 from eos.kafka import settings
-from eos.worker.loading import load_app
+from eos.worker.loading import load_app, refuse_ids
 
 app = typer.Typer(no_args_is_help=True)
 

@@ -47,12 +47,21 @@ def verify(
                 tasks[what] = bars.add_task(f"reading {what}")
             bars.update(tasks[what], completed=done, total=total)
 
-        found = verify_cluster(loaded.bootstrap_servers, input, output, group, loaded.connection(), progress=progress)
-    return _tell(found, group)
+        found = verify_cluster(
+            *(loaded.bootstrap_servers, input, output, group, loaded.connection()),
+            progress=progress,
+            waits=lambda sentence: console.print(f"eos: {sentence}", markup=False, highlight=False, soft_wrap=True),
+        )
+    return _tell(found, group, output)
 
 
-def _tell(found: Verification, group: str) -> int:
-    for note in found.notes:
+def _tell(found: Verification, group: str, outputs: list[str]) -> int:
+    notes = found.notes
+    if "no_losses" in found.report.violated:
+        notes += (
+            f"looked for in {', '.join(outputs)} alone: does the App write to another topic too? --output names it",
+        )
+    for note in notes:
         print(f"note: {note}", file=sys.stderr)
     if not found.report.verdicts:
         raise NothingToExamine(

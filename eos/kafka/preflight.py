@@ -113,16 +113,19 @@ def _denied(need: Need, facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _topics(need: Need, facts: Facts) -> Iterator[Finding]:
+    if missing := [name for name in need.topics if facts.topics[name].exists is False]:
+        which, them = (
+            (f"topic {missing[0]} does", "it") if len(missing) == 1 else (f"topics {', '.join(missing)} do", "them")
+        )
+        yield Finding(
+            "topics",
+            Level.FAILED,
+            f"{which} not exist at {facts.servers}",
+            f"create {them}, or let --create-topics do so",
+        )
     for name in need.topics:
         topic = facts.topics[name]
-        if topic.exists is False:
-            yield Finding(
-                "topics",
-                Level.FAILED,
-                f"topic {name} does not exist at {facts.servers}",
-                "create it, or let --create-topics do so",
-            )
-        elif topic.leaderless:
+        if topic.leaderless:
             where = ", ".join(map(str, topic.leaderless))
             yield Finding(
                 "topics",

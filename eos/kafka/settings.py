@@ -30,6 +30,8 @@ RETRY_BACKOFF_DEFAULTS = {"retry.backoff.ms": 100, "retry.backoff.max.ms": 1000}
 # partitions and 0.6 % with 500; 50 twice that.
 STATISTICS_INTERVAL_MS = 100
 _MISSPELT = 0.9  # so much like a variable of ours that it was meant to be it
+# librdkafka takes a protocol before an address, but only one of these.
+_WEB = re.compile(r"\b(?!(?:plaintext|ssl|sasl_plaintext|sasl_ssl):)[a-z_]+://", re.IGNORECASE)
 # Kafka's settings whose numbers we reckon with ourselves, before a client could refuse what is none.
 READ_HERE = ("max.poll.interval.ms", "session.timeout.ms", "topic.metadata.refresh.interval.ms")
 
@@ -455,6 +457,8 @@ def _check(name: str, value: Any) -> None:
         raise ConfigurationError(f"{name} is not a setting of Kafka's clients{_suggest(name, known)}")
     if name == "bootstrap.servers" and not str(value).strip(" ,"):
         raise ConfigurationError("bootstrap.servers is empty: expected HOST:PORT[,HOST:PORT...]")
+    if name == "bootstrap.servers" and (web := _WEB.search(str(value))):
+        raise ConfigurationError(f"bootstrap.servers={value}: expected HOST:PORT[,HOST:PORT...], without {web[0]}")
     refusal = REFUSALS.get(name)
     if refusal and not _values(name, value) <= refusal.allowed:
         allowed = " or ".join(sorted(refusal.allowed))

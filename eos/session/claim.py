@@ -13,7 +13,7 @@ from eos import log
 from eos.errors import Fenced, Unavailable
 from eos.kafka import ownership
 from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.ownership import Described, Identity, Owner
+from eos.kafka.ownership import Described, Identity, Owner, Reach
 from eos.kafka.settings import Settings
 from eos.kafka.world import REAL, World
 from eos.session.observe import Pulse
@@ -25,20 +25,20 @@ T = TypeVar("T")
 _PAUSE_S = 0.5
 _LOG_INTERVAL_S = 10.0
 _EACH_ITS_OWN = (
-    "if several were to run at once, give each its own transactional.id (eos run: --workers N starts several, or each "
-    "gets its own --instance)"
+    "If several were to run at once, give each its own (eos run: --workers N starts several, or each gets its own "
+    "--instance)"
 )
 
 
 class Claim:
-    """`lost_to`: the sentence for a claim that is lost, from the producer, why we asked and what the coordinator said.
+    """`lost_to`: who took over, and the numbers, from the producer and what the coordinator said.
     `nobody_took_our_place`: a group's word on what the coordinator leaves open.
     """
 
     def __init__(
         self,
         settings: Settings,
-        lost_to: Callable[[TransactionalProducer, str, Described | None], str],
+        lost_to: Callable[[TransactionalProducer, Described | None], tuple[str, str]],
         nobody_took_our_place: Callable[[], bool] | None = None,
         pulse: Pulse | None = None,
         world: World = REAL,
@@ -56,7 +56,7 @@ class Claim:
         if self._unlearnt is not None:
             self._settle(*self._unlearnt)
         if self._lost is not None:
-            raise Fenced(self._lost, remedy=_EACH_ITS_OWN)
+            raise Fenced(self._lost)
 
     def replace(self, producer: TransactionalProducer, reason: str) -> None:
         """The producer's replacement; Fenced instead when a newer instance has its id, unknown to us until now."""
@@ -112,13 +112,19 @@ class Claim:
                 return owner, answer
 
             owner, answer = self._ask(producer, settled)
-        age_ms = None if situation is None else round(situation.age_ms)
-        log.warning("fenced", owner=owner.value, age_ms=age_ms, answer=answer, **producer.who())
+        open_ms = None  # of our transaction, by our own clock
+        if situation is not None and situation.reach is not Reach.NOTHING:
+            open_ms = round(situation.age_ms)
+        log.warning("fenced", owner=owner.value, open_ms=open_ms, answer=answer, **producer.who())
         if owner is Owner.NEWER:
-            self._lost = self._lost_to(producer, reason, answer)
+            who, numbers = self._lost_to(producer, answer)
+            self._lost = (
+                f"a newer instance took over transactional.id {producer.transactional_id}{who}: this one stops, and "
+                f"has written nothing since. {_EACH_ITS_OWN}. [{'; '.join(filter(None, (numbers, reason)))}]"
+            )
         self._unlearnt = None
         if self._lost is not None:
-            raise Fenced(self._lost, remedy=_EACH_ITS_OWN)
+            raise Fenced(self._lost)
         if answer is not None:
             self._left_at[producer.transactional_id] = Identity(answer.producer_id, answer.epoch)
         return owner

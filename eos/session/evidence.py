@@ -139,7 +139,8 @@ class RetryEvidence:
 
     def _convict(self, call: str, because: str) -> None:
         took_ms, _ = self._suspects.pop(call)
-        self._found(f"{call} took {took_ms:.0f} ms: it may have been sent twice ({because})")
+        harmless = "a late copy finds a new epoch and does nothing"
+        self._found(f"{call} took {took_ms:.0f} ms: it may have been sent twice; {harmless} ({because})")
 
     def statistics(self, now: Statistics) -> None:
         """A new statistics event; compared with the one before it, and with the suspects."""

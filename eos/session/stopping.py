@@ -19,6 +19,9 @@ class ShutdownExpired(BaseException):
     """
 
 
+GIVEN_UP = "what was not committed yet was given up, and comes again"
+
+
 class Stoppable(Protocol):
     """What StopSignals stops: it looks at `stop_requested` between two batches."""
 
@@ -27,32 +30,36 @@ class Stoppable(Protocol):
 
 
 class StopSignals:
-    """SIGTERM and SIGINT: the first asks for a stop after the batch, the second or the deadline gives up."""
+    """SIGTERM and SIGINT: the first asks for a stop after the batch, the second or the deadline gives up. The process's
+    timer and SIGALRM are taken at the first one, and given back."""
 
     def __init__(self, session: Stoppable) -> None:
         self._session = session
         self._timeout_s: float = session.settings["eos.shutdown.timeout.ms"] / 1000
         self._before: dict[int, Any] = {}
-        self._heard = False  # `stop_requested` may be somebody else's: a stop from the code is no first signal
+        # Of whoever had the timer before. None: no signal was heard, though `stop_requested` may be set by the code.
+        self._timer: tuple[float, float] | None = None
 
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._before[number] = signal.signal(number, self._asked)
-        self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._expired)
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        if self._timer is not None:
+            signal.setitimer(signal.ITIMER_REAL, *self._timer)
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # None: it is not Python's, and cannot be set from here
+                signal.signal(number, handler)
 
     def _asked(self, number: int, _: Any) -> None:
-        if self._heard:
+        if self._timer is not None:
             raise ShutdownExpired("asked a second time")
-        self._heard = self._session.stop_requested = True
+        self._session.stop_requested = True
         log.info("stopping", signal=signal.Signals(number).name)
+        self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._expired)
         # setitimer(0) would switch the timer off instead of firing it.
-        signal.setitimer(signal.ITIMER_REAL, max(0.001, self._timeout_s))
+        self._timer = signal.setitimer(signal.ITIMER_REAL, max(0.001, self._timeout_s))
 
     def _expired(self, *_: Any) -> None:
         raise ShutdownExpired(f"eos.shutdown.timeout.ms={round(self._timeout_s * 1000)} is over")

@@ -41,8 +41,8 @@ class Successor:
             "epoch": identity.epoch if identity else None,
         }
 
-    def sentence(self, producer: TransactionalProducer, reason: str, answer: Described | None) -> str:
-        """Producer id, epoch, since when, and who."""
+    def told(self, producer: TransactionalProducer, answer: Described | None) -> tuple[str, str]:
+        """Who took over and since when, and the numbers of both."""
         mine = producer.identity()
         who = ""
         try:
@@ -59,10 +59,7 @@ class Successor:
         if not who and (answer is None or answer.start_ms <= 0):
             who = f"; initialised after {_clock(self._ours_until)} ({self._ours_by})"
         ours = f"producer id {mine.producer_id} epoch {mine.epoch}" if mine else "its epoch was not known yet"
-        return (
-            f"a newer instance took over transactional.id {self._transactional_id} (ours: {ours}{theirs}){who}. "
-            f"This one stops and has written nothing since. [{reason}]"
-        )
+        return who, f"ours: {ours}{theirs}"
 
 
 def successor_of(transactional_id: str, our_start_ms: int, metadata: Sequence[str]) -> str:

@@ -46,7 +46,7 @@ from eos.session.positions import TopicPartition as Partition
 from eos.session.producer import ALWAYS, TransactionalProducer
 from eos.session.recovery import Trouble
 from eos.session.steps import Recovery
-from eos.session.stopping import ShutdownExpired, StopSignals
+from eos.session.stopping import GIVEN_UP, ShutdownExpired, StopSignals
 from eos.session.successor import Successor
 
 
@@ -237,7 +237,7 @@ class TransactSession:
         self._lanes = Lanes(self.settings, self.pulse, world)
         self._claim = Claim(
             self.settings,
-            self._successor.sentence,
+            self._successor.told,
             lambda: self.membership.member.nobody_took_our_place(),
             self.pulse,
             world,
@@ -349,14 +349,15 @@ class TransactSession:
         self._offsets.close()
 
     def stop(self) -> None:
-        """The loop ends when the open transaction has, and at once while it waits for records. From anywhere: the
-        loop's body, a signal's handler, another thread."""
+        """The loop ends when the open transaction has, and while it waits for records: at once, or at most one
+        `eos.transaction.interval.ms` later. From anywhere: the loop's body, a signal's handler, another thread."""
         self.stop_requested = True
 
     @contextlib.contextmanager
     def stopping_on_signals(self) -> Iterator[None]:
-        """In the block SIGTERM and SIGINT stop the loop, as they stop a worker: at the first one the open transaction
+        """In the block SIGTERM and SIGINT stop the loop, as they stop a worker's: at the first one the open transaction
         ends; a second one, or `eos.shutdown.timeout.ms` after the first, gives it up, and the block raises Temporary.
+        The session's start and close lie outside of it.
         Raises IllegalState outside of the main thread, where no signal comes."""
         if threading.current_thread() is not threading.main_thread():
             raise IllegalState("signals come to the main thread alone: hear them there, and call `session.stop()`")
@@ -364,7 +365,7 @@ class TransactSession:
             with StopSignals(self):
                 yield
         except ShutdownExpired as expired:
-            raise Temporary(f"the stop took too long ({expired}): the open transaction was given up") from expired
+            raise Temporary(f"the stop took too long ({expired}): {GIVEN_UP}") from expired
 
     def pause(self, seconds: float) -> None:
         """No transaction begins before so many seconds are over; meanwhile the group is polled as usual."""
@@ -404,6 +405,8 @@ class TransactSession:
             self._end()
         while not self.stop_requested:
             gathered = self._try(self._gather)
+            if self.stop_requested:
+                break
             if gathered and len(self._positions):
                 if self._try(self._begin):
                     return self._open

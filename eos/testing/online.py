@@ -15,7 +15,7 @@ from typing import Any
 from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
 
 from eos.app.definition import App
-from eos.errors import ConfigurationError, Unavailable
+from eos.errors import ConfigurationError, Unavailable, not_authorised
 from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
 from eos.plain import transaction
@@ -72,10 +72,12 @@ def _ends(client: Any, topics: Sequence[str]) -> dict[Place, int]:
         spans: dict[Place, tail.Span] = {}
         try:
             for topic in topics:
-                partitions = facts.describe_topic(client, topic).partitions
-                if not partitions:
+                found = facts.describe_topic(client, topic)
+                if found.exists is None:
+                    raise not_authorised(f"topic {topic}", "DESCRIBE")
+                if not found.exists:
                     raise Unavailable(f"topic {topic} is not there yet")
-                held = tail.held(client, topic, range(partitions))
+                held = tail.held(client, topic, range(found.partitions))
                 spans |= {(topic, partition): span for partition, span in held.items()}
             late = f"an open transaction holds {sorted(p for p, s in spans.items() if s.stable < s.end)}"
         except Unavailable as error:

@@ -31,6 +31,7 @@ Place = tuple[str, int]
 Progress = Callable[[str, int, int], None]
 _POLL_S = 0.2
 _TOLD = 3  # places that a note names
+_QUIET_S = 1.0  # what a live worker's transaction may take without a word
 _MARK = np.dtype([("partition", "<i4"), ("offset", "<i8"), ("i", "<i4"), ("n", "<i4"), ("number", "<i8")])
 assert _MARK.itemsize == lineage.FORMAT.size, "the bulk reader and the writer must agree on the header's width"
 
@@ -95,15 +96,17 @@ def verify(
     config: Mapping[str, Any] | None = None,
     progress: Progress = lambda what, done, total: None,
     timeout_s: float = 60.0,
+    waits: Callable[[str], None] = lambda sentence: None,
 ) -> Verification:
     """Reads the topics as they are now; workers may go on meanwhile. Raises Unavailable for an unreachable cluster, a
-    missing topic, or outputs that an open transaction keeps unreadable for `timeout_s`."""
+    missing topic, or outputs that an open transaction keeps unreadable for `timeout_s`; `waits` is told of that wait
+    when it begins."""
     committed = {
         place: Committed(offset, lineage.tally_of(metadata))
         for place, (offset, metadata) in history.committed_with_metadata(bootstrap, group, inputs, config).items()
     }
     # After the offsets: the outputs of whatever they cover were written before, some markers maybe not yet.
-    ends = _readable_ends(bootstrap, outputs, config, timeout_s)
+    ends = _readable_ends(bootstrap, outputs, config, timeout_s, waits)
     read = history.read_topic(
         bootstrap,
         inputs,
@@ -156,15 +159,22 @@ def _unmarked_note(written: history.Log, unmarked: NDArray[np.int64]) -> str:
 
 
 def _readable_ends(
-    bootstrap: str, topics: Sequence[str], config: Mapping[str, Any] | None, timeout_s: float
+    bootstrap: str,
+    topics: Sequence[str],
+    config: Mapping[str, Any] | None,
+    timeout_s: float,
+    waits: Callable[[str], None],
 ) -> dict[Place, int]:
     """The log ends of now, once a read_committed reader can pass them."""
     ends = history.end_offsets(bootstrap, topics, config)
     deadline = time.monotonic() + timeout_s
-    stable = ends.stable
+    stable, told = ends.stable, False
     while held := {place: end for place, end in ends.log_end.items() if stable[place] < end}:
+        (topic, partition), end = next(iter(held.items()))
+        if not told and time.monotonic() > deadline - timeout_s + _QUIET_S:
+            waits(f"an open transaction holds {topic}[{partition}]: waits for its end, {timeout_s:g} s at most")
+            told = True
         if time.monotonic() > deadline:
-            (topic, partition), end = next(iter(held.items()))
             raise Unavailable(
                 f"{topic}[{partition}] is readable up to {stable[topic, partition]} only, its log ended at {end} "
                 f"{timeout_s:g} s ago: an open transaction holds it"

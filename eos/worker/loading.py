@@ -1,4 +1,4 @@
-"""A user's App, by the name of its module or file."""
+"""A user's App, by the name of its module or file; what its id decides."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from eos.app.definition import App
 from eos.errors import EosError, ImportFailed, UsageError
+from eos.kafka.settings import Settings
 
 
 def load_app(target: str) -> App:
@@ -41,3 +42,10 @@ def load_app(target: str) -> App:
         hint = f"; say {' or '.join(f'{given}:{each}' for each in there)}" if there else " and it has no App"
         raise UsageError(f"{attribute} in {name} {what}{hint}")
     return found
+
+
+def refuse_ids(given: Settings, command: str, what: str = "the App's id (and its instance)") -> None:
+    """UsageError for a group.id or transactional.id where both follow from the App."""
+    for name in ("group.id", "transactional.id"):
+        if name in given.values:
+            raise UsageError(f"{name} cannot be set for `{command}`: it is {what}")

@@ -66,9 +66,15 @@ class Slowness:
             p: last for p, last in self._one_by_one.items() if p in owned and not (p == place and record.offset >= last)
         }
 
-    def known(self, records: list[Record]) -> int | None:
-        """Which of these was too slow and lost before, if any: the number of the first one."""
-        if not self._slow:
+    @property
+    def knows(self) -> bool:
+        """There are records that were too slow and lost before."""
+        return bool(self._slow)
+
+    def known(self, records: list[Record], owned: Collection[Partition]) -> int | None:
+        """Which of these is one, if any: the number of the first. `owned`: what is known of other partitions is kept,
+        or two members would hand a slow record to and fro for ever."""
+        if self._slow.keys().isdisjoint(owned):
             return None
         slow = (
             n for n, record in enumerate(records) if self._slow.get((record.topic, record.partition)) == record.offset

@@ -21,7 +21,7 @@ from eos.kafka.settings import OF_FUNCTIONS, Settings
 from eos.kafka.world import REAL, World
 from eos.records import Record
 from eos.session.participants import Listener, Outcome
-from eos.session.stopping import ShutdownExpired
+from eos.session.stopping import GIVEN_UP, ShutdownExpired
 from eos.session.transact import Transaction, TransactSession
 from eos.worker.handling import Halt, Handler, by_route
 from eos.worker.hooks import Hooks
@@ -106,7 +106,7 @@ class Worker(Listener):
             finished = True
         except ShutdownExpired as expired:
             hooks.abandon()
-            raise Temporary(f"the stop took too long ({expired}): the open transaction was given up") from expired
+            raise Temporary(f"the stop took too long ({expired}): {GIVEN_UP}") from expired
         finally:
             self._handler.end()
             if self._new_topics is not None:
@@ -182,7 +182,7 @@ class Worker(Listener):
             batch = txn.take(self._slice_size())
             if not batch:
                 return None
-            known = self._slowness.known(batch)
+            known = self._slowness.known(batch, self.session.assignment) if self._slowness.knows else None
             if known is not None:
                 size = self._apart(batch, known, first=not handled)
                 txn.give_back(len(batch) - size)

@@ -275,8 +275,9 @@ def test_broker_start_status_and_stop_end_to_end(broker: Command, names: Callabl
     port = str(free_ports(1)[0])
     assert broker("status")[0] == 69
     assert broker("stop") == (0, "Kafka is not running\n")
-    code, said = broker("start", "--port", port)
+    code, said = broker("start", "--port", port, "--config", "num.partitions=5")
     assert (code, f"Kafka 4.4.0 is running: 127.0.0.1:{port}" in said) == (0, True), said
+    assert "num.partitions=5\n" in (broker.data / "node-0" / "server.properties").read_text()
     code, said = broker("start")
     assert (code, "already running" in said) == (0, True), said
     code, said = broker("status")

@@ -483,7 +483,8 @@ def test_a_topic_of_dead_letters_that_is_missing_is_exit_69_before_the_first_rec
     kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(kafka, 10)
-    assert_ended(eos_run(pipeline, TYPED), UNAVAILABLE, f"topic {pipeline.sources[0]}.dlq does not exist")
+    missing = ", ".join(f"{source}.dlq" for source in pipeline.sources)
+    assert_ended(eos_run(pipeline, TYPED), UNAVAILABLE, f"topics {missing} do not exist at ")
     assert pipeline.committed() == {}
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,11 +14,12 @@ from confluent_kafka import Consumer
 from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]
 
 from eos.broker import LocalKafka
-from tests.support.life import POISON, Life
+from tests.support.life import POISON, ROOT, Life
 from tests.support.raw import raw_producer
 from tests.support.reading import create_topic, wait_until
 
 Names = Callable[[str], str]
+PROGRAMS = os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture
@@ -28,7 +33,7 @@ def test_a_record_that_nobody_can_handle_is_stepped_past_and_the_input_replayed(
     stopped = life.run()
     assert stopped.returncode == 65, stopped.stderr
     poison = f"{life.input}[0]@1"
-    assert f"--skip '{poison}'` steps past it" in stopped.stderr
+    assert f"eos reset theapp.py:app --skip '{poison}' --wait 30 --bootstrap-servers {life.servers}`" in stopped.stderr
     # A record stops a worker, it does not take it out of the group: a restart would find its partitions.
     shown = life.reset("--skip", poison, "--dry-run", "--wait", "30")
     assert shown.returncode == 0, shown.stderr
@@ -244,3 +249,46 @@ def test_a_rolling_restart_under_the_same_names_loses_and_doubles_nothing(life: 
         stderr.close()
     assert codes == [0, 0], log.read_text()
     assert life.settled() == expected
+
+
+PROGRAM = """
+import sys
+import eos
+from theapp import app
+
+settings = {"eos.instance": "one", "bootstrap.servers": sys.argv[1]}
+eos.run(app, settings, until_end=True)
+print("handled", flush=True)
+eos.run(app, settings)
+print("stopped", flush=True)
+sys.stdin.readline()
+try:
+    eos.run(app, settings, until_end=True)
+except eos.PoisonRecord as error:
+    print(error.exit_code, error.offset, flush=True)
+"""
+
+
+def test_a_program_of_ones_own_runs_an_app_as_the_command_does(life: Life) -> None:
+    (life.path / "program.py").write_text(PROGRAM)
+    life.load([b"a"])
+    command = [sys.executable, "program.py", life.servers]
+    with subprocess.Popen(
+        command, cwd=life.path, env=PROGRAMS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        assert program.stdin is not None
+        try:
+            assert program.stdout.readline() == "handled\n"
+            life.load([b"b"])
+            wait_until("the second output", lambda: life.outputs() == [b"a", b"b"], 60)
+            program.send_signal(signal.SIGINT)
+            assert program.stdout.readline() == "stopped\n"
+            life.load([POISON])
+            program.stdin.write("\n")
+            program.stdin.flush()
+            assert program.stdout.readline() == "65 2\n"
+            assert program.wait(60) == 0
+        finally:
+            program.kill()
+    assert life.committed() == [2, -1]

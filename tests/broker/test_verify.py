@@ -168,6 +168,9 @@ def test_a_run_with_a_kill_in_it_holds_and_each_damage_to_its_outputs_is_named(
     code, told = run.verify(run.targets[0])  # one of the two topics is left out: half of its outputs are missing
     assert code == 1, told
     assert "no_losses" in told.rpartition("VIOLATED")[2]
+    assert (
+        f"note: looked for in {run.targets[0]} alone: does the App write to another topic too? --output names" in told
+    )
 
 
 def test_half_of_the_inputs_filtered_holds_and_half_of_the_outputs_lost_does_not(

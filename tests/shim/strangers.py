@@ -25,7 +25,7 @@ from kafka.protocol.metadata import ApiVersionsRequest, MetadataRequest
 
 from eos.shim.wire import api
 from tests.shim.shims import RunningShim, running
-from tests.support.reading import create_topic
+from tests.support.reading import TooSlow, create_topic
 from tests.support.wire import Wire
 from tests.unit.shim.test_unreadable import KEYS, damaged
 
@@ -101,7 +101,8 @@ class Honest:
         assert self.failure is None, f"the honest client failed: {self.failure!r}"
         assert self.asked >= 3
         limit_s = LONGEST_ANSWER_S + self.slowest_direct_s
-        assert self.slowest_s < limit_s, f"an honest client waited {self.slowest_s:.2f} s ({limit_s:.2f} s allowed)"
+        if self.slowest_s >= limit_s:  # a machine under load does that once, a shim that is held up always
+            raise TooSlow(f"an honest client waited {self.slowest_s:.2f} s ({limit_s:.2f} s allowed)")
         peak = peak_rss(self._shim.process.pid)
         assert peak < LARGEST_RSS_BYTES, f"the shim took {peak / MIB:.0f} MiB"
 

@@ -8,6 +8,8 @@ import dataclasses
 import itertools
 import pickle
 import re
+import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -796,3 +798,26 @@ def test_an_app_survives_pickling_as_spark_ships_it_to_its_executors() -> None:
     assert copied.routes["a"] is copied.routes["b"]
     assert copied.routes["a"].outputs(RECORD) == (sent(b"UA"),)
     assert copied.routes["c"].outputs_batch([RECORD]) == [sent(b"v")]
+
+
+def test_a_cell_that_is_run_again_replaces_its_function_and_its_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    main, app = types.ModuleType("__main__"), App("a")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    main.__dict__["app"] = app
+
+    def cell(topic: str, to: str, value: int) -> None:
+        code = f"@app.process('{topic}', to='{to}')\ndef f(record): return b'{value}'\n"
+        exec(f"{code}@app.on_start\ndef hello(): return {value}", main.__dict__)  # as a notebook does
+
+    cell("in", "out", 1)
+    cell("in", "out", 2)
+    cell("^in-.*", "out", 3)
+    cell("in", "out", 4)
+    assert [(route.name, list(app.routes), app.patterns) for route in app.functions] == [("f", ["in"], {})]
+    assert [hook() for hook in app.start_hooks] == [4]
+    with pytest.raises(ConfigurationError, match="both a source and a destination"):
+        cell("in", "in", 5)
+    assert list(app.routes) == ["in"], "what is refused leaves the App as it was"
+    main.__file__ = "script.py"
+    with pytest.raises(ConfigurationError, match="'in' has two functions, f and f"):
+        cell("in", "out", 6)

@@ -335,6 +335,22 @@ def test_data_of_another_version_or_number_of_nodes_is_refused_before_anything_s
     assert not (tmp_path / "node-0").exists()
 
 
+def test_settings_of_the_brokers_are_kept_with_the_data_and_not_changed_under_a_running_one(tmp_path: Path) -> None:
+    kafka = Detached(tmp_path)
+    new = kafka._wanted(None, False, None, None, None, {"a": "1", "b": "2"})
+    assert new.config == {"a": "1", "b": "2"}
+    assert kafka._wanted(new, False, None, None, None, {}).config == new.config
+    assert kafka._wanted(new, False, None, None, None, {"b": "3"}).config == {"a": "1", "b": "3"}
+    assert kafka._wanted(new, True, None, None, None, {"b": "2"}) is new
+    with pytest.raises(ConfigurationError, match=r", with a=1, with b=2: `eos broker stop` it first"):
+        kafka._wanted(new, True, None, None, None, {"b": "3"})
+    with pytest.raises(
+        ConfigurationError, match=r"^log\.dirs cannot be set: it follows from --nodes, --port and --data"
+    ):
+        kafka.start(config={"log.dirs": "/x"})
+    assert data_of(tmp_path, "4.3.1", nodes=1).state() is not None, "the file of a version before has none"
+
+
 def test_a_pid_that_now_belongs_to_another_program_is_neither_up_nor_signalled(tmp_path: Path) -> None:
     # The program even names our file, as an editor would.
     program = "import sys; sys.stdin.read()"

@@ -128,6 +128,7 @@ def test_an_option_without_its_value_is_named(here: Path) -> None:
     ("arguments", "sentence"),
     [
         (("broker", "start", "--nodes", "2"), "--nodes 2: must be 1 or 3"),
+        (("broker", "start", "--config", "x"), "--config x: expected NAME=VALUE"),
         (("reset", "good:app"), "--from is missing: expected earliest, latest, a time such as"),
         (("reset", "good:app", "--from", "never"), "--from never: expected earliest, latest, a time such as"),
         (("reset", "--group", "g", "--from", "earliest"), "--group needs --topic"),
@@ -445,7 +446,9 @@ def test_the_help_shows_every_command_and_each_has_its_own(here: Path) -> None:
 
 
 def test_only_a_record_of_the_input_can_be_stepped_past() -> None:
-    told = remedy_of(PoisonRecord("failed", "in", 0, 3), "it.py:app")
-    assert told.startswith("`eos reset it.py:app --skip 'in[0]@3'` steps past it, ")
+    told = remedy_of(PoisonRecord("failed", "in", 0, 3), "it.py:app", "h:9092")
+    assert told.startswith(
+        "`eos reset it.py:app --skip 'in[0]@3' --wait 30 --bootstrap-servers h:9092` steps past it, "
+    )
     sent_by_the_function = PoisonRecord("was refused", "out", -1, -1)
     assert remedy_of(sent_by_the_function, "it.py:app") == ""

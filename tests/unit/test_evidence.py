@@ -498,7 +498,10 @@ def test_send_offsets_is_judged_while_the_commit_behind_it_runs_and_the_commit_b
 def test_no_statistics_in_time_convict_and_so_does_a_clock_that_is_not_ours() -> None:
     evidence = suspected("commit", counted(BEFORE, 0))
     evidence.no_statistics()
-    assert evidence.reason == "commit took 400 ms: it may have been sent twice (nothing shows that it was not)"
+    assert evidence.reason == (
+        "commit took 400 ms: it may have been sent twice; a late copy finds a new epoch and does nothing "
+        "(nothing shows that it was not)"
+    )
     evidence = RetryEvidence(one_clock=False)
     evidence.statistics(counted(BEFORE, 0))
     evidence.call_began()

@@ -84,7 +84,7 @@ def test_transactions_that_a_newer_instance_fenced_do_not_begin_again(
 ) -> None:
     transactions = Transactions(SETTINGS | {"eos.replace.producer": mode}, world=WORLD)
     asked = Asked(monkeypatch, transactions._producer, owner, call)
-    with pytest.raises(Fenced, match=r"--workers N .*--instance\)$") as first, transactions.begin():
+    with pytest.raises(Fenced, match=r"--workers N .*--instance\). \[") as first, transactions.begin():
         pass
     asked.replacements.clear()  # `always` replaces before each
     for _ in range(2):
@@ -180,7 +180,7 @@ def fenced_at_start_ms(monkeypatch: AnyPatch, start_ms: int, metadata: list[str]
     Asked(monkeypatch, producer, Owner.NEWER, "flush")
     monkeypatch.setattr(Silent, "committed_metadata", lambda self, group: metadata)
     state = "Ongoing" if start_ms > 0 else "Empty"
-    return one._successor.sentence(producer, "why", Described(state, 1, 3, start_ms))
+    return " | ".join(one._successor.told(producer, Described(state, 1, 3, start_ms)))
 
 
 def committed_by(instance: str, since: int) -> str:
@@ -192,11 +192,11 @@ def test_a_fenced_session_says_since_when(monkeypatch: AnyPatch) -> None:
     ours, mine = int(WORLD.started_at * 1000), SETTINGS["transactional.id"]
     others = [committed_by(mine, ours), committed_by(mine, ours - 9_000), committed_by("another", ours + 9_000), "{}"]
     told = fenced_at_start_ms(monkeypatch, ours, others)
-    assert re.search(rf"in state Ongoing since {when}\)\.", told), told
+    assert re.search(rf"in state Ongoing since {when}$", told), told
     told = fenced_at_start_ms(monkeypatch, -1, others)
-    assert re.search(rf"in state Empty\); initialised after {when} \(our start\)\.", told), told
+    assert re.search(rf"^; initialised after {when} \(our start\) \| ours: .* in state Empty$", told), told
     told = fenced_at_start_ms(monkeypatch, -1, [*others, committed_by(mine, ours + 5_000)])
-    assert re.search(rf"in state Empty\); the last commit is by {mine} on h, started {when}\.", told), told
+    assert re.search(rf"^; the last commit is by {mine} on h, started {when} \| ours: ", told), told
 
 
 def test_a_session_that_timed_out_goes_on(monkeypatch: AnyPatch) -> None:
@@ -224,7 +224,7 @@ def claimed(
     asked = Asked(monkeypatch, producer, owner, "flush")
     monkeypatch.setattr(producer, "identity", lambda **how: fresh if how else SITUATION.mine)
     monkeypatch.setattr(Silent, "describe", lambda self, name: answer)
-    return Claim(producer._settings, lambda producer, reason, answer: f"lost: {reason}", **more, world=WORLD), asked
+    return Claim(producer._settings, lambda producer, answer: ("; lost", "7"), **more, world=WORLD), asked
 
 
 @pytest.mark.parametrize(
@@ -252,9 +252,9 @@ def test_a_producer_whose_id_timed_out_is_replaced(monkeypatch: AnyPatch) -> Non
 @pytest.mark.parametrize("reason", ["retry: something", "abort", "failure: hung"])
 def test_a_replacement_does_not_take_the_id_from_a_newer_instance(reason: str, monkeypatch: AnyPatch) -> None:
     ours, asked = claimed(monkeypatch, Described("Empty", 1, 2))
-    with pytest.raises(Fenced, match=f"lost: {reason}"):
+    with pytest.raises(Fenced, match=rf"; lost: this one stops.*\[7; {reason}\]$"):
         ours.replace(asked.producer, reason)
-    with pytest.raises(Fenced, match=f"lost: {reason}"):
+    with pytest.raises(Fenced, match=rf"; lost: this one stops.*\[7; {reason}\]$"):
         ours.hold()
     assert asked.replacements == []
 

@@ -332,6 +332,13 @@ def test_a_place_that_is_forgotten_within_a_day_is_a_warning_and_any_other_is_to
     assert (long.level, long.sentence.partition(" for 7 days")[1]) == (Level.OK, " for 7 days")
 
 
+def test_all_topics_that_are_missing_are_named_at_once() -> None:
+    found = [f for f in judge(NEED, facts(in_=GONE, out=GONE)) if f.check == "topics"]
+    assert [str(f) for f in found] == [
+        "topics in, out do not exist at b:9092: create them, or let --create-topics do so"
+    ]
+
+
 def test_of_several_failures_the_most_fundamental_gives_the_exit_code_and_the_others_are_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

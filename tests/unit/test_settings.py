@@ -145,6 +145,7 @@ def test_an_option_that_cannot_be_read_is_refused(name: str, value: Any, reason:
         ({"session.timeout.ms": "long"}, "session.timeout.ms=long is not a number"),
         ({"topic.metadata.refresh.interval.ms": "soon"}, "topic.metadata.refresh.interval.ms=soon is not a number"),
         ({"bootstrap.servers": " ,"}, "bootstrap.servers is empty: expected HOST:PORT"),
+        ({"bootstrap.servers": "a:1,http://b:2"}, "a:1,http://b:2: expected HOST:PORT[,HOST:PORT...], without http://"),
         ({"statistics.interval.ms": 0}, "must be between 1 and 1000"),
         ({"statistics.interval.ms": 1_001}, "must be between 1 and 1000"),
         ({"group.protocol": "consumer", "group.instance.id": "a"}, "locks the restarted member out"),

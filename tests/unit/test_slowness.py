@@ -101,14 +101,14 @@ def test_a_record_that_was_lost_alone_is_known_until_it_is_committed() -> None:
     session = Session()
     session.slow(records(6, 7, 8))
     session.lost()
-    assert session.slowness.known(records(6, 7, 8)) is None, "which of them it was is not known yet"
+    assert session.slowness.known(records(6, 7, 8), OWNED) is None, "which of them it was is not known yet"
     session.slow(records(7))
     session.lost(Outcome.UNKNOWN)
-    assert session.slowness.known([*records(7, partition=1), *records(6, 7)]) == 2
+    assert session.slowness.known([*records(7, partition=1), *records(6, 7)], OWNED) == 2
     session.slowness.ended(session.transaction, Outcome.COMMITTED, {("in", 0): 7, ("in", 1): 9})
-    assert session.slowness.known(records(7)) == 0, "what is committed is only what comes before it"
+    assert session.slowness.known(records(7), OWNED) == 0, "what is committed is only what comes before it"
     session.slowness.ended(session.transaction, Outcome.COMMITTED, {("in", 0): 8})
-    assert session.slowness.known(records(7)) is None
+    assert not session.slowness.knows
 
 
 def test_a_record_that_was_lost_once_and_is_slow_but_kept_then_stops_nobody() -> None:

@@ -43,7 +43,7 @@ def test_a_signal_ends_a_loop_that_waits_for_records(number: signal.Signals) -> 
 def test_a_second_signal_gives_the_open_transaction_up() -> None:
     script = Script()
     with (
-        pytest.raises(Temporary, match=r"asked a second time.*: the open transaction was given up"),
+        pytest.raises(Temporary, match=r"asked a second time.*: what was not committed yet was given up"),
         TransactSession(SETTINGS, ["in"], world=script.world) as session,
         session.stopping_on_signals(),
     ):
@@ -63,6 +63,42 @@ def test_the_first_signal_behind_a_stop_of_the_code_is_no_second_one() -> None:
             for record in txn.records:
                 txn.send("out", record.value)
     assert script.visible == ALL[:5]
+
+
+def test_the_timer_of_the_application_is_its_own_unless_a_signal_comes_and_given_back_then() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, _: heard.append(number))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 50)
+        with TransactSession(SETTINGS, ["in"], world=Script().world) as session:
+            with session.stopping_on_signals():
+                signal.raise_signal(signal.SIGALRM)
+            assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 50
+            with session.stopping_on_signals():
+                signal.raise_signal(signal.SIGTERM)
+                assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 30
+            assert 30 < signal.getitimer(signal.ITIMER_REAL)[0] <= 50
+            signal.raise_signal(signal.SIGALRM)
+        assert heard == [signal.SIGALRM] * 2
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_what_a_poll_brings_behind_a_stop_begins_no_transaction() -> None:
+    script = Script()
+    session = TransactSession(SETTINGS, ["in"], world=script.world)
+    with session:
+        poll = session._intake.gather
+
+        def stopped_meanwhile() -> None:
+            poll()
+            if len(session._positions):
+                session.stop()
+
+        session._intake.gather = stopped_meanwhile  # type: ignore[method-assign]
+        assert list(session) == []
+    assert "begin" not in script.calls
 
 
 def test_signals_are_refused_where_none_comes() -> None:

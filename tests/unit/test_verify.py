@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -441,7 +442,7 @@ def test_where_nothing_that_is_left_can_be_decided_there_is_no_verdict_and_nothi
     found = history.judged()
     assert (found.report.verdicts, len(found.notes)) == ((), 4)
     with pytest.raises(NothingToExamine):
-        _tell(found, "group")
+        _tell(found, "group", ["out"])
 
 
 def test_inputs_that_are_all_gone_without_retention_are_a_violation() -> None:
@@ -620,7 +621,7 @@ def test_beside_a_record_without_lineage_nobody_says_that_there_is_no_stranger(
     (note,) = found.notes
     assert note.startswith("1 output carries no lineage (out[0]@9): something else wrote them")
     assert note.endswith("whether they are strangers is not decided")
-    assert _tell(found, "group") == 0
+    assert _tell(found, "group", ["out"]) == 0
     assert "holds, as far as it could be decided" in " ".join(capsys.readouterr().out.split())
     cluster.strangers = 7
     assert "(out[0]@9, out[0]@10, out[0]@11, ...)" in verify("servers", ["in"], ["out"], "group").notes[0]
@@ -654,7 +655,7 @@ from eos.cli import invoke
 from eos.testing import verify as verifying
 from eos.testing.checker import Report, Verdict
 
-def slow(*_, progress):
+def slow(*_, progress, waits):
     progress("inputs", 300, 400)
     sys.stdin.readline()
     return verifying.Verification(Report((Verdict("no_losses", True, 4, 0, "all are visible"),)), (), 400, 4)
@@ -690,3 +691,17 @@ def test_on_a_terminal_a_bar_shows_how_far_the_reading_is_and_goes_with_it() -> 
         shown.kill()
         shown.wait()
         os.close(ours)
+
+
+def test_a_wait_for_an_open_transaction_is_told_before_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, told = [0.0], list[str]()
+    held, free = Ends({("out", 0): 5}, {("out", 0): 9}), Ends({("out", 0): 9}, {("out", 0): 9})
+    asked = [held] * 9
+
+    def sleep(_: float) -> None:
+        now[0] += 0.3
+
+    monkeypatch.setattr("eos.testing.history.end_offsets", lambda *_: asked.pop() if asked else free)
+    monkeypatch.setattr("eos.testing.verify.time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    assert verifying._readable_ends("", ["out"], None, 60.0, told.append) == {("out", 0): 9}
+    assert told == ["an open transaction holds out[0]: waits for its end, 60 s at most"]

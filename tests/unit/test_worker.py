@@ -104,7 +104,7 @@ def test_what_comes_before_a_known_slow_batch_is_committed_and_the_batch_is_firs
     left = attempt(worker, clock, left, Outcome.COMMITTED)
     assert left == given[5:], "one call, which is the last of its transaction too"
     assert caplog.messages == [], "what it takes before its outputs costs nothing"
-    assert worker._slowness.known(given) is None
+    assert not worker._slowness.knows
 
 
 def test_a_known_slow_record_is_run_alone_even_where_it_is_fast_this_time(clock: Clock) -> None:

@@ -72,4 +72,5 @@ class ExternalCluster(Cluster):
     def server(self, i: int) -> NoReturn:
         raise NotSupported(f"one node cannot be told from the others at {self.bootstrap_servers}: its ids are its own")
 
-    log = server
+    def log(self, i: int) -> NoReturn:
+        raise NotSupported(f"a node's log needs a cluster of our own, not {self.bootstrap_servers}")
