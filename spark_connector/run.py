@@ -20,7 +20,7 @@ from eos.app.definition import App
 from eos.errors import ConfigurationError, EosError, Fenced, InputGone, NotAuthorised, Temporary, Unavailable
 from eos.kafka.settings import Settings
 from eos.session.asking import check_topics
-from eos.session.stopping import ShutdownExpired, StopSignals
+from eos.session.stopping import ShutdownExpired, StopSignals, took_too_long
 from spark_connector import failures
 from spark_connector.apply import OUTPUTS, Apply
 from spark_connector.java_settings import unused
@@ -94,7 +94,7 @@ def run_app(run: Run, spark: SparkSession) -> None:
         # The signal may have come in the middle of a call to the JVM: nothing can be asked of it any more.
         kill(spark)
         _wait_for_abort(batches)
-        raise Temporary(f"the stop took too long ({expired}): the open transaction was given up") from expired
+        raise took_too_long(expired) from expired
     log.info("stopped", batches=batches.done, seconds=round(time.monotonic() - began, 1))
 
 

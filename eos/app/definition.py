@@ -178,9 +178,7 @@ class App:
             inspect.signature(function).bind()
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"{function!r} must be callable without arguments: {error}") from error
-        if _typed_in(function):
-            hooks[:] = [old for old in hooks if not _is_anew(old, function)]
-        hooks.append(function)
+        hooks[:] = [*(old for old in hooks if not _replaces(function, old)), function]
         return function
 
     def check(self) -> None:
@@ -192,33 +190,24 @@ class App:
 
     def _add(self, route: Route) -> None:
         # All checks before the first change: a refused function leaves the App as it was.
-        before = self.routes, self.patterns
-        if _typed_in(route.function):
-            self.routes = {t: old for t, old in self.routes.items() if not _is_anew(old.function, route.function)}
-            self.patterns = {p: old for p, old in self.patterns.items() if not _is_anew(old.function, route.function)}
-        try:
-            self._check_and_add(route)
-        except ConfigurationError:
-            self.routes, self.patterns = before
-            raise
-
-    def _check_and_add(self, route: Route) -> None:
+        kept = {topic: old for topic, old in self.routes.items() if not _replaces(route.function, old.function)}
+        others = {pattern: old for pattern, old in self.patterns.items() if not _replaces(route.function, old.function)}
         names = dict.fromkeys((source for source in route.sources if not is_pattern(source)), route)
         patterns = dict.fromkeys((re.compile(source) for source in route.sources if is_pattern(source)), route)
         for topic in names:
-            if topic in self.routes:
+            if topic in kept:
                 raise ConfigurationError(
-                    f"the topic {topic!r} has two functions, {self.routes[topic].name} and {route.name}: "
+                    f"the topic {topic!r} has two functions, {kept[topic].name} and {route.name}: "
                     "one function per topic, or two Apps"
                 )
         for pattern in patterns:
-            if pattern in self.patterns:
+            if pattern in others:
                 raise ConfigurationError(
-                    f"the pattern {pattern.pattern!r} has two functions, {self.patterns[pattern].name} and "
+                    f"the pattern {pattern.pattern!r} has two functions, {others[pattern].name} and "
                     f"{route.name}: one function per topic, or two Apps"
                 )
-        routes, patterns = self.routes | names, self.patterns | patterns
-        written = _written(routes, [*self.functions, route])
+        routes, patterns = kept | names, others | patterns
+        written = _written(routes, [*routes.values(), *patterns.values()])
         if loops := routes.keys() & written:
             raise ConfigurationError(
                 f"the topic {min(loops)!r} is both a source and a destination of the App {self.id!r}: its records "
@@ -236,16 +225,13 @@ class App:
         return f"App({self.id!r}, {self.functions})"
 
 
-def _typed_in(function: Callable[..., object]) -> bool:
-    """It is of a notebook or a prompt, where what is run again replaces what it made before. In a file a second
-    function of one name is a mistake."""
-    main = sys.modules.get("__main__")
-    return getattr(function, "__module__", None) == "__main__" and not hasattr(main, "__file__")
-
-
-def _is_anew(old: Callable[..., object], new: Callable[..., object]) -> bool:
-    names = [getattr(function, "__qualname__", "") for function in (old, new)]
-    return _typed_in(old) and names[0] == names[1] != "<lambda>"
+def _replaces(new: Callable[..., object], old: Callable[..., object]) -> bool:
+    """In a notebook or at a prompt what is run again replaces what it made before. In a file a second function of one
+    name is a mistake."""
+    if hasattr(sys.modules.get("__main__"), "__file__"):
+        return False
+    made, before = ((getattr(f, "__module__", None), getattr(f, "__qualname__", None)) for f in (new, old))
+    return made == before and made[0] == "__main__" and made[1] not in (None, "<lambda>")
 
 
 def is_pattern(source: str) -> bool:

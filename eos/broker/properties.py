@@ -32,27 +32,20 @@ def server_properties(
     index: int, ports: Sequence[NodePorts], log_dir: Path, version: str, overrides: Mapping[str, object]
 ) -> dict[str, str]:
     """All properties of node `index` (its node.id too) in a cluster of `len(ports)` combined nodes."""
-    properties = {
-        "process.roles": "broker,controller",
-        "node.id": index,
-        "controller.quorum.voters": ",".join(f"{i}@{HOST}:{p.controller}" for i, p in enumerate(ports)),
-        "log.dirs": log_dir,
-        **_listeners(ports[index]),
-        **_replication(len(ports)),
-        **_small_and_quick(),
-    }
+    properties = _layout(index, ports, log_dir) | _replication(len(ports)) | _small_and_quick()
     if parse_version(version)[0] >= 4:
         properties |= {"share.coordinator.state.topic.num.partitions": 4}
     return {name: str(value) for name, value in (properties | dict(overrides)).items()}
 
 
-LAID_OUT = frozenset(
-    (
-        *("process.roles", "node.id", "controller.quorum.voters", "log.dirs", "listeners", "advertised.listeners"),
-        *("listener.security.protocol.map", "inter.broker.listener.name", "controller.listener.names"),
-    )
-)
-"""What nodes, ports and directories say, and nobody else."""
+def _layout(index: int, ports: Sequence[NodePorts], log_dir: Path) -> dict[str, object]:
+    return {
+        "process.roles": "broker,controller",
+        "node.id": index,
+        "controller.quorum.voters": ",".join(f"{i}@{HOST}:{p.controller}" for i, p in enumerate(ports)),
+        "log.dirs": log_dir,
+        **_listeners(ports[index]),
+    }
 
 
 def _listeners(ports: NodePorts) -> dict[str, object]:
@@ -69,6 +62,10 @@ def _listeners(ports: NodePorts) -> dict[str, object]:
         "inter.broker.listener.name": "PLAINTEXT",
         "controller.listener.names": "CONTROLLER",
     }
+
+
+LAID_OUT = _layout(0, [NodePorts(0, 0)], Path()).keys()
+"""What nodes, ports and directories say, and nobody else."""
 
 
 def _replication(nodes: int) -> dict[str, object]:

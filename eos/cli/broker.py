@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eos.broker.detached import Detached, default_directory
+from eos.cli.options import named_value
 from eos.errors import Unavailable, UsageError
 
 NOT_RUNNING = 69
@@ -46,20 +47,13 @@ def start(
     if nodes not in (None, 1, 3):
         raise UsageError(f"--nodes {nodes}: must be 1 or 3")
     kafka = Detached(data or default_directory())
-    started = kafka.start(nodes, version, port, _settings(config or []))
+    started = kafka.start(nodes, version, port, dict(named_value("--config", text) for text in config or []))
     state = kafka.state()
     assert state is not None
     typer.echo(
         f"Kafka {state.version} {'is running' if started else 'is already running'}: {kafka.bootstrap_servers()}"
         f"  (data: {kafka.directory})"
     )
-
-
-def _settings(texts: list[str]) -> dict[str, str]:
-    wrong = next((text for text in texts if not text.partition("=")[0] or "=" not in text), None)
-    if wrong is not None:
-        raise UsageError(f"--config {wrong}: expected NAME=VALUE")
-    return {name: value for name, _, value in (text.partition("=") for text in texts)}
 
 
 @app.command()

@@ -17,7 +17,8 @@ from eos.kafka.cluster import OFFSETS_LOG, ClusterAdmin
 from eos.kafka.facts import Facts
 from eos.kafka.preflight import Finding, Level, Need
 from eos.kafka.settings import Settings
-from eos.kafka.transactions import OpenTransaction, Verdict, find_open, place
+from eos.kafka.transactions import OpenTransaction, Verdict, find_open
+from eos.records import place_of
 from eos.worker.loading import load_app
 from eos.worker.new_topics import lacking, require_topics, topic_names, why_not_read
 
@@ -108,7 +109,7 @@ def _open_on(admin: ClusterAdmin, topics: list[str] | None) -> list[Finding]:
 
 def _as_finding(t: OpenTransaction) -> Finding:
     who = t.transactional_id or f"producer id {t.producer.producer_id}"
-    sentence = f"{place(t.partition)}: transaction of {who} is {t.verdict.value}: {t.reason}"
+    sentence = f"{place_of(*t.partition)}: transaction of {who} is {t.verdict.value}: {t.reason}"
     if t.verdict is Verdict.HANGING:
         return Finding("transactions", Level.FAILED, f"{sentence}; {t.held_back} offsets wait", heal_command(t))
     level = Level.UNKNOWN if t.verdict is Verdict.UNKNOWN else Level.OK

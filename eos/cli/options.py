@@ -42,6 +42,13 @@ def check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
         raise UsageError(f"{option} {value}: must be one of {', '.join(choices)}")
 
 
+def named_value(option: str, text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise UsageError(f"{option} {text}: expected NAME=VALUE")
+    return name, value
+
+
 def flags_of(bootstrap_servers: str | None, set_: Sequence[str] | None, instance: str | None = None) -> dict[str, Any]:
     named = {"bootstrap.servers": bootstrap_servers, "eos.instance": instance}
     flags: dict[str, Any] = dict(settings.parse_flag(text) for text in set_ or [])

@@ -18,13 +18,13 @@ from rich.table import Table
 
 from eos import log
 from eos.app.definition import is_topic_name
-from eos.cli.options import BootstrapServers, Json, Set, load_settings, print_json, print_table
+from eos.cli.options import BootstrapServers, Json, Set, load_settings, named_value, print_json, print_table
 from eos.errors import UsageError
 from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
 from eos.kafka.tail import Mark, Seen
 from eos.plain import Delivery, transaction
-from eos.records import Header
+from eos.records import Header, place_of
 
 _TIMEOUT_S = 5.0
 _TOLD = 10
@@ -196,7 +196,10 @@ def _show(seen: Seen) -> None:
     key = "-" if record.key is None else text_of(record.key)
     value = "(tombstone)" if record.value is None else text_of(record.value)
     headers = "".join(f"  {log.printable(name)}={'(null)' if v is None else text_of(v)}" for name, v in record.headers)
-    print(f"{record.topic}[{record.partition}]@{record.offset}  {moment}  {key}  {value}{headers}{mark}", flush=True)
+    print(
+        f"{place_of(record.topic, record.partition, record.offset)}  {moment}  {key}  {value}{headers}{mark}",
+        flush=True,
+    )
 
 
 def _show_json(seen: Seen) -> None:
@@ -239,7 +242,7 @@ def _clock(timestamp_ms: int) -> str:
 
 
 def _tell_sent(topic: str, sent: Iterable[Delivery]) -> None:
-    places = [f"{topic}[{one.partition}]@{one.offset}" for one in sent]
+    places = [place_of(topic, one.partition, one.offset) for one in sent]
     more = f", ... ({len(places)} records)" if len(places) > _TOLD else ""
     print(f"sent in one transaction: {', '.join(places[:_TOLD])}{more}")
 
@@ -264,7 +267,5 @@ def _check(topic: str) -> None:
 
 
 def _header(text: str) -> Header:
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise UsageError(f"--header {text}: expected NAME=VALUE")
+    name, value = named_value("--header", text)
     return name, os.fsencode(value)

@@ -26,8 +26,8 @@ from eos.kafka.transactions import (
     abort_hanging,
     find_open,
     hanging_among,
-    place,
 )
+from eos.records import place_of
 
 HANGING_FOUND = 1
 
@@ -85,7 +85,7 @@ def describe(
     table.add_row("timeout", f"{row.timeout_ms} ms")
     table.add_row("open for", _open_for(row))
     for partition in sorted(row.partitions):
-        table.add_row("partition", place(partition))
+        table.add_row("partition", place_of(*partition))
     _print_table(table, "", 1)
 
 
@@ -147,18 +147,18 @@ def _abort_hanging(admin: ClusterAdmin, topic: str, partition: int, yes: bool, j
     hanging = hanging_among(here)
     if not hanging:
         why = f": {here[0].reason} (transactional.id {here[0].transactional_id})" if here else ""
-        raise Unavailable(f"no transaction hangs on {topic}[{partition}]{why}")
+        raise Unavailable(f"no transaction hangs on {place_of(topic, partition)}{why}")
     done: list[dict[str, Any]] = []
     try:
         for found in hanging:
             who = f"producer id {found.producer.producer_id}, epoch {found.producer.epoch}"
-            confirm(f"write an abort marker to {place(found.partition)} for {who} ({found.reason})", yes)
+            confirm(f"write an abort marker to {place_of(*found.partition)} for {who} ({found.reason})", yes)
             abort_hanging(admin, found)
             ids = (found.producer.producer_id, found.producer.epoch)
             where = {"topic": topic, "partition": partition}
             done.append(_ended(where, Described(found.verdict.value, *ids), Described("aborted", *ids)))
             if not json:
-                print(f"{place(found.partition)}: aborted the transaction of {who}")
+                print(f"{place_of(*found.partition)}: aborted the transaction of {who}")
     finally:
         if json and done:  # what was aborted before one that could not be is said too
             print_json(done)

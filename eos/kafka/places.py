@@ -28,6 +28,7 @@ from eos.kafka.settings import Settings
 from eos.kafka.transactions import partition_of
 from eos.kafka.watchdog import Job, Watchdog
 from eos.kafka.world import REAL, World
+from eos.records import place_of
 
 PARTITIONS = 8
 CONFIG = {"cleanup.policy": "compact", "segment.bytes": str(4 << 20), "min.cleanable.dirty.ratio": "0.1"}
@@ -183,9 +184,9 @@ def forgotten(group: str, found: Mapping[Partition, int], reset: str) -> InputGo
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     again = "handle all again that the topic holds" if reset == "earliest" else "pass over what was written meanwhile"
     return InputGone(
-        f"group {group} has handled {topic}[{number}]{more} before (noted on {since}), and its place is gone: the "
-        "brokers forget the offsets of a group without members after offsets.retention.minutes, or they were deleted; "
-        f"to begin by auto.offset.reset={reset} would {again}",
+        f"group {group} has handled {place_of(topic, number)}{more} before (noted on {since}), and its place is gone: "
+        "the brokers forget the offsets of a group without members after offsets.retention.minutes, or they were "
+        f"deleted; to begin by auto.offset.reset={reset} would {again}",
         remedy="say where it goes on: `eos reset MODULE:APP --from ...`, or `eos reset --group "
         f"{group} --topic {topic} --from ...`",
     )

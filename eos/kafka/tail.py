@@ -59,7 +59,11 @@ class Span:
 
 def spans(settings: Settings, topic: str, timeout_s: float, world: World = REAL) -> dict[int, Span]:
     """Of each partition of a topic. Unavailable for an unreachable cluster or a topic that does not exist."""
-    client = facts.connect(settings, timeout_s, world)
+    return spans_by(facts.connect(settings, timeout_s, world), settings, topic)
+
+
+def spans_by(client: Any, settings: Settings, topic: str) -> dict[int, Span]:
+    """The same, asked by a client that is there, as facts.connect gives it."""
     found = facts.describe_topic(client, topic)
     if found.exists is None:
         raise stop_error(CallFailed("consume", Action.UNAUTHORISED, KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)))

@@ -100,15 +100,13 @@ def abort_hanging(admin: ClusterAdmin, hanging: OpenTransaction) -> None:
     """Writes the abort marker that nobody else will write. Asks once more first: a transaction that came back to life,
     or that was ended meanwhile, is left alone (Temporary). ConfigurationError: it does not hang."""
     if hanging.verdict is not Verdict.HANGING:
-        raise ConfigurationError(f"{place(hanging.partition)}: {hanging.reason}; it must not be aborted from here")
+        raise ConfigurationError(f"{place_of(*hanging.partition)}: {hanging.reason}; it must not be aborted from here")
     again = [t for t in find_open(admin, [hanging.partition[0]]) if t.verdict is Verdict.HANGING]
     if hanging.producer.key not in {t.producer.key for t in again}:
-        raise Temporary(f"{place(hanging.partition)}: the transaction of producer {hanging.producer.producer_id} ended")
+        raise Temporary(
+            f"{place_of(*hanging.partition)}: the transaction of producer {hanging.producer.producer_id} ended"
+        )
     admin.write_abort_marker(hanging.producer)
-
-
-def place(partition: Partition) -> str:
-    return place_of(*partition)
 
 
 def hanging_among(found: Sequence[OpenTransaction]) -> list[OpenTransaction]:

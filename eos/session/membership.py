@@ -21,7 +21,7 @@ from eos.kafka.settings import Settings
 from eos.kafka.topic_ids import TopicIds
 from eos.kafka.watchdog import CallHung
 from eos.kafka.world import REAL, World
-from eos.records import Record
+from eos.records import Record, place_of
 from eos.session.asking import Asking, NotNow, check_topics
 from eos.session.lag import Lag
 from eos.session.member import Member
@@ -256,8 +256,8 @@ class Membership:
         except NotNow:
             holds = "other ones"
         return InputGone(
-            f"the input is gone: {topic}[{partition}] is committed at offset {at}, but the topic now holds {holds}"
-            f"; reset the group's offset on purpose to go on ({error.str()})"
+            f"the input is gone: {place_of(topic, partition)} is committed at offset {at}, but the topic now holds "
+            f"{holds}; reset the group's offset on purpose to go on ({error.str()})"
         )
 
     def _stop_at_damage(self, partition: Partition, offset: int, error: KafkaError) -> None:
@@ -267,7 +267,7 @@ class Membership:
         elif not self._positions.holds(partition):
             topic, number = partition
             raise InputGone(
-                f"the input is damaged: {topic}[{number}]@{offset} cannot be read, and all before it is "
+                f"the input is damaged: {place_of(topic, number, offset)} cannot be read, and all before it is "
                 f"committed ({error.str()})",
                 remedy="make another replica its leader and start again, or give up what the batch holds: "
                 f"`eos reset --from '{topic}[{number}]@OFFSET'` with an offset behind it",

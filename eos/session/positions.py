@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from eos import hotloop
+from eos.records import place_of
 
 TopicPartition = tuple[str, int]
 
@@ -305,4 +306,4 @@ def _span(batch: list[R]) -> tuple[dict[TopicPartition, int], dict[TopicPartitio
 
 
 def names_of(partitions: Iterable[TopicPartition]) -> str:
-    return ",".join(f"{topic}[{partition}]" for topic, partition in sorted(partitions))
+    return ",".join(place_of(topic, partition) for topic, partition in sorted(partitions))

@@ -9,6 +9,7 @@ import signal
 from typing import Any, Protocol
 
 from eos import log
+from eos.errors import Temporary
 from eos.kafka.settings import Settings
 
 
@@ -19,7 +20,9 @@ class ShutdownExpired(BaseException):
     """
 
 
-GIVEN_UP = "what was not committed yet was given up, and comes again"
+def took_too_long(expired: ShutdownExpired) -> Temporary:
+    """What a run ends with then."""
+    return Temporary(f"the stop took too long ({expired}): what was not committed yet was given up, and comes again")
 
 
 class Stoppable(Protocol):

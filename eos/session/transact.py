@@ -28,7 +28,7 @@ from confluent_kafka import Consumer
 from eos import log
 from eos.app.definition import is_pattern
 from eos.app.results import send_of
-from eos.errors import Action, CallFailed, ConfigurationError, IllegalState, PoisonRecord, Temporary
+from eos.errors import Action, CallFailed, ConfigurationError, IllegalState, PoisonRecord
 from eos.kafka.settings import OF_FUNCTIONS, Settings, settings_of
 from eos.kafka.world import REAL, World
 from eos.records import Fed, Feed, Headers, Record
@@ -46,7 +46,7 @@ from eos.session.positions import TopicPartition as Partition
 from eos.session.producer import ALWAYS, TransactionalProducer
 from eos.session.recovery import Trouble
 from eos.session.steps import Recovery
-from eos.session.stopping import GIVEN_UP, ShutdownExpired, StopSignals
+from eos.session.stopping import ShutdownExpired, StopSignals, took_too_long
 from eos.session.successor import Successor
 
 
@@ -365,7 +365,7 @@ class TransactSession:
             with StopSignals(self):
                 yield
         except ShutdownExpired as expired:
-            raise Temporary(f"the stop took too long ({expired}): {GIVEN_UP}") from expired
+            raise took_too_long(expired) from expired
 
     def pause(self, seconds: float) -> None:
         """No transaction begins before so many seconds are over; meanwhile the group is polled as usual."""

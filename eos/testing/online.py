@@ -15,7 +15,7 @@ from typing import Any
 from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
 
 from eos.app.definition import App
-from eos.errors import ConfigurationError, Unavailable, not_authorised
+from eos.errors import ConfigurationError, Unavailable
 from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
 from eos.plain import transaction
@@ -53,18 +53,18 @@ def run_on(
     missing = {topic: count for topic, count in wanted.items() if not facts.describe_topic(client, topic).exists}
     if missing:  # where all are there no right to CREATE is needed
         facts.create_topics(loaded, missing, brokers=1)
-    _begin_behind(client, app.id, _ends(client, app.topics))
-    before = _ends(client, sorted(app.destinations))
+    _begin_behind(client, app.id, _ends(client, loaded, app.topics))
+    before = _ends(client, loaded, sorted(app.destinations))
     _load(loaded, app.id, given)
-    _ends(client, app.topics)  # what the worker takes for the end is what is readable when it starts
+    _ends(client, loaded, app.topics)  # what the worker takes for the end is what is readable when it starts
     worker = Worker(app, loaded, until_end=True)
     worker.run()
     counters = worker.session.counters
-    sent = _read(loaded, before, _ends(client, sorted(app.destinations)))
+    sent = _read(loaded, before, _ends(client, loaded, sorted(app.destinations)))
     return Ran(sent, counters.skipped, counters.dead_letters, counters.retries, written_by(app))
 
 
-def _ends(client: Any, topics: Sequence[str]) -> dict[Place, int]:
+def _ends(client: Any, settings: Settings, topics: Sequence[str]) -> dict[Place, int]:
     """Where the partitions end, once each has a leader and no open transaction: a commit is answered before it is
     visible."""
     deadline = time.monotonic() + _TIMEOUT_S
@@ -72,12 +72,7 @@ def _ends(client: Any, topics: Sequence[str]) -> dict[Place, int]:
         spans: dict[Place, tail.Span] = {}
         try:
             for topic in topics:
-                found = facts.describe_topic(client, topic)
-                if found.exists is None:
-                    raise not_authorised(f"topic {topic}", "DESCRIBE")
-                if not found.exists:
-                    raise Unavailable(f"topic {topic} is not there yet")
-                held = tail.held(client, topic, range(found.partitions))
+                held = tail.spans_by(client, settings, topic)
                 spans |= {(topic, partition): span for partition, span in held.items()}
             late = f"an open transaction holds {sorted(p for p, s in spans.items() if s.stable < s.end)}"
         except Unavailable as error:

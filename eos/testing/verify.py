@@ -167,18 +167,18 @@ def _readable_ends(
 ) -> dict[Place, int]:
     """The log ends of now, once a read_committed reader can pass them."""
     ends = history.end_offsets(bootstrap, topics, config)
-    deadline = time.monotonic() + timeout_s
-    stable, told = ends.stable, False
+    tell_at, deadline = time.monotonic() + _QUIET_S, time.monotonic() + timeout_s
+    stable = ends.stable
     while held := {place: end for place, end in ends.log_end.items() if stable[place] < end}:
         (topic, partition), end = next(iter(held.items()))
-        if not told and time.monotonic() > deadline - timeout_s + _QUIET_S:
-            waits(f"an open transaction holds {topic}[{partition}]: waits for its end, {timeout_s:g} s at most")
-            told = True
         if time.monotonic() > deadline:
             raise Unavailable(
                 f"{topic}[{partition}] is readable up to {stable[topic, partition]} only, its log ended at {end} "
                 f"{timeout_s:g} s ago: an open transaction holds it"
             )
+        if time.monotonic() > tell_at:
+            waits(f"an open transaction holds {topic}[{partition}]: waits for its end, {timeout_s:g} s at most")
+            tell_at = deadline
         time.sleep(_POLL_S)
         stable = history.end_offsets(bootstrap, topics, config).stable
     return dict(ends.log_end)

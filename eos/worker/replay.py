@@ -32,7 +32,7 @@ from eos.kafka.failures import classify
 from eos.kafka.settings import Settings
 from eos.kafka.world import REAL, World
 from eos.plain import Transactions
-from eos.records import Header, Record, Send
+from eos.records import Header, Record, Send, place_of
 from eos.worker.dead_letters import PREFIX, parts_of
 from eos.worker.handling import Handler, Kept
 from eos.worker.hooks import Hooks
@@ -190,7 +190,7 @@ class Place:
         if moved := {partition for partition in left if found[partition] != left[partition]}:
             at = min(moved)
             raise Fenced(
-                f"another replay has moved group {self._group} on {topic}[{at}] from {_told(left[at])} to "
+                f"another replay has moved group {self._group} on {place_of(topic, at)} from {_told(left[at])} to "
                 f"{_told(found[at])}: this one stops, what it has committed stands"
             )
 

@@ -16,12 +16,12 @@ from eos import log
 from eos.app.definition import App
 from eos.app.lineage import Ledger
 from eos.app.routes import Route
-from eos.errors import CallFailed, PoisonRecord, Temporary
+from eos.errors import CallFailed, PoisonRecord
 from eos.kafka.settings import OF_FUNCTIONS, Settings
 from eos.kafka.world import REAL, World
 from eos.records import Record
 from eos.session.participants import Listener, Outcome
-from eos.session.stopping import GIVEN_UP, ShutdownExpired
+from eos.session.stopping import ShutdownExpired, took_too_long
 from eos.session.transact import Transaction, TransactSession
 from eos.worker.handling import Halt, Handler, by_route
 from eos.worker.hooks import Hooks
@@ -106,7 +106,7 @@ class Worker(Listener):
             finished = True
         except ShutdownExpired as expired:
             hooks.abandon()
-            raise Temporary(f"the stop took too long ({expired}): {GIVEN_UP}") from expired
+            raise took_too_long(expired) from expired
         finally:
             self._handler.end()
             if self._new_topics is not None:

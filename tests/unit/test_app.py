@@ -818,6 +818,9 @@ def test_a_cell_that_is_run_again_replaces_its_function_and_its_hook(monkeypatch
     with pytest.raises(ConfigurationError, match="both a source and a destination"):
         cell("in", "in", 5)
     assert list(app.routes) == ["in"], "what is refused leaves the App as it was"
+    exec("class Call:\n    def __call__(self): ...\nfor _ in range(2): app.on_stop(Call())", main.__dict__)
+    exec("for _ in range(2): app.on_stop(lambda: None)", main.__dict__)
+    assert len(app.stop_hooks) == 4, "what has no name of its own replaces nothing"
     main.__file__ = "script.py"
     with pytest.raises(ConfigurationError, match="'in' has two functions, f and f"):
         cell("in", "out", 6)
