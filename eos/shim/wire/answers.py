@@ -6,8 +6,9 @@ traffic that passes. Raises Unanswerable for a request nobody can answer with an
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from kafka.protocol import metadata as cluster
 
 from eos.shim.errors import Malformed, ProtocolError
 from eos.shim.wire import api
-from eos.shim.wire.cursor import Cursor
+from eos.shim.wire.cursor import Cursor, string, uvarint
 from eos.shim.wire.frames import Piece
 from eos.shim.wire.headers import REQUEST_HEAD
 
@@ -110,8 +111,8 @@ def refusal(
 ) -> bytes:
     """The same for a request that was read already; `named`: its partitions, where the answer is per partition."""
     cls, of = RESPONSES[api_key], _of(code)
-    if (layout := _PER_PARTITION.get(api_key)) is not None:
-        return encoded(api_key, version, correlation_id, **{layout.topics: list(_by_topic(cls, layout, named, of))})
+    if api_key in _PER_PARTITION:
+        return _refused_partitions(api_key, version, correlation_id, named, of)
     if all(field["name"] != "ErrorCode" for field in cls._json["fields"]):
         raise Unanswerable(f"{api.api_name(api_key)} v{version} has no error of its own")
     nobody = {"producer_epoch": -1} if api_key == api.INIT_PRODUCER_ID else {}
@@ -133,62 +134,75 @@ def _of(code: Codes) -> Of:
 
 
 class _Layout(NamedTuple):
-    """Where an answer per partition has what; `more` is what it says of a partition beside the error.
+    """Where an answer per partition has what; `more` is what it says of a partition beside number and error.
 
     An error of a whole Fetch is one of the session, and clients would only fetch again: so it is per partition too.
     """
 
     topics: str
-    topic_kind: str
-    partitions: str
-    partition_kind: str
-    number: str = "partition_index"
     error: str = "error_code"
-    topic_name: str = "name"
     more: Mapping[str, Any] = MappingProxyType({})
 
 
 _PER_PARTITION: Mapping[int, _Layout] = {
-    api.PRODUCE: _Layout(
-        "responses",
-        "TopicProduceResponse",
-        "partition_responses",
-        "PartitionProduceResponse",
-        "index",
-        more={"base_offset": -1},
-    ),
-    api.FETCH: _Layout(
-        "responses",
-        "FetchableTopicResponse",
-        "partitions",
-        "PartitionData",
-        topic_name="topic",
-        more={"high_watermark": -1, "records": b""},
-    ),
-    api.OFFSET_COMMIT: _Layout("topics", "OffsetCommitResponseTopic", "partitions", "OffsetCommitResponsePartition"),
-    api.TXN_OFFSET_COMMIT: _Layout(
-        "topics", "TxnOffsetCommitResponseTopic", "partitions", "TxnOffsetCommitResponsePartition"
-    ),
-    api.ADD_PARTITIONS_TO_TXN: _Layout(
-        "results_by_topic_v3_and_below",
-        "AddPartitionsToTxnTopicResult",
-        "results_by_partition",
-        "AddPartitionsToTxnPartitionResult",
-        error="partition_error_code",
-    ),
+    api.PRODUCE: _Layout("responses", more={"base_offset": -1}),
+    api.FETCH: _Layout("responses", more={"high_watermark": -1, "records": b""}),
+    api.OFFSET_COMMIT: _Layout("topics"),
+    api.TXN_OFFSET_COMMIT: _Layout("topics"),
+    api.ADD_PARTITIONS_TO_TXN: _Layout("results_by_topic_v3_and_below", "partition_error_code"),
 }
 
 
-def _by_topic(cls: Any, layout: _Layout, named: Iterable[tuple[str | bytes, int]], of: Of) -> Iterator[Any]:
-    topic_kind = getattr(cls, layout.topic_kind)
-    kind = getattr(topic_kind, layout.partition_kind)
-    topics: dict[str | bytes, list[Any]] = {}
+def _refused_partitions(
+    api_key: int, version: int, correlation_id: int, named: Iterable[tuple[str | bytes, int]], of: Of
+) -> bytes:
+    """A topic is its name or id and an array of partitions, a partition its number and a result: in all of these
+    answers and versions. A result is encoded once for each error and not for each partition: a stranger may name tens
+    of thousands, and everybody waits while an answer is made.
+    """
+    cls, layout = RESPONSES[api_key], _PER_PARTITION[api_key]
+    flexible = cls.flexible_version_q(version)
+    tags = b"\0" if flexible else b""
+    topic_field = cls._struct.fields[layout.topics].array_of
+    partition_field = topic_field.untagged_fields(version)[1].array_of
+    number = struct.Struct(">i")
+
+    @cache
+    def result(code: int) -> bytes:
+        refused = partition_field(version=version, **{layout.error: code}, **layout.more)
+        return _bytes(refused, version, flexible)[number.size :]
+
+    topics: dict[str | bytes, list[bytes]] = {}
     for topic, index in named:
-        each = kind(**{layout.number: index, layout.error: of(topic, index)}, **layout.more)
-        topics.setdefault(topic, []).append(each)
-    for topic, results in topics.items():
-        whose = {layout.topic_name: topic} if isinstance(topic, str) else {"topic_id": uuid.UUID(bytes=topic)}
-        yield topic_kind(**whose, **{layout.partitions: results})
+        topics.setdefault(topic, []).append(number.pack(index) + result(of(topic, index)))
+    made = [
+        (string(topic, flexible) if isinstance(topic, str) else topic) + _array(results, flexible) + tags
+        for topic, results in topics.items()
+    ]
+    answer = cls(version=version)
+    answer.with_header(correlation_id=correlation_id)
+    body = _bytes(answer, version, flexible, {layout.topics: _array(made, flexible)})
+    frame = bytes(answer.encode_header(flexible=flexible)) + body
+    return number.pack(len(frame)) + frame
+
+
+def _bytes(made: Any, version: int, flexible: bool, ready: Mapping[str, bytes] = MappingProxyType({})) -> bytes:
+    """A message or a part of one as it is sent; fields that are `ready` are taken as they are."""
+    fields = made._struct.untagged_fields(version)
+    parts = [
+        ready[field.name]
+        if field.name in ready
+        else field.encode(getattr(made, field.name), version=version, compact=flexible, tagged=flexible)
+        for field in fields
+    ]
+    if flexible:
+        parts.append(made._struct.tagged_fields(version).encode(made, version=version))
+    return b"".join(parts)
+
+
+def _array(elements: Sequence[bytes], flexible: bool) -> bytes:
+    count = uvarint(len(elements) + 1) if flexible else struct.pack(">i", len(elements))
+    return count + b"".join(elements)
 
 
 def _coordinators(request: Any, version: int, correlation_id: int, code: int) -> bytes:

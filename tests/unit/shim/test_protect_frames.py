@@ -200,6 +200,12 @@ def test_a_refused_produce_is_answered_for_each_of_its_partitions(version: int) 
     assert bytes(answer.encode(header=True, framed=True)) == made
 
 
+def test_a_topic_whose_name_is_no_utf8_is_refused_by_that_name() -> None:
+    frame = produce_request(9, "t", {"zz": {0: records(1)}}).replace(b"zz", b"\xff\xfe")
+    made = answers.refusal(api.PRODUCE, 9, 77, 19, translate.produce(frame, 9, len(frame)).partitions)
+    assert b"\x02\x03\xff\xfe\x02\0\0\0\0\0\x13" in made  # one topic, its name, one partition, its number, the error
+
+
 @given(frames(DescribeTransactionsResponse, translate.DESCRIBED_VERSION))
 def test_only_the_identities_of_a_description_change(frame: bytes) -> None:
     asked = list[tuple[str, Identity, str]]()
