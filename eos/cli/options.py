@@ -29,6 +29,7 @@ UntilEnd = Annotated[bool, typer.Option("--until-end", help="Stop when all input
 Json = Annotated[bool, typer.Option("--json", help="For machines: JSON on stdout.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 LogFormat = Annotated[str, typer.Option(help="human or json")]
+SENT_BY_HAND = "eos-topic-send-"  # transactional.ids of `eos topic send` begin so
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error")]
 
 

@@ -5,7 +5,6 @@ Owns the options and what is printed; eos.kafka.tail reads, and `send` is a tran
 
 from __future__ import annotations
 
-import base64
 import os
 import sys
 import time
@@ -16,9 +15,18 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from eos import log
 from eos.app.definition import is_topic_name
-from eos.cli.options import BootstrapServers, Json, Set, load_settings, named_value, print_json, print_table
+from eos.cli.options import (
+    SENT_BY_HAND,
+    BootstrapServers,
+    Json,
+    Set,
+    load_settings,
+    named_value,
+    print_json,
+    print_table,
+)
+from eos.cli.written import header_json, headers_text, json_of, text_of
 from eos.errors import UsageError
 from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
@@ -95,6 +103,12 @@ def send(
         list[str] | None, typer.Argument(metavar="[VALUE]...", help="Default: the lines of stdin.")
     ] = None,
     key: Annotated[str | None, typer.Option(help="Key of each record.")] = None,
+    key_separator: Annotated[
+        str | None,
+        typer.Option(
+            "--key-separator", "-K", metavar="TEXT", help="Each value begins with its key and this, e.g. `:`."
+        ),
+    ] = None,
     header: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A header; repeatable.")] = None,
     partition: Annotated[int | None, typer.Option(min=0, help="Default: by the key.")] = None,
     bootstrap_servers: BootstrapServers = None,
@@ -103,20 +117,24 @@ def send(
     """Send records in one transaction: all of them become visible, or none."""
     _check(topic)
     headers = [_header(text) for text in header or []]
+    if key is not None and key_separator is not None:
+        raise UsageError("--key and --key-separator exclude each other")
     settings = load_settings(bootstrap_servers, set_)
     # Before the transaction begins: who types slowly must not outlive its timeout.
     given = [*map(os.fsencode, values)] if values else [line.rstrip(b"\n") for line in sys.stdin.buffer]
     held = tail.spans(settings, topic, _TIMEOUT_S)
+    records = [(None if key is None else os.fsencode(key), value) for value in given]
+    if key_separator is not None:
+        records = [_keyed(value, os.fsencode(key_separator), number) for number, value in enumerate(given, 1)]
     if partition is not None and partition not in held:
         raise UsageError(f"--partition {partition}: {topic} has partitions 0 to {len(held) - 1}")
     if not given:
         print(f"{topic}: nothing to send", file=sys.stderr)
         return
     if not settings.get("transactional.id"):
-        settings = settings.with_values(**{"transactional.id": f"eos-topic-send-{uuid.uuid4().hex[:12]}"})
+        settings = settings.with_values(**{"transactional.id": f"{SENT_BY_HAND}{uuid.uuid4().hex[:12]}"})
     with transaction(settings) as txn:
-        key_bytes = None if key is None else os.fsencode(key)
-        sent = [txn.send(topic, value, key=key_bytes, partition=partition, headers=headers) for value in given]
+        sent = [txn.send(topic, value, key=key, partition=partition, headers=headers) for key, value in records]
     _tell_sent(topic, sent)
 
 
@@ -195,7 +213,7 @@ def _show(seen: Seen) -> None:
     mark = "" if seen.mark is Mark.COMMITTED else f"  ({seen.mark.value})"
     key = "-" if record.key is None else text_of(record.key)
     value = "(tombstone)" if record.value is None else text_of(record.value)
-    headers = "".join(f"  {log.printable(name)}={'(null)' if v is None else text_of(v)}" for name, v in record.headers)
+    headers = "".join(f"  {said}" for said in headers_text(record.headers))
     print(
         f"{place_of(record.topic, record.partition, record.offset)}  {moment}  {key}  {value}{headers}{mark}",
         flush=True,
@@ -210,31 +228,13 @@ def _show_json(seen: Seen) -> None:
             "partition": record.partition,
             "offset": record.offset,
             "timestamp": record.timestamp,
-            "key": _json_of(record.key),
-            "value": _json_of(record.value),
-            "headers": [[name, _json_of(value)] for name, value in record.headers],
+            "key": json_of(record.key),
+            "value": json_of(record.value),
+            "headers": [[name, header_json(name, value)] for name, value in record.headers],
             "state": seen.mark.value,
         }
     )
     sys.stdout.flush()
-
-
-def text_of(data: bytes) -> str:
-    """UTF-8 as it reads, and printable; other bytes as Python writes them."""
-    try:
-        text = data.decode()
-    except UnicodeDecodeError:
-        return repr(data)
-    return log.printable(text)
-
-
-def _json_of(data: bytes | None) -> str | dict[str, str] | None:
-    if data is None:
-        return None
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return {"base64": base64.b64encode(data).decode()}
 
 
 def _clock(timestamp_ms: int) -> str:
@@ -264,6 +264,15 @@ def _tell_rest(topic: str, held: dict[int, tail.Span], shown: int, uncommitted: 
 def _check(topic: str) -> None:
     if not is_topic_name(topic):
         raise UsageError(f"{topic!r} is not the name of a topic: 1 to 249 letters, digits, '.', '_' or '-'")
+
+
+def _keyed(line: bytes, separator: bytes, number: int) -> tuple[bytes | None, bytes]:
+    key, found, value = line.partition(separator)
+    if not found:
+        raise UsageError(
+            f"value {number}, {text_of(line)!r}, has no {text_of(separator)!r} behind a key; nothing was sent"
+        )
+    return key, value
 
 
 def _header(text: str) -> Header:

@@ -14,7 +14,17 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from eos.cli.options import BootstrapServers, Json, Set, Yes, confirm, load_settings, print_json, print_table
+from eos.cli.options import (
+    SENT_BY_HAND,
+    BootstrapServers,
+    Json,
+    Set,
+    Yes,
+    confirm,
+    load_settings,
+    print_json,
+    print_table,
+)
 from eos.errors import Unavailable, UsageError
 from eos.kafka.cluster import ClusterAdmin, Listed
 from eos.kafka.fence import end_of
@@ -43,10 +53,14 @@ def list_(
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> None:
-    """Every transactional.id that the coordinators know, with its state."""
+    """Every transactional.id that the coordinators know, with its state; those of an ended `eos topic send` only where
+    --prefix asks for them."""
     wanted = _states(state or [])
     with ClusterAdmin(load_settings(bootstrap_servers, set_)) as admin:
         rows = [row for row in admin.transactions() if row.transactional_id.startswith(prefix)]
+    if not prefix:
+        # Each call of `eos topic send` had an id of its own, which the brokers keep for a week.
+        rows = [row for row in rows if row.state not in ENDED or not row.transactional_id.startswith(SENT_BY_HAND)]
     if wanted:
         rows = [row for row in rows if row.state in wanted]
     if json:

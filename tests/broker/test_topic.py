@@ -46,7 +46,9 @@ def begun(kafka: LocalKafka, transactional_id: str) -> Producer:
     return producer
 
 
-def test_a_topic_is_made_once_written_in_one_transaction_and_read(eos: Run, kafka: LocalKafka, names: Names) -> None:
+def test_a_topic_is_made_once_written_in_one_transaction_and_read(
+    eos: Run, kafka: LocalKafka, names: Names, capfd: pytest.CaptureFixture[str]
+) -> None:
     topic, second = names("t"), names("u")
     assert eos("create", topic, "--partitions", "2")[:2] == (0, f"{topic}: created with 2 partitions\n")
     assert eos("create", topic, second)[1] == f"{topic}: exists\n{second}: created with 8 partitions\n"
@@ -64,6 +66,24 @@ def test_a_topic_is_made_once_written_in_one_transaction_and_read(eos: Run, kafk
         64,
         f"eos: --partition 2: {topic} has partitions 0 to 1\n",
     )
+    assert eos("send", topic, "a:1", "b:2:3", "-K", ":", "--partition", "0")[0] == 0
+    assert [line.split("  ")[2:] for line in eos("tail", topic, "-n", "2")[1].splitlines()] == [
+        ["a", "1"],
+        ["b", "2:3"],
+    ]
+    assert eos("send", topic, "a:1", "b", "-K", ":")[::2] == (
+        64,
+        "eos: value 2, 'b', has no ':' behind a key; nothing was sent\n",
+    )
+
+    # Each call had a transactional.id of its own, which nobody wants to see.
+    def of_sends(*arguments: str) -> int:
+        cli.invoke(["txn", "list", "--json", *arguments])
+        ids = [row["transactional_id"] for row in json.loads(capfd.readouterr().out)]
+        return sum(each.startswith("eos-topic-send-") for each in ids)
+
+    wait_until("no send is listed", lambda: of_sends() == 0)  # the last one's markers may be on their way
+    assert of_sends("--prefix", "eos-topic-send-") >= 2
 
 
 def test_aborted_and_open_records_are_shown_only_when_asked_for_and_marked(

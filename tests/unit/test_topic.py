@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 
 import pytest
@@ -9,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eos import cli
-from eos.cli.topic import text_of
+from eos.app import lineage
+from eos.cli.written import bytes_of, header_json, headers_text, json_of, text_of
 from eos.kafka.tail import Mark, Seen, _Lane, _merged
 from eos.records import Record
+from eos.worker.dead_letters import dead_letter
 
 
 def record(offset: int, timestamp: int = -1, partition: int = 0) -> Record:
@@ -60,6 +63,35 @@ def test_bytes_are_shown_as_text_where_they_are_and_cannot_move_the_cursor() -> 
     assert text_of(b"\xff\xfe") == r"b'\xff\xfe'"
 
 
+@given(st.none() | st.binary() | st.text().map(str.encode))
+def test_bytes_that_are_written_as_json_read_back_as_they_were(data: bytes | None) -> None:
+    assert bytes_of(json.loads(json.dumps(json_of(data)))) == data
+
+
+@pytest.mark.parametrize("given", [5, ["a"], {"base64": 5}, {"base64": "a"}, {"base64": "YQ==", "more": "1"}, {}])
+def test_json_that_is_no_bytes_is_refused(given: object) -> None:
+    with pytest.raises(ValueError, match="base64"):
+        bytes_of(given)
+
+
+def test_our_own_headers_are_said_in_words() -> None:
+    mark = ("eos-lineage", lineage.encode(lineage.Source("in", 2, 9, 0, 2, 17)))
+    assert headers_text([("a", b"1"), mark]) == ["a=1", "(output 1 of 2 of in[2]@9, number 17)"]
+    assert header_json(*mark) == {"topic": "in", "partition": 2, "offset": 9, "i": 0, "n": 2, "number": 17}
+    strangers = ("eos-lineage", b"\xff")
+    assert headers_text([strangers, ("b", None)]) == [r"eos-lineage=b'\xff'", "b=(null)"]
+    assert header_json(*strangers) == {"base64": "/w=="}
+    failed = Record("in", 2, 9, 5, None, b"v", [("a", b"1")])
+    letter = dead_letter(failed, ValueError("no\x1b[2J price"), app="shop", function="total")[-1] or []
+    said = r"(dead letter of shop/total, from in[2]@9: ValueError: no\x1b[2J price)"
+    assert headers_text(letter) == ["a=1", said]
+    assert headers_text([*letter, mark, ("eos-dlq-replays", b"2")]) == [
+        "a=1",
+        "(output 1 of 2 of in[2]@9, number 17)",
+        said.replace("@9:", "@9, replayed 2 times:"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -67,6 +99,7 @@ def test_bytes_are_shown_as_text_where_they_are_and_cannot_move_the_cursor() -> 
         (("send", "..", "x"), "'..' is not the name of a topic"),
         (("create", "ok", "a/b"), "'a/b' is not the name of a topic"),
         (("send", "t", "x", "--header", "nothing"), "--header nothing: expected NAME=VALUE"),
+        (("send", "t", "k:x", "--key", "k", "-K", ":"), "--key and --key-separator exclude each other"),
         (("tail", "t", "--follow", "--until-end"), "--follow and --until-end exclude each other"),
         (("tail", "t", "--from-beginning", "-n", "3"), "--from-beginning and --last exclude each other"),
     ],

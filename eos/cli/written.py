@@ -1,0 +1,88 @@
+"""How records are shown: text for people, JSON for machines, which reads back into the same bytes.
+
+Our own headers are said in words: whose output a record is (lineage), and what a dead letter is and why.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+
+from eos import log
+from eos.app import lineage
+from eos.records import Header, place_of
+from eos.worker.dead_letters import parts_of
+
+Json = str | dict[str, str] | None
+
+
+def text_of(data: bytes) -> str:
+    """UTF-8 as it reads, and printable; other bytes as Python writes them."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return repr(data)
+    return log.printable(text)
+
+
+def headers_text(headers: Sequence[Header]) -> list[str]:
+    """`name=value` of each; those of lineage and of a dead letter in words, behind the others."""
+    own, told = parts_of(headers)
+    if "topic" not in told:
+        return [_header_text(name, value) for name, value in headers]
+    whose = "/".join(told[name] for name in ("app", "function") if name in told)
+    where = f"{told['topic']}[{told.get('partition', '?')}]@{told.get('offset', '?')}"
+    why = f"{told.get('exception', '-')}: {told.get('message', '-')}"
+    times = f", replayed {told['replays']} times" if "replays" in told else ""
+    of = f" of {whose}" if whose else ""
+    # The letter's own lineage stands behind its headers.
+    behind = [_header_text(name, value) for name, value in headers[len(own) :] if name == lineage.HEADER]
+    letter = log.printable(f"(dead letter{of}, from {where}{times}: {why})")
+    return [*(_header_text(name, value) for name, value in own), *behind, letter]
+
+
+def _header_text(name: str, value: bytes | None) -> str:
+    if name == lineage.HEADER and value is not None:
+        try:
+            source = lineage.decode(value)
+        except ValueError:
+            pass  # somebody else's header of that name
+        else:
+            which = f"output {source.i + 1} of {source.n}" if source.n > 1 else "output"
+            place = place_of(log.printable(source.topic), source.partition, source.offset)
+            return f"({which} of {place}, number {source.number})"
+    return f"{log.printable(name)}={'(null)' if value is None else text_of(value)}"
+
+
+def json_of(data: bytes | None) -> Json:
+    if data is None:
+        return None
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(data).decode()}
+
+
+def header_json(name: str, value: bytes | None) -> object:
+    """As json_of; a header of lineage as what it says."""
+    if name == lineage.HEADER and value is not None:
+        try:
+            return lineage.decode(value)._asdict()
+        except ValueError:
+            pass  # somebody else's header of that name
+    return json_of(value)
+
+
+def bytes_of(given: object) -> bytes | None:
+    """What json_of made of bytes, undone. Raises ValueError for anything else."""
+    if given is None:
+        return None
+    if isinstance(given, str):
+        return given.encode()
+    if isinstance(given, dict) and given.keys() == {"base64"} and isinstance(given["base64"], str):
+        try:
+            return base64.b64decode(given["base64"], validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"no base64: {error}") from error
+    raise ValueError('a text, null or {"base64": TEXT} is expected')
