@@ -94,7 +94,7 @@ def create_topic(servers: str, topic: str, partitions: int = 1, copies: int = 1)
         except KafkaException:
             return False
 
-    wait_until(f"leaders of {topic}", leaders_answer)
+    wait_until(f"leaders of {topic}", leaders_answer, 60)
     return topic
 
 
