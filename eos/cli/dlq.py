@@ -1,13 +1,14 @@
-"""`eos dlq list | replay`: what lies in dead letters, and bringing them back, exactly once.
+"""`eos dlq list | export | replay | drop`: what lies in dead letters, and bringing them back, exactly once.
 
-Owns the options and what is printed; eos.worker.replay does it.
+Owns the options and what is printed; eos.worker.replay does it, eos.cli.letters says which.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,22 +18,38 @@ from rich.table import Table
 from eos import log
 from eos.app.definition import App, is_topic_name
 from eos.app.policies import DEAD_LETTER_SUFFIX, dead_letter_topic
-from eos.cli.options import BootstrapServers, Json, Set, load_settings, print_json, print_table
+from eos.cli.letters import Choice, read_changes, row_of
+from eos.cli.options import BootstrapServers, Json, Set, load_settings, print_json, print_table, until_hung_up
 from eos.errors import UsageError
 from eos.kafka.settings import Settings
 from eos.worker import replay
+from eos.worker.letters import Letter, Place, group_of, letters
 from eos.worker.loading import load_app, refuse_ids
 from eos.worker.new_topics import topic_names
-from eos.worker.replay import Letter, Place, Replay
+from eos.worker.replay import DROPPING, Replay, Settling, Told
 
 _TIMEOUT_S = 5.0
 _MESSAGE = 80
 
-app = typer.Typer(no_args_is_help=True, help="Dead letters: what lies there and why, and bring them back exactly once.")
+app = typer.Typer(
+    no_args_is_help=True, help="Dead letters: what lies there and why; bring them back exactly once, mend or drop them."
+)
+Target = Annotated[str, typer.Argument(metavar="MODULE:APP", help="The App whose function failed.")]
 LettersOf = Annotated[
     str | None, typer.Option("--letters-of", metavar="APP", help="Letters of the App of this id, not of this one.")
 ]
 Topics = Annotated[list[str] | None, typer.Option("--topic", help="Only of this source topic; repeatable.")]
+Places = Annotated[
+    list[str] | None,
+    typer.Option("--letter", metavar="PLACE", help="Only the letter of this record, e.g. orders[0]@3; repeatable."),
+]
+Exceptions = Annotated[
+    list[str] | None, typer.Option("--exception", metavar="CLASS", help="Only letters of this exception; repeatable.")
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="At most so many of each topic.")]
+From = Annotated[
+    str | None, typer.Option("--from", metavar="earliest", help="Old letters whose place was forgotten, too.")
+]
 
 
 @dataclass
@@ -64,22 +81,15 @@ def list_(
     settings = load_settings(bootstrap_servers, set_)
     rows: list[Kind] = []
     if ":" in target or target.endswith(".py"):
-        loaded = _app(target, settings)
-        whose = letters_of or loaded.id
-        place = Place(settings, replay.group_of(whose))
-        try:
-            for name in _sources(loaded, topic or []):
-                found = replay.letters(settings, dead_letter_topic(name), place, _tell)
-                rows += _kinds(name, (letter for letter in found if letter.is_of(whose)))
-        finally:
-            place.close()
+        for name, found in _waiting(_app(target, settings), settings, topic, letters_of):
+            rows += _kinds(name, found)
     else:
         if topic or not is_topic_name(target):
             raise UsageError(
                 "eos dlq list needs MODULE:APP, with --topic if only one is wanted, or the name of a topic"
             )
         name = target.removesuffix(DEAD_LETTER_SUFFIX)
-        rows += _kinds(name, replay.letters(settings, dead_letter_topic(name), None))
+        rows += _kinds(name, letters(settings, dead_letter_topic(name), None))
     if json:
         print_json(rows)
         return
@@ -94,33 +104,53 @@ def list_(
     print_table(table)
 
 
-@app.command("replay")
-def replay_(
-    target: Annotated[str, typer.Argument(metavar="MODULE:APP", help="The App whose function failed.")],
+@app.command()
+def export(
+    target: Target,
     topic: Topics = None,
-    function: Annotated[str | None, typer.Option(help="Another function of the App than the one that failed.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="At most so many of each topic.")] = None,
+    letter: Places = None,
+    exception: Exceptions = None,
     letters_of: LettersOf = None,
-    from_: Annotated[
-        str | None, typer.Option("--from", metavar="earliest", help="Old letters whose replay was forgotten, too.")
-    ] = None,
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> None:
-    """Run the function on its dead letters; outputs and the replay's place are one commit. What fails again is a dead
-    letter again, for another replay."""
-    log.configure("human", "warning")
-    if from_ not in (None, "earliest"):
-        raise UsageError(f"--from {from_}: only `earliest` can be said here")
-    settings = load_settings(bootstrap_servers, set_)
-    refuse_ids(settings, "eos dlq replay", "the App's id with -dlq-replay")
+    """Each letter that waits, as a line of JSON with all that is known of it: to read, or to mend for
+    `eos dlq replay --file`."""
+    settings, choice = load_settings(bootstrap_servers, set_), Choice(letter or (), exception or ())
+    with until_hung_up():
+        for _, found in _waiting(_app(target, settings), settings, topic, letters_of):
+            for each in filter(choice, found):
+                print_json(row_of(each))
+        _tell_unmet(choice)
+
+
+@app.command("replay")
+def replay_(
+    target: Target,
+    topic: Topics = None,
+    function: Annotated[str | None, typer.Option(help="Another function of the App than the one that failed.")] = None,
+    letter: Places = None,
+    exception: Exceptions = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Only the letters of an exported file, with what was mended there.")
+    ] = None,
+    limit: Limit = None,
+    letters_of: LettersOf = None,
+    from_: From = None,
+    bootstrap_servers: BootstrapServers = None,
+    set_: Set = None,
+) -> None:
+    """Run the function on its dead letters; outputs and which letters are done are one commit. What fails again is a
+    dead letter again, for another replay."""
+    choice = Choice(letter or (), exception or (), None if file is None else read_changes(f"--file {file}", file))
+    settings = _settings_of("replay", from_, bootstrap_servers, set_)
     loaded = _app(target, settings)
     sources = _sources(loaded, topic or [])
     for name in sources:
         replay.route_of(loaded, name, function)
     with Replay(loaded, settings, letters_of) as running:
         for name in sources:
-            told = running.topic(name, function, limit, from_ == "earliest")
+            told = running.topic(name, function, choice, limit, from_ == "earliest")
             failed = sum(told.failed.values())
             print(
                 f"{dead_letter_topic(name)}: {told.handled + failed} replayed, {told.handled} handled "
@@ -129,9 +159,77 @@ def replay_(
             )
             for kind, count in told.failed.items():
                 print(f"{dead_letter_topic(name)}: {count} times {log.printable(kind)}", file=sys.stderr)
-            for whose, count in told.strangers.items():
-                sentence = f"{count} of App {log.printable(whose)} left to its own replay (--letters-of takes them)"
-                print(f"{dead_letter_topic(name)}: {sentence}", file=sys.stderr)
+            _tell_strangers(name, told)
+    _tell_unmet(choice)
+
+
+@app.command()
+def drop(
+    target: Target,
+    topic: Topics = None,
+    letter: Places = None,
+    exception: Exceptions = None,
+    every: Annotated[bool, typer.Option("--all", help="All that wait.")] = False,
+    limit: Limit = None,
+    letters_of: LettersOf = None,
+    from_: From = None,
+    bootstrap_servers: BootstrapServers = None,
+    set_: Set = None,
+) -> None:
+    """Let dead letters be done without a function: no replay takes them any more. They stay in their topic until its
+    retention removes them."""
+    choice = Choice(letter or (), exception or ())
+    if choice.is_of_all != every:
+        raise UsageError("eos dlq drop needs --letter or --exception, or --all alone")
+    settings = _settings_of("drop", from_, bootstrap_servers, set_)
+    loaded = _app(target, settings)
+    with Settling(letters_of or loaded.id, settings) as settling:
+        for name in _sources(loaded, topic or []):
+            told = settling.topic(name, DROPPING, choice, limit, from_ == "earliest")
+            print(f"{dead_letter_topic(name)}: {told.handled} dropped", flush=True)
+            _tell_strangers(name, told)
+    _tell_unmet(choice)
+
+
+def _settings_of(command: str, from_: str | None, bootstrap_servers: str | None, set_: list[str] | None) -> Settings:
+    """Of a command that settles letters."""
+    log.configure("human", "warning")
+    if from_ not in (None, "earliest"):
+        raise UsageError(f"--from {from_}: only `earliest` can be said here")
+    settings = load_settings(bootstrap_servers, set_)
+    refuse_ids(settings, f"eos dlq {command}", "the App's id with -dlq-replay")
+    return settings
+
+
+def _waiting(
+    loaded: App, settings: Settings, topic: list[str] | None, letters_of: str | None
+) -> Iterator[tuple[str, Iterator[Letter]]]:
+    """Of each source topic the letters of the App that are not done."""
+    whose = letters_of or loaded.id
+    place = Place(settings, group_of(whose))
+    try:
+        for name in _sources(loaded, topic or []):
+            found = letters(settings, dead_letter_topic(name), place, _tell)
+            yield name, (letter for letter in found if letter.is_of(whose))
+    finally:
+        place.close()
+
+
+def _tell_strangers(source: str, told: Told) -> None:
+    for whose, count in told.strangers.items():
+        sentence = f"{count} of App {log.printable(whose)} left to its own replay (--letters-of takes them)"
+        print(f"{dead_letter_topic(source)}: {sentence}", file=sys.stderr)
+
+
+def _tell_unmet(choice: Choice) -> None:
+    """An error where nothing at all was chosen: a place that was mistyped and one that is done look alike."""
+    sentences = [f"no letter of {log.printable(place)} waits here" for place in sorted(choice.unmet)]
+    if choice.met or choice.is_of_all:
+        for sentence in sentences:
+            _tell(sentence)
+        return
+    more = f", nor of {len(sentences) - 1} others" if len(sentences) > 1 else ""
+    raise UsageError(f"{sentences[0]}{more}" if sentences else "no such letter waits here")
 
 
 def _tell(sentence: str) -> None:
@@ -156,13 +254,16 @@ def _sources(loaded: App, named: list[str]) -> list[str]:
     return list(dict.fromkeys(sources))
 
 
-def _kinds(topic: str, letters: Iterable[Letter]) -> list[Kind]:
-    found: dict[tuple[str, str], Kind] = {}
-    for letter in letters:
-        where = f"{letter.record.topic}[{letter.record.partition}]@{letter.record.offset}"
-        new = Kind(topic, letter.app, letter.exception, 0, where, where, 0, "")
-        kind = found.setdefault((letter.app, letter.exception), new)
+def _kinds(topic: str, found: Iterable[Letter]) -> list[Kind]:
+    newest: dict[tuple[str, str], tuple[str, str, int]] = {}
+    for letter in found:
+        which = letter.app, letter.source
+        newest.pop(which, None)  # one that failed again stands in the place of the one before
+        newest[which] = letter.exception, letter.message[:_MESSAGE], letter.replays
+    kinds: dict[tuple[str, str], Kind] = {}
+    for (app_id, source), (exception, message, replays) in newest.items():
+        kind = kinds.setdefault((app_id, exception), Kind(topic, app_id, exception, 0, source, source, 0, ""))
         kind.letters += 1
-        kind.last, kind.message = where, letter.message[:_MESSAGE]
-        kind.most_replays = max(kind.most_replays, letter.replays)
-    return sorted(found.values(), key=lambda kind: -kind.letters)
+        kind.last, kind.message = source, message
+        kind.most_replays = max(kind.most_replays, replays)
+    return sorted(kinds.values(), key=lambda kind: -kind.letters)

@@ -5,8 +5,10 @@ rich is imported where something is printed: while a worker that was killed star
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -79,6 +81,17 @@ def print_table(table: Table) -> None:
     if not console.is_terminal:
         console = Console(width=240)
     console.print(table)
+
+
+@contextmanager
+def until_hung_up() -> Iterator[None]:
+    """Its block ends without a word where whoever reads our output has seen enough."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # At the end of the process Python would write what is left once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_json(value: object) -> None:

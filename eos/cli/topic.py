@@ -25,6 +25,7 @@ from eos.cli.options import (
     named_value,
     print_json,
     print_table,
+    until_hung_up,
 )
 from eos.cli.written import header_json, headers_text, json_of, text_of
 from eos.errors import UsageError
@@ -165,7 +166,7 @@ def tail_(
     show = _show_json if json else _show
     ends = tail.ends_of(held, uncommitted)
     shown = 0
-    try:
+    with until_hung_up():
         if not from_beginning:
             for seen in tail.last(settings, topic, held, _LAST if last is None else last, uncommitted):
                 show(seen)
@@ -173,12 +174,8 @@ def tail_(
         starts = {p: span.low for p, span in held.items()} if from_beginning else ends
         if follow or from_beginning:
             shown += _read(settings, topic, starts, None if follow else ends, uncommitted, show)
-    except BrokenPipeError:
-        # Whoever read it has seen enough; at the end of the process Python would write what is left once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return
-    if not follow:
-        _tell_rest(topic, held, shown, uncommitted)
+        if not follow:
+            _tell_rest(topic, held, shown, uncommitted)
 
 
 def _read(

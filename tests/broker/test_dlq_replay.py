@@ -149,7 +149,7 @@ def test_letters_of_a_worker_come_back_once_and_those_that_fail_again_are_met_by
     assert shop.outputs() == ["BAD 1", "BAD 2", "GOOD"]
     assert shop.listed() == []
     (all_of_it,) = shop.listed(shop.dlq)
-    assert all_of_it["letters"] == 6, "the topic keeps what was replayed"
+    assert all_of_it["letters"] == 2, "the topic keeps what was replayed, and of each the newest letter counts"
     assert len(shop.read(shop.source)) == 3, "other readers of the source get nothing twice"
     back = next(m for m in shop.read(shop.out) if m.value() == b"BAD 1")
     assert (back.key(), back.timestamp()[1]) == (b"b", shop.sent_ms + 1), "as if it had not failed"
@@ -197,9 +197,39 @@ def test_letters_whose_place_was_forgotten_are_not_replayed_again_unasked(shop: 
     again = shop.eos("dlq", "replay", "shop:app", MENDED="1")
     assert again.returncode == 64
     assert "letters there are older than the 7 days" in again.stderr
-    assert "`--from earliest` replays all that is there" in again.stderr
+    assert "`--from earliest` takes all that is there" in again.stderr
     assert "they may have been replayed before" in shop.eos("dlq", "list", "shop:app").stderr
     assert shop.outputs() == ["BAD 0", "BAD 1"]
+
+
+def test_letters_are_dropped_and_mended_one_by_one_and_none_is_run_twice(shop: Shop) -> None:
+    shop.letters(4)
+    dropped = shop.eos("dlq", "drop", "shop:app", "--letter", f"{shop.source}[0]@1")
+    assert (dropped.returncode, dropped.stdout) == (0, f"{shop.dlq}: 1 dropped\n"), dropped.stderr
+    exported = shop.eos("dlq", "export", "shop:app")
+    rows = {row["source"][-1]: row for row in map(json.loads, exported.stdout.splitlines())}
+    assert sorted(rows) == ["0", "2", "3"]
+    (shop.folder / "mended").write_text(
+        json.dumps(rows["2"] | {"value": "good"}) + "\n" + json.dumps(rows["3"] | {"value": "bad still"}) + "\n"
+    )
+    assert shop.replay("--file", "mended") == "2 replayed, 1 handled (1 outputs), 1 failed again"
+    twice = shop.eos("dlq", "replay", "shop:app", "--file", "mended")
+    assert twice.returncode == 64
+    assert twice.stderr.startswith(f"eos: no letter of {shop.dlq}[")
+    assert twice.stderr.endswith(" waits here, nor of 1 others\n")
+    assert [kind["letters"] for kind in shop.listed()] == [2]
+    last = shop.replay("--letter", f"{shop.source}[0]@3", "--letter", "nowhere[0]@0", MENDED="1")
+    assert last == "1 replayed, 1 handled (1 outputs), 0 failed again"
+    assert shop.replay(MENDED="1") == "1 replayed, 1 handled (1 outputs), 0 failed again"
+    assert shop.outputs() == ["BAD 0", "BAD STILL", "GOOD"]
+    assert shop.listed() == []
+    for place in committed_offsets(shop.servers, f"{shop.id}-dlq-replay", [shop.dlq]).values():
+        assert place > 0
+    shop.letters(3)
+    assert shop.eos("dlq", "drop", "shop:app").returncode == 64, "of what?"
+    assert shop.eos("dlq", "drop", "shop:app", "--exception", "KeyError").returncode == 64, "there is none"
+    assert shop.eos("dlq", "drop", "shop:app", "--all").stdout == f"{shop.dlq}: 3 dropped\n"
+    assert shop.listed() == []
 
 
 def test_another_function_may_take_them(shop: Shop) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import eos
 from eos.app.definition import App
-from eos.errors import UsageError
+from eos.errors import ConfigurationError, UsageError
 from eos.records import Record
 from eos.worker.dead_letters import dead_letter
-from eos.worker.replay import Letter, again, letter_of, route_of, sources_of
+from eos.worker.letters import Done, Letter, again, letter_of, offsets_of
+from eos.worker.replay import route_of, sources_of
 
 RECORD = Record("orders", 3, 17, 1_700_000_000_000, b"k", b"v", [("trace", b"t"), ("trace", None)])
 
@@ -34,19 +39,26 @@ def app_of() -> App:
     return app
 
 
+def summary(letter: Letter) -> tuple[str, str, str, str, int]:
+    return letter.source, letter.app, letter.exception, letter.message, letter.replays
+
+
 def test_a_letter_is_the_record_that_failed_again_and_again() -> None:
     letter = letter_of(read(dead_letter(RECORD, ValueError("why"), app="shop")))
-    assert letter == Letter(1, 5, RECORD, "shop", "ValueError", "why", 0)
+    assert (letter.place, letter.record) == ("orders.dlq[1]@5", RECORD)
+    assert summary(letter) == ("orders[3]@17", "shop", "ValueError", "why", 0)
     for replays in (1, 2, 3):
         failed = dead_letter(letter.record, KeyError(replays))
         letter = letter_of(read(again(letter, failed), 5 + replays))
-        assert letter == Letter(1, 5 + replays, RECORD, "", "KeyError", str(replays), replays)
+        assert (letter.place, letter.record) == (f"orders.dlq[1]@{5 + replays}", RECORD)
+        assert summary(letter) == ("orders[3]@17", "", "KeyError", str(replays), replays)
 
 
-def test_what_no_worker_wrote_is_taken_as_it_lies_there() -> None:
+def test_what_no_worker_wrote_is_taken_as_it_lies_there_and_named_by_where_that_is() -> None:
     strange = [("eos-dlq-partition", b"x"), ("eos-dlq-offset", None)]
     letter = letter_of(Record("orders.dlq", 1, 5, 9, None, None, strange))
-    assert letter == Letter(1, 5, Record("orders", 1, 5, 9, headers=strange), "", "-", "-", 0)
+    assert letter.record == Record("orders", 1, 5, 9, headers=strange)
+    assert summary(letter) == ("orders.dlq[1]@5", "", "-", "-", 0)
 
 
 def test_headers_of_a_record_that_look_like_a_letters_choose_nothing() -> None:
@@ -54,13 +66,13 @@ def test_headers_of_a_record_that_look_like_a_letters_choose_nothing() -> None:
     names = ("topic", "partition", "offset", "timestamp", "app", "exception", "replays")
     theirs = [(f"eos-dlq-{name}", b"victim" if name == "topic" else b"9" * 5_000) for name in names]
     record = Record("orders", 3, 17, 1_700_000_000_000, b"k", b"v", theirs)
-    assert letter_of(read(dead_letter(record, ValueError("why"), app="shop"))) == Letter(
-        1, 5, record, "shop", "ValueError", "why", 0
-    )
+    letter = letter_of(read(dead_letter(record, ValueError("why"), app="shop")))
+    assert letter.record == record
+    assert summary(letter) == ("orders[3]@17", "shop", "ValueError", "why", 0)
     # Written by nobody's worker: what they say is read, where it can be.
-    assert letter_of(Record("orders.dlq", 1, 5, 9, None, b"v", theirs)) == Letter(
-        1, 5, Record("orders", 1, 5, 9, None, b"v"), "9" * 5_000, "9" * 5_000, "-", 0
-    )
+    letter = letter_of(Record("orders.dlq", 1, 5, 9, None, b"v", theirs))
+    assert letter.record == Record("orders", 1, 5, 9, None, b"v")
+    assert summary(letter) == ("orders[1]@5", "9" * 5_000, "9" * 5_000, "-", 0)
 
 
 def test_the_function_is_the_one_that_failed_or_the_one_that_is_named() -> None:
@@ -72,3 +84,39 @@ def test_the_function_is_the_one_that_failed_or_the_one_that_is_named() -> None:
         route_of(app, "nope", None)
     with pytest.raises(UsageError, match="--function nope: shop has no such function, it has total, other"):
         route_of(app, "orders", "nope")
+
+
+@given(st.integers(0, 8), st.lists(st.integers(0, 24), unique=True), st.randoms())
+def test_letters_that_are_done_in_any_order_are_known_and_no_other(low: int, order: list[int], chance: Random) -> None:
+    """As settling tells them: each with the gap before it, in which no letter lies."""
+    there = sorted(chance.sample(range(25), chance.randint(0, 25)))
+    done, expected = Done().since(low), set(range(low))
+    for offset in order:
+        if offset in there:
+            before = max((each for each in there if each < offset), default=-1)
+            done = done.plus((before + 1, offset))
+            expected.add(offset)
+        done = Done.read(done.offset, done.metadata())
+        assert {each for each in there if done.has(each)} == {each for each in there if each in expected}
+        edges = [done.offset, *(edge for first, last in done.runs for edge in (first, last + 1))]
+        assert edges == sorted(set(edges)), "as few pieces as can be"
+    if set(there) <= expected:
+        assert done.runs == ()
+
+
+def test_more_pieces_than_the_brokers_take_beside_an_offset_are_refused() -> None:
+    runs = tuple((2 * n, 2 * n) for n in range(1_000_000, 1_000_205))
+    (place,) = offsets_of("orders.dlq", {3: Done(0, runs)})
+    assert (place.partition, place.offset, place.metadata) == (3, 0, Done(0, runs).metadata())
+    with pytest.raises(
+        UsageError, match=r"orders.dlq\[3\]: the letters that are done lie in 410 pieces, more than can"
+    ):
+        offsets_of("orders.dlq", {3: Done(0, (*runs, *((last + 1000, last + 1000) for _, last in runs)))})
+
+
+def test_what_is_noted_beside_an_offset_is_read_by_this_version_only() -> None:
+    assert Done(3, ((5, 9), (11, 11))).metadata() == '{"v":1,"done":[[5,9],[11,11]]}'
+    for strange in (None, "", "{", "[]", '{"v":1}', '{"done":[]}', '{"v":"x","done":1}', '{"v":1,"done":[[5]]}'):
+        assert Done.read(3, strange) == Done(3)
+    with pytest.raises(ConfigurationError, match="noted in format 2, this version reads 1"):
+        Done.read(3, '{"v":2,"more":1}')

@@ -1,0 +1,90 @@
+"""Which dead letters a command is about, and the file that they are mended in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from eos.cli.letters import Choice, read_changes, row_of
+from eos.errors import UsageError
+from eos.records import Record
+from eos.worker.dead_letters import dead_letter
+from eos.worker.letters import Letter, letter_of
+
+RECORD = Record("orders", 3, 17, 1_700_000_000_000, b"k\xff", b"v", [("trace", b"t"), ("trace", None)])
+
+
+def letter(error: Exception = ValueError("why"), record: Record = RECORD, offset: int = 5) -> Letter:  # noqa: B008
+    topic, value, key, _, _, headers = dead_letter(record, error, app="shop", function="total")
+    return letter_of(Record(topic, 1, offset, 9, key, value, headers or []))
+
+
+def changes(folder: Path, *lines: object) -> dict[str, Any]:
+    file = folder / "letters.jsonl"
+    file.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return read_changes("--file letters.jsonl", file)
+
+
+def test_a_letter_is_chosen_by_where_it_is_or_was_and_by_why() -> None:
+    first, second = letter(), letter(KeyError("x"), msgspec.structs.replace(RECORD, offset=18), 6)
+    for choice, chosen in (
+        (Choice(), [first, second]),
+        (Choice(["orders[3]@18"]), [second]),
+        (Choice(["orders.dlq[1]@5", "orders[0]@1"]), [first]),
+        (Choice((), ["KeyError"]), [second]),
+        (Choice(["orders[3]@18"], ["ValueError"]), []),
+    ):
+        assert [each for each in (first, second) if choice(each)] == chosen
+        assert choice.met == len(chosen)
+    assert choice.unmet == {"orders[3]@18"}
+
+
+def test_an_exported_letter_comes_back_as_it_was_or_as_it_was_mended(tmp_path: Path) -> None:
+    row = row_of(letter())
+    assert row == {
+        "letter": "orders.dlq[1]@5",
+        "source": "orders[3]@17",
+        "replays": 0,
+        "app": "shop",
+        "function": "total",
+        "exception": "ValueError",
+        "message": "why",
+        "timestamp": 1_700_000_000_000,
+        "key": {"base64": "a/8="},
+        "value": "v",
+        "headers": [["trace", "t"], ["trace", None]],
+    }
+    assert Choice(changes=changes(tmp_path, row, ""))(letter()) == letter()
+    mended = Choice(changes=changes(tmp_path, {"letter": row["letter"], "value": "w"}, {"letter": "orders.dlq[1]@9"}))
+    found = mended(letter())
+    assert found is not None
+    assert found.record == msgspec.structs.replace(RECORD, value=b"w")
+    assert mended(letter(offset=6)) is None
+    assert mended.unmet == {"orders.dlq[1]@9"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        (["{"], "line 1: Expecting property name"),
+        ([{"letter": "a"}, {"value": "b"}], 'line 2: an object with "letter" is expected'),
+        ([[]], 'line 1: an object with "letter" is expected'),
+        ([{"letter": "a"}, {"letter": "a"}], "line 2: a stands on a line before already"),
+        ([{"letter": "a", "valeu": "b"}], "line 1: unknown name 'valeu': there are app, exception, "),
+        ([{"letter": "a", "value": 5}], "line 1: value: a text, null or"),
+        ([{"letter": "a", "key": {"base64": "?"}}], "line 1: key: no base64"),
+        ([{"letter": "a", "timestamp": "x"}], "line 1: timestamp: milliseconds"),
+        ([{"letter": "a", "headers": [["n"]]}], "line 1: headers: a list"),
+        ([{"letter": "a", "headers": [["n", 5]]}], "line 1: header n: a text"),
+    ],
+)
+def test_what_is_wrong_with_a_line_is_said_with_its_number(tmp_path: Path, lines: list[Any], sentence: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        changes(tmp_path, *lines)
+    assert str(refused.value).startswith(f"--file letters.jsonl, {sentence}")
+    with pytest.raises(UsageError, match="--file none cannot be read: No such file"):
+        read_changes("--file none", tmp_path / "none")
