@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from eos import log
 from eos.app import lineage
+from eos.app.dead_letters import parts_of
 from eos.records import Header, place_of
-from eos.worker.dead_letters import parts_of
 
 Json = str | dict[str, str] | None
 

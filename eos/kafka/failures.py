@@ -145,6 +145,16 @@ def denied(error: BaseException | KafkaError, *, group: str = "", transactional_
     return ": ".join(missing_right(resource, operation)) if name else ""
 
 
+def missing(error: BaseException | KafkaError, topic: str) -> str:
+    """What to do about an output's topic that is not there; "" for another error."""
+    if isinstance(error, KafkaException):
+        error = error.args[0]
+    if not topic or not isinstance(error, KafkaError):
+        return ""
+    gone = error.code() in (_K.UNKNOWN_TOPIC_OR_PART, _K._UNKNOWN_TOPIC)
+    return f"topic {topic} does not exist: `eos topic create {topic}` makes it" if gone else ""
+
+
 def other_strategy(error: KafkaError, group: str) -> str:
     """What to do about members that share a group's partitions in another way; "" for another error."""
     if error.code() != _K.INCONSISTENT_GROUP_PROTOCOL:

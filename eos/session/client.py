@@ -121,7 +121,8 @@ class Client:
         if error is not None:
             self.delivery_errors += 1
             if self.delivery_error is None:
-                self.delivery_error = (error, f"{message.topic()}[{message.partition()}]")
+                partition = "" if message.partition() is None else f"[{message.partition()}]"
+                self.delivery_error = (error, f"{message.topic()}{partition}")
 
 
 def retire(client: Client) -> None:

@@ -17,7 +17,7 @@ from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 
 from eos import log
 from eos.errors import Action, Call, CallFailed, Unavailable, describe_error, no_broker, stop_error
-from eos.kafka.failures import classify, denied
+from eos.kafka.failures import classify, denied, missing
 from eos.kafka.ownership import Identity, Reach, Situation
 from eos.kafka.raising import raising
 from eos.kafka.settings import Settings, alternate_of
@@ -523,7 +523,7 @@ class TransactionalProducer:
         topic = topic or where.rsplit("[", 1)[0]
         group: str = self._settings.get("group.id", "")
         right = denied(error, group=group, transactional_id=self.transactional_id, topic=topic)
-        failure = CallFailed(call, action, error, right)
+        failure = CallFailed(call, action, error, right or missing(error, topic))
         if where:
             failure.args = (f"{failure} at {where}",)
         return failure

@@ -26,7 +26,9 @@ from typing import Any
 from confluent_kafka import Consumer
 
 from eos import log
+from eos.app.dead_letters import dead_letter
 from eos.app.definition import is_pattern
+from eos.app.frames import frames_of
 from eos.app.results import send_of
 from eos.errors import Action, CallFailed, ConfigurationError, IllegalState, PoisonRecord
 from eos.kafka.settings import OF_FUNCTIONS, Settings, settings_of
@@ -137,6 +139,16 @@ class Transaction:
             self._session._send(*send_of("send", topic, value, key, partition, timestamp_ms, headers))
         self.sent += 1
 
+    def dead_letter(self, record: Record, error: BaseException) -> None:
+        """Sends `record`, which could not be handled, to `<its topic>.dlq` in this transaction: as it came, with
+        headers that say where it was and what `error` said, as an App's `eos.dlq` does. They name the group as the App.
+        """
+        if not self._session._has(self):
+            return
+        self._session._send(*dead_letter(record, error, frames_of(error), self._session.group))
+        self.sent += 1
+        self.dead_letters += 1
+
     @property
     def waited_s(self) -> float:
         """For how long its producer's sends have waited for room in the client's queue, in earlier transactions too."""
@@ -184,7 +196,8 @@ class TransactSession:
     Settings: Kafka's and `eos.*` names (docs/settings.md); a mapping is completed by the environment and eos.toml, as
     the flags of a command are. `group.id` and `transactional.id` must be set, `topics` may come from
     `eos.input.topics`. With `until_end` the loop ends when the whole group has handled what was readable at the start.
-    One session belongs to one thread.
+    `destinations` are the topics that it sends to: those that do not exist are told at the start, not at the first
+    record. One session belongs to one thread. More, with tests that need no broker: docs/sessions.md.
     """
 
     def __init__(

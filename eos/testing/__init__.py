@@ -1,6 +1,6 @@
 """For users' tests and for ours. `run(app, records)` runs an App's functions without a broker, `sweep` runs it through
-every fault at every step of a transaction; the rest are modules: the checker, histories, clusters that tests can break,
-and the pytest plugin.
+every fault at every step of a transaction. `Session` stands in place of a TransactSession, for a loop of your own. The
+rest are modules: the checker, histories, clusters that tests can break, and the pytest plugin.
 
 Names are imported at their first use: every pytest loads the plugin where eos is installed.
 """
@@ -11,12 +11,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from eos.testing.loop import Session
     from eos.testing.offline import Ran, Sent, run
     from eos.testing.sweeping import every_txn_step, sweep
 
-__all__ = ["Ran", "Sent", "every_txn_step", "run", "sweep"]
+__all__ = ["Ran", "Sent", "Session", "every_txn_step", "run", "sweep"]
 
 _MODULES = dict.fromkeys(("Ran", "Sent", "run"), "offline") | dict.fromkeys(("every_txn_step", "sweep"), "sweeping")
+_MODULES["Session"] = "loop"
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ from eos.app.policies import dead_letter_topic
 from eos.app.serde import encode, encode_key
 from eos.errors import ConfigurationError
 from eos.kafka.settings import Settings
-from eos.records import Header, Record
+from eos.records import Header, Record, Send
 from eos.worker.handling import Handler, Kept
 from eos.worker.hooks import Hooks
 
@@ -48,9 +48,9 @@ class Ran:
     topics: Collection[str] = ()
 
     def to(self, topic: str) -> list[Sent]:
-        """The outputs to one topic. Raises ConfigurationError for one that the App never writes to."""
+        """The outputs to one topic. Raises ConfigurationError for one that no output can go to."""
         if self.topics and topic not in self.topics:
-            raise ConfigurationError(f"the App does not write to {topic!r}, but to {', '.join(sorted(self.topics))}")
+            raise ConfigurationError(f"no output goes to {topic!r}, they go to {', '.join(sorted(self.topics))}")
         return [sent for sent in self.sent if sent.topic == topic]
 
     def values(self, topic: str) -> list[bytes | None]:
@@ -89,9 +89,13 @@ def run(app: App, records: Iterable[Record | tuple[Any, ...]]) -> Ran:
         handler.end()
         hooks.stop(failed=not finished)
     ran.skipped, ran.dead_letters = kept.skipped, kept.dead_letters
-    for topic, value, key, partition, timestamp, headers in kept.sends:
-        ran.sent.append(Sent(topic, value, key, None if partition < 0 else partition, timestamp, headers or []))
+    ran.sent += map(sent_of, kept.sends)
     return ran
+
+
+def sent_of(send: Send) -> Sent:
+    topic, value, key, partition, timestamp, headers = send
+    return Sent(topic, value, key, None if partition < 0 else partition, timestamp, headers or [])
 
 
 def written_by(app: App) -> set[str]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from eos import log
+from eos.app.dead_letters import class_name, dead_letter, message_of
 from eos.app.definition import App
 from eos.app.frames import Frame, frames_of, text_of
 from eos.app.lineage import Ledger, check_route, each_with_lineage
@@ -26,7 +27,6 @@ from eos.app.routes import Route, feed_each
 from eos.app.serde import DecodeError
 from eos.errors import EosError, PoisonRecord, Temporary
 from eos.records import Each, Fed, Feed, Header, Record, Send, place_of
-from eos.worker.dead_letters import class_name, dead_letter, message_of
 
 Partition = tuple[str, int]
 Place = tuple[str, int, int]  # of a record: topic, partition, offset

@@ -17,6 +17,7 @@ from typing import Any
 from confluent_kafka import KafkaException, TopicPartition
 
 from eos import log
+from eos.app.dead_letters import PREFIX, parts_of
 from eos.app.policies import DEAD_LETTER_SUFFIX
 from eos.errors import (
     Action,
@@ -33,7 +34,6 @@ from eos.kafka.failures import classify
 from eos.kafka.settings import Settings
 from eos.kafka.world import REAL, World
 from eos.records import Header, Record, Send, place_of
-from eos.worker.dead_letters import PREFIX, parts_of
 
 _REPLAYS = "replays"
 _CONNECT_S = 10.0

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from eos.app.dead_letters import parts_of
 from eos.app.definition import App
 from eos.app.policies import dead_letter_topic, dlq
 from eos.app.routes import Route
@@ -26,7 +27,6 @@ from eos.kafka.settings import Settings
 from eos.kafka.world import REAL, World
 from eos.plain import Transactions
 from eos.records import Send
-from eos.worker.dead_letters import parts_of
 from eos.worker.handling import Handler, Kept
 from eos.worker.hooks import Hooks
 from eos.worker.letters import Letter, Place, again, group_of, letters, offsets_of

@@ -17,13 +17,13 @@ from confluent_kafka import Message
 from confluent_kafka.admin import AdminClient
 
 import eos as package
+from eos.app.dead_letters import dead_letter
 from eos.broker import LocalKafka
 from eos.errors import Fenced
 from eos.kafka.settings import Settings
 from eos.records import Record
 from eos.testing.history import committed_offsets
 from eos.worker import replay
-from eos.worker.dead_letters import dead_letter
 from tests.support.reading import configure, create_topic, settled_records, visible_records
 
 Names = Callable[[str], str]

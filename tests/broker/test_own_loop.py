@@ -18,7 +18,16 @@ from confluent_kafka import Consumer, IsolationLevel, TopicPartition
 import eos
 from eos import Transaction, TransactSession
 from eos.broker import LocalKafka
-from eos.errors import Action, CallFailed, Fenced, IllegalState, InputGone, Temporary
+from eos.errors import (
+    Action,
+    CallFailed,
+    Fenced,
+    IllegalState,
+    InputGone,
+    PoisonRecord,
+    Temporary,
+    Unavailable,
+)
 from eos.kafka.cluster import ClusterAdmin
 from eos.kafka.settings import member_of
 from eos.kafka.world import REAL, World
@@ -129,6 +138,42 @@ def test_leaving_the_loop_aborts_unless_the_transaction_was_committed(loop: Loop
     assert loop.copied() == ALL[:1]
     loop.finish()
     assert loop.copied() == ALL
+
+
+def test_what_the_loop_cannot_handle_and_what_the_client_refuses_become_dead_letters(loop: Loop) -> None:
+    letters = create_topic(loop.servers, f"{loop.source}.dlq")
+    refused: dict[int, PoisonRecord] = {}
+    with loop.session() as session:
+        while not session.stop_requested:
+            try:
+                for txn in session:
+                    for record in txn.records:
+                        if (error := refused.get(record.offset)) is not None:
+                            txn.dead_letter(record, error)
+                        elif record.value == b"3":
+                            txn.dead_letter(record, ValueError("not that one"))
+                        else:
+                            txn.send(loop.target, (record.value or b"") * (3_000_000 if record.value == b"5" else 1))
+                session.stop()
+            except PoisonRecord as error:
+                refused[error.offset] = error
+    assert [(error.topic, error.offset) for error in refused.values()] == [(loop.source, 5)]
+    assert loop.copied() == [value for value in ALL if value not in (b"3", b"5")]
+    assert settled_values(loop.servers, letters)[0] == [b"3", b"5"]
+    assert session.counters.dead_letters == 2
+
+
+def test_an_output_that_is_not_there_is_named_at_the_start_or_where_nobody_named_it_before_at_the_first_record(
+    loop: Loop,
+) -> None:
+    nowhere, soon = f"{loop.target}-nowhere", {"topic.metadata.propagation.max.ms": 300, "eos.startup.timeout.ms": 1000}
+    with pytest.raises(Unavailable, match=f"topic {nowhere} does not exist at "):
+        TransactSession(loop.session(**soon).settings, [loop.source], destinations=[nowhere]).start()
+    advice = f"topic {nowhere} does not exist: `eos topic create {nowhere}` makes it"
+    with pytest.raises(Unavailable, match=advice), loop.session(**soon) as session:
+        for txn in session:
+            for record in txn.records:
+                txn.send(nowhere, record.value)
 
 
 def test_a_loop_that_a_newer_instance_fenced_cannot_be_entered_again(loop: Loop) -> None:

@@ -14,8 +14,8 @@ import pytest
 import eos
 from eos import App, Record
 from eos.app import concurrent
+from eos.app.dead_letters import dead_letter
 from eos.app.frames import INNERMOST, TEXT_BYTES, frames_of, text_of
-from eos.worker.dead_letters import dead_letter
 from eos.worker.handling import Handler, Kept
 
 

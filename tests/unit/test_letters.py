@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from eos.app.dead_letters import dead_letter
 from eos.cli.letters import Choice, read_changes, row_of
 from eos.errors import UsageError
 from eos.records import Record
-from eos.worker.dead_letters import dead_letter
 from eos.worker.letters import Letter, letter_of
 
 RECORD = Record("orders", 3, 17, 1_700_000_000_000, b"k\xff", b"v", [("trace", b"t"), ("trace", None)])

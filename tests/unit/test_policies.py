@@ -21,12 +21,12 @@ import eos
 import eos.testing
 import eos.worker.handling
 from eos import App, Out, Record, dlq, retry, skip, stop
+from eos.app.dead_letters import MESSAGE_BYTES, dead_letter
 from eos.app.lineage import HEADER, Ledger, decode
 from eos.app.policies import Policy, policy_of
 from eos.app.serde import DecodeError
 from eos.errors import Action, CallFailed, ConfigurationError, PoisonRecord, Temporary
 from eos.records import Fed, Feed, Send
-from eos.worker.dead_letters import MESSAGE_BYTES, dead_letter
 from eos.worker.handling import DeadLetterRefused, Halt, Handler, RecordRefused
 
 

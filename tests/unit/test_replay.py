@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import eos
+from eos.app.dead_letters import dead_letter
 from eos.app.definition import App
 from eos.errors import ConfigurationError, UsageError
 from eos.records import Record
-from eos.worker.dead_letters import dead_letter
 from eos.worker.letters import Done, Letter, again, letter_of, offsets_of
 from eos.worker.replay import route_of, sources_of
 

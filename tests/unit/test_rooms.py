@@ -30,7 +30,7 @@ BELOW = {
     "plain": "session app kafka records",
     "health": "session kafka",
     "worker": "health plain session app kafka records",
-    "testing": "worker plain app kafka records broker shim",
+    "testing": "worker plain session app kafka records broker shim",
     "demo": "testing worker kafka broker",
     "cli": "demo testing worker health plain session app kafka records hotloop broker shim",
     "__main__": "cli",

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from eos import cli
 from eos.app import lineage
+from eos.app.dead_letters import dead_letter
 from eos.cli.written import bytes_of, header_json, headers_text, json_of, text_of
 from eos.kafka.tail import Mark, Seen, _Lane, _merged
 from eos.records import Record
-from eos.worker.dead_letters import dead_letter
 
 
 def record(offset: int, timestamp: int = -1, partition: int = 0) -> Record:

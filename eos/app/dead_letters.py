@@ -1,7 +1,7 @@
 """Dead letters: a record that could not be handled, as it came, with headers that say where it was and why.
 
-Owns the format only; it must never send one (eos/worker/handling.py does, in the transaction that moves the record's
-offset).
+Owns the format only; it must never send one (eos/worker/handling.py and eos/session/transact.py do, in the transaction
+that moves the record's offset).
 
 Key and value are the record's own bytes; the partition follows from the key. The timestamp is the time of producing:
 with the record's own, a replay of old records would leave dead letters that retention removes at once. The record's
@@ -34,7 +34,7 @@ def dead_letter(
         "partition": str(record.partition),
         "offset": str(record.offset),
         "timestamp": str(record.timestamp),
-        **({"app": app, "function": function} if app else {}),
+        **{name: text for name, text in (("app", app), ("function", function)) if text},
         "exception": class_name(error),
         "message": message_of(error),
     }
