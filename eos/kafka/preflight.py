@@ -121,7 +121,7 @@ def _topics(need: Need, facts: Facts) -> Iterator[Finding]:
             "topics",
             Level.FAILED,
             f"{which} not exist at {facts.servers}",
-            f"create {them}, or let --create-topics do so",
+            f"`eos topic create {' '.join(missing)}` makes {them}, so does --create-topics (eos.create.topics)",
         )
     for name in need.topics:
         topic = facts.topics[name]

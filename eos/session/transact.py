@@ -31,6 +31,7 @@ from eos.app.definition import is_pattern
 from eos.app.frames import frames_of
 from eos.app.results import send_of
 from eos.errors import Action, CallFailed, ConfigurationError, IllegalState, PoisonRecord
+from eos.kafka import preflight
 from eos.kafka.settings import OF_FUNCTIONS, Settings, settings_of
 from eos.kafka.world import REAL, World
 from eos.records import Fed, Feed, Headers, Record
@@ -196,8 +197,9 @@ class TransactSession:
     Settings: Kafka's and `eos.*` names (docs/settings.md); a mapping is completed by the environment and eos.toml, as
     the flags of a command are. `group.id` and `transactional.id` must be set, `topics` may come from
     `eos.input.topics`. With `until_end` the loop ends when the whole group has handled what was readable at the start.
-    `destinations` are the topics that it sends to: those that do not exist are told at the start, not at the first
-    record. One session belongs to one thread. More, with tests that need no broker: docs/sessions.md.
+    `destinations` are the topics that it sends to: with them the block begins as a worker does, by a look whether the
+    cluster is fit, and what is missing is told before the group is joined. One session belongs to one thread. More,
+    with tests that need no broker: docs/sessions.md.
     """
 
     def __init__(
@@ -273,6 +275,9 @@ class TransactSession:
     # ---- life -------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> TransactSession:
+        if self.destinations:
+            need = preflight.need_of(self.settings, self.topics, self.destinations)
+            preflight.require(self.settings, need, self._world)
         self.start()
         return self
 

@@ -167,8 +167,9 @@ def test_an_output_that_is_not_there_is_named_at_the_start_or_where_nobody_named
     loop: Loop,
 ) -> None:
     nowhere, soon = f"{loop.target}-nowhere", {"topic.metadata.propagation.max.ms": 300, "eos.startup.timeout.ms": 1000}
-    with pytest.raises(Unavailable, match=f"topic {nowhere} does not exist at "):
-        TransactSession(loop.session(**soon).settings, [loop.source], destinations=[nowhere]).start()
+    named = TransactSession(loop.session(**soon).settings, [loop.source], destinations=[nowhere])
+    with pytest.raises(Unavailable, match=f"topic {nowhere} does not exist at .*`eos topic create {nowhere}`"), named:
+        pass
     advice = f"topic {nowhere} does not exist: `eos topic create {nowhere}` makes it"
     with pytest.raises(Unavailable, match=advice), loop.session(**soon) as session:
         for txn in session:

@@ -89,7 +89,13 @@ def test_a_fit_cluster_passes_every_check_and_each_check_says_so() -> None:
 # What is wrong, the check that says it, with which error, and what its sentence and its remedy name.
 FAILURES: list[tuple[str, dict[str, Any], str, type[EosError], str]] = [
     ("a broker too old", {"apis": frozenset({"InitProducerId"})}, "brokers", Unavailable, "upgrade them to Kafka 3.0"),
-    ("a missing input", {"in_": GONE}, "topics", Unavailable, "topic in does not exist at b:9092: create it"),
+    (
+        "a missing input",
+        {"in_": GONE},
+        "topics",
+        Unavailable,
+        "topic in does not exist at b:9092: `eos topic create in` makes it",
+    ),
     ("a missing output", {"out": GONE}, "topics", Unavailable, "topic out does not exist"),
     ("an input not to be seen", {"in_": Topic(None)}, "authorised", NotAuthorised, "READ on topic in"),
     (
@@ -335,7 +341,8 @@ def test_a_place_that_is_forgotten_within_a_day_is_a_warning_and_any_other_is_to
 def test_all_topics_that_are_missing_are_named_at_once() -> None:
     found = [f for f in judge(NEED, facts(in_=GONE, out=GONE)) if f.check == "topics"]
     assert [str(f) for f in found] == [
-        "topics in, out do not exist at b:9092: create them, or let --create-topics do so"
+        "topics in, out do not exist at b:9092: `eos topic create in out` makes them, so does --create-topics "
+        "(eos.create.topics)"
     ]
 
 
