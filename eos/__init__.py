@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eos.app.definition import App
     from eos.app.policies import dlq, retry, skip, stop
+    from eos.app.state import State
     from eos.errors import (
         CommitOutcomeUnknown,
         ConfigurationError,
@@ -45,6 +46,7 @@ _HOMES = {
     "PoisonRecord": "eos.errors",
     "Record": "eos.records",
     "Settings": "eos.kafka.settings",
+    "State": "eos.app.state",
     "Temporary": "eos.errors",
     "TransactSession": "eos.session.transact",
     "Transaction": "eos.session.transact",
@@ -71,6 +73,7 @@ __all__ = [
     "PoisonRecord",
     "Record",
     "Settings",
+    "State",
     "Temporary",
     "TransactSession",
     "Transaction",

@@ -117,6 +117,10 @@ def check(run: Run) -> None:
         raise ConfigurationError(
             f"no function of the App {run.app.id!r} names a destination with to=: there is nothing to send exactly once"
         )
+    if run.app.stateful:
+        raise ConfigurationError(
+            f"{run.app.stateful[0].name} has state, which Spark does not run yet: use `eos run`, or Spark's own state"
+        )
     if run.settings["eos.lineage"]:
         raise ConfigurationError("eos.lineage=true needs the group's offsets, which a Spark query does not commit")
     if left := unused(run.settings.values):

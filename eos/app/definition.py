@@ -14,7 +14,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Concatenate, Final, TypeVar, cast
 
 from eos.app.policies import DEAD_LETTER_SUFFIX, Policy, dead_letter_topic, policy_of, stop
 from eos.app.routes import Route
@@ -25,10 +25,12 @@ from eos.app.serde import (
     function_name,
     parameter_annotation,
 )
+from eos.app.state import Store, stores_of
 from eos.errors import ConfigurationError
 from eos.records import Record
 
-Function = TypeVar("Function", bound=Callable[[Any], object])
+# One record, or what of it its annotation says; then its state.
+Function = TypeVar("Function", bound=Callable[Concatenate[Any, ...], object])
 
 
 BatchFunction = TypeVar("BatchFunction", bound=Callable[[list[Record]], object])
@@ -66,6 +68,11 @@ class App:
     def functions(self) -> list[Route]:
         """Every function once; those that get records by a pattern alone come last."""
         return list(dict.fromkeys([*self.routes.values(), *self.patterns.values()]))
+
+    @property
+    def stateful(self) -> list[Route]:
+        """The functions that have state."""
+        return [route for route in self.functions if route.stores]
 
     def matched(self, there: Iterable[str]) -> dict[str, Route]:
         """The topics among `there` that `take_in` would add, sorted, with their functions."""
@@ -122,6 +129,9 @@ class App:
         A topic that begins with `^` is a pattern: a regular expression of Python's `re` that must match the whole name.
         Topics that match are read, those too that come while a worker runs.
 
+        Further parameters that are annotated `State[T]` are state, kept by the record's key and committed with outputs
+        and offsets (docs/state.md).
+
         An `async def` runs on many records at once (`eos.async.max.records`); outputs keep the input's order.
         `on_error`: eos.stop, eos.skip, eos.dlq or eos.retry(n, then=...), see docs/policies.md. `decode(value)` makes
         what the function gets of a record's bytes, in place of the annotation; `encode(value)` makes the bytes of every
@@ -130,10 +140,12 @@ class App:
         sources, destinations, policy = _definition(topics, to, on_error)
 
         def register(function: Function) -> Function:
-            annotation = _annotation(function, Record if decode is None else object, sys._getframe(1))
+            frame = sys._getframe(1)
+            stores = _stores(function, sources, frame)
+            annotation = _annotation(function, Record if decode is None else object, frame, len(stores))
             _check_destination(function, destinations)
             coders = (checked_decoder(decode, annotation), checked_encoder(encode))
-            self._add(Route(function, annotation, sources, destinations, False, policy, *coders))
+            self._add(Route(function, annotation, sources, destinations, False, policy, *coders, stores=stores))
             return function
 
         return register
@@ -300,10 +312,20 @@ def _check_pattern(source: str) -> None:
         raise ConfigurationError(f"the pattern {source!r} is not a regular expression: {error}") from error
 
 
-def _annotation(function: Callable[..., object], default: object, frame: types.FrameType) -> object:
+def _annotation(function: Callable[..., object], default: object, frame: types.FrameType, states: int = 0) -> object:
     if not callable(function):
         raise ConfigurationError(f"{function!r} is not a function")
-    return parameter_annotation(function, default, frame)
+    return parameter_annotation(function, default, frame, states)
+
+
+def _stores(function: Callable[..., object], sources: Sequence[str], frame: types.FrameType) -> tuple[Store, ...]:
+    stores = stores_of(function, frame)
+    if stores and (len(sources) > 1 or is_pattern(sources[0])):
+        raise ConfigurationError(
+            f"{function_name(function)} has state, and reads {', '.join(sources)}: a function with state reads one "
+            "topic by its name"
+        )
+    return stores
 
 
 # Return annotations of a function that need not send anything, evaluated or as text.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import operator
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -102,6 +102,8 @@ class Ledger:
     def tally(self, partition: TopicPartition) -> Tally:
         """With what the open transaction counted."""
         return self._open.get(partition) or self._committed[partition]
+
+    def last_sends(self, send: Callable[..., None]) -> None: ...
 
     def beside(self, partition: TopicPartition) -> Mapping[str, list[int]]:
         tally = self.tally(partition)

@@ -28,6 +28,7 @@ from eos.app.serde import (
     underlying,
     without_none,
 )
+from eos.app.state import CellsOf, Run, Store, with_state
 from eos.errors import ConfigurationError, IllegalState
 from eos.records import Each, Fed, Feed, Out, Record, Send, Sink
 
@@ -48,7 +49,7 @@ class Route:
 
     __slots__ = (
         "annotation", "batch", "concurrent", "decode", "destinations", "each", "encode", "feed", "function", "name",
-        "on_error", "outputs", "outputs_batch", "passing", "sources",
+        "on_error", "outputs", "outputs_batch", "passing", "sources", "stores",
     )  # fmt: skip
 
     feed: Feed
@@ -67,8 +68,10 @@ class Route:
         decode: Decode | None = None,
         encode: Encode | None = None,
         passing: frozenset[str] = frozenset(),
+        stores: tuple[Store, ...] = (),
+        cells_of: CellsOf | None = None,
     ) -> None:
-        self.passing = passing
+        self.passing, self.stores = passing, stores
         self.function, self.annotation, self.name = function, annotation, function_name(function)
         self.sources, self.destinations, self.batch, self.on_error = sources, destinations, batch, on_error
         self.decode, self.encode, self.concurrent = decode, encode, is_async(function)
@@ -85,7 +88,17 @@ class Route:
         decoded = _record_decoder(annotation, self.name, decode)
         normalise = normaliser(self.name, destinations, Hints(function), passing)
         if self.concurrent:
+            if stores:
+                raise ConfigurationError(
+                    f"{self.name} is async and has state: a function with state is an ordinary one"
+                )
             self.outputs, self.each = _compile_concurrent(function, decoded, finish, normalise)
+            self.feed = feed_each(self.each)
+        elif stores:
+            self.outputs = _compile_stateful(
+                with_state(function, self.name, stores, cells_of), decoded, finish, normalise
+            )
+            self.each = _one_by_one(self.outputs)
             self.feed = feed_each(self.each)
         else:
             run = function if finish is None else lambda given: finish(function(given))
@@ -94,27 +107,28 @@ class Route:
         # No loop in its place: an error out of it could not say which record it is about.
         self.outputs_batch = functools.partial(_not_a_batch_route, self.name)
 
+    _PARTS = (
+        "function",
+        "annotation",
+        "sources",
+        "destinations",
+        "batch",
+        "on_error",
+        "decode",
+        "encode",
+        "passing",
+        "stores",
+    )
+
     def __reduce__(self) -> tuple[object, ...]:
         # msgspec decoders and closures cannot be pickled; Spark ships routes to its executors: compile again there.
-        parts = (
-            "function",
-            "annotation",
-            "sources",
-            "destinations",
-            "batch",
-            "on_error",
-            "decode",
-            "encode",
-            "passing",
-        )
-        return Route, tuple(getattr(self, part) for part in parts)
+        return Route, tuple(getattr(self, part) for part in self._PARTS)
 
-    def with_passing(self, names: Iterable[str]) -> Route:
-        """The same, and outputs get the input's headers of these names, unless an Out has its own of that name. Not in
-        a batch function, whose outputs have no single input."""
-        coders = self.decode, self.encode
-        topics = self.sources, self.destinations
-        return Route(self.function, self.annotation, *topics, self.batch, self.on_error, *coders, frozenset(names))
+    def bound(self, passing: Iterable[str] = (), cells_of: CellsOf | None = None) -> Route:
+        """The same for one engine. Outputs get the input's headers of the `passing` names, unless an Out has its own of
+        that name; not in a batch function, whose outputs have no single input. `cells_of`: where its state is."""
+        parts = {part: getattr(self, part) for part in self._PARTS}
+        return Route(**(parts | {"passing": frozenset(passing), "cells_of": cells_of}))
 
     def __repr__(self) -> str:
         return f"<Route {self.name}: {', '.join(self.sources)} -> {', '.join(self.destinations) or 'nothing'}>"
@@ -190,6 +204,21 @@ def _compile_single(
         return Fed(sent + partly, handled, error, None if error is None else records[handled])
 
     return outputs, feed
+
+
+def _compile_stateful(
+    run: Run, decode: Decode | None, finish: Callable[[Any], Any] | None, normalise: Normalise
+) -> Callable[[Record], Sequence[Send]]:
+    """`outputs` of a function with state: what it changed counts once its outputs are made."""
+
+    def outputs(record: Record) -> Sequence[Send]:
+        def made(result: Any) -> Sequence[Send]:
+            return normalise(record, result if finish is None else finish(result))
+
+        given = record if decode is None else decode(record.value)
+        return cast("Sequence[Send]", run(record, given, made))
+
+    return outputs
 
 
 def put(send: Send, sink: Sink) -> None:

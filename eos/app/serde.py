@@ -35,26 +35,34 @@ class DecodeError(ValueError):
 # ---------------------------------------------------------------------------------------------- annotation
 
 
-def parameter_annotation(function: Callable[..., object], default: object, frame: types.FrameType | None) -> object:
-    """What the only required parameter of `function` is annotated with, resolved; `default` without annotation.
+def parameter_annotation(
+    function: Callable[..., object], default: object, frame: types.FrameType | None, states: int = 0
+) -> object:
+    """What the first parameter of `function` is annotated with, resolved; `default` without annotation.
 
     `frame` is where the decorator was applied: under `from __future__ import annotations` a type that is local
     to a function can be found only there. Raises ConfigurationError for a function that cannot be called with
-    one positional argument, and for an annotation that cannot be resolved.
+    one positional argument and `states` more, and for an annotation that cannot be resolved.
     """
     name = function_name(function)
-    code_owner = underlying(function)
     try:
         signature = inspect.signature(function)
-        signature.bind(None)
+        signature.bind(*[None] * (1 + states))
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{name} must be callable with exactly one positional argument: {error}") from error
+        beside = " (beside those that are annotated State[...])" if states else ""
+        raise ConfigurationError(
+            f"{name} must be callable with exactly one positional argument{beside}: {error}"
+        ) from error
     except NameError as error:  # Python >= 3.14 evaluates annotations here
         raise ConfigurationError(f"an annotation of {name} cannot be resolved: {error}") from error
 
     annotation = next(iter(signature.parameters.values())).annotation
-    if annotation is inspect.Parameter.empty:
-        return default
+    return default if annotation is inspect.Parameter.empty else resolved(function, annotation, frame)
+
+
+def resolved(function: Callable[..., object], annotation: Any, frame: types.FrameType | None) -> Any:
+    """An annotation of this function's as what it names. Raises ConfigurationError."""
+    name, code_owner = function_name(function), underlying(function)
 
     def holder() -> None: ...
 
@@ -132,7 +140,8 @@ def decoder(annotation: object) -> Decode:
         return _bytes_or_none if nullable else _bytes
     if inner is str:
         return _str_or_none if nullable else _str
-    if {bytes, str} & set(typing.get_args(inner)) and typing.get_origin(inner) in (typing.Union, types.UnionType):
+    union = typing.get_origin(inner) in (typing.Union, types.UnionType)
+    if union and {bytes, str}.intersection(typing.get_args(inner)):
         raise ConfigurationError(
             f"the annotation {annotation_name(annotation)} is ambiguous: bytes and str mean the raw value when they "
             "stand alone, the other types mean JSON; annotate Record or bytes and decode in the function"

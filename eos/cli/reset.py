@@ -44,7 +44,7 @@ def reset(
         raise UsageError("--from and --skip exclude each other")
     where = parse_skip(skip) if skip else parse_target(from_ or [])
     loaded = load_settings(bootstrap_servers, set_)
-    name, topics = _group(loaded, target, group, topic or [])
+    name, topics = _group(loaded, target, group, topic or [], skipping=bool(skip))
     offsets = GroupOffsets(loaded, name, topics)
     offsets.require_nobody(wait)
     moves = offsets.plan(where)
@@ -58,7 +58,9 @@ def reset(
     print(f"group {name}: {len(moves)} offsets set")
 
 
-def _group(loaded: Settings, target: str | None, group: str | None, topics: list[str]) -> tuple[str, list[str]]:
+def _group(
+    loaded: Settings, target: str | None, group: str | None, topics: list[str], skipping: bool
+) -> tuple[str, list[str]]:
     if (target is None) == (group is None):
         raise UsageError("eos reset needs MODULE:APP, or --group with --topic")
     if target is None:
@@ -68,6 +70,12 @@ def _group(loaded: Settings, target: str | None, group: str | None, topics: list
         return group, topics
     app = load_app(target)
     app.check()
+    if app.stateful and not skipping:
+        names = ", ".join(route.name for route in app.stateful)
+        raise UsageError(
+            f"{names} of {app.id} has state, which stays as it is: what is read again would change it once more",
+            remedy="give the App another id to begin anew; --skip steps past a record",
+        )
     if app.patterns:
         app.take_in(topic_names(loaded, _TIMEOUT_S))
         require_topics(app, loaded.bootstrap_servers)

@@ -1,14 +1,14 @@
 """Who takes part in a session's transactions, and who is told how they ended.
 
 The session alone decides when a transaction begins and how it ends (eos/session/transact.py); both follow. A
-`Participant` has something that counts only if the transaction commits: lineage's numbers are the first. A `Listener`
-wants to know: a worker is one, and so is an application that overrides what it needs. Neither may touch a transaction's
-clients.
+`Participant` has something that counts only if the transaction commits: lineage's numbers, the state of functions. A
+`Listener` wants to know: a worker is one, and so is an application that overrides what it needs. Neither may touch a
+transaction's clients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,6 +38,10 @@ class Participant(Protocol):
 
     def restore(self, starts: Mapping[Partition, Committed]) -> None:
         """These partitions are ours from now on and begin here; no transaction is open."""
+
+    def last_sends(self, send: Callable[..., None]) -> None:
+        """The transaction is about to be flushed: what belongs to it beside its outputs is sent now, by
+        `send(topic, value, key, partition)`."""
 
     def beside(self, partition: Partition) -> Mapping[str, object]:
         """For the JSON that is committed beside this partition's offset; everything of the transaction was sent."""

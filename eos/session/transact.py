@@ -538,6 +538,8 @@ class TransactSession:
     def _flush(self) -> None:
         # First: what failed for a lost partition is not ours to look into.
         self.membership.check_not_lost()
+        for participant in self._participants:
+            participant.last_sends(self._send)
         if self._failure is not None:
             raise self._failure
         self._world.step("flush")

@@ -15,10 +15,12 @@ from typing import Any
 
 from eos.app.definition import App
 from eos.app.policies import dead_letter_topic
-from eos.app.serde import encode, encode_key
+from eos.app.routes import Route
+from eos.app.serde import decoder, encode, encode_key
 from eos.errors import ConfigurationError
 from eos.kafka.settings import Settings
 from eos.records import Header, Record, Send
+from eos.state.tasks import Task, named
 from eos.worker.handling import Handler, Kept
 from eos.worker.hooks import Hooks
 
@@ -46,6 +48,8 @@ class Ran:
     dead_letters: int = 0
     retries: int = 0
     topics: Collection[str] = ()
+    states: dict[str, dict[str, dict[bytes, Any]]] = field(default_factory=dict)
+    """What is left in the state of each function: by its name, the state's and the key."""
 
     def to(self, topic: str) -> list[Sent]:
         """The outputs to one topic. Raises ConfigurationError for one that no output can go to."""
@@ -74,7 +78,8 @@ def run(app: App, records: Iterable[Record | tuple[Any, ...]]) -> Ran:
         if record.topic not in app.routes:
             raise ConfigurationError(f"no function of {app!r} gets records of the topic {record.topic!r}")
     kept, ran, hooks = Kept(), Ran(topics=written_by(app)), Hooks(app)
-    handler = Handler(app, passing=Settings({}).passed_headers)
+    tasks: defaultdict[str, Task] = defaultdict(Task)
+    handler = Handler(app, passing=Settings({}).passed_headers, cells_of=lambda _: lambda record: tasks[record.topic])
     finished = False
     try:
         hooks.start()
@@ -90,7 +95,19 @@ def run(app: App, records: Iterable[Record | tuple[Any, ...]]) -> Ran:
         hooks.stop(failed=not finished)
     ran.skipped, ran.dead_letters = kept.skipped, kept.dead_letters
     ran.sent += map(sent_of, kept.sends)
+    ran.states = {route.name: states_of(route, tasks[route.sources[0]]) for route in app.stateful}
     return ran
+
+
+def states_of(route: Route, task: Task) -> dict[str, dict[bytes, Any]]:
+    """What is left there: by the name of the state and by key."""
+    found: dict[str, dict[bytes, Any]] = {store.name: {} for store in route.stores}
+    decoders = {store.name: decoder(store.annotation) for store in route.stores}
+    for cell, value in (task.values | task.changed).items():
+        store, key = named(cell)
+        if value is not None:
+            found[store][key] = decoders[store](value)
+    return found
 
 
 def sent_of(send: Send) -> Sent:

@@ -25,6 +25,7 @@ from eos.app.lineage import Ledger, check_route, each_with_lineage
 from eos.app.policies import Policy, stop
 from eos.app.routes import Route, feed_each
 from eos.app.serde import DecodeError
+from eos.app.state import CellsOf
 from eos.errors import EosError, PoisonRecord, Temporary
 from eos.records import Each, Fed, Feed, Header, Record, Send, place_of
 
@@ -117,7 +118,7 @@ class Took(NamedTuple):
 class Handler:
     """The routes of one App with their policies; one per worker. An `async def` runs on at most `concurrent_most`
     records at once, a batch function is handed at most `batch_most`. `passing`: names of headers, see Route. `policy`:
-    of all functions, in place of their own."""
+    of all functions, in place of their own. `cells_of`: where the state of a function is."""
 
     def __init__(
         self,
@@ -128,6 +129,7 @@ class Handler:
         passing: Collection[str] = (),
         policy: Policy | None = None,
         now: Callable[[], float] = time.monotonic,
+        cells_of: Callable[[Route], CellsOf] | None = None,
     ) -> None:
         self._now = now
         self._app, self._ledger, self._policy = app, ledger, policy
@@ -136,7 +138,8 @@ class Handler:
         for route in app.functions:
             if ledger is not None:
                 check_route(route)
-            made = route.with_passing(passing) if passing else route
+            cells = cells_of(route) if route.stores and cells_of is not None else None
+            made = route.bound(passing, cells) if passing or cells is not None else route
             self._feeds[route] = made.feed if ledger is None else self._feed_of(made.each)
         # How often each record failed. Kept until its offset is committed, because an abort brings it again.
         self._failures: dict[Place, int] = {}

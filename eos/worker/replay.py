@@ -92,12 +92,22 @@ def route_of(app: App, topic: str, function: str | None) -> Route:
     if function is None:
         if topic not in app.routes:
             raise UsageError(f"--topic {topic}: not a source of {app.id} ({', '.join(app.topics)})")
-        return app.routes[topic]
+        return _without_state(app.routes[topic])
     found = [route for route in app.functions if route.name == function]
     if not found:
         there = ", ".join(route.name for route in app.functions)
         raise UsageError(f"--function {function}: {app.id} has no such function, it has {there}")
-    return found[0]
+    return _without_state(found[0])
+
+
+def _without_state(route: Route) -> Route:
+    """A replay has no partition of the source, and so none of its state."""
+    if route.stores:
+        raise UsageError(
+            f"{route.name} has state, which only the worker that has the partition may change",
+            remedy="send the record to its topic again, or name a --function without state",
+        )
+    return route
 
 
 def sources_of(app: App) -> list[str]:

@@ -23,6 +23,7 @@ from eos.records import Record
 from eos.session.participants import Listener, Outcome
 from eos.session.stopping import ShutdownExpired, took_too_long
 from eos.session.transact import Transaction, TransactSession
+from eos.state.keeper import Keeper
 from eos.worker.handling import Halt, Handler, by_route
 from eos.worker.hooks import Hooks
 from eos.worker.new_topics import NewTopics
@@ -48,10 +49,14 @@ class Worker(Listener):
             **{"group.id": app.id, "transactional.id": f"{app.id}-{settings.instance}"}
         )
         ledger = Ledger() if self.settings["eos.lineage"] else None
+        self._keeper = Keeper(app, self.settings, world) if app.stateful else None
+        cells_of = None if self._keeper is None else self._keeper.cells_of
         self._concurrent_most: int = self.settings["eos.async.max.records"]
         self._batch_most: int = self.settings["eos.batch.max.records"]
         passing = self.settings.passed_headers
-        self._handler = Handler(app, ledger, self._concurrent_most, self._batch_most, passing, now=world.now)
+        self._handler = Handler(
+            app, ledger, self._concurrent_most, self._batch_most, passing, now=world.now, cells_of=cells_of
+        )
         self._new_topics = NewTopics(self.settings, app, world) if app.patterns else None
         self._found_topics = False
         self.session = TransactSession(
@@ -59,11 +64,13 @@ class Worker(Listener):
             app.topics,
             until_end=until_end,
             destinations=sorted(app.destinations),
-            participants=() if ledger is None else (ledger,),
+            participants=[one for one in (ledger, self._keeper) if one is not None],
             listener=self,
             together=self._batch_most if any(function.batch for function in app.functions) else 1,
             world=world,
         )
+        if self._keeper is not None:
+            self._keeper.owned = lambda: self.session.assignment
         self._slice = 1
         functions = app.functions
         self._single_route: Route | None = functions[0] if len(functions) == 1 else None
@@ -92,6 +99,8 @@ class Worker(Listener):
         hooks = Hooks(self.app)
         try:
             self.find_topics()
+            if self._keeper is not None:
+                self._keeper.prepare()
             hooks.start()
             session.start()
             if self._new_topics is not None and not session.until_end:

@@ -267,6 +267,8 @@ class Follows:
     def restore(self, starts: Mapping[tuple[str, int], Committed]) -> None:
         self.told += [f"restore {max(at.offset, 0)}" for at in starts.values()]
 
+    def last_sends(self, send: Callable[..., None]) -> None: ...
+
     def beside(self, partition: tuple[str, int]) -> Mapping[str, object]:
         self.told.append("beside")
         return {}

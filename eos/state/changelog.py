@@ -1,0 +1,73 @@
+"""A function's changelog: a compacted topic with as many partitions as its source, in which each task notes what its
+transactions changed. Made where it is not there; read up to its end before the first record of a task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from eos import log
+from eos.app.routes import Route
+from eos.errors import ConfigurationError, Temporary
+from eos.kafka import facts, tail
+from eos.kafka.settings import Settings
+from eos.kafka.world import REAL, World
+from eos.records import Record, place_of
+
+_ASK_S = 10.0
+# A transaction that is decided is not yet to be seen where its markers are under way; nobody else writes there.
+_SETTLED_S = 30.0
+CONFIG = {"cleanup.policy": "compact"}
+
+
+def changelog_of(app_id: str, route: Route) -> str:
+    return f"{app_id}-{route.name.replace('.', '-')}-changelog"
+
+
+def require(settings: Settings, app_id: str, routes: Sequence[Route], world: World = REAL) -> None:
+    """Each function's changelog is there and fits its source; it is made where it is not. Raises ConfigurationError,
+    NotAuthorised, Unavailable."""
+    client = facts.connect(settings, _ASK_S, world)
+    for route in routes:
+        (source,), topic = route.sources, changelog_of(app_id, route)
+        wanted = facts.describe_topic(client, source).partitions
+        if not wanted:
+            continue  # the session says what is wrong with it
+        if not (there := facts.describe_topic(client, topic)).exists and there.exists is not None:
+            brokers = len(facts.metadata(client, settings.bootstrap_servers, _ASK_S).brokers)
+            facts.create_topics(settings, {topic: wanted}, brokers, config=CONFIG, world=world)
+            continue
+        if there.exists and there.partitions != wanted:
+            raise ConfigurationError(
+                f"the state of {route.name} cannot be found: its changelog {topic} has {there.partitions} partitions, "
+                f"and {source} has {wanted}, so keys are in other partitions now",
+                remedy="write the source's records to a topic with as many partitions as before, or begin anew under "
+                "another App id",
+            )
+        policy = facts.configs(client, [topic], world=world).get(("topic", topic), {}).get("cleanup.policy", "compact")
+        if policy != CONFIG["cleanup.policy"]:
+            raise ConfigurationError(
+                f"the changelog {topic} has cleanup.policy={policy}, which loses the state of keys that do not change",
+                remedy=f"set cleanup.policy=compact of {topic}",
+            )
+
+
+def read(settings: Settings, topic: str, partitions: Sequence[int], world: World = REAL) -> Iterator[Record]:
+    """All that is committed in these partitions, in order of each. Raises Temporary where a transaction stays open
+    there, Unavailable."""
+    client = facts.connect(settings, _ASK_S, world)
+    held = tail.held(client, topic, partitions)
+    deadline = world.now() + settings.transaction_timeout_ms / 1000 + _SETTLED_S
+    while open_ := [partition for partition, span in held.items() if span.stable < span.end]:
+        if world.now() > deadline:
+            raise Temporary(
+                f"state cannot be restored: a transaction is open in {place_of(topic, open_[0])}",
+                remedy="`eos txn find-hanging` says whose",
+            )
+        log.debug("waiting for the transaction before", topic=topic, partitions=len(open_))
+        world.sleep(0.05)
+        held |= tail.held(client, topic, open_)
+    starts = {partition: span.low for partition, span in held.items()}
+    with tail.TopicReader(settings, topic, starts, uncommitted=False, world=world) as reader:
+        for seen in tail.read_until(reader, tail.ends_of(held, uncommitted=False)):
+            yield seen.record

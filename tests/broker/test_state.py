@@ -1,0 +1,238 @@
+"""State on a real broker: after any kill and any change of hands each key's state is what its records make of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka.admin import AdminClient, NewPartitions
+
+import eos
+from eos.broker import LocalKafka
+from eos.state.tasks import named
+from tests.support.reading import configure, create_topic, settled_records, visible_records, wait_until
+
+Names = Callable[[str], str]
+ROOT = Path(__file__).parents[2]
+PARTITIONS, KEYS = 3, 40
+APP = """
+import time
+import eos
+
+app = eos.App({id!r})
+
+@app.process({source!r}, to={out!r}, on_error=eos.skip)
+def count(record: eos.Record, seen: eos.State[int], last: eos.State[str]) -> str | None:
+    before = seen.get(0)
+    seen.set(before + 1)
+    time.sleep({work_s})
+    if record.value == b"bad":
+        raise ValueError("changes nothing")
+    if record.value == b"forget":
+        last.delete()
+        return None
+    last.set(record.value.decode())
+    return f"{{before + 1}}"
+"""
+# A worker that is killed before or behind the n-th call of a step.
+KILLED = """
+import os, signal, sys
+from eos import cli
+from eos.session.producer import TransactionalProducer
+from eos.state.keeper import Keeper
+step, when, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
+owner = Keeper if hasattr(Keeper, step) else TransactionalProducer
+call, calls = getattr(owner, step), []
+def killing(self, *arguments, **more):
+    calls.append(1)
+    if len(calls) == number and when == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    result = call(self, *arguments, **more)
+    if len(calls) == number:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+setattr(owner, step, killing)
+sys.exit(cli.invoke(sys.argv[4:]))
+"""
+SMALL = ("-X", "eos.transaction.max.records=100")
+
+
+class Counting:
+    """An App that counts per key, its topics, and what must be in them."""
+
+    def __init__(self, kafka: LocalKafka, names: Names, folder: Path, work_s: float = 0.0) -> None:
+        self.servers, self.folder, self.work_s = kafka.bootstrap_servers, folder, work_s
+        self.id, self.source, self.out = names("app"), names("in"), names("out")
+        self.changelog = f"{self.id}-count-changelog"
+        for topic in (self.source, self.out):
+            create_topic(self.servers, topic, partitions=PARTITIONS)
+        (folder / "counting.py").write_text(APP.format(**vars(self)))
+        self.sent: list[tuple[str, str]] = []
+
+    def load(self, records: int) -> None:
+        """Every eleventh one fails, every thirteenth deletes a value."""
+        news = []
+        for number in range(len(self.sent), len(self.sent) + records):
+            value = "bad" if number % 11 == 0 else "forget" if number % 13 == 0 else f"v{number}"
+            news.append((f"k{number * 7 % KEYS}", value))
+        with eos.transaction({"bootstrap.servers": self.servers, "transactional.id": f"{self.id}-load"}) as txn:
+            for key, value in news:
+                txn.send(self.source, value, key=key)
+        self.sent += news
+
+    def command(self, *arguments: str, program: tuple[str, ...] = ("-m", "eos")) -> list[str]:
+        return [sys.executable, *program, "run", "counting:app", *SMALL, *arguments]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return os.environ | {"KAFKA_BOOTSTRAP_SERVERS": self.servers, "PYTHONPATH": f"{ROOT}:{self.folder}"}
+
+    def run(self, *arguments: str, program: tuple[str, ...] = ("-m", "eos"), ends: int = 0) -> str:
+        command = self.command("--until-end", "--instance", "one", *arguments, program=program)
+        ended = subprocess.run(
+            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert ended.returncode == ends, ended.stderr
+        return ended.stderr
+
+    @contextmanager
+    def worker(self, instance: str) -> Iterator[subprocess.Popen[bytes]]:
+        with (self.folder / f"{instance}.log").open("wb") as log:
+            command = self.command("--instance", instance, "-X", "session.timeout.ms=6000")
+            worker = subprocess.Popen(command, cwd=self.folder, env=self.environment, stderr=log)
+            try:
+                yield worker
+            finally:
+                worker.kill()
+                worker.wait()
+
+    def log(self, instance: str) -> str:
+        return (self.folder / f"{instance}.log").read_text()
+
+    def counted(self) -> dict[str, list[int]]:
+        """Outputs by key, in order."""
+        found: defaultdict[str, list[int]] = defaultdict(list)
+        for messages in settled_records(self.servers, self.out).values():
+            for message in messages:
+                found[(message.key() or b"").decode()].append(int(message.value() or b"-1"))
+        return dict(found)
+
+    def visible(self) -> int:
+        """How many outputs; transactions may be open."""
+        return sum(map(len, visible_records(self.servers, self.out).values()))
+
+    def check(self) -> int:
+        """Outputs and changelog say of every key what an independent count says; how many values there are."""
+        counts: Counter[str] = Counter()
+        outputs: defaultdict[str, list[int]] = defaultdict(list)
+        last: dict[str, str] = {}
+        for key, value in self.sent:
+            if value == "bad":
+                continue
+            counts[key] += 1
+            if value == "forget":
+                last.pop(key, None)
+            else:
+                outputs[key].append(counts[key])
+                last[key] = value
+        assert self.counted() == outputs
+        state: dict[tuple[str, bytes], bytes] = {}
+        for messages in settled_records(self.servers, self.changelog).values():
+            for message in messages:
+                cell = named(message.key() or b"")
+                state.pop(cell, None)
+                if (kept := message.value()) is not None:
+                    state[cell] = kept
+        expected = {("seen", key.encode()): str(count).encode() for key, count in counts.items()}
+        assert state == expected | {("last", key.encode()): value.encode() for key, value in last.items()}
+        return len(state)
+
+
+@pytest.fixture
+def counting(kafka: LocalKafka, names: Names, tmp_path: Path) -> Counting:
+    return Counting(kafka, names, tmp_path)
+
+
+def test_state_goes_on_where_it_was_committed_in_a_changelog_of_one_record_per_key_and_transaction(
+    counting: Counting,
+) -> None:
+    counting.load(1_000)
+    counting.run()
+    keys = counting.check()
+    changes = sum(map(len, settled_records(counting.servers, counting.changelog).values()))
+    assert changes < 1_000, "a key that changes often in a transaction is written once"
+    counting.load(500)
+    told = counting.run()
+    counting.check()
+    assert f"state restored function=count partitions=0,1,2 keys={keys}" in told
+
+
+@pytest.mark.parametrize(
+    ("step", "when"),
+    [
+        ("last_sends", "behind"),
+        ("send_offsets", "behind"),
+        ("commit", "behind"),
+        pytest.param("flush", "behind", marks=pytest.mark.long),
+        pytest.param("commit", "before", marks=pytest.mark.long),
+        pytest.param("committed", "before", marks=pytest.mark.long),
+        pytest.param("restore", "behind", marks=pytest.mark.long),
+    ],
+)
+def test_a_worker_that_is_killed_at_a_step_leaves_no_key_wrong(counting: Counting, step: str, when: str) -> None:
+    counting.load(1_200)
+    number = "1" if step == "restore" else "4"
+    counting.run(program=("-c", KILLED, step, when, number), ends=-signal.SIGKILL)
+    assert counting.visible() < 1_000, "it was killed in the middle"
+    counting.run()
+    counting.check()
+
+
+def test_partitions_that_change_hands_take_their_state_along(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
+    """A second worker joins and is killed in the middle; the first one has gone on meanwhile, and takes over again."""
+    counting = Counting(kafka, names, tmp_path, work_s=0.002)
+    counting.load(1_500)
+    with counting.worker("one"), counting.worker("two") as second:
+        wait_until("both have partitions", lambda: "state restored" in counting.log("two"), 60)
+        counting.load(1_500)
+        begun = counting.visible()
+        wait_until("both work", lambda: counting.visible() > begun + 300, 60)
+        second.send_signal(signal.SIGKILL)
+        second.wait()
+        counting.load(500)
+        wanted = sum(value not in ("bad", "forget") for _, value in counting.sent)
+        wait_until("all is handled", lambda: counting.visible() >= wanted, 90)
+        counting.check()
+
+
+def test_what_does_not_fit_the_state_is_said_before_the_first_record(counting: Counting) -> None:
+    counting.load(20)
+    counting.run()
+    admin = AdminClient({"bootstrap.servers": counting.servers})
+    configure(counting.servers, counting.changelog, "cleanup.policy", "delete")
+    assert f"the changelog {counting.changelog} has cleanup.policy=delete" in counting.run(ends=78)
+    configure(counting.servers, counting.changelog, "cleanup.policy", "compact")
+    admin.create_partitions([NewPartitions(counting.source, PARTITIONS + 1)])[counting.source].result(30)
+
+    def refused() -> bool:
+        return "has 3 partitions, and" in counting.run(ends=78)
+
+    assert refused()
+    reset: Any = subprocess.run(
+        [sys.executable, "-m", "eos", "reset", "counting:app", "--from", "earliest", "--yes"],
+        cwd=counting.folder,
+        env=counting.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert reset.returncode == 64
+    assert reset.stderr.startswith(f"eos: count of {counting.id} has state, which stays as it is")

@@ -1,0 +1,189 @@
+"""What a function remembers by key: read in its own transaction, kept only with it and if the function returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+import eos
+import eos.testing
+from eos import App, Out, Record, State
+from eos.errors import ConfigurationError, IllegalState, UsageError
+from eos.state.tasks import Task, cell_of, named
+from eos.worker.replay import route_of
+
+
+class Account(msgspec.Struct):
+    cents: int = 0
+    seen: list[str] = []
+
+
+def run(function: Callable[..., Any], *records: Record | tuple[Any, ...], **more: Any) -> eos.testing.Ran:
+    app = App("bank")
+    app.process("in", to="out", **more)(function)
+    return eos.testing.run(app, records)
+
+
+def count(word: str, seen: State[int]) -> int:
+    seen.set(seen.get(0) + 1)
+    return seen.get(0)
+
+
+def test_a_function_sees_what_it_kept_for_the_records_key() -> None:
+    ran = run(count, ("in", "x", "a"), ("in", "x", "b"), ("in", "x", "a"))
+    assert ran.values("out") == [b"1", b"1", b"2"]
+    assert ran.states == {"count": {"seen": {b"a": 2, b"b": 1}}}
+
+
+def test_what_was_deleted_is_not_there_and_leaves_a_tombstone() -> None:
+    def toggle(value: str, on: State[bool], text: State[str]) -> list[str]:
+        if on.get():
+            on.delete()
+            text.delete()
+        else:
+            on.set(True)
+            text.set(value)
+        return [text.get("-"), str(on.get())]
+
+    ran = run(toggle, ("in", "x", "a"), ("in", "y", "a"), ("in", "z", "b"))
+    assert ran.values("out") == [b"x", b"True", b"-", b"None", b"z", b"True"]
+    assert ran.states == {"toggle": {"on": {b"b": True}, "text": {b"b": "z"}}}
+
+
+def test_a_value_that_is_changed_in_place_is_kept_a_default_too() -> None:
+    def pay(cents: int, account: State[Account], names: State[list[str]]) -> None:
+        mine = account.get(Account())
+        mine.cents += cents
+        mine.seen.append("x")
+        names.get([]).append("n")
+
+    def untouched(cents: int, account: State[Account]) -> None:
+        account.get(Account()).cents += 0
+        account.get(object())
+
+    ran = run(pay, ("in", "2", "a"), ("in", "3", "a"))
+    assert ran.states == {"pay": {"account": {b"a": Account(5, ["x", "x"])}, "names": {b"a": ["n", "n"]}}}
+    assert run(untouched, ("in", "2", "a")).states["untouched"] == {"account": {}}
+
+
+def test_a_record_that_fails_changes_nothing_and_its_retry_sees_what_it_saw_before() -> None:
+    seen_before: list[int] = []
+
+    def fussy(value: str, seen: State[int]) -> object:
+        seen_before.append(seen.get(0))
+        seen.set(seen.get(0) + 1)
+        if value == "raises" and len(seen_before) < 4:
+            raise ValueError(value)
+        return object() if value == "cannot be sent" else str(seen.get())
+
+    given = [("in", "x", "a"), ("in", "raises", "a"), ("in", "cannot be sent", "a"), ("in", "x", "a")]
+    ran = run(fussy, *given, on_error=eos.retry(1, then=eos.skip))
+    assert (ran.values("out"), ran.skipped) == ([b"1", b"2"], 2)
+    assert seen_before == [0, 1, 1, 1, 1, 1]
+    assert ran.states["fussy"] == {"seen": {b"a": 2}}
+
+
+def test_a_generator_and_a_record_without_a_key_follow_the_functions_policy() -> None:
+    def twice(record: Record, seen: State[int]) -> Any:
+        yield Out(record.value)
+        seen.set(seen.get(0) + 1)
+        yield Out(str(seen.get()))
+
+    ran = run(twice, ("in", "x"), ("in", "x", "a"), on_error=eos.dlq)
+    assert ran.values("out") == [b"x", b"1"]
+    (letter,) = ran.to("in.dlq")
+    assert dict(letter.headers)["eos-dlq-message"] == b"twice keeps state by key, and this record has no key"
+
+
+def test_what_cannot_be_kept_is_the_records_failure_and_a_type_that_changed_the_apps() -> None:
+    def bad(value: str, seen: State[Any]) -> None:
+        seen.set(object() if value == "object" else None)
+
+    ran = run(bad, ("in", "object", "a"), ("in", "none", "a"), on_error=eos.dlq)
+    assert [dict(sent.headers)["eos-dlq-exception"] for sent in ran.to("in.dlq")] == [b"TypeError", b"TypeError"]
+
+    task = Task({cell_of("seen", b"a"): b'"text"'})
+    app = App("bank")
+    app.process("in", to="out")(count)
+    bound = app.routes["in"].bound(cells_of=lambda _: task)
+    with pytest.raises(
+        ConfigurationError, match=r"the state seen of the key b'a' is no int .*its type was another one"
+    ):
+        bound.outputs(Record("in", 0, 0, key=b"a", value=b"x"))
+
+
+def test_state_is_there_while_its_function_runs_and_nowhere_else() -> None:
+    kept: list[State[int]] = []
+
+    def keeps(value: str, seen: State[int]) -> None:
+        kept.append(seen)
+
+    run(keeps, ("in", "x", "a"))
+    with pytest.raises(IllegalState, match="the state seen is there while its function runs"):
+        kept[0].get()
+    app = App("bank")
+    app.process("in", to="out")(count)
+    with pytest.raises(IllegalState, match="count has state: run it by"):
+        app.routes["in"].outputs(Record("in", 0, 0, key=b"a", value=b"x"))
+    with pytest.raises(UsageError, match="count has state, which only the worker"):
+        route_of(app, "in", None)
+
+
+def refused(topics: str | list[str], function: Any) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        App("bank").process(topics, to="out")(function)
+    return str(error.value)
+
+
+def test_what_is_wrong_with_a_definition_is_said_where_it_is_defined() -> None:
+    def untyped(value: str, seen: State) -> None: ...  # type: ignore[type-arg]
+
+    def other(value: str, seen: int) -> None: ...
+
+    def default(value: str, seen: State[int] = 5) -> None: ...  # type: ignore[assignment]
+
+    async def later(value: str, seen: State[int]) -> None: ...
+
+    def impossible(value: str, seen: State[Callable[[], int]]) -> None: ...
+
+    assert "untyped has state seen of no type" in refused("in", untyped)
+    assert "must be callable with exactly one positional argument" in refused("in", other)
+    assert "the state seen of default must be an ordinary parameter" in refused("in", default)
+    assert "later is async and has state" in refused("in", later)
+    assert "Callable" in refused("in", impossible)
+    assert "has state, and reads a, b: a function with state reads one topic" in refused(["a", "b"], count)
+    assert "has state, and reads ^in.*" in refused("^in.*", count)
+
+
+def test_a_task_knows_its_own_changes_and_forgets_those_of_an_aborted_transaction() -> None:
+    task = Task()
+    task.write("s", b"k", b"1")
+    assert task.read("s", b"k") == b"1"
+    task.undone()
+    assert task.read("s", b"k") is None
+    task.write("s", b"k", b"2")
+    task.committed()
+    task.write("s", b"k", None)
+    assert task.read("s", b"k") is None
+    task.undone()
+    assert (task.read("s", b"k"), task.values) == (b"2", {cell_of("s", b"k"): b"2"})
+    assert [named(cell_of(*one)) for one in (("s", b""), ("store", b"\0k"))] == [("s", b""), ("store", b"\0k")]
+    for strange in (b"", b"s\0", b"s\0\0\0\0\5k", b"sk"):
+        with pytest.raises(ValueError):
+            named(strange)
+
+
+def test_annotations_that_are_text_are_found_where_the_function_is() -> None:
+    class Local(msgspec.Struct):
+        n: int
+
+    app = App("bank")
+
+    @app.process("in", to="out")
+    def function(value: str, seen: State[Local]) -> None:
+        seen.set(Local(1))
+
+    assert app.routes["in"].stores[0].annotation is Local
