@@ -6,6 +6,7 @@ It must never do I/O or import a Kafka client.
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol, final
 
@@ -24,6 +25,11 @@ Send = tuple[str, bytes | None, bytes | None, int, int, list[Header] | None]
 def place_of(topic: str, partition: int, offset: int | None = None) -> str:
     """How a place is written, and read by the commands: `topic[partition]@offset`."""
     return f"{topic}[{partition}]" if offset is None else f"{topic}[{partition}]@{offset}"
+
+
+def is_topic_name(name: object) -> bool:
+    """Kafka's rule for topics (org.apache.kafka.common.internals.Topic)."""
+    return isinstance(name, str) and bool(re.fullmatch(r"[A-Za-z0-9._-]{1,249}", name)) and name not in (".", "..")
 
 
 class Sink(Protocol):

@@ -69,7 +69,8 @@ _AS_WRITTEN = {
 def class_name(error: BaseException) -> str:
     """`ValueError`, `eos.serde.DecodeError`, `shop.OutOfStock`."""
     kind = type(error)
-    name = f"{kind.__module__}.{kind.__qualname__}"
+    module = "eos" if kind.__module__ == "eos.errors" else kind.__module__
+    name = f"{module}.{kind.__qualname__}"
     return kind.__qualname__ if kind.__module__ == "builtins" else _AS_WRITTEN.get(name, name)
 
 

@@ -27,7 +27,7 @@ from eos.app.serde import (
 )
 from eos.app.state import Store, stores_of
 from eos.errors import ConfigurationError
-from eos.records import Record
+from eos.records import Record, is_topic_name
 
 # One record, or what of it its annotation says; then its state.
 Function = TypeVar("Function", bound=Callable[Concatenate[Any, ...], object])
@@ -263,11 +263,6 @@ def _written(routes: Mapping[str, Route], functions: Iterable[Route]) -> set[str
 
 
 # ---- checks of a definition ------------------------------------------------------------------------------------------
-
-
-def is_topic_name(name: object) -> bool:
-    """Kafka's rule for topics (org.apache.kafka.common.internals.Topic)."""
-    return isinstance(name, str) and bool(re.fullmatch(r"[A-Za-z0-9._-]{1,249}", name)) and name not in (".", "..")
 
 
 def _check_name(name: object, what: str) -> None:

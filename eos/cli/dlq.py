@@ -1,12 +1,14 @@
 """`eos dlq list | export | replay | drop`: what lies in dead letters, and bringing them back, exactly once.
 
-Owns the options and what is printed; eos.worker.replay does it, eos.cli.letters says which.
+Owns the options and what is printed; eos.worker.replay does it, eos.cli.chosen says which.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,12 +18,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from eos import log
-from eos.app.definition import App, is_topic_name
+from eos.app.definition import App
 from eos.app.policies import DEAD_LETTER_SUFFIX, dead_letter_topic
-from eos.cli.letters import Choice, read_changes, row_of
+from eos.cli.chosen import Choice, read_changes, row_of
 from eos.cli.options import BootstrapServers, Json, Set, load_settings, print_json, print_table, until_hung_up
 from eos.errors import UsageError
 from eos.kafka.settings import Settings
+from eos.records import is_topic_name
 from eos.worker import replay
 from eos.worker.letters import Letter, Place, group_of, letters
 from eos.worker.loading import load_app, refuse_ids
@@ -143,24 +146,16 @@ def replay_(
     """Run the function on its dead letters; outputs and which letters are done are one commit. What fails again is a
     dead letter again, for another replay."""
     choice = Choice(letter or (), exception or (), None if file is None else read_changes(f"--file {file}", file))
-    settings = _settings_of("replay", from_, bootstrap_servers, set_)
+    settings = _settings_of("replay", choice, from_, bootstrap_servers, set_)
     loaded = _app(target, settings)
     sources = _sources(loaded, topic or [])
     for name in sources:
         replay.route_of(loaded, name, function)
     with Replay(loaded, settings, letters_of) as running:
         for name in sources:
-            told = running.topic(name, function, choice, limit, from_ == "earliest")
-            failed = sum(told.failed.values())
-            print(
-                f"{dead_letter_topic(name)}: {told.handled + failed} replayed, {told.handled} handled "
-                f"({told.outputs} outputs), {failed} failed again",
-                flush=True,
-            )
-            for kind, count in told.failed.items():
-                print(f"{dead_letter_topic(name)}: {count} times {log.printable(kind)}", file=sys.stderr)
-            _tell_strangers(name, told)
-    _tell_unmet(choice)
+            with _told(_replayed, name) as told:
+                running.topic(name, function, choice, limit, from_ == "earliest", told)
+    _tell_unmet(choice, limit)
 
 
 @app.command()
@@ -181,21 +176,25 @@ def drop(
     choice = Choice(letter or (), exception or ())
     if choice.is_of_all != every:
         raise UsageError("eos dlq drop needs --letter or --exception, or --all alone")
-    settings = _settings_of("drop", from_, bootstrap_servers, set_)
+    settings = _settings_of("drop", choice, from_, bootstrap_servers, set_)
     loaded = _app(target, settings)
     with Settling(letters_of or loaded.id, settings) as settling:
         for name in _sources(loaded, topic or []):
-            told = settling.topic(name, DROPPING, choice, limit, from_ == "earliest")
-            print(f"{dead_letter_topic(name)}: {told.handled} dropped", flush=True)
-            _tell_strangers(name, told)
-    _tell_unmet(choice)
+            with _told(lambda told: f"{told.handled} dropped", name) as told:
+                settling.topic(name, DROPPING, choice, limit, from_ == "earliest", told)
+    _tell_unmet(choice, limit)
 
 
-def _settings_of(command: str, from_: str | None, bootstrap_servers: str | None, set_: list[str] | None) -> Settings:
+def _settings_of(
+    command: str, choice: Choice, from_: str | None, bootstrap_servers: str | None, set_: list[str] | None
+) -> Settings:
     """Of a command that settles letters."""
     log.configure("human", "warning")
     if from_ not in (None, "earliest"):
         raise UsageError(f"--from {from_}: only `earliest` can be said here")
+    if from_ and not choice.is_of_all:
+        # The others would count as letters that nobody has replayed.
+        raise UsageError("--from earliest is about all letters: it cannot stand beside --letter, --exception or --file")
     settings = load_settings(bootstrap_servers, set_)
     refuse_ids(settings, f"eos dlq {command}", "the App's id with -dlq-replay")
     return settings
@@ -215,21 +214,37 @@ def _waiting(
         place.close()
 
 
-def _tell_strangers(source: str, told: Told) -> None:
-    for whose, count in told.strangers.items():
-        sentence = f"{count} of App {log.printable(whose)} left to its own replay (--letters-of takes them)"
-        print(f"{dead_letter_topic(source)}: {sentence}", file=sys.stderr)
+@contextmanager
+def _told(summary: Callable[[Told], str], source: str) -> Iterator[Told]:
+    """Says what became of a topic's letters, also of those that were committed before an error."""
+    told, topic, ended = Told(), dead_letter_topic(source), False
+    try:
+        yield told
+        ended = True
+    finally:
+        if ended or told.handled or told.failed:
+            print(f"{topic}: {summary(told)}", flush=True)
+        for kind, count in told.failed.items():
+            print(f"{topic}: {count} of {log.printable(kind)}", file=sys.stderr)
+        for whose, count in told.strangers.items():
+            sentence = f"{count} of App {log.printable(whose)} left to its own replay (--letters-of takes them)"
+            print(f"{topic}: {sentence}", file=sys.stderr)
 
 
-def _tell_unmet(choice: Choice) -> None:
+def _replayed(told: Told) -> str:
+    failed = sum(told.failed.values())
+    return f"{told.handled + failed} replayed, {told.handled} handled ({told.outputs} outputs), {failed} failed again"
+
+
+def _tell_unmet(choice: Choice, limit: int | None = None) -> None:
     """An error where nothing at all was chosen: a place that was mistyped and one that is done look alike."""
     sentences = [f"no letter of {log.printable(place)} waits here" for place in sorted(choice.unmet)]
     if choice.met or choice.is_of_all:
-        for sentence in sentences:
+        for sentence in sentences if limit is None else ():  # with a limit not all was read
             _tell(sentence)
         return
     more = f", nor of {len(sentences) - 1} others" if len(sentences) > 1 else ""
-    raise UsageError(f"{sentences[0]}{more}" if sentences else "no such letter waits here")
+    raise UsageError(f"{sentences[0]}{more}" if sentences else "no letter that waits here is what was asked for")
 
 
 def _tell(sentence: str) -> None:
@@ -255,13 +270,16 @@ def _sources(loaded: App, named: list[str]) -> list[str]:
 
 
 def _kinds(topic: str, found: Iterable[Letter]) -> list[Kind]:
-    newest: dict[tuple[str, str], tuple[str, str, int]] = {}
+    newest: dict[tuple[str, str, int], tuple[str, str, str, int, tuple[int, int]]] = {}
+    copies: Counter[tuple[str, str]] = Counter()
     for letter in found:
         which = letter.app, letter.source
-        newest.pop(which, None)  # one that failed again stands in the place of the one before
-        newest[which] = letter.exception, letter.message[:_MESSAGE], letter.replays
+        # One that failed again stands in the place of the one before; a record may also have become one twice.
+        copies[which] += not (letter.replays and copies[which])
+        at = letter.record.partition, letter.record.offset
+        newest[*which, copies[which]] = letter.source, letter.exception, letter.message[:_MESSAGE], letter.replays, at
     kinds: dict[tuple[str, str], Kind] = {}
-    for (app_id, source), (exception, message, replays) in newest.items():
+    for (app_id, *_), (source, exception, message, replays, _) in sorted(newest.items(), key=lambda one: one[1][-1]):
         kind = kinds.setdefault((app_id, exception), Kind(topic, app_id, exception, 0, source, source, 0, ""))
         kind.letters += 1
         kind.last, kind.message = source, message

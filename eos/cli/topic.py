@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from eos.app.definition import is_topic_name
 from eos.cli.options import (
     SENT_BY_HAND,
     BootstrapServers,
@@ -33,7 +32,7 @@ from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
 from eos.kafka.tail import Mark, Seen
 from eos.plain import Delivery, transaction
-from eos.records import Header, place_of
+from eos.records import Header, is_topic_name, place_of
 
 _TIMEOUT_S = 5.0
 _TOLD = 10
@@ -118,6 +117,8 @@ def send(
     """Send records in one transaction: all of them become visible, or none."""
     _check(topic)
     headers = [_header(text) for text in header or []]
+    if key_separator == "":
+        raise UsageError("--key-separator: one character at least stands between key and value")
     if key is not None and key_separator is not None:
         raise UsageError("--key and --key-separator exclude each other")
     settings = load_settings(bootstrap_servers, set_)

@@ -34,7 +34,7 @@ def headers_text(headers: Sequence[Header]) -> list[str]:
     whose = "/".join(told[name] for name in ("app", "function") if name in told)
     where = f"{told['topic']}[{told.get('partition', '?')}]@{told.get('offset', '?')}"
     why = f"{told.get('exception', '-')}: {told.get('message', '-')}"
-    times = f", replayed {told['replays']} times" if "replays" in told else ""
+    times = f", replays: {told['replays']}" if "replays" in told else ""
     of = f" of {whose}" if whose else ""
     # The letter's own lineage stands behind its headers.
     behind = [_header_text(name, value) for name, value in headers[len(own) :] if name == lineage.HEADER]

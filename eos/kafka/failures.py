@@ -11,6 +11,7 @@ from typing import Literal
 from confluent_kafka import KafkaError, KafkaException
 
 from eos.errors import Action, Call, CallFailed, missing_right
+from eos.records import is_topic_name
 
 _K = KafkaError
 ANY: Literal["*"] = "*"
@@ -48,6 +49,7 @@ TABLE: dict[tuple[Call | Literal["*"], int], Action] = {
     (ANY, _K._STATE): Action.BUG,
     (ANY, _K._NOT_CONFIGURED): Action.BUG,
     ("init", _K.INVALID_TRANSACTION_TIMEOUT): Action.MISCONFIGURED,
+    ("send_offsets", _K.OFFSET_METADATA_TOO_LARGE): Action.MISCONFIGURED,
     # Nobody to ask: a newer instance initialised while this init aborted what a predecessor left open.
     ("init", _K._FENCED): Action.FENCED,
     (ANY, _K._INVALID_ARG): Action.MISCONFIGURED,
@@ -152,7 +154,9 @@ def missing(error: BaseException | KafkaError, topic: str) -> str:
     if not topic or not isinstance(error, KafkaError):
         return ""
     gone = error.code() in (_K.UNKNOWN_TOPIC_OR_PART, _K._UNKNOWN_TOPIC)
-    return f"topic {topic} does not exist: `eos topic create {topic}` makes it" if gone else ""
+    if not gone or not is_topic_name(topic):
+        return ""
+    return f"topic {topic} does not exist: `eos topic create {topic}` makes it"
 
 
 def other_strategy(error: KafkaError, group: str) -> str:

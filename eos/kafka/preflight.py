@@ -121,7 +121,8 @@ def _topics(need: Need, facts: Facts) -> Iterator[Finding]:
             "topics",
             Level.FAILED,
             f"{which} not exist at {facts.servers}",
-            f"`eos topic create {' '.join(missing)}` makes {them}, so does --create-topics (eos.create.topics)",
+            f"`eos topic create {' '.join(missing)}` makes {them}, so does eos.create.topics=true (eos run: "
+            "--create-topics)",
         )
     for name in need.topics:
         topic = facts.topics[name]

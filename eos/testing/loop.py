@@ -11,14 +11,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self, cast
 
-from eos.errors import IllegalState
+from eos.errors import ConfigurationError, IllegalState
 from eos.kafka.world import REAL
 from eos.records import Fed, Feed, Record, Send
 from eos.session.transact import Transaction, TransactSession
 from eos.testing.offline import Ran, records_of, sent_of
 from eos.worker.handling import Kept
 
-_IDLE = 1_000  # transactions in a row that took no record
+_IDLE = 1_000  # transactions in a row that took no record or were aborted
 
 
 class Session:
@@ -41,12 +41,16 @@ class Session:
         destinations: Sequence[str] = (),
         group: str = "test",
     ) -> None:
+        if size is not None and size < 1:
+            raise ConfigurationError(f"size={size}: a transaction has one record at least")
         self.ran = Ran(topics=tuple(destinations))
+        self.destinations = list(destinations)
         self.group, self.stop_requested = group, False
         self.transactions = self.aborts = 0
         self.taken = 0
         """Records that the open transaction took."""
         self._records, self._size = records_of(records), size
+        self.topics = list(dict.fromkeys(record.topic for record in self._records))
         self._committed = 0
         self._open: Transaction | None = None
         self._kept = Kept()
@@ -69,7 +73,9 @@ class Session:
         if self.stop_requested or self._committed == len(self._records):
             raise StopIteration
         if self._idle >= _IDLE:
-            raise IllegalState("the loop's body takes no record: it would go on for ever")
+            raise IllegalState(
+                f"{_IDLE} transactions in a row led nowhere: the loop's body takes no record, or always aborts"
+            )
         first = self._records[self._committed]
         self._open = Transaction(cast(TransactSession, self), REAL.now(), math.inf, first.timestamp)
         return self._open
@@ -82,6 +88,10 @@ class Session:
     def stopping_on_signals(self) -> Iterator[None]:
         """A test hears its own signals."""
         yield
+
+    def lag(self) -> int:
+        """Records that are not committed."""
+        return len(self._records) - self._committed
 
     def pause(self, seconds: float) -> None:
         """Nobody waits in a test."""
@@ -115,6 +125,8 @@ class Session:
         return taken
 
     def _send(self, *send: Any) -> None:
+        if self.destinations and send[0] not in self.destinations:
+            raise ConfigurationError(f"something was sent to {send[0]}, which destinations= does not name")
         self._kept.sends.append(cast(Send, send))
 
     def _feed(self, feed: Feed, records: list[Record]) -> Fed:
@@ -140,6 +152,7 @@ class Session:
 
     def _abort(self, reason: str) -> None:
         self.aborts += 1
+        self._idle += 1
         self._begin_anew()
 
     def _begin_anew(self) -> None:

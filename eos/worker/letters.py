@@ -8,6 +8,7 @@ unasked.
 
 from __future__ import annotations
 
+import itertools
 import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -154,7 +155,11 @@ class Done:
         return Done(max(self.offset, low), self.runs).plus()
 
     def metadata(self) -> str:
-        return json.dumps({"v": _FORMAT, "done": self.runs}, separators=(",", ":")) if self.runs else ""
+        """The runs as distances, for there is not much room: from the end of the one before to the first, and from the
+        first to the end."""
+        ends = [self.offset, *(edge for first, last in self.runs for edge in (first, last + 1))]
+        steps = [after - before for before, after in itertools.pairwise(ends)]
+        return json.dumps({"v": _FORMAT, "done": steps}, separators=(",", ":")) if self.runs else ""
 
     @staticmethod
     def read(offset: int, metadata: str | None) -> Done:
@@ -164,8 +169,9 @@ class Done:
         try:
             found = json.loads(metadata)
             known = found["v"] <= _FORMAT
-            runs = [(operator.index(first), operator.index(last)) for first, last in found["done"]] if known else []
-        except (ValueError, KeyError, TypeError):
+            edges = list(itertools.accumulate(map(operator.index, found["done"] if known else ()), initial=offset))
+            runs = [(first, end - 1) for first, end in zip(edges[1::2], edges[2::2], strict=True)]
+        except (ValueError, KeyError, TypeError, RecursionError):
             return Done(offset)  # written by something else
         if not known:
             raise ConfigurationError(
@@ -183,11 +189,10 @@ def offsets_of(topic: str, after: Mapping[int, Done]) -> list[TopicPartition]:
     """What is to be committed. UsageError where it is more than the brokers take."""
     for partition, done in after.items():
         if len(done.metadata()) > _METADATA_BYTES:
-            first = done.runs[0][0]
             raise UsageError(
                 f"{place_of(topic, partition)}: the letters that are done lie in {len(done.runs)} pieces, more "
                 "than can be noted; what was settled before stands",
-                remedy=f"replay or drop those before {place_of(topic, partition, first)} first",
+                remedy="take the first ones first: `eos dlq replay` or `drop --all` with --limit",
             )
     return [TopicPartition(topic, p, done.offset, done.metadata()) for p, done in after.items()]
 
@@ -244,8 +249,8 @@ class Place:
         if moved := {partition for partition in left if found[partition] != left[partition]}:
             at = min(moved)
             raise Fenced(
-                f"another replay has moved group {self._group} on {place_of(topic, at)} from {left[at]} to "
-                f"{found[at]}: this one stops, what it has committed stands"
+                f"another `eos dlq replay` or `drop` has moved group {self._group} on {place_of(topic, at)} from "
+                f"{left[at]} to {found[at]}: this one stops, what it has committed stands"
             )
 
     def committed(self, topic: str, partitions: Iterable[int]) -> dict[int, Done]:

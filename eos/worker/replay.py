@@ -156,8 +156,10 @@ class Settling:
         choose: Choose = everyone,
         limit: int | None = None,
         from_earliest: bool = False,
+        told: Told | None = None,
     ) -> Told:
-        """Settles those dead letters of one source topic that are chosen, `limit` of them at most.
+        """Settles those dead letters of one source topic that are chosen, `limit` of them at most; what is committed is
+        in `told` also where this raises.
 
         UsageError where letters may have been settled before and the place is forgotten, unless `from_earliest`.
         """
@@ -166,7 +168,7 @@ class Settling:
             if not from_earliest:
                 raise UsageError(sentence, remedy="`--from earliest` takes all that is there, once you know")
 
-        told, topic = Told(), dead_letter_topic(source)
+        told, topic = Told() if told is None else told, dead_letter_topic(source)
         waiting = letters(self._settings, topic, self._place, refuse)
         for batch in self._batches(waiting, settler, choose, limit, told):
             self._commit(topic, batch, settler, told)
@@ -179,21 +181,27 @@ class Settling:
         """What is made of the letters, for as long as a transaction's interval each; one batch at least, of no letter
         too: for each partition the brokers count the days from its last commit."""
         batch, passed, left = list[_Step](), dict[int, int](), limit
+        behind: dict[int, Letter] = {}  # strangers, which a run of ours goes over
         until = self._world.now() + self._interval_s
         for letter in waiting:
-            first = passed.get(letter.partition, -1) + 1  # no letter that waits lies between
-            passed[letter.partition] = letter.offset
             if not letter.is_of(self._whose):
                 told.strangers[letter.app] = told.strangers.get(letter.app, 0) + 1
-                batch.append(_Step(first, Settled(letter, [])))
-            elif (chosen := choose(letter)) is not None:
+                behind[letter.partition] = letter
+                continue
+            first = passed.get(letter.partition, -1) + 1  # no letter of ours lies between
+            passed[letter.partition] = letter.offset
+            behind.pop(letter.partition, None)
+            if (chosen := choose(letter)) is not None:
                 batch.append(_Step(first, settler.settle(chosen)))
                 left = None if left is None else left - 1
             if left == 0:
-                break
+                yield batch
+                return
             if len(batch) >= _MOST or (batch and self._world.now() >= until):
                 yield batch
                 batch, until = [], self._world.now() + self._interval_s
+        for partition, stranger in behind.items():
+            batch.append(_Step(passed.get(partition, -1) + 1, Settled(stranger, [])))
         yield batch
 
     def _commit(self, topic: str, batch: list[_Step], settler: Settler, told: Told) -> None:
@@ -269,10 +277,11 @@ class Replay:
         choose: Choose = everyone,
         limit: int | None = None,
         from_earliest: bool = False,
+        told: Told | None = None,
     ) -> Told:
         """As Settling.topic: the function that failed, or the one that is named, runs on each."""
         running = _Running(self._handler, route_of(self._app, source, function))
-        return self._settling.topic(source, running, choose, limit, from_earliest)
+        return self._settling.topic(source, running, choose, limit, from_earliest, told)
 
 
 @dataclass

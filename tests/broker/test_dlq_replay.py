@@ -228,6 +228,8 @@ def test_letters_are_dropped_and_mended_one_by_one_and_none_is_run_twice(shop: S
     shop.letters(3)
     assert shop.eos("dlq", "drop", "shop:app").returncode == 64, "of what?"
     assert shop.eos("dlq", "drop", "shop:app", "--exception", "KeyError").returncode == 64, "there is none"
+    earliest = shop.eos("dlq", "replay", "shop:app", "--letter", f"{shop.source}[0]@1", "--from", "earliest")
+    assert (earliest.returncode, "is about all letters" in earliest.stderr) == (64, True)
     assert shop.eos("dlq", "drop", "shop:app", "--all").stdout == f"{shop.dlq}: 3 dropped\n"
     assert shop.listed() == []
 
@@ -285,7 +287,10 @@ def test_a_replay_that_a_newer_one_overtook_repeats_nothing_and_ends_with_79(
                 assert newer.topic(shop.source).handled == 3
         return value.upper()
 
-    with replay.Replay(app, settings) as older, pytest.raises(Fenced, match="another replay has moved group"):
+    with (
+        replay.Replay(app, settings) as older,
+        pytest.raises(Fenced, match="another `eos dlq replay` or `drop` has moved group"),
+    ):
         older.topic(shop.source)
     assert shop.outputs() == sorted(value.upper() for value in values)
 

@@ -80,10 +80,18 @@ def test_a_loop_that_was_left_has_committed_nothing_of_the_transaction_it_was_in
 
 
 def test_what_a_test_gets_wrong_is_said() -> None:
+    with pytest.raises(ConfigurationError, match="size=0: a transaction has one record at least"):
+        eos.testing.Session([], size=0)
+    with eos.testing.Session([("in", "a")]) as session, pytest.raises(IllegalState, match="or always aborts"):
+        for txn in session:
+            txn.take(1)
+            txn.abort()
     with eos.testing.Session([Record("in", 0, 0)], destinations=["out"]) as session:
         with pytest.raises(TypeError):
             next(session).send("out", object())
-        with pytest.raises(IllegalState, match="takes no record"):
+        with pytest.raises(ConfigurationError, match="sent to uot, which destinations= does not name"):
+            next(session).send("uot", b"x")
+        with pytest.raises(IllegalState, match="takes no record, or always aborts"):
             for _ in session:
                 pass
         with pytest.raises(ConfigurationError, match="no output goes to 'uot', they go to out"):

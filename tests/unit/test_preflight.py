@@ -341,8 +341,8 @@ def test_a_place_that_is_forgotten_within_a_day_is_a_warning_and_any_other_is_to
 def test_all_topics_that_are_missing_are_named_at_once() -> None:
     found = [f for f in judge(NEED, facts(in_=GONE, out=GONE)) if f.check == "topics"]
     assert [str(f) for f in found] == [
-        "topics in, out do not exist at b:9092: `eos topic create in out` makes them, so does --create-topics "
-        "(eos.create.topics)"
+        "topics in, out do not exist at b:9092: `eos topic create in out` makes them, so does "
+        "eos.create.topics=true (eos run: --create-topics)"
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,9 +13,10 @@ import eos
 from eos.app.dead_letters import dead_letter
 from eos.app.definition import App
 from eos.errors import ConfigurationError, UsageError
+from eos.kafka.world import REAL
 from eos.records import Record
 from eos.worker.letters import Done, Letter, again, letter_of, offsets_of
-from eos.worker.replay import route_of, sources_of
+from eos.worker.replay import DROPPING, Settling, Told, everyone, route_of, sources_of
 
 RECORD = Record("orders", 3, 17, 1_700_000_000_000, b"k", b"v", [("trace", b"t"), ("trace", None)])
 
@@ -105,18 +107,47 @@ def test_letters_that_are_done_in_any_order_are_known_and_no_other(low: int, ord
 
 
 def test_more_pieces_than_the_brokers_take_beside_an_offset_are_refused() -> None:
-    runs = tuple((2 * n, 2 * n) for n in range(1_000_000, 1_000_205))
+    runs = tuple((2 * n, 2 * n) for n in range(1_000_000, 1_001_000))
     (place,) = offsets_of("orders.dlq", {3: Done(0, runs)})
     assert (place.partition, place.offset, place.metadata) == (3, 0, Done(0, runs).metadata())
     with pytest.raises(
-        UsageError, match=r"orders.dlq\[3\]: the letters that are done lie in 410 pieces, more than can"
+        UsageError, match=r"orders.dlq\[3\]: the letters that are done lie in 2000 pieces, more than can"
     ):
-        offsets_of("orders.dlq", {3: Done(0, (*runs, *((last + 1000, last + 1000) for _, last in runs)))})
+        offsets_of("orders.dlq", {3: Done(0, tuple((3 * n, 3 * n) for n in range(1, 2_001)))})
 
 
 def test_what_is_noted_beside_an_offset_is_read_by_this_version_only() -> None:
-    assert Done(3, ((5, 9), (11, 11))).metadata() == '{"v":1,"done":[[5,9],[11,11]]}'
-    for strange in (None, "", "{", "[]", '{"v":1}', '{"done":[]}', '{"v":"x","done":1}', '{"v":1,"done":[[5]]}'):
+    assert Done(3, ((5, 9), (11, 11))).metadata() == '{"v":1,"done":[2,5,1,1]}'
+    strangers = (None, "", "{", "[]", '{"v":1}', '{"done":[]}', '{"v":"x","done":1}', '{"v":1,"done":[5]}', "[" * 9_000)
+    for strange in strangers:
         assert Done.read(3, strange) == Done(3)
     with pytest.raises(ConfigurationError, match="noted in format 2, this version reads 1"):
         Done.read(3, '{"v":2,"more":1}')
+
+
+def test_letters_of_other_apps_lie_in_our_pieces_and_take_no_room_of_their_own() -> None:
+    def at(offset: int, app: str) -> Letter:
+        sent = dead_letter(msgspec.structs.replace(RECORD, offset=offset), ValueError("why"), app=app)
+        return letter_of(read(sent, offset))
+
+    there = [at(offset, "shop" if offset % 2 else "billing") for offset in range(40)]
+    settling = Settling.__new__(Settling)
+    settling._whose, settling._world, settling._interval_s = "shop", REAL, 60.0
+    for chosen, runs in (({37}, ((36, 38),)), ({5, 7, 37}, ((4, 8), (36, 38))), (set(), ((40, 39),))):
+        told = Told()
+        choose = lambda letter, chosen=chosen: letter if letter.offset in chosen else None  # noqa: E731
+        done = Done(0)
+        for batch in settling._batches(iter(there), DROPPING, choose, None, told):
+            done = done.plus(*((step.first, step.settled.letter.offset) for step in batch))
+        waiting = [letter.offset for letter in there if letter.is_of("shop") and not done.has(letter.offset)]
+        assert waiting == [offset for offset in range(1, 40, 2) if offset not in chosen]
+        assert len(done.runs) <= len(runs)
+        assert told.strangers == {"billing": 20}
+    everything = Done(0).plus(
+        *(
+            (s.first, s.settled.letter.offset)
+            for b in settling._batches(iter(there), DROPPING, everyone, None, Told())
+            for s in b
+        )
+    )
+    assert everything == Done(40)

@@ -88,7 +88,7 @@ def test_our_own_headers_are_said_in_words() -> None:
     assert headers_text([*letter, mark, ("eos-dlq-replays", b"2")]) == [
         "a=1",
         "(output 1 of 2 of in[2]@9, number 17)",
-        said.replace("@9:", "@9, replayed 2 times:"),
+        said.replace("@9:", "@9, replays: 2:"),
     ]
 
 

@@ -36,11 +36,12 @@ class Choice:
         self._places, self._exceptions, self._changes = frozenset(places), frozenset(exceptions), changes
         self.is_of_all = not places and not exceptions and changes is None
         self.met = 0
-        self.unmet = {*places, *(changes or ())}
+        self.unmet = set(places or changes or ())
         """Places of which no letter waits, as far as letters were read."""
 
     def __call__(self, letter: Letter) -> Letter | None:
         names = {letter.place, letter.source}
+        self.unmet -= names
         if self._places and not names & self._places:
             return None
         if self._exceptions and letter.exception not in self._exceptions:
@@ -48,7 +49,6 @@ class Choice:
         if self._changes is not None and letter.place not in self._changes:
             return None
         self.met += 1
-        self.unmet -= names
         change = (self._changes or {}).get(letter.place, {})
         return dataclasses.replace(letter, record=msgspec.structs.replace(letter.record, **change))
 
@@ -75,12 +75,12 @@ def read_changes(name: str, file: Path) -> dict[str, Change]:
         raise UsageError(f"{name} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{name} is no UTF-8: {error}") from error
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
             letter, change = _change(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{name}, line {number}: {error}") from error
         if letter in found:
             raise UsageError(f"{name}, line {number}: {letter} stands on a line before already")
@@ -110,7 +110,11 @@ def _change(line: str) -> tuple[str, Change]:
 
 
 def _is_header(given: object) -> bool:
-    return isinstance(given, list) and len(given) == 2 and isinstance(given[0], str)
+    return isinstance(given, list) and len(given) == 2 and isinstance(given[0], str) and _is_text(given[0])
+
+
+def _is_text(given: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in given)
 
 
 def _read(name: str, given: object) -> bytes | None:
