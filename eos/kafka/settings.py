@@ -103,6 +103,12 @@ OPTIONS: dict[str, Option] = {
         str,
         "compacted topic that tells a group whose offsets the brokers forgot from one that never ran",
     ),
+    "eos.state.dir": Option(
+        "",
+        str,
+        "folder that workers keep the state of functions in, so that a restart reads what is new only (extra `state`); "
+        "nothing: in memory",
+    ),
     "eos.create.topics": Option(
         False, _boolean, "create topics that are missing at the start, and dead letters' of a pattern's new topics"
     ),
@@ -129,7 +135,7 @@ OPTIONS: dict[str, Option] = {
     ),
 }
 
-OF_FUNCTIONS = ("eos.headers.pass", "eos.otel.spans")
+OF_FUNCTIONS = ("eos.headers.pass", "eos.otel.spans", "eos.state.dir")
 """What an App's functions do: a loop of one's own would ask for it and get nothing."""
 
 

@@ -4,19 +4,21 @@ transactions changed. Made where it is not there; read up to its end before the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from eos import log
 from eos.app.routes import Route
 from eos.errors import ConfigurationError, Temporary
 from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
+from eos.kafka.tail import Span
 from eos.kafka.world import REAL, World
 from eos.records import Record, place_of
 
 _ASK_S = 10.0
 # A transaction that is decided is not yet to be seen where its markers are under way; nobody else writes there.
 _SETTLED_S = 30.0
+_TOMBSTONES_S = 86_400.0  # delete.retention.ms where the brokers do not say
 CONFIG = {"cleanup.policy": "compact"}
 
 
@@ -24,12 +26,14 @@ def changelog_of(app_id: str, route: Route) -> str:
     return f"{app_id}-{route.name.replace('.', '-')}-changelog"
 
 
-def require(settings: Settings, app_id: str, routes: Sequence[Route], world: World = REAL) -> None:
-    """Each function's changelog is there and fits its source; it is made where it is not. Raises ConfigurationError,
-    NotAuthorised, Unavailable."""
+def require(settings: Settings, app_id: str, routes: Sequence[Route], world: World = REAL) -> dict[str, float]:
+    """Each function's changelog is there and fits its source; it is made where it is not. By its name: for how many
+    seconds it keeps tombstones. Raises ConfigurationError, NotAuthorised, Unavailable."""
+    kept: dict[str, float] = {}
     client = facts.connect(settings, _ASK_S, world)
     for route in routes:
         (source,), topic = route.sources, changelog_of(app_id, route)
+        kept[topic] = _TOMBSTONES_S
         wanted = facts.describe_topic(client, source).partitions
         if not wanted:
             continue  # the session says what is wrong with it
@@ -44,17 +48,20 @@ def require(settings: Settings, app_id: str, routes: Sequence[Route], world: Wor
                 remedy="write the source's records to a topic with as many partitions as before, or begin anew under "
                 "another App id",
             )
-        policy = facts.configs(client, [topic], world=world).get(("topic", topic), {}).get("cleanup.policy", "compact")
+        config = facts.configs(client, [topic], world=world).get(("topic", topic), {})
+        kept[topic] = int(config.get("delete.retention.ms") or _TOMBSTONES_S * 1000) / 1000
+        policy = config.get("cleanup.policy", "compact")
         if policy != CONFIG["cleanup.policy"]:
             raise ConfigurationError(
                 f"the changelog {topic} has cleanup.policy={policy}, which loses the state of keys that do not change",
                 remedy=f"set cleanup.policy=compact of {topic}",
             )
+    return kept
 
 
-def read(settings: Settings, topic: str, partitions: Sequence[int], world: World = REAL) -> Iterator[Record]:
-    """All that is committed in these partitions, in order of each. Raises Temporary where a transaction stays open
-    there, Unavailable."""
+def settled(settings: Settings, topic: str, partitions: Sequence[int], world: World = REAL) -> dict[int, Span]:
+    """What these partitions hold, once no transaction is open there. Raises Temporary where one stays open,
+    Unavailable."""
     client = facts.connect(settings, _ASK_S, world)
     held = tail.held(client, topic, partitions)
     deadline = world.now() + settings.transaction_timeout_ms / 1000 + _SETTLED_S
@@ -67,7 +74,17 @@ def read(settings: Settings, topic: str, partitions: Sequence[int], world: World
         log.debug("waiting for the transaction before", topic=topic, partitions=len(open_))
         world.sleep(0.05)
         held |= tail.held(client, topic, open_)
-    starts = {partition: span.low for partition, span in held.items()}
+    return held
+
+
+def read(
+    settings: Settings, topic: str, starts: Mapping[int, int], held: Mapping[int, Span], world: World = REAL
+) -> Iterator[Record]:
+    """All that is committed in these partitions from `starts` on, in order of each. Raises Unavailable."""
+    ends = {partition: held[partition].end for partition, start in starts.items() if start < held[partition].end}
+    if not ends:
+        return
+    starts = {partition: starts[partition] for partition in ends}
     with tail.TopicReader(settings, topic, starts, uncommitted=False, world=world) as reader:
-        for seen in tail.read_until(reader, tail.ends_of(held, uncommitted=False)):
+        for seen in tail.read_until(reader, ends):
             yield seen.record

@@ -7,19 +7,28 @@ transaction is decided by then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
+from pathlib import Path
 
 from eos import log
 from eos.app.definition import App
 from eos.app.routes import Route
 from eos.app.state import Cells, CellsOf
+from eos.errors import EosError, describe_error
+from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
+from eos.kafka.tail import Span
+from eos.kafka.watchdog import Job, Watchdog
 from eos.kafka.world import REAL, World
 from eos.records import Committed, Record
 from eos.state import changelog
 from eos.state.tasks import Task
+from eos.state.values import InFolder, InMemory, Value, Values, check_folder
 
 Partition = tuple[str, int]
+_AT_ONCE = 10_000  # values of a restore that are written together
+_NOTE_S = 5.0  # what is committed in so long is what a restart after a kill may read again
+_ASK_S = 10.0
 
 
 class Keeper:
@@ -29,12 +38,39 @@ class Keeper:
         self._app_id, self._settings, self._world = app.id, settings, world
         self._routes = {route.sources[0]: route for route in app.stateful}
         self._tasks: dict[Partition, Task] = {}
-        self.owned: Callable[[], Collection[Partition]] = frozenset
+        self._tombstones_s: dict[str, float] = {}
+        self._thread: Watchdog | None = None
+        self._asked: tuple[Job, dict[Partition, Task]] | None = None
+        self._next_note = 0.0
+        self._ids: dict[str, str] = {}  # of changelogs
+        folder: str = settings["eos.state.dir"]
+        self._folder = Path(folder).expanduser() / app.id if folder else None
+        self.owned: Callable[[], Set[Partition]] = frozenset
         """The session's partitions."""
 
     def prepare(self) -> None:
         """Before the start: the changelogs are there. Raises ConfigurationError, NotAuthorised, Unavailable."""
-        changelog.require(self._settings, self._app_id, list(self._routes.values()), self._world)
+        if self._folder is not None:
+            check_folder(self._folder)
+        routes = list(self._routes.values())
+        self._tombstones_s = changelog.require(self._settings, self._app_id, routes, self._world)
+        if self._folder is not None:
+            with self._world.admin(self._settings) as admin:
+                self._ids = admin.topic_ids(self._tombstones_s)
+
+    def close(self, finished: bool) -> None:
+        """`finished`: all that was done is committed, and no transaction is open."""
+        if self._folder is not None and finished and self._tasks:
+            try:
+                for partition, stable in self._stable(list(self._tasks)).items():
+                    self._tasks[partition].values.apply({}, stable, self._world.unix())
+            except EosError as error:
+                log.debug("the changelogs' ends are not known", error=str(error))
+        for task in self._tasks.values():
+            task.values.close()
+        if self._thread is not None:
+            self._thread.close()
+        self._tasks, self._thread = {}, None
 
     def cells_of(self, route: Route) -> CellsOf:
         def cells(record: Record) -> Cells:
@@ -45,40 +81,105 @@ class Keeper:
     # ---- a Participant ----------------------------------------------------------------------------------------
 
     def restore(self, starts: Mapping[Partition, Committed]) -> None:
-        owned = {*self.owned(), *starts}
-        self._tasks = {partition: task for partition, task in self._tasks.items() if partition in owned}
+        gone = self._tasks.keys() - (self.owned() - starts.keys())
+        for partition in gone:
+            self._tasks.pop(partition).values.close()
         for source, route in self._routes.items():
             if partitions := sorted(number for topic, number in starts if topic == source):
                 self._restore(route, source, partitions)
 
     def _restore(self, route: Route, source: str, partitions: list[int]) -> None:
         began, topic = self._world.now(), changelog.changelog_of(self._app_id, route)
-        tasks = {partition: Task() for partition in partitions}
-        for record in changelog.read(self._settings, topic, partitions, self._world):
-            tasks[record.partition].restored(record.key or b"", record.value)
-        self._tasks |= {(source, partition): task for partition, task in tasks.items()}
+        held = changelog.settled(self._settings, topic, partitions, self._world)
+        values = {partition: self._values(topic, partition) for partition in partitions}
+        self._tasks |= {(source, partition): Task(found) for partition, found in values.items()}
+        starts = {partition: self._start(topic, found, held[partition]) for partition, found in values.items()}
+        news: dict[int, dict[bytes, Value]] = {partition: {} for partition in partitions}
+        count = 0
+        for record in changelog.read(self._settings, topic, starts, held, self._world):
+            new, count = news[record.partition], count + 1
+            new[record.key or b""] = record.value
+            if len(new) >= _AT_ONCE:
+                values[record.partition].apply(new, record.offset + 1, self._world.unix())
+                new.clear()
+        for partition, new in news.items():
+            values[partition].apply(new, held[partition].end, self._world.unix())
         log.info(
             "state restored",
             function=route.name,
             partitions=",".join(map(str, partitions)),
-            keys=sum(len(task.values) for task in tasks.values()),
+            keys=sum(map(len, values.values())),
+            read=count,
             seconds=round(self._world.now() - began, 1),
         )
 
+    def _values(self, topic: str, partition: int) -> Values:
+        if self._folder is None:
+            return InMemory()
+        return InFolder(self._folder, f"{topic}-{partition}", self._ids.get(topic, ""))
+
+    def _start(self, topic: str, values: Values, held: Span) -> int:
+        """Where the changelog is read from. A folder that stands before or behind all of it is of no use, and one that
+        was away for longer than tombstones are kept may have missed some; a transaction's marker is nothing new."""
+        away_s = self._world.unix() - values.written_at
+        missed = held.end - values.position > 1 and away_s > self._tombstones_s.get(topic, 0.0)
+        if missed or not held.low <= values.position <= held.end:
+            values.clear()
+            return held.low
+        return values.position
+
     def last_sends(self, send: Callable[..., None]) -> None:
         for (source, partition), task in self._tasks.items():
-            if task.changed:
-                topic = changelog.changelog_of(self._app_id, self._routes[source])
-                for cell, value in task.changed.items():
-                    send(topic, value, cell, partition)
+            if not task.changed:
+                continue
+            topic = changelog.changelog_of(self._app_id, self._routes[source])
+            for cell, value in task.changed.items():
+                send(topic, value, cell, partition)
 
     def beside(self, partition: Partition) -> Mapping[str, object]:
         return {}
 
     def committed(self) -> None:
+        now = self._world.unix()
         for task in self._tasks.values():
-            task.committed()
+            task.committed(now)
+        if self._folder is not None:
+            self._follow(now)
 
     def undone(self) -> None:
         for task in self._tasks.values():
             task.undone()
+
+    # ---- how far folders stand --------------------------------------------------------------------------------
+
+    def _follow(self, now: float) -> None:
+        """Now and then notes how far each changelog is decided, by an answer that came before this commit: what lies
+        before a last stable offset of then is in the values now, whoever wrote it. No transaction is open."""
+        asked, thread = self._asked, self._thread
+        if asked is None or thread is None:
+            self._thread = thread = thread or self._world.caller("eos-state")
+            tasks = dict(self._tasks)
+            self._asked = thread.start(self._stable, list(tasks)), tasks
+            return
+        job, tasks = asked
+        if not job.done.is_set():
+            return
+        if self._world.now() < self._next_note:
+            return
+        self._asked, self._next_note = None, self._world.now() + _NOTE_S
+        if job.error is not None:
+            log.debug("the changelogs' ends are not known", error=describe_error(job.error))
+            return
+        for partition, stable in job.result.items():
+            task = tasks[partition]
+            if self._tasks.get(partition) is task and stable > task.values.position:
+                task.values.apply({}, stable, now)
+
+    def _stable(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
+        client = facts.connect(self._settings, _ASK_S, self._world)
+        found: dict[Partition, int] = {}
+        for source, route in self._routes.items():
+            if numbers := [number for topic, number in partitions if topic == source]:
+                held = tail.held(client, changelog.changelog_of(self._app_id, route), numbers)
+                found |= {(source, number): span.stable for number, span in held.items()}
+        return found

@@ -1,4 +1,4 @@
-"""The values of one task, and of what the open transaction has changed in them. No I/O.
+"""The values of one task, and what the open transaction has changed in them.
 
 A task is a function and a partition of its source. A cell is named by a store and a record's key, as one bytes: the
 name of the store, a zero byte, the key's length (four bytes, big endian), the key. That is the changelog's key too.
@@ -7,10 +7,8 @@ name of the store, a zero byte, the key's length (four bytes, big endian), the k
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
 
-Value = bytes | None
-"""None: there is none, and the changelog has a tombstone."""
+from eos.state.values import InMemory, Value, Values
 
 _LENGTH = struct.Struct(">I")
 
@@ -28,8 +26,8 @@ def named(cell: bytes) -> tuple[str, bytes]:
 
 
 class Task:
-    def __init__(self, values: Mapping[bytes, bytes] | None = None) -> None:
-        self.values = dict(values or {})
+    def __init__(self, values: Values | None = None) -> None:
+        self.values: Values = InMemory() if values is None else values
         """What is committed."""
         self.changed: dict[bytes, Value] = {}
         """By the open transaction."""
@@ -41,17 +39,11 @@ class Task:
     def write(self, store: str, key: bytes, value: Value) -> None:
         self.changed[cell_of(store, key)] = value
 
-    def committed(self) -> None:
-        for cell, value in self.changed.items():
-            self.restored(cell, value)
+    def committed(self, now: float) -> None:
+        if self.changed:
+            # How far that is in the changelog nobody has said: the place of before is right too, it only repeats.
+            self.values.apply(self.changed, self.values.position, now)
         self.changed = {}
 
     def undone(self) -> None:
         self.changed = {}
-
-    def restored(self, cell: bytes, value: Value) -> None:
-        """What the changelog says, in its order."""
-        if value is None:
-            self.values.pop(cell, None)
-        else:
-            self.values[cell] = value

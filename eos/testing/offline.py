@@ -103,7 +103,7 @@ def states_of(route: Route, task: Task) -> dict[str, dict[bytes, Any]]:
     """What is left there: by the name of the state and by key."""
     found: dict[str, dict[bytes, Any]] = {store.name: {} for store in route.stores}
     decoders = {store.name: decoder(store.annotation) for store in route.stores}
-    for cell, value in (task.values | task.changed).items():
+    for cell, value in task.changed.items():  # nothing is ever committed here
         store, key = named(cell)
         if value is not None:
             found[store][key] = decoders[store](value)

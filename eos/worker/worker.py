@@ -126,6 +126,8 @@ class Worker(Listener):
             except ShutdownExpired as expired:
                 log.warning("the stop took too long: the clients are left behind", reason=str(expired))
             finally:
+                if self._keeper is not None:
+                    self._keeper.close(finished)
                 if self._spans is not None:
                     self._spans.close()
                 hooks.stop(failed=not finished)

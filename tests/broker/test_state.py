@@ -72,6 +72,7 @@ class Counting:
 
     def __init__(self, kafka: LocalKafka, names: Names, folder: Path, work_s: float = 0.0) -> None:
         self.servers, self.folder, self.work_s = kafka.bootstrap_servers, folder, work_s
+        self.state_dir = str(folder / "state")  # both workers' of this machine
         self.id, self.source, self.out = names("app"), names("in"), names("out")
         self.changelog = f"{self.id}-count-changelog"
         for topic in (self.source, self.out):
@@ -92,7 +93,8 @@ class Counting:
         self.sent += news
 
     def command(self, *arguments: str, program: tuple[str, ...] = ("-m", "eos")) -> list[str]:
-        return [sys.executable, *program, "run", "counting:app", *SMALL, *arguments]
+        where = "-X", f"eos.state.dir={self.state_dir}"
+        return [sys.executable, *program, "run", "counting:app", *SMALL, *where, *arguments]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -164,9 +166,11 @@ def counting(kafka: LocalKafka, names: Names, tmp_path: Path) -> Counting:
     return Counting(kafka, names, tmp_path)
 
 
+@pytest.mark.parametrize("where", ["memory", "folder"])
 def test_state_goes_on_where_it_was_committed_in_a_changelog_of_one_record_per_key_and_transaction(
-    counting: Counting,
+    counting: Counting, where: str
 ) -> None:
+    counting.state_dir = counting.state_dir if where == "folder" else ""
     counting.load(1_000)
     counting.run()
     keys = counting.check()
@@ -175,7 +179,8 @@ def test_state_goes_on_where_it_was_committed_in_a_changelog_of_one_record_per_k
     counting.load(500)
     told = counting.run()
     counting.check()
-    assert f"state restored function=count partitions=0,1,2 keys={keys}" in told
+    read = 0 if where == "folder" else changes
+    assert f"state restored function=count partitions=0,1,2 keys={keys} read={read} " in told
 
 
 @pytest.mark.parametrize(
@@ -195,8 +200,10 @@ def test_a_worker_that_is_killed_at_a_step_leaves_no_key_wrong(counting: Countin
     number = "1" if step == "restore" else "4"
     counting.run(program=("-c", KILLED, step, when, number), ends=-signal.SIGKILL)
     assert counting.visible() < 1_000, "it was killed in the middle"
-    counting.run()
+    told = counting.run()
     counting.check()
+    if (step, when) == ("committed", "before"):
+        assert "read=0" not in told, "what was committed and not written is read from the changelog"
 
 
 def test_partitions_that_change_hands_take_their_state_along(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from eos import App, Record, State
-from eos.errors import Temporary
+from eos.errors import ConfigurationError, Temporary
 from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
 from eos.kafka.tail import Seen, Span
-from eos.state import changelog
+from eos.kafka.watchdog import Job
+from eos.state import changelog, values
 from eos.state.keeper import Keeper
 from eos.state.tasks import cell_of
 
@@ -32,16 +35,20 @@ def app_of() -> App:
     return app
 
 
-def keeper_on(monkeypatch: pytest.MonkeyPatch, *lives: Sequence[Record]) -> Keeper:
-    """Its changelog is read once for each of these lives."""
+def keeper_on(monkeypatch: pytest.MonkeyPatch, *lives: Sequence[Record], folder: Path | None = None) -> Keeper:
+    """Its changelog is read once for each of these lives; a record's offset is its number in it."""
     left = list(lives)
 
-    def read(settings: Settings, topic: str, partitions: Sequence[int], world: object) -> Iterator[Record]:
+    def settled(settings: Settings, topic: str, partitions: Sequence[int], world: object) -> dict[int, Span]:
         assert (topic, partitions) == ("shop-count-changelog", [0])
-        return iter(left.pop(0))
+        return {0: Span(0, len(left[0]), len(left[0]))}
 
+    def read(settings: Settings, topic: str, starts: dict[int, int], held: object, world: object) -> Iterator[Record]:
+        yield from (msgspec.structs.replace(r, offset=n) for n, r in enumerate(left.pop(0)) if n >= starts[0])
+
+    monkeypatch.setattr(changelog, "settled", settled)
     monkeypatch.setattr(changelog, "read", read)
-    return Keeper(app_of(), SETTINGS)
+    return Keeper(app_of(), SETTINGS if folder is None else Settings({"eos.state.dir": str(folder)}))
 
 
 def kept(keeper: Keeper, value: bytes | None = None) -> bytes | None:
@@ -94,7 +101,7 @@ class Reader:
     def __init__(
         self, settings: Settings, topic: str, starts: dict[int, int], uncommitted: bool, world: object
     ) -> None:
-        assert (topic, starts, uncommitted) == ("log", {0: 3}, False)
+        assert (topic, starts, uncommitted) == ("log", {0: 4}, False)
 
     def __enter__(self) -> Reader:
         return self
@@ -117,8 +124,89 @@ def test_a_changelog_is_read_once_the_transaction_before_is_decided_there_too(mo
     monkeypatch.setattr(tail, "held", lambda *_: {0: spans.pop(0) if len(spans) > 1 else spans[0]})
     monkeypatch.setattr(tail, "TopicReader", Reader)
     monkeypatch.setattr(tail, "read_until", read_until)
-    assert [record.offset for record in changelog.read(SETTINGS, "log", [0], world)] == [4]
+    held = changelog.settled(SETTINGS, "log", [0], world)
+    assert held == {0: Span(3, 9, 9)}
+    assert [record.offset for record in changelog.read(SETTINGS, "log", {0: 4}, held, world)] == [4]
+    assert list(changelog.read(SETTINGS, "log", {0: 9}, held, world)) == [], "there is nothing to ask for"
     assert read_to == [{0: 9}]
     spans[:] = [Span(3, 5, 9)]
     with pytest.raises(Temporary, match=r"state cannot be restored: a transaction is open in log\[0\]"):
-        list(changelog.read(SETTINGS, "log", [0], world))
+        changelog.settled(SETTINGS, "log", [0], world)
+
+
+def started(function: Callable[..., Any], *args: Any) -> Job:
+    job = Job(function, args)
+    job.result = function(*args)
+    job.done.set()
+    return job
+
+
+def test_a_folder_goes_on_where_the_last_commit_left_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    longer = note(b"1"), note(b"2"), note(b"3"), note(b"4"), note(b"5")
+    first = keeper_on(monkeypatch, longer[:2], folder=tmp_path)
+    first.restore({("in", 0): START})
+    assert kept(first) == b"2"
+    kept(first, b"3")
+    monkeypatch.setattr(first, "_stable", lambda _: {("in", 0): 3})
+    first._thread = SimpleNamespace(start=started, close=lambda: None)  # type: ignore[assignment]
+    first.committed()  # asks
+    first.committed()  # has the answer
+    kept(first, b"lost with the process")
+    first.close(finished=False)
+
+    read_from: list[dict[int, int]] = []
+    second = keeper_on(monkeypatch, longer[:4], folder=tmp_path)
+    reading = changelog.read
+    monkeypatch.setattr(changelog, "read", lambda *given: read_from.append(given[2]) or reading(*given))
+    second.restore({("in", 0): START})
+    assert (read_from, kept(second)) == ([{0: 3}], b"4")
+    # A folder that another process has is left alone.
+    third = keeper_on(monkeypatch, longer, folder=tmp_path)
+    third.restore({("in", 0): START})
+    assert kept(third) == b"5"
+    assert sorted(path.name for path in (tmp_path / "shop").iterdir()) == [
+        "shop-count-changelog-0.0",
+        "shop-count-changelog-0.1",
+    ]
+    for keeper in (second, third):
+        keeper.close(finished=False)
+
+
+@pytest.mark.parametrize("why", ["boot", "another changelog", "behind its end", "away too long", "damaged"])
+def test_a_folder_that_may_be_wrong_is_begun_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str) -> None:
+    one = keeper_on(monkeypatch, [note(b"1"), note(b"2")], folder=tmp_path)
+    one.restore({("in", 0): START})
+    one.close(finished=False)
+    # What is not in the changelog any more (a tombstone that was compacted away) must not come back.
+    there = [note(None), note(None), Record("", 0, 0, key=b"x"), Record("", 0, 0, key=b"x")]
+    other = keeper_on(monkeypatch, there[:1] if why == "behind its end" else there, folder=tmp_path)
+    if why == "boot":
+        monkeypatch.setattr(values, "_boot_id", lambda: "another")
+    if why == "another changelog":
+        other._ids = {"shop-count-changelog": "another"}
+    if why == "away too long":
+        other._tombstones_s = {"shop-count-changelog": -1.0}
+    if why == "damaged":
+        (tmp_path / "shop" / "shop-count-changelog-0.0" / "values" / "data.mdb").write_bytes(b"\1" * 50_000)
+    other.restore({("in", 0): START})
+    assert kept(other) is None
+    other.close(finished=False)
+
+
+def test_keys_of_any_length_are_kept(tmp_path: Path) -> None:
+    folder = values.InFolder(tmp_path, "t", "id")
+    cells = {
+        cell_of("s", b"k" * length): b"%d" % length for length in (0, 1, 490, 491, 492, 493, 494, 495, 5_000, 70_000)
+    }
+    folder.apply(cells, 7, 1.5)
+    assert {cell: folder.get(cell) for cell in cells} == cells
+    assert len(folder) == len(cells)
+    folder.apply(dict.fromkeys(cells), 8, 1.5)
+    assert (len(folder), folder.position) == (0, 8)
+    folder.close()
+
+
+def test_a_folder_that_cannot_be_is_said_before_the_first_record(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match=r"eos.state.dir=.*/file/x cannot be written: Not a directory"):
+        values.check_folder(tmp_path / "file" / "x")

@@ -1,0 +1,209 @@
+"""Where the committed values of a task are: in memory, or in a folder that a restart goes on with.
+
+Either stands for all of the changelog before `position`, so what is to be read at a start is what lies behind. A folder
+is written once a transaction is known to be committed, values and position in one write of LMDB's. LMDB is not told to
+sync: what it wrote outlives a killed process, and not a machine that fell. So the folder notes under which boot of the
+machine it was written, and is begun anew under another one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import struct
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from eos import log
+from eos.errors import ConfigurationError, Temporary
+
+Value = bytes | None
+"""None: there is none, and the changelog has a tombstone."""
+
+_FORMAT = 1  # docs/formats.md
+_MOST_BYTES = 1 << 38  # of one folder; nothing of it is taken before it is written
+_LONGEST_KEY = 500  # LMDB takes 511
+_LENGTH = struct.Struct(">I")
+
+
+class Values(Protocol):
+    position: int
+    written_at: float
+    """When it was last written, in seconds since the epoch."""
+
+    def __len__(self) -> int: ...
+
+    def get(self, cell: bytes) -> bytes | None: ...
+
+    def apply(self, changes: Mapping[bytes, Value], position: int, now: float) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class InMemory:
+    position, written_at = 0, 0.0
+
+    def __init__(self, values: Mapping[bytes, bytes] | None = None) -> None:
+        self._values = dict(values or {})
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, cell: bytes) -> bytes | None:
+        return self._values.get(cell)
+
+    def apply(self, changes: Mapping[bytes, Value], position: int, now: float) -> None:
+        for cell, value in changes.items():
+            if value is None:
+                self._values.pop(cell, None)
+            else:
+                self._values[cell] = value
+        self.position, self.written_at = position, now
+
+    def clear(self) -> None:
+        self._values, self.position = {}, 0
+
+    def close(self) -> None: ...
+
+
+class InFolder:
+    """Raises Temporary where the folder cannot be written: nothing is lost, the changelog has it.
+
+    `changelog_id`: the topic's; values of another topic of that name are thrown away.
+    """
+
+    def __init__(self, base: Path, task: str, changelog_id: str) -> None:
+        self._folder, self._lock = _own(base, task)
+        self._whose = {"v": _FORMAT, "boot": _boot_id(), "changelog": changelog_id}
+        self._open()
+        noted = self._noted()
+        if noted is not None and noted.items() >= self._whose.items():
+            self.position, self.written_at = int(noted["position"]), float(noted["at"])
+            return
+        if noted is not None:
+            log.info("state is restored anew", folder=self._folder, why="another boot of this machine, or changelog")
+        self.clear()
+
+    def _open(self) -> None:
+        import lmdb
+
+        self._lmdb = lmdb
+        path = str(self._folder / "values")
+        options: dict[str, Any] = {"map_size": _MOST_BYTES, "max_dbs": 2, "sync": False, "metasync": False}
+        options |= {"readahead": False, "max_spare_txns": 1}
+        try:
+            self._environment = lmdb.open(path, **options)
+        except lmdb.Error as error:
+            log.warning("state is restored anew", folder=self._folder, why=f"it cannot be read: {error}")
+            shutil.rmtree(path, ignore_errors=True)
+            self._environment = lmdb.open(path, **options)
+        self._values = self._environment.open_db(b"values")
+        self._notes = self._environment.open_db(b"notes")
+        self._reader = self._environment.begin(self._values)
+
+    def _noted(self) -> dict[str, Any] | None:
+        with self._environment.begin(self._notes) as reading:
+            noted = reading.get(b"noted")
+        try:
+            found = json.loads(noted or b"null")
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) or found is None else {}
+
+    def __len__(self) -> int:
+        with self._environment.begin(self._values) as reading:
+            return int(reading.stat(self._values)["entries"])
+
+    def get(self, cell: bytes) -> bytes | None:
+        if len(cell) <= _LONGEST_KEY:
+            return self._reader.get(cell)
+        found = self._reader.get(_short(cell))
+        return None if found is None else found[_LENGTH.size + len(cell) :]
+
+    def apply(self, changes: Mapping[bytes, Value], position: int, now: float) -> None:
+        noted = json.dumps(self._whose | {"position": position, "at": now}).encode()
+        try:
+            with self._environment.begin(write=True) as writing:
+                for cell, value in changes.items():
+                    long = len(cell) > _LONGEST_KEY
+                    key = _short(cell) if long else cell
+                    if value is None:
+                        writing.delete(key, db=self._values)
+                    else:
+                        writing.put(key, _LENGTH.pack(len(cell)) + cell + value if long else value, db=self._values)
+                writing.put(b"noted", noted, db=self._notes)
+        except (self._lmdb.Error, OSError) as error:
+            raise Temporary(
+                f"state cannot be written to {self._folder}: {error}",
+                remedy="give the disk room; nothing is lost, the changelog has it",
+            ) from error
+        self.position, self.written_at = position, now
+        self._read_anew()
+
+    def clear(self) -> None:
+        with self._environment.begin(write=True) as writing:
+            writing.drop(self._values, delete=False)
+            writing.drop(self._notes, delete=False)
+        self.position, self.written_at = 0, 0.0
+        self._read_anew()
+
+    def _read_anew(self) -> None:
+        self._reader.abort()
+        self._reader = self._environment.begin(self._values)
+
+    def close(self) -> None:
+        self._reader.abort()
+        self._environment.close()
+        os.close(self._lock)
+
+
+def _short(cell: bytes) -> bytes:
+    """The name of a cell that is too long: no store's name begins with this byte."""
+    return b"\xff" + hashlib.sha256(cell).digest()
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ConfigurationError for a folder in which no state can be kept."""
+    try:
+        import lmdb  # noqa: F401
+    except ImportError as error:
+        raise ConfigurationError("eos.state.dir needs LMDB", remedy="pip install 'eos-kafka[state]'") from error
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{uuid.uuid4().hex}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigurationError(f"eos.state.dir={folder} cannot be written: {error.strerror}") from error
+
+
+def _own(base: Path, task: str) -> tuple[Path, int]:
+    """A folder of the task that no other process has, and its lock, which the process's end gives up. A process that
+    is stopped and not dead keeps its own: who comes meanwhile takes the next one."""
+    for number in itertools.count():
+        folder = base / f"{task}.{number}"
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            continue
+        return folder, lock
+    raise AssertionError("there is always another one")
+
+
+def _boot_id() -> str:
+    """Of the machine since it was started; where it does not say, none that comes again."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return uuid.uuid4().hex
