@@ -27,7 +27,7 @@ Value = bytes | None
 """None: there is none, and the changelog has a tombstone."""
 
 _FORMAT = 1  # docs/formats.md
-_MOST_BYTES = 1 << 38  # of one folder; nothing of it is taken before it is written
+_MOST_BYTES = 1 << 36  # of one folder: 64 GiB; nothing of it is taken before it is written
 _LONGEST_KEY = 500  # LMDB takes 511
 _LENGTH = struct.Struct(">I")
 
@@ -143,7 +143,7 @@ class InFolder:
         except (self._lmdb.Error, OSError) as error:
             raise Temporary(
                 f"state cannot be written to {self._folder}: {error}",
-                remedy="give the disk room; nothing is lost, the changelog has it",
+                remedy="give the disk room (one task has 64 GiB at the most); nothing is lost, the changelog has it",
             ) from error
         self.position, self.written_at = position, now
         self._read_anew()

@@ -60,10 +60,10 @@ def send_until_closed(connection: socket.socket, first: bytes, piece: bytes, tot
 
 
 def send_until_full(connection: socket.socket, data: bytes, total: int) -> int:
-    """Bytes that were taken before nothing more was for a second; answers are not read."""
+    """Bytes that were taken before nothing more was for a second, or the shim closed; answers are not read."""
     connection.settimeout(1.0)
     sent = 0
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(TimeoutError, ConnectionError):
         while sent < total:
             sent += connection.send(data[sent % len(data) :])
     return sent
