@@ -43,16 +43,21 @@ def headers_text(headers: Sequence[Header]) -> list[str]:
 
 
 def _header_text(name: str, value: bytes | None) -> str:
-    if name == lineage.HEADER and value is not None:
-        try:
-            source = lineage.decode(value)
-        except ValueError:
-            pass  # somebody else's header of that name
-        else:
-            which = f"output {source.i + 1} of {source.n}" if source.n > 1 else "output"
-            place = place_of(log.printable(source.topic), source.partition, source.offset)
-            return f"({which} of {place}, number {source.number})"
-    return f"{log.printable(name)}={'(null)' if value is None else text_of(value)}"
+    if (source := _source_of(name, value)) is None:
+        return f"{log.printable(name)}={'(null)' if value is None else text_of(value)}"
+    which = f"output {source.i + 1} of {source.n}" if source.n > 1 else "output"
+    place = place_of(log.printable(source.topic), source.partition, source.offset)
+    return f"({which} of {place}, number {source.number})"
+
+
+def _source_of(name: str, value: bytes | None) -> lineage.Source | None:
+    """What a header of lineage says; None for every other one, also somebody else's of that name."""
+    if name != lineage.HEADER or value is None:
+        return None
+    try:
+        return lineage.decode(value)
+    except ValueError:
+        return None
 
 
 def json_of(data: bytes | None) -> Json:
@@ -66,12 +71,8 @@ def json_of(data: bytes | None) -> Json:
 
 def header_json(name: str, value: bytes | None) -> object:
     """As json_of; a header of lineage as what it says."""
-    if name == lineage.HEADER and value is not None:
-        try:
-            return lineage.decode(value)._asdict()
-        except ValueError:
-            pass  # somebody else's header of that name
-    return json_of(value)
+    source = _source_of(name, value)
+    return json_of(value) if source is None else source._asdict()
 
 
 def bytes_of(given: object) -> bytes | None:

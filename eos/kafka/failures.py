@@ -129,32 +129,30 @@ def rebalanced(failure: CallFailed) -> str:
     return "the group rebalances" if moved else ""
 
 
+def _code(error: BaseException | KafkaError) -> int | None:
+    """Of Kafka's errors; None for another one."""
+    if isinstance(error, KafkaException):
+        error = error.args[0]
+    return error.code() if isinstance(error, KafkaError) else None
+
+
 def denied(error: BaseException | KafkaError, *, group: str = "", transactional_id: str = "", topic: str = "") -> str:
     """The resource that an error of authorisation is about, among those that the call was about; "" for another error.
 
     A topic is written to by a call with a transactional.id and read by one without.
     """
-    if isinstance(error, KafkaException):
-        error = error.args[0]
-    if not isinstance(error, KafkaError):
-        return ""
     rights = {
         _K.GROUP_AUTHORIZATION_FAILED: (f"group {group}", group, "READ"),
         _K.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: (f"transactional.id {transactional_id}", transactional_id, "WRITE"),
         _K.TOPIC_AUTHORIZATION_FAILED: (f"topic {topic}", topic, "WRITE" if transactional_id else "READ"),
     }
-    resource, name, operation = rights.get(error.code(), ("", "", ""))
+    resource, name, operation = rights.get(_code(error) or KafkaError.NO_ERROR, ("", "", ""))
     return ": ".join(missing_right(resource, operation)) if name else ""
 
 
 def missing(error: BaseException | KafkaError, topic: str) -> str:
     """What to do about an output's topic that is not there; "" for another error."""
-    if isinstance(error, KafkaException):
-        error = error.args[0]
-    if not topic or not isinstance(error, KafkaError):
-        return ""
-    gone = error.code() in (_K.UNKNOWN_TOPIC_OR_PART, _K._UNKNOWN_TOPIC)
-    if not gone or not is_topic_name(topic):
+    if _code(error) not in (_K.UNKNOWN_TOPIC_OR_PART, _K._UNKNOWN_TOPIC) or not is_topic_name(topic):
         return ""
     return f"topic {topic} does not exist: `eos topic create {topic}` makes it"
 

@@ -79,10 +79,16 @@ def held(client: Any, topic: str, partitions: Iterable[int]) -> dict[int, Span]:
     """The same of some partitions of a topic that is there; `client` as facts.connect gives it."""
     places = [TopicPartition(topic, partition) for partition in partitions]
     low = _offsets(client, places, OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)  # type: ignore[no-untyped-call]
-    # The stable ends first: ends only grow, so the later answer can never lie below the earlier one.
-    stable = _offsets(client, places, OffsetSpec.latest(), IsolationLevel.READ_COMMITTED)  # type: ignore[no-untyped-call]
+    # First: ends only grow, so the later answer can never lie below the earlier one.
+    stable = stable_ends(client, topic, low)
     end = _offsets(client, places, OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED)  # type: ignore[no-untyped-call]
     return {partition: Span(low[partition], stable[partition], end[partition]) for partition in low}
+
+
+def stable_ends(client: Any, topic: str, partitions: Iterable[int]) -> dict[int, int]:
+    """The last stable offsets alone; `client` as facts.connect gives it."""
+    places = [TopicPartition(topic, partition) for partition in partitions]
+    return _offsets(client, places, OffsetSpec.latest(), IsolationLevel.READ_COMMITTED)  # type: ignore[no-untyped-call]
 
 
 def older(client: Any, topic: str, low: Mapping[int, int], before_ms: int) -> set[int]:

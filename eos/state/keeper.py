@@ -34,9 +34,17 @@ _ASK_S = 10.0
 class Keeper:
     pipelines = False  # what a transaction changed is known to the next one once it is committed
 
-    def __init__(self, app: App, settings: Settings, world: World = REAL) -> None:
-        self._app_id, self._settings, self._world = app.id, settings, world
+    def __init__(
+        self,
+        app: App,
+        settings: Settings,
+        owned: Callable[[], Set[Partition]] = frozenset,
+        world: World = REAL,
+    ) -> None:
+        """`owned`: the session's partitions."""
+        self._app_id, self._settings, self._owned, self._world = app.id, settings, owned, world
         self._routes = {route.sources[0]: route for route in app.stateful}
+        self._topics = {source: changelog.changelog_of(app.id, route) for source, route in self._routes.items()}
         self._tasks: dict[Partition, Task] = {}
         self._tombstones_s: dict[str, float] = {}
         self._thread: Watchdog | None = None
@@ -45,8 +53,6 @@ class Keeper:
         self._ids: dict[str, str] = {}  # of changelogs
         folder: str = settings["eos.state.dir"]
         self._folder = Path(folder).expanduser() / app.id if folder else None
-        self.owned: Callable[[], Set[Partition]] = frozenset
-        """The session's partitions."""
 
     def prepare(self) -> None:
         """Before the start: the changelogs are there. Raises ConfigurationError, NotAuthorised, Unavailable."""
@@ -81,7 +87,7 @@ class Keeper:
     # ---- a Participant ----------------------------------------------------------------------------------------
 
     def restore(self, starts: Mapping[Partition, Committed]) -> None:
-        gone = self._tasks.keys() - (self.owned() - starts.keys())
+        gone = self._tasks.keys() - (self._owned() - starts.keys())
         for partition in gone:
             self._tasks.pop(partition).values.close()
         for source, route in self._routes.items():
@@ -89,7 +95,7 @@ class Keeper:
                 self._restore(route, source, partitions)
 
     def _restore(self, route: Route, source: str, partitions: list[int]) -> None:
-        began, topic = self._world.now(), changelog.changelog_of(self._app_id, route)
+        began, topic = self._world.now(), self._topics[source]
         held = changelog.settled(self._settings, topic, partitions, self._world)
         values = {partition: self._values(topic, partition) for partition in partitions}
         self._tasks |= {(source, partition): Task(found) for partition, found in values.items()}
@@ -130,11 +136,8 @@ class Keeper:
 
     def last_sends(self, send: Callable[..., None]) -> None:
         for (source, partition), task in self._tasks.items():
-            if not task.changed:
-                continue
-            topic = changelog.changelog_of(self._app_id, self._routes[source])
             for cell, value in task.changed.items():
-                send(topic, value, cell, partition)
+                send(self._topics[source], value, cell, partition)
 
     def beside(self, partition: Partition) -> Mapping[str, object]:
         return {}
@@ -155,16 +158,13 @@ class Keeper:
     def _follow(self, now: float) -> None:
         """Now and then notes how far each changelog is decided, by an answer that came before this commit: what lies
         before a last stable offset of then is in the values now, whoever wrote it. No transaction is open."""
-        asked, thread = self._asked, self._thread
-        if asked is None or thread is None:
-            self._thread = thread = thread or self._world.caller("eos-state")
+        if self._asked is None:
             tasks = dict(self._tasks)
-            self._asked = thread.start(self._stable, list(tasks)), tasks
+            self._thread = self._thread or self._world.caller("eos-state")
+            self._asked = self._thread.start(self._stable, list(tasks)), tasks
             return
-        job, tasks = asked
-        if not job.done.is_set():
-            return
-        if self._world.now() < self._next_note:
+        job, tasks = self._asked
+        if not job.done.is_set() or self._world.now() < self._next_note:
             return
         self._asked, self._next_note = None, self._world.now() + _NOTE_S
         if job.error is not None:
@@ -176,10 +176,11 @@ class Keeper:
                 task.values.apply({}, stable, now)
 
     def _stable(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
+        """The last stable offsets of their changelogs."""
         client = facts.connect(self._settings, _ASK_S, self._world)
-        found: dict[Partition, int] = {}
-        for source, route in self._routes.items():
-            if numbers := [number for topic, number in partitions if topic == source]:
-                held = tail.held(client, changelog.changelog_of(self._app_id, route), numbers)
-                found |= {(source, number): span.stable for number, span in held.items()}
-        return found
+        return {
+            (source, number): stable
+            for source in self._routes
+            if (numbers := [number for topic, number in partitions if topic == source])
+            for number, stable in tail.stable_ends(client, self._topics[source], numbers).items()
+        }

@@ -8,11 +8,13 @@ unasked.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from confluent_kafka import KafkaException, TopicPartition
@@ -136,7 +138,10 @@ class Done:
     runs: tuple[Run, ...] = ()
 
     def has(self, offset: int) -> bool:
-        return offset < self.offset or any(first <= offset <= last for first, last in self.runs)
+        if offset < self.offset:
+            return True
+        behind = bisect.bisect(self.runs, offset, key=itemgetter(0))  # asked of every letter, and there may be many
+        return behind > 0 and offset <= self.runs[behind - 1][1]
 
     def plus(self, *more: Run) -> Done:
         """With these too; each run is as long as can be, and none touches `offset`."""
@@ -187,14 +192,15 @@ class Done:
 
 def offsets_of(topic: str, after: Mapping[int, Done]) -> list[TopicPartition]:
     """What is to be committed. UsageError where it is more than the brokers take."""
-    for partition, done in after.items():
-        if len(done.metadata()) > _METADATA_BYTES:
+    offsets = [TopicPartition(topic, partition, done.offset, done.metadata()) for partition, done in after.items()]
+    for at in offsets:
+        if len(at.metadata or "") > _METADATA_BYTES:
             raise UsageError(
-                f"{place_of(topic, partition)}: the letters that are done lie in {len(done.runs)} pieces, more "
-                "than can be noted; what was settled before stands",
+                f"{place_of(topic, at.partition)}: the letters that are done lie in {len(after[at.partition].runs)} "
+                "pieces, more than can be noted; what was settled before stands",
                 remedy="take the first ones first: `eos dlq replay` or `drop --all` with --limit",
             )
-    return [TopicPartition(topic, p, done.offset, done.metadata()) for p, done in after.items()]
+    return offsets
 
 
 class Place:

@@ -14,6 +14,7 @@ does not find its own there ends with 79. No transaction is open while the user'
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -29,7 +30,7 @@ from eos.plain import Transactions
 from eos.records import Send
 from eos.worker.handling import Handler, Kept
 from eos.worker.hooks import Hooks
-from eos.worker.letters import Letter, Place, again, group_of, letters, offsets_of
+from eos.worker.letters import Letter, Place, Run, again, group_of, letters, offsets_of
 
 _MOST = 100  # letters of one transaction
 
@@ -227,9 +228,10 @@ class Settling:
 
     def _send(self, topic: str, batch: list[_Step]) -> None:
         """One transaction: outputs, letters that failed again, and which are done."""
-        after = self._place.done[topic].copy()
+        settled: defaultdict[int, list[Run]] = defaultdict(list)
         for first, one in batch:
-            after[one.letter.partition] = after[one.letter.partition].plus((first, one.letter.offset))
+            settled[one.letter.partition].append((first, one.letter.offset))
+        after = {partition: done.plus(*settled[partition]) for partition, done in self._place.done[topic].items()}
         offsets = offsets_of(topic, after)
         with self._transactions.begin() as txn:
             if txn.renewed:

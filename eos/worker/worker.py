@@ -49,7 +49,9 @@ class Worker(Listener):
             **{"group.id": app.id, "transactional.id": f"{app.id}-{settings.instance}"}
         )
         ledger = Ledger() if self.settings["eos.lineage"] else None
-        self._keeper = Keeper(app, self.settings, world) if app.stateful else None
+        self._keeper: Keeper | None = None
+        if app.stateful:
+            self._keeper = Keeper(app, self.settings, lambda: self.session.assignment, world)
         cells_of = None if self._keeper is None else self._keeper.cells_of
         self._concurrent_most: int = self.settings["eos.async.max.records"]
         self._batch_most: int = self.settings["eos.batch.max.records"]
@@ -69,8 +71,6 @@ class Worker(Listener):
             together=self._batch_most if any(function.batch for function in app.functions) else 1,
             world=world,
         )
-        if self._keeper is not None:
-            self._keeper.owned = lambda: self.session.assignment
         self._slice = 1
         functions = app.functions
         self._single_route: Route | None = functions[0] if len(functions) == 1 else None

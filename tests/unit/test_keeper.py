@@ -89,7 +89,7 @@ def test_what_changed_is_sent_once_per_key_and_counts_when_its_transaction_commi
     assert kept(keeper) == b"3"
     keeper.last_sends(lambda *send: sent.append(send))
     assert len(sent) == 1
-    keeper.owned = lambda: {("in", 1)}
+    keeper._owned = lambda: {("in", 1)}
     keeper.restore({})
     with pytest.raises(KeyError):
         kept(keeper)
