@@ -4,7 +4,7 @@ transactions changed. Made where it is not there; read up to its end before the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from eos import log
 from eos.app.routes import Route
@@ -13,7 +13,7 @@ from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
 from eos.kafka.tail import Span
 from eos.kafka.world import REAL, World
-from eos.records import Record, place_of
+from eos.records import Record, is_topic_name, place_of
 
 _ASK_S = 10.0
 # A transaction that is decided is not yet to be seen where its markers are under way; nobody else writes there.
@@ -24,6 +24,22 @@ CONFIG = {"cleanup.policy": "compact"}
 
 def changelog_of(app_id: str, route: Route) -> str:
     return f"{app_id}-{route.name.replace('.', '-')}-changelog"
+
+
+def changelogs_of(app_id: str, routes: Iterable[Route]) -> dict[str, str]:
+    """The changelog of each function, by its source. Raises ConfigurationError where two would share one, or where
+    Kafka takes no topic of that name."""
+    found: dict[str, str] = {}
+    for route in routes:
+        topic = changelog_of(app_id, route)
+        if topic in found.values():
+            raise ConfigurationError(f"two functions with state are named {route.name}: each needs a name of its own")
+        if not is_topic_name(topic):
+            raise ConfigurationError(
+                f"the state of {route.name} needs the topic {topic!r}, and Kafka takes no such name"
+            )
+        found[route.sources[0]] = topic
+    return found
 
 
 def require(settings: Settings, app_id: str, routes: Sequence[Route], world: World = REAL) -> dict[str, float]:

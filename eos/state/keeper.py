@@ -44,7 +44,7 @@ class Keeper:
         """`owned`: the session's partitions."""
         self._app_id, self._settings, self._owned, self._world = app.id, settings, owned, world
         self._routes = {route.sources[0]: route for route in app.stateful}
-        self._topics = {source: changelog.changelog_of(app.id, route) for source, route in self._routes.items()}
+        self._topics = changelog.changelogs_of(app.id, app.stateful)
         self._tasks: dict[Partition, Task] = {}
         self._tombstones_s: dict[str, float] = {}
         self._thread: Watchdog | None = None

@@ -210,3 +210,19 @@ def test_a_folder_that_cannot_be_is_said_before_the_first_record(tmp_path: Path)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match=r"eos.state.dir=.*/file/x cannot be written: Not a directory"):
         values.check_folder(tmp_path / "file" / "x")
+
+
+def test_two_functions_of_one_name_do_not_share_their_state() -> None:
+    app = app_of()
+
+    def count(value: str, seen: State[int]) -> None: ...
+
+    app.process("other", to="out")(count)
+    with pytest.raises(ConfigurationError, match="two functions with state are named count: each needs a name of its"):
+        Keeper(app, SETTINGS)
+    long = App("a" * 249)
+    long.process("in", to="out")(count)
+    with pytest.raises(
+        ConfigurationError, match=r"the state of count needs the topic 'a{249}-count-changelog', and Kafka"
+    ):
+        Keeper(long, SETTINGS)
