@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import operator
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,9 +89,12 @@ class Ledger:
         self._committed[partition] = tally_of(metadata) or Tally(offset)
         self._open.pop(partition, None)
 
-    def restore(self, starts: Mapping[TopicPartition, Committed]) -> None:
+    def forget(self, gone: Collection[TopicPartition]) -> None: ...  # whatever is counted then is never asked for
+
+    def restore(self, starts: Mapping[TopicPartition, Committed]) -> Collection[TopicPartition]:
         for partition, at in starts.items():
             self.begin(partition, max(at.offset, 0), at.metadata)
+        return starts.keys()
 
     def handled(self, partition: TopicPartition, outputs: int) -> int:
         """One more input made this many outputs; returns the number of the first of them."""

@@ -56,7 +56,8 @@ class Observer:
         membership = self._session.membership
         lags = [PartitionLag(*partition, records) for partition, records in sorted(membership.lags().items())]
         under_way_s = self._session.commit_under_way_s
-        self._sample = Sample(membership.member.known, membership.unresolved, lags, under_way_s)
+        known, unresolved = membership.member.known, membership.unresolved
+        self._sample = Sample(known, unresolved, lags, under_way_s, membership.waiting)
 
     def status(self) -> Status:
         """As of now; from any thread."""

@@ -110,6 +110,7 @@ class Sample(NamedTuple):
     unresolved: int
     lags: list[PartitionLag]
     commit_under_way_s: float = 0.0
+    restoring: int = 0
 
 
 class Verdict(NamedTuple):
@@ -156,6 +157,8 @@ def judge(
         return Verdict(True, False, "not in its group yet, or its cluster does not answer")
     if sample.unresolved:
         return Verdict(True, False, f"waiting for the committed offsets of {sample.unresolved} partitions")
+    if sample.restoring:
+        return Verdict(True, False, f"restoring the state of {sample.restoring} partitions")
     return Verdict(True, True, "handling records" if doing == "handling" else "running")
 
 

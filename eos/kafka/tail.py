@@ -227,12 +227,17 @@ def _consumer(settings: Settings, isolation: str, places: list[TopicPartition], 
 
 def read_until(reader: TopicReader, ends: Mapping[int, int]) -> Iterator[Seen]:
     """What is before these offsets; ends when all of it was read. Unavailable when nothing moves for long."""
+    for got in reads_until(reader, ends):
+        yield from got
+
+
+def reads_until(reader: TopicReader, ends: Mapping[int, int]) -> Iterator[list[Seen]]:
+    """The same, read by read: what came within a moment, which may be nothing. `ends` may lose some meanwhile."""
     deadline = reader.now() + _NO_PROGRESS_S
-    left = ends
-    while left := {partition: end for partition, end in left.items() if reader.at(partition) < end}:
+    while left := {partition: end for partition, end in ends.items() if reader.at(partition) < end}:
         before = {partition: reader.at(partition) for partition in left}
         got = reader.read()
-        yield from (seen for seen in got if seen.record.offset < ends.get(seen.record.partition, 0))
+        yield [seen for seen in got if seen.record.offset < ends.get(seen.record.partition, 0)]
         if got or any(reader.at(partition) > at for partition, at in before.items()):
             deadline = reader.now() + _NO_PROGRESS_S
         elif reader.now() > deadline:

@@ -107,6 +107,7 @@ class Intake:
         gone, fresh = self.membership, self._made()
         # Its closing forgets what is uncommitted. In this order: who is interrupted does it again, with the same one.
         fresh.starts.known = gone.starts.known = gone.starts.all_uncommitted()
+        fresh.gone = gone.gone = gone.gone | gone.assigned
         gone.abandon()
         self._membership, self._failure = fresh, None
         self.positions.clear()
@@ -134,15 +135,22 @@ class Intake:
         self.membership.read_too(self.topics)
 
     def begin_partitions(self) -> None:
-        starts = self.membership.begin_new_partitions()
-        for participant in self._participants:
-            participant.restore(starts)
+        """Who takes part hears of partitions that left, and those begin that everybody is ready for."""
+        membership = self.membership
+        if membership.gone:
+            for participant in self._participants:
+                participant.forget(membership.gone)
+            membership.gone = set()  # behind it: who is interrupted tells it again
+        if starts := membership.find_starts():
+            ready = set(starts).intersection(*(one.restore(starts) for one in self._participants))
+            membership.begin(ready)
 
     def gather(self) -> None:
         """Polls until the interval since the last transaction's begin is over."""
         self._pacing.gathers(now := self._world.now())
         if not len(self.positions) and not self._pacing.left_s(now):
-            self.poll(1, _IDLE_POLL_S)  # idle: the first record starts a transaction at once
+            # Idle: the first record starts a transaction at once.
+            self.poll(1, 0.0 if self.membership.waiting else _IDLE_POLL_S)
             if not len(self.positions):
                 return
             self._pacing.gathers(now := self._world.now())

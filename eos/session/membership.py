@@ -1,8 +1,9 @@
 """Membership of a consumer group: the consumer, what it owns, and what is fetched.
 
 Owns the confluent-kafka Consumer. Rebalance callbacks only record facts: an assignment waits in `_unresolved` until
-`begin_new_partitions`, a revocation is forgotten at once, and `lost_sentence` says so if the open transaction took
-records of it. This module never touches the producer and never decides what becomes of a transaction.
+`find_starts` knows where it begins and `begin` is told that it may; a revocation is forgotten at once, and
+`lost_sentence` says so if the open transaction took records of it. This module never touches the producer and never
+decides what becomes of a transaction.
 """
 
 from __future__ import annotations
@@ -62,9 +63,13 @@ class Membership:
         self._positions = positions
         self.group: str = settings["group.id"]
         self.owned: set[Partition] = set()
+        """Those that are read."""
+        self.gone: set[Partition] = set()
+        """Went since somebody looked; also those that never began, or that came again."""
+        self._found: dict[Partition, TopicPartition] = {}  # assigned, and it is known where they begin
         self.lost_sentence: str | None = None
         """Why the open transaction cannot commit: the group took partitions away that it took records of."""
-        self._unresolved: set[Partition] = set()  # assigned by the group, not begun yet
+        self._unresolved: set[Partition] = set()  # assigned by the group, and it is not known where they begin
         self._next_resolve = 0.0
         self._told_waiting = 0.0
         self._waiting_since = 0.0
@@ -277,9 +282,9 @@ class Membership:
 
     def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         try:
-            if not self.owned and not self._unresolved:
+            if not self.assigned and not self._unresolved:
                 self.member.assigned()
-            # An empty assignment: the partitions begin in `begin_new_partitions`, once it is known where.
+            # An empty assignment: the partitions begin in `begin`, once it is known where.
             (consumer.incremental_assign if self._incremental else consumer.assign)([])
             self._unresolved |= {(p.topic, p.partition) for p in partitions}
             add(self._rebalances, "assigned")
@@ -305,6 +310,8 @@ class Membership:
                 consumer.unassign()
             self.owned -= gone
             self._unresolved -= gone
+            self._found = {p: start for p, start in self._found.items() if p not in gone}
+            self.gone |= gone
             self._begun_at = {p: offset for p, offset in self._begun_at.items() if p not in gone}
             self.starts.gone(gone)
             if self._positions.forget(gone):
@@ -326,16 +333,27 @@ class Membership:
     # ---- where partitions begin -------------------------------------------------------------------------------
 
     @property
-    def new_partitions(self) -> bool:
-        """The group assigned partitions that did not begin yet, and it is time to ask where."""
+    def assigned(self) -> set[Partition]:
+        """Ours by the group, and it is known where they begin: those that are read, and those that wait for us."""
+        return self.owned | self._found.keys()
+
+    @property
+    def _to_resolve(self) -> bool:
         return bool(self._unresolved) and self._world.now() >= self._next_resolve
 
-    def begin_new_partitions(self) -> Mapping[Partition, TopicPartition]:
-        """Begins what the group assigned, if its stable committed offsets can be had: not while a predecessor's open
-        transaction pends on them. Partitions that we have already go on meanwhile. Not inside a transaction. Returns
-        what began, with what was committed of it."""
-        if not self.new_partitions:
-            return {}
+    @property
+    def changed(self) -> bool:
+        """The group took partitions, or it is time to ask where new ones begin, or whether they may."""
+        return bool(self.gone or self._found) or self._to_resolve
+
+    def find_starts(self) -> Mapping[Partition, TopicPartition]:
+        """Where those begin that the group assigned and that did not begin yet, with what is committed of them: not
+        known while a predecessor's open transaction pends on that; partitions that we have already go on meanwhile."""
+        if self._to_resolve:
+            self._resolve()
+        return self._found
+
+    def _resolve(self) -> None:
         if self._rebalanced and self._overdue is not None:
             self._overdue.look()  # these partitions may be a dead member's
         self._rebalanced = False
@@ -345,15 +363,22 @@ class Membership:
             # The group must be polled meanwhile, and a stop must be seen: a partition may have no leader for hours.
             self._next_resolve = self._world.now() + _RESOLVE_PAUSE_S
             self._tell_waiting(str(error))
-            return {}
+            return
+        self._found |= starts
+        self._unresolved = set()
+
+    def begin(self, partitions: Collection[Partition]) -> None:
+        """Some of those whose starts were found are read from now on. Not inside a transaction."""
+        if not partitions or (not self._incremental and len(partitions) < len(self._found)):
+            return  # an assignment that is no increment takes all at once
+        starts = {p: self._found[p] for p in sorted(partitions)}
         self._assign(starts)
         self.member.id()  # it is kept
         self._begun_at |= {p: tp.offset for p, tp in starts.items()}
-        self._unresolved = set()
+        self._found = {p: start for p, start in self._found.items() if p not in starts}
         self.owned |= set(starts)
         self._positions.assigned({p: max(tp.offset, 0) for p, tp in starts.items()})
         log.info("partitions assigned", partitions=names_of(starts), group=self.group)
-        return starts
 
     def _assign(self, starts: Mapping[Partition, TopicPartition]) -> None:
         (self.consumer.incremental_assign if self._incremental else self.consumer.assign)(list(starts.values()))
@@ -384,7 +409,7 @@ class Membership:
         if self.member.has_changed(member_id):
             sentence = "the group had removed this member, which joined again with the partitions of before"
             raise CallFailed("consume", Action.REJOIN, RuntimeError(sentence))
-        if not self.owned.issuperset(offsets):
+        if not self.assigned.issuperset(offsets):
             raise self._cannot_commit(self.lost_sentence or "a partition of this transaction is not ours any more")
         return metadata
 
@@ -398,8 +423,13 @@ class Membership:
 
     @property
     def unresolved(self) -> int:
-        """Partitions that the group assigned and that cannot begin yet."""
+        """Partitions that the group assigned and of which it is not known where they begin."""
         return len(self._unresolved)
+
+    @property
+    def waiting(self) -> int:
+        """Partitions that somebody who takes part is not ready for."""
+        return len(self._found)
 
     def lags(self) -> dict[Partition, int | None]:
         """Of each owned partition: Lag.of."""

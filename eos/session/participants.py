@@ -8,7 +8,7 @@ transaction's clients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -36,8 +36,13 @@ class Participant(Protocol):
     pipelines: bool
     """Whether its next transaction may begin before it is told how this one ended; else one producer works."""
 
-    def restore(self, starts: Mapping[Partition, Committed]) -> None:
-        """These partitions are ours from now on and begin here; no transaction is open."""
+    def forget(self, gone: Collection[Partition]) -> None:
+        """These are not ours any more; no transaction is open. Said also of those that come back at once, and of those
+        that never began."""
+
+    def restore(self, starts: Mapping[Partition, Committed]) -> Collection[Partition]:
+        """These partitions are ours from now on and begin here; no transaction is open. Returns those that can begin.
+        The others are asked for again in a moment: in between the group is polled, and what can begin is worked on."""
 
     def last_sends(self, send: Callable[..., None]) -> None:
         """The transaction is about to be flushed: what belongs to it beside its outputs is sent now, by

@@ -451,7 +451,7 @@ class TransactSession:
             self._await_commit()
             self._intake.read_too()
         # A partition that left and comes back begins behind what of it is on its way.
-        if self.membership.new_partitions and self._await_commit():
+        if self.membership.changed and self._await_commit():
             self._intake.begin_partitions()
         self._intake.gather()
 
@@ -569,7 +569,7 @@ class TransactSession:
         if error is None:
             self._arrived(commit)
             return True
-        self.membership.starts.returned(commit.new_starts, self.membership.owned)
+        self.membership.starts.returned(commit.new_starts, self.membership.assigned)
         self._positions.returned()
         self._lanes.ended(commit)
         if not isinstance(error, CallFailed):

@@ -4,7 +4,7 @@ transactions changed. Made where it is not there; read up to its end before the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 from eos import log
 from eos.app.routes import Route
@@ -13,7 +13,7 @@ from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
 from eos.kafka.tail import Span
 from eos.kafka.world import REAL, World
-from eos.records import Record, is_topic_name, place_of
+from eos.records import is_topic_name, place_of
 
 _ASK_S = 10.0
 # A transaction that is decided is not yet to be seen where its markers are under way; nobody else writes there.
@@ -75,32 +75,22 @@ def require(settings: Settings, app_id: str, routes: Sequence[Route], world: Wor
     return kept
 
 
-def settled(settings: Settings, topic: str, partitions: Sequence[int], world: World = REAL) -> dict[int, Span]:
-    """What these partitions hold, once no transaction is open there. Raises Temporary where one stays open,
-    Unavailable."""
+def settled(
+    settings: Settings, topic: str, partitions: Sequence[int], world: World = REAL
+) -> Generator[None, None, dict[int, Span]]:
+    """What these partitions hold, once no transaction is open there. It comes up for air while one is; `partitions` may
+    lose some meanwhile. Raises Temporary where one stays open, Unavailable."""
     client = facts.connect(settings, _ASK_S, world)
     held = tail.held(client, topic, partitions)
     deadline = world.now() + settings.transaction_timeout_ms / 1000 + _SETTLED_S
-    while open_ := [partition for partition, span in held.items() if span.stable < span.end]:
+    while open_ := [partition for partition in partitions if held[partition].stable < held[partition].end]:
         if world.now() > deadline:
             raise Temporary(
                 f"state cannot be restored: a transaction is open in {place_of(topic, open_[0])}",
                 remedy="`eos txn find-hanging` says whose",
             )
         log.debug("waiting for the transaction before", topic=topic, partitions=len(open_))
+        yield
         world.sleep(0.05)
         held |= tail.held(client, topic, open_)
     return held
-
-
-def read(
-    settings: Settings, topic: str, starts: Mapping[int, int], held: Mapping[int, Span], world: World = REAL
-) -> Iterator[Record]:
-    """All that is committed in these partitions from `starts` on, in order of each. Raises Unavailable."""
-    ends = {partition: held[partition].end for partition, start in starts.items() if start < held[partition].end}
-    if not ends:
-        return
-    starts = {partition: starts[partition] for partition in ends}
-    with tail.TopicReader(settings, topic, starts, uncommitted=False, world=world) as reader:
-        for seen in tail.read_until(reader, ends):
-            yield seen.record

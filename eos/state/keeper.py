@@ -1,13 +1,13 @@
 """Keeps the state of an App's functions: takes part in a worker's transactions (eos/session/participants.py).
 
 What functions changed is sent to the changelogs as the last of each transaction, one record per changed key; it counts
-here once the transaction is committed. A partition that comes begins with what its changelog says: its predecessor's
-transaction is decided by then.
+here once the transaction is committed. A partition that comes begins with what its changelog says
+(eos/state/restoring.py): its predecessor's transaction is decided by then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from eos import log
@@ -17,16 +17,15 @@ from eos.app.state import Cells, CellsOf
 from eos.errors import EosError, describe_error
 from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
-from eos.kafka.tail import Span
 from eos.kafka.watchdog import Job, Watchdog
 from eos.kafka.world import REAL, World
 from eos.records import Committed, Record
 from eos.state import changelog
+from eos.state.restoring import Restoring
 from eos.state.tasks import Task
-from eos.state.values import InFolder, InMemory, Value, Values, check_folder
+from eos.state.values import InFolder, InMemory, Values, check_folder
 
 Partition = tuple[str, int]
-_AT_ONCE = 10_000  # values of a restore that are written together
 _NOTE_S = 5.0  # what is committed in so long is what a restart after a kill may read again
 _ASK_S = 10.0
 
@@ -34,18 +33,12 @@ _ASK_S = 10.0
 class Keeper:
     pipelines = False  # what a transaction changed is known to the next one once it is committed
 
-    def __init__(
-        self,
-        app: App,
-        settings: Settings,
-        owned: Callable[[], Set[Partition]] = frozenset,
-        world: World = REAL,
-    ) -> None:
-        """`owned`: the session's partitions."""
-        self._app_id, self._settings, self._owned, self._world = app.id, settings, owned, world
+    def __init__(self, app: App, settings: Settings, world: World = REAL) -> None:
+        self._app_id, self._settings, self._world = app.id, settings, world
         self._routes = {route.sources[0]: route for route in app.stateful}
         self._topics = changelog.changelogs_of(app.id, app.stateful)
-        self._tasks: dict[Partition, Task] = {}
+        self._tasks: dict[Partition, Task] = {}  # those that are ready
+        self._restoring: dict[str, list[Restoring]] = {source: [] for source in self._routes}
         self._tombstones_s: dict[str, float] = {}
         self._thread: Watchdog | None = None
         self._asked: tuple[Job, dict[Partition, Task]] | None = None
@@ -74,6 +67,8 @@ class Keeper:
                 log.debug("the changelogs' ends are not known", error=str(error))
         for task in self._tasks.values():
             task.values.close()
+        for restoring in self._all_restoring():
+            restoring.close()
         if self._thread is not None:
             self._thread.close()
         self._tasks, self._thread = {}, None
@@ -86,53 +81,37 @@ class Keeper:
 
     # ---- a Participant ----------------------------------------------------------------------------------------
 
-    def restore(self, starts: Mapping[Partition, Committed]) -> None:
-        gone = self._tasks.keys() - (self._owned() - starts.keys())
-        for partition in gone:
-            self._tasks.pop(partition).values.close()
+    def forget(self, gone: Collection[Partition]) -> None:
+        for source, partition in gone:
+            if (task := self._tasks.pop((source, partition), None)) is not None:
+                task.values.close()
+            for restoring in self._restoring.get(source, ()):
+                if partition in restoring.partitions:
+                    restoring.forget(partition)
+
+    def restore(self, starts: Mapping[Partition, Committed]) -> Collection[Partition]:
         for source, route in self._routes.items():
-            if partitions := sorted(number for topic, number in starts if topic == source):
-                self._restore(route, source, partitions)
+            known = {partition for restoring in self._restoring[source] for partition in restoring.partitions}
+            ours = {partition for topic, partition in starts if topic == source} - known
+            if new := sorted(partition for partition in ours if (source, partition) not in self._tasks):
+                self._restoring[source].append(self._restoring_of(route, self._topics[source], new))
+        for source, restorings in self._restoring.items():
+            for restoring in restorings:
+                self._tasks |= {(source, number): Task(values) for number, values in restoring.go_on().items()}
+            self._restoring[source] = [restoring for restoring in restorings if not restoring.done]
+        return {partition for partition in starts if partition in self._tasks or partition[0] not in self._routes}
 
-    def _restore(self, route: Route, source: str, partitions: list[int]) -> None:
-        began, topic = self._world.now(), self._topics[source]
-        held = changelog.settled(self._settings, topic, partitions, self._world)
-        values = {partition: self._values(topic, partition) for partition in partitions}
-        self._tasks |= {(source, partition): Task(found) for partition, found in values.items()}
-        starts = {partition: self._start(topic, found, held[partition]) for partition, found in values.items()}
-        news: dict[int, dict[bytes, Value]] = {partition: {} for partition in partitions}
-        count = 0
-        for record in changelog.read(self._settings, topic, starts, held, self._world):
-            new, count = news[record.partition], count + 1
-            new[record.key or b""] = record.value
-            if len(new) >= _AT_ONCE:
-                values[record.partition].apply(new, record.offset + 1, self._world.unix())
-                new.clear()
-        for partition, new in news.items():
-            values[partition].apply(new, held[partition].end, self._world.unix())
-        log.info(
-            "state restored",
-            function=route.name,
-            partitions=",".join(map(str, partitions)),
-            keys=sum(map(len, values.values())),
-            read=count,
-            seconds=round(self._world.now() - began, 1),
-        )
+    def _restoring_of(self, route: Route, topic: str, partitions: Sequence[int]) -> Restoring:
+        def values(partition: int, whichever: bool) -> Values | None:
+            if self._folder is None:
+                return InMemory()
+            return InFolder.of(self._folder, f"{topic}-{partition}", self._ids.get(topic, ""), whichever)
 
-    def _values(self, topic: str, partition: int) -> Values:
-        if self._folder is None:
-            return InMemory()
-        return InFolder(self._folder, f"{topic}-{partition}", self._ids.get(topic, ""))
+        kept_s = self._tombstones_s.get(topic, 0.0)
+        return Restoring(self._settings, topic, route.name, partitions, values, kept_s, self._world)
 
-    def _start(self, topic: str, values: Values, held: Span) -> int:
-        """Where the changelog is read from. A folder that stands before or behind all of it is of no use, and one that
-        was away for longer than tombstones are kept may have missed some; a transaction's marker is nothing new."""
-        away_s = self._world.unix() - values.written_at
-        missed = held.end - values.position > 1 and away_s > self._tombstones_s.get(topic, 0.0)
-        if missed or not held.low <= values.position <= held.end:
-            values.clear()
-            return held.low
-        return values.position
+    def _all_restoring(self) -> list[Restoring]:
+        return [restoring for restorings in self._restoring.values() for restoring in restorings]
 
     def last_sends(self, send: Callable[..., None]) -> None:
         for (source, partition), task in self._tasks.items():

@@ -80,8 +80,15 @@ class InFolder:
     `changelog_id`: the topic's; values of another topic of that name are thrown away.
     """
 
-    def __init__(self, base: Path, task: str, changelog_id: str) -> None:
-        self._folder, self._lock = _own(base, task)
+    @classmethod
+    def of(cls, base: Path, task: str, changelog_id: str, whichever: bool = True) -> InFolder | None:
+        """In the task's folder that was written last, which spares reading; None if another process has it. With
+        `whichever` in another one then: a process that is stopped and not dead keeps its own."""
+        owned = _own(base, task, whichever)
+        return None if owned is None else cls(*owned, changelog_id)
+
+    def __init__(self, folder: Path, lock: int, changelog_id: str) -> None:
+        self._folder, self._lock = folder, lock
         self._whose = {"v": _FORMAT, "boot": _boot_id(), "changelog": changelog_id}
         self._open()
         noted = self._noted()
@@ -185,20 +192,29 @@ def check_folder(folder: Path) -> None:
         raise ConfigurationError(f"eos.state.dir={folder} cannot be written: {error.strerror}") from error
 
 
-def _own(base: Path, task: str) -> tuple[Path, int]:
-    """A folder of the task that no other process has, and its lock, which the process's end gives up. A process that
-    is stopped and not dead keeps its own: who comes meanwhile takes the next one."""
-    for number in itertools.count():
-        folder = base / f"{task}.{number}"
+def _own(base: Path, task: str, whichever: bool) -> tuple[Path, int] | None:
+    """A folder of the task, and its lock, which the process's end gives up."""
+    numbered = (base / f"{task}.{number}" for number in itertools.count())
+    there = list(itertools.takewhile(Path.exists, numbered))
+    for folder in [*sorted(there, key=_written_at, reverse=True), base / f"{task}.{len(there)}"]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
-            continue
-        return folder, lock
-    raise AssertionError("there is always another one")
+            if not whichever:
+                break
+        else:
+            return folder, lock
+    return None
+
+
+def _written_at(folder: Path) -> float:
+    try:
+        return (folder / "values" / "data.mdb").stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _boot_id() -> str:

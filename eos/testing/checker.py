@@ -130,6 +130,17 @@ class CommitSeries(Records):
     _lowest_offset = -1
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Counts:
+    """What a function that counts the records of each key says, and what it leaves: `keys` and `told` (n,) of each
+    output, how many of its key it had counted then, its own record included; `kept` the same of all its changelogs at
+    the end, by (index of the source topic, partition, key)."""
+
+    keys: Sequence[bytes | None]
+    told: Int64s
+    kept: Mapping[tuple[int, int, bytes | None], int]
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What one rule found; `examples` are one line each, for at most `EXAMPLES` of the `violations`.
@@ -491,6 +502,44 @@ def no_rewind(commits: CommitSeries) -> Verdict:
     return verdict("no_rewind", steps, "steps of committed offsets", len(back), examples, "none goes back", about)
 
 
+def state(outputs: Outputs, counts: Counts, sources: tuple[str, ...]) -> Verdict:
+    """What a function remembers per key is what its visible outputs make of it, in each of them and at the end.
+
+    A change that outlived its transaction is told by the next output of its key, one that was lost too. `sources`: the
+    topics of the inputs.
+    """
+    names, key = np.unique(np.array([repr(k) for k in counts.keys], object), return_inverse=True)
+    by_key = np.lexsort((outputs.source_offset, key, outputs.source_partition, outputs.source_topic))
+    columns = np.stack([outputs.source_topic, outputs.source_partition, key, outputs.source_offset])[:, by_key]
+    differs = np.ones((4, len(outputs)), np.bool_)
+    differs[:, 1:] = columns[:, 1:] != columns[:, :-1]
+    new_key = differs[:3].any(axis=0)
+    seen = np.cumsum(differs.any(axis=0))  # copies, and what is visible twice, count once
+    begins = np.flatnonzero(new_key)
+    due: Int64s = seen - np.repeat(seen[begins] - 1, np.diff([*begins, len(outputs)]))
+    told = np.asarray(counts.told, np.int64)[by_key]
+    wrong = np.flatnonzero(told != due)
+    examples: list[str] = []
+    about: list[Place] = []
+    for i in wrong[:EXAMPLES]:
+        row = by_key[i]
+        topic, partition, offset = (int(columns[c, i]) for c in (0, 1, 3))
+        source = _place(sources, topic, partition, offset)
+        examples.append(f"{outputs.name(row)}, of {source}, counts {told[i]} of {names[key[row]]}, where {due[i]} are")
+        about += [(sources[topic], partition, offset)] if 0 <= topic < len(sources) and not about else []
+    ends = [*(begins[1:] - 1), len(outputs) - 1] if len(outputs) else []
+    last = {(*map(int, columns[:2, i]), counts.keys[by_key[i]]): int(due[i]) for i in ends}
+    stale = [at for at in {**last, **counts.kept} if last.get(at) != counts.kept.get(at)]
+    for topic, partition, name in stale[:EXAMPLES]:
+        at = topic, partition, name
+        left, there = counts.kept.get(at, "nothing"), last.get(at, "none")
+        place = f"{sources[topic] if 0 <= topic < len(sources) else topic}[{partition}]"
+        examples.append(f"of {name!r} in {place} the changelog holds {left}, where {there} are visible")
+    examined = len(outputs) + len(last.keys() | counts.kept.keys())
+    violations, good = len(wrong) + len(stale), "each is what its key's records make of it"
+    return verdict("state", examined, "counts", violations, examples, good, about)
+
+
 def check(
     inputs: Inputs,
     outputs: Outputs,
@@ -501,13 +550,14 @@ def check(
     ends: Ends | None = None,
     seen: Outputs | None = None,
     commits: CommitSeries | None = None,
+    counts: Counts | None = None,
 ) -> Report:
     """Run every rule for which there is something to examine.
 
     `committed`: the group's stable committed offsets by (topic, partition), partitions without one left out.
     `complete`: the run was to handle every input. Without `committed` and `complete` losses cannot be told from work
     that is still to be done, so `no_losses` is left out. `ends`: of inputs, outputs, or both. `seen`: what a
-    concurrent reader was given. `commits`: observed committed offsets.
+    concurrent reader was given. `commits`: observed committed offsets. `counts`: of a function with state.
     Raises ValueError for arrays that do not describe a history at all (an input read twice).
     """
     joined = join(inputs, outputs, fan_out)
@@ -527,6 +577,8 @@ def check(
         verdicts.append(stable_end(ends))
     if commits is not None:
         verdicts.append(no_rewind(commits))
+    if counts is not None:
+        verdicts.append(state(outputs, counts, inputs.topics))
     return Report(tuple(verdicts))
 
 

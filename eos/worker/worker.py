@@ -51,7 +51,7 @@ class Worker(Listener):
         ledger = Ledger() if self.settings["eos.lineage"] else None
         self._keeper: Keeper | None = None
         if app.stateful:
-            self._keeper = Keeper(app, self.settings, lambda: self.session.assignment, world)
+            self._keeper = Keeper(app, self.settings, world)
         cells_of = None if self._keeper is None else self._keeper.cells_of
         self._concurrent_most: int = self.settings["eos.async.max.records"]
         self._batch_most: int = self.settings["eos.batch.max.records"]

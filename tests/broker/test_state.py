@@ -6,19 +6,26 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewPartitions
 
 import eos
 from eos.broker import LocalKafka
 from eos.state.tasks import named
 from tests.support.reading import configure, create_topic, settled_records, visible_records, wait_until
+from tests.support.stepping_worker import counter_of
+
+if TYPE_CHECKING:
+    from tests.support.pipeline import Pipelines
+pytest_plugins = ["tests.support.pipeline"]
 
 Names = Callable[[str], str]
 ROOT = Path(__file__).parents[2]
@@ -221,6 +228,33 @@ def test_partitions_that_change_hands_take_their_state_along(kafka: LocalKafka, 
         wanted = sum(value not in ("bad", "large", "forget") for _, value in counting.sent)
         wait_until("all is handled", lambda: counting.visible() >= wanted, 90)
         counting.check()
+
+
+@pytest.mark.parametrize("pipelines", ["stateful"], indirect=True)
+def test_while_a_partition_waits_for_its_state_the_group_is_polled_and_others_are_worked_on(
+    kafka: LocalKafka, pipelines: Pipelines
+) -> None:
+    pipeline = pipelines.on(kafka, 600)
+    pipeline.finish()
+    blocked = Producer({"bootstrap.servers": kafka.bootstrap_servers, "transactional.id": f"{pipeline.app}-blocks"})
+    blocked.init_transactions(30)
+    blocked.begin_transaction()
+    blocked.produce(f"{pipeline.app}-{counter_of(0)}-changelog", b"aborted", b"no cell", partition=0)
+    blocked.flush(30)
+    limit_ms = 3_000
+    worker = pipeline.worker(settings={"max.poll.interval.ms": limit_ms, "session.timeout.ms": limit_ms})
+    pipeline.load_transaction(600)
+    pipeline.wait_handled(600 + 300)
+    began = time.monotonic()
+    wait_until("the limit is over, and a second more", lambda: time.monotonic() > began + limit_ms / 1000 + 1)
+    assert pipeline.delivered == 2 * (600 + 300)
+    blocked.abort_transaction(30)
+    pipeline.wait_handled(1_200)
+    worker.terminate()
+    assert worker.wait() == 0
+    assert worker.log.count("partitions assigned") == 2, "those of one function, then of the other"
+    assert "partitions lost" not in worker.log
+    pipeline.verify()
 
 
 def test_what_does_not_fit_the_state_is_said_before_the_first_record(counting: Counting) -> None:

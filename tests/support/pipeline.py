@@ -43,10 +43,12 @@ from eos.errors import Unavailable
 from eos.kafka.cluster import ClusterAdmin
 from eos.kafka.ownership import Described
 from eos.kafka.settings import Settings
-from eos.testing.checker import CommitSeries, Inputs, Report, check
-from eos.testing.history import ConcurrentReader, committed_offsets, end_offsets, read_topic
+from eos.state.tasks import named
+from eos.testing.checker import CommitSeries, Counts, Inputs, Report, check
+from eos.testing.history import ConcurrentReader, Log, committed_offsets, end_offsets, read_topic
+from eos.testing.lineage import WIDTH_BYTES
 from tests.support.reading import TooSlow, create_topics, transaction_of, wait_until
-from tests.support.stepping_worker import ATTEMPT, Orders
+from tests.support.stepping_worker import ATTEMPT, COUNT, Orders, counter_of
 
 REPOSITORY = Path(__file__).parents[2]
 PARTITIONS = 3
@@ -251,8 +253,10 @@ class CommitWatcher:
 class Pipeline:
     """Topics, input, workers and the judgement of one run; every name starts with `prefix`."""
 
-    def __init__(self, kafka: LocalKafka, prefix: str, directory: Path, replicas: int = 1) -> None:
-        self.kafka, self.app, self.directory = kafka, prefix, directory
+    def __init__(
+        self, kafka: LocalKafka, prefix: str, directory: Path, replicas: int = 1, stateful: bool = False
+    ) -> None:
+        self.kafka, self.app, self.directory, self.stateful = kafka, prefix, directory, stateful
         self.servers = kafka.bootstrap_servers
         self.sources = [f"{prefix}-in-a", f"{prefix}-in-b"]
         self.later = [f"{prefix}-in-c", f"{prefix}-in-d", f"{prefix}-in-e"]
@@ -396,6 +400,8 @@ class Pipeline:
             "eos.transaction.interval.ms": 50,
             "eos.transaction.max.records": 200,
         } | dict(settings or {})
+        if self.stateful:
+            values = {"eos.state.dir": self.directory / "state"} | values
         if values.get("group.protocol", "classic") == "classic":
             values = {"session.timeout.ms": SESSION_TIMEOUT_MS, "heartbeat.interval.ms": 500} | values
         order = Orders(
@@ -408,6 +414,7 @@ class Pipeline:
             attempts=str(attempts),
             first_transaction=number * 1_000_000,
             until_end=until_end,
+            stateful=self.stateful,
             **orders,  # type: ignore[arg-type]
         )
         environment = {"EOS_STEPPING": json.dumps(dataclasses.asdict(order))}
@@ -549,7 +556,8 @@ class Pipeline:
             self.settle()
         except TooSlow as error:
             raise AssertionError(f"transactions hang: {error}") from None
-        outputs = read_topic(self.servers, self.destinations).outputs()
+        written = read_topic(self.servers, self.destinations)
+        outputs = written.outputs()
         ends = end_offsets(self.servers, [*self.sources, *self.destinations])
         self._reader.wait_for_ends({p: e for p, e in ends.stable.items() if p[0] in self.destinations and e > 0})
         self._commits.look_again()
@@ -562,12 +570,23 @@ class Pipeline:
             ends=ends,
             seen=self._reader.seen(),
             commits=self._commits.series(tuple(self.sources)),
+            counts=self._counts(written) if self.stateful else None,
         )
-        assert {v.rule for v in report.verdicts} == RULES
+        assert {v.rule for v in report.verdicts} == RULES | ({"state"} if self.stateful else set())
         report.raise_if_violated()
         if complete:
             assert len(outputs) == len(self.destinations) * self.loaded
         return report
+
+    def _counts(self, outputs: Log) -> Counts:
+        told = [COUNT.unpack_from(value or b"", WIDTH_BYTES)[0] for value in outputs.values]
+        kept: dict[tuple[int, int, bytes | None], int] = {}
+        for source in range(len(self.sources)):
+            changes = read_topic(self.servers, f"{self.app}-{counter_of(source)}-changelog")
+            for partition, cell, value in zip(changes.partition, changes.keys, changes.values, strict=True):
+                _, key = named(cell or b"")
+                kept[source, int(partition), key] = int(value or b"")
+        return Counts(keys=outputs.keys, told=np.array(told, np.int64), kept=kept)
 
     # ---- life --------------------------------------------------------------------------------------------------------
 
@@ -592,8 +611,8 @@ class Pipeline:
 class Pipelines:
     """Makes pipelines for one test and ends them all."""
 
-    def __init__(self, names: Callable[[str], str], directory: Path) -> None:
-        self._names, self._directory = names, directory
+    def __init__(self, names: Callable[[str], str], directory: Path, stateful: bool) -> None:
+        self._names, self._directory, self._stateful = names, directory, stateful
         self._made: list[Pipeline] = []
 
     def on(self, kafka: LocalKafka, records: int = 0, replicas: int = 1) -> Pipeline:
@@ -603,7 +622,7 @@ class Pipelines:
         directory.mkdir()
         # The end of the name is what is unique; the test's own words in every log line would hide the line.
         name = "-".join(self._names(f"p{number}").split("-")[-2:])
-        pipeline = Pipeline(kafka, name, directory, replicas)
+        pipeline = Pipeline(kafka, name, directory, replicas, self._stateful)
         self._made.append(pipeline)
         if records:
             pipeline.load(records)
@@ -621,9 +640,11 @@ class Pipelines:
 
 
 @pytest.fixture
-def pipelines(names: Callable[[str], str], tmp_path: Path) -> Iterator[Pipelines]:
-    """Pipelines of this test; their workers' and brokers' logs are shown when it fails."""
-    with Pipelines(names, tmp_path) as made:
+def pipelines(names: Callable[[str], str], tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pipelines]:
+    """Pipelines of this test; their workers' and brokers' logs are shown when it fails. Parametrized as "stateful"
+    their functions have state; so they do with EOS_TEST_STATEFUL=1 in all tests."""
+    stateful = getattr(request, "param", "") == "stateful" or os.environ.get("EOS_TEST_STATEFUL") == "1"
+    with Pipelines(names, tmp_path, stateful) as made:
         yield made
 
 

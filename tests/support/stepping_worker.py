@@ -19,9 +19,10 @@ import signal
 import struct
 import sys
 import time
+from collections.abc import Callable
 
 import eos
-from eos import App, Out, Record
+from eos import App, Out, Record, State
 from eos.cli import invoke
 from eos.cli import run as run_command
 from eos.kafka.settings import Settings
@@ -55,7 +56,16 @@ class Orders:
     poison_every: int = 0  # the function raises on every so many offsets
     large_last: bool = False  # only the last of the large outputs is large
     reads: list[str] = dataclasses.field(default_factory=list)  # patterns that the function has in its sources' place
+    stateful: bool = False  # a function of its own for each source, which counts by key and says so behind the stamp
     later: list[str] = dataclasses.field(default_factory=list)  # topics that may come and match them, behind `sources`
+
+
+COUNT = struct.Struct("<q")
+
+
+def counter_of(source: int) -> str:
+    """The name of the function that counts the records of this source."""
+    return f"count-{source}"
 
 
 POLICIES = {
@@ -98,8 +108,7 @@ def build_app(orders: Orders, steps: Steps) -> App:
     attempts = os.open(orders.attempts, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     index = {topic: number for number, topic in enumerate([*orders.sources, *orders.later])}
 
-    @app.process(orders.reads or orders.sources, to=orders.destinations, on_error=POLICIES[orders.on_error])
-    def copy(record: Record) -> list[Out]:
+    def outputs(record: Record, told: bytes) -> list[Out]:
         source = index[record.topic]
         transaction = orders.first_transaction + steps.counts.get("begun", 0)
         at = (record.topic, record.partition, record.offset)
@@ -121,12 +130,30 @@ def build_app(orders: Orders, steps: Steps) -> App:
         return [
             Out(
                 stamp(source, record.partition, record.offset, number)
+                + told
                 + (payload if number == last or not orders.large_last else b""),
                 topic=topic,
             )
             for number, topic in enumerate(orders.destinations)
         ]
 
+    def copy(record: Record) -> list[Out]:
+        return outputs(record, b"")
+
+    def counting(name: str) -> Callable[[Record, State[int]], list[Out]]:
+        def count(record: Record, seen: State[int]) -> list[Out]:
+            seen.set(seen.get(0) + 1)
+            return outputs(record, COUNT.pack(seen.get(0)))
+
+        count.__qualname__ = name
+        return count
+
+    policy = POLICIES[orders.on_error]
+    if orders.stateful:
+        for number, topic in enumerate(orders.sources):
+            app.process(topic, to=orders.destinations, on_error=policy)(counting(counter_of(number)))
+    else:
+        app.process(orders.reads or orders.sources, to=orders.destinations, on_error=policy)(copy)
     return app
 
 

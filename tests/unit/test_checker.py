@@ -4,6 +4,7 @@ A correct history is generated per seed: two input and two output topics, offset
 first output topic, copy 1 to the second), transactions that mix partitions. Mutations then break one thing at a time.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from eos.testing.checker import (
     CommitSeries,
+    Counts,
     Ends,
     Inputs,
     Outputs,
@@ -52,12 +54,26 @@ class History:
     fan_out: Any = 2
 
     def check(self, **other: Any) -> Report:
-        scope = {"committed": self.committed, "ends": self.ends, "seen": self.seen, "commits": self.commits}
+        scope: dict[str, Any] = {"committed": self.committed, "ends": self.ends, "seen": self.seen}
+        scope |= {"commits": self.commits, "counts": counts(self.outputs)}
         return check(self.inputs, self.outputs, fan_out=self.fan_out, **(scope | {"complete": True} | other))
 
     def alone(self, **scope: Any) -> Report:
         """Only the rules that compare inputs and outputs: no offsets, ends, readers."""
         return check(self.inputs, self.outputs, fan_out=self.fan_out, **scope)
+
+
+def counts(outputs: Outputs) -> Counts:
+    """What a function with state says of these outputs: three keys, by the source's offset."""
+    keys: list[bytes | None] = [b"key %d" % (offset % 3) for offset in outputs.source_offset]
+    places = list(zip(outputs.source_topic, outputs.source_partition, outputs.source_offset, strict=True))
+    kept: Counter[tuple[int, int, bytes | None]] = Counter()
+    told = {}
+    for topic, partition, offset in sorted(set(places)):
+        cell = int(topic), int(partition), b"key %d" % (offset % 3)
+        kept[cell] += 1
+        told[topic, partition, offset] = kept[cell]
+    return Counts(keys=keys, told=np.array([told[place] for place in places]), kept=kept)
 
 
 def without(outputs: Outputs, gone: Any) -> Outputs:
@@ -160,6 +176,7 @@ def test_a_correct_history_passes_every_rule_however_its_records_are_ordered(see
         "no_aborted_seen",
         "stable_end",
         "no_rewind",
+        "state",
     ]
     assert report["no_duplicates"].examined == len(h.outputs)
     assert report["no_losses"].examined == 2 * len(h.inputs)
@@ -184,6 +201,41 @@ def test_a_run_that_stopped_half_way_passes_up_to_its_committed_offsets(seed, sp
 
 
 # --- one mutation per rule: it alone turns red
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("by", [-1, 1])
+def test_a_state_that_lost_a_change_or_kept_one_of_an_abort_is_found_in_its_next_output(shuffle, by):
+    h = history(12, shuffle=shuffle)
+    good = counts(h.outputs)
+    o, i = h.outputs, int(np.flatnonzero(h.outputs.copy == 0)[0])
+    same_key = np.array([key == good.keys[i] for key in good.keys])
+    lane = (o.source_topic == o.source_topic[i]) & (o.source_partition == o.source_partition[i]) & same_key
+    later = np.flatnonzero(lane & (o.source_offset > np.median(o.source_offset[lane])))
+    told = good.told.copy()
+    told[later] += by
+    cell = int(o.source_topic[i]), int(o.source_partition[i]), good.keys[i]
+    kept = good.kept | {cell: good.kept[cell] + by}
+    first = later[np.argmin(o.source_offset[later])]
+    said = f"{o.name(int(first))}, of {source(o, int(first))}, counts {told[first]} of {good.keys[i]!r}, where"
+    report = h.check(counts=replace(good, told=told, kept=kept))
+    assert report.violated == ("state",), str(report)
+    assert report["state"].violations == len(later) + 1
+    assert said in report["state"].examples[0] or o.source_offset[first] in o.source_offset[later]
+    assert report["state"].about[0] == (IN[o.source_topic[first]], int(cell[1]), int(o.source_offset[first]))
+
+
+@pytest.mark.parametrize("wrong", [None, 1, 10**6])
+def test_a_changelog_that_does_not_hold_what_is_visible_is_found(wrong):
+    h = history(13)
+    good = counts(h.outputs)
+    cell = max(good.kept, key=lambda at: good.kept[at])
+    kept = {at: count for at, count in good.kept.items() if at != cell} | ({} if wrong is None else {cell: wrong})
+    where = f"of {cell[2]!r} in {IN[cell[0]]}[{cell[1]}] the changelog holds"
+    said = f"{where} {'nothing' if wrong is None else wrong}, where {good.kept[cell]} are visible"
+    assert_only(h.check(counts=replace(good, kept=kept)), "state", said)
+    kept = {**good.kept, (0, 1, b"never seen"): 3}
+    assert_only(h.check(counts=replace(good, kept=kept)), "state", "holds 3, where none are visible")
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -71,6 +71,7 @@ def a_status(**more: object) -> Status:
             "waiting for the committed offsets of 3 partitions",
         ),
         ("polling", "", 0.0, 99.9, Sample(True, 0, [], 4.0), True, False, "waiting for the cluster for 4 s (commit)"),
+        ("polling", "", 0.0, 99.9, Sample(True, 0, [], 0.0, 2), True, False, "restoring the state of 2 partitions"),
         ("starting", "", 0.0, 0.0, None, True, False, "starting"),
         ("stopping", "", 99.0, 99.0, WELL, True, False, "stopping"),
         ("stopping", "", 30.0, 30.0, WELL, False, False, "stuck for 70 s while stopping"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
 from eos.kafka.tail import Seen, Span
 from eos.kafka.watchdog import Job
-from eos.state import changelog, values
+from eos.state import changelog, restoring, values
 from eos.state.keeper import Keeper
 from eos.state.tasks import cell_of
 
@@ -36,19 +37,61 @@ def app_of() -> App:
 
 
 def keeper_on(monkeypatch: pytest.MonkeyPatch, *lives: Sequence[Record], folder: Path | None = None) -> Keeper:
-    """Its changelog is read once for each of these lives; a record's offset is its number in it."""
+    """Its changelog is each of these in turn; a record's offset is its number in it."""
     left = list(lives)
 
-    def settled(settings: Settings, topic: str, partitions: Sequence[int], world: object) -> dict[int, Span]:
+    def settled(settings: Settings, topic: str, partitions: Sequence[int], world: object) -> Settled:
         assert (topic, partitions) == ("shop-count-changelog", [0])
-        return {0: Span(0, len(left[0]), len(left[0]))}
+        READER.log = [msgspec.structs.replace(record, offset=n) for n, record in enumerate(left.pop(0))]
+        yield
+        return {0: Span(0, len(READER.log), len(READER.log))}
 
-    def read(settings: Settings, topic: str, starts: dict[int, int], held: object, world: object) -> Iterator[Record]:
-        yield from (msgspec.structs.replace(r, offset=n) for n, r in enumerate(left.pop(0)) if n >= starts[0])
-
+    READER.starts = []
     monkeypatch.setattr(changelog, "settled", settled)
-    monkeypatch.setattr(changelog, "read", read)
+    monkeypatch.setattr(tail, "TopicReader", READER)
+    monkeypatch.setattr(restoring, "_PATIENCE_S", 0.0)
     return Keeper(app_of(), SETTINGS if folder is None else Settings({"eos.state.dir": str(folder)}))
+
+
+Settled = Generator[None, None, dict[int, Span]]
+
+
+class Reader:
+    """Reads `log` one by one; called it is a TopicReader."""
+
+    log: Sequence[Record]
+    starts: list[dict[int, int]]
+    now = time.monotonic
+
+    def __call__(
+        self, settings: Settings, topic: str, starts: dict[int, int], uncommitted: bool, world: object
+    ) -> Reader:
+        assert (topic, uncommitted) == ("shop-count-changelog", False)
+        self.starts.append(starts)
+        self._at = starts[0]
+        return self
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def at(self, partition: int) -> int:
+        return self._at
+
+    def read(self) -> list[Seen]:
+        self._at += 1
+        return [Seen(self.log[self._at - 1])]
+
+
+READER = Reader()
+
+
+def restore(keeper: Keeper) -> None:
+    keeper.forget([("in", 0)])
+    deadline = time.monotonic() + 5
+    while ("in", 0) not in keeper.restore({("in", 0): START, ("elsewhere", 0): START}):
+        assert time.monotonic() < deadline
 
 
 def kept(keeper: Keeper, value: bytes | None = None) -> bytes | None:
@@ -67,7 +110,7 @@ def test_a_partition_begins_with_what_its_changelog_says_and_nothing_from_before
 ) -> None:
     keeper = keeper_on(monkeypatch, [note(b"1"), note(b"2")], [], [note(b"7"), note(None)])
     for found in (b"2", None, None):  # meanwhile another member deleted it, and compaction took the tombstone
-        keeper.restore({("in", 0): START, ("elsewhere", 0): START})
+        restore(keeper)
         assert kept(keeper) == found
 
 
@@ -75,7 +118,7 @@ def test_what_changed_is_sent_once_per_key_and_counts_when_its_transaction_commi
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keeper = keeper_on(monkeypatch, [])
-    keeper.restore({("in", 0): START})
+    restore(keeper)
     sent: list[tuple[Any, ...]] = []
     for value in (b"1", b"2"):
         kept(keeper, value)
@@ -89,24 +132,9 @@ def test_what_changed_is_sent_once_per_key_and_counts_when_its_transaction_commi
     assert kept(keeper) == b"3"
     keeper.last_sends(lambda *send: sent.append(send))
     assert len(sent) == 1
-    keeper._owned = lambda: {("in", 1)}
-    keeper.restore({})
+    keeper.forget([("in", 0), ("in", 1)])
     with pytest.raises(KeyError):
         kept(keeper)
-
-
-class Reader:
-    """Hands out what lies before the ends, once."""
-
-    def __init__(
-        self, settings: Settings, topic: str, starts: dict[int, int], uncommitted: bool, world: object
-    ) -> None:
-        assert (topic, starts, uncommitted) == ("log", {0: 4}, False)
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 def test_a_changelog_is_read_once_the_transaction_before_is_decided_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,24 +142,20 @@ def test_a_changelog_is_read_once_the_transaction_before_is_decided_there_too(mo
     now = [0.0]
     world: Any = SimpleNamespace(now=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s))
     spans = [Span(3, 5, 9), Span(3, 5, 9), Span(3, 9, 9)]
-    read_to: list[dict[int, int]] = []
+    asked: list[int] = []
 
-    def read_until(reader: Reader, ends: dict[int, int]) -> Iterator[Seen]:
-        read_to.append(ends)
-        yield Seen(Record("log", 0, 4))
+    def held_by(*_: object) -> Iterator[None]:
+        asked[:] = []
+        held = yield from changelog.settled(SETTINGS, "log", [0], world)
+        asked.append(held[0].stable)
 
     monkeypatch.setattr(facts, "connect", lambda *_: None)
     monkeypatch.setattr(tail, "held", lambda *_: {0: spans.pop(0) if len(spans) > 1 else spans[0]})
-    monkeypatch.setattr(tail, "TopicReader", Reader)
-    monkeypatch.setattr(tail, "read_until", read_until)
-    held = changelog.settled(SETTINGS, "log", [0], world)
-    assert held == {0: Span(3, 9, 9)}
-    assert [record.offset for record in changelog.read(SETTINGS, "log", {0: 4}, held, world)] == [4]
-    assert list(changelog.read(SETTINGS, "log", {0: 9}, held, world)) == [], "there is nothing to ask for"
-    assert read_to == [{0: 9}]
+    assert len(list(held_by())) == 2, "the group is polled while it is open"
+    assert asked == [9]
     spans[:] = [Span(3, 5, 9)]
     with pytest.raises(Temporary, match=r"state cannot be restored: a transaction is open in log\[0\]"):
-        changelog.settled(SETTINGS, "log", [0], world)
+        list(held_by())
 
 
 def started(function: Callable[..., Any], *args: Any) -> Job:
@@ -144,7 +168,7 @@ def started(function: Callable[..., Any], *args: Any) -> Job:
 def test_a_folder_goes_on_where_the_last_commit_left_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     longer = note(b"1"), note(b"2"), note(b"3"), note(b"4"), note(b"5")
     first = keeper_on(monkeypatch, longer[:2], folder=tmp_path)
-    first.restore({("in", 0): START})
+    restore(first)
     assert kept(first) == b"2"
     kept(first, b"3")
     monkeypatch.setattr(first, "_stable", lambda _: {("in", 0): 3})
@@ -154,15 +178,12 @@ def test_a_folder_goes_on_where_the_last_commit_left_it(monkeypatch: pytest.Monk
     kept(first, b"lost with the process")
     first.close(finished=False)
 
-    read_from: list[dict[int, int]] = []
     second = keeper_on(monkeypatch, longer[:4], folder=tmp_path)
-    reading = changelog.read
-    monkeypatch.setattr(changelog, "read", lambda *given: read_from.append(given[2]) or reading(*given))
-    second.restore({("in", 0): START})
-    assert (read_from, kept(second)) == ([{0: 3}], b"4")
+    restore(second)
+    assert (READER.starts, kept(second)) == ([{0: 3}], b"4")
     # A folder that another process has is left alone.
     third = keeper_on(monkeypatch, longer, folder=tmp_path)
-    third.restore({("in", 0): START})
+    restore(third)
     assert kept(third) == b"5"
     assert sorted(path.name for path in (tmp_path / "shop").iterdir()) == [
         "shop-count-changelog-0.0",
@@ -175,7 +196,7 @@ def test_a_folder_goes_on_where_the_last_commit_left_it(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("why", ["boot", "another changelog", "behind its end", "away too long", "damaged"])
 def test_a_folder_that_may_be_wrong_is_begun_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str) -> None:
     one = keeper_on(monkeypatch, [note(b"1"), note(b"2")], folder=tmp_path)
-    one.restore({("in", 0): START})
+    restore(one)
     one.close(finished=False)
     # What is not in the changelog any more (a tombstone that was compacted away) must not come back.
     there = [note(None), note(None), Record("", 0, 0, key=b"x"), Record("", 0, 0, key=b"x")]
@@ -188,13 +209,14 @@ def test_a_folder_that_may_be_wrong_is_begun_anew(monkeypatch: pytest.MonkeyPatc
         other._tombstones_s = {"shop-count-changelog": -1.0}
     if why == "damaged":
         (tmp_path / "shop" / "shop-count-changelog-0.0" / "values" / "data.mdb").write_bytes(b"\1" * 50_000)
-    other.restore({("in", 0): START})
+    restore(other)
     assert kept(other) is None
     other.close(finished=False)
 
 
 def test_keys_of_any_length_are_kept(tmp_path: Path) -> None:
-    folder = values.InFolder(tmp_path, "t", "id")
+    folder = values.InFolder.of(tmp_path, "t", "id")
+    assert folder is not None
     cells = {
         cell_of("s", b"k" * length): b"%d" % length for length in (0, 1, 490, 491, 492, 493, 494, 495, 5_000, 70_000)
     }

@@ -142,8 +142,8 @@ def test_a_partition_that_cannot_begin_yet_does_not_keep_the_group_from_being_po
     latest._unresolved = {("in", 1)}
     for _ in AWAY:
         latest._next_resolve = 0.0
-        latest.begin_new_partitions()
-        assert (latest.unresolved, latest.owned) == (1, set())
+        assert not latest.find_starts()
+        assert (latest.unresolved, latest.assigned) == (1, set())
     starts = latest.starts.resolve([("in", 1)])
     assert starts["in", 1].offset == -2, "the group knows this topic: a new partition counts from its start"
 
@@ -156,8 +156,8 @@ def test_notes_that_cannot_be_read_are_waited_for(
     waiting = _of(_Cluster())
     waiting._unresolved = {("in", 1)}
     with caplog.at_level("INFO", "eos"):
-        waiting.begin_new_partitions()
-    assert (waiting.unresolved, waiting.owned) == (1, set())
+        assert not waiting.find_starts()
+    assert (waiting.unresolved, waiting.assigned) == (1, set())
     assert "waiting for the notes that tell whether the group ran before: 127.0.0.1:9 cannot be reached" in caplog.text
 
 

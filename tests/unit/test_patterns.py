@@ -324,7 +324,7 @@ def test_a_session_s_own_topics_are_names(make: Callable[[], TransactSession]) -
 class Taking:
     """Stands for a session's membership and notes what it was asked, in order."""
 
-    new_partitions = False
+    changed = False
 
     def __init__(self, error: CallFailed | None = None) -> None:
         self.calls: list[object] = []
