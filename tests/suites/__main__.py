@@ -27,6 +27,7 @@ from eos.broker.jars import cache_directory
 from eos.errors import Unavailable
 from tests.suites import late, machine
 from tests.suites.changes import since_the_last_landing
+from tests.suites.depth import STATEFUL
 from tests.suites.table import QUICK, SUITES, Suite, deep_for
 from tests.support import spark_classes
 
@@ -133,7 +134,8 @@ def _run(suite: Suite, depth: str) -> Result:
     TALLIES.mkdir(parents=True, exist_ok=True)
     tally = TALLIES / f"{suite.name}.json"
     tally.unlink(missing_ok=True)
-    code = subprocess.run(_pytest(suite, depth, tally), check=False).returncode
+    environment = os.environ | {STATEFUL: "1"} if suite.stateful else None
+    code = subprocess.run(_pytest(suite, depth, tally), check=False, env=environment).returncode
     counted = json.loads(tally.read_text()) if tally.exists() else {}
     counted.pop("took_s", None)
     return Result(suite, depth, code == 0, time.monotonic() - start, **counted)

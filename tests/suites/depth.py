@@ -7,6 +7,7 @@ side) is here. Repetitions are marked `long` where they are.
 
 from __future__ import annotations
 
+import os
 from fnmatch import fnmatchcase
 
 DEEP: dict[str, dict[str, tuple[str, ...]]] = {
@@ -131,7 +132,13 @@ DEEP: dict[str, dict[str, tuple[str, ...]]] = {
 """File -> beginning of a test's name behind `test_` -> patterns of the parameters that are deep; none: all of it."""
 
 
+STATEFUL = "EOS_TEST_STATEFUL"
+"""Set: the functions of every pipeline have state."""
+
+
 def is_deep(nodeid: str) -> bool:
+    if STATEFUL in os.environ and nodeid.startswith("tests/broker/"):
+        return True
     file, _, name = nodeid.partition("::")
     test, _, parameters = name.removeprefix("test_").removesuffix("]").partition("[")
     return any(

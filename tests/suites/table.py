@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Suite:
-    """`processes`: of pytest-xdist; `budget_s`: of `make test` on two idle cores; `commands`: what is not pytest's."""
+    """`processes`: of pytest-xdist; `budget_s`: of `make test` on two idle cores; `commands`: what is not pytest's;
+    `stateful`: every pipeline's functions have state, and the tests that another suite has as well are deep."""
 
     name: str
     budget_s: int
@@ -21,9 +22,19 @@ class Suite:
     processes: int = 0
     timeout_s: int = 300
     commands: tuple[tuple[str, ...], ...] = ()
+    stateful: bool = False
 
 
 _PYTHON = (sys.executable, "-m")
+_FAULTS = (
+    "broker_faults",
+    "kill_steps",
+    "late_answers",
+    "late_requests",
+    "rebalances",
+    "restart",
+    "zombies",
+)
 
 SUITES = (
     Suite(
@@ -34,6 +45,8 @@ SUITES = (
     Suite("unit", 40, ("tests/unit",), 4),
     # Most of these wait for a broker's clock: each process has brokers of its own.
     Suite("broker", 300, ("tests/broker",), 8),
+    # Every kind of fault again, with state.
+    Suite("state", 120, ("tests/state", *(f"tests/broker/test_{name}.py" for name in _FAULTS)), 8, stateful=True),
     Suite("shim", 150, ("tests/shim",), 8),
     # Clusters of three that are broken on purpose: containers where an engine answers, else local JVMs.
     Suite("containers", 120, ("tests/containers",), 4),
@@ -51,6 +64,10 @@ DEEP: dict[str, frozenset[str]] = {
     "eos/cli/spark.py": frozenset({"spark"}),
     "eos/demo/": frozenset({"broker"}),
     "eos/health/": frozenset({"broker"}),
+    "eos/app/state.py": frozenset({"state"}),
+    "eos/session/": _CORE | {"spark", "state"},
+    "eos/state/": frozenset({"state"}),
+    "eos/worker/": _CORE | {"spark", "state"},
     "eos/shim/": frozenset({"shim"}),
     "eos/testing/": _CORE,
     "eos/": _CORE | {"spark"},
@@ -61,6 +78,7 @@ DEEP: dict[str, frozenset[str]] = {
     "tests/containers/": frozenset({"containers"}),
     "tests/shim/": frozenset({"shim"}),
     "tests/spark/": frozenset({"spark"}),
+    "tests/state/": frozenset({"state"}),
     "tests/unit/": frozenset(),
     "docs/": frozenset(),
     "benchmarks/": frozenset(),

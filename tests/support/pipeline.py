@@ -47,6 +47,7 @@ from eos.state.tasks import named
 from eos.testing.checker import CommitSeries, Counts, Inputs, Report, check
 from eos.testing.history import ConcurrentReader, Log, committed_offsets, end_offsets, read_topic
 from eos.testing.lineage import WIDTH_BYTES
+from tests.suites.depth import STATEFUL
 from tests.support.reading import TooSlow, create_topics, transaction_of, wait_until
 from tests.support.stepping_worker import ATTEMPT, COUNT, Orders, counter_of
 
@@ -612,7 +613,7 @@ class Pipelines:
     """Makes pipelines for one test and ends them all."""
 
     def __init__(self, names: Callable[[str], str], directory: Path, stateful: bool) -> None:
-        self._names, self._directory, self._stateful = names, directory, stateful
+        self._names, self._directory, self.stateful = names, directory, stateful
         self._made: list[Pipeline] = []
 
     def on(self, kafka: LocalKafka, records: int = 0, replicas: int = 1) -> Pipeline:
@@ -622,7 +623,7 @@ class Pipelines:
         directory.mkdir()
         # The end of the name is what is unique; the test's own words in every log line would hide the line.
         name = "-".join(self._names(f"p{number}").split("-")[-2:])
-        pipeline = Pipeline(kafka, name, directory, replicas, self._stateful)
+        pipeline = Pipeline(kafka, name, directory, replicas, self.stateful)
         self._made.append(pipeline)
         if records:
             pipeline.load(records)
@@ -640,11 +641,9 @@ class Pipelines:
 
 
 @pytest.fixture
-def pipelines(names: Callable[[str], str], tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pipelines]:
-    """Pipelines of this test; their workers' and brokers' logs are shown when it fails. Parametrized as "stateful"
-    their functions have state; so they do with EOS_TEST_STATEFUL=1 in all tests."""
-    stateful = getattr(request, "param", "") == "stateful" or os.environ.get("EOS_TEST_STATEFUL") == "1"
-    with Pipelines(names, tmp_path, stateful) as made:
+def pipelines(names: Callable[[str], str], tmp_path: Path) -> Iterator[Pipelines]:
+    """Pipelines of this test; their workers' and brokers' logs are shown when it fails."""
+    with Pipelines(names, tmp_path, STATEFUL in os.environ) as made:
         yield made
 
 

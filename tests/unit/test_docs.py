@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 TESTS = ROOT / "tests"
+TEST_FOLDERS = "(?:unit|broker|containers|shim|spark|state)"
 
 
 def names(paths: list[Path]) -> list[str]:
@@ -50,7 +51,7 @@ def test_every_test_that_a_guarantee_names_exists() -> None:
     named = 0
     for row in rows_of_guarantees():
         file = ""
-        for path, test in re.findall(r"\b((?:unit|broker|containers|shim|spark)/[\w/]+(?:\.py)?)|`(…?\w+…?)`", row[-1]):
+        for path, test in re.findall(rf"\b({TEST_FOLDERS}/[\w/]+(?:\.py)?)|`(…?\w+…?)`", row[-1]):
             if path:
                 file = path
                 assert (TESTS / path).exists(), f"{row[0]}: tests/{path}"
@@ -74,7 +75,7 @@ def test_every_file_that_a_document_names_exists(document: Path) -> None:
         r"\b(?:eos|spark_connector|tests|examples|benchmarks|compose|docs)/[\w/.-]*\w\.(?:py|md|sh)\b", text
     ):
         assert (ROOT / path).exists(), path
-    for path in re.findall(r"(?<![\w/])((?:unit|broker|containers|shim|spark)/[\w/]*test_\w+\.py)", text):
+    for path in re.findall(rf"(?<![\w/])({TEST_FOLDERS}/[\w/]*test_\w+\.py)", text):
         assert (TESTS / path).exists(), path
 
 

@@ -80,7 +80,7 @@ def test_a_suite_over_its_budget_has_not_failed(suites: Callable[..., int]) -> N
     [
         (["docs/shim.md", "README.md", "tests/unit/test_cli.py"], set()),
         (["eos/shim/lane.py"], {"shim"}),
-        (["eos/session/transact.py"], {"broker", "containers", "spark"}),
+        (["eos/session/transact.py"], {"broker", "containers", "spark", "state"}),
         (["spark_connector/sink.py", "docs/spark.md"], {"spark"}),
         (["tests/broker/test_topic.py", "tests/shim/test_trace.py"], {"broker", "shim"}),
         (["tests/support/reading.py"], EVERY),
@@ -95,7 +95,7 @@ def test_a_change_asks_for_the_deep_tests_of_the_suites_that_show_it(changed: li
 def test_every_path_of_the_tables_is_there() -> None:
     named = [path.partition("::")[0] for path in (*DEEP, *LONGEST)]
     assert [path for path in named if not (ROOT / path).exists()] == []
-    assert [path for suite in SUITES for path in suite.paths if not (ROOT / path).is_dir()] == []
+    assert [path for suite in SUITES for path in suite.paths if not (ROOT / path).exists()] == []
 
 
 def test_every_test_that_is_called_deep_is_there() -> None:
@@ -116,6 +116,12 @@ def test_every_test_that_is_called_deep_is_there() -> None:
 )
 def test_deep_is_what_the_table_says_of_a_test_and_its_parameters(nodeid: str, deep: bool) -> None:
     assert depth.is_deep(nodeid) is deep
+
+
+def test_what_the_suite_of_state_repeats_is_deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(depth.STATEFUL, "1")
+    assert depth.is_deep("tests/broker/test_zombies.py::test_any")
+    assert not depth.is_deep("tests/state/test_state.py::test_any")
 
 
 def test_every_folder_of_tests_is_in_a_suite() -> None:

@@ -230,10 +230,10 @@ def test_partitions_that_change_hands_take_their_state_along(kafka: LocalKafka, 
         counting.check()
 
 
-@pytest.mark.parametrize("pipelines", ["stateful"], indirect=True)
 def test_while_a_partition_waits_for_its_state_the_group_is_polled_and_others_are_worked_on(
     kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
+    pipelines.stateful = True
     pipeline = pipelines.on(kafka, 600)
     pipeline.finish()
     blocked = Producer({"bootstrap.servers": kafka.bootstrap_servers, "transactional.id": f"{pipeline.app}-blocks"})
