@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eos.app.definition import App
     from eos.app.policies import dlq, retry, skip, stop
-    from eos.app.state import State
+    from eos.app.state import ListState, MapState, State
     from eos.errors import (
         CommitOutcomeUnknown,
         ConfigurationError,
@@ -41,6 +41,8 @@ _HOMES = {
     "Fenced": "eos.errors",
     "IllegalState": "eos.errors",
     "InputGone": "eos.errors",
+    "ListState": "eos.app.state",
+    "MapState": "eos.app.state",
     "NotAuthorised": "eos.errors",
     "Out": "eos.records",
     "PoisonRecord": "eos.errors",
@@ -68,6 +70,8 @@ __all__ = [
     "Fenced",
     "IllegalState",
     "InputGone",
+    "ListState",
+    "MapState",
     "NotAuthorised",
     "Out",
     "PoisonRecord",

@@ -25,7 +25,8 @@ from eos.app.serde import (
     function_name,
     parameter_annotation,
 )
-from eos.app.state import Store, stores_of
+from eos.app.state import Store
+from eos.app.stores import stores_of
 from eos.errors import ConfigurationError
 from eos.records import Record, is_topic_name
 
@@ -129,8 +130,8 @@ class App:
         A topic that begins with `^` is a pattern: a regular expression of Python's `re` that must match the whole name.
         Topics that match are read, those too that come while a worker runs.
 
-        Further parameters that are annotated `State[T]` are state, kept by the record's key and committed with outputs
-        and offsets (docs/state.md).
+        Further parameters that are annotated `State[T]`, `MapState[K, V]` or `ListState[T]` are state, kept by the
+        record's key and committed with outputs and offsets (docs/state.md).
 
         An `async def` runs on many records at once (`eos.async.max.records`); outputs keep the input's order.
         `on_error`: eos.stop, eos.skip, eos.dlq or eos.retry(n, then=...), see docs/policies.md. `decode(value)` makes
@@ -163,14 +164,18 @@ class App:
         time of producing unless it says another. The function stays as it is.
 
         `topics`, `on_error`, `encode`: as for `process`. A batch function that raises is run again record by record,
-        unless the policy is stop, which names the range.
+        unless the policy is stop, which names the range. State is annotated `dict[bytes, State[T]]`: it has the state
+        of each key in the batch, which is of one partition then.
         """
         sources, destinations, policy = _definition(topics, to, on_error)
 
         def register(function: BatchFunction) -> BatchFunction:
-            annotation = _annotation(function, list[Record], sys._getframe(1))
+            frame = sys._getframe(1)
+            stores = _stores(function, sources, frame, batch=True)
+            annotation = _annotation(function, list[Record], frame, len(stores))
             _check_destination(function, destinations)
-            self._add(Route(function, annotation, sources, destinations, True, policy, None, checked_encoder(encode)))
+            coders = (None, checked_encoder(encode))
+            self._add(Route(function, annotation, sources, destinations, True, policy, *coders, stores=stores))
             return function
 
         return register
@@ -313,8 +318,10 @@ def _annotation(function: Callable[..., object], default: object, frame: types.F
     return parameter_annotation(function, default, frame, states)
 
 
-def _stores(function: Callable[..., object], sources: Sequence[str], frame: types.FrameType) -> tuple[Store, ...]:
-    stores = stores_of(function, frame)
+def _stores(
+    function: Callable[..., object], sources: Sequence[str], frame: types.FrameType, batch: bool = False
+) -> tuple[Store, ...]:
+    stores = stores_of(function, frame, batch)
     if stores and (len(sources) > 1 or is_pattern(sources[0])):
         raise ConfigurationError(
             f"{function_name(function)} has state, and reads {', '.join(sources)}: a function with state reads one "

@@ -28,7 +28,8 @@ from eos.app.serde import (
     underlying,
     without_none,
 )
-from eos.app.state import CellsOf, Run, Store, with_state
+from eos.app.state import Store
+from eos.app.stores import CellsOf, Kept, Stores
 from eos.errors import ConfigurationError, IllegalState
 from eos.records import Each, Fed, Feed, Out, Record, Send, Sink
 
@@ -77,10 +78,12 @@ class Route:
         self.decode, self.encode, self.concurrent = decode, encode, is_async(function)
         # An encoder of the user's own is a part of the function: the way of all others stays as short as it is.
         finish = None if encode is None else functools.partial(encoded, encode)
+        kept = Stores(self.name, stores, cells_of)
         if batch:
             _check_batch_annotation(annotation, self.name)
             run = _blocking(function) if self.concurrent else function
-            self.outputs_batch, self.feed = _compile_batch(run, finish, self.name, destinations, Hints(function))
+            compiled = _compile_batch(run, finish, self.name, destinations, Hints(function), kept if stores else None)
+            self.outputs_batch, self.feed = compiled
             outputs_batch = self.outputs_batch
             self.outputs = lambda record: outputs_batch([record])
             self.each = _one_by_one(self.outputs)
@@ -88,16 +91,11 @@ class Route:
         decoded = _record_decoder(annotation, self.name, decode)
         normalise = normaliser(self.name, destinations, Hints(function), passing)
         if self.concurrent:
-            if stores:
-                raise ConfigurationError(
-                    f"{self.name} is async and has state: a function with state is an ordinary one"
-                )
-            self.outputs, self.each = _compile_concurrent(function, decoded, finish, normalise)
+            compile_ = functools.partial(_compile_keyed, kept) if stores else _compile_concurrent
+            self.outputs, self.each = compile_(function, decoded, finish, normalise)
             self.feed = feed_each(self.each)
         elif stores:
-            self.outputs = _compile_stateful(
-                with_state(function, self.name, stores, cells_of), decoded, finish, normalise
-            )
+            self.outputs = _compile_stateful(kept.single(function), decoded, finish, normalise)
             self.each = _one_by_one(self.outputs)
             self.feed = feed_each(self.each)
         else:
@@ -207,7 +205,10 @@ def _compile_single(
 
 
 def _compile_stateful(
-    run: Run, decode: Decode | None, finish: Callable[[Any], Any] | None, normalise: Normalise
+    run: Callable[[Record, Any, Callable[[Any], Any]], Any],
+    decode: Decode | None,
+    finish: Callable[[Any], Any] | None,
+    normalise: Normalise,
 ) -> Callable[[Record], Sequence[Send]]:
     """`outputs` of a function with state: what it changed counts once its outputs are made."""
 
@@ -294,14 +295,78 @@ def _compile_concurrent(
     return outputs, each
 
 
+def _compile_keyed(
+    stores: Stores,
+    function: Callable[[Any], Any],
+    decode: Decode | None,
+    finish: Callable[[Any], Any] | None,
+    normalise: Normalise,
+) -> tuple[Callable[[Record], Sequence[Send]], Each]:
+    """The same of one with state: records of one key run one after the other, and what they changed is written when
+    their outputs are handed on. Behind one that failed its key's records wait."""
+    several = inspect.isasyncgenfunction(underlying(function))
+
+    async def result_of(given: Any, *held: Any) -> Any:
+        return [item async for item in function(given, *held)] if several else await function(given, *held)
+
+    run = stores.concurrent(result_of)
+    # What was made of records behind one that failed: they come again when it is dealt with.
+    ahead: list[tuple[Record, concurrent.Outcome]] = []
+
+    async def one(record: Record, before: Kept | None) -> tuple[Any, Kept]:
+        def made(result: Any) -> Sequence[Send]:
+            return normalise(record, result if finish is None else finish(result))
+
+        return await run(record, record if decode is None else decode(record.value), made, before)
+
+    async def chain(records: list[Record], known: dict[int, concurrent.Outcome]) -> None:
+        before: Kept | None = None
+        for record in records:
+            if id(record) not in known:
+                try:
+                    known[id(record)] = await one(record, before)
+                except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+                    known[id(record)] = error
+            if isinstance(outcome := known[id(record)], Exception):
+                return
+            _, before = outcome
+
+    def each(records: list[Record]) -> Iterator[Sequence[Send]]:
+        wanted = set(map(id, records))
+        known = {id(record): outcome for record, outcome in ahead if id(record) in wanted}
+        ahead[:] = [kept for kept in ahead if id(kept[0]) not in wanted]
+        chains: dict[tuple[int, bytes | None], list[Record]] = {}
+        for record in records:
+            chains.setdefault((record.partition, record.key), []).append(record)
+        waiting = [chain(few, known) for few in chains.values() if any(id(record) not in known for record in few)]
+        for outcome in concurrent.run_all(waiting) if waiting else ():
+            if isinstance(outcome, Exception):
+                raise outcome  # not the function's: the chain keeps those
+        for number, record in enumerate(records):
+            outcome = known[id(record)]
+            if isinstance(outcome, Exception):
+                if behind := [(later, known[id(later)]) for later in records[number + 1 :] if id(later) in known]:
+                    ahead[:] = behind
+                raise outcome
+            sends, kept = outcome
+            kept.settle()
+            yield sends
+
+    def outputs(record: Record) -> Sequence[Send]:
+        (sends,) = each([record])
+        return sends
+
+    return outputs, each
+
+
 def _blocking(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """An `async def` of a batch as a function that returns when it is done."""
     several = inspect.isasyncgenfunction(underlying(function))
 
-    async def run(records: list[Record]) -> Any:
-        return [item async for item in function(records)] if several else await function(records)
+    async def run(*given: Any) -> Any:
+        return [item async for item in function(*given)] if several else await function(*given)
 
-    return lambda records: concurrent.run_one(run(records))
+    return lambda *given: concurrent.run_one(run(*given))
 
 
 def _compile_batch(
@@ -310,13 +375,16 @@ def _compile_batch(
     name: str,
     destinations: tuple[str, ...],
     hints: Hints,
+    stores: Stores | None,
 ) -> tuple[Callable[[list[Record]], list[Send]], Feed]:
     """`outputs_batch` and `feed` of a function of many records."""
     convert = out_converter(name, destinations)
     target = target_of(name, destinations)
 
     def run(records: list[Record]) -> list[Any]:
-        result = function(records.copy())  # the list is the function's to change
+        return checked(function(records.copy()))  # the list is the function's to change
+
+    def checked(result: Any) -> list[Any]:
         if result is None:
             return []
         if isinstance(result, (Out, str, bytes, bytearray, Mapping)) or not isinstance(result, Iterable):
@@ -357,7 +425,23 @@ def _compile_batch(
             return Fed(sent, 0, error, culprit)
         return Fed(sent, len(records), None)
 
-    return outputs_batch, feed
+    if stores is None:
+        return outputs_batch, feed
+    keyed = stores.batch(function)
+
+    def outputs_keyed(records: list[Record]) -> list[Send]:
+        return keyed(records, lambda result: converted(checked(result)))
+
+    def feed_keyed(records: list[Record], sink: Sink) -> Fed:
+        try:
+            sends = outputs_keyed(records)
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+            return Fed(0, 0, error, records[0] if len(records) == 1 else None)
+        for send in sends:
+            put(send, sink)
+        return Fed(len(sends), len(records), None)
+
+    return outputs_keyed, feed_keyed
 
 
 def _not_a_batch_route(name: str, records: list[Record]) -> list[Send]:

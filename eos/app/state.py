@@ -1,26 +1,33 @@
-"""State of a function's own, by the key of its record: how it is written, and what a route needs to give it.
+"""State of a function's own, by the key of its record: what a function holds in its hands while it runs.
 
-A function's parameter behind the first one that is annotated `State[T]` is a store: its name names it, T says what a
-key's value is. While the function runs on a record the parameter is the state of that record's key. What the function
-leaves there counts only if it returns; where it is kept is eos/state's, behind `Cells`. It must never do I/O.
+A parameter behind the first one that is annotated `State[T]`, `MapState[K, V]` or `ListState[T]` is a store
+(eos/app/stores.py). What the function leaves there counts only if it returns; where it is kept is eos/state's, behind
+`Cells`. It must never do I/O.
+
+A value is in a cell, named by a store, a record's key and, in a map, a field: the map's own key as bytes, of which the
+order is the order of those keys.
 """
 
 from __future__ import annotations
 
-import inspect
 import types
-import typing
-from collections.abc import Callable, Sequence
-from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar, overload
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar, overload
 
-from eos.app.serde import Decode, DecodeError, annotation_name, decoder, encode, function_name, resolved
+from eos.app.serde import DecodeError, annotation_name, decoder, encode
 from eos.errors import ConfigurationError, IllegalState
-from eos.records import Record
 
 T = TypeVar("T")
 D = TypeVar("D")
+K = TypeVar("K", str, bytes, int)
+V = TypeVar("V")
+X = TypeVar("X")
+Change = tuple[bytes, bytes | None]
+"""A field, and the value's bytes; None: there is none any more."""
+
 # Values that nobody can change in place.
 _FIXED: Final = frozenset({int, str, bytes, float, bool, types.NoneType})
+LONGEST_FIELD: Final = 400
 
 
 class _Mark:
@@ -37,40 +44,92 @@ _UNREAD, _ABSENT = _Mark("UNREAD"), _Mark("ABSENT")
 class Cells(Protocol):
     """The values of one task (a function and a partition), as the open transaction sees them."""
 
-    def read(self, store: str, key: bytes) -> bytes | None: ...
+    def read(self, store: str, key: bytes, field: bytes = b"") -> bytes | None: ...
 
-    def write(self, store: str, key: bytes, value: bytes | None) -> None:
+    def write(self, store: str, key: bytes, value: bytes | None, field: bytes = b"") -> None:
         """None: there is no value any more."""
 
+    def scan(self, store: str, key: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
+        """Fields and values in the order of the fields; what is written meanwhile may be missing."""
 
-CellsOf = Callable[[Record], Cells]
-"""The cells of the record's task."""
+
+class Span(NamedTuple):
+    """Fields from `start` on, before `stop` if there is one; `back`: from the end."""
+
+    start: bytes = b""
+    stop: bytes | None = None
+    back: bool = False
+
+    def __contains__(self, field: object) -> bool:
+        return isinstance(field, bytes) and self.start <= field and (self.stop is None or field < self.stop)
 
 
 class Store(NamedTuple):
-    """A parameter that is state; `annotation` is T."""
+    """A parameter that is state: of a `kind`, and `annotations` are what it holds."""
 
     name: str
-    annotation: Any
+    kind: type[State[Any]] | type[MapState[Any, Any]] | type[ListState[Any]]
+    annotations: tuple[Any, ...]
+    many: bool = False
+    """A mapping from keys to it, for a batch function."""
 
 
-class State(Generic[T]):
+class _Held:
+    """What all kinds have in common: the cells, while the function runs."""
+
+    __slots__ = ("_cells", "_decode", "_key", "_store")
+
+    _key: bytes
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._decode = store, decoder(store.annotations[-1])
+        self._cells: Cells | None = None
+
+    def _enter(self, cells: Cells, key: bytes) -> None:
+        self._cells, self._key = cells, key
+
+    def _leave(self) -> None:
+        self._cells = None
+
+    def _changes(self) -> Iterable[Change]:
+        """What is another value than before. Raises TypeError for what cannot be kept."""
+        raise NotImplementedError
+
+    def _open(self) -> Cells:
+        if self._cells is None:
+            raise IllegalState(f"the state {self._store.name} is there while its function runs on a record")
+        return self._cells
+
+    def _decoded(self, value: bytes) -> Any:
+        try:
+            return self._decode(value)
+        except DecodeError as error:
+            kind = annotation_name(self._store.annotations[-1])
+            raise ConfigurationError(
+                f"the state {self._store.name} of the key {self._key!r} is no {kind} ({error}): its type was another "
+                "one when it was kept"
+            ) from error
+
+    def _settable(self, value: object) -> None:
+        if value is None:
+            raise TypeError(f"the state {self._store.name} cannot be None: {self._deleting} says that there is none")
+
+    _deleting: ClassVar[str]
+
+
+class State(_Held, Generic[T]):
     """The value of one key. `get()` gives it, None or the default where there is none; `set(value)`, `delete()`.
 
     A value that was changed in place is set, also a default: `seen.get([]).append(x)` is enough. Values are JSON, bytes
     and str are kept as they are. It is there while its function runs: do not keep it.
     """
 
-    __slots__ = ("_before", "_cells", "_decode", "_key", "_offered", "_store", "_value")
+    __slots__ = ("_before", "_offered", "_value")
 
+    _deleting = "delete()"
     _value: Any
     _before: Any  # its bytes
-    _key: bytes
     _offered: list[tuple[Any, bytes | None]]  # defaults that were given, and their bytes then
-
-    def __init__(self, store: Store, decode: Decode) -> None:
-        self._store, self._decode = store, decode
-        self._cells: Cells | None = None
 
     @overload
     def get(self) -> T | None: ...
@@ -79,9 +138,13 @@ class State(Generic[T]):
     def get(self, default: D) -> T | D: ...
 
     def get(self, default: Any = None) -> Any:
-        value = self._present()
+        cells = self._open()
+        value = self._value
         if value is _UNREAD:
-            value = self._value = self._read()
+            self._before = before = cells.read(self._store.name, self._key)
+            value = self._value = _ABSENT if before is None else self._decoded(before)
+        if value is _ABSENT and self._offered:
+            value = self._value = self._changed_default()
         if value is not _ABSENT:
             return value
         if type(default) not in _FIXED:
@@ -89,54 +152,251 @@ class State(Generic[T]):
         return default
 
     def set(self, value: T) -> None:
-        self._present()
-        if value is None:
-            raise TypeError(f"the state {self._store.name} cannot be None: delete() says that there is none")
-        self._value = value
+        self._open()
+        self._settable(value)
+        self._value, self._offered = value, []
 
     def delete(self) -> None:
         """There is no value for this key any more."""
-        self._present()
-        self._value = _ABSENT
-
-    def _present(self) -> Any:
-        if self._cells is None:
-            raise IllegalState(f"the state {self._store.name} is there while its function runs on a record")
-        return self._value
-
-    def _read(self) -> Any:
-        assert self._cells is not None
-        self._before = before = self._cells.read(self._store.name, self._key)
-        if before is None:
-            return _ABSENT
-        try:
-            return self._decode(before)
-        except DecodeError as error:
-            raise ConfigurationError(
-                f"the state {self._store.name} of the key {self._key!r} is no "
-                f"{annotation_name(self._store.annotation)} ({error}): its type was another one when it was kept"
-            ) from error
-
-    # ---- what the route does ----------------------------------------------------------------------------------
+        self._open()
+        self._value, self._offered = _ABSENT, []
 
     def _enter(self, cells: Cells, key: bytes) -> None:
         self._cells, self._key = cells, key
         self._value = self._before = _UNREAD
         self._offered = []
 
-    def _changed(self) -> tuple[bool, bytes | None]:
-        """Whether the value is another one than before, and which. Raises TypeError for what cannot be kept."""
+    def _changes(self) -> Iterable[Change]:
         value = self._value
-        if value is _ABSENT and self._before is None:
-            # There was none, and none was set: but a default that was changed in place is one.
-            value = next((given for given, before in self._offered if _encoded_or_none(given) != before), _ABSENT)
+        if value is _ABSENT and self._offered:
+            value = self._changed_default()
         if value is _UNREAD:
-            return False, None
+            return ()
         after = None if value is _ABSENT else encode(value)
-        return after != self._before, after
+        return () if after == self._before else ((b"", after),)
+
+    def _changed_default(self) -> Any:
+        """There is none, and none was set: but a default that was changed in place is one."""
+        return next((given for given, before in self._offered if _encoded_or_none(given) != before), _ABSENT)
+
+
+class MapState(_Held, MutableMapping[K, V]):
+    """A map per key, used as a dict is; its own keys are str, bytes or int, and it is read in their order.
+
+    `range(start, stop)` reads a part of it. A value that was changed in place is set, one that `get` was given as its
+    default too. It is there while its function runs: do not keep it.
+    """
+
+    __slots__ = ("_field", "_offered", "_own", "_seen", "_unfield")
+
+    _deleting = "`del` of its key"
+    _seen: dict[bytes, tuple[Any, Any]]  # field -> the value and its bytes before, or _ABSENT and None, or _UNREAD
+    _own: dict[bytes, Any]  # field -> what the function set, or _ABSENT
+    _offered: list[tuple[bytes, Any, bytes | None]]
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self._field, self._unfield = FIELDS[store.annotations[0]]
+
+    def _enter(self, cells: Cells, key: bytes) -> None:
+        self._cells, self._key = cells, key
+        self._seen, self._own, self._offered = {}, {}, []
+
+    def _value(self, field: bytes) -> Any:
+        """Or _ABSENT."""
+        cells = self._open()
+        self._take_changed_defaults()
+        if field in self._own:
+            return self._own[field]
+        if field not in self._seen:
+            before = cells.read(self._store.name, self._key, field)
+            self._seen[field] = (_ABSENT, None) if before is None else (self._decoded(before), before)
+        return self._seen[field][0]
+
+    def __getitem__(self, key: K) -> V:
+        value = self._value(self._field(key))
+        if value is _ABSENT:
+            raise KeyError(key)
+        found: V = value
+        return found
+
+    def __contains__(self, key: object) -> bool:
+        return self._value(self._field(key)) is not _ABSENT
+
+    def get(self, key: K, default: Any = None) -> Any:
+        field = self._field(key)
+        value = self._value(field)
+        if value is not _ABSENT:
+            return value
+        if type(default) not in _FIXED:
+            self._offered.append((field, default, _encoded_or_none(default)))
+        return default
+
+    def __setitem__(self, key: K, value: V) -> None:
+        self._open()
+        self._take_changed_defaults()
+        self._settable(value)
+        self._own[self._field(key)] = value
+
+    def __delitem__(self, key: K) -> None:
+        if key not in self:
+            raise KeyError(key)
+        self._own[self._field(key)] = _ABSENT
+
+    def range(self, start: K | None = None, stop: K | None = None, *, reverse: bool = False) -> Iterator[tuple[K, V]]:
+        """Keys from `start` on and before `stop`, with their values, in order; all of them without either. What is set
+        or deleted while it runs may or may not be met."""
+        cells = self._open()
+        self._take_changed_defaults()
+        span = Span(b"" if start is None else self._field(start), None if stop is None else self._field(stop), reverse)
+        own = {field: None if value is _ABSENT else field for field, value in self._own.items()}
+        for field, before in overlaid(cells.scan(self._store.name, self._key, span), own, span):
+            self._open()
+            if field not in self._own and field not in self._seen:
+                value = self._decoded(before)
+                if type(value) not in _FIXED:
+                    self._seen[field] = value, before
+            else:
+                value = self._value(field)
+            if value is not _ABSENT:
+                yield self._unfield(field), value
+
+    def __iter__(self) -> Iterator[K]:
+        return (key for key, _ in self.range())
+
+    def __len__(self) -> int:
+        """Reads all of it."""
+        return sum(1 for _ in self.range())
+
+    def clear(self) -> None:
+        for key in list(self):
+            del self[key]
+
+    def _take_changed_defaults(self) -> None:
+        """A default that was changed in place is set, unless its key was since."""
+        if not self._offered:
+            return
+        for field, given, before in self._offered:
+            if self._own.get(field, _ABSENT) is _ABSENT and _encoded_or_none(given) != before:
+                self._own[field] = given
+        self._offered = [offer for offer in self._offered if offer[0] not in self._own]
+
+    def _changes(self) -> Iterable[Change]:
+        self._take_changed_defaults()
+        now = {field: value for field, (value, _) in self._seen.items() if value is not _ABSENT} | self._own
+        changes = []
+        for field, value in now.items():
+            before = self._seen.get(field, (None, _UNREAD))[1]
+            after = None if value is _ABSENT else encode(value)
+            if after != before:
+                changes.append((field, after))
+        return changes
+
+
+class ListState(_Held, Generic[T]):
+    """A list per key: `append`, `extend`, `popleft`, `clear`, and to be iterated over. An append writes its own value
+    only, however long the list is. A value that was changed in place is set. It is there while its function runs.
+    """
+
+    __slots__ = ("_map", "_next")
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self._map = _Numbered(store._replace(annotations=(int, *store.annotations)))
+        self._next: int | None = None
+
+    def append(self, value: T) -> None:
+        if self._next is None:
+            self._next = 1 + next((number for number, _ in self._map.range(reverse=True)), -1)
+        self._map[self._next] = value
+        self._next += 1
+
+    def extend(self, values: Iterable[T]) -> None:
+        for value in values:
+            self.append(value)
+
+    def popleft(self) -> T:
+        """Takes the first one out; IndexError where there is none."""
+        for number, first in self._map.range():
+            del self._map[number]
+            value: T = first
+            return value
+        raise IndexError(f"the state {self._store.name} is empty")
+
+    def clear(self) -> None:
+        self._map.clear()
+
+    def __iter__(self) -> Iterator[T]:
+        return (value for _, value in self._map.range())
+
+    def __len__(self) -> int:
+        """Reads all of it."""
+        return len(self._map)
+
+    def __bool__(self) -> bool:
+        return next(iter(self), _ABSENT) is not _ABSENT
+
+    def _enter(self, cells: Cells, key: bytes) -> None:
+        self._map._enter(cells, key)
+        self._next = None
 
     def _leave(self) -> None:
-        self._cells = None
+        self._map._leave()
+
+    def _changes(self) -> Iterable[Change]:
+        return self._map._changes()
+
+
+class _Numbered(MapState[int, Any]):
+    __slots__ = ()
+    _deleting = "popleft() or clear()"
+
+
+def overlaid(below: Iterator[tuple[bytes, X]], own: Mapping[bytes, X | None], span: Span) -> Iterator[tuple[bytes, X]]:
+    """What is below, with `own` in place of it; None of those is none. Both in the order of the span."""
+    mine = sorted((field for field in own if field in span), reverse=span.back)
+    at = 0
+    for field, value in below:
+        while at < len(mine) and (mine[at] > field if span.back else mine[at] < field):
+            if (found := own[mine[at]]) is not None:
+                yield mine[at], found
+            at += 1
+        if at < len(mine) and mine[at] == field:
+            continue  # the next turn gives it, or it is none
+        yield field, value
+    for field in mine[at:]:
+        if (found := own[field]) is not None:
+            yield field, found
+
+
+# ---- a map's own keys ------------------------------------------------------------------------------------------------
+
+
+def _checked(key: Any, kind: type) -> Any:
+    if type(key) is not kind:
+        raise TypeError(f"{key!r} is no {kind.__name__}, which the map's keys are")
+    return key
+
+
+def _short(field: bytes) -> bytes:
+    if len(field) - 1 > LONGEST_FIELD:
+        raise ValueError(f"a map's key has {LONGEST_FIELD} bytes at the most, and this one {len(field) - 1}")
+    return field
+
+
+def _int_field(key: int) -> bytes:
+    if not -(1 << 63) <= _checked(key, int) < 1 << 63:
+        raise ValueError(f"a map's key has 64 bits, and {key} does not fit")
+    return int(key + (1 << 63)).to_bytes(8, "big")
+
+
+FIELDS: Final[Mapping[type, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]]] = {
+    # None is empty: that is no field.
+    str: (lambda key: _short(b"\0" + _checked(key, str).encode()), lambda field: field[1:].decode()),
+    bytes: (lambda key: _short(b"\0" + _checked(key, bytes)), lambda field: field[1:]),
+    int: (_int_field, lambda field: int.from_bytes(field, "big") - (1 << 63)),
+}
+"""Type of a map's key -> to bytes whose order is the keys' order, and back."""
 
 
 def _encoded_or_none(value: Any) -> bytes | None:
@@ -145,62 +405,3 @@ def _encoded_or_none(value: Any) -> bytes | None:
         return encode(value)
     except (TypeError, ValueError):
         return None
-
-
-def stores_of(function: Callable[..., Any], frame: types.FrameType | None) -> tuple[Store, ...]:
-    """The parameters behind the first that are annotated State[T]. ConfigurationError for one that cannot be kept."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())[1:]
-    except (TypeError, ValueError, NameError):
-        return ()  # said by whoever looks at the first parameter
-    found = []
-    for parameter in parameters:
-        if parameter.annotation is inspect.Parameter.empty:
-            continue
-        annotation = resolved(function, parameter.annotation, frame)
-        if annotation is State:
-            raise ConfigurationError(
-                f"{function_name(function)} has state {parameter.name} of no type: annotate it State[int], or what its "
-                "value is"
-            )
-        if typing.get_origin(annotation) is not State:
-            continue
-        if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD or parameter.default is not parameter.empty:
-            raise ConfigurationError(
-                f"the state {parameter.name} of {function_name(function)} must be an ordinary parameter without default"
-            )
-        (inner,) = typing.get_args(annotation)
-        decoder(inner)  # raises for what cannot be decoded
-        found.append(Store(parameter.name, inner))
-    return tuple(found)
-
-
-Run = Callable[[Record, Any, Callable[[Any], Any]], Any]
-
-
-def with_state(function: Callable[..., Any], name: str, stores: Sequence[Store], cells_of: CellsOf | None) -> Run:
-    """Calls the function with the state of the record's key."""
-    handles = [State[Any](store, decoder(store.annotation)) for store in stores]
-
-    def run(record: Record, given: Any, finish: Callable[[Any], Any]) -> Any:
-        """`finish` makes outputs of the result; what it raises is the function's failure, and changes nothing."""
-        if cells_of is None:
-            raise IllegalState(f"{name} has state: run it by `eos run`, `eos.run` or `eos.testing.run`")
-        key = record.key
-        if key is None:
-            raise ValueError(f"{name} keeps state by key, and this record has no key")
-        cells = cells_of(record)
-        for handle in handles:
-            handle._enter(cells, key)
-        try:
-            outputs = finish(function(given, *handles))
-            changes = [handle._changed() for handle in handles]
-        finally:
-            for handle in handles:
-                handle._leave()
-        for store, (changed, value) in zip(stores, changes, strict=True):
-            if changed:
-                cells.write(store.name, key, value)
-        return outputs
-
-    return run

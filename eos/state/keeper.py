@@ -13,7 +13,8 @@ from pathlib import Path
 from eos import log
 from eos.app.definition import App
 from eos.app.routes import Route
-from eos.app.state import Cells, CellsOf
+from eos.app.state import Cells
+from eos.app.stores import CellsOf
 from eos.errors import EosError, describe_error
 from eos.kafka import facts, tail
 from eos.kafka.settings import Settings

@@ -1,28 +1,15 @@
 """The values of one task, and what the open transaction has changed in them.
 
-A task is a function and a partition of its source. A cell is named by a store and a record's key, as one bytes: the
-name of the store, a zero byte, the key's length (four bytes, big endian), the key. That is the changelog's key too.
+A task is a function and a partition of its source.
 """
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Iterator
 
+from eos.app.state import Span, overlaid
+from eos.state.cells import cell_of
 from eos.state.values import InMemory, Value, Values
-
-_LENGTH = struct.Struct(">I")
-
-
-def cell_of(store: str, key: bytes) -> bytes:
-    return store.encode() + b"\0" + _LENGTH.pack(len(key)) + key
-
-
-def named(cell: bytes) -> tuple[str, bytes]:
-    """The store and the key. Raises ValueError for what is no cell's name."""
-    store, zero, rest = cell.partition(b"\0")
-    if not zero or len(rest) < _LENGTH.size or _LENGTH.unpack_from(rest)[0] != len(rest) - _LENGTH.size:
-        raise ValueError(f"{cell!r} names no cell")
-    return store.decode(), rest[_LENGTH.size :]
 
 
 class Task:
@@ -31,19 +18,26 @@ class Task:
         """What is committed."""
         self.changed: dict[bytes, Value] = {}
         """By the open transaction."""
+        self._fields: dict[bytes, dict[bytes, Value]] = {}  # the same in maps, by row and field
 
-    def read(self, store: str, key: bytes) -> bytes | None:
-        cell = cell_of(store, key)
+    def read(self, store: str, key: bytes, field: bytes = b"") -> bytes | None:
+        cell = cell_of(store, key, field)
         return self.changed[cell] if cell in self.changed else self.values.get(cell)
 
-    def write(self, store: str, key: bytes, value: Value) -> None:
-        self.changed[cell_of(store, key)] = value
+    def write(self, store: str, key: bytes, value: Value, field: bytes = b"") -> None:
+        self.changed[cell_of(store, key, field)] = value
+        if field:
+            self._fields.setdefault(cell_of(store, key), {})[field] = value
+
+    def scan(self, store: str, key: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
+        row = cell_of(store, key)
+        return overlaid(self.values.scan(row, span), self._fields.get(row, {}), span)
 
     def committed(self, now: float) -> None:
         if self.changed:
             # How far that is in the changelog nobody has said: the place of before is right too, it only repeats.
             self.values.apply(self.changed, self.values.position, now)
-        self.changed = {}
+        self.undone()
 
     def undone(self) -> None:
-        self.changed = {}
+        self.changed, self._fields = {}, {}

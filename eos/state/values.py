@@ -8,28 +8,29 @@ machine it was written, and is begun anew under another one.
 
 from __future__ import annotations
 
+import bisect
 import fcntl
 import hashlib
 import itertools
 import json
 import os
 import shutil
-import struct
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from eos import log
+from eos.app.state import Span
 from eos.errors import ConfigurationError, Temporary
+from eos.state.cells import row_length
 
 Value = bytes | None
 """None: there is none, and the changelog has a tombstone."""
 
-_FORMAT = 1  # docs/formats.md
+_FORMAT = 2  # docs/formats.md
 _MOST_BYTES = 1 << 36  # of one folder: 64 GiB; nothing of it is taken before it is written
-_LONGEST_KEY = 500  # LMDB takes 511
-_LENGTH = struct.Struct(">I")
+_LONGEST_ROW = 100  # LMDB takes 511 with the field
 
 
 class Values(Protocol):
@@ -40,6 +41,9 @@ class Values(Protocol):
     def __len__(self) -> int: ...
 
     def get(self, cell: bytes) -> bytes | None: ...
+
+    def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
+        """The fields of a row and their values, in order; not beyond the next `apply`."""
 
     def apply(self, changes: Mapping[bytes, Value], position: int, now: float) -> None: ...
 
@@ -53,6 +57,7 @@ class InMemory:
 
     def __init__(self, values: Mapping[bytes, bytes] | None = None) -> None:
         self._values = dict(values or {})
+        self._fields: dict[bytes, list[bytes]] = {}  # in order, of the rows that were scanned
 
     def __len__(self) -> int:
         return len(self._values)
@@ -60,7 +65,28 @@ class InMemory:
     def get(self, cell: bytes) -> bytes | None:
         return self._values.get(cell)
 
+    def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
+        if row not in self._fields:
+            self._fields[row] = sorted(cell[len(row) :] for cell in self._values if cell.startswith(row))
+        fields = self._fields[row]
+        stop = len(fields) if span.stop is None else bisect.bisect_left(fields, span.stop)
+        few = fields[bisect.bisect_left(fields, span.start) : stop]
+        return ((field, self._values[row + field]) for field in (reversed(few) if span.back else few))
+
+    def _note_fields(self, changes: Mapping[bytes, Value]) -> None:
+        for cell, value in changes.items():
+            end = row_length(cell)
+            if (fields := self._fields.get(cell[:end])) is not None:
+                at = bisect.bisect_left(fields, cell[end:])
+                there = at < len(fields) and fields[at] == cell[end:]
+                if there and value is None:
+                    del fields[at]
+                elif not there and value is not None:
+                    fields.insert(at, cell[end:])
+
     def apply(self, changes: Mapping[bytes, Value], position: int, now: float) -> None:
+        if self._fields:
+            self._note_fields(changes)
         for cell, value in changes.items():
             if value is None:
                 self._values.pop(cell, None)
@@ -69,7 +95,7 @@ class InMemory:
         self.position, self.written_at = position, now
 
     def clear(self) -> None:
-        self._values, self.position = {}, 0
+        self._values, self._fields, self.position = {}, {}, 0
 
     def close(self) -> None: ...
 
@@ -130,22 +156,32 @@ class InFolder:
             return int(reading.stat(self._values)["entries"])
 
     def get(self, cell: bytes) -> bytes | None:
-        if len(cell) <= _LONGEST_KEY:
-            return self._reader.get(cell)
-        found = self._reader.get(_short(cell))
-        return None if found is None else found[_LENGTH.size + len(cell) :]
+        return self._reader.get(_name(cell))
+
+    def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
+        base = _name(row)
+        low, high = base + span.start, _behind(base) if span.stop is None else base + span.stop
+        cursor = self._reader.cursor()
+        if span.back:
+            found = cursor.prev() if cursor.set_range(high) else cursor.last()
+            while found and (name := cursor.key()) >= low:
+                yield name[len(base) :], cursor.value()
+                found = cursor.prev()
+        else:
+            found = cursor.set_range(low)
+            while found and (name := cursor.key()) < high:
+                yield name[len(base) :], cursor.value()
+                found = cursor.next()
 
     def apply(self, changes: Mapping[bytes, Value], position: int, now: float) -> None:
         noted = json.dumps(self._whose | {"position": position, "at": now}).encode()
         try:
             with self._environment.begin(write=True) as writing:
                 for cell, value in changes.items():
-                    long = len(cell) > _LONGEST_KEY
-                    key = _short(cell) if long else cell
                     if value is None:
-                        writing.delete(key, db=self._values)
+                        writing.delete(_name(cell), db=self._values)
                     else:
-                        writing.put(key, _LENGTH.pack(len(cell)) + cell + value if long else value, db=self._values)
+                        writing.put(_name(cell), value, db=self._values)
                 writing.put(b"noted", noted, db=self._notes)
         except (self._lmdb.Error, OSError) as error:
             raise Temporary(
@@ -172,9 +208,17 @@ class InFolder:
         os.close(self._lock)
 
 
-def _short(cell: bytes) -> bytes:
-    """The name of a cell that is too long: no store's name begins with this byte."""
-    return b"\xff" + hashlib.sha256(cell).digest()
+def _name(cell: bytes) -> bytes:
+    """LMDB's key of a cell: a row that is long is a hash behind a byte with which no store's name begins."""
+    if len(cell) <= _LONGEST_ROW or (end := row_length(cell)) <= _LONGEST_ROW:
+        return cell
+    return b"\xff" + hashlib.sha256(cell[:end]).digest() + cell[end:]
+
+
+def _behind(base: bytes) -> bytes:
+    """The first name behind all that begin so."""
+    kept = base.rstrip(b"\xff")
+    return kept[:-1] + bytes([kept[-1] + 1])
 
 
 def check_folder(folder: Path) -> None:

@@ -16,11 +16,13 @@ from typing import Any
 from eos.app.definition import App
 from eos.app.policies import dead_letter_topic
 from eos.app.routes import Route
-from eos.app.serde import decoder, encode, encode_key
+from eos.app.serde import encode, encode_key
+from eos.app.stores import plain
 from eos.errors import ConfigurationError
 from eos.kafka.settings import Settings
 from eos.records import Header, Record, Send
-from eos.state.tasks import Task, named
+from eos.state.cells import named
+from eos.state.tasks import Task
 from eos.worker.handling import Handler, Kept
 from eos.worker.hooks import Hooks
 
@@ -101,13 +103,14 @@ def run(app: App, records: Iterable[Record | tuple[Any, ...]]) -> Ran:
 
 def states_of(route: Route, task: Task) -> dict[str, dict[bytes, Any]]:
     """What is left there: by the name of the state and by key."""
-    found: dict[str, dict[bytes, Any]] = {store.name: {} for store in route.stores}
-    decoders = {store.name: decoder(store.annotation) for store in route.stores}
-    for cell, value in task.changed.items():  # nothing is ever committed here
-        store, key = named(cell)
+    left: dict[str, dict[bytes, list[tuple[bytes, bytes]]]] = {store.name: {} for store in route.stores}
+    for cell, value in sorted(task.changed.items()):  # nothing is ever committed here
+        store, key, field = named(cell)
         if value is not None:
-            found[store][key] = decoders[store](value)
-    return found
+            left[store].setdefault(key, []).append((field, value))
+    return {
+        store.name: {key: plain(store, values) for key, values in left[store.name].items()} for store in route.stores
+    }
 
 
 def sent_of(send: Send) -> Sent:

@@ -25,7 +25,7 @@ from eos.app.lineage import Ledger, check_route, each_with_lineage
 from eos.app.policies import Policy, stop
 from eos.app.routes import Route, feed_each
 from eos.app.serde import DecodeError
-from eos.app.state import CellsOf
+from eos.app.stores import CellsOf
 from eos.errors import EosError, PoisonRecord, Temporary
 from eos.records import Each, Fed, Feed, Header, Record, Send, place_of
 

@@ -43,7 +43,7 @@ from eos.errors import Unavailable
 from eos.kafka.cluster import ClusterAdmin
 from eos.kafka.ownership import Described
 from eos.kafka.settings import Settings
-from eos.state.tasks import named
+from eos.state.cells import named
 from eos.testing.checker import CommitSeries, Counts, Inputs, Report, check
 from eos.testing.history import ConcurrentReader, Log, committed_offsets, end_offsets, read_topic
 from eos.testing.lineage import WIDTH_BYTES
@@ -585,7 +585,7 @@ class Pipeline:
         for source in range(len(self.sources)):
             changes = read_topic(self.servers, f"{self.app}-{counter_of(source)}-changelog")
             for partition, cell, value in zip(changes.partition, changes.keys, changes.values, strict=True):
-                _, key = named(cell or b"")
+                _, key, _ = named(cell or b"")
                 kept[source, int(partition), key] = int(value or b"")
         return Counts(keys=outputs.keys, told=np.array(told, np.int64), kept=kept)
 

@@ -18,8 +18,8 @@ from eos.kafka.settings import Settings
 from eos.kafka.tail import Seen, Span
 from eos.kafka.watchdog import Job
 from eos.state import changelog, restoring, values
+from eos.state.cells import cell_of
 from eos.state.keeper import Keeper
-from eos.state.tasks import cell_of
 
 START = SimpleNamespace(offset=0, metadata="")
 SETTINGS = Settings({})

@@ -1,0 +1,224 @@
+"""Which parameters of a function are state, and how it is called with them.
+
+Owns when what a function left in its state counts: once it has returned and its outputs are made. What was changed is
+worked out before the first of it is written, so what cannot be kept is the function's failure, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
+
+from eos.app.serde import annotation_name, decoder, function_name, resolved
+from eos.app.state import FIELDS, Cells, ListState, MapState, Span, State, Store, overlaid
+from eos.errors import ConfigurationError, IllegalState
+from eos.records import Record
+
+CellsOf = Callable[[Record], Cells]
+"""The cells of the record's task."""
+Finish = Callable[[Any], Any]
+"""Makes outputs of what a function gave; what it raises is the function's failure."""
+
+_KINDS: Final = (State, MapState, ListState)
+_MAPPINGS: Final = (dict, collections.abc.Mapping)
+
+
+def stores_of(function: Callable[..., Any], frame: types.FrameType | None, batch: bool = False) -> tuple[Store, ...]:
+    """The parameters behind the first that are annotated as state. ConfigurationError for one that cannot be kept."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+    except (TypeError, ValueError, NameError):
+        return ()  # said by whoever looks at the first parameter
+    found = []
+    for parameter in parameters:
+        if parameter.annotation is inspect.Parameter.empty:
+            continue
+        annotation = resolved(function, parameter.annotation, frame)
+        if (store := _store(function_name(function), parameter.name, annotation, batch)) is None:
+            continue
+        if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD or parameter.default is not parameter.empty:
+            raise ConfigurationError(
+                f"the state {parameter.name} of {function_name(function)} must be an ordinary parameter without default"
+            )
+        found.append(store)
+    return tuple(found)
+
+
+def _store(function: str, name: str, annotation: Any, batch: bool) -> Store | None:
+    """None: it is no state."""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    many = origin in _MAPPINGS and len(inner) == 2 and (inner[1] in _KINDS or typing.get_origin(inner[1]) in _KINDS)
+    if many:
+        if inner[0] is not bytes:
+            raise ConfigurationError(
+                f"the state {name} of {function} must be annotated dict[bytes, ...]: keys are bytes"
+            )
+        annotation = inner[1]
+        origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation in _KINDS:
+        example = "MapState[str, int]" if annotation is MapState else f"{annotation.__name__}[int]"
+        raise ConfigurationError(f"{function} has state {name} of no type: annotate it {example}, or what its value is")
+    if origin not in _KINDS:
+        return None
+    if many is not batch:
+        told = annotation_name(annotation).replace("eos.app.state.", "")
+        raise ConfigurationError(
+            f"{function} gets many records, and the state {name} is one key's: annotate it dict[bytes, {told}]"
+            if batch
+            else f"{function} gets one record, and the state {name} is a mapping of many keys': annotate it {told}"
+        )
+    if origin is MapState and inner[0] not in FIELDS:
+        raise ConfigurationError(
+            f"the keys of the map {name} of {function} are {annotation_name(inner[0])}: they can be "
+            f"{', '.join(kind.__name__ for kind in FIELDS)}"
+        )
+    decoder(inner[-1])  # raises for what cannot be decoded
+    return Store(name, origin, inner, many)
+
+
+def plain(store: Store, values: Iterable[tuple[bytes, bytes]]) -> Any:
+    """What a key has there, given its fields and values in order, as plain Python: a value, a dict, a list."""
+    decode = decoder(store.annotations[-1])
+    decoded = [(field, decode(value)) for field, value in values]
+    if store.kind is MapState:
+        _, key_of = FIELDS[store.annotations[0]]
+        return {key_of(field): value for field, value in decoded}
+    found = [value for _, value in decoded]
+    return found if store.kind is ListState else found[0]
+
+
+class Stores:
+    """The stores of the function `name`, and where they are; None: nowhere, so that it cannot run here."""
+
+    def __init__(self, name: str, stores: Sequence[Store], cells_of: CellsOf | None) -> None:
+        self._name, self._stores, self._cells_of = name, stores, cells_of
+
+    def _held(self) -> list[Any]:
+        return [store.kind(store) for store in self._stores]
+
+    def cells(self, record: Record) -> tuple[Cells, bytes]:
+        """Where the state of the record's key is, and the key."""
+        if self._cells_of is None:
+            raise IllegalState(f"{self._name} has state: run it by `eos run`, `eos.run` or `eos.testing.run`")
+        if record.key is None:
+            raise ValueError(f"{self._name} keeps state by key, and this record has no key")
+        return self._cells_of(record), record.key
+
+    def single(self, function: Callable[..., Any]) -> Callable[[Record, Any, Finish], Any]:
+        """Calls a function of one record with the state of its key."""
+        held = self._held()
+
+        def run(record: Record, given: Any, finish: Finish) -> Any:
+            cells, key = self.cells(record)
+            for one in held:
+                one._enter(cells, key)
+            try:
+                outputs = finish(function(given, *held))
+                changes = [one._changes() for one in held]
+            finally:
+                for one in held:
+                    one._leave()
+            for store, changed in zip(self._stores, changes, strict=True):
+                for field, value in changed:
+                    cells.write(store.name, key, value, field)
+            return outputs
+
+        return run
+
+    def batch(self, function: Callable[..., Any]) -> Callable[[list[Record], Callable[[Any], list[Any]]], list[Any]]:
+        """Calls a function of many records with the states of their keys, for each partition by itself: the same key in
+        another one has a state of its own. All of what they changed counts, or nothing."""
+
+        def run(records: list[Record], finish: Callable[[Any], list[Any]]) -> list[Any]:
+            outputs: list[Any] = []
+            written: list[Callable[[], None]] = []
+            of_partition: dict[int, list[Record]] = {}
+            for record in records:
+                of_partition.setdefault(record.partition, []).append(record)
+            for few in of_partition.values():
+                outputs += self._one_partition(function, few, finish, written)
+            for write in written:
+                write()
+            return outputs
+
+        return run
+
+    def _one_partition(
+        self,
+        function: Callable[..., Any],
+        records: list[Record],
+        finish: Callable[[Any], list[Any]],
+        written: list[Callable[[], None]],
+    ) -> list[Any]:
+        where = {key: cells for cells, key in map(self.cells, records)}
+        held: list[dict[bytes, Any]] = [{key: store.kind(store) for key in where} for store in self._stores]
+        every = [
+            (store.name, key, one)
+            for store, by_key in zip(self._stores, held, strict=True)
+            for key, one in by_key.items()
+        ]
+        for _, key, one in every:
+            one._enter(where[key], key)
+        try:
+            outputs = finish(function(records, *map(dict, held)))
+            for name, key, one in every:
+                for field, value in one._changes():
+                    written.append(functools.partial(where[key].write, name, key, value, field))
+        finally:
+            for _, _, one in every:
+                one._leave()
+        return outputs
+
+    def concurrent(
+        self, function: Callable[..., Awaitable[Any]]
+    ) -> Callable[[Record, Any, Finish, Kept | None], Awaitable[tuple[Any, Kept]]]:
+        """Calls an async function of one record. What it changed is not written, but returned beside its outputs; it is
+        told what the records of its key before it changed, and have not written either."""
+
+        async def run(record: Record, given: Any, finish: Finish, before: Kept | None) -> tuple[Any, Kept]:
+            cells, key = self.cells(record)
+            seen = Kept(cells, {} if before is None else before.own)
+            held = self._held()
+            for one in held:
+                one._enter(seen, key)
+            try:
+                outputs = finish(await function(given, *held))
+                changes = [one._changes() for one in held]
+            finally:
+                for one in held:
+                    one._leave()
+            kept = Kept(cells, dict(seen.own))
+            for store, changed in zip(self._stores, changes, strict=True):
+                for field, value in changed:
+                    kept.write(store.name, key, value, field)
+            return outputs, kept
+
+        return run
+
+
+class Kept:
+    """Cells, and what was changed in them and is not written there yet: by store, key and field."""
+
+    def __init__(self, below: Cells, own: dict[tuple[str, bytes, bytes], bytes | None]) -> None:
+        self._below, self.own = below, own
+
+    def read(self, store: str, key: bytes, field: bytes = b"") -> bytes | None:
+        at = store, key, field
+        return self.own[at] if at in self.own else self._below.read(store, key, field)
+
+    def write(self, store: str, key: bytes, value: bytes | None, field: bytes = b"") -> None:
+        self.own[store, key, field] = value
+
+    def scan(self, store: str, key: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
+        own = {field: value for (name, whose, field), value in self.own.items() if (name, whose) == (store, key)}
+        return overlaid(self._below.scan(store, key, span), own, span)
+
+    def settle(self) -> None:
+        """All of it is written."""
+        for (store, key, field), value in self.own.items():
+            self._below.write(store, key, value, field)

@@ -1,0 +1,32 @@
+"""How a cell is named: by a store, a record's key and, in a map, a field.
+
+As one bytes it is the name of the store, a zero byte, the key's length (four bytes, big endian), the key, the field.
+That is the changelog's key too. All before the field is the cell's row: what a key has in one store.
+"""
+
+from __future__ import annotations
+
+import struct
+
+_LENGTH = struct.Struct(">I")
+
+
+def cell_of(store: str, key: bytes, field: bytes = b"") -> bytes:
+    return store.encode() + b"\0" + _LENGTH.pack(len(key)) + key + field
+
+
+def row_length(cell: bytes) -> int:
+    """Raises ValueError for what is no cell's name."""
+    key_at = cell.index(b"\0") + 1 + _LENGTH.size
+    if len(cell) >= key_at:
+        end: int = key_at + _LENGTH.unpack_from(cell, key_at - _LENGTH.size)[0]
+        if len(cell) >= end:
+            return end
+    raise ValueError(f"{cell!r} names no cell")
+
+
+def named(cell: bytes) -> tuple[str, bytes, bytes]:
+    """The store, the key and the field. Raises ValueError for what is no cell's name."""
+    end = row_length(cell)
+    store, _, rest = cell[:end].partition(b"\0")
+    return store.decode(), rest[_LENGTH.size :], cell[end:]

@@ -1,0 +1,327 @@
+"""Maps and lists per key, functions of many records, and async ones: as a dict and a list would have it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import eos
+import eos.testing
+from eos import App, ListState, MapState, Out, Record, State
+from eos.app.state import Span, Store
+from eos.errors import ConfigurationError, IllegalState
+from eos.state import values
+from eos.state.cells import cell_of
+from eos.state.tasks import Task
+from eos.state.values import InFolder, InMemory
+
+
+def run(function: Callable[..., Any], *records: Record | tuple[Any, ...], **more: Any) -> eos.testing.Ran:
+    app = App("bank")
+    (app.process_batch if more.pop("batch", False) else app.process)("in", to="out", **more)(function)
+    return eos.testing.run(app, records)
+
+
+def of_key(key: str, *values: str) -> list[tuple[str, str, str]]:
+    return [("in", value, key) for value in values]
+
+
+# ---- maps ------------------------------------------------------------------------------------------------------------
+
+
+KEYS: Mapping[type, st.SearchStrategy[Any]] = {
+    str: st.text(max_size=3),
+    bytes: st.binary(max_size=3),
+    int: st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 3),
+}
+STEPS = st.sampled_from(["set", "del", "get", "change", "range", "back", "commit", "abort", "fail"])
+
+
+@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize("where", ["memory", "folder"])
+@given(data=st.data())
+def test_a_map_is_a_dict_that_is_read_in_order(
+    kind: type, where: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = None if where == "memory" else InFolder.of(tmp_path_factory.mktemp("map"), "t", "id")
+    task = Task(InMemory() if folder is None else folder)
+    row_key = data.draw(st.sampled_from([b"k", b"\xff" * 40, b"a key that is too long for a name of LMDB's" * 9]))
+    seen: MapState[Any, list[int]] = MapState(Store("seen", MapState, (kind, list[int])))
+    committed: dict[Any, list[int]] = {}
+    open_: dict[Any, list[int]] = {}
+    for step in data.draw(st.lists(STEPS, max_size=25)):
+        if step in ("commit", "abort"):
+            (lambda: task.committed(0.0) if step == "commit" else task.undone())()
+            committed, open_ = (open_, open_) if step == "commit" else (committed, committed)
+            continue
+        seen._enter(task, row_key)
+        now = {key: value.copy() for key, value in open_.items()}
+        for _ in range(data.draw(st.integers(1, 3))):
+            touch(step, data, seen, now, KEYS[kind])
+        changes = list(seen._changes())
+        seen._leave()
+        if step != "fail":
+            for field, value in changes:
+                task.write("seen", row_key, value, field)
+            open_ = now
+    if folder is not None:
+        folder.close()
+
+
+def touch(step: str, data: st.DataObject, seen: MapState[Any, list[int]], now: dict[Any, Any], keys: Any) -> None:
+    key = data.draw(st.sampled_from(sorted(now)) | keys if now else keys)
+    if step in ("set", "fail"):
+        seen[key] = now[key] = [data.draw(st.integers(0, 9))]
+        now[key] = now[key].copy()
+    elif step == "del":
+        assert seen.pop(key, None) == now.pop(key, None)
+    elif step == "get":
+        assert (seen.get(key), key in seen) == (now.get(key), key in now)
+    elif step == "change":
+        seen.get(key, []).append(7)
+        now.setdefault(key, []).append(7)
+    else:
+        start, stop = data.draw(st.none() | keys), data.draw(st.none() | keys)
+        back = step == "back"
+        wanted = [
+            (k, v) for k, v in sorted(now.items()) if (start is None or k >= start) and (stop is None or k < stop)
+        ]
+        assert list(seen.range(start, stop, reverse=back)) == (wanted[::-1] if back else wanted)
+        assert (list(seen), len(seen)) == (sorted(now), len(now))
+
+
+def test_a_map_keeps_what_is_changed_in_place_and_nothing_of_a_record_that_fails() -> None:
+    def visit(page: str, seen: MapState[str, list[int]], total: State[int]) -> str:
+        total.set(total.get(0) + 1)
+        for _, times in seen.range():
+            times.append(0)
+        seen.setdefault(page, []).append(total.get(0))
+        if page == "bad":
+            raise ValueError(page)
+        return f"{len(seen)}"
+
+    ran = run(visit, *of_key("a", "x", "y", "bad", "x"), *of_key("b", "x"), on_error=eos.skip)
+    assert ran.values("out") == [b"1", b"2", b"2", b"1"]
+    assert ran.states["visit"]["seen"] == {b"a": {"x": [1, 0, 0, 3], "y": [2, 0]}, b"b": {"x": [1]}}
+
+
+def test_what_a_map_cannot_hold_is_the_records_failure() -> None:
+    def bad(what: str, seen: MapState[str, int]) -> None:
+        if what == "none":
+            seen["x"] = None  # type: ignore[assignment]
+        if what == "kind":
+            seen[5] = 1  # type: ignore[index]
+        if what == "long":
+            seen["x" * 401] = 1
+        if what == "missing":
+            del seen["never"]
+        seen["x" * 400] = 1
+
+    ran = run(bad, *of_key("a", "none", "kind", "long", "missing", "fits"), on_error=eos.dlq)
+    assert [dict(sent.headers)["eos-dlq-message"] for sent in ran.to("in.dlq")] == [
+        b"the state seen cannot be None: `del` of its key says that there is none",
+        b"5 is no str, which the map's keys are",
+        b"a map's key has 400 bytes at the most, and this one 401",
+        b"'never'",
+    ]
+    assert ran.states["bad"]["seen"] == {b"a": {"x" * 400: 1}}
+
+
+def test_a_range_that_is_read_behind_its_functions_end_is_refused() -> None:
+    kept: list[Any] = []
+
+    def keeps(value: str, seen: MapState[int, str]) -> None:
+        seen[1] = seen[2] = value
+        kept.append(seen.range())
+        assert next(kept[-1]) == (1, value)
+
+    run(keeps, *of_key("a", "x"))
+    with pytest.raises(IllegalState, match="the state seen is there while its function runs"):
+        next(kept[0])
+
+
+@pytest.mark.parametrize("where", ["memory", "folder"])
+def test_rows_of_any_length_are_apart_and_fields_in_order(where: str, tmp_path: Path) -> None:
+    folder = InFolder.of(tmp_path, "t", "id")
+    assert folder is not None
+    store: values.Values = InMemory() if where == "memory" else folder
+    rows = [
+        cell_of("s", key) for key in (b"", b"k", b"k" * 92, b"k" * 93, b"k" * 94, b"k" * 95, b"k" * 9_000, b"\xff" * 99)
+    ]
+    store.apply({row + b"\0%d" % n: b"%d" % n for row in rows for n in (3, 1, 2)} | {rows[1]: b"no field"}, 1, 0.0)
+    for row in rows:
+        assert [value for _, value in store.scan(row, Span(b"\0"))] == [b"1", b"2", b"3"]
+        assert [field for field, _ in store.scan(row, Span(b"\0002", back=True))] == [b"\0003", b"\0002"]
+    store.apply({rows[1] + b"\0002": None, rows[1] + b"\0004": b"4", rows[1] + b"\0001": b"one"}, 2, 0.0)
+    assert [value for _, value in store.scan(rows[1], Span(b"\0"))] == [b"one", b"3", b"4"]
+    folder.close()
+
+
+# ---- lists -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_list_grows_at_its_end_and_an_append_writes_its_own_value_only() -> None:
+    def last_three(value: str, seen: ListState[str]) -> str:
+        assert bool(seen) is (len(seen) > 0)
+        seen.extend([value, value.upper()])
+        if value == "bad":
+            raise ValueError
+        if value == "clear":
+            seen.clear()
+        while len(seen) > 3:
+            seen.popleft()
+        return ",".join(seen)
+
+    ran = run(last_three, *of_key("a", "x", "y", "bad", "clear", "z"), *of_key("b", "x"), on_error=eos.skip)
+    assert ran.values("out") == [b"x,X", b"X,y,Y", b"", b"z,Z", b"x,X"]
+    assert ran.states["last_three"]["seen"] == {b"a": ["z", "Z"], b"b": ["x", "X"]}
+
+    def empty(value: str, seen: ListState[int]) -> None:
+        seen.popleft()
+
+    with pytest.raises(eos.PoisonRecord, match="the state seen is empty"):
+        run(empty, *of_key("a", "x"))
+
+    task = Task()
+    held: ListState[int] = ListState(Store("seen", ListState, (int,)))
+    for number in range(3):
+        held._enter(task, b"k")
+        held.append(number)
+        ((field, value),) = held._changes()
+        task.write("seen", b"k", value, field)
+    assert sorted(task.changed.values()) == [b"0", b"1", b"2"]
+
+
+# ---- many at once ----------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_gets_the_states_of_its_keys_and_all_of_it_counts_or_nothing() -> None:
+    calls: list[int] = []
+
+    def totals(records: list[Record], seen: dict[bytes, State[int]], names: dict[bytes, ListState[str]]) -> list[Out]:
+        calls.append(len(records))
+        for record in records:
+            state = seen[record.key or b""]
+            state.set(state.get(0) + 1)
+            names[record.key or b""].append(str(record.offset))
+            if record.value == b"bad":
+                raise ValueError("bad")
+        return [record.out(str(seen[record.key or b""].get())) for record in records]
+
+    given_ = [*of_key("a", "x", "x", "bad"), *of_key("b", "x")]
+    ran = run(totals, *given_, ("in", "no key"), batch=True, on_error=eos.dlq)
+    assert calls == [4, 1, 1, 1, 1] or calls == [1, 1, 1, 1], "record by record, behind the batch that failed"
+    assert ran.values("out") == [b"1", b"2", b"1"]
+    assert ran.states["totals"] == {"seen": {b"a": 2, b"b": 1}, "names": {b"a": ["0", "1"], b"b": ["3"]}}
+    assert len(ran.to("in.dlq")) == 2
+
+
+def test_a_batch_has_records_of_one_partition_where_the_same_key_is_another_state() -> None:
+    tasks = {0: Task(), 1: Task()}
+    app = App("bank")
+
+    @app.process_batch("in", to="out")
+    def count(records: list[Record], seen: dict[bytes, State[int]]) -> list[Out]:
+        assert len({record.partition for record in records}) == 1
+        for record in records:
+            seen[record.key or b""].set(seen[record.key or b""].get(0) + 1)
+        return []
+
+    bound = app.routes["in"].bound(cells_of=lambda record: tasks[record.partition])
+    bound.outputs_batch([Record("in", n % 3 % 2, n, key=b"k", value=b"x") for n in range(6)])
+    assert [task.read("seen", b"k") for task in tasks.values()] == [b"4", b"2"]
+
+
+def test_async_functions_see_their_key_in_order_and_other_keys_at_once() -> None:
+    running, most = 0, 0
+
+    async def count(value: str, seen: State[int], pages: MapState[str, int]) -> str:
+        nonlocal running, most
+        before = seen.get(0)
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.001)
+        running -= 1
+        seen.set(before + 1)
+        pages[value] = pages.get(value, 0) + 1
+        if value == "bad":
+            raise ValueError(value)
+        return f"{seen.get()}"
+
+    records = [("in", "bad" if n == 4 else f"v{n % 3}", "abc"[n % 3]) for n in range(30)]
+    ran = run(count, *records, on_error=eos.skip)
+    assert most == 3, "one of each key"
+    assert ran.skipped == 1
+    expected = [b"%d" % (1 + n // 3 - (n > 4 and n % 3 == 1)) for n in range(30) if n != 4]
+    assert ran.values("out") == expected
+    assert ran.states["count"]["seen"] == {b"a": 10, b"b": 9, b"c": 10}
+    assert ran.states["count"]["pages"] == {b"a": {"v0": 10}, b"b": {"v1": 9}, b"c": {"v2": 10}}
+
+
+def test_an_async_record_that_is_tried_again_is_alone_in_that_and_changes_its_key_once() -> None:
+    calls: list[str] = []
+
+    async def count(value: str, seen: State[int]) -> str:
+        calls.append(value)
+        seen.set(seen.get(0) + 1)
+        if value == "flaky" and calls.count("flaky") < 3:
+            raise ValueError(value)
+        return f"{value} {seen.get()}"
+
+    records = [*of_key("a", "flaky", "behind"), *of_key("b", "other", "more")]
+    ran = run(count, *records, on_error=eos.retry(5, then=eos.stop))
+    assert ran.values("out") == [b"flaky 1", b"behind 2", b"other 1", b"more 2"]
+    assert sorted(calls) == ["behind", "flaky", "flaky", "flaky", "more", "other"]
+
+
+def test_an_async_generator_and_an_async_batch_have_state_too() -> None:
+    async def twice(value: str, seen: State[int]) -> Any:
+        seen.set(seen.get(0) + 1)
+        yield str(seen.get())
+        await asyncio.sleep(0)
+        yield value
+
+    assert run(twice, *of_key("a", "x", "y")).values("out") == [b"1", b"x", b"2", b"y"]
+
+    async def batch(records: list[Record], seen: Mapping[bytes, State[int]]) -> list[Out]:
+        await asyncio.sleep(0)
+        seen[b"a"].set(len(records))
+        return []
+
+    assert run(batch, *of_key("a", "x", "y"), batch=True).states["batch"]["seen"] == {b"a": 2}
+
+
+# ---- definitions -----------------------------------------------------------------------------------------------------
+
+
+def refused(function: Any, batch: bool = False) -> str:
+    app = App("bank")
+    with pytest.raises(ConfigurationError) as error:
+        (app.process_batch if batch else app.process)("in", to="out")(function)
+    return str(error.value)
+
+
+def test_what_is_wrong_with_a_kind_is_said_where_it_is_defined() -> None:
+    def untyped(value: str, seen: MapState) -> None: ...  # type: ignore[type-arg]
+
+    def dated(value: str, seen: MapState[float, int]) -> None: ...  # type: ignore[type-var]
+
+    def one(records: list[Record], seen: State[int]) -> None: ...
+
+    def many(value: str, seen: dict[bytes, State[int]]) -> None: ...
+
+    def text(records: list[Record], seen: dict[str, State[int]]) -> None: ...
+
+    assert "untyped has state seen of no type: annotate it MapState[str, int]" in refused(untyped)
+    assert "the keys of the map seen of dated are float: they can be str, bytes, int" in refused(dated)
+    assert refused(one, batch=True) == (
+        "one gets many records, and the state seen is one key's: annotate it dict[bytes, State[int]]"
+    )
+    assert "seen is a mapping of many keys': annotate it State[int]" in refused(many)
+    assert "annotated dict[bytes, ...]: keys are bytes" in refused(text, batch=True)
