@@ -121,6 +121,11 @@ def check(run: Run) -> None:
         raise ConfigurationError(
             f"{run.app.stateful[0].name} has state, which Spark does not run yet: use `eos run`, or Spark's own state"
         )
+    if run.app.chained:
+        raise ConfigurationError(
+            f"{min(run.app.chained)} is written by one function of {run.app.id} and read by another, which a Spark "
+            "query does not do: use `eos run`, or an App for each step"
+        )
     if run.settings["eos.lineage"]:
         raise ConfigurationError("eos.lineage=true needs the group's offsets, which a Spark query does not commit")
     if left := unused(run.settings.values):

@@ -66,6 +66,11 @@ class App:
         return _written(self.routes, self.functions)
 
     @property
+    def chained(self) -> set[str]:
+        """Topics that one function writes and another one reads."""
+        return self.destinations & self.routes.keys()
+
+    @property
     def functions(self) -> list[Route]:
         """Every function once; those that get records by a pattern alone come last."""
         return list(dict.fromkeys([*self.routes.values(), *self.patterns.values()]))
@@ -127,7 +132,8 @@ class App:
         None is no output, so `return record.value` drops tombstones; `return record.out(record.value)` or `Out(value)`
         passes them on. Each item of a tuple is a record of its own: one with a key is `Out(value, key=key)`.
 
-        A topic that begins with `^` is a pattern: a regular expression of Python's `re` that must match the whole name.
+        A topic that another function of the App writes may be read, as long as there is no circle. One that begins with
+        `^` is a pattern: a regular expression of Python's `re` that must match the whole name.
         Topics that match are read, those too that come while a worker runs.
 
         Further parameters that are annotated `State[T]`, `MapState[K, V]` or `ListState[T]` are state, kept by the
@@ -225,16 +231,16 @@ class App:
                 )
         routes, patterns = kept | names, others | patterns
         written = _written(routes, [*routes.values(), *patterns.values()])
-        if loops := routes.keys() & written:
+        if circle := _circle(routes):
             raise ConfigurationError(
-                f"the topic {min(loops)!r} is both a source and a destination of the App {self.id!r}: its records "
-                "could come back for ever; chain steps as Apps of their own"
+                f"the App {self.id!r} reads and writes {' -> '.join(circle)}: a circle, in which records could come "
+                "back for ever"
             )
         for pattern in patterns:
             if caught := [topic for topic in sorted(written) if _takes(pattern, topic)]:
                 raise ConfigurationError(
                     f"the pattern {pattern.pattern!r} matches {caught[0]!r}, a destination of the App {self.id!r}: its "
-                    "records could come back for ever; make it narrower, or chain steps as Apps of their own"
+                    "records could come back for ever; make it narrower, or name its topics"
                 )
         self.routes, self.patterns = routes, patterns
 
@@ -265,6 +271,25 @@ def _takes(pattern: re.Pattern[str], topic: str) -> bool:
 def _written(routes: Mapping[str, Route], functions: Iterable[Route]) -> set[str]:
     dead = {dead_letter_topic(topic) for topic, route in routes.items() if route.on_error.verdict == "dlq"}
     return dead.union(*(route.destinations for route in functions))
+
+
+def _circle(routes: Mapping[str, Route]) -> tuple[str, ...]:
+    """Topics of which each is written by the function that reads the one before, the first again at the end; () where
+    there is none."""
+    harmless: set[str] = set()
+
+    def walk(path: tuple[str, ...]) -> tuple[str, ...]:
+        *before, topic = path
+        if topic in before:
+            return path[before.index(topic) :]
+        if topic in routes and topic not in harmless:
+            for written in sorted(_written({topic: routes[topic]}, [routes[topic]])):
+                if found := walk((*path, written)):
+                    return found
+        harmless.add(topic)
+        return ()
+
+    return next(filter(None, (walk((topic,)) for topic in routes)), ())
 
 
 # ---- checks of a definition ------------------------------------------------------------------------------------------

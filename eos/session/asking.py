@@ -6,15 +6,16 @@ Owns which answers are waited for and which end the session. It never moves the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from eos import log
 from eos.errors import Action, Call, CallFailed, EosError, Unavailable, describe_error, no_broker, stop_error
+from eos.kafka import tail
 from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.facts import NEW_TOPIC_S
+from eos.kafka.facts import NEW_TOPIC_S, connect
 from eos.kafka.failures import classify, denied, other_strategy
 from eos.kafka.settings import Settings
 from eos.kafka.transactions import why_unstable
@@ -187,10 +188,12 @@ class Asking:
 
 
 class Finish:
-    """Whether the whole group, other members included, is committed up to where the input ended at the start."""
+    """Whether the whole group, other members included, is committed up to where the input ended at the start, and up to
+    what that led to in those of its topics that it writes itself: `chained`, as often as there are such topics."""
 
-    def __init__(self, asking: Asking, world: World) -> None:
+    def __init__(self, asking: Asking, settings: Settings, chained: Collection[str], world: World) -> None:
         self._targets, self._world, self._next_look = asking.stable_ends(), world, 0.0
+        self._settings, self._chained, self._rounds = settings, sorted(chained), len(chained)
 
     def reached(self, asking: Asking) -> bool:
         if self._world.now() < self._next_look:
@@ -202,7 +205,26 @@ class Finish:
         if committed is None:
             return False
         self._targets = {p: end for p, end in self._targets.items() if committed[p].offset < end}
-        return not self._targets
+        if self._targets or not self._rounds:
+            return not self._targets
+        try:
+            self._targets = self._written()
+        except Unavailable as error:
+            log.debug("what was written cannot be looked for yet", error=str(error))
+        else:
+            self._rounds -= 1
+        return False
+
+    def _written(self) -> dict[Partition, int]:
+        """Where the chained topics end now, behind the outputs of all that was committed: their markers may be on their
+        way."""
+        client = connect(self._settings, _ASK_S, self._world)
+        return {
+            (topic, partition): span.end
+            for topic in self._chained
+            for partition, span in tail.spans_by(client, self._settings, topic).items()
+            if span.end > span.low
+        }
 
 
 def check_topics(client: Any, servers: str, topics: Iterable[str], deadline: float, world: World = REAL) -> None:

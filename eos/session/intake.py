@@ -54,6 +54,7 @@ class Intake:
         self._member_ids: set[str] = set()  # see Member
         self._membership: Membership | None = None
         self._finish: Finish | None = None
+        self._destinations: Sequence[str] = ()
         self._failure: CallFailed | None = None  # met while something else was waited for
 
     @property
@@ -69,7 +70,7 @@ class Intake:
 
     def connect(self, destinations: Sequence[str], deadline: float) -> None:
         """Raises Unavailable unless all topics are there by the deadline (World.now())."""
-        self._membership = self._made()
+        self._membership, self._destinations = self._made(), destinations
         self._membership.check_topics([*self.topics, *destinations], deadline)
 
     def join(self, admin: ClusterAdmin) -> None:
@@ -77,7 +78,8 @@ class Intake:
         self.membership.member.make_way(admin, self.topics)
         self._came_later |= self._came_without_us(admin)
         if self._until_end:
-            self._finish = Finish(self.membership.asking, self._world)
+            chained = set(self.topics).intersection(self._destinations)
+            self._finish = Finish(self.membership.asking, self._settings, chained, self._world)
         self.membership.join()
 
     def _came_without_us(self, admin: ClusterAdmin) -> set[str]:

@@ -68,12 +68,14 @@ def run(app: App, records: Iterable[Record | tuple[Any, ...]]) -> Ran:
     """Runs the App's functions on the records in their order, `on_start` and `on_stop` too; retries do not wait.
 
     A record is a Record, or `(topic, value)` or `(topic, value, key)`, made a record of partition 0 with the next
-    offset of its topic; value and key by the rule of outputs (bytes, str as UTF-8, None, else JSON).
+    offset of its topic; value and key by the rule of outputs (bytes, str as UTF-8, None, else JSON). Outputs to a topic
+    that a function reads are handled behind them.
     Raises PoisonRecord where the policy is stop, ConfigurationError for a record of a topic without a function,
     HookFailed.
     """
     app.check()
-    given = records_of(records)
+    offsets: defaultdict[str, int] = defaultdict(int)
+    given = records_of(records, offsets)
     app = copy.copy(app)
     app.take_in(record.topic for record in given)
     for record in given:
@@ -85,12 +87,14 @@ def run(app: App, records: Iterable[Record | tuple[Any, ...]]) -> Ran:
     finished = False
     try:
         hooks.start()
-        at = 0
-        while (halt := handler.handle(kept, given[at:])) is not None:
-            if halt.error is not None:
-                raise halt.error
-            at += halt.handled
-            ran.retries += 1
+        while given:
+            at, before = 0, len(kept.sends)
+            while (halt := handler.handle(kept, given[at:])) is not None:
+                if halt.error is not None:
+                    raise halt.error
+                at += halt.handled
+                ran.retries += 1
+            given = _read_again(app, kept.sends[before:], offsets)
         finished = True
     finally:
         handler.end()
@@ -99,6 +103,17 @@ def run(app: App, records: Iterable[Record | tuple[Any, ...]]) -> Ran:
     ran.sent += map(sent_of, kept.sends)
     ran.states = {route.name: states_of(route, tasks[route.sources[0]]) for route in app.stateful}
     return ran
+
+
+def _read_again(app: App, sends: Iterable[Send], offsets: defaultdict[str, int]) -> list[Record]:
+    """Outputs that a function of the App reads."""
+    found = []
+    for topic, value, key, partition, timestamp_ms, headers in sends:
+        if topic in app.routes:
+            at = offsets[topic]
+            found.append(Record(topic, max(partition, 0), at, timestamp_ms, key, value, tuple(headers or ())))
+            offsets[topic] += 1
+    return found
 
 
 def states_of(route: Route, task: Task) -> dict[str, dict[bytes, Any]]:
@@ -123,9 +138,11 @@ def written_by(app: App) -> set[str]:
     return {*app.destinations, *map(dead_letter_topic, app.routes)}
 
 
-def records_of(records: Iterable[Record | tuple[Any, ...]]) -> list[Record]:
-    """Records, and what `run` takes for one."""
-    offsets: defaultdict[str, int] = defaultdict(int)
+def records_of(
+    records: Iterable[Record | tuple[Any, ...]], offsets: defaultdict[str, int] | None = None
+) -> list[Record]:
+    """Records, and what `run` takes for one. `offsets`: the next one of each topic; it is kept."""
+    offsets = defaultdict(int) if offsets is None else offsets
     made: list[Record] = []
     for given in records:
         if isinstance(given, Record):

@@ -20,6 +20,7 @@ from confluent_kafka.admin import AdminClient, NewPartitions
 import eos
 from eos.broker import LocalKafka
 from eos.state.cells import named
+from eos.testing.verify import verify
 from tests.support.reading import configure, create_topic, settled_records, visible_records, wait_until
 from tests.support.stepping_worker import counter_of
 
@@ -74,6 +75,21 @@ def total(sales: list[Record], sold: dict[bytes, State[int]]) -> list[Out]:
         sold[sale.key].set(sold[sale.key].get(0) + int(sale.value))
         outs.append(sale.out(str(sold[sale.key].get())))
     return outs
+"""
+CHAIN = """
+import eos
+from eos import Out, Record, State
+
+app = eos.App({id!r})
+
+@app.process({source!r}, to={other!r})
+def by_group(record: Record) -> Out:
+    return Out(record.value, key=record.key[-1:])
+
+@app.process({other!r}, to={out!r})
+def count(value: bytes, seen: State[int]) -> str:
+    seen.set(seen.get(0) + 1)
+    return str(seen.get())
 """
 # A worker that is killed before or behind the n-th call of a step.
 KILLED = """
@@ -264,6 +280,20 @@ def test_a_commit_whose_outcome_is_unknown_counts_if_it_came_to_pass(counting: C
     assert told.count(f"outcome={outcome}") >= 2
 
 
+def test_a_folder_that_cannot_be_written_any_more_ends_the_worker_and_loses_nothing(counting: Counting) -> None:
+    counting.load(1_200)
+    limited = (
+        "-c",
+        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)); "
+        "sys.argv[0] = 'eos'; runpy.run_module('eos', run_name='__main__')",
+    )
+    told = counting.run(program=limited, ends=75)
+    assert "eos: state cannot be written to " in told
+    assert "Traceback" not in told
+    counting.run()
+    counting.check()
+
+
 @pytest.mark.parametrize("where", ["memory", "folder"])
 def test_maps_lists_batches_and_async_functions_go_on_behind_a_kill(
     counting: Counting, names: Names, where: str
@@ -293,6 +323,20 @@ def test_maps_lists_batches_and_async_functions_go_on_behind_a_kill(
         for message in messages:
             found[(message.key() or b"").decode()].append((message.value() or b"").decode())
     assert found == expected
+
+
+def test_a_chain_of_functions_is_handled_to_its_end_and_exact_behind_a_kill(counting: Counting, names: Names) -> None:
+    other = names("between")
+    (counting.folder / "counting.py").write_text(CHAIN.format(other=other, **vars(counting)))
+    counting.load(1_500)
+    more = "--create-topics", "-X", "eos.lineage=true"
+    counting.run(*more, program=("-c", KILLED, "commit", "behind", "6"), ends=-signal.SIGKILL)
+    counting.run(*more)
+    groups = Counter(key[-1] for key, _ in counting.sent)
+    assert counting.counted() == {group: list(range(1, count + 1)) for group, count in groups.items()}
+    for source, out in ((counting.source, other), (other, counting.out)):
+        found = verify(counting.servers, [source], [out], counting.id)
+        assert (found.report.ok, found.inputs, found.outputs) == (True, 1_500, 1_500), str(found.report)
 
 
 def test_partitions_that_change_hands_take_their_state_along(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eos.app.definition import App
-from eos.app.policies import stop
+from eos.app.policies import dlq, stop
 from eos.app.routes import Route
 from eos.app.serde import DecodeError
 from eos.errors import ConfigurationError, IllegalState
@@ -751,17 +751,49 @@ def test_two_functions_on_one_topic_are_refused_and_leave_the_app_as_it_was() ->
     assert app.routes["a"].function is first
 
 
-def test_a_topic_that_is_source_and_destination_is_refused_within_and_across_functions() -> None:
+Steps = list[tuple[str, str | list[str]]]
+
+
+def chained(steps: Steps, **more: Any) -> App:
     def f(record: Record) -> None: ...
 
-    for steps in ([("a", "a")], [("a", "b"), ("b", "c")], [("b", "c"), ("a", ["x", "b"])], [("a", "b"), ("b", "a")]):
-        app = App("app")
-        for source, to in steps[:-1]:
-            app.process(source, to=to)(f)
-        before = dict(app.routes)
-        with pytest.raises(ConfigurationError, match=r"is both a source and a destination"):
-            app.process(steps[-1][0], to=steps[-1][1])(f)
+    app = App("app")
+    for source, to in steps[:-1]:
+        app.process(source, to=to)(f)
+    before = dict(app.routes)
+    try:
+        app.process(steps[-1][0], to=steps[-1][1], **more)(f)
+    except ConfigurationError:
         assert app.routes == before
+        raise
+    return app
+
+
+@pytest.mark.parametrize(
+    ("steps", "circle"),
+    [
+        ([("a", "a")], "a -> a"),
+        ([("a", "b"), ("b", "a")], "a -> b -> a"),
+        ([("x", "a"), ("a", "b"), ("b", ["y", "c"]), ("c", ["z", "a"])], "a -> b -> c -> a"),
+        ([("a.dlq", "a"), ("a", "b")], "a.dlq -> a -> a.dlq"),
+    ],
+)
+def test_a_circle_of_topics_is_refused(steps: Steps, circle: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"reads and writes {circle}: a circle, in which"):
+        chained(steps, on_error=dlq)
+
+
+@pytest.mark.parametrize(
+    ("steps", "between"),
+    [
+        ([("a", "b"), ("b", "c")], {"b"}),
+        ([("b", "c"), ("a", ["x", "b"])], {"b"}),
+        ([("a", ["b", "c"]), ("b", "d"), ("c", "d"), ("d", "e")], {"b", "c", "d"}),
+        ([("a", "b"), ("c", "d")], set()),
+    ],
+)
+def test_what_one_function_writes_another_one_may_read(steps: Steps, between: set[str]) -> None:
+    assert chained(steps).chained == between
 
 
 @pytest.mark.parametrize("function", [5, None, "f", lambda: None, lambda a, b: None])
@@ -815,7 +847,7 @@ def test_a_cell_that_is_run_again_replaces_its_function_and_its_hook(monkeypatch
     cell("in", "out", 4)
     assert [(route.name, list(app.routes), app.patterns) for route in app.functions] == [("f", ["in"], {})]
     assert [hook() for hook in app.start_hooks] == [4]
-    with pytest.raises(ConfigurationError, match="both a source and a destination"):
+    with pytest.raises(ConfigurationError, match="in -> in: a circle"):
         cell("in", "in", 5)
     assert list(app.routes) == ["in"], "what is refused leaves the App as it was"
     exec("class Call:\n    def __call__(self): ...\nfor _ in range(2): app.on_stop(Call())", main.__dict__)

@@ -146,8 +146,8 @@ def test_dead_letter_topics_are_destinations_and_must_be_names_of_topics() -> No
     assert app.destinations == {"out", "a.dlq", "b.dlq"}
     with pytest.raises(ConfigurationError, match="the topic of dead letters"):
         app.process("x" * 246, to="out", on_error=dlq)(upper)
-    with pytest.raises(ConfigurationError, match="both a source and a destination"):
-        app.process("a.dlq", to="out")(upper)
+    with pytest.raises(ConfigurationError, match=r"a -> a\.dlq -> a: a circle"):
+        app.process("a.dlq", to="a")(upper)
 
 
 # ---- one record at a time --------------------------------------------------------------------------------------------

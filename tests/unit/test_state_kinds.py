@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +31,11 @@ def run(function: Callable[..., Any], *records: Record | tuple[Any, ...], **more
 
 def of_key(key: str, *values: str) -> list[tuple[str, str, str]]:
     return [("in", value, key) for value in values]
+
+
+class Sale(msgspec.Struct):
+    town: str
+    cents: int
 
 
 # ---- maps ------------------------------------------------------------------------------------------------------------
@@ -295,6 +301,25 @@ def test_an_async_generator_and_an_async_batch_have_state_too() -> None:
         return []
 
     assert run(batch, *of_key("a", "x", "y"), batch=True).states["batch"]["seen"] == {b"a": 2}
+
+
+def test_what_one_function_writes_another_one_reads_by_another_key() -> None:
+    app = App("shop")
+
+    @app.process("sales", to="by-town")
+    def by_town(sale: Sale) -> Out:
+        return Out(sale.cents, key=sale.town)
+
+    @app.process("by-town", to="totals")
+    def total(cents: int, sold: State[int]) -> str:
+        sold.set(sold.get(0) + cents)
+        return f"{sold.get()}"
+
+    sales = [("sales", {"town": town, "cents": cents}, "a") for town, cents in (("X", 1), ("Y", 2), ("X", 3))]
+    ran = eos.testing.run(app, [*sales, ("by-town", 10, "X")])
+    assert ran.values("by-town") == [b"1", b"2", b"3"]
+    assert ran.values("totals") == [b"10", b"11", b"2", b"14"]
+    assert ran.states["total"]["sold"] == {b"X": 14, b"Y": 2}
 
 
 # ---- definitions -----------------------------------------------------------------------------------------------------

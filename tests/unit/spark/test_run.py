@@ -8,6 +8,8 @@ from typing import Any, cast
 import pytest
 from pyspark.errors import StreamingQueryException
 
+from eos.app.definition import App
+from eos.app.state import State
 from eos.errors import (
     ConfigurationError,
     EosError,
@@ -20,8 +22,24 @@ from eos.errors import (
 )
 from eos.kafka.settings import Settings
 from spark_connector.failures import to_line
-from spark_connector.run import _Batches, _follow, error_of
+from spark_connector.run import Run, _Batches, _follow, check, error_of
 from spark_connector.shipping import lacking
+
+
+def test_what_a_query_does_not_do_is_said_before_spark_is_started() -> None:
+    def count(value: str, seen: State[int]) -> str: ...  # type: ignore[empty-body]
+
+    stateful, chain = App("app"), App("app")
+    stateful.process("in", to="out")(count)
+    for source, to in (("in", "between"), ("between", "out")):
+        chain.process(source, to=to)(lambda value: value)
+    for app, said in (
+        (stateful, "count has state, which"),
+        (chain, "between is written by one function of app and read"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            check(Run(app, Settings({"bootstrap.servers": "127.0.0.1:9"})))
+
 
 DATA_LOSS = """Job aborted due to stage failure: Task 1 in stage 4.0 failed 1 times, most recent failure: Lost task 1.0
 org.apache.spark.SparkException: [KAFKA_DATA_LOSS.COULD_NOT_READ_OFFSET_RANGE] Some data may have been lost because they
