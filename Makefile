@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 STAMP := $(VENV)/.installed
 PLOTS := $(VENV)/.plots
 
-.PHONY: demo demo-spark check test test-all test-ci flaky chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-spark bench-far clean engine image own-images up down ps worker shim sweep bench-shim
+.PHONY: demo demo-spark check test test-all test-ci flaky chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-state bench-spark bench-far clean engine image own-images up down ps worker shim sweep bench-shim
 
 demo: $(READY)
 	$(BIN)/eos demo
@@ -86,6 +86,10 @@ bench-restart: $(STAMP)
 QUIX := build/bench/quix
 bench-peers: $(PLOTS) $(QUIX)/.installed
 	$(BIN)/python -m benchmarks.peers.speed --quix-python $(QUIX)/bin/python
+
+# Counting by key, with state, beside the same two.
+bench-state: $(STAMP) $(QUIX)/.installed
+	$(BIN)/python -m benchmarks.peers.count --quix-python $(QUIX)/bin/python
 
 bench-spark: $(STAMP)
 	$(BIN)/python -m benchmarks.spark_sink

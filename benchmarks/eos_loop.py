@@ -5,15 +5,21 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 
 from benchmarks.shapes import SHAPES, app_of
-from eos import Settings
+from eos import App, Settings
 from eos.kafka.world import World
 from eos.worker.worker import Worker
 
 
 def main(bootstrap: str, source: str, target: str, count: int, group: str, shape: str, *settings: str) -> None:
     app = app_of(SHAPES[shape], group, source, target)
+    measure(app, {"bootstrap.servers": bootstrap} | dict(one.split("=") for one in settings), count)
+
+
+def measure(app: App, settings: Mapping[str, object], count: int) -> None:
+    """Runs it until so many records are handled, and prints what it took."""
     # From the first begin to the last commit: the same span that the straight loop measures.
     marks: dict[str, float] = {}
 
@@ -25,8 +31,7 @@ def main(bootstrap: str, source: str, target: str, count: int, group: str, shape
     def stop_when_done() -> None:
         session.stop_requested = session.counters.records_in + session.taken >= count
 
-    loaded = Settings({"bootstrap.servers": bootstrap} | dict(one.split("=") for one in settings))
-    worker = Worker(app, loaded, world=World(step=note))
+    worker = Worker(app, Settings(dict(settings)), world=World(step=note))
     session = worker.session
     worker.on_tick = stop_when_done
     worker.run()

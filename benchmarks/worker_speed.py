@@ -48,7 +48,7 @@ def shapes() -> dict[str, list[str]]:
     return loops
 
 
-def load(bootstrap: str, topic: str, count: int, size: int) -> None:
+def load(bootstrap: str, topic: str, count: int, size: int, keys: int = 10_000) -> None:
     """`count` records of `size` bytes (12-byte keys, values that are JSON) into a new topic."""
     create(bootstrap, topic)
     producer = Producer({"bootstrap.servers": bootstrap, "linger.ms": 20, "queue.buffering.max.messages": 500_000})
@@ -57,7 +57,7 @@ def load(bootstrap: str, topic: str, count: int, size: int) -> None:
     for number in range(count):
         while True:
             try:
-                producer.produce(topic, b'{"n":1%09d' % number + rest, b"key-%08d" % (number % 10_000))
+                producer.produce(topic, b'{"n":1%09d' % number + rest, b"key-%08d" % (number % keys))
                 break
             except BufferError:
                 producer.poll(0.1)

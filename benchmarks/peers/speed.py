@@ -55,6 +55,8 @@ class Peer:
     command: list[str]
     more: tuple[str, ...] = ()
     tells_second_half: bool = False
+    outputs: int | None = None
+    """How many it leaves at least; None: one for each record."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +81,16 @@ def peers(build: Path, quix_python: Path) -> list[Peer]:
     ]
 
 
-def streams_command(build: Path) -> list[str]:
-    """Compiles StreamsUpper.java if it is newer than what is there; needs a JDK (javac beside java)."""
+def streams_command(build: Path, program: str = "StreamsUpper") -> list[str]:
+    """Compiles the program if it is newer than what is there; needs a JDK (javac beside java)."""
     jars = maven_jars("streams", STREAMS_JARS, "Kafka Streams", f"Kafka {DEFAULT_VERSION}")
     java = find_java().resolve()
     path = os.pathsep.join([str(build), *map(str, jars)])
-    source, made = HERE / "StreamsUpper.java", build / "StreamsUpper.class"
+    source, made = HERE / f"{program}.java", build / f"{program}.class"
     if not made.exists() or made.stat().st_mtime < source.stat().st_mtime:
         build.mkdir(parents=True, exist_ok=True)
         subprocess.run([java.with_name("javac"), "-cp", path, "-d", build, source], check=True)
-    return [str(java), "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn", "-cp", path, "StreamsUpper"]
+    return [str(java), "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn", "-cp", path, program]
 
 
 def run(bootstrap: str, peer: Peer, source: str, count: int) -> Run:
@@ -103,10 +105,11 @@ def run(bootstrap: str, peer: Peer, source: str, count: int) -> Run:
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=_LIMIT_S)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     handled, seconds, *others = (float(word) for word in done.stdout.split())
-    found = count_committed(bootstrap, target, count)
+    expected = count if peer.outputs is None else peer.outputs
+    found = count_committed(bootstrap, target, expected)
     # A framework stops at a batch's end: it may have handled a few more than it was asked for, never fewer.
-    if handled < count or found < count:
-        raise RuntimeError(f"{peer.name} handled {handled:.0f} and {found} of {count} records are in its target")
+    if handled < count or found < expected:
+        raise RuntimeError(f"{peer.name} handled {handled:.0f} and {found} of {expected} records are in its target")
     AdminClient({"bootstrap.servers": bootstrap}).delete_topics([target])
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     second_half = count / 2 / others[0] if peer.tells_second_half else None
@@ -155,24 +158,33 @@ class Line:
 HEADER = ["load", "loop", "median records/s", "ratio", "second half, records/s", "cpu s per million, with start"]
 
 
-def compare(console: Console, bootstrap: str, peers: list[Peer], count: int, size: int, rounds: int) -> list[Line]:
+def compare(
+    console: Console,
+    bootstrap: str,
+    peers: list[Peer],
+    count: int,
+    size: int,
+    rounds: int,
+    yardstick: str = "straight loop",
+    keys: int = 10_000,
+) -> list[Line]:
     name = f"{count:,} x {size:,} B"
     source = f"in-{size}-{uuid.uuid4().hex[:6]}"
     console.print(f"{name}: loading")
-    load(bootstrap, source, count, size)
+    load(bootstrap, source, count, size, keys)
     runs: dict[str, list[Run]] = {peer.name: [] for peer in peers}
     for turn in range(rounds):
         # Each in another place each round: the disk is slower behind a neighbour's writes.
         for peer in peers[turn % len(peers) :] + peers[: turn % len(peers)]:
             runs[peer.name].append(run(bootstrap, peer, source, count))
         console.print(f"  round {turn + 1}: " + ", ".join(f"{peer} {of[-1].rate:,.0f}/s" for peer, of in runs.items()))
-    straight = [one.rate for one in runs["straight loop"]]
+    straight = [one.rate for one in runs[yardstick]]
     return [
         Line(
             name,
             peer,
             statistics.median(one.rate for one in of),
-            statistics.median(one.rate / yardstick for one, yardstick in zip(of, straight, strict=True)),
+            statistics.median(one.rate / its for one, its in zip(of, straight, strict=True)),
             statistics.median(one.second_half for one in of if one.second_half is not None)
             if of[0].second_half is not None
             else None,
@@ -186,6 +198,17 @@ def compare(console: Console, bootstrap: str, peers: list[Peer], count: int, siz
 def markdown(lines: list[Line]) -> str:
     rows = [HEADER, ["---"] * len(HEADER), *(line.cells() for line in lines)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def where(quix_python: Path) -> str:
+    """The machine and the versions."""
+    told = "import quixstreams, confluent_kafka as c; print(quixstreams.__version__, c.__version__)"
+    done = subprocess.run([quix_python, "-c", told], stdout=subprocess.PIPE, check=True, text=True)
+    quix, confluent = done.stdout.split()
+    return (
+        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {psutil.cpu_count()} cores, Kafka {DEFAULT_VERSION}, "
+        f"Python {platform.python_version()}, Quix Streams {quix} (confluent-kafka {confluent})"
+    )
 
 
 def plot(path: Path, title: str, lines: list[Line]) -> None:
@@ -223,21 +246,8 @@ def main() -> None:
     options = parser.parse_args()
     console = Console(width=200)
     found = peers(options.build, options.quix_python)
-    versions = subprocess.run(
-        [
-            options.quix_python,
-            "-c",
-            "import quixstreams, confluent_kafka as c; print(quixstreams.__version__, c.__version__)",
-        ],
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-    ).stdout.split()
-    where = (
-        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {psutil.cpu_count()} cores, Kafka {DEFAULT_VERSION}, "
-        f"Python {platform.python_version()}, Quix Streams {versions[0]} (confluent-kafka {versions[1]})"
-    )
-    console.print(f"{where}, load {os.getloadavg()[0]:.1f}")
+    machine = where(options.quix_python)
+    console.print(f"{machine}, load {os.getloadavg()[0]:.1f}")
     console.print(f"command: python -m benchmarks.peers.speed {' '.join(sys.argv[1:])}")
     lines: list[Line] = []
     with LocalKafka(nodes=1, config=BROKER) as kafka:
@@ -247,7 +257,7 @@ def main() -> None:
     print(markdown(lines))
     plot(
         options.plot,
-        f"exactly once, upper-casing, commits every 100 ms; medians of {options.rounds} rounds\n{where}",
+        f"exactly once, upper-casing, commits every 100 ms; medians of {options.rounds} rounds\n{machine}",
         lines,
     )
     console.print(f"plot: {options.plot}")

@@ -1,0 +1,61 @@
+"""`make bench-state`: the worker, Kafka Streams and Quix Streams count the records of each key, in turns.
+
+An output for each record (and of Kafka Streams with its cache, for each key and commit), commits every 100 ms, exactly
+once; as benchmarks/peers/speed.py in all else. The ratio is to Kafka Streams without a cache. Nothing here asserts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.clients import BROKER
+from benchmarks.peers.speed import HERE, STREAMS_THREADS, Peer, compare, markdown, streams_command, where
+from eos.broker import LocalKafka
+
+YARDSTICK = "Kafka Streams, no cache"
+CACHE_BYTES = 10 << 20
+
+
+def peers(build: Path, quix_python: Path, keys: int) -> list[Peer]:
+    eos = [sys.executable, "-m", "benchmarks.peers.eos_count"]
+    streams = streams_command(build, "StreamsCount")
+    threads = str(STREAMS_THREADS)
+    quix = [str(quix_python), "-W", "ignore", str(HERE / "quix_count.py")]
+    return [
+        Peer(YARDSTICK, streams, (threads, "{directory}", "0"), tells_second_half=True),
+        Peer("Kafka Streams, cache", streams, (threads, "{directory}", str(CACHE_BYTES)), True, outputs=keys),
+        Peer("eos, State, LMDB", eos, ("record", "{directory}")),
+        Peer("eos, State, memory", eos, ("record", "")),
+        Peer("eos, batch, LMDB", eos, ("batch", "{directory}")),
+        Peer("Quix Streams", quix, ("{directory}",), tells_second_half=True),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--records", type=int, default=1_000_000)
+    parser.add_argument("--keys", type=int, default=10_000)
+    parser.add_argument("--only", default="", help="peers whose name has this in it, and the yardstick")
+    parser.add_argument("--quix-python", type=Path, required=True, help="of a virtual environment with quixstreams")
+    parser.add_argument("--build", type=Path, default=Path("build/bench/peers"), help="for the compiled Java class")
+    options = parser.parse_args()
+    console = Console(width=200)
+    console.print(where(options.quix_python))
+    found = peers(options.build, options.quix_python, options.keys)
+    found = [peer for peer in found if options.only in peer.name or peer.name == YARDSTICK]
+    with LocalKafka(nodes=1, config=BROKER) as kafka:
+        lines = compare(
+            *(console, kafka.bootstrap_servers, found, options.records, 100, options.rounds),
+            yardstick=YARDSTICK,
+            keys=options.keys,
+        )
+    print(markdown(lines))
+
+
+if __name__ == "__main__":
+    main()
