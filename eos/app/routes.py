@@ -29,8 +29,9 @@ from eos.app.serde import (
     without_none,
 )
 from eos.app.state import Store
-from eos.app.stores import CellsOf, Kept, Stores
+from eos.app.stores import CellsOf, Finish, Kept, Stores
 from eos.errors import ConfigurationError, IllegalState
+from eos.hotloop.python import Target
 from eos.records import Each, Fed, Feed, Out, Record, Send, Sink
 
 
@@ -95,9 +96,9 @@ class Route:
             self.outputs, self.each = compile_(function, decoded, finish, normalise)
             self.feed = feed_each(self.each)
         elif stores:
-            self.outputs = _compile_stateful(kept.single(function), decoded, finish, normalise)
+            target = target_of(self.name, destinations, passing)
+            self.outputs, self.feed = _compile_stateful(kept.single(function), decoded, finish, normalise, target)
             self.each = _one_by_one(self.outputs)
-            self.feed = feed_each(self.each)
         else:
             run = function if finish is None else lambda given: finish(function(given))
             self.outputs, self.feed = _compile_single(run, self.name, decoded, normalise, destinations, passing)
@@ -185,6 +186,12 @@ def _compile_single(
     def outputs(record: Record) -> Sequence[Send]:
         return normalise(record, function(record if decode is None else decode(record.value)))
 
+    return outputs, feed_by(function, decode, target, normalise)
+
+
+def feed_by(function: Callable[[Any], Any], decode: Decode | None, target: Target | None, normalise: Normalise) -> Feed:
+    """Through the hot loop, which asks `normalise` where a result is not a usual one."""
+
     def feed(records: list[Record], sink: Sink) -> Fed:
         partly = 0  # outputs that went out of a record that failed behind them
         produce, refused = sink.produce, sink.refused
@@ -201,25 +208,45 @@ def _compile_single(
         sent, handled, error = hotloop.feed_values(records, function, decode, target, produce, refused, other)
         return Fed(sent + partly, handled, error, None if error is None else records[handled])
 
-    return outputs, feed
+    return feed
+
+
+class _Made(list[Send]):
+    """Outputs, where they are more than the hot loop knows."""
 
 
 def _compile_stateful(
-    run: Callable[[Record, Any, Callable[[Any], Any]], Any],
+    run: Callable[[Record, Any, Finish], Any],
     decode: Decode | None,
     finish: Callable[[Any], Any] | None,
     normalise: Normalise,
-) -> Callable[[Record], Sequence[Send]]:
-    """`outputs` of a function with state: what it changed counts once its outputs are made."""
+    target: Target | None,
+) -> tuple[Callable[[Record], Sequence[Send]], Feed]:
+    """`outputs` and `feed` of a function with state: what it changed counts once its outputs are made."""
+
+    def made(record: Record, result: Any) -> Sequence[Send]:
+        return normalise(record, result if finish is None else finish(result))
 
     def outputs(record: Record) -> Sequence[Send]:
-        def made(result: Any) -> Sequence[Send]:
-            return normalise(record, result if finish is None else finish(result))
+        return cast("Sequence[Send]", run(record, record if decode is None else decode(record.value), made))
 
+    def usual(record: Record, result: Any) -> bytes | _Made | None:
+        if finish is None and target is not None:
+            if type(result) is bytes or (result is None and record.value is not None):
+                return result
+            if type(result) is str:
+                return result.encode()
+        return _Made(made(record, result))
+
+    def one(record: Record) -> bytes | _Made | None:
         given = record if decode is None else decode(record.value)
-        return cast("Sequence[Send]", run(record, given, made))
+        return cast("bytes | _Made | None", run(record, given, usual))
 
-    return outputs
+    return outputs, feed_by(one, None, target, _made)
+
+
+def _made(record: Record, made: Any) -> Sequence[Send]:
+    return cast("_Made", made)
 
 
 def put(send: Send, sink: Sink) -> None:
@@ -313,10 +340,10 @@ def _compile_keyed(
     # What was made of records behind one that failed: they come again when it is dealt with.
     ahead: list[tuple[Record, concurrent.Outcome]] = []
 
-    async def one(record: Record, before: Kept | None) -> tuple[Any, Kept]:
-        def made(result: Any) -> Sequence[Send]:
-            return normalise(record, result if finish is None else finish(result))
+    def made(record: Record, result: Any) -> Sequence[Send]:
+        return normalise(record, result if finish is None else finish(result))
 
+    async def one(record: Record, before: Kept | None) -> tuple[Any, Kept]:
         return await run(record, record if decode is None else decode(record.value), made, before)
 
     async def chain(records: list[Record], known: dict[int, concurrent.Outcome]) -> None:

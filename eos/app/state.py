@@ -4,8 +4,8 @@ A parameter behind the first one that is annotated `State[T]`, `MapState[K, V]` 
 (eos/app/stores.py). What the function leaves there counts only if it returns; where it is kept is eos/state's, behind
 `Cells`. It must never do I/O.
 
-A value is in a cell, named by a store, a record's key and, in a map, a field: the map's own key as bytes, of which the
-order is the order of those keys.
+A value is in a cell (eos/app/cells.py); in a map the field that is a part of its name is the map's own key as bytes,
+of which the order is the order of those keys.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar, overload
 
-from eos.app.serde import DecodeError, annotation_name, decoder, encode
+from eos.app.cells import begin_of, named
+from eos.app.serde import Decode, DecodeError, annotation_name, decoder, encode
 from eos.errors import ConfigurationError, IllegalState
 
 T = TypeVar("T")
@@ -23,7 +24,7 @@ K = TypeVar("K", str, bytes, int)
 V = TypeVar("V")
 X = TypeVar("X")
 Change = tuple[bytes, bytes | None]
-"""A field, and the value's bytes; None: there is none any more."""
+"""A cell, and the value's bytes; None: there is none any more."""
 
 # Values that nobody can change in place.
 _FIXED: Final = frozenset({int, str, bytes, float, bool, types.NoneType})
@@ -44,13 +45,13 @@ _UNREAD, _ABSENT = _Mark("UNREAD"), _Mark("ABSENT")
 class Cells(Protocol):
     """The values of one task (a function and a partition), as the open transaction sees them."""
 
-    def read(self, store: str, key: bytes, field: bytes = b"") -> bytes | None: ...
+    def get(self, cell: bytes) -> bytes | None: ...
 
-    def write(self, store: str, key: bytes, value: bytes | None, field: bytes = b"") -> None:
+    def put(self, cell: bytes, value: bytes | None) -> None:
         """None: there is no value any more."""
 
-    def scan(self, store: str, key: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
-        """Fields and values in the order of the fields; what is written meanwhile may be missing."""
+    def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
+        """Fields and values in the order of the fields; what is put meanwhile may be missing."""
 
 
 class Span(NamedTuple):
@@ -77,16 +78,19 @@ class Store(NamedTuple):
 class _Held:
     """What all kinds have in common: the cells, while the function runs."""
 
-    __slots__ = ("_cells", "_decode", "_key", "_store")
+    __slots__ = ("_begin", "_cells", "_decode", "_row", "_store")
 
-    _key: bytes
+    _row: bytes
 
-    def __init__(self, store: Store) -> None:
-        self._store, self._decode = store, decoder(store.annotations[-1])
+    def __init__(self, store: Store, decode: Decode | None = None) -> None:
+        """`decode`: of its values, where somebody has made it before: that takes its time."""
+        self._store, self._decode = store, decode or decoder(store.annotations[-1])
+        self._begin = begin_of(store.name)
         self._cells: Cells | None = None
 
-    def _enter(self, cells: Cells, key: bytes) -> None:
-        self._cells, self._key = cells, key
+    def _enter(self, cells: Cells, rest: bytes) -> None:
+        """`rest`: of the row, what the key says."""
+        self._cells, self._row = cells, self._begin + rest
 
     def _leave(self) -> None:
         self._cells = None
@@ -106,8 +110,8 @@ class _Held:
         except DecodeError as error:
             kind = annotation_name(self._store.annotations[-1])
             raise ConfigurationError(
-                f"the state {self._store.name} of the key {self._key!r} is no {kind} ({error}): its type was another "
-                "one when it was kept"
+                f"the state {self._store.name} of the key {named(self._row)[1]!r} is no {kind} ({error}): its type was "
+                "another one when it was kept"
             ) from error
 
     def _settable(self, value: object) -> None:
@@ -138,10 +142,10 @@ class State(_Held, Generic[T]):
     def get(self, default: D) -> T | D: ...
 
     def get(self, default: Any = None) -> Any:
-        cells = self._open()
+        cells = self._cells or self._open()
         value = self._value
         if value is _UNREAD:
-            self._before = before = cells.read(self._store.name, self._key)
+            self._before = before = cells.get(self._row)
             value = self._value = _ABSENT if before is None else self._decoded(before)
         if value is _ABSENT and self._offered:
             value = self._value = self._changed_default()
@@ -152,8 +156,9 @@ class State(_Held, Generic[T]):
         return default
 
     def set(self, value: T) -> None:
-        self._open()
-        self._settable(value)
+        if self._cells is None or value is None:
+            self._open()
+            self._settable(value)
         self._value, self._offered = value, []
 
     def delete(self) -> None:
@@ -161,8 +166,8 @@ class State(_Held, Generic[T]):
         self._open()
         self._value, self._offered = _ABSENT, []
 
-    def _enter(self, cells: Cells, key: bytes) -> None:
-        self._cells, self._key = cells, key
+    def _enter(self, cells: Cells, rest: bytes) -> None:
+        self._cells, self._row = cells, self._begin + rest
         self._value = self._before = _UNREAD
         self._offered = []
 
@@ -173,7 +178,7 @@ class State(_Held, Generic[T]):
         if value is _UNREAD:
             return ()
         after = None if value is _ABSENT else encode(value)
-        return () if after == self._before else ((b"", after),)
+        return () if after == self._before else ((self._row, after),)
 
     def _changed_default(self) -> Any:
         """There is none, and none was set: but a default that was changed in place is one."""
@@ -194,12 +199,12 @@ class MapState(_Held, MutableMapping[K, V]):
     _own: dict[bytes, Any]  # field -> what the function set, or _ABSENT
     _offered: list[tuple[bytes, Any, bytes | None]]
 
-    def __init__(self, store: Store) -> None:
-        super().__init__(store)
+    def __init__(self, store: Store, decode: Decode | None = None) -> None:
+        super().__init__(store, decode)
         self._field, self._unfield = FIELDS[store.annotations[0]]
 
-    def _enter(self, cells: Cells, key: bytes) -> None:
-        self._cells, self._key = cells, key
+    def _enter(self, cells: Cells, rest: bytes) -> None:
+        self._cells, self._row = cells, self._begin + rest
         self._seen, self._own, self._offered = {}, {}, []
 
     def _value(self, field: bytes) -> Any:
@@ -209,7 +214,7 @@ class MapState(_Held, MutableMapping[K, V]):
         if field in self._own:
             return self._own[field]
         if field not in self._seen:
-            before = cells.read(self._store.name, self._key, field)
+            before = cells.get(self._row + field)
             self._seen[field] = (_ABSENT, None) if before is None else (self._decoded(before), before)
         return self._seen[field][0]
 
@@ -250,7 +255,7 @@ class MapState(_Held, MutableMapping[K, V]):
         self._take_changed_defaults()
         span = Span(b"" if start is None else self._field(start), None if stop is None else self._field(stop), reverse)
         own = {field: None if value is _ABSENT else field for field, value in self._own.items()}
-        for field, before in overlaid(cells.scan(self._store.name, self._key, span), own, span):
+        for field, before in overlaid(cells.scan(self._row, span), own, span):
             self._open()
             if field not in self._own and field not in self._seen:
                 value = self._decoded(before)
@@ -289,7 +294,7 @@ class MapState(_Held, MutableMapping[K, V]):
             before = self._seen.get(field, (None, _UNREAD))[1]
             after = None if value is _ABSENT else encode(value)
             if after != before:
-                changes.append((field, after))
+                changes.append((self._row + field, after))
         return changes
 
 
@@ -300,9 +305,9 @@ class ListState(_Held, Generic[T]):
 
     __slots__ = ("_map", "_next")
 
-    def __init__(self, store: Store) -> None:
-        super().__init__(store)
-        self._map = _Numbered(store._replace(annotations=(int, *store.annotations)))
+    def __init__(self, store: Store, decode: Decode | None = None) -> None:
+        super().__init__(store, decode)
+        self._map = _Numbered(store._replace(annotations=(int, *store.annotations)), self._decode)
         self._next: int | None = None
 
     def append(self, value: T) -> None:
@@ -336,8 +341,8 @@ class ListState(_Held, Generic[T]):
     def __bool__(self) -> bool:
         return next(iter(self), _ABSENT) is not _ABSENT
 
-    def _enter(self, cells: Cells, key: bytes) -> None:
-        self._map._enter(cells, key)
+    def _enter(self, cells: Cells, rest: bytes) -> None:
+        self._map._enter(cells, rest)
         self._next = None
 
     def _leave(self) -> None:

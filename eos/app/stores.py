@@ -14,15 +14,16 @@ import typing
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
+from eos.app.cells import rest_of
 from eos.app.serde import annotation_name, decoder, function_name, resolved
-from eos.app.state import FIELDS, Cells, ListState, MapState, Span, State, Store, overlaid
+from eos.app.state import FIELDS, Cells, Change, ListState, MapState, Span, State, Store, overlaid
 from eos.errors import ConfigurationError, IllegalState
 from eos.records import Record
 
 CellsOf = Callable[[Record], Cells]
 """The cells of the record's task."""
-Finish = Callable[[Any], Any]
-"""Makes outputs of what a function gave; what it raises is the function's failure."""
+Finish = Callable[[Record, Any], Any]
+"""Makes outputs of what a function gave for a record; what it raises is the function's failure."""
 
 _KINDS: Final = (State, MapState, ListState)
 _MAPPINGS: Final = (dict, collections.abc.Mapping)
@@ -96,36 +97,33 @@ class Stores:
     """The stores of the function `name`, and where they are; None: nowhere, so that it cannot run here."""
 
     def __init__(self, name: str, stores: Sequence[Store], cells_of: CellsOf | None) -> None:
-        self._name, self._stores, self._cells_of = name, stores, cells_of
+        self._name, self._cells_of = name, cells_of
+        self._makes = [functools.partial(store.kind, store, decoder(store.annotations[-1])) for store in stores]
 
-    def _held(self) -> list[Any]:
-        return [store.kind(store) for store in self._stores]
-
-    def cells(self, record: Record) -> tuple[Cells, bytes]:
-        """Where the state of the record's key is, and the key."""
+    def _place(self, record: Record) -> tuple[Cells, bytes]:
+        """Where the state of the record's key is, and what its key says of the row."""
         if self._cells_of is None:
             raise IllegalState(f"{self._name} has state: run it by `eos run`, `eos.run` or `eos.testing.run`")
         if record.key is None:
             raise ValueError(f"{self._name} keeps state by key, and this record has no key")
-        return self._cells_of(record), record.key
+        return self._cells_of(record), rest_of(record.key)
 
     def single(self, function: Callable[..., Any]) -> Callable[[Record, Any, Finish], Any]:
         """Calls a function of one record with the state of its key."""
-        held = self._held()
+        held = [make() for make in self._makes]
 
         def run(record: Record, given: Any, finish: Finish) -> Any:
-            cells, key = self.cells(record)
+            cells, rest = self._place(record)
             for one in held:
-                one._enter(cells, key)
+                one._enter(cells, rest)
             try:
-                outputs = finish(function(given, *held))
-                changes = [one._changes() for one in held]
+                outputs = finish(record, function(given, *held))
+                changes = [change for one in held for change in one._changes()]
             finally:
                 for one in held:
-                    one._leave()
-            for store, changed in zip(self._stores, changes, strict=True):
-                for field, value in changed:
-                    cells.write(store.name, key, value, field)
+                    one._cells = None
+            for cell, value in changes:
+                cells.put(cell, value)
             return outputs
 
         return run
@@ -136,14 +134,15 @@ class Stores:
 
         def run(records: list[Record], finish: Callable[[Any], list[Any]]) -> list[Any]:
             outputs: list[Any] = []
-            written: list[Callable[[], None]] = []
+            changed: list[tuple[Cells, Iterable[Change]]] = []
             of_partition: dict[int, list[Record]] = {}
             for record in records:
                 of_partition.setdefault(record.partition, []).append(record)
             for few in of_partition.values():
-                outputs += self._one_partition(function, few, finish, written)
-            for write in written:
-                write()
+                outputs += self._one_partition(function, few, finish, changed)
+            for cells, changes in changed:
+                for cell, value in changes:
+                    cells.put(cell, value)
             return outputs
 
         return run
@@ -153,72 +152,61 @@ class Stores:
         function: Callable[..., Any],
         records: list[Record],
         finish: Callable[[Any], list[Any]],
-        written: list[Callable[[], None]],
+        changed: list[tuple[Cells, Iterable[Change]]],
     ) -> list[Any]:
-        where = {key: cells for cells, key in map(self.cells, records)}
-        held: list[dict[bytes, Any]] = [{key: store.kind(store) for key in where} for store in self._stores]
-        every = [
-            (store.name, key, one)
-            for store, by_key in zip(self._stores, held, strict=True)
-            for key, one in by_key.items()
-        ]
-        for _, key, one in every:
-            one._enter(where[key], key)
+        places = {record.key: self._place(record) for record in records}
+        held: list[dict[bytes | None, Any]] = [{key: make() for key in places} for make in self._makes]
+        every = [(key, one) for by_key in held for key, one in by_key.items()]
+        for key, one in every:
+            one._enter(*places[key])
         try:
             outputs = finish(function(records, *map(dict, held)))
-            for name, key, one in every:
-                for field, value in one._changes():
-                    written.append(functools.partial(where[key].write, name, key, value, field))
+            changed += [(places[key][0], one._changes()) for key, one in every]
         finally:
-            for _, _, one in every:
+            for _, one in every:
                 one._leave()
         return outputs
 
     def concurrent(
         self, function: Callable[..., Awaitable[Any]]
     ) -> Callable[[Record, Any, Finish, Kept | None], Awaitable[tuple[Any, Kept]]]:
-        """Calls an async function of one record. What it changed is not written, but returned beside its outputs; it is
-        told what the records of its key before it changed, and have not written either."""
+        """Calls an async function of one record. What it changed is not put, but returned beside its outputs; it is
+        told what the records of its key before it changed, and have not put either."""
 
         async def run(record: Record, given: Any, finish: Finish, before: Kept | None) -> tuple[Any, Kept]:
-            cells, key = self.cells(record)
+            cells, rest = self._place(record)
             seen = Kept(cells, {} if before is None else before.own)
-            held = self._held()
+            held = [make() for make in self._makes]
             for one in held:
-                one._enter(seen, key)
+                one._enter(seen, rest)
             try:
-                outputs = finish(await function(given, *held))
-                changes = [one._changes() for one in held]
+                outputs = finish(record, await function(given, *held))
+                changes = [change for one in held for change in one._changes()]
             finally:
                 for one in held:
                     one._leave()
-            kept = Kept(cells, dict(seen.own))
-            for store, changed in zip(self._stores, changes, strict=True):
-                for field, value in changed:
-                    kept.write(store.name, key, value, field)
-            return outputs, kept
+            return outputs, Kept(cells, seen.own | dict(changes))
 
         return run
 
 
 class Kept:
-    """Cells, and what was changed in them and is not written there yet: by store, key and field."""
+    """Cells, and what was changed in them and is not put there yet."""
 
-    def __init__(self, below: Cells, own: dict[tuple[str, bytes, bytes], bytes | None]) -> None:
+    def __init__(self, below: Cells, own: dict[bytes, bytes | None]) -> None:
         self._below, self.own = below, own
 
-    def read(self, store: str, key: bytes, field: bytes = b"") -> bytes | None:
-        at = store, key, field
-        return self.own[at] if at in self.own else self._below.read(store, key, field)
+    def get(self, cell: bytes) -> bytes | None:
+        return self.own[cell] if cell in self.own else self._below.get(cell)
 
-    def write(self, store: str, key: bytes, value: bytes | None, field: bytes = b"") -> None:
-        self.own[store, key, field] = value
+    def put(self, cell: bytes, value: bytes | None) -> None:
+        self.own[cell] = value
 
-    def scan(self, store: str, key: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
-        own = {field: value for (name, whose, field), value in self.own.items() if (name, whose) == (store, key)}
-        return overlaid(self._below.scan(store, key, span), own, span)
+    def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
+        own = {cell[len(row) :]: value for cell, value in self.own.items() if cell.startswith(row)}
+        return overlaid(self._below.scan(row, span), own, span)
 
     def settle(self) -> None:
-        """All of it is written."""
-        for (store, key, field), value in self.own.items():
-            self._below.write(store, key, value, field)
+        """All of it is put."""
+        for cell, value in self.own.items():
+            self._below.put(cell, value)

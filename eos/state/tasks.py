@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from eos.app.cells import row_length
 from eos.app.state import Span, overlaid
-from eos.state.cells import cell_of
 from eos.state.values import InMemory, Value, Values
 
 
@@ -18,19 +18,26 @@ class Task:
         """What is committed."""
         self.changed: dict[bytes, Value] = {}
         """By the open transaction."""
-        self._fields: dict[bytes, dict[bytes, Value]] = {}  # the same in maps, by row and field
+        self._fields: dict[bytes, dict[bytes, Value]] | None = None  # the same by row and field, once one was scanned
 
-    def read(self, store: str, key: bytes, field: bytes = b"") -> bytes | None:
-        cell = cell_of(store, key, field)
+    def get(self, cell: bytes) -> bytes | None:
         return self.changed[cell] if cell in self.changed else self.values.get(cell)
 
-    def write(self, store: str, key: bytes, value: Value, field: bytes = b"") -> None:
-        self.changed[cell_of(store, key, field)] = value
-        if field:
-            self._fields.setdefault(cell_of(store, key), {})[field] = value
+    def put(self, cell: bytes, value: Value) -> None:
+        self.changed[cell] = value
+        if self._fields is not None:
+            self._note(cell, value)
 
-    def scan(self, store: str, key: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
-        row = cell_of(store, key)
+    def _note(self, cell: bytes, value: Value) -> None:
+        assert self._fields is not None
+        end = row_length(cell)
+        self._fields.setdefault(cell[:end], {})[cell[end:]] = value
+
+    def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
+        if self._fields is None:
+            self._fields = {}
+            for cell, value in self.changed.items():
+                self._note(cell, value)
         return overlaid(self.values.scan(row, span), self._fields.get(row, {}), span)
 
     def committed(self, now: float) -> None:
@@ -40,4 +47,4 @@ class Task:
         self.undone()
 
     def undone(self) -> None:
-        self.changed, self._fields = {}, {}
+        self.changed, self._fields = {}, None

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from eos import log
+from eos.app.cells import row_length
 from eos.app.state import Span
 from eos.errors import ConfigurationError, Temporary
-from eos.state.cells import row_length
 
 Value = bytes | None
 """None: there is none, and the changelog has a tombstone."""

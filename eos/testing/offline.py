@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from eos.app.cells import named
 from eos.app.definition import App
 from eos.app.policies import dead_letter_topic
 from eos.app.routes import Route
@@ -21,7 +22,6 @@ from eos.app.stores import plain
 from eos.errors import ConfigurationError
 from eos.kafka.settings import Settings
 from eos.records import Header, Record, Send
-from eos.state.cells import named
 from eos.state.tasks import Task
 from eos.worker.handling import Handler, Kept
 from eos.worker.hooks import Hooks

@@ -18,8 +18,8 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewPartitions
 
 import eos
+from eos.app.cells import named
 from eos.broker import LocalKafka
-from eos.state.cells import named
 from eos.testing.verify import verify
 from tests.support.reading import configure, create_topic, settled_records, visible_records, wait_until
 from tests.support.stepping_worker import counter_of

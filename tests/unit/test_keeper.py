@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from eos import App, Record, State
+from eos.app.cells import cell_of
 from eos.errors import ConfigurationError, Temporary
 from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
 from eos.kafka.tail import Seen, Span
 from eos.kafka.watchdog import Job
 from eos.state import changelog, restoring, values
-from eos.state.cells import cell_of
 from eos.state.keeper import Keeper
 
 START = SimpleNamespace(offset=0, metadata="")
@@ -97,8 +97,8 @@ def restore(keeper: Keeper) -> None:
 def kept(keeper: Keeper, value: bytes | None = None) -> bytes | None:
     cells = keeper.cells_of(app_of().routes["in"])(Record("in", 0, 5))
     if value is not None:
-        cells.write("seen", b"k", value)
-    return cells.read("seen", b"k")
+        cells.put(CELL, value)
+    return cells.get(CELL)
 
 
 def note(value: bytes | None) -> Record:

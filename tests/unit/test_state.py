@@ -11,8 +11,8 @@ import pytest
 import eos
 import eos.testing
 from eos import App, Out, Record, State
+from eos.app.cells import cell_of, named
 from eos.errors import ConfigurationError, IllegalState, UsageError
-from eos.state.cells import cell_of, named
 from eos.state.tasks import Task
 from eos.state.values import InMemory
 from eos.worker.replay import route_of
@@ -158,17 +158,17 @@ def test_what_is_wrong_with_a_definition_is_said_where_it_is_defined() -> None:
 
 
 def test_a_task_knows_its_own_changes_and_forgets_those_of_an_aborted_transaction() -> None:
-    task = Task()
-    task.write("s", b"k", b"1")
-    assert task.read("s", b"k") == b"1"
+    task, cell = Task(), cell_of("s", b"k")
+    task.put(cell, b"1")
+    assert task.get(cell) == b"1"
     task.undone()
-    assert task.read("s", b"k") is None
-    task.write("s", b"k", b"2")
+    assert task.get(cell) is None
+    task.put(cell, b"2")
     task.committed(0.0)
-    task.write("s", b"k", None)
-    assert task.read("s", b"k") is None
+    task.put(cell, None)
+    assert task.get(cell) is None
     task.undone()
-    assert (task.read("s", b"k"), len(task.values)) == (b"2", 1)
+    assert (task.get(cell), len(task.values)) == (b"2", 1)
     cells = [("s", b"", b""), ("store", b"\0k", b"\0f"), ("store", b"k", b"f")]
     assert [named(cell_of(*cell)) for cell in cells] == cells
     for strange in (b"", b"s\0", b"s\0\0\0\0\5k", b"sk"):

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 import eos
 import eos.testing
 from eos import App, ListState, MapState, Out, Record, State
+from eos.app.cells import cell_of, rest_of
 from eos.app.state import Span, Store
 from eos.errors import ConfigurationError, IllegalState
 from eos.state import values
-from eos.state.cells import cell_of
 from eos.state.tasks import Task
 from eos.state.values import InFolder, InMemory
 
@@ -66,15 +66,15 @@ def test_a_map_is_a_dict_that_is_read_in_order(
             (lambda: task.committed(0.0) if step == "commit" else task.undone())()
             committed, open_ = (open_, open_) if step == "commit" else (committed, committed)
             continue
-        seen._enter(task, row_key)
+        seen._enter(task, rest_of(row_key))
         now = {key: value.copy() for key, value in open_.items()}
         for _ in range(data.draw(st.integers(1, 3))):
             touch(step, data, seen, now, KEYS[kind])
         changes = list(seen._changes())
         seen._leave()
         if step != "fail":
-            for field, value in changes:
-                task.write("seen", row_key, value, field)
+            for cell, value in changes:
+                task.put(cell, value)
             open_ = now
     if folder is not None:
         folder.close()
@@ -197,10 +197,10 @@ def test_a_list_grows_at_its_end_and_an_append_writes_its_own_value_only() -> No
     task = Task()
     held: ListState[int] = ListState(Store("seen", ListState, (int,)))
     for number in range(3):
-        held._enter(task, b"k")
+        held._enter(task, rest_of(b"k"))
         held.append(number)
-        ((field, value),) = held._changes()
-        task.write("seen", b"k", value, field)
+        ((cell, value),) = held._changes()
+        task.put(cell, value)
     assert sorted(task.changed.values()) == [b"0", b"1", b"2"]
 
 
@@ -241,7 +241,7 @@ def test_a_batch_has_records_of_one_partition_where_the_same_key_is_another_stat
 
     bound = app.routes["in"].bound(cells_of=lambda record: tasks[record.partition])
     bound.outputs_batch([Record("in", n % 3 % 2, n, key=b"k", value=b"x") for n in range(6)])
-    assert [task.read("seen", b"k") for task in tasks.values()] == [b"4", b"2"]
+    assert [task.get(cell_of("seen", b"k")) for task in tasks.values()] == [b"4", b"2"]
 
 
 def test_async_functions_see_their_key_in_order_and_other_keys_at_once() -> None:

@@ -11,8 +11,18 @@ import struct
 _LENGTH = struct.Struct(">I")
 
 
+def begin_of(store: str) -> bytes:
+    """Of the names of all its cells."""
+    return store.encode() + b"\0"
+
+
+def rest_of(key: bytes) -> bytes:
+    """What follows there in the row of a key."""
+    return _LENGTH.pack(len(key)) + key
+
+
 def cell_of(store: str, key: bytes, field: bytes = b"") -> bytes:
-    return store.encode() + b"\0" + _LENGTH.pack(len(key)) + key + field
+    return begin_of(store) + rest_of(key) + field
 
 
 def row_length(cell: bytes) -> int:
