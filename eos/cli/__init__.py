@@ -24,6 +24,8 @@ COMMANDS = {
     "broker": "A real Kafka in a local JVM.",
     "topic": "Topics of any cluster: list, create, read and write them.",
     "dlq": "Dead letters: what lies there and why, and bring them back exactly once.",
+    "state": "What the functions of an App remember, by key.",
+    "topology": "Functions, topics and state of an App, as text or as Mermaid.",
     "txn": "Transactions of the cluster: list, describe, find hanging ones, abort.",
     "run": "Run an App: consume, transform, produce, exactly once.",
     "config": "Every setting: its value, where it comes from, what it means.",
@@ -34,7 +36,7 @@ COMMANDS = {
     "verify": "Does each committed input have exactly its outputs? Reads a live cluster.",
     "demo": "Kill workers on real data and prove that nothing was lost or doubled.",
 }
-GROUPS = ("broker", "topic", "dlq", "txn", "spark")
+GROUPS = ("broker", "topic", "dlq", "state", "txn", "spark")
 
 
 def program(arguments: Sequence[str]) -> Any:

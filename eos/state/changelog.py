@@ -4,9 +4,10 @@ transactions changed. Made where it is not there; read up to its end before the 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
 from eos import log
+from eos.app.cells import named
 from eos.app.routes import Route
 from eos.errors import ConfigurationError, Temporary
 from eos.kafka import facts, tail
@@ -20,6 +21,7 @@ _ASK_S = 10.0
 _SETTLED_S = 30.0
 _TOMBSTONES_S = 86_400.0  # delete.retention.ms where the brokers do not say
 CONFIG = {"cleanup.policy": "compact"}
+Rows = dict[str, list[tuple[bytes, bytes]]]
 
 
 def changelog_of(app_id: str, route: Route) -> str:
@@ -73,6 +75,25 @@ def require(settings: Settings, app_id: str, routes: Sequence[Route], world: Wor
                 remedy=f"set cleanup.policy=compact of {topic}",
             )
     return kept
+
+
+def kept(settings: Settings, topic: str) -> Iterator[tuple[int, list[tuple[bytes, Rows]]]]:
+    """What is committed: for each partition the keys in order, and of each its stores, with fields and values in order.
+    A partition at a time is in memory. Raises Unavailable."""
+    for partition, span in sorted(tail.spans(settings, topic, _ASK_S).items()):
+        cells: dict[bytes, bytes] = {}
+        if span.low < span.stable:
+            with tail.TopicReader(settings, topic, {partition: span.low}, uncommitted=False) as reader:
+                for seen in tail.read_until(reader, {partition: span.stable}):
+                    if seen.record.value is None:
+                        cells.pop(seen.record.key or b"", None)
+                    else:
+                        cells[seen.record.key or b""] = seen.record.value
+        rows: dict[bytes, Rows] = {}
+        for cell, value in sorted(cells.items()):
+            store, key, field = named(cell)
+            rows.setdefault(key, {}).setdefault(store, []).append((field, value))
+        yield partition, sorted(rows.items())
 
 
 def settled(

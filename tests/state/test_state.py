@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -337,6 +338,29 @@ def test_a_chain_of_functions_is_handled_to_its_end_and_exact_behind_a_kill(coun
     for source, out in ((counting.source, other), (other, counting.out)):
         found = verify(counting.servers, [source], [out], counting.id)
         assert (found.report.ok, found.inputs, found.outputs) == (True, 1_500, 1_500), str(found.report)
+
+
+def test_what_is_remembered_can_be_looked_at_from_outside(counting: Counting) -> None:
+    def eos_state(*arguments: str, ends: int = 0) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "eos", "state", *arguments]
+        done = subprocess.run(
+            command, cwd=counting.folder, env=counting.environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == ends, done.stderr
+        return done
+
+    counting.load(400)
+    assert "topic " in eos_state("show", "counting:app", ends=69).stderr, "there is no changelog yet"
+    counting.run()
+    rows = [json.loads(line) for line in eos_state("export", "counting:app").stdout.splitlines()]
+    counts = Counter(key for key, value in counting.sent if value not in ("bad", "large"))
+    assert {row["key"]: row["state"]["seen"] for row in rows} == counts
+    assert {row["function"] for row in rows} == {"count"}
+    (one,) = json.loads(eos_state("show", "counting:app", "--key", "k7", "--json").stdout)
+    assert one["state"]["seen"] == counts["k7"]
+    shown = eos_state("show", "counting:app", "--limit", "3")
+    assert (shown.stdout.count("seen"), "and more: --limit shows more than 3" in shown.stderr) == (3, True)
+    assert "no function with state of" in eos_state("show", "counting:app", "--function", "nope", ends=64).stderr
 
 
 def test_partitions_that_change_hands_take_their_state_along(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:

@@ -108,6 +108,43 @@ def test_without_a_command_the_help_is_shown_and_the_exit_code_says_usage(here: 
     assert "Traceback" not in ended.stderr
 
 
+TOPOLOGY = """App shop
+  by_town
+    reads   sales
+    writes  by-town
+    sets aside what fails in sales.dlq
+  total
+    reads   by-town
+    writes  -
+    state   sold: State[int], days: MapState[str, int], by key, in shop-total-changelog
+"""
+FLOWCHART = """flowchart LR
+  n0("by_town")
+  n1["sales"]
+  n1 --> n0
+  n2["by-town"]
+  n0 --> n2
+  n3["sales.dlq"]
+  n0 -. what fails .-> n3
+  n4("total")
+  n2 --> n4
+  n5[("shop-total-changelog")]
+  n4 <--> n5
+"""
+
+
+def test_the_topology_of_an_app_is_told_without_a_cluster(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "shop.py").write_text(
+        "import eos\nfrom eos import MapState, State\napp = eos.App('shop')\n"
+        "@app.process('sales', to='by-town', on_error=eos.dlq)\ndef by_town(value: str) -> str: ...\n"
+        "@app.process('by-town')\ndef total(value: str, sold: State[int], days: MapState[str, int]) -> None: ...\n"
+    )
+    assert cli.invoke(["topology", str(here / "shop.py:app")]) == 0
+    assert capsys.readouterr().out == TOPOLOGY
+    assert cli.invoke(["topology", str(here / "shop.py:app"), "--mermaid"]) == 0
+    assert capsys.readouterr().out == FLOWCHART
+
+
 def test_an_unknown_command_is_named(here: Path) -> None:
     assert "No such command 'nope'" in refused(64, here, "nope")
 

@@ -33,7 +33,7 @@ BELOW = {
     "worker": "state health plain session app kafka records",
     "testing": "worker state plain session app kafka records broker shim",
     "demo": "testing worker kafka broker",
-    "cli": "demo testing worker health plain session app kafka records hotloop broker shim",
+    "cli": "demo testing worker state health plain session app kafka records hotloop broker shim",
     "__main__": "cli",
 }
 

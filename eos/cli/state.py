@@ -1,0 +1,132 @@
+"""`eos state show | export`: what the functions of an App remember, read from their changelogs.
+
+Owns the options and what is printed. It reads what is committed, joins no group and changes nothing; a worker may run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from eos.app.definition import App
+from eos.app.serde import DecodeError
+from eos.app.state import Store
+from eos.app.stores import plain
+from eos.cli.options import BootstrapServers, Json, Set, Target, load_settings, print_json, print_table, until_hung_up
+from eos.cli.written import json_of, text_of
+from eos.errors import ConfigurationError, UsageError
+from eos.kafka.settings import Settings
+from eos.state import changelog
+from eos.worker.loading import load_app
+
+_SHOWN = 20
+
+app = typer.Typer(no_args_is_help=True, help="State: what the functions of an App remember, by key.")
+Functions = Annotated[list[str] | None, typer.Option("--function", help="Only of this function; repeatable.")]
+Keys = Annotated[list[str] | None, typer.Option("--key", help="Only this key, as text; repeatable.")]
+
+
+class Row(NamedTuple):
+    """What a function remembers of one key: by the name of its state."""
+
+    function: str
+    partition: int
+    key: Any
+    state: dict[str, Any]
+
+
+@app.command()
+def show(
+    target: Target,
+    function: Functions = None,
+    key: Keys = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many keys of each function.")] = _SHOWN,
+    json: Json = False,
+    bootstrap_servers: BootstrapServers = None,
+    set_: Set = None,
+) -> None:
+    """The first keys in each partition, or those that are asked for, and what is committed of them."""
+    settings = load_settings(bootstrap_servers, set_)
+    found, more = _some(_functions(load_app(target), function), settings, key, limit)
+    if json:
+        print_json([row._asdict() | {"key": json_of(row.key)} for row in found])
+    elif not found:
+        print("no state")
+    else:
+        table = Table("function", "partition", "key", "state", "value")
+        for row in found:
+            for name, value in sorted(row.state.items()):
+                words = row.function, str(row.partition), text_of(row.key), name, repr(value)
+                table.add_row(*map(escape, words))
+        print_table(table)
+    if more:
+        print(f"and more: --limit shows more than {limit} of each function, `eos state export` all", file=sys.stderr)
+
+
+@app.command()
+def export(
+    target: Target,
+    function: Functions = None,
+    key: Keys = None,
+    bootstrap_servers: BootstrapServers = None,
+    set_: Set = None,
+) -> None:
+    """Each key with what is committed of it, as a line of JSON."""
+    settings = load_settings(bootstrap_servers, set_)
+    stateful = _functions(load_app(target), function)
+    with until_hung_up():
+        for name in stateful.names:
+            for row in stateful.rows(name, settings, key):
+                print_json(row._asdict() | {"key": json_of(row.key)})
+
+
+class _Stateful:
+    """Some functions of an App."""
+
+    def __init__(self, app: App, names: list[str]) -> None:
+        self.names = names
+        self._app_id, self._routes = app.id, {route.name: route for route in app.stateful}
+
+    def rows(self, name: str, settings: Settings, keys: list[str] | None) -> Iterator[Row]:
+        """By partition and key. Raises Unavailable, ConfigurationError."""
+        route, wanted = self._routes[name], None if keys is None else {key.encode() for key in keys}
+        stores = {store.name: store for store in route.stores}
+        for partition, kept in changelog.kept(settings, changelog.changelog_of(self._app_id, route)):
+            for key, state in kept:
+                if wanted is None or key in wanted:
+                    known = {store: cells for store, cells in state.items() if store in stores}
+                    yield Row(name, partition, key, {store: _read(stores[store], known[store]) for store in known})
+
+
+def _read(store: Store, cells: list[tuple[bytes, bytes]]) -> Any:
+    try:
+        return plain(store, cells)
+    except DecodeError as error:
+        raise ConfigurationError(
+            f"the state {store.name} was kept as something else than the App says: {error}"
+        ) from error
+
+
+def _functions(app: App, wanted: list[str] | None) -> _Stateful:
+    names = [route.name for route in app.stateful]
+    if not names:
+        raise UsageError(f"no function of {app.id} has state")
+    if unknown := sorted(set(wanted or ()) - set(names)):
+        raise UsageError(f"--function {unknown[0]}: no function with state of {app.id} ({', '.join(names)})")
+    return _Stateful(app, [name for name in names if not wanted or name in wanted])
+
+
+def _some(stateful: _Stateful, settings: Settings, keys: list[str] | None, limit: int) -> tuple[list[Row], bool]:
+    """At most so many of each function, and whether there are more."""
+    found, more = [], False
+    for name in stateful.names:
+        rows = stateful.rows(name, settings, keys)
+        few = [row for row, _ in zip(rows, range(limit), strict=False)]
+        more = more or next(rows, None) is not None
+        found += few
+    return found, more

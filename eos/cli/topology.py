@@ -1,0 +1,80 @@
+"""`eos topology MODULE:APP`: which function reads and writes what, and what it remembers; as text or as Mermaid."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from eos.app.definition import App, is_pattern
+from eos.app.policies import dead_letter_topic
+from eos.app.routes import Route
+from eos.app.serde import annotation_name
+from eos.cli.options import Target
+from eos.state.changelog import changelog_of
+from eos.worker.loading import load_app
+
+
+def topology(
+    target: Target,
+    mermaid: Annotated[bool, typer.Option("--mermaid", help="A flowchart, for documents.")] = False,
+) -> None:
+    """Functions, topics, state and changelogs of an App. No cluster is asked."""
+    app = load_app(target)
+    app.check()
+    print("\n".join(_flowchart(app) if mermaid else _text(app)))
+
+
+def _sources(app: App, route: Route) -> list[str]:
+    patterns = [pattern.pattern for pattern, of in app.patterns.items() if of is route]
+    return [topic for topic, of in app.routes.items() if of is route] + patterns
+
+
+def _letters(app: App, route: Route) -> list[str]:
+    if route.on_error.verdict != "dlq":
+        return []
+    return [dead_letter_topic(source) for source in _sources(app, route) if not is_pattern(source)]
+
+
+def _stores(route: Route) -> list[str]:
+    return [
+        f"{store.name}: {store.kind.__name__}[{', '.join(map(annotation_name, store.annotations))}]"
+        for store in route.stores
+    ]
+
+
+def _text(app: App) -> list[str]:
+    lines = [f"App {app.id}"]
+    for route in app.functions:
+        lines.append(f"  {route.name}")
+        lines.append(f"    reads   {', '.join(_sources(app, route))}")
+        lines.append(f"    writes  {', '.join(route.destinations) or '-'}")
+        if letters := _letters(app, route):
+            lines.append(f"    sets aside what fails in {', '.join(letters)}")
+        if route.stores:
+            lines.append(f"    state   {', '.join(_stores(route))}, by key, in {changelog_of(app.id, route)}")
+    return lines
+
+
+def _flowchart(app: App) -> list[str]:
+    names: dict[str, str] = {}
+
+    def node(kind: str, label: str) -> str:
+        """Its short name; what it is called is declared the first time."""
+        known = f"{kind}{label}"
+        if known not in names:
+            names[known] = f"n{len(names)}"
+            before, behind = {"topic": ("[", "]"), "function": ("(", ")"), "state": ("[(", ")]")}[kind]
+            quoted = label.replace('"', "#quot;")
+            lines.append(f'  {names[known]}{before}"{quoted}"{behind}')
+        return names[known]
+
+    lines = ["flowchart LR"]
+    for route in app.functions:
+        function = node("function", route.name)
+        lines += [f"  {node('topic', topic)} --> {function}" for topic in _sources(app, route)]
+        lines += [f"  {function} --> {node('topic', topic)}" for topic in route.destinations]
+        lines += [f"  {function} -. what fails .-> {node('topic', topic)}" for topic in _letters(app, route)]
+        if route.stores:
+            lines.append(f"  {function} <--> {node('state', changelog_of(app.id, route))}")
+    return lines
