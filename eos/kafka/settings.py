@@ -104,10 +104,10 @@ OPTIONS: dict[str, Option] = {
         "compacted topic that tells a group whose offsets the brokers forgot from one that never ran",
     ),
     "eos.state.dir": Option(
-        "",
+        "~/.local/state/eos",
         str,
-        "folder that workers keep the state of functions in, so that a restart reads what is new only (extra `state`); "
-        "nothing: in memory",
+        "folder that workers keep the state of functions in, so that a restart reads what is new only; set to nothing: "
+        "in memory",
     ),
     "eos.create.topics": Option(
         False, _boolean, "create topics that are missing at the start, and dead letters' of a pattern's new topics"

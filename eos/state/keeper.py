@@ -15,7 +15,7 @@ from eos.app.definition import App
 from eos.app.routes import Route
 from eos.app.state import Cells
 from eos.app.stores import CellsOf
-from eos.errors import EosError, describe_error
+from eos.errors import ConfigurationError, EosError, describe_error
 from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
 from eos.kafka.watchdog import Job, Watchdog
@@ -50,13 +50,24 @@ class Keeper:
 
     def prepare(self) -> None:
         """Before the start: the changelogs are there. Raises ConfigurationError, NotAuthorised, Unavailable."""
-        if self._folder is not None:
-            check_folder(self._folder)
+        self._check_folder()
         routes = list(self._routes.values())
         self._tombstones_s = changelog.require(self._settings, self._app_id, routes, self._world)
         if self._folder is not None:
             with self._world.admin(self._settings) as admin:
                 self._ids = admin.topic_ids(self._tombstones_s)
+
+    def _check_folder(self) -> None:
+        """One that was asked for is there; the usual one need not be."""
+        if self._folder is None:
+            return
+        try:
+            check_folder(self._folder)
+        except ConfigurationError as error:
+            if "eos.state.dir" in self._settings.values:
+                raise
+            log.warning("state is kept in memory, and read anew at each start", why=str(error))
+            self._folder = None
 
     def close(self, finished: bool) -> None:
         """`finished`: all that was done is committed, and no transaction is open."""

@@ -20,6 +20,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import lmdb
+
 from eos import log
 from eos.app.cells import row_length
 from eos.app.state import Span
@@ -126,9 +128,6 @@ class InFolder:
         self.clear()
 
     def _open(self) -> None:
-        import lmdb
-
-        self._lmdb = lmdb
         path = str(self._folder / "values")
         options: dict[str, Any] = {"map_size": _MOST_BYTES, "max_dbs": 2, "sync": False, "metasync": False}
         options |= {"readahead": False, "max_spare_txns": 1}
@@ -183,7 +182,7 @@ class InFolder:
                     else:
                         writing.put(_name(cell), value, db=self._values)
                 writing.put(b"noted", noted, db=self._notes)
-        except (self._lmdb.Error, OSError) as error:
+        except (lmdb.Error, OSError) as error:
             raise Temporary(
                 f"state cannot be written to {self._folder}: {error}",
                 remedy="give the disk room (one task has 64 GiB at the most); nothing is lost, the changelog has it",
@@ -223,10 +222,6 @@ def _behind(base: bytes) -> bytes:
 
 def check_folder(folder: Path) -> None:
     """Raises ConfigurationError for a folder in which no state can be kept."""
-    try:
-        import lmdb  # noqa: F401
-    except ImportError as error:
-        raise ConfigurationError("eos.state.dir needs LMDB", remedy="pip install 'eos-kafka[state]'") from error
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{uuid.uuid4().hex}"

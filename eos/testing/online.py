@@ -45,7 +45,7 @@ def run_on(
     app.patterns = {}
     if not app.topics:
         raise ConfigurationError("no function gets any of these records: no pattern matches the topic of one")
-    loaded = Settings({"eos.instance": "test", **(settings or {}), "bootstrap.servers": bootstrap})
+    loaded = Settings({"eos.instance": "test", "eos.state.dir": "", **(settings or {}), "bootstrap.servers": bootstrap})
     client = facts.connect(loaded, _TIMEOUT_S)
     wanted = dict.fromkeys((*app.topics, *app.destinations), 1)
     for record in given:

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import gc
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from eos import log
 from eos.app.definition import App
@@ -23,12 +24,14 @@ from eos.records import Record
 from eos.session.participants import Listener, Outcome
 from eos.session.stopping import ShutdownExpired, took_too_long
 from eos.session.transact import Transaction, TransactSession
-from eos.state.keeper import Keeper
 from eos.worker.handling import Halt, Handler, by_route
 from eos.worker.hooks import Hooks
 from eos.worker.new_topics import NewTopics
 from eos.worker.slowness import Slowness
 from eos.worker.spans import Spans
+
+if TYPE_CHECKING:
+    from eos.state.keeper import Keeper
 
 _SLICE_TARGET_S = 0.005
 _LARGEST_SLICE = 2_000
@@ -51,6 +54,8 @@ class Worker(Listener):
         ledger = Ledger() if self.settings["eos.lineage"] else None
         self._keeper: Keeper | None = None
         if app.stateful:
+            from eos.state.keeper import Keeper  # not before: most Apps have none, and start without LMDB
+
             self._keeper = Keeper(app, self.settings, world)
         cells_of = None if self._keeper is None else self._keeper.cells_of
         self._concurrent_most: int = self.settings["eos.async.max.records"]

@@ -22,7 +22,7 @@ from eos.state import changelog, restoring, values
 from eos.state.keeper import Keeper
 
 START = SimpleNamespace(offset=0, metadata="")
-SETTINGS = Settings({})
+SETTINGS = Settings({"eos.state.dir": ""})
 CELL = cell_of("seen", b"k")
 
 
@@ -232,6 +232,20 @@ def test_a_folder_that_cannot_be_is_said_before_the_first_record(tmp_path: Path)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match=r"eos.state.dir=.*/file/x cannot be written: Not a directory"):
         values.check_folder(tmp_path / "file" / "x")
+
+
+def test_where_the_usual_folder_cannot_be_values_are_in_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "home").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(changelog, "require", lambda *_: {})
+    keeper_on(monkeypatch).prepare()
+    Keeper(app_of(), Settings({})).prepare()
+    (line,) = caplog.messages
+    assert "state is kept in memory, and read anew at each start why=eos.state.dir=" in line
+    with pytest.raises(ConfigurationError, match="cannot be written: Not a directory"):
+        Keeper(app_of(), Settings({"eos.state.dir": str(tmp_path / "home" / "x")})).prepare()
 
 
 def test_two_functions_of_one_name_do_not_share_their_state() -> None:
