@@ -7,10 +7,14 @@ READY := $(VENV)/.ready
 STAMP := $(VENV)/.installed
 PLOTS := $(VENV)/.plots
 
-.PHONY: demo demo-spark check test test-all test-ci flaky chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-state bench-spark bench-far clean engine image own-images up down ps worker shim sweep bench-shim
+.PHONY: demo demo-state demo-spark check test test-all test-ci flaky chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-state bench-spark bench-far clean engine image own-images up down ps worker shim sweep bench-shim
 
 demo: $(READY)
 	$(BIN)/eos demo
+
+# Sums by key in state: two workers, each killed in a transaction, the folder of one deleted.
+demo-state: $(READY)
+	$(BIN)/eos demo --state
 
 # Needs a JDK (Spark): flights -> worker -> Kafka -> Spark aggregation -> Kafka, its driver killed in mid-batch.
 demo-spark: $(STAMP)

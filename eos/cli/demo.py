@@ -19,6 +19,9 @@ def demo(
     spark: Annotated[
         bool, typer.Option("--spark", help="The other demo: a stateful Spark query behind a worker, its driver killed.")
     ] = False,
+    state: Annotated[
+        bool, typer.Option("--state", help="Another demo: sums by key in state, workers killed, a folder deleted.")
+    ] = False,
     flights: Annotated[int, typer.Option(hidden=True, min=10_000, max=336_776)] = 336_776,
 ) -> int:
     """Kill workers on real data and prove that nothing was lost or doubled."""
@@ -29,6 +32,8 @@ def demo(
 
         if spark:
             from eos.demo.spark import tell
+        if state:
+            from eos.demo.state import tell
     except ModuleNotFoundError as error:
         raise Unavailable(f"the demo needs {error.name}: pip install 'eos-kafka[demo,embedded]'") from error
     for number in (signal.SIGTERM, signal.SIGHUP):

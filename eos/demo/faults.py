@@ -46,7 +46,14 @@ class Hit:
 class Witness:
     """What the cluster knows about the workers' transactions. `tick` is called while it waits."""
 
-    def __init__(self, servers: str, tick: Callable[[], object], outputs: Sequence[str] = topics.OUTPUTS) -> None:
+    def __init__(
+        self,
+        servers: str,
+        tick: Callable[[], object],
+        outputs: Sequence[str] = topics.OUTPUTS,
+        group: str = topics.GROUP,
+    ) -> None:
+        self._group = group
         self._outputs = [TopicPartition(topic, p) for topic in outputs for p in range(topics.PARTITIONS)]
         self._cluster = ClusterAdmin(Settings({"bootstrap.servers": servers}))
         self._admin = KafkaAdminClient(bootstrap_servers=servers.split(","))
@@ -59,7 +66,7 @@ class Witness:
     def ongoing(self, worker: str) -> tuple[str, Described] | None:
         """The transactional.id and transaction that this worker has open, by DescribeTransactions."""
         # On brokers before 4.0 a replaced producer goes on under the second name.
-        return self._first_ongoing(f"{topics.GROUP}-{worker}", f"{topics.GROUP}-{worker}-alternate")
+        return self._first_ongoing(f"{self._group}-{worker}", f"{self._group}-{worker}-alternate")
 
     def _first_ongoing(self, *transactional_ids: str) -> tuple[str, Described] | None:
         for transactional_id in transactional_ids:
@@ -111,10 +118,10 @@ class Witness:
             if time.monotonic() > deadline:
                 raise NotProven(f"worker {worker.name} opened no transaction in {WAIT_S:.0f} s: {worker.log_path}")
 
-    def wait_for_log(self, worker: Child, message: str) -> None:
-        """Until the worker has logged this event."""
+    def wait_for_log(self, worker: Child, message: str, behind: int = 0) -> None:
+        """Until the worker has logged this event, behind so many characters."""
         deadline = time.monotonic() + WAIT_S
-        while message not in worker.log():
+        while message not in worker.log()[behind:]:
             if time.monotonic() > deadline:
                 raise NotProven(f"worker {worker.name} did not log {message!r} in {WAIT_S:.0f} s: {worker.log_path}")
             self.pause(0.1)

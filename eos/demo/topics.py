@@ -105,11 +105,11 @@ def load(servers: str, flights: int, progress: Callable[[int], None]) -> int:
 
 
 class Follower:
-    """How many records of FLIGHTS the App's group has committed, without joining the group."""
+    """How many records of FLIGHTS an App's group has committed, without joining the group."""
 
-    def __init__(self, servers: str) -> None:
+    def __init__(self, servers: str, group: str = GROUP) -> None:
         # read_uncommitted: an open transaction's offsets are not waited for, the last committed ones are the answer.
-        settings = {"bootstrap.servers": servers, "group.id": GROUP, "isolation.level": "read_uncommitted"}
+        settings = {"bootstrap.servers": servers, "group.id": group, "isolation.level": "read_uncommitted"}
         self._consumer = Consumer(settings | QUIET)
         self._wanted = [TopicPartition(FLIGHTS, partition) for partition in range(PARTITIONS)]
         self._asked, self._answer = 0.0, 0

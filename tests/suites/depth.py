@@ -11,6 +11,7 @@ import os
 from fnmatch import fnmatchcase
 
 DEEP: dict[str, dict[str, tuple[str, ...]]] = {
+    "tests/state/test_demo.py": {"the_demo_kills_two_workers": ()},
     "tests/broker/test_broker_faults.py": {
         "a_commit_to_a_broker_that_is_away": ("past-its-timeout",),
         "a_killed_coordinator_of_three_brokers": ("offsets sent",),

@@ -32,7 +32,7 @@ BELOW = {
     "state": "app kafka records",
     "worker": "state health plain session app kafka records",
     "testing": "worker state plain session app kafka records broker shim",
-    "demo": "testing worker kafka broker",
+    "demo": "testing worker app kafka broker",
     "cli": "demo testing worker state health plain session app kafka records hotloop broker shim",
     "__main__": "cli",
 }
