@@ -105,13 +105,13 @@ def load(servers: str, flights: int, progress: Callable[[int], None]) -> int:
 
 
 class Follower:
-    """How many records of FLIGHTS an App's group has committed, without joining the group."""
+    """How many records of a topic an App's group has committed, without joining the group; markers count too."""
 
-    def __init__(self, servers: str, group: str = GROUP) -> None:
+    def __init__(self, servers: str, group: str = GROUP, topic: str = FLIGHTS) -> None:
         # read_uncommitted: an open transaction's offsets are not waited for, the last committed ones are the answer.
         settings = {"bootstrap.servers": servers, "group.id": group, "isolation.level": "read_uncommitted"}
         self._consumer = Consumer(settings | QUIET)
-        self._wanted = [TopicPartition(FLIGHTS, partition) for partition in range(PARTITIONS)]
+        self._wanted = [TopicPartition(topic, partition) for partition in range(PARTITIONS)]
         self._asked, self._answer = 0.0, 0
 
     def committed(self) -> int:
