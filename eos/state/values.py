@@ -59,7 +59,7 @@ class InMemory:
 
     def __init__(self, values: Mapping[bytes, bytes] | None = None) -> None:
         self._values = dict(values or {})
-        self._fields: dict[bytes, list[bytes]] = {}  # in order, of the rows that were scanned
+        self._fields: dict[bytes, list[bytes]] | None = None  # of each row, in order, once one was scanned
 
     def __len__(self) -> int:
         return len(self._values)
@@ -68,27 +68,33 @@ class InMemory:
         return self._values.get(cell)
 
     def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
-        if row not in self._fields:
-            self._fields[row] = sorted(cell[len(row) :] for cell in self._values if cell.startswith(row))
-        fields = self._fields[row]
+        if self._fields is None:
+            self._fields = {}
+            for cell in sorted(self._values):
+                end = row_length(cell)
+                self._fields.setdefault(cell[:end], []).append(cell[end:])
+        fields = self._fields.get(row, [])
         stop = len(fields) if span.stop is None else bisect.bisect_left(fields, span.stop)
         few = fields[bisect.bisect_left(fields, span.start) : stop]
         return ((field, self._values[row + field]) for field in (reversed(few) if span.back else few))
 
-    def _note_fields(self, changes: Mapping[bytes, Value]) -> None:
+    def _note_fields(self, rows: dict[bytes, list[bytes]], changes: Mapping[bytes, Value]) -> None:
         for cell, value in changes.items():
+            if (value is None) is not (cell in self._values):
+                continue  # it was there and is, or was not and is not
             end = row_length(cell)
-            if (fields := self._fields.get(cell[:end])) is not None:
-                at = bisect.bisect_left(fields, cell[end:])
-                there = at < len(fields) and fields[at] == cell[end:]
-                if there and value is None:
-                    del fields[at]
-                elif not there and value is not None:
-                    fields.insert(at, cell[end:])
+            fields = rows.setdefault(cell[:end], [])
+            at = bisect.bisect_left(fields, cell[end:])
+            if value is not None:
+                fields.insert(at, cell[end:])
+            elif len(fields) > 1:
+                del fields[at]
+            else:
+                del rows[cell[:end]]
 
     def apply(self, changes: Mapping[bytes, Value], position: int, now: float) -> None:
-        if self._fields:
-            self._note_fields(changes)
+        if self._fields is not None:
+            self._note_fields(self._fields, changes)
         for cell, value in changes.items():
             if value is None:
                 self._values.pop(cell, None)
@@ -97,7 +103,7 @@ class InMemory:
         self.position, self.written_at = position, now
 
     def clear(self) -> None:
-        self._values, self._fields, self.position = {}, {}, 0
+        self._values, self._fields, self.position = {}, None, 0
 
     def close(self) -> None: ...
 
