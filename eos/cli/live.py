@@ -73,6 +73,8 @@ def line(statuses: list[Status], rates: Rates) -> Text:
     (status,) = statuses
     head = f" {rates.of(status):>9,.0f} records/s   {status.transactions:,} transactions   lag "
     shown = Text.assemble((f" {status.app} ", "bold reverse"), head, _lag(status), "   aborts ", _unclean(status))
+    if status.states:
+        shown.append(f"   state {sum(state.values for state in status.states):,} values")
     if not status.ready:
         shown.append(f"   {status.reason}", "red" if not status.live else "yellow")
     return shown

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from eos.health.status import Distribution, Status
+from eos.health.status import Distribution, StateOf, Status
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -86,6 +86,11 @@ _LAG = (
     "eos_lag_records",
     "Offsets between what the group committed and the last stable offset of a partition that this worker owns.",
 )
+_STATES: list[tuple[str, str, Callable[[StateOf], int]]] = [
+    ("eos_state_values", "Values that a function remembers, of the partitions of this worker.", lambda s: s.values),
+    ("eos_state_bytes", "What they take on disk; 0 where they are in memory.", lambda s: s.bytes),
+    ("eos_state_to_restore_records", "Records of its changelog that are still to be read.", lambda s: s.to_restore),
+]
 
 
 class Collector:
@@ -121,6 +126,12 @@ class Collector:
                 histogram.add_metric(_labels(status), _buckets(distribution), distribution.total)
             yield histogram
         yield _lag(statuses, GaugeMetricFamily)
+        for name, meaning, of_state in _STATES:
+            gauge = GaugeMetricFamily(name, meaning, labels=(*LABELS, "function"))
+            for status in statuses:
+                for state in status.states:
+                    gauge.add_metric([*_labels(status), state.function], of_state(state))
+            yield gauge
         version = GaugeMetricFamily("eos_info", "1; the version is in its label.", labels=(*LABELS, "version"))
         for status in statuses:
             version.add_metric([*_labels(status), importlib.metadata.version("eos-kafka")], 1)
@@ -149,7 +160,7 @@ def _buckets(distribution: Distribution) -> list[tuple[str, float]]:
 def names() -> set[str]:
     """Every name a scrape can show, with the suffixes of counters and histograms."""
     found = {f"{name}_total" for name, *_ in [*_COUNTERS, *_BY_CAUSE]}
-    found |= {name for name, *_ in _GAUGES} | {_LAG[0], "eos_info"}
+    found |= {name for name, *_ in [*_GAUGES, *_STATES]} | {_LAG[0], "eos_info"}
     return found | {f"{name}_{part}" for name, *_ in _HISTOGRAMS for part in ("bucket", "sum", "count")}
 
 

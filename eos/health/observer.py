@@ -20,7 +20,7 @@ import eos
 from eos import log
 from eos.errors import PoisonRecord
 from eos.health.incidents import Incidents
-from eos.health.status import Distribution, PartitionLag, Sample, Status, judge, stuck_after_s
+from eos.health.status import Distribution, PartitionLag, Sample, StateOf, Status, judge, stuck_after_s
 from eos.session.observe import Histogram
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ class Observer:
         lags = [PartitionLag(*partition, records) for partition, records in sorted(membership.lags().items())]
         under_way_s = self._session.commit_under_way_s
         known, unresolved = membership.member.known, membership.unresolved
-        self._sample = Sample(known, unresolved, lags, under_way_s, membership.waiting)
+        states = tuple(StateOf(*state) for state in self._worker.states())
+        self._sample = Sample(known, unresolved, lags, under_way_s, membership.waiting, states)
 
     def status(self) -> Status:
         """As of now; from any thread."""
@@ -90,6 +91,7 @@ class Observer:
             commit_seconds=_frozen(counters.commit_seconds),
             end_to_end_seconds=_frozen(counters.end_to_end_seconds),
             lags=sample.lags if sample else [],
+            states=list(sample.states) if sample else [],
             memory_bytes=_memory_bytes(),
             cpu_seconds=usage.ru_utime + usage.ru_stime,
             incidents=self._incidents.last(),

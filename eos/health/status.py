@@ -39,6 +39,16 @@ class PartitionLag(msgspec.Struct, frozen=True):
     records: int | None
 
 
+class StateOf(msgspec.Struct, frozen=True):
+    """What a function remembers: how many values, their bytes on disk (0: in memory), and how many changes of its
+    changelog are still to be read."""
+
+    function: str
+    values: int
+    bytes: int
+    to_restore: int
+
+
 class Status(msgspec.Struct):
     """One worker. `reason` says in words what it does, or why it is not live or not ready."""
 
@@ -65,6 +75,7 @@ class Status(msgspec.Struct):
     commit_seconds: Distribution = Distribution()
     end_to_end_seconds: Distribution = Distribution()
     lags: list[PartitionLag] = []
+    states: list[StateOf] = []
     memory_bytes: int = 0
     cpu_seconds: float = 0.0
     incidents: list[Incident] = []
@@ -111,6 +122,7 @@ class Sample(NamedTuple):
     lags: list[PartitionLag]
     commit_under_way_s: float = 0.0
     restoring: int = 0
+    states: tuple[StateOf, ...] = ()
 
 
 class Verdict(NamedTuple):

@@ -91,6 +91,16 @@ class Keeper:
 
         return cells
 
+    def standing(self) -> list[tuple[str, int, int, int]]:
+        """Of each function: its name, how many values it has here, their bytes on disk, and how many changes of its
+        changelog are still to be read."""
+        found = []
+        for source, route in self._routes.items():
+            mine = [task.values for (topic, _), task in self._tasks.items() if topic == source]
+            left = sum(restoring.left for restoring in self._restoring[source])
+            found.append((route.name, sum(map(len, mine)), sum(values.size_bytes for values in mine), left))
+        return found
+
     # ---- a Participant ----------------------------------------------------------------------------------------
 
     def forget(self, gone: Collection[Partition]) -> None:

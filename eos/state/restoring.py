@@ -44,7 +44,7 @@ class Restoring:
         self._values: dict[int, Values] = {}
         self._news: dict[int, dict[bytes, Value]] = {partition: {} for partition in partitions}
         self._ends: dict[int, int] = {}
-        self._starts: dict[int, int] = {}
+        self._at: dict[int, int] = {}  # how far each partition is read
         self._ready: dict[int, Values] = {}
         self._began = self._told = world.now()
         self._read = self._keys = 0
@@ -55,6 +55,11 @@ class Restoring:
     def partitions(self) -> Sequence[int]:
         """Those that are not ready."""
         return self._left
+
+    @property
+    def left(self) -> int:
+        """Changes that are still to be read, as far as it is known; markers count too."""
+        return sum(max(0, end - self._at.get(partition, end)) for partition, end in self._ends.items())
 
     def go_on(self) -> dict[int, Values]:
         """Restores for a moment; returns what is ready since. Raises Temporary, Unavailable, InputGone."""
@@ -86,9 +91,9 @@ class Restoring:
         names = ",".join(map(str, self._left))
         yield from self._open()
         held = yield from changelog.settled(self._settings, self._topic, self._left, self._world)
-        self._starts = {partition: self._start(self._values[partition], held[partition]) for partition in self._left}
+        self._at = {partition: self._start(self._values[partition], held[partition]) for partition in self._left}
         self._ends = {partition: held[partition].end for partition in self._left}
-        for partition in [p for p in self._left if self._starts[p] >= self._ends[p]]:
+        for partition in [p for p in self._left if self._at[p] >= self._ends[p]]:
             self._finish(partition)
         if self._left:
             yield from self._read_on()
@@ -124,7 +129,7 @@ class Restoring:
         return values.position
 
     def _read_on(self) -> Generator[None]:
-        starts = {partition: self._starts[partition] for partition in self._left}
+        starts = {partition: self._at[partition] for partition in self._left}
         with tail.TopicReader(self._settings, self._topic, starts, uncommitted=False, world=self._world) as reader:
             reads = tail.reads_until(reader, self._ends)
             while True:
@@ -140,7 +145,8 @@ class Restoring:
                         self._apply(partition, reader.at(partition))
                 if not self._left:
                     return
-                self._tell({partition: reader.at(partition) for partition in self._left})
+                self._at = {partition: reader.at(partition) for partition in self._left}
+                self._tell()
                 yield
 
     def _apply(self, partition: int, position: int) -> None:
@@ -153,7 +159,7 @@ class Restoring:
         self._ready[partition] = values = self._values.pop(partition)
         self._keys += len(values)
 
-    def _tell(self, at: dict[int, int]) -> None:
+    def _tell(self) -> None:
         now = self._world.now()
         if now - self._told < _TELL_S:
             return
@@ -162,6 +168,6 @@ class Restoring:
             "restoring state",
             function=self._function,
             read=self._read,
-            left=sum(self._ends[partition] - offset for partition, offset in at.items()),
+            left=self.left,
             per_second=round(self._read / (now - self._began)),
         )

@@ -40,6 +40,10 @@ class Values(Protocol):
     written_at: float
     """When it was last written, in seconds since the epoch."""
 
+    @property
+    def size_bytes(self) -> int:
+        """On disk."""
+
     def __len__(self) -> int: ...
 
     def get(self, cell: bytes) -> bytes | None: ...
@@ -56,6 +60,7 @@ class Values(Protocol):
 
 class InMemory:
     position, written_at = 0, 0.0
+    size_bytes = 0
 
     def __init__(self, values: Mapping[bytes, bytes] | None = None) -> None:
         self._values = dict(values or {})
@@ -155,6 +160,10 @@ class InFolder:
         except ValueError:
             return {}
         return found if isinstance(found, dict) or found is None else {}
+
+    @property
+    def size_bytes(self) -> int:
+        return (self._folder / "values" / "data.mdb").stat().st_blocks * 512
 
     def __len__(self) -> int:
         with self._environment.begin(self._values) as reading:

@@ -138,6 +138,10 @@ class Worker(Listener):
                 hooks.stop(failed=not finished)
         self._log_totals(self._world.now() - began)
 
+    def states(self) -> list[tuple[str, int, int, int]]:
+        """Of each function with state: its name, how many values, bytes on disk, changes that are still to be read."""
+        return [] if self._keeper is None else self._keeper.standing()
+
     # ---- what the session tells -------------------------------------------------------------------------------
 
     def idle(self) -> None:

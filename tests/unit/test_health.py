@@ -23,7 +23,7 @@ from eos.health import metrics
 from eos.health.board import Board
 from eos.health.incidents import Incidents, words
 from eos.health.server import HealthServer, parse_address
-from eos.health.status import Distribution, PartitionLag, Sample, Status, judge, judge_report, stuck_after_s
+from eos.health.status import Distribution, PartitionLag, Sample, StateOf, Status, judge, judge_report, stuck_after_s
 from eos.kafka.settings import Settings
 from eos.session.observe import Histogram, Pulse
 
@@ -180,7 +180,11 @@ def full_status() -> Status:
         poison={"stop": 0, "dlq": 3, "skip": 0},
         commit_seconds=seen,
         lags=[PartitionLag("t", 0, 5), PartitionLag("t", 1, None)],
+        states=[StateOf("count", 12, 4096, 3)],
     )
+
+
+STATES = ("values", "bytes", "to_restore_records")
 
 
 def samples(*statuses: Status) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -207,6 +211,8 @@ def test_a_scrape_parses_and_says_what_the_status_says() -> None:
     assert found["eos_poison_records_total", frozenset(mine | {("policy", "dlq")})] == 3
     assert found["eos_lag_records", frozenset(mine | {("topic", "t"), ("partition", "0")})] == 5
     assert not any("1" in dict(labels).get("partition", "") for name, labels in found if name == "eos_lag_records")
+    state = {name: found[f"eos_state_{name}", frozenset(mine | {("function", "count")})] for name in STATES}
+    assert state == {"values": 12, "bytes": 4096, "to_restore_records": 3}
     buckets = [found["eos_commit_seconds_bucket", frozenset(mine | {("le", le)})] for le in ("0.1", "1.0", "+Inf")]
     assert buckets == [1, 2, 3]
     assert found["eos_commit_seconds_count", frozenset(mine)] == 3
