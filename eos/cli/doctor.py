@@ -11,14 +11,15 @@ from rich.table import Table
 from eos.app.definition import App
 from eos.cli.options import BootstrapServers, Json, Set, flags_of, print_json, print_table
 from eos.cli.txn import heal_command
-from eos.errors import EosError, NotAuthorised, Unavailable
-from eos.kafka import preflight, settings
+from eos.errors import ConfigurationError, EosError, NotAuthorised, Unavailable
+from eos.kafka import facts, preflight, settings
 from eos.kafka.cluster import OFFSETS_LOG, ClusterAdmin
 from eos.kafka.facts import Facts
 from eos.kafka.preflight import Finding, Level, Need
 from eos.kafka.settings import Settings
 from eos.kafka.transactions import OpenTransaction, Verdict, find_open
 from eos.records import place_of
+from eos.state import changelog
 from eos.worker.loading import load_app
 from eos.worker.new_topics import lacking, require_topics, topic_names, why_not_read
 
@@ -59,11 +60,27 @@ def _findings(loaded: Settings, app: App | None) -> list[Finding]:
     try:
         by_pattern = [] if app is None else _take_in(loaded, app)
         need = _need(app, loaded)
-        facts = preflight.look(loaded, need, _TIMEOUT_S)
+        known = preflight.look(loaded, need, _TIMEOUT_S)
     except (Unavailable, NotAuthorised) as error:
         check = "brokers" if isinstance(error, Unavailable) else "authorised"
         return [Finding(check, Level.FAILED, str(error.args[0]), error.remedy, type(error))]
-    return [*preflight.judge(need, facts), *by_pattern, *_transactions(loaded, need, facts)]
+    states = [] if app is None else _states(loaded, app)
+    return [*preflight.judge(need, known), *by_pattern, *states, *_transactions(loaded, need, known)]
+
+
+def _states(loaded: Settings, app: App) -> list[Finding]:
+    """Of each function with state: its changelog."""
+    found: list[Finding] = []
+    try:
+        changelog.changelogs_of(app.id, app.stateful)
+        client = facts.connect(loaded, _TIMEOUT_S) if app.stateful else None
+        for route in app.stateful:
+            fit = changelog.fit_of(client, app.id, route)
+            how = "is there" if fit.missing is None else f"is made at the start, with {fit.missing} partitions"
+            found.append(Finding("state", Level.OK, f"{route.name}: its changelog {fit.topic} {how}"))
+    except (ConfigurationError, Unavailable, NotAuthorised) as error:
+        found.append(Finding("state", Level.FAILED, str(error.args[0]), error.remedy, type(error)))
+    return found
 
 
 def _take_in(loaded: Settings, app: App) -> list[Finding]:
@@ -85,12 +102,12 @@ def _take_in(loaded: Settings, app: App) -> list[Finding]:
     return found
 
 
-def _transactions(loaded: Settings, need: Need, facts: Facts) -> list[Finding]:
+def _transactions(loaded: Settings, need: Need, known: Facts) -> list[Finding]:
     """Of those of the App's topics that there are, and of the offsets log; without an App of all topics."""
     asked: list[list[str] | None] = [None]
     if need.topics:
-        there = [name for name in need.topics if facts.topics[name].exists]
-        log = [OFFSETS_LOG] if facts.topics[OFFSETS_LOG].exists is not False else []
+        there = [name for name in need.topics if known.topics[name].exists]
+        log = [OFFSETS_LOG] if known.topics[OFFSETS_LOG].exists is not False else []
         asked = [topics for topics in (there, log) if topics]
     try:
         with ClusterAdmin(loaded) as admin:

@@ -5,6 +5,7 @@ transactions changed. Made where it is not there; read up to its end before the 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from eos import log
 from eos.app.cells import named
@@ -44,42 +45,58 @@ def changelogs_of(app_id: str, routes: Iterable[Route]) -> dict[str, str]:
     return found
 
 
+class Fit(NamedTuple):
+    """How a function's changelog is: `missing` says with how many partitions it is to be made, None if it is there or
+    its source is not. `tombstones_s`: for how long it keeps tombstones."""
+
+    topic: str
+    missing: int | None
+    tombstones_s: float = _TOMBSTONES_S
+
+
+def fit_of(client: Any, app_id: str, route: Route, world: World = REAL) -> Fit:
+    """`client` as facts.connect gives it. Raises ConfigurationError where the changelog does not fit its source."""
+    (source,), topic = route.sources, changelog_of(app_id, route)
+    wanted = facts.describe_topic(client, source).partitions
+    there = facts.describe_topic(client, topic)
+    if not wanted or there.exists is None:
+        return Fit(topic, None)  # the session says what is wrong with it
+    if not there.exists:
+        return Fit(topic, wanted)
+    if there.partitions != wanted:
+        raise ConfigurationError(
+            f"the state of {route.name} cannot be found: its changelog {topic} has {there.partitions} partitions, "
+            f"and {source} has {wanted}, so keys are in other partitions now",
+            remedy="write the source's records to a topic with as many partitions as before, or begin anew under "
+            "another App id",
+        )
+    config = facts.configs(client, [topic], world=world).get(("topic", topic), {})
+    policy = config.get("cleanup.policy", "compact")
+    if policy != CONFIG["cleanup.policy"]:
+        raise ConfigurationError(
+            f"the changelog {topic} has cleanup.policy={policy}, which loses the state of keys that do not change",
+            remedy=f"set cleanup.policy=compact of {topic}",
+        )
+    return Fit(topic, None, int(config.get("delete.retention.ms") or _TOMBSTONES_S * 1000) / 1000)
+
+
 def require(settings: Settings, app_id: str, routes: Sequence[Route], world: World = REAL) -> dict[str, float]:
     """Each function's changelog is there and fits its source; it is made where it is not. By its name: for how many
     seconds it keeps tombstones. Raises ConfigurationError, NotAuthorised, Unavailable."""
     kept: dict[str, float] = {}
     client = facts.connect(settings, _ASK_S, world)
     for route in routes:
-        (source,), topic = route.sources, changelog_of(app_id, route)
-        kept[topic] = _TOMBSTONES_S
-        wanted = facts.describe_topic(client, source).partitions
-        if not wanted:
-            continue  # the session says what is wrong with it
-        if not (there := facts.describe_topic(client, topic)).exists and there.exists is not None:
+        fit = fit_of(client, app_id, route, world)
+        kept[fit.topic] = fit.tombstones_s
+        if fit.missing is not None:
             brokers = len(facts.metadata(client, settings.bootstrap_servers, _ASK_S).brokers)
-            facts.create_topics(settings, {topic: wanted}, brokers, config=CONFIG, world=world)
-            continue
-        if there.exists and there.partitions != wanted:
-            raise ConfigurationError(
-                f"the state of {route.name} cannot be found: its changelog {topic} has {there.partitions} partitions, "
-                f"and {source} has {wanted}, so keys are in other partitions now",
-                remedy="write the source's records to a topic with as many partitions as before, or begin anew under "
-                "another App id",
-            )
-        config = facts.configs(client, [topic], world=world).get(("topic", topic), {})
-        kept[topic] = int(config.get("delete.retention.ms") or _TOMBSTONES_S * 1000) / 1000
-        policy = config.get("cleanup.policy", "compact")
-        if policy != CONFIG["cleanup.policy"]:
-            raise ConfigurationError(
-                f"the changelog {topic} has cleanup.policy={policy}, which loses the state of keys that do not change",
-                remedy=f"set cleanup.policy=compact of {topic}",
-            )
+            facts.create_topics(settings, {fit.topic: fit.missing}, brokers, config=CONFIG, world=world)
     return kept
 
 
 def kept(settings: Settings, topic: str) -> Iterator[tuple[int, list[tuple[bytes, Rows]]]]:
     """What is committed: for each partition the keys in order, and of each its stores, with fields and values in order.
-    A partition at a time is in memory. Raises Unavailable."""
+    A partition at a time is in memory. Raises Unavailable, ConfigurationError for a record that is no state."""
     for partition, span in sorted(tail.spans(settings, topic, _ASK_S).items()):
         cells: dict[bytes, bytes] = {}
         if span.low < span.stable:
@@ -91,7 +108,12 @@ def kept(settings: Settings, topic: str) -> Iterator[tuple[int, list[tuple[bytes
                         cells[seen.record.key or b""] = seen.record.value
         rows: dict[bytes, Rows] = {}
         for cell, value in sorted(cells.items()):
-            store, key, field = named(cell)
+            try:
+                store, key, field = named(cell)
+            except ValueError as error:
+                raise ConfigurationError(
+                    f"{place_of(topic, partition)} holds what no function remembers: {error}"
+                ) from error
             rows.setdefault(key, {}).setdefault(store, []).append((field, value))
         yield partition, sorted(rows.items())
 

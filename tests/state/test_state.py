@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from confluent_kafka import Producer
@@ -227,6 +228,25 @@ class Counting:
         return len(state)
 
 
+def eos_of(counting: Counting, *arguments: str, ends: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "eos", *arguments],
+        cwd=counting.folder,
+        env=counting.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == ends, done.stdout + done.stderr
+    return done
+
+
+def told_by_doctor(counting: Counting, ends: int = 0) -> str:
+    findings = json.loads(eos_of(counting, "doctor", "counting:app", "--json", ends=ends).stdout)
+    (found,) = [finding["found"] for finding in findings if finding["check"] == "state"]
+    return str(found)
+
+
 @pytest.fixture
 def counting(kafka: LocalKafka, names: Names, tmp_path: Path) -> Counting:
     return Counting(kafka, names, tmp_path)
@@ -341,14 +361,7 @@ def test_a_chain_of_functions_is_handled_to_its_end_and_exact_behind_a_kill(coun
 
 
 def test_what_is_remembered_can_be_looked_at_from_outside(counting: Counting) -> None:
-    def eos_state(*arguments: str, ends: int = 0) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "eos", "state", *arguments]
-        done = subprocess.run(
-            command, cwd=counting.folder, env=counting.environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == ends, done.stderr
-        return done
-
+    eos_state = functools.partial(eos_of, counting, "state")
     counting.load(400)
     assert "topic " in eos_state("show", "counting:app", ends=69).stderr, "there is no changelog yet"
     counting.run()
@@ -414,20 +427,14 @@ def test_what_does_not_fit_the_state_is_said_before_the_first_record(counting: C
     admin = AdminClient({"bootstrap.servers": counting.servers})
     configure(counting.servers, counting.changelog, "cleanup.policy", "delete")
     assert f"the changelog {counting.changelog} has cleanup.policy=delete" in counting.run(ends=78)
+    assert f"the changelog {counting.changelog} has cleanup.policy=delete" in told_by_doctor(counting, ends=78)
     configure(counting.servers, counting.changelog, "cleanup.policy", "compact")
+    assert told_by_doctor(counting) == f"count: its changelog {counting.changelog} is there"
     admin.create_partitions([NewPartitions(counting.source, PARTITIONS + 1)])[counting.source].result(30)
 
     def refused() -> bool:
         return "has 3 partitions, and" in counting.run(ends=78)
 
     assert refused()
-    reset: Any = subprocess.run(
-        [sys.executable, "-m", "eos", "reset", "counting:app", "--from", "earliest", "--yes"],
-        cwd=counting.folder,
-        env=counting.environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert reset.returncode == 64
+    reset = eos_of(counting, "reset", "counting:app", "--from", "earliest", "--yes", ends=64)
     assert reset.stderr.startswith(f"eos: count of {counting.id} has state, which stays as it is")
