@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from eos import log
 from eos.app.definition import App
@@ -43,6 +44,7 @@ class Keeper:
         self._tombstones_s: dict[str, float] = {}
         self._thread: Watchdog | None = None
         self._asked: tuple[Job, dict[Partition, Task]] | None = None
+        self._client: Any = None  # for that
         self._next_note = 0.0
         self._ids: dict[str, str] = {}  # of changelogs
         folder: str = settings["eos.state.dir"]
@@ -178,10 +180,10 @@ class Keeper:
 
     def _stable(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
         """The last stable offsets of their changelogs."""
-        client = facts.connect(self._settings, _ASK_S, self._world)
+        self._client = self._client or facts.connect(self._settings, _ASK_S, self._world)
         return {
             (source, number): stable
             for source in self._routes
             if (numbers := [number for topic, number in partitions if topic == source])
-            for number, stable in tail.stable_ends(client, self._topics[source], numbers).items()
+            for number, stable in tail.stable_ends(self._client, self._topics[source], numbers).items()
         }
