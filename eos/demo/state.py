@@ -23,8 +23,7 @@ from eos.demo.faults import Hit, NotProven, Witness, kill_in_a_transaction
 from eos.demo.process import Child
 from eos.demo.proof import Row, at_least_one
 from eos.demo.show import Show
-from eos.demo.story import Workers, directory_for_logs, kafka_for
-from eos.errors import Unavailable
+from eos.demo.story import Workers, directory_for_logs, example, kafka_for, target
 from eos.testing.history import Log, end_offsets, read_topic
 
 APP, BY_AIRLINE, BY_DAY = "delays-by-day", "delays-by-airline", "delays-by-day"
@@ -36,7 +35,7 @@ _TOPICS = (
 )
 _TRANSACTIONS = 3_000  # about, of both steps: small ones, so that there is work left when the kills come
 _FIRST_KILL_AT, _SECOND_KILL_AT = 0.1, 0.3  # of the flights are summed
-_EXAMPLE = Path(__file__).parents[2] / "examples" / "delays_by_day.py"
+_EXAMPLE = "delays_by_day"
 
 Totals = dict[str, tuple[int, int, int]]
 """By airline and day: flights, minutes, the longest delay."""
@@ -53,8 +52,6 @@ class Killed:
 
 def tell(show: Show, bootstrap_servers: str | None, flights: int) -> list[Row]:
     """Runs the whole demo; the table's rows. Raises EosError: Unavailable, NotProven, ..."""
-    if not _EXAMPLE.exists():
-        raise Unavailable("this demo runs the programs in examples/: run it from a checkout (make demo-state)")
     show.title(
         f"eos demo --state: {flights:,} real flights summed by key, two SIGKILLs and a lost folder; are the sums right?"
     )
@@ -67,7 +64,7 @@ def tell(show: Show, bootstrap_servers: str | None, flights: int) -> list[Row]:
             loaded = topics.load(servers, flights, progress)
         show.step(f"{loaded:,} flights of 2013 are in topic {topics.FLIGHTS}, {topics.PARTITIONS} partitions")
         show.step("two workers: eos run examples/delays_by_day.py --instance a (or b), each with a folder of its own")
-        show.code(_EXAMPLE)
+        show.code(example(_EXAMPLE))
         killed = _run_workers(show, servers, directory, loaded)
         show.step("the proof: outputs and changelog against sums straight from the CSV file, key by key")
         with show.busy("reading everything back"):
@@ -89,7 +86,7 @@ def _worker(servers: str, instance: str, directory: Path, flights: int) -> Child
         "max.partition.fetch.bytes": 50_000,
         "queued.max.messages.kbytes": 500,
     }
-    arguments = ["eos", "run", f"{_EXAMPLE}:app", "--instance", instance, "--bootstrap-servers", servers, "--until-end"]
+    arguments = ["eos", "run", target(_EXAMPLE), "--instance", instance, "--bootstrap-servers", servers, "--until-end"]
     for name, value in settings.items():
         arguments += ["-X", f"{name}={value}"]
     return Child(instance, arguments, directory)

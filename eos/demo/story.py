@@ -54,7 +54,7 @@ def tell(show: Show, bootstrap_servers: str | None, flights: int) -> list[Row]:
             loaded = topics.load(servers, flights, progress)
         show.step(f"{loaded:,} flights of 2013 are in topic {topics.FLIGHTS}, {topics.PARTITIONS} partitions")
         show.step(f"two workers: eos run {_shown_target()} --instance a (or b)")
-        show.code(_example())
+        show.code(example())
         faults = _run_workers(show, servers, directory, loaded)
         show.step("for contrast: a plain at-least-once loop handles a quarter of the flights")
         loop = _run_contrast(show, servers, directory)
@@ -98,19 +98,20 @@ def kafka_for(show: Show, bootstrap_servers: str | None) -> Iterator[str]:
         yield kafka.bootstrap_servers
 
 
-def _example() -> Path:
-    """The App's file: beside this one in a wheel, in examples/ of a checkout."""
-    packaged = Path(__file__).with_name("flights.py")
-    return packaged if packaged.exists() else Path(__file__).parents[2] / "examples" / "flights.py"
+def example(name: str = "flights") -> Path:
+    """An App's file: beside this one in a wheel, in examples/ of a checkout."""
+    packaged = Path(__file__).with_name(f"{name}.py")
+    return packaged if packaged.exists() else Path(__file__).parents[2] / "examples" / f"{name}.py"
 
 
-def _target() -> str:
-    return "eos.demo.flights:app" if _example().parent == Path(__file__).parent else f"{_example()}:app"
+def target(name: str = "flights") -> str:
+    """What `eos run` is given for it."""
+    return f"eos.demo.{name}:app" if example(name).parent == Path(__file__).parent else f"{example(name)}:app"
 
 
 def _shown_target() -> str:
     """As one would type it here; the workers themselves run in another directory."""
-    return _target().removeprefix(f"{Path.cwd()}{os.sep}")
+    return target().removeprefix(f"{Path.cwd()}{os.sep}")
 
 
 def _worker(servers: str, instance: str, directory: Path, flights: int) -> Child:
@@ -118,7 +119,7 @@ def _worker(servers: str, instance: str, directory: Path, flights: int) -> Child
         "transaction.timeout.ms": TRANSACTION_TIMEOUT_MS,
         "eos.transaction.max.records": max(10, flights // _TRANSACTIONS),
     }
-    arguments = ["eos", "run", _target(), "--instance", instance, "--bootstrap-servers", servers, "--until-end"]
+    arguments = ["eos", "run", target(), "--instance", instance, "--bootstrap-servers", servers, "--until-end"]
     for name, value in settings.items():
         arguments += ["-X", f"{name}={value}"]
     return Child(instance, arguments, directory)
