@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 STAMP := $(VENV)/.installed
 PLOTS := $(VENV)/.plots
+DOCS := $(VENV)/.docs
 
-.PHONY: demo demo-state demo-spark check test test-all test-ci flaky chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-state bench-spark bench-far clean engine image own-images up down ps worker shim sweep bench-shim
+.PHONY: demo demo-state demo-spark dist docs check test test-all test-ci flaky chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-state bench-restore bench-spark bench-far clean engine image own-images up down ps worker shim sweep bench-shim
 
 demo: $(READY)
 	$(BIN)/eos demo
@@ -20,7 +21,7 @@ demo-state: $(READY)
 demo-spark: $(STAMP)
 	$(BIN)/eos demo --spark
 
-# docs/testing.md.
+# docs/engineering/testing.md.
 SUITES := $(BIN)/python -m tests.suites
 
 # Before a commit: lint, types, unit tests; a minute.
@@ -63,7 +64,7 @@ MINUTES ?= 60
 
 soak: $(STAMP)
 	@$(IMAGES)
-	$(BIN)/python -m tests.containers.matrix.soak --minutes $(MINUTES) --seed $(SEED)
+	$(BIN)/python -m tests.containers.matrix.soak --minutes $(MINUTES) --seed $(SEED) $(if $(STATE),--state)
 
 # 20,000 transactions of eight clients with 2,000 faults on both sides of the shim, kills of the shim among them; about
 # ten minutes. Kafka is read at the end: 0 lost, 0 doubled, 0 torn, or it fails.
@@ -74,6 +75,19 @@ chaos-shim: $(STAMP)
 # table. About 390 runs of 5 s and more. A few cases are in `make test-shim`.
 sweep: $(STAMP)
 	$(BIN)/python -m tests.shim.sweep
+
+# The source, a wheel with the compiled loop and one without, in dist; each installed into new environments and tried.
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m pip install -q --disable-pip-version-check build
+	$(BIN)/python -m build
+	EOS_PURE_PYTHON=1 $(BIN)/python -m build --wheel
+	$(BIN)/python -m tests.suites.dist dist
+
+# The site of docs/ in build/site; a link that leads nowhere fails.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo build/site/index.html
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.worker_speed
@@ -87,13 +101,17 @@ bench-restart: $(STAMP)
 
 # The worker beside Kafka Streams (needs a JDK) and Quix Streams, which gets a virtual environment of its own: it is no
 # dependency of ours and wants another confluent-kafka.
-QUIX := build/bench/quix
+QUIX := build/peers/quix
 bench-peers: $(PLOTS) $(QUIX)/.installed
 	$(BIN)/python -m benchmarks.peers.speed --quix-python $(QUIX)/bin/python
 
 # Counting by key, with state, beside the same two.
 bench-state: $(STAMP) $(QUIX)/.installed
 	$(BIN)/python -m benchmarks.peers.count --quix-python $(QUIX)/bin/python
+
+# Killed with a million keys and started again, with its folder and without, beside Kafka Streams.
+bench-restore: $(STAMP)
+	$(BIN)/python -m benchmarks.peers.restore
 
 bench-spark: $(STAMP)
 	$(BIN)/python -m benchmarks.spark_sink
@@ -106,7 +124,7 @@ bench-far: $(STAMP)
 bench-shim: $(STAMP)
 	$(BIN)/python -m benchmarks.shim_speed
 
-# Three brokers in containers (docs/containers.md). The engine is installed and started if none answers, which takes
+# Three brokers in containers (docs/howto/test-clusters.md). The engine is installed and started if none answers, which takes
 # root. KAFKA_IMAGE=apache/kafka:4.4.0 takes that image where a registry can be reached.
 VERSIONS ?= 4.4.0
 
@@ -156,10 +174,13 @@ $(PLOTS): $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[bench]'
 	touch $(PLOTS)
 
-$(QUIX)/.installed:
-	$(PYTHON) -m venv $(QUIX)
-	$(QUIX)/bin/python -m pip install -q --disable-pip-version-check 'quixstreams==3.28.1'
-	touch $@
+# What only the site needs.
+$(DOCS): $(READY)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[docs]'
+	touch $(DOCS)
+
+$(QUIX)/.installed: $(STAMP)
+	@$(BIN)/python -m benchmarks.peers.installed quix
 
 clean:
 	rm -rf eos/hotloop/*.so $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -12,7 +12,18 @@ that minute are more than a directory in memory holds."""
 def straight(bootstrap: str, group: str, linger_ms: str = "5") -> tuple[Consumer, Producer]:
     """What a careful person sets by hand for speed; the producer is initialised, its transactional.id is the group.
     `linger_ms`: 5 is librdkafka's own."""
-    consumer = Consumer(
+    producer = _producer(bootstrap, linger_ms, {"transactional.id": group})
+    producer.init_transactions()
+    return _consumer(bootstrap, group), producer
+
+
+def at_least_once(bootstrap: str, group: str) -> tuple[Consumer, Producer]:
+    """The same without transactions; `linger_ms` is the worker's. Idempotent, as every careful producer is."""
+    return _consumer(bootstrap, group), _producer(bootstrap, "10", {"enable.idempotence": True})
+
+
+def _consumer(bootstrap: str, group: str) -> Consumer:
+    return Consumer(
         {
             "bootstrap.servers": bootstrap,
             "group.id": group,
@@ -22,17 +33,18 @@ def straight(bootstrap: str, group: str, linger_ms: str = "5") -> tuple[Consumer
             "fetch.queue.backoff.ms": 5,
         }
     )
-    producer = Producer(
+
+
+def _producer(bootstrap: str, linger_ms: str, more: dict[str, str | bool]) -> Producer:
+    return Producer(
         {
             "bootstrap.servers": bootstrap,
-            "transactional.id": group,
             "partitioner": "murmur2_random",
             "delivery.report.only.error": True,
             "linger.ms": linger_ms,
         }
+        | more
     )
-    producer.init_transactions()
-    return consumer, producer
 
 
 def reader(bootstrap: str, topic: str) -> Consumer:

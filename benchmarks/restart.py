@@ -3,8 +3,9 @@
 A source sends records at a steady rate, a worker (`eos run`) handles them, a read_committed consumer reads the output.
 The worker gets SIGKILL in the middle of its transactions and is started again at once. What counts is the time from the
 kill to the first output of a record that was due after the kill: the start of Python, the preflight, the end of the
-predecessor's open transactions, the return into the group, and one transaction. Prints each repetition with its steps,
-median and worst. Nothing here asserts.
+predecessor's open transactions, the return into the group, and one transaction; with `--keys` also what of the state's
+changelog the worker's folder does not have. Prints each repetition with its steps, median and worst. Nothing here
+asserts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from datetime import datetime
@@ -28,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.clients import reader
-from benchmarks.worker_speed import create
+from benchmarks.worker_speed import create, load
 from eos.broker import LocalKafka
 
 GOAL_S = 2.0
@@ -83,6 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("-X", dest="settings", action="append", default=[], metavar="NAME=VALUE", help="of the worker")
+    parser.add_argument("--keys", type=int, default=0, help="the worker remembers so many, loaded before")
     parser.add_argument("--logs", type=Path, default=Path("build/bench/restart"))
     options = parser.parse_args()
     console = Console(width=110)
@@ -94,11 +97,16 @@ def main() -> None:
     options.logs.mkdir(parents=True, exist_ok=True)
     table = Table("kill", *STEPS, "first new output", "worker's cpu until then")
     away: list[float] = []
-    with LocalKafka(nodes=1) as kafka:
+    with LocalKafka(nodes=1) as kafka, tempfile.TemporaryDirectory() as state:
         bootstrap = kafka.bootstrap_servers
         group = f"restart-{uuid.uuid4().hex[:8]}"
         names = {"EOS_BENCH_APP": group, "EOS_BENCH_SOURCE": f"{group}-in", "EOS_BENCH_TARGET": f"{group}-out"}
-        create(bootstrap, f"{group}-in")
+        if options.keys:
+            names |= {"EOS_BENCH_STATE": "1"}
+            options.settings += [f"eos.state.dir={state}"]
+            load(bootstrap, f"{group}-in", options.keys, 100, options.keys)
+        else:
+            create(bootstrap, f"{group}-in")
         create(bootstrap, f"{group}-out")
         longest_s = options.repetitions * _LIMIT_S
         feed = [sys.executable, "-m", "benchmarks.steady_source", bootstrap, f"{group}-in", str(RATE), str(longest_s)]

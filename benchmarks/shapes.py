@@ -1,6 +1,6 @@
-"""Every shape of function that the README shows, and the same work by hand: what `make bench` has a row for.
+"""Every shape of function that docs/howto/functions.md shows, and the same work by hand: rows of `make bench`.
 
-`shows` are words of the README's table of results and of its list of annotations; tests/unit/test_docs.py looks whether
+`shows` are words of that page's table of results and of its list of annotations; tests/unit/test_docs.py looks whether
 all of them have a shape here. Each turns the text into capitals; the value is JSON, `{"n": ..., "text": ...}`.
 """
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from collections.abc import Callable
 
 import msgspec
-from confluent_kafka import Message, Producer, TopicPartition
+from confluent_kafka import Consumer, Message, Producer, TopicPartition
 
 from benchmarks.clients import straight
 from benchmarks.shapes import HEADERS, Row
@@ -82,6 +83,46 @@ SENDERS = {
 }
 
 
+def copy(
+    clients: tuple[Consumer, Producer],
+    source: str,
+    target: str,
+    count: int,
+    sender: str,
+    interval_s: float,
+    begin: Callable[[], None],
+    end: Callable[[list[TopicPartition]], None],
+) -> None:
+    """Copies so many records and prints what it took. Every `interval_s` all is flushed, and `end` is given where each
+    partition goes on; `begin` comes before the first record behind that."""
+    consumer, producer = clients
+    consumer.subscribe([source])
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 50)
+    send, done, offsets = SENDERS[sender], 0, {}
+    began = first = 0.0
+    ended = 0
+    while done < count:
+        messages = consumer.consume(CHUNK, 0.05)
+        if messages and not began:
+            began = time.monotonic()
+            first = first or began
+            begin()
+        for message in messages:
+            if message.error() is not None:  # its value() would be the error's text, and go out as a record
+                raise SystemExit(str(message.error()))
+            offsets[message.partition()] = message.offset() + 1
+        send(messages, target, producer)
+        done += len(messages)
+        producer.poll(0)
+        if began and (time.monotonic() - began >= interval_s or done >= count):
+            producer.flush()
+            end([TopicPartition(source, p, o) for p, o in offsets.items()])
+            began, offsets, ended = 0.0, {}, ended + 1
+    print(f"{done} {time.monotonic() - first:.4f} {ended}", flush=True)
+    consumer.close()
+
+
 def main(
     bootstrap: str,
     source: str,
@@ -93,34 +134,12 @@ def main(
     sender: str = "bytes",
 ) -> None:
     consumer, producer = straight(bootstrap, group, linger_ms)
-    consumer.subscribe([source])
-    gc.freeze()
-    gc.set_threshold(100_000, 50, 50)
-    send, done, offsets, interval_s = SENDERS[sender], 0, {}, int(ms) / 1000
-    began = first = 0.0
-    transactions = 0
-    while done < count:
-        messages = consumer.consume(CHUNK, 0.05)
-        if messages and not began:
-            first = first or time.monotonic()
-            began = time.monotonic()
-            producer.begin_transaction()
-        for message in messages:
-            if message.error() is not None:  # its value() would be the error's text, and go out as a record
-                raise SystemExit(str(message.error()))
-            offsets[message.partition()] = message.offset() + 1
-        send(messages, target, producer)
-        done += len(messages)
-        producer.poll(0)
-        if began and (time.monotonic() - began >= interval_s or done >= count):
-            producer.flush()
-            positions = [TopicPartition(source, p, o) for p, o in offsets.items()]
-            producer.send_offsets_to_transaction(positions, consumer.consumer_group_metadata())
-            producer.commit_transaction()
-            began, offsets = 0.0, {}
-            transactions += 1
-    print(f"{done} {time.monotonic() - first:.4f} {transactions}", flush=True)
-    consumer.close()
+
+    def end(positions: list[TopicPartition]) -> None:
+        producer.send_offsets_to_transaction(positions, consumer.consumer_group_metadata())
+        producer.commit_transaction()
+
+    copy((consumer, producer), source, target, count, sender, int(ms) / 1000, producer.begin_transaction, end)
 
 
 if __name__ == "__main__":

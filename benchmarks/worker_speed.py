@@ -35,6 +35,14 @@ LOOPS = {
     "eos, Record handler": ["benchmarks.eos_loop", "record"],
     "eos, process_batch": ["benchmarks.eos_loop", "batch"],
 }
+# What exactly-once costs: each pair does the same, the first without transactions.
+COST = {
+    "by hand, at least once: bytes": ["benchmarks.at_least_once", "bytes"],
+    "eos, exactly once: bytes": ["benchmarks.eos_loop", "bytes"],
+    "by hand, at least once: json": ["benchmarks.at_least_once", "json"],
+    "eos, exactly once: struct": ["benchmarks.eos_loop", "struct"],
+}
+PARTS = ("loops", "cost", "shapes", "memory")
 
 
 def shapes() -> dict[str, list[str]]:
@@ -163,7 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--memory-millions", type=int, default=10)
-    parser.add_argument("--only-shapes", action="store_true")
+    parser.add_argument("--only", choices=PARTS, action="append", help="a part of it; repeatable")
     parser.add_argument("--scale", type=float, default=1.0, help="part of the records, to try the script out")
     options = parser.parse_args()
     console = Console(width=110)
@@ -175,13 +183,17 @@ def main() -> None:
     )
     with LocalKafka(nodes=1, config=BROKER) as kafka:
         bootstrap = kafka.bootstrap_servers
-        if not options.only_shapes:
-            compare(console, bootstrap, "1M x 100 B", LOOPS, int(1_000_000 * options.scale), 100, options.rounds)
-            compare(console, bootstrap, "300k x 1 KB", LOOPS, int(300_000 * options.scale), 1_000, options.rounds)
-        compare(
-            console, bootstrap, "each shape, 500k x 100 B", shapes(), int(500_000 * options.scale), 100, options.rounds
-        )
-        if options.memory_millions and not options.only_shapes:
+        asked = options.only or PARTS
+
+        def compared(part: str, name: str, loops: dict[str, list[str]], count: int, size: int) -> None:
+            if part in asked:
+                compare(console, bootstrap, name, loops, int(count * options.scale), size, options.rounds)
+
+        compared("loops", "1M x 100 B", LOOPS, 1_000_000, 100)
+        compared("loops", "300k x 1 KB", LOOPS, 300_000, 1_000)
+        compared("cost", "what exactly-once costs, 1M x 100 B", COST, 1_000_000, 100)
+        compared("shapes", "each shape, 500k x 100 B", shapes(), 500_000, 100)
+        if options.memory_millions and "memory" in asked:
             memory(console, bootstrap, options.memory_millions)
 
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from eos.kafka.settings import Settings
     from eos.plain import transaction
     from eos.records import KEEP, Out, Record
-    from eos.session.transact import Transaction, TransactSession
+    from eos.session.transact import TransactSession
+    from eos.session.transaction import Transaction
     from eos.worker.running import run
 
 _HOMES = {
@@ -51,7 +52,7 @@ _HOMES = {
     "State": "eos.app.state",
     "Temporary": "eos.errors",
     "TransactSession": "eos.session.transact",
-    "Transaction": "eos.session.transact",
+    "Transaction": "eos.session.transaction",
     "Unavailable": "eos.errors",
     "dlq": "eos.app.policies",
     "retry": "eos.app.policies",

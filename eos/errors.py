@@ -60,8 +60,8 @@ class PoisonRecord(EosError):
 
 
 class InputGone(EosError):
-    """The committed offset of a partition is out of range, or what is stored there is damaged; resetting it silently
-    would lose or repeat records."""
+    """The committed offset of a partition is out of range, what is stored there is damaged, or its state is gone;
+    beginning anew silently would lose or repeat records."""
 
     exit_code = 66
 

@@ -6,9 +6,10 @@ It must never do I/O or import a Kafka client.
 from __future__ import annotations
 
 import enum
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol, final
+from typing import Any, Final, NamedTuple, Protocol, final
 
 import msgspec
 
@@ -157,3 +158,24 @@ class Committed(Protocol):
     def offset(self) -> int: ...
     @property
     def metadata(self) -> str | None: ...
+
+
+def metadata_of(committed: Committed) -> str | None:
+    """What its committer wrote beside the offset; None where nobody can tell.
+
+    confluent-kafka reads up to a NUL, which it alone writes. So what another client wrote (Kafka Streams) comes with
+    bytes of this process behind it, which may be no UTF-8. What is ours is whole.
+    """
+    try:
+        return committed.metadata
+    except UnicodeDecodeError:
+        return None
+
+
+def noted(metadata: str | None) -> dict[str, Any]:
+    """What one of ours wrote beside an offset, by name; nothing where another program did."""
+    try:
+        found = json.loads((metadata or "").rstrip("\0"))
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

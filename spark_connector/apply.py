@@ -9,13 +9,15 @@ a micro-batch comes to: it gives rows or raises.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from eos import log
 from eos.app.definition import App
+from eos.app.routes import Route
+from eos.app.stores import CellsOf
 from eos.errors import EosError
 from eos.records import Header, Record, Send
 from eos.worker.handling import Handler, Kept
@@ -42,27 +44,32 @@ _SCHEMA = pa.schema(
 )
 
 
-class Apply:
-    """One App, ready for `mapInArrow`; pickled with its functions. `batch_most`, `concurrent_most`: the settings
-    `eos.batch.max.records` and `eos.async.max.records`; `passing`: of `eos.headers.pass`. The App's hooks run around
-    each task."""
+class OnSpark:
+    """One App on an executor; pickled with its functions. `batch_most`, `concurrent_most`: the settings
+    `eos.batch.max.records` and `eos.async.max.records`; `passing`: of `eos.headers.pass`."""
 
     def __init__(self, app: App, batch_most: int, concurrent_most: int = 100, passing: Collection[str] = ()) -> None:
         self._app, self._batch_most, self._concurrent_most = app, batch_most, concurrent_most
         self._passing = passing
 
+    def _handler_of(self, cells_of: Callable[[Route], CellsOf] | None = None) -> Handler:
+        most = self._concurrent_most, self._batch_most
+        return Handler(self._app, None, *most, self._passing, cells_of=cells_of)
+
+
+class Apply(OnSpark):
+    """Ready for `mapInArrow`. The App's hooks run around each task."""
+
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Raises ExecutorFailure for what ends the run: a record that its policy stops at, a wrong App, a hook."""
-        begin_task()
-        if not log.logger.handlers:
-            log.configure(level="warning")  # skipped records and dead letters, in the executor's stderr
-        handler = Handler(self._app, None, self._concurrent_most, self._batch_most, self._passing)
+        prepare()
+        handler = self._handler_of()
         hooks, finished = Hooks(self._app), False
         try:
             hooks.start()
             for batch in batches:
                 if batch.num_rows:
-                    yield from self._outputs(handler, read(batch))
+                    yield from map(write, handle(handler, read(batch), self._batch_most))
             finished = True
         except EosError as error:
             raise to_line(error) from error
@@ -70,19 +77,28 @@ class Apply:
             handler.end()
             hooks.stop(failed=not finished)
 
-    def _outputs(self, handler: Handler, records: list[Record]) -> Iterator[pa.RecordBatch]:
-        at = 0
-        while at < len(records):
-            part = records[at : at + self._batch_most]
-            outputs = Kept()
-            halt = handler.handle(outputs, part)
-            at += len(part) if halt is None else halt.handled
-            if halt is not None and halt.error is not None:
-                raise halt.error
-            if outputs.sends:
-                yield write(outputs.sends)
-            if halt is not None:
-                time.sleep(halt.pause_s or 0.0)  # a record that is tried again
+
+def prepare() -> None:
+    """Call it in a task before its first record."""
+    begin_task()
+    if not log.logger.handlers:
+        log.configure(level="warning")  # skipped records and dead letters, in the executor's stderr
+
+
+def handle(handler: Handler, records: list[Record], most: int) -> Iterator[Sequence[Send]]:
+    """What the records lead to, `most` of them at a time. Raises EosError for what ends the run."""
+    at = 0
+    while at < len(records):
+        part = records[at : at + most]
+        outputs = Kept()
+        halt = handler.handle(outputs, part)
+        at += len(part) if halt is None else halt.handled
+        if halt is not None and halt.error is not None:
+            raise halt.error
+        if outputs.sends:
+            yield outputs.sends
+        if halt is not None:
+            time.sleep(halt.pause_s or 0.0)  # a record that is tried again
 
 
 def read(batch: pa.RecordBatch) -> list[Record]:

@@ -34,7 +34,7 @@ CONFIG = {
     "min.cleanable.dirty.ratio": "0.1",
 }
 
-_VERSION = 2  # of a marker's value: docs/formats.md
+_VERSION = 2  # of a marker's value: docs/reference/formats.md
 _FETCH_MAX_VERSION = 12  # by topic name
 _LIST_OFFSETS_MIN_VERSION, _LIST_OFFSETS_MAX_VERSION = 5, 7  # 5: a new leader says that it does not know (KIP-207)
 _LATEST, _EARLIEST = -1, -2
@@ -66,7 +66,7 @@ class Marker:
 
     @classmethod
     def decode(cls, value: bytes) -> Marker:
-        """Raises ValueError for what is no marker of a version that is known here (docs/formats.md)."""
+        """Raises ValueError for what is no marker of a version that is known here (docs/reference/formats.md)."""
         found = json.loads(value)
         version = found.get("version") if isinstance(found, dict) else None
         if version not in range(1, _VERSION + 1):

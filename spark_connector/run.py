@@ -6,6 +6,7 @@ run. It must never decide commit or abort (spark_connector/sink.py does) and nev
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import time
@@ -21,7 +22,7 @@ from eos.errors import ConfigurationError, EosError, Fenced, InputGone, NotAutho
 from eos.kafka.settings import Settings
 from eos.session.asking import check_topics
 from eos.session.stopping import ShutdownExpired, StopSignals, took_too_long
-from spark_connector import failures
+from spark_connector import failures, keyed
 from spark_connector.apply import OUTPUTS, Apply
 from spark_connector.java_settings import unused
 from spark_connector.query import is_stop
@@ -117,10 +118,17 @@ def check(run: Run) -> None:
         raise ConfigurationError(
             f"no function of the App {run.app.id!r} names a destination with to=: there is nothing to send exactly once"
         )
-    if run.app.stateful:
-        raise ConfigurationError(
-            f"{run.app.stateful[0].name} has state, which Spark does not run yet: use `eos run`, or Spark's own state"
-        )
+    for route in run.app.stateful:
+        if route.ttls:
+            raise ConfigurationError(
+                f"{route.name} has state with ttl=, by the time of a partition, which no group of Spark knows: use "
+                "`eos run`, or delete what is not needed"
+            )
+        if run.app.stop_hooks:
+            raise ConfigurationError(
+                f"{route.name} has state, and the App on_stop: Spark does not say when a task with state ends; use "
+                "`eos run`, or do without"
+            )
     if run.app.chained:
         raise ConfigurationError(
             f"{min(run.app.chained)} is written by one function of {run.app.id} and read by another, which a Spark "
@@ -139,22 +147,32 @@ def check(run: Run) -> None:
 
 def outputs(run: Run, spark: SparkSession) -> DataFrame:
     """The App's outputs as rows for the sink."""
+    remembering = [source for route in run.app.stateful for source in route.sources]
+    without = [topic for topic in run.app.topics if topic not in remembering]
+    how = run.settings["eos.batch.max.records"], run.settings["eos.async.max.records"], run.settings.passed_headers
+    most = -(-run.max_records // (bool(remembering) + bool(without)))
+    parts = []
+    if without:
+        parts.append(_source(run, spark, without, most).mapInArrow(Apply(run.app, *how), OUTPUTS))
+    if remembering:
+        parts.append(keyed.with_state(_source(run, spark, remembering, most), keyed.Keyed(run.app, *how)))
+    rows = functools.reduce(lambda rows, more: rows.union(more), parts)
+    return rows.selectExpr("*", "timestamp_millis(timestamp_ms) as timestamp").drop("timestamp_ms")
+
+
+def _source(run: Run, spark: SparkSession, topics: list[str], most: int) -> DataFrame:
     options = dict(run.options)
     begin = options.pop("startingOffsets", str(run.settings.get("auto.offset.reset", "earliest")))
-    source = read_committed(
+    return read_committed(
         spark,
-        run.app.topics,
+        topics,
         bootstrap_servers=run.settings.bootstrap_servers,
         starting_offsets=begin,
-        max_records=run.max_records,
+        max_records=most,
         settings=_client_settings(run.settings),
         # The names under which the cluster's ACLs know the query's readers.
         options={"groupIdPrefix": f"{run.app.id}-spark", **options},
     )
-    limits = run.settings["eos.batch.max.records"], run.settings["eos.async.max.records"]
-    apply = Apply(run.app, *limits, run.settings.passed_headers)
-    rows = source.mapInArrow(apply, OUTPUTS)
-    return rows.selectExpr("*", "timestamp_millis(timestamp_ms) as timestamp").drop("timestamp_ms")
 
 
 def sink(run: Run) -> Stream:
@@ -300,6 +318,11 @@ _SPARK_ERRORS: tuple[tuple[type[EosError], str, re.Pattern[str]], ...] = (
         Fenced,
         "another run of this query writes to its checkpoint",
         re.compile(r"\[CONCURRENT_STREAM_LOG_UPDATE\] (.*)"),
+    ),
+    (
+        ConfigurationError,
+        "the checkpoint is of a run without state: begin with another --instance and --checkpoint",
+        re.compile(r"\[STREAMING_STATEFUL_OPERATOR_MISSING_STATE_DIRECTORY\] (.*)"),
     ),
     (Unavailable, "a topic of the source is gone", re.compile(r"UnknownTopicOrPartitionException.*")),
     (ConfigurationError, "TLS", re.compile(r"SslAuthenticationException.*")),

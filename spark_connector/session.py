@@ -53,7 +53,7 @@ def spark_session(
 
     `name`: the application's. `master` None: as spark-submit or `config` says, else local[*]. `config`: Spark's own
     names (`spark.sql.shuffle.partitions`); what it says wins, `spark.jars` is added to. Under spark-submit the JVM runs
-    already: give it the connector with `--jars`, see docs/spark.md.
+    already: give it the connector with `--jars`, see docs/howto/spark.md.
 
     Raises Unavailable when PySpark, a Java or the jars are missing; ConfigurationError when a session runs without the
     connector.

@@ -59,7 +59,7 @@ def lacking(text: str) -> ConfigurationError | None:
             return ConfigurationError(
                 f"the executors' Python cannot do the work: {found[1].rstrip('.')}",
                 remedy="pip install 'eos-kafka[spark]' and what your functions import there, under the driver's minor "
-                "version of Python, or send an environment (docs/spark.md)",
+                "version of Python, or send an environment (docs/howto/spark.md)",
             )
     return None
 

@@ -2,17 +2,20 @@
 //
 // java StreamsCount BOOTSTRAP SOURCE TARGET COUNT GROUP THREADS DIRECTORY CACHE_BYTES
 // prints: records, seconds from the first record to the commit that covers the last one, seconds of the second half.
-// With a cache an output is sent for each key and commit, without one for each record.
+// With a cache an output is sent for each key and commit, without one for each record. What is restored goes to the
+// standard error: "restored", records so far, seconds since the first of them.
 
 import java.nio.charset.StandardCharsets;
 import java.util.Properties;
 import java.util.concurrent.atomic.AtomicLong;
 import java.util.concurrent.atomic.LongAdder;
+import org.apache.kafka.common.TopicPartition;
 import org.apache.kafka.clients.admin.Admin;
 import org.apache.kafka.clients.admin.ListConsumerGroupOffsetsOptions;
 import org.apache.kafka.common.serialization.Serdes;
 import org.apache.kafka.streams.KafkaStreams;
 import org.apache.kafka.streams.StreamsBuilder;
+import org.apache.kafka.streams.processor.StateRestoreListener;
 import org.apache.kafka.streams.kstream.Materialized;
 import org.apache.kafka.streams.state.Stores;
 
@@ -33,6 +36,7 @@ public final class StreamsCount {
         settings.put("statestore.cache.max.bytes", arguments[7]);
         settings.put("auto.offset.reset", "earliest");
         settings.put("replication.factor", "1");
+        settings.put("group.instance.id", group); // as the worker's: a restart gets its partitions without a rebalance
         settings.put("default.key.serde", Serdes.ByteArraySerde.class.getName());
         settings.put("default.value.serde", Serdes.ByteArraySerde.class.getName());
         settings.put("processing.exception.handler.global.enabled", "true");
@@ -53,6 +57,7 @@ public final class StreamsCount {
                 .to(arguments[2]);
         try (KafkaStreams streams = new KafkaStreams(builder.build(), settings);
                 Admin admin = Admin.create(settings)) {
+            streams.setGlobalStateRestoreListener(new Restored());
             streams.start();
             long middle = awaitHandled(streams, count / 2);
             awaitHandled(streams, count);
@@ -61,6 +66,26 @@ public final class StreamsCount {
             }
             long end = System.nanoTime();
             System.out.printf("%d %.4f %.4f%n", count, (end - first.get()) / 1e9, (end - middle) / 1e9);
+        }
+    }
+
+    private static final class Restored implements StateRestoreListener {
+        private final AtomicLong began = new AtomicLong();
+        private final LongAdder records = new LongAdder();
+
+        @Override
+        public void onRestoreStart(TopicPartition partition, String store, long from, long to) {
+            began.compareAndSet(0, System.nanoTime());
+        }
+
+        @Override
+        public void onBatchRestored(TopicPartition partition, String store, long to, long count) {
+            records.add(count);
+        }
+
+        @Override
+        public void onRestoreEnd(TopicPartition partition, String store, long total) {
+            System.err.printf("restored %d %.3f%n", records.sum(), (System.nanoTime() - began.get()) / 1e9);
         }
     }
 

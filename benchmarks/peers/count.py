@@ -1,7 +1,8 @@
 """`make bench-state`: the worker, Kafka Streams and Quix Streams count the records of each key, in turns.
 
-An output for each record (and of Kafka Streams with its cache, for each key and commit), commits every 100 ms, exactly
-once; as benchmarks/peers/speed.py in all else. The ratio is to Kafka Streams without a cache. Nothing here asserts.
+An output for each record (of Kafka Streams with its cache for each key and commit, of one of ours for each key and
+transaction), commits every 100 ms, exactly once; as benchmarks/peers/speed.py in all else. The ratio is to Kafka
+Streams without a cache. Nothing here asserts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.clients import BROKER
-from benchmarks.peers.speed import HERE, STREAMS_THREADS, Peer, compare, markdown, streams_command, where
+from benchmarks.peers.installed import streams_command
+from benchmarks.peers.speed import HERE, STREAMS_THREADS, Peer, compare, markdown, where
 from eos.broker import LocalKafka
 
 YARDSTICK = "Kafka Streams, no cache"
@@ -22,15 +24,17 @@ CACHE_BYTES = 10 << 20
 
 def peers(build: Path, quix_python: Path, keys: int) -> list[Peer]:
     eos = [sys.executable, "-m", "benchmarks.peers.eos_count"]
-    streams = streams_command(build, "StreamsCount")
+    streams = streams_command(HERE / "StreamsCount.java", build)
     threads = str(STREAMS_THREADS)
     quix = [str(quix_python), "-W", "ignore", str(HERE / "quix_count.py")]
     return [
         Peer(YARDSTICK, streams, (threads, "{directory}", "0"), tells_second_half=True),
         Peer("Kafka Streams, cache", streams, (threads, "{directory}", str(CACHE_BYTES)), True, outputs=keys),
-        Peer("eos, State, LMDB", eos, ("record", "{directory}")),
-        Peer("eos, State, memory", eos, ("record", "")),
-        Peer("eos, batch, LMDB", eos, ("batch", "{directory}")),
+        Peer("eos, State, LMDB", eos, ("record", "{directory}", "lmdb")),
+        Peer("eos, State, RocksDB", eos, ("record", "{directory}", "rocksdb")),
+        Peer("eos, State, memory", eos, ("record", "", "lmdb")),
+        Peer("eos, batch, LMDB", eos, ("batch", "{directory}", "lmdb")),
+        Peer("eos, an output per key and transaction", eos, ("keys", "{directory}", "lmdb"), outputs=keys),
         Peer("Quix Streams", quix, ("{directory}",), tells_second_half=True),
     ]
 

@@ -1,9 +1,12 @@
 """The job of count.py on the worker: `python -m benchmarks.peers.eos_count BOOTSTRAP SOURCE TARGET COUNT GROUP SHAPE
-DIRECTORY`, where DIRECTORY is `eos.state.dir` ("": values in memory)."""
+DIRECTORY ENGINE`, where the last are `eos.state.dir` ("": values in memory) and `eos.state.engine`. For restore.py
+it is an App of `eos run`, whose names come from the environment."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections import Counter
 
 from benchmarks.eos_loop import measure
 from eos import App, Out, Record, State
@@ -24,6 +27,18 @@ def app_of(shape: str, group: str, source: str, target: str) -> App:
                 outs.append(Out(str(number), record.key, timestamp=0))
             return outs
 
+    elif shape == "keys":
+
+        @app.process_batch(source, to=target)
+        def count_keys(records: list[Record], seen: dict[bytes, State[int]]) -> list[Out]:
+            outs = []
+            for key, more in Counter(record.key for record in records).items():
+                assert key is not None
+                state = seen[key]
+                state.set(state.get(0) + more)
+                outs.append(Out(str(state.get()), key, timestamp=0))
+            return outs
+
     else:
 
         @app.process(source, to=target)
@@ -35,8 +50,16 @@ def app_of(shape: str, group: str, source: str, target: str) -> App:
     return app
 
 
+if "EOS_BENCH_APP" in os.environ:
+    app = app_of("record", *(os.environ[f"EOS_BENCH_{name}"] for name in ("APP", "SOURCE", "TARGET")))
+
 if __name__ == "__main__":
-    bootstrap, source, target, count, group, shape, directory = sys.argv[1:]
-    measure(
-        app_of(shape, group, source, target), {"bootstrap.servers": bootstrap, "eos.state.dir": directory}, int(count)
-    )
+    bootstrap, source, target, count, group, shape, directory, engine = sys.argv[1:]
+    settings: dict[str, object] = {
+        "bootstrap.servers": bootstrap,
+        "eos.state.dir": directory,
+        "eos.state.engine": engine,
+    }
+    if shape == "keys":
+        settings |= {"eos.batch.max.records": 100_000}  # all that a transaction polls
+    measure(app_of(shape, group, source, target), settings, int(count))

@@ -27,18 +27,12 @@ from confluent_kafka.admin import AdminClient
 from rich.console import Console
 
 from benchmarks.clients import BROKER
+from benchmarks.peers.installed import streams_command
 from benchmarks.worker_speed import create, load
 from eos.broker import LocalKafka
-from eos.broker.jars import DEFAULT_VERSION, maven_jars
-from eos.broker.java import find_java
+from eos.broker.jars import DEFAULT_VERSION
 
 HERE = Path(__file__).parent
-# With a binding for its log, or its warnings are invisible; kafka-clients is named for the reason in eos.broker.jars.
-STREAMS_JARS = [
-    f"org.apache.kafka:kafka-streams:{DEFAULT_VERSION}",
-    f"org.apache.kafka:kafka-clients:{DEFAULT_VERSION}",
-    "org.slf4j:slf4j-simple:1.7.36",
-]
 STREAMS_THREADS = 2
 LOADS = [(1_000_000, 100), (300_000, 1_000)]  # records, bytes of each
 _LIMIT_S = 300
@@ -76,21 +70,14 @@ def peers(build: Path, quix_python: Path) -> list[Peer]:
         Peer("straight loop", [*python, "benchmarks.straight_loop"]),
         Peer("eos, Record handler", [*python, "benchmarks.eos_loop"], ("record",)),
         Peer("eos, process_batch", [*python, "benchmarks.eos_loop"], ("batch",)),
-        Peer(streams, streams_command(build), (str(STREAMS_THREADS), "{directory}"), tells_second_half=True),
+        Peer(
+            streams,
+            streams_command(HERE / "StreamsUpper.java", build),
+            (str(STREAMS_THREADS), "{directory}"),
+            tells_second_half=True,
+        ),
         Peer("Quix Streams", quix, ("{directory}",), tells_second_half=True),
     ]
-
-
-def streams_command(build: Path, program: str = "StreamsUpper") -> list[str]:
-    """Compiles the program if it is newer than what is there; needs a JDK (javac beside java)."""
-    jars = maven_jars("streams", STREAMS_JARS, "Kafka Streams", f"Kafka {DEFAULT_VERSION}")
-    java = find_java().resolve()
-    path = os.pathsep.join([str(build), *map(str, jars)])
-    source, made = HERE / f"{program}.java", build / f"{program}.class"
-    if not made.exists() or made.stat().st_mtime < source.stat().st_mtime:
-        build.mkdir(parents=True, exist_ok=True)
-        subprocess.run([java.with_name("javac"), "-cp", path, "-d", build, source], check=True)
-    return [str(java), "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn", "-cp", path, program]
 
 
 def run(bootstrap: str, peer: Peer, source: str, count: int) -> Run:
@@ -200,14 +187,18 @@ def markdown(lines: list[Line]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def where(quix_python: Path) -> str:
+def where(quix_python: Path | None = None) -> str:
     """The machine and the versions."""
-    told = "import quixstreams, confluent_kafka as c; print(quixstreams.__version__, c.__version__)"
-    done = subprocess.run([quix_python, "-c", told], stdout=subprocess.PIPE, check=True, text=True)
-    quix, confluent = done.stdout.split()
+    quix = ""
+    if quix_python is not None:
+        told = (
+            "import quixstreams as q, confluent_kafka as c; print(f'{q.__version__} (confluent-kafka {c.__version__})')"
+        )
+        done = subprocess.run([quix_python, "-c", told], stdout=subprocess.PIPE, check=True, text=True)
+        quix = f", Quix Streams {done.stdout.strip()}"
     return (
         f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {psutil.cpu_count()} cores, Kafka {DEFAULT_VERSION}, "
-        f"Python {platform.python_version()}, Quix Streams {quix} (confluent-kafka {confluent})"
+        f"Python {platform.python_version()}{quix}"
     )
 
 

@@ -7,13 +7,21 @@ That is the changelog's key too. All before the field is the cell's row: what a 
 from __future__ import annotations
 
 import struct
+from typing import Final
 
 _LENGTH = struct.Struct(">I")
+TIME: Final = b"\0" + _LENGTH.pack(0)
+"""Of no store, and of the task itself: what time it is there, where a store has a time-to-live."""
 
 
 def begin_of(store: str) -> bytes:
     """Of the names of all its cells."""
     return store.encode() + b"\0"
+
+
+def store_of(cell: bytes) -> bytes:
+    """The name of its store; what is no cell's name is of none."""
+    return cell.partition(b"\0")[0]
 
 
 def rest_of(key: bytes) -> bytes:

@@ -96,10 +96,11 @@ def abandon() -> None:
 
 
 async def _gather(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Outcome]:
-    return await asyncio.gather(*map(_outcome, coroutines))
+    return await asyncio.gather(*map(outcome_of, coroutines))
 
 
-async def _outcome(coroutine: Coroutine[Any, Any, Any]) -> Outcome:
+async def outcome_of(coroutine: Coroutine[Any, Any, Any]) -> Outcome:
+    """Of one that runs under `run_all`."""
     try:
         return await coroutine
     except Exception as error:  # noqa: BLE001 - it is the caller's to know
@@ -108,6 +109,7 @@ async def _outcome(coroutine: Coroutine[Any, Any, Any]) -> Outcome:
         return RuntimeError("the coroutine was cancelled from within")  # a CancelledError is no Exception
     except BaseException as error:  # noqa: BLE001 - raised by run_all
         _end_with(error)  # at once: the others may go on for as long as they like
+        return RuntimeError(f"ended by {error!r}")
 
 
 def _end_with(error: BaseException) -> None:

@@ -1,7 +1,7 @@
 """Dead letters: a record that could not be handled, as it came, with headers that say where it was and why.
 
-Owns the format only; it must never send one (eos/worker/handling.py and eos/session/transact.py do, in the transaction
-that moves the record's offset).
+Owns the format only; it must never send one (eos/worker/handling.py and eos/session/transaction.py do, in the
+transaction that moves the record's offset).
 
 Key and value are the record's own bytes; the partition follows from the key. The timestamp is the time of producing:
 with the record's own, a replay of old records would leave dead letters that retention removes at once. The record's

@@ -16,6 +16,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, Final, TypeVar, cast
 
+from eos.app.ageing import TimeToLive, with_ttl
 from eos.app.policies import DEAD_LETTER_SUFFIX, Policy, dead_letter_topic, policy_of, stop
 from eos.app.routes import Route
 from eos.app.serde import (
@@ -34,7 +35,7 @@ from eos.records import Record, is_topic_name
 Function = TypeVar("Function", bound=Callable[Concatenate[Any, ...], object])
 
 
-BatchFunction = TypeVar("BatchFunction", bound=Callable[[list[Record]], object])
+BatchFunction = TypeVar("BatchFunction", bound=Callable[Concatenate[list[Record], ...], object])
 
 
 Hook = TypeVar("Hook", bound=Callable[[], object])
@@ -124,6 +125,7 @@ class App:
         on_error: Policy | str = stop,
         decode: Callable[[bytes], Any] | None = None,
         encode: Callable[[Any], bytes] | None = None,
+        ttl: TimeToLive | None = None,
     ) -> Callable[[Function], Function]:
         """Decorate a function that gets one record of `topics` (what of it: by its annotation) and returns None, a
         value, an Out, or a list, tuple or generator of those. The first of `to` is where values go. The function
@@ -137,18 +139,19 @@ class App:
         Topics that match are read, those too that come while a worker runs.
 
         Further parameters that are annotated `State[T]`, `MapState[K, V]` or `ListState[T]` are state, kept by the
-        record's key and committed with outputs and offsets (docs/state.md).
+        record's key and committed with outputs and offsets (docs/howto/state.md). `ttl=timedelta(days=7)`, or
+        `ttl={"seen": timedelta(days=7)}`: a value is forgotten so long behind its last write, by the records' time.
 
         An `async def` runs on many records at once (`eos.async.max.records`); outputs keep the input's order.
-        `on_error`: eos.stop, eos.skip, eos.dlq or eos.retry(n, then=...), see docs/policies.md. `decode(value)` makes
-        what the function gets of a record's bytes, in place of the annotation; `encode(value)` makes the bytes of every
-        value that is not None. What they raise is treated as if the function had raised it.
+        `on_error`: eos.stop, eos.skip, eos.dlq or eos.retry(n, then=...); see docs/howto/failures.md.
+        `decode(value)` makes what the function gets of a record's bytes, in place of the annotation; `encode(value)`
+        makes the bytes of every value that is not None. What they raise is treated as if the function had raised it.
         """
         sources, destinations, policy = _definition(topics, to, on_error)
 
         def register(function: Function) -> Function:
             frame = sys._getframe(1)
-            stores = _stores(function, sources, frame)
+            stores = _stores(function, sources, frame, ttl)
             annotation = _annotation(function, Record if decode is None else object, frame, len(stores))
             _check_destination(function, destinations)
             coders = (checked_decoder(decode, annotation), checked_encoder(encode))
@@ -164,20 +167,21 @@ class App:
         to: str | Iterable[str] = (),
         on_error: Policy | str = stop,
         encode: Callable[[Any], bytes] | None = None,
+        ttl: TimeToLive | None = None,
     ) -> Callable[[BatchFunction], BatchFunction]:
         """Decorate a function that gets a `list[Record]` and returns an iterable of Out, for speed: made by
         `record.out(value)`, which keeps that record's key and timestamp, or by `Out(value, key=...)`, which has the
         time of producing unless it says another. The function stays as it is.
 
-        `topics`, `on_error`, `encode`: as for `process`. A batch function that raises is run again record by record,
-        unless the policy is stop, which names the range. State is annotated `dict[bytes, State[T]]`: it has the state
-        of each key in the batch, which is of one partition then.
+        `topics`, `on_error`, `encode`, `ttl`: as for `process`. A batch function that raises is run again record by
+        record, unless the policy is stop, which names the range. State is annotated `dict[bytes, State[T]]`: it has the
+        state of each key in the batch, which is of one partition then.
         """
         sources, destinations, policy = _definition(topics, to, on_error)
 
         def register(function: BatchFunction) -> BatchFunction:
             frame = sys._getframe(1)
-            stores = _stores(function, sources, frame, batch=True)
+            stores = _stores(function, sources, frame, ttl, batch=True)
             annotation = _annotation(function, list[Record], frame, len(stores))
             _check_destination(function, destinations)
             coders = (None, checked_encoder(encode))
@@ -344,9 +348,13 @@ def _annotation(function: Callable[..., object], default: object, frame: types.F
 
 
 def _stores(
-    function: Callable[..., object], sources: Sequence[str], frame: types.FrameType, batch: bool = False
+    function: Callable[..., object],
+    sources: Sequence[str],
+    frame: types.FrameType,
+    ttl: TimeToLive | None,
+    batch: bool = False,
 ) -> tuple[Store, ...]:
-    stores = stores_of(function, frame, batch)
+    stores = with_ttl(function_name(function), stores_of(function, frame, batch), ttl)
     if stores and (len(sources) > 1 or is_pattern(sources[0])):
         raise ConfigurationError(
             f"{function_name(function)} has state, and reads {', '.join(sources)}: a function with state reads one "

@@ -12,7 +12,6 @@ topic in UTF-8. Metadata: the key `lineage` of the JSON beside a committed offse
 
 from __future__ import annotations
 
-import json
 import operator
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,11 +20,11 @@ from typing import NamedTuple
 
 from eos.app.routes import Route
 from eos.errors import ConfigurationError
-from eos.records import Committed, Each, Record, Send
+from eos.records import Committed, Each, Record, Send, metadata_of, noted
 
 HEADER = "eos-lineage"
 KEY = "lineage"
-OFFSET_FORMAT = 1  # of the metadata, `v` in it: docs/formats.md
+OFFSET_FORMAT = 1  # of the metadata, `v` in it: docs/reference/formats.md
 FORMAT = struct.Struct("<iqiiq")
 TopicPartition = tuple[str, int]
 
@@ -64,12 +63,12 @@ class Tally:
 
 def tally_of(metadata: str | None) -> Tally | None:
     """What a committed offset's metadata says; None if it says nothing of lineage."""
+    found = noted(metadata)
     try:
-        found = json.loads((metadata or "").rstrip("\0"))
         begin, inputs, outputs = map(operator.index, found[KEY])
         if found.get("v", OFFSET_FORMAT) > OFFSET_FORMAT:
             return None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError):
         return None  # written by something else, or without lineage
     return Tally(begin, inputs, outputs)
 
@@ -93,7 +92,7 @@ class Ledger:
 
     def restore(self, starts: Mapping[TopicPartition, Committed]) -> Collection[TopicPartition]:
         for partition, at in starts.items():
-            self.begin(partition, max(at.offset, 0), at.metadata)
+            self.begin(partition, max(at.offset, 0), metadata_of(at))
         return starts.keys()
 
     def handled(self, partition: TopicPartition, outputs: int) -> int:

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from eos import hotloop
 from eos.app import concurrent
+from eos.app.ageing import ttls_of
 from eos.app.policies import Policy, stop
 from eos.app.results import Hints, Normalise, encoded, normaliser, out_converter, target_of
 from eos.app.serde import (
@@ -128,6 +129,11 @@ class Route:
         that name; not in a batch function, whose outputs have no single input. `cells_of`: where its state is."""
         parts = {part: getattr(self, part) for part in self._PARTS}
         return Route(**(parts | {"passing": frozenset(passing), "cells_of": cells_of}))
+
+    @property
+    def ttls(self) -> dict[bytes, int]:
+        """Of its stores that have a time-to-live: by their names, in milliseconds."""
+        return ttls_of(self.stores)
 
     def __repr__(self) -> str:
         return f"<Route {self.name}: {', '.join(self.sources)} -> {', '.join(self.destinations) or 'nothing'}>"
@@ -343,17 +349,14 @@ def _compile_keyed(
     def made(record: Record, result: Any) -> Sequence[Send]:
         return normalise(record, result if finish is None else finish(result))
 
-    async def one(record: Record, before: Kept | None) -> tuple[Any, Kept]:
-        return await run(record, record if decode is None else decode(record.value), made, before)
+    async def one(record: Record, before: Kept | None, now: int) -> tuple[Any, Kept]:
+        return await run(record, record if decode is None else decode(record.value), made, before, now)
 
-    async def chain(records: list[Record], known: dict[int, concurrent.Outcome]) -> None:
+    async def chain(records: list[Record], known: dict[int, concurrent.Outcome], times: Mapping[int, int]) -> None:
         before: Kept | None = None
         for record in records:
             if id(record) not in known:
-                try:
-                    known[id(record)] = await one(record, before)
-                except Exception as error:  # noqa: BLE001 - the user's code may raise anything
-                    known[id(record)] = error
+                known[id(record)] = await concurrent.outcome_of(one(record, before, times.get(id(record), 0)))
             if isinstance(outcome := known[id(record)], Exception):
                 return
             _, before = outcome
@@ -365,12 +368,17 @@ def _compile_keyed(
         chains: dict[tuple[int, bytes | None], list[Record]] = {}
         for record in records:
             chains.setdefault((record.partition, record.key), []).append(record)
-        waiting = [chain(few, known) for few in chains.values() if any(id(record) not in known for record in few)]
+        times = stores.times_of(records)
+        waiting = [
+            chain(few, known, times) for few in chains.values() if any(id(record) not in known for record in few)
+        ]
         for outcome in concurrent.run_all(waiting) if waiting else ():
             if isinstance(outcome, Exception):
                 raise outcome  # not the function's: the chain keeps those
         for number, record in enumerate(records):
             outcome = known[id(record)]
+            if times:
+                stores.task_of(record).time_ms = times[id(record)]
             if isinstance(outcome, Exception):
                 if behind := [(later, known[id(later)]) for later in records[number + 1 :] if id(later) in known]:
                     ahead[:] = behind

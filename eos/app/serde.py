@@ -14,7 +14,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -22,6 +22,7 @@ from eos.errors import ConfigurationError
 
 Decode = Callable[[bytes | None], Any]
 Encode = Callable[[Any], bytes | None]
+_Node = TypeVar("_Node")
 
 JSON = msgspec.json.Encoder()
 # A key decides the partition and what compaction keeps: equal dicts and sets must be equal bytes.
@@ -153,13 +154,13 @@ def _json_decoder(annotation: object, nullable: bool) -> Decode:
     name = annotation_name(annotation)
     try:
         decode = msgspec.json.Decoder(annotation).decode
-        foreign = _foreign_type(msgspec.inspect.type_info(annotation), set())
+        foreign = _first(msgspec.inspect.CustomType, msgspec.inspect.type_info(annotation), set())
     except (TypeError, NameError, AttributeError, SyntaxError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"no decoder for the annotation {name}: {error}") from error
     if foreign is not None:
         # msgspec takes any class and then refuses every value of it: say so now, not at the first record.
         raise ConfigurationError(
-            f"no decoder for the annotation {name}: msgspec cannot read {annotation_name(foreign)} from JSON; use "
+            f"no decoder for the annotation {name}: msgspec cannot read {annotation_name(foreign.cls)} from JSON; use "
             "Record, bytes, str, dict, a msgspec.Struct, a dataclass or another type that msgspec knows"
         )
 
@@ -176,10 +177,11 @@ def _json_decoder(annotation: object, nullable: bool) -> Decode:
     return from_json
 
 
-def _foreign_type(node: object, seen: set[int]) -> object | None:
-    """The first class below this msgspec type description that msgspec knows only by `isinstance`."""
-    if isinstance(node, msgspec.inspect.CustomType):
-        return node.cls
+def _first(kinds: type[_Node] | tuple[type[_Node], ...], node: object, seen: set[int]) -> _Node | None:
+    """The first part of this msgspec type description that is one of these; a CustomType is what msgspec knows only by
+    `isinstance`."""
+    if isinstance(node, kinds):
+        return node
     if id(node) in seen:  # types may be recursive
         return None
     seen.add(id(node))
@@ -190,7 +192,7 @@ def _foreign_type(node: object, seen: set[int]) -> object | None:
         children = (node.type,)  # its default is the user's object
     elif isinstance(node, msgspec.inspect.Type):
         children = tuple(getattr(node, name) for name in node.__struct_fields__)
-    return next((found for child in children if (found := _foreign_type(child, seen)) is not None), None)
+    return next((found for child in children if (found := _first(kinds, child, seen)) is not None), None)
 
 
 def _tombstone(name: str) -> DecodeError:
@@ -280,6 +282,34 @@ def encode(value: object) -> bytes | None:
     Raises TypeError for a type that JSON cannot hold, ValueError for a str that UTF-8 cannot.
     """
     return _encode(value, JSON)
+
+
+class Codec(NamedTuple):
+    """How values of one annotation are kept: what `encode` makes of one that it allows, `decode` reads again.
+
+    `encode` raises TypeError or ValueError for what cannot be kept at all. Of an exact type `sure` every value can be
+    read again; of another one only `decode` tells. `unordered`: what was read may be other bytes than it was."""
+
+    decode: Decode
+    encode: Callable[[Any], bytes]
+    sure: type | None
+    unordered: bool = False
+
+
+def codec(annotation: object) -> Codec:
+    """Raises ConfigurationError for what cannot be decoded."""
+    decode, (inner, _) = decoder(annotation), without_none(annotation)
+    if inner is bytes or inner is str:
+        return Codec(decode, functools.partial(_raw, inner), inner)
+    sets = (msgspec.inspect.SetType, msgspec.inspect.FrozenSetType)
+    unordered = _first(sets, msgspec.inspect.type_info(annotation), set()) is not None
+    return Codec(decode, JSON.encode, inner if inner is int or inner is bool else None, unordered)
+
+
+def _raw(kind: type[bytes] | type[str], value: object) -> bytes:
+    if isinstance(value, str if kind is str else (bytes, bytearray, memoryview)):
+        return cast("bytes", encode(value))
+    raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
 
 
 class _IsJson(dict[type, bool]):

@@ -10,12 +10,13 @@ of which the order is the order of those keys.
 
 from __future__ import annotations
 
+import reprlib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar, overload
 
 from eos.app.cells import begin_of, named
-from eos.app.serde import Decode, DecodeError, annotation_name, decoder, encode
+from eos.app.serde import Codec, DecodeError, annotation_name, codec, encode
 from eos.errors import ConfigurationError, IllegalState
 
 T = TypeVar("T")
@@ -25,6 +26,8 @@ V = TypeVar("V")
 X = TypeVar("X")
 Change = tuple[bytes, bytes | None]
 """A cell, and the value's bytes; None: there is none any more."""
+Offer = tuple[Any, bytes | None]
+"""A default that was given, and its bytes then."""
 
 # Values that nobody can change in place.
 _FIXED: Final = frozenset({int, str, bytes, float, bool, types.NoneType})
@@ -43,7 +46,7 @@ _UNREAD, _ABSENT = _Mark("UNREAD"), _Mark("ABSENT")
 
 
 class Cells(Protocol):
-    """The values of one task (a function and a partition), as the open transaction sees them."""
+    """Values of one task (a function and a partition), as the open transaction sees them."""
 
     def get(self, cell: bytes) -> bytes | None: ...
 
@@ -52,6 +55,16 @@ class Cells(Protocol):
 
     def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
         """Fields and values in the order of the fields; what is put meanwhile may be missing."""
+
+
+class TaskCells(Cells, Protocol):
+    """All of them."""
+
+    time_ms: int
+    """The latest timestamp of the task's records so far, in milliseconds since the epoch."""
+
+    def at(self, timestamp_ms: int) -> int:
+        """What that is with one more record, of which the timestamp may be unknown (-1)."""
 
 
 class Span(NamedTuple):
@@ -73,19 +86,27 @@ class Store(NamedTuple):
     annotations: tuple[Any, ...]
     many: bool = False
     """A mapping from keys to it, for a batch function."""
+    ttl_ms: int | None = None
+    """For how long a value is there behind its last write."""
+
+    @property
+    def shape(self) -> str:
+        """What decides how its cells are named, whatever its values are."""
+        return f"MapState[{self.annotations[0].__name__}]" if self.kind is MapState else self.kind.__name__
 
 
 class _Held:
     """What all kinds have in common: the cells, while the function runs."""
 
-    __slots__ = ("_begin", "_cells", "_decode", "_row", "_store")
+    __slots__ = ("_begin", "_cells", "_codec", "_renews", "_row", "_store")
 
     _row: bytes
 
-    def __init__(self, store: Store, decode: Decode | None = None) -> None:
-        """`decode`: of its values, where somebody has made it before: that takes its time."""
-        self._store, self._decode = store, decode or decoder(store.annotations[-1])
+    def __init__(self, store: Store, made: Codec | None = None) -> None:
+        """`made`: of its values, where somebody has made it before: that takes its time."""
+        self._store, self._codec = store, made or codec(store.annotations[-1])
         self._begin = begin_of(store.name)
+        self._renews = store.ttl_ms is not None  # what is set is a change though it is equal: it lives longer
         self._cells: Cells | None = None
 
     def _enter(self, cells: Cells, rest: bytes) -> None:
@@ -106,13 +127,31 @@ class _Held:
 
     def _decoded(self, value: bytes) -> Any:
         try:
-            return self._decode(value)
+            return self._codec.decode(value)
         except DecodeError as error:
             kind = annotation_name(self._store.annotations[-1])
             raise ConfigurationError(
                 f"the state {self._store.name} of the key {named(self._row)[1]!r} is no {kind} ({error}): its type was "
                 "another one when it was kept"
             ) from error
+
+    def _read(self, kept: bytes) -> tuple[Any, bytes]:
+        """The value, and the bytes that it has as long as nobody changes it: a set comes back in another order."""
+        value = self._decoded(kept)
+        return value, self._codec.encode(value) if self._codec.unordered else kept
+
+    def _encoded(self, value: Any, before: object) -> bytes | None:
+        """Its bytes, None where there is none. Raises TypeError for what would not be read again, unless it is what was
+        there before: at the next record of its key nobody could help any more."""
+        if value is _ABSENT:
+            return None
+        try:
+            after = self._codec.encode(value)
+            if after != before and type(value) is not self._codec.sure:
+                self._codec.decode(after)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise TypeError(f"the state {self._store.name} cannot be {reprlib.repr(value)}: {error}") from error
+        return after
 
     def _settable(self, value: object) -> None:
         if value is None:
@@ -133,7 +172,7 @@ class State(_Held, Generic[T]):
     _deleting = "delete()"
     _value: Any
     _before: Any  # its bytes
-    _offered: list[tuple[Any, bytes | None]]  # defaults that were given, and their bytes then
+    _offered: list[Offer]
 
     @overload
     def get(self) -> T | None: ...
@@ -145,14 +184,15 @@ class State(_Held, Generic[T]):
         cells = self._cells or self._open()
         value = self._value
         if value is _UNREAD:
-            self._before = before = cells.get(self._row)
-            value = self._value = _ABSENT if before is None else self._decoded(before)
-        if value is _ABSENT and self._offered:
-            value = self._value = self._changed_default()
+            kept = cells.get(self._row)
+            self._value, self._before = (_ABSENT, None) if kept is None else self._read(kept)
+            value = self._value
+        if self._offered:
+            value = self._value = _changed_one(self._store, self._offered, value)
         if value is not _ABSENT:
             return value
         if type(default) not in _FIXED:
-            self._offered.append((default, _encoded_or_none(default)))
+            _offer(self._offered, default)
         return default
 
     def set(self, value: T) -> None:
@@ -160,6 +200,8 @@ class State(_Held, Generic[T]):
             self._open()
             self._settable(value)
         self._value, self._offered = value, []
+        if self._renews:
+            self._before = _UNREAD
 
     def delete(self) -> None:
         """There is no value for this key any more."""
@@ -173,16 +215,12 @@ class State(_Held, Generic[T]):
 
     def _changes(self) -> Iterable[Change]:
         value = self._value
-        if value is _ABSENT and self._offered:
-            value = self._changed_default()
+        if self._offered:
+            value = _changed_one(self._store, self._offered, value)
         if value is _UNREAD:
             return ()
-        after = None if value is _ABSENT else encode(value)
+        after = self._encoded(value, self._before)
         return () if after == self._before else ((self._row, after),)
-
-    def _changed_default(self) -> Any:
-        """There is none, and none was set: but a default that was changed in place is one."""
-        return next((given for given, before in self._offered if _encoded_or_none(given) != before), _ABSENT)
 
 
 class MapState(_Held, MutableMapping[K, V]):
@@ -197,25 +235,26 @@ class MapState(_Held, MutableMapping[K, V]):
     _deleting = "`del` of its key"
     _seen: dict[bytes, tuple[Any, Any]]  # field -> the value and its bytes before, or _ABSENT and None, or _UNREAD
     _own: dict[bytes, Any]  # field -> what the function set, or _ABSENT
-    _offered: list[tuple[bytes, Any, bytes | None]]
+    _offered: dict[bytes, list[Offer]]
 
-    def __init__(self, store: Store, decode: Decode | None = None) -> None:
-        super().__init__(store, decode)
+    def __init__(self, store: Store, made: Codec | None = None) -> None:
+        super().__init__(store, made)
         self._field, self._unfield = FIELDS[store.annotations[0]]
 
     def _enter(self, cells: Cells, rest: bytes) -> None:
         self._cells, self._row = cells, self._begin + rest
-        self._seen, self._own, self._offered = {}, {}, []
+        self._seen, self._own, self._offered = {}, {}, {}
 
     def _value(self, field: bytes) -> Any:
         """Or _ABSENT."""
         cells = self._open()
-        self._take_changed_defaults()
+        if field in self._offered:
+            self._take_changed_default(field)
         if field in self._own:
             return self._own[field]
         if field not in self._seen:
-            before = cells.get(self._row + field)
-            self._seen[field] = (_ABSENT, None) if before is None else (self._decoded(before), before)
+            kept = cells.get(self._row + field)
+            self._seen[field] = (_ABSENT, None) if kept is None else self._read(kept)
         return self._seen[field][0]
 
     def __getitem__(self, key: K) -> V:
@@ -234,19 +273,22 @@ class MapState(_Held, MutableMapping[K, V]):
         if value is not _ABSENT:
             return value
         if type(default) not in _FIXED:
-            self._offered.append((field, default, _encoded_or_none(default)))
+            _offer(self._offered.setdefault(field, []), default)
         return default
 
     def __setitem__(self, key: K, value: V) -> None:
         self._open()
-        self._take_changed_defaults()
         self._settable(value)
-        self._own[self._field(key)] = value
+        field = self._field(key)
+        self._offered.pop(field, None)
+        self._own[field] = value
 
     def __delitem__(self, key: K) -> None:
         if key not in self:
             raise KeyError(key)
-        self._own[self._field(key)] = _ABSENT
+        field = self._field(key)
+        self._offered.pop(field, None)
+        self._own[field] = _ABSENT
 
     def range(self, start: K | None = None, stop: K | None = None, *, reverse: bool = False) -> Iterator[tuple[K, V]]:
         """Keys from `start` on and before `stop`, with their values, in order; all of them without either. What is set
@@ -255,10 +297,10 @@ class MapState(_Held, MutableMapping[K, V]):
         self._take_changed_defaults()
         span = Span(b"" if start is None else self._field(start), None if stop is None else self._field(stop), reverse)
         own = {field: None if value is _ABSENT else field for field, value in self._own.items()}
-        for field, before in overlaid(cells.scan(self._row, span), own, span):
+        for field, kept in overlaid(cells.scan(self._row, span), own, span):
             self._open()
             if field not in self._own and field not in self._seen:
-                value = self._decoded(before)
+                value, before = self._read(kept)
                 if type(value) not in _FIXED:
                     self._seen[field] = value, before
             else:
@@ -278,13 +320,16 @@ class MapState(_Held, MutableMapping[K, V]):
             del self[key]
 
     def _take_changed_defaults(self) -> None:
-        """A default that was changed in place is set, unless its key was since."""
-        if not self._offered:
-            return
-        for field, given, before in self._offered:
-            if self._own.get(field, _ABSENT) is _ABSENT and _encoded_or_none(given) != before:
-                self._own[field] = given
-        self._offered = [offer for offer in self._offered if offer[0] not in self._own]
+        for field in list(self._offered):
+            self._take_changed_default(field)
+
+    def _take_changed_default(self, field: bytes) -> None:
+        """Sets the default of this field that was changed in place, if one was."""
+        offered, before = self._offered[field], self._own.get(field, _ABSENT)
+        if (value := _changed_one(self._store, offered, before)) is not before:
+            self._own[field] = value
+        if not offered:
+            del self._offered[field]
 
     def _changes(self) -> Iterable[Change]:
         self._take_changed_defaults()
@@ -292,8 +337,8 @@ class MapState(_Held, MutableMapping[K, V]):
         changes = []
         for field, value in now.items():
             before = self._seen.get(field, (None, _UNREAD))[1]
-            after = None if value is _ABSENT else encode(value)
-            if after != before:
+            after = self._encoded(value, before)
+            if after != before or (self._renews and field in self._own and after is not None):
                 changes.append((self._row + field, after))
         return changes
 
@@ -305,9 +350,9 @@ class ListState(_Held, Generic[T]):
 
     __slots__ = ("_map", "_next")
 
-    def __init__(self, store: Store, decode: Decode | None = None) -> None:
-        super().__init__(store, decode)
-        self._map = _Numbered(store._replace(annotations=(int, *store.annotations)), self._decode)
+    def __init__(self, store: Store, made: Codec | None = None) -> None:
+        super().__init__(store, made)
+        self._map = _Numbered(store._replace(annotations=(int, *store.annotations)), self._codec)
         self._next: int | None = None
 
     def append(self, value: T) -> None:
@@ -402,6 +447,23 @@ FIELDS: Final[Mapping[type, tuple[Callable[[Any], bytes], Callable[[bytes], Any]
     int: (_int_field, lambda field: int.from_bytes(field, "big") - (1 << 63)),
 }
 """Type of a map's key -> to bytes whose order is the keys' order, and back."""
+
+
+def _offer(offered: list[Offer], default: Any) -> None:
+    """It may be changed in place from now on."""
+    if all(given is not default for given, _ in offered):
+        offered.append((default, _encoded_or_none(default)))
+
+
+def _changed_one(store: Store, offered: list[Offer], value: Any) -> Any:
+    """The value; where there was none a default that was changed in place is one, and no offer any more."""
+    changed = [offer for offer in offered if _encoded_or_none(offer[0]) != offer[1]]
+    if not changed:
+        return value
+    if value is not _ABSENT or len(changed) > 1:
+        raise TypeError(f"two defaults of the state {store.name} were changed, and only one can be its value")
+    offered[:] = [offer for offer in offered if offer is not changed[0]]
+    return changed[0][0]
 
 
 def _encoded_or_none(value: Any) -> bytes | None:

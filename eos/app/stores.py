@@ -14,13 +14,14 @@ import typing
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
+from eos.app.ageing import Aged, ttls_of
 from eos.app.cells import rest_of
-from eos.app.serde import annotation_name, decoder, function_name, resolved
-from eos.app.state import FIELDS, Cells, Change, ListState, MapState, Span, State, Store, overlaid
+from eos.app.serde import annotation_name, codec, decoder, function_name, resolved
+from eos.app.state import FIELDS, Cells, Change, ListState, MapState, Span, State, Store, TaskCells, overlaid
 from eos.errors import ConfigurationError, IllegalState
 from eos.records import Record
 
-CellsOf = Callable[[Record], Cells]
+CellsOf = Callable[[Record], TaskCells]
 """The cells of the record's task."""
 Finish = Callable[[Record, Any], Any]
 """Makes outputs of what a function gave for a record; what it raises is the function's failure."""
@@ -98,22 +99,43 @@ class Stores:
 
     def __init__(self, name: str, stores: Sequence[Store], cells_of: CellsOf | None) -> None:
         self._name, self._cells_of = name, cells_of
-        self._makes = [functools.partial(store.kind, store, decoder(store.annotations[-1])) for store in stores]
+        self.ttls = ttls_of(stores)
+        self._makes = [functools.partial(store.kind, store, codec(store.annotations[-1])) for store in stores]
 
-    def _place(self, record: Record) -> tuple[Cells, bytes]:
-        """Where the state of the record's key is, and what its key says of the row."""
+    def task_of(self, record: Record) -> TaskCells:
         if self._cells_of is None:
             raise IllegalState(f"{self._name} has state: run it by `eos run`, `eos.run` or `eos.testing.run`")
+        return self._cells_of(record)
+
+    def _place(self, record: Record) -> tuple[TaskCells, bytes]:
+        """Where the state of the record's key is, and what its key says of the row."""
+        task = self.task_of(record)
         if record.key is None:
             raise ValueError(f"{self._name} keeps state by key, and this record has no key")
-        return self._cells_of(record), rest_of(record.key)
+        return task, rest_of(record.key)
+
+    def _aged(self, below: Cells, now_ms: int) -> Cells:
+        return Aged(below, self.ttls, now_ms) if self.ttls else below
+
+    def times_of(self, records: Iterable[Record]) -> dict[int, int]:
+        """By the record's id: the time of its task once it is its turn. Empty where time does not matter."""
+        times: dict[int, int] = {}
+        latest: dict[int, int] = {}
+        for record in records if self.ttls else ():
+            now = max(self.task_of(record).at(record.timestamp), latest.get(record.partition, 0))
+            times[id(record)] = latest[record.partition] = now
+        return times
 
     def single(self, function: Callable[..., Any]) -> Callable[[Record, Any, Finish], Any]:
         """Calls a function of one record with the state of its key."""
         held = [make() for make in self._makes]
 
         def run(record: Record, given: Any, finish: Finish) -> Any:
-            cells, rest = self._place(record)
+            task, rest = self._place(record)
+            cells: Cells = task
+            if self.ttls:
+                task.time_ms = task.at(record.timestamp)
+                cells = Aged(task, self.ttls, task.time_ms)
             for one in held:
                 one._enter(cells, rest)
             try:
@@ -121,7 +143,7 @@ class Stores:
                 changes = [change for one in held for change in one._changes()]
             finally:
                 for one in held:
-                    one._cells = None
+                    one._leave()
             for cell, value in changes:
                 cells.put(cell, value)
             return outputs
@@ -154,14 +176,18 @@ class Stores:
         finish: Callable[[Any], list[Any]],
         changed: list[tuple[Cells, Iterable[Change]]],
     ) -> list[Any]:
-        places = {record.key: self._place(record) for record in records}
-        held: list[dict[bytes | None, Any]] = [{key: make() for key in places} for make in self._makes]
+        rests = {record.key: self._place(record)[1] for record in records}
+        task = self.task_of(records[0])
+        if self.ttls:
+            task.time_ms = max(task.at(record.timestamp) for record in records)
+        cells = self._aged(task, task.time_ms)
+        held: list[dict[bytes | None, Any]] = [{key: make() for key in rests} for make in self._makes]
         every = [(key, one) for by_key in held for key, one in by_key.items()]
         for key, one in every:
-            one._enter(*places[key])
+            one._enter(cells, rests[key])
         try:
             outputs = finish(function(records, *map(dict, held)))
-            changed += [(places[key][0], one._changes()) for key, one in every]
+            changed += [(cells, one._changes()) for _, one in every]
         finally:
             for _, one in every:
                 one._leave()
@@ -169,13 +195,14 @@ class Stores:
 
     def concurrent(
         self, function: Callable[..., Awaitable[Any]]
-    ) -> Callable[[Record, Any, Finish, Kept | None], Awaitable[tuple[Any, Kept]]]:
-        """Calls an async function of one record. What it changed is not put, but returned beside its outputs; it is
-        told what the records of its key before it changed, and have not put either."""
+    ) -> Callable[[Record, Any, Finish, Kept | None, int], Awaitable[tuple[Any, Kept]]]:
+        """Calls an async function of one record, at a time of its task. What it changed is not put, but returned
+        beside its outputs; it is told what the records of its key before it changed, and have not put either."""
 
-        async def run(record: Record, given: Any, finish: Finish, before: Kept | None) -> tuple[Any, Kept]:
-            cells, rest = self._place(record)
-            seen = Kept(cells, {} if before is None else before.own)
+        async def run(record: Record, given: Any, finish: Finish, before: Kept | None, now: int) -> tuple[Any, Kept]:
+            task, rest = self._place(record)
+            kept = Kept(task, {} if before is None else dict(before.own))
+            seen = self._aged(kept, now)
             held = [make() for make in self._makes]
             for one in held:
                 one._enter(seen, rest)
@@ -185,7 +212,9 @@ class Stores:
             finally:
                 for one in held:
                     one._leave()
-            return outputs, Kept(cells, seen.own | dict(changes))
+            for cell, value in changes:
+                seen.put(cell, value)
+            return outputs, kept
 
         return run
 

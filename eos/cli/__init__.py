@@ -21,6 +21,7 @@ from eos.worker.hooks import HookFailed
 
 # In the order of the help. A command is the function of its name in its module, a group the module's `app`.
 COMMANDS = {
+    "init": "A new folder with an App, its test, its settings and a Dockerfile.",
     "broker": "A real Kafka in a local JVM.",
     "topic": "Topics of any cluster: list, create, read and write them.",
     "dlq": "Dead letters: what lies there and why, and bring them back exactly once.",
@@ -48,7 +49,7 @@ def program(arguments: Sequence[str]) -> Any:
         name="eos",
         help="Exactly-once consume-transform-produce over real Kafka.",
         no_args_is_help=True,
-        add_completion=False,
+        add_completion=True,
         rich_markup_mode="rich",
         pretty_exceptions_enable=False,
     )

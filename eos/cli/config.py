@@ -19,7 +19,9 @@ def config(
     target: Annotated[str | None, typer.Argument(metavar="[MODULE:APP]", help="Shows its group and ids too.")] = None,
     instance: Annotated[str | None, typer.Option(help="As for `eos run`.")] = None,
     json: Json = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="The page docs/settings.md: defaults only.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="The page docs/reference/settings.md: defaults only.")
+    ] = False,
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> None:

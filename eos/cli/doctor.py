@@ -76,7 +76,7 @@ def _states(loaded: Settings, app: App) -> list[Finding]:
         client = facts.connect(loaded, _TIMEOUT_S) if app.stateful else None
         for route in app.stateful:
             fit = changelog.fit_of(client, app.id, route)
-            how = "is there" if fit.missing is None else f"is made at the start, with {fit.missing} partitions"
+            how = f"is made at the start, with {fit.partitions} partitions" if fit.missing else "is there"
             found.append(Finding("state", Level.OK, f"{route.name}: its changelog {fit.topic} {how}"))
     except (ConfigurationError, Unavailable, NotAuthorised) as error:
         found.append(Finding("state", Level.FAILED, str(error.args[0]), error.remedy, type(error)))

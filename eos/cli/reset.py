@@ -74,7 +74,8 @@ def _group(
         names = ", ".join(route.name for route in app.stateful)
         raise UsageError(
             f"{names} of {app.id} has state, which stays as it is: what is read again would change it once more",
-            remedy="give the App another id to begin anew; --skip steps past a record",
+            remedy="give the App another id to begin anew; --skip steps past a record; `eos reset --group` moves the "
+            "offsets alone",
         )
     if app.patterns:
         app.take_in(topic_names(loaded, _TIMEOUT_S))

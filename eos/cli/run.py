@@ -112,7 +112,7 @@ def remedy_of(poison: PoisonRecord, target: str, servers: str | None = None) -> 
         return ""
     skip = f"eos reset {target} --skip '{place_of(poison.topic, poison.partition, poison.offset)}' --wait 30"
     skip += f" --bootstrap-servers {servers}" if servers else ""
-    return f"`{skip}` steps past it, on_error=eos.dlq keeps such records apart (docs/policies.md)"
+    return f"`{skip}` steps past it, on_error=eos.dlq keeps such records apart (docs/howto/failures.md)"
 
 
 class _StoppedEarly(BaseException):

@@ -25,7 +25,11 @@ from eos.worker.loading import load_app, refuse_ids
 app = typer.Typer(no_args_is_help=True)
 
 # A run on one machine says what went wrong itself; a cluster's logs are configured there.
-_LOCAL_CONFIG = {"spark.ui.enabled": "false"}
+_LOCAL_CONFIG = {
+    "spark.ui.enabled": "false",
+    # State is kept in so many parts, each a task of every micro-batch; a checkpoint stays with the number it has.
+    "spark.sql.shuffle.partitions": "8",
+}
 _LOCAL_LEVELS = {"debug": "WARN"}
 
 

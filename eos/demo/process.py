@@ -55,6 +55,11 @@ class Child:
         self._process.kill()
         self._process.wait()
 
+    def stop(self) -> None:
+        """SIGTERM, as a supervisor stops it: it finishes what it is at and ends with 0."""
+        assert self._process is not None, f"{self.name} was not started"
+        self._process.terminate()
+
     def pause(self) -> None:
         """SIGSTOP: it stays in its group and keeps its connections, and does nothing."""
         os.kill(self.pid, signal.SIGSTOP)

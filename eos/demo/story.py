@@ -25,10 +25,12 @@ from eos.demo.show import Show
 from eos.kafka.ownership import Described
 
 TRANSACTION_TIMEOUT_MS = 5_000
-# A run has about this many transactions, whatever the number of flights: small ones, so that there is work left when
-# the faults come, as there is in a topic that never ends.
+# A run has about this many transactions, whatever the number of flights: small ones, so that a fault finds one open.
 _TRANSACTIONS = 1_000
-_KILL_AT, _PAUSE_AT = 0.03, 0.10  # of the flights: a busy machine needs several tries, and work for each
+_KILL_AT, _PAUSE_AT = 0.03, 0.10  # of the flights
+# This part of them is there when the workers start. The rest follows behind the faults, and in small pieces before if
+# the workers are through: a fault must not find an input that is used up, however many tries it needs.
+_AT_FIRST, _PIECE = 0.5, 0.01
 _WORK_S = 150.0
 _RESTART_ME = 75
 
@@ -50,12 +52,16 @@ def tell(show: Show, bootstrap_servers: str | None, flights: int) -> list[Row]:
         kafka_for(show, bootstrap_servers) as servers,
         topics.made(servers, delete=bootstrap_servers is not None),
     ):
+        source = topics.Flights(servers, flights)
         with show.bar("loading", flights) as progress:
-            loaded = topics.load(servers, flights, progress)
-        show.step(f"{loaded:,} flights of 2013 are in topic {topics.FLIGHTS}, {topics.PARTITIONS} partitions")
+            source.load(int(_AT_FIRST * flights), progress)
+        show.step(
+            f"{source.loaded:,} flights of 2013 are in topic {topics.FLIGHTS}, {topics.PARTITIONS} partitions; "
+            "the others follow while the workers run"
+        )
         show.step(f"two workers: eos run {_shown_target()} --instance a (or b)")
         show.code(example())
-        faults = _run_workers(show, servers, directory, loaded)
+        faults = _run_workers(show, servers, directory, source, flights)
         show.step("for contrast: a plain at-least-once loop handles a quarter of the flights")
         loop = _run_contrast(show, servers, directory)
         show.step("the proof: read_committed output against a computation straight from the CSV file")
@@ -119,28 +125,36 @@ def _worker(servers: str, instance: str, directory: Path, flights: int) -> Child
         "transaction.timeout.ms": TRANSACTION_TIMEOUT_MS,
         "eos.transaction.max.records": max(10, flights // _TRANSACTIONS),
     }
-    arguments = ["eos", "run", target(), "--instance", instance, "--bootstrap-servers", servers, "--until-end"]
+    arguments = ["eos", "run", target(), "--instance", instance, "--bootstrap-servers", servers]
     for name, value in settings.items():
         arguments += ["-X", f"{name}={value}"]
     return Child(instance, arguments, directory)
 
 
-def _run_workers(show: Show, servers: str, directory: Path, flights: int) -> Faults:
+def _run_workers(show: Show, servers: str, directory: Path, source: topics.Flights, flights: int) -> Faults:
     """Both workers until the group has handled all flights, with a fault for each on the way."""
+
+    def handled(count: int) -> None:
+        progress(count)
+        if count >= source.loaded:
+            source.load(int(_PIECE * flights))
+
     with (
         _worker(servers, "a", directory, flights) as a,
         _worker(servers, "b", directory, flights) as b,
         show.bar("handling", flights) as progress,
         contextlib.closing(topics.Follower(servers)) as follower,
     ):
-        workers = Workers([a, b], follower, progress)
+        workers = Workers([a, b], follower, handled)
         with contextlib.closing(Witness(servers, workers.tick)) as witness:
             workers.start()
             workers.wait_for(int(_KILL_AT * flights))
             kill = _kill(show, a, witness)
             workers.wait_for(int(_PAUSE_AT * flights))
             pause, timed_out = _pause(show, b, witness)
-            workers.wait_for_exit()
+            source.load(flights)
+            workers.wait_for(source.loaded)
+            workers.stop()
         took = time.monotonic() - workers.began
         show.event(f"both workers are done: {flights:,} flights in {took:.1f} s")
         return Faults(kill, pause, timed_out)
@@ -151,6 +165,7 @@ class Workers:
 
     def __init__(self, workers: list[Child], follower: topics.Follower, progress: Callable[[int], None]) -> None:
         self._workers, self._follower, self._progress = workers, follower, progress
+        self._done = {0}  # exit codes of workers that have finished
         self.began = time.monotonic()
 
     def start(self) -> None:
@@ -162,18 +177,27 @@ class Workers:
         self._progress(self._follower.committed())
         codes = {worker: worker.exit_code() for worker in self._workers}
         for worker, code in codes.items():
+            if code in self._done:
+                continue
             if code == _RESTART_ME:
                 worker.start()
-            elif code not in (None, 0, -9):  # -9: our own kill; kill_in_a_transaction or _kill starts it again
+            elif code not in (None, -9):  # -9: our own kill; kill_in_a_transaction or _kill starts it again
                 raise NotProven(f"worker {worker.name} ended with exit code {code}: {worker.log_path}")
         if time.monotonic() - self.began > _WORK_S:
             raise NotProven(f"after {_WORK_S:.0f} s only {self._follower.committed():,} flights are handled")
-        return all(code == 0 for code in codes.values())
+        return self._done.issuperset(codes.values())
 
     def wait_for(self, records: int) -> None:
         while self._follower.committed() < records:
             self.tick()
             time.sleep(0.02)
+
+    def stop(self) -> None:
+        """SIGTERM to each, until each has ended by itself; all is handled by then."""
+        self._done.add(_RESTART_ME)
+        for worker in self._workers:
+            worker.stop()
+        self.wait_for_exit()
 
     def wait_for_exit(self) -> None:
         while not self.tick():

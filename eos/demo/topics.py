@@ -6,6 +6,7 @@ Owns the names. It must never write into or delete a topic that was there before
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -69,39 +70,53 @@ def _delete(admin: AdminClient, created: list[str], groups: Sequence[str]) -> No
             future.result(5.0)
 
 
-def load(servers: str, flights: int, progress: Callable[[int], None]) -> int:
-    """All flights into FLIGHTS, acknowledged; `progress` is told how many were handed over."""
-    failed: list[KafkaError] = []
-    producer = Producer(
-        {
-            "bootstrap.servers": servers,
-            "enable.idempotence": True,
-            "linger.ms": 20,
-            "compression.type": "lz4",
-            "partitioner": "murmur2_random",
-            "delivery.report.only.error": True,
-            "on_delivery": lambda error, _: failed.append(error),
-            **QUIET,
-        }
-    )
-    count = 0
-    for key, value in data.records(flights):
+class Flights:
+    """The first `total` flights on their way into FLIGHTS, as many at a time as are asked for; `loaded` are there."""
+
+    def __init__(self, servers: str, total: int) -> None:
+        self.loaded = 0
+        self._records = data.records(total)
+        self._failed: list[KafkaError] = []
+        self._producer = Producer(
+            {
+                "bootstrap.servers": servers,
+                "enable.idempotence": True,
+                "linger.ms": 20,
+                "compression.type": "lz4",
+                "partitioner": "murmur2_random",
+                "delivery.report.only.error": True,
+                "on_delivery": lambda error, _: self._failed.append(error),
+                **QUIET,
+            }
+        )
+
+    def load(self, count: int, progress: Callable[[int], object] = lambda done: None) -> None:
+        """The next `count` flights, or all that are left, acknowledged; `progress` hears how many were handed over."""
+        for done, (key, value) in enumerate(itertools.islice(self._records, count), self.loaded + 1):
+            self._produce(key, value)
+            self.loaded = done
+            if done % 1_000 == 0:
+                self._producer.poll(0)
+                progress(done)
+        left = self._producer.flush(_TIMEOUT_S)
+        if left or self._failed:
+            reason = self._failed[0].str() if self._failed else f"{left} not acknowledged in {_TIMEOUT_S:.0f} s"
+            raise Unavailable(f"the flights could not be loaded: {reason}")
+        progress(self.loaded)
+
+    def _produce(self, key: bytes, value: bytes) -> None:
         while True:
             try:
-                producer.produce(FLIGHTS, value, key)
-                break
+                return self._producer.produce(FLIGHTS, value, key)
             except BufferError:
-                producer.poll(0.1)
-        count += 1
-        if count % 1_000 == 0:
-            producer.poll(0)
-            progress(count)
-    left = producer.flush(_TIMEOUT_S)
-    if left or failed:
-        reason = failed[0].str() if failed else f"{left} records not acknowledged in {_TIMEOUT_S:.0f} s"
-        raise Unavailable(f"the flights could not be loaded: {reason}")
-    progress(count)
-    return count
+                self._producer.poll(0.1)
+
+
+def load(servers: str, flights: int, progress: Callable[[int], None]) -> int:
+    """All of them at once; how many there were."""
+    everything = Flights(servers, flights)
+    everything.load(flights, progress)
+    return everything.loaded
 
 
 class Follower:

@@ -10,5 +10,5 @@ server.py      /livez /readyz /metrics / over HTTP; page.html is the page
 
 Nothing here may hold a worker up: the worker's thread only writes plain numbers (eos/session/observe.py) and, twice a
 second, takes a sample of what only it can ask. All else happens on daemon threads. What the probes mean:
-docs/operations.md.
+docs/howto/watch.md.
 """

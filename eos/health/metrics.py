@@ -1,7 +1,7 @@
 """Statuses as Prometheus metrics, made when they are scraped: nothing here runs on a worker's hot path.
 
-Owns the metrics' names, which docs/operations.md and docs/grafana-dashboard.json use. Base units (seconds, records,
-bytes). Needs prometheus-client (extra `metrics`), imported at the first scrape.
+Owns the metrics' names, which docs/reference/metrics.md and docs/grafana-dashboard.json use. Base units (seconds,
+records, bytes). Needs prometheus-client (extra `metrics`), imported at the first scrape.
 """
 
 from __future__ import annotations

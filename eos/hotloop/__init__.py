@@ -2,7 +2,8 @@
 
 Owns the choice between two forms of the same four functions: compiled (_native.c), where a compiler was at hand when
 the package was installed, and Python (python.py), which is what they mean. The compiled ones save a sixth to a quarter
-of the worker's time (docs/performance.md). They know no policy and no transaction, and hand back what is not usual.
+of the worker's time (docs/engineering/measurements.md). They know no policy and no transaction, and hand back what is
+not usual.
 
 `EOS_PURE_PYTHON=1` chooses Python, to tell whether an error is the compiled code's.
 """

@@ -1,4 +1,4 @@
-"""Every setting with its value, where that comes from and what it means: `eos config`, and docs/settings.md.
+"""Every setting with its value, where that comes from and what it means: `eos config`, and docs/reference/settings.md.
 
 Owns the meaning of Kafka's settings that we set, force or refuse; ours have theirs in eos.kafka.settings.OPTIONS. Both
 the command and the page are made of `rows`, so they cannot disagree. It never shows a secret and never talks to Kafka.
@@ -111,7 +111,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def markdown() -> str:
-    """docs/settings.md."""
+    """docs/reference/settings.md."""
     plain = Settings({"eos.instance": "HOST"})
     defaults = rows(plain, [])
     ours = [r for r in defaults if r.name in OPTIONS]

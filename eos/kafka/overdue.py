@@ -18,7 +18,6 @@ that the coordinator does not call overdue.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterable
 
@@ -28,6 +27,7 @@ from eos.kafka.cluster import OFFSETS_LOG, ClusterAdmin, Listed
 from eos.kafka.settings import Settings, alternate_of
 from eos.kafka.transactions import partition_of
 from eos.kafka.world import REAL, World
+from eos.records import noted
 
 _ABORTING = "ConcurrentTransactions"  # the answer while the coordinator writes the markers
 _LOOK_INTERVAL_S = 0.5
@@ -101,10 +101,7 @@ def committers(group: str, metadata: Iterable[str]) -> set[str]:
     wrote tells nothing; an earlier version of this one named the instance alone."""
     names = set()
     for text in metadata:
-        try:
-            name = json.loads(text.rstrip("\0"))["instance"]
-        except (ValueError, KeyError, TypeError):
-            continue
+        name = noted(text).get("instance")
         names |= {name, f"{group}-{name}"} if isinstance(name, str) else set()
     return names | {alternate_of(name) for name in names}
 

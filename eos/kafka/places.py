@@ -7,7 +7,7 @@ is there nobody begins unasked.
 
 A note comes behind the commit that it tells of and is no part of its transaction: what cannot be noted costs a warning,
 never a record. One that is missing (killed in between) is written by the next session, long before the place is
-forgotten. Owns the topic and its records (docs/formats.md). It never decides where a partition begins.
+forgotten. Owns the topic and its records (docs/reference/formats.md). It never decides where a partition begins.
 """
 
 from __future__ import annotations

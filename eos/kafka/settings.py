@@ -78,7 +78,7 @@ OPTIONS: dict[str, Option] = {
     "eos.input.topics": Option("", str, "source topics of a TransactSession, separated by commas"),
     "eos.transaction.interval.ms": Option(100, _at_least(1), "how long one transaction gathers and handles records"),
     "eos.transaction.max.records": Option(200_000, _at_least(1), "most input records of one transaction"),
-    # A batch that lies in the processor's cache: 5,000 of 1 KB cost a tenth more (docs/performance.md).
+    # A batch that lies in the processor's cache: 5,000 of 1 KB cost a tenth more (docs/engineering/measurements.md).
     "eos.batch.max.records": Option(250, _at_least(1), "most records handed to a batch function at once"),
     "eos.async.max.records": Option(100, _at_least(1), "most records on which an `async def` function runs at once"),
     "eos.headers.pass": Option(
@@ -109,6 +109,14 @@ OPTIONS: dict[str, Option] = {
         "folder that workers keep the state of functions in, so that a restart reads what is new only; set to nothing: "
         "in memory",
     ),
+    "eos.state.engine": Option(
+        "lmdb",
+        _one_of("lmdb", "rocksdb"),
+        "what keeps state in its folder: lmdb, or rocksdb for more than memory holds (`eos-kafka[rocksdb]`)",
+    ),
+    "eos.state.memory.bytes": Option(
+        64 << 20, _at_least(1 << 20), "memory that rocksdb takes in each worker, for all of its partitions"
+    ),
     "eos.create.topics": Option(
         False, _boolean, "create topics that are missing at the start, and dead letters' of a pattern's new topics"
     ),
@@ -135,7 +143,13 @@ OPTIONS: dict[str, Option] = {
     ),
 }
 
-OF_FUNCTIONS = ("eos.headers.pass", "eos.otel.spans", "eos.state.dir")
+OF_FUNCTIONS = (
+    "eos.headers.pass",
+    "eos.otel.spans",
+    "eos.state.dir",
+    "eos.state.engine",
+    "eos.state.memory.bytes",
+)
 """What an App's functions do: a loop of one's own would ask for it and get nothing."""
 
 
@@ -220,7 +234,7 @@ PRODUCER_DEFAULTS: dict[str, Any] = {
     "retry.backoff.ms": 250,
     # librdkafka's idempotent producer has one request per partition on its way and spins as soon as more is due
     # (confluentinc/librdkafka#4989). A transaction's end does not wait for it, but sends what it held back: much more
-    # than this, and that has left the processor's cache (docs/performance.md).
+    # than this, and that has left the processor's cache (docs/engineering/measurements.md).
     "linger.ms": 10,
     # Below message.timeout.ms, so that a topic that does not exist is called that and not a timeout.
     "topic.metadata.propagation.max.ms": 5_000,

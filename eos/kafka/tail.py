@@ -17,6 +17,7 @@ from enum import Enum
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import msgspec
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, Message, TopicPartition
 from confluent_kafka.admin import OffsetSpec
 
@@ -27,7 +28,7 @@ from eos.kafka.failures import classify, denied
 from eos.kafka.raising import raising
 from eos.kafka.settings import Settings
 from eos.kafka.world import REAL, World
-from eos.records import Record
+from eos.records import Record, place_of
 
 T = TypeVar("T")
 _ASK_S = 5.0
@@ -42,8 +43,7 @@ class Mark(Enum):
     OPEN = "open"
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(msgspec.Struct, frozen=True, gc=False):  # one for each record of a restore
     record: Record
     mark: Mark = Mark.COMMITTED
 
@@ -78,17 +78,17 @@ def spans_by(client: Any, settings: Settings, topic: str) -> dict[int, Span]:
 def held(client: Any, topic: str, partitions: Iterable[int]) -> dict[int, Span]:
     """The same of some partitions of a topic that is there; `client` as facts.connect gives it."""
     places = [TopicPartition(topic, partition) for partition in partitions]
-    low = _offsets(client, places, OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)  # type: ignore[no-untyped-call]
+    low = _ends(client, places, OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)  # type: ignore[no-untyped-call]
     # First: ends only grow, so the later answer can never lie below the earlier one.
     stable = stable_ends(client, topic, low)
-    end = _offsets(client, places, OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED)  # type: ignore[no-untyped-call]
+    end = _ends(client, places, OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED)  # type: ignore[no-untyped-call]
     return {partition: Span(low[partition], stable[partition], end[partition]) for partition in low}
 
 
 def stable_ends(client: Any, topic: str, partitions: Iterable[int]) -> dict[int, int]:
     """The last stable offsets alone; `client` as facts.connect gives it."""
     places = [TopicPartition(topic, partition) for partition in partitions]
-    return _offsets(client, places, OffsetSpec.latest(), IsolationLevel.READ_COMMITTED)  # type: ignore[no-untyped-call]
+    return _ends(client, places, OffsetSpec.latest(), IsolationLevel.READ_COMMITTED)  # type: ignore[no-untyped-call]
 
 
 def older(client: Any, topic: str, low: Mapping[int, int], before_ms: int) -> set[int]:
@@ -105,6 +105,17 @@ def _offsets(client: Any, places: list[TopicPartition], spec: Any, level: Isolat
         return {at.partition: future.result(_ASK_S * 2).offset for at, future in asked.items()}
     except (KafkaException, TimeoutError) as error:
         raise Unavailable(f"the offsets of {places[0].topic} cannot be had: {describe_error(error)}") from error
+
+
+def _ends(client: Any, places: list[TopicPartition], spec: Any, level: IsolationLevel) -> dict[int, int]:
+    """Beginnings or ends: a negative offset is none that can be read to."""
+    found = _offsets(client, places, spec, level)
+    for partition, offset in found.items():
+        if offset < 0:
+            raise Unavailable(
+                f"the offsets of {place_of(places[0].topic, partition)} cannot be had: a broker says {offset}"
+            )
+    return found
 
 
 @dataclass
@@ -173,9 +184,9 @@ class TopicReader:
     def _poll(self, consumer: Consumer, position: str, timeout_s: float) -> list[Record]:
         messages = raising(consumer.consume, _MOST, timeout_s)
         records: list[Record] = hotloop.records_of(messages, Record)
-        for record in records:
-            setattr(self._lanes[record.partition], position, record.offset + 1)
-        for message in messages:
+        for partition, offset in {record.partition: record.offset for record in records}.items():  # the last of each
+            setattr(self._lanes[partition], position, offset + 1)
+        for message in messages if len(records) < len(messages) else ():
             if (error := message.error()) is not None:
                 self._event(message, error, position)
         return records
@@ -233,11 +244,13 @@ def read_until(reader: TopicReader, ends: Mapping[int, int]) -> Iterator[Seen]:
 
 def reads_until(reader: TopicReader, ends: Mapping[int, int]) -> Iterator[list[Seen]]:
     """The same, read by read: what came within a moment, which may be nothing. `ends` may lose some meanwhile."""
-    deadline = reader.now() + _NO_PROGRESS_S
+    deadline, begun = reader.now() + _NO_PROGRESS_S, len(ends)
     while left := {partition: end for partition, end in ends.items() if reader.at(partition) < end}:
         before = {partition: reader.at(partition) for partition in left}
         got = reader.read()
-        yield [seen for seen in got if seen.record.offset < ends.get(seen.record.partition, 0)]
+        # A look at each record costs 0.2 µs, of a million of them: only once some may lie behind an end.
+        whole = len(ends) == begun and all(reader.at(partition) <= end for partition, end in ends.items())
+        yield got if whole else [seen for seen in got if seen.record.offset < ends.get(seen.record.partition, 0)]
         if got or any(reader.at(partition) > at for partition, at in before.items()):
             deadline = reader.now() + _NO_PROGRESS_S
         elif reader.now() > deadline:

@@ -16,7 +16,7 @@ from eos.session.observe import COMMIT_BOUNDS_S, END_TO_END_BOUNDS_S, Histogram
 from eos.session.participants import Listener, Outcome, Participant
 
 if TYPE_CHECKING:
-    from eos.session.transact import Transaction
+    from eos.session.transaction import Transaction
 
 
 @dataclass

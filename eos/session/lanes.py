@@ -1,7 +1,7 @@
 """The producers of a session, one or two in turn, and the commit that is on its way.
 
 Owns whose turn it is, the thread that commits, and that there is one commit at a time. It never decides what a failed
-one leads to (eos/session/transact.py), nor whether a transactional.id is still ours (eos/session/claim.py).
+one leads to (eos/session/loop.py), nor whether a transactional.id is still ours (eos/session/claim.py).
 
 With two, the second one's transaction is filled while the first one's offsets and commit are under way. A transaction
 that did not commit takes the one behind it down: that one is given up unsent, and it is the first one's turn again.
@@ -27,7 +27,7 @@ from eos.session.positions import TopicPartition as Partition
 from eos.session.producer import OLD_TRANSACTIONS, TransactionalProducer
 
 if TYPE_CHECKING:
-    from eos.session.transact import Transaction
+    from eos.session.transaction import Transaction
 
 _BEAT_S = 0.5
 _CLOSE_ABORT_S = 5.0

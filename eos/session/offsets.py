@@ -14,8 +14,9 @@ from confluent_kafka import TopicPartition
 from eos.kafka.places import Places
 from eos.kafka.settings import Settings
 from eos.kafka.world import World
+from eos.records import Committed, metadata_of, noted
 from eos.session.lanes import UnderWay
-from eos.session.participants import Participant
+from eos.session.participants import Outcome, Participant
 from eos.session.positions import Positions
 from eos.session.positions import TopicPartition as Partition
 from eos.session.producer import TransactionalProducer
@@ -39,6 +40,8 @@ class Offsets:
         self._positions, self._participants, self._successor, self._world = positions, participants, successor, world
         self._places = Places(settings, settings["group.id"], world)
         self._due = world.now()  # when the places of all partitions are to be committed again
+        self._number = 0  # of the last transaction that set out
+        self._stamp: dict[str, object] = {}  # what stands beside its offsets
 
     def to_commit(self, new_starts: Mapping[Partition, int], patience_s: float = 0.0) -> dict[Partition, int]:
         """Where each partition goes on behind the open transaction; with places that nothing of is new, when they are
@@ -49,13 +52,24 @@ class Offsets:
         return self._positions.places() | offsets
 
     def commits_of(self, offsets: Mapping[Partition, int], producer: TransactionalProducer) -> list[TopicPartition]:
-        owner, commits = self._successor.owner(producer), []
+        self._number += 1
+        self._stamp, commits = self._successor.owner(producer) | {"n": self._number}, list[TopicPartition]()
         for partition, offset in offsets.items():
-            beside = dict(owner)
+            beside = dict(self._stamp)
             for participant in self._participants:
                 beside |= participant.beside(partition)
             commits.append(TopicPartition(*partition, offset, json.dumps(beside, separators=(",", ":"))))
         return commits
+
+    def outcome_of(self, offsets: Mapping[Partition, int], stable: Mapping[Partition, Committed]) -> Outcome:
+        """Of the last transaction that set out, by what is committed now. An offset alone does not tell: another member
+        may have handled the same records after the brokers aborted ours. What stands beside it does."""
+        if not offsets or any(stable[partition].offset < offset for partition, offset in offsets.items()):
+            return Outcome.ABORTED
+        return Outcome.COMMITTED if any(self._is_ours(at) for at in stable.values()) else Outcome.UNKNOWN
+
+    def _is_ours(self, at: Committed) -> bool:
+        return bool(self._stamp) and noted(metadata_of(at)).items() >= self._stamp.items()
 
     def committed(self, done: UnderWay) -> None:
         self._places.committed(done.offsets)

@@ -13,7 +13,8 @@ _CHUNK, _SMALLEST_CHUNK, _CHUNK_BYTES = 1_000, 100, 256_000
 # had better come behind its commit: a partition that goes before makes it abort.
 _AHEAD_BEHIND = 2_000
 # Fetched while a flush or a commit is waited for, at most: what 20 ms of waiting fetch, and what the processor's last
-# cache keeps until it is handled (32 MB took a tenth more of its time with values of 1 KB, docs/performance.md).
+# cache keeps until it is handled (32 MB took a tenth more of its time with values of 1 KB:
+# docs/engineering/measurements.md).
 _AHEAD, _AHEAD_BYTES = 20_000, 4 << 20
 _LONGEST_PAUSE_S, _PAUSE_S, _DOUBLINGS = 5.0, 0.05, 7  # behind an abort
 

@@ -1,6 +1,6 @@
 """Who takes part in a session's transactions, and who is told how they ended.
 
-The session alone decides when a transaction begins and how it ends (eos/session/transact.py); both follow. A
+The session alone decides when a transaction begins and how it ends (eos/session/loop.py); both follow. A
 `Participant` has something that counts only if the transaction commits: lineage's numbers, the state of functions. A
 `Listener` wants to know: a worker is one, and so is an application that overrides what it needs. Neither may touch a
 transaction's clients.
@@ -17,7 +17,7 @@ from eos.records import Committed, Record, place_of
 from eos.session.positions import TopicPartition as Partition
 
 if TYPE_CHECKING:
-    from eos.session.transact import Transaction
+    from eos.session.transaction import Transaction
 
 
 class Outcome(Enum):
@@ -46,7 +46,7 @@ class Participant(Protocol):
 
     def last_sends(self, send: Callable[..., None]) -> None:
         """The transaction is about to be flushed: what belongs to it beside its outputs is sent now, by
-        `send(topic, value, key, partition)`."""
+        `send(topic, value, key, partition, timestamp_ms)`."""
 
     def beside(self, partition: Partition) -> Mapping[str, object]:
         """For the JSON that is committed beside this partition's offset; everything of the transaction was sent."""

@@ -6,7 +6,7 @@ record would lose what came since.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from confluent_kafka import OFFSET_BEGINNING, TopicPartition
 
@@ -19,6 +19,7 @@ from eos.session.asking import LOOK_S, Asking, NotNow
 from eos.session.positions import TopicPartition as Partition
 
 OTHERS = "another member's open transaction"
+NEWER = "the place that another member committed just now"
 
 
 class Starts:
@@ -49,26 +50,40 @@ class Starts:
         """These are the group's committed offsets now."""
         self.uncommitted = {p: offset for p, offset in self.uncommitted.items() if stable[p].offset < 0}
 
-    def resolve(self, partitions: Sequence[Partition]) -> dict[Partition, TopicPartition]:
+    def resolve(self, partitions: Collection[Partition]) -> dict[Partition, TopicPartition]:
         """Where each new partition begins: its stable committed offset, else by auto.offset.reset. Raises NotNow, and
         InputGone where there was a committed offset once."""
-        starts = self._asking.try_committed(partitions)
-        if starts is None:
-            raise NotNow(OTHERS)
+        starts = self._committed(partitions)
         missing = [p for p, tp in starts.items() if tp.offset < 0]
         reset = str(self._settings.get("auto.offset.reset", "earliest"))
         # Before the notes, which take clients of their own: a partition may have no leader for hours.
         ends = self._ends_to_begin_at(missing) if reset == "latest" else {}
         try:
-            if found := raising(noted, self._settings, self._group, missing, self._world):
-                raise forgotten(self._group, found, reset)
+            found = raising(noted, self._settings, self._group, missing, self._world)
         except Unavailable as error:
             raise NotNow(f"the notes that tell whether the group ran before: {error}") from error
+        if found:
+            self._refuse_forgotten(found, reset)
         self.uncommitted |= ends
         starts |= {p: TopicPartition(*p, OFFSET_BEGINNING) for p in missing}
         return starts | {p: TopicPartition(*p, end) for p, end in ends.items()}
 
-    def _ends_to_begin_at(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
+    def _committed(self, partitions: Collection[Partition], waits_for: str = OTHERS) -> dict[Partition, TopicPartition]:
+        """Stable ones. Raises NotNow."""
+        found = self._asking.try_committed(sorted(partitions))
+        if found is None:
+            raise NotNow(waits_for)
+        return found
+
+    def _refuse_forgotten(self, noted_since: Mapping[Partition, int], reset: str) -> None:
+        """A note comes behind its commit, so a place that is there now was only committed after we had asked: by the
+        member that has them, if this one stood still. Raises InputGone, NotNow."""
+        committed = self._committed(noted_since)
+        if gone := {p: when for p, when in noted_since.items() if committed[p].offset < 0}:
+            raise forgotten(self._group, gone, reset)
+        raise NotNow(NEWER)
+
+    def _ends_to_begin_at(self, partitions: Collection[Partition]) -> dict[Partition, int]:
         """Under `latest`: the ends of those that are not new. A partition that came later than the group's first commit
         is new: its first records count too. Raises NotNow."""
         known = dict.fromkeys(self._came_later, True)
@@ -85,7 +100,5 @@ class Starts:
 
     def _has_commits(self, topic: str) -> bool:
         """Whether the group has committed offsets of it. Raises NotNow while these are not stable."""
-        committed = self._asking.try_committed(self._asking.partitions_of(topic))
-        if committed is None:
-            raise NotNow(f"committed offsets of {topic} are not stable")
+        committed = self._committed(self._asking.partitions_of(topic), f"committed offsets of {topic} are not stable")
         return any(tp.offset >= 0 for tp in committed.values())

@@ -8,15 +8,9 @@ from __future__ import annotations
 from eos import log
 from eos.errors import Action, CallFailed, PoisonRecord, Temporary
 from eos.kafka.failures import rebalanced
-from eos.kafka.settings import Settings
-from eos.kafka.world import World
-from eos.session.claim import Claim
-from eos.session.endings import Endings
-from eos.session.intake import Intake
-from eos.session.lanes import Lanes
 from eos.session.observe import add
-from eos.session.pacing import Pacing
-from eos.session.participants import Listener, Outcome
+from eos.session.participants import Outcome
+from eos.session.parts import Parts
 from eos.session.recovery import Step, Trouble, carry_out
 
 MOST_REBUILDS = 5  # without a commit in between; then a supervisor's back-off is the better place to wait
@@ -30,20 +24,10 @@ _CAUSES = {
 
 
 class Recovery:
-    def __init__(
-        self,
-        settings: Settings,
-        lanes: Lanes,
-        intake: Intake,
-        claim: Claim,
-        pacing: Pacing,
-        endings: Endings,
-        listener: Listener,
-        world: World,
-    ) -> None:
-        self._settings, self._lanes, self._intake, self._claim = settings, lanes, intake, claim
-        self._pacing, self._endings, self._listener, self._world = pacing, endings, listener, world
-        self._group: str = settings["group.id"]
+    def __init__(self, parts: Parts) -> None:
+        self._settings, self._lanes, self._intake, self._claim = parts.settings, parts.lanes, parts.intake, parts.claim
+        self._offsets, self._pacing, self._endings = parts.offsets, parts.pacing, parts.endings
+        self._listener, self._world, self._group = parts.listener, parts.world, parts.group
         self.rebuilds_in_a_row = 0
         self.steps = {
             Step.ABORT: self._abort,
@@ -97,8 +81,7 @@ class Recovery:
     def _resolve(self, trouble: Trouble) -> None:
         membership, positions = self._intake.membership, self._intake.positions
         stable = membership.asking.stable_committed(list(trouble.offsets))
-        committed = all(stable[p].offset >= offset for p, offset in trouble.offsets.items()) and bool(trouble.offsets)
-        outcome = Outcome.COMMITTED if committed else Outcome.ABORTED
+        outcome = self._offsets.outcome_of(trouble.offsets, stable)
         self._endings.ended(outcome)
         known = {p: tp.offset if tp.offset >= 0 else None for p, tp in stable.items()}
         membership.go_back(lambda: positions.resolve(known))

@@ -1,11 +1,10 @@
 """Who took our transactional.id over: what exit 79 says of it, as far as the cluster tells.
 
-Owns what a session commits beside each offset about itself (docs/formats.md) and reads it of others.
+Owns what a session commits beside each offset about itself (docs/reference/formats.md) and reads it of others.
 """
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from eos.errors import EosError
 from eos.kafka.ownership import Described
 from eos.kafka.settings import Settings
 from eos.kafka.world import World
+from eos.records import noted
 from eos.session.producer import TransactionalProducer
 
 
@@ -67,11 +67,11 @@ def successor_of(transactional_id: str, our_start_ms: int, metadata: Sequence[st
     offsets' metadata: "; the last commit is by ..."; "" when there is none, as before its first commit."""
     owners = []
     for text in metadata:
+        owner = noted(text)
         try:
-            owner = json.loads(text.rstrip("\0"))
             if owner["instance"] == transactional_id and owner["since"] > our_start_ms:
                 owners.append((owner["since"], owner["host"]))
-        except (ValueError, KeyError, TypeError):
+        except (KeyError, TypeError):
             continue  # somebody else's metadata
     if not owners:
         return ""

@@ -4,13 +4,13 @@ transactions changed. Made where it is not there; read up to its end before the 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from eos import log
-from eos.app.cells import named
+from eos.app.cells import TIME, named
 from eos.app.routes import Route
-from eos.errors import ConfigurationError, Temporary
+from eos.errors import ConfigurationError, EosError, InputGone, Temporary, Unavailable
 from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
 from eos.kafka.tail import Span
@@ -21,7 +21,8 @@ _ASK_S = 10.0
 # A transaction that is decided is not yet to be seen where its markers are under way; nobody else writes there.
 _SETTLED_S = 30.0
 _TOMBSTONES_S = 86_400.0  # delete.retention.ms where the brokers do not say
-CONFIG = {"cleanup.policy": "compact"}
+# Records are deleted by nothing but newer ones; where state has a time-to-live, their timestamps are the worker's.
+CONFIG = {"cleanup.policy": "compact", "message.timestamp.type": "CreateTime"}
 Rows = dict[str, list[tuple[bytes, bytes]]]
 
 
@@ -46,11 +47,12 @@ def changelogs_of(app_id: str, routes: Iterable[Route]) -> dict[str, str]:
 
 
 class Fit(NamedTuple):
-    """How a function's changelog is: `missing` says with how many partitions it is to be made, None if it is there or
-    its source is not. `tombstones_s`: for how long it keeps tombstones."""
+    """How a function's changelog is: it has as many partitions as its source, none if that is not there. `missing`: it
+    is to be made. `tombstones_s`: for how long it keeps tombstones."""
 
     topic: str
-    missing: int | None
+    partitions: int = 0
+    missing: bool = False
     tombstones_s: float = _TOMBSTONES_S
 
 
@@ -60,9 +62,9 @@ def fit_of(client: Any, app_id: str, route: Route, world: World = REAL) -> Fit:
     wanted = facts.describe_topic(client, source).partitions
     there = facts.describe_topic(client, topic)
     if not wanted or there.exists is None:
-        return Fit(topic, None)  # the session says what is wrong with it
+        return Fit(topic)  # the session says what is wrong with it
     if not there.exists:
-        return Fit(topic, wanted)
+        return Fit(topic, wanted, missing=True)
     if there.partitions != wanted:
         raise ConfigurationError(
             f"the state of {route.name} cannot be found: its changelog {topic} has {there.partitions} partitions, "
@@ -71,27 +73,31 @@ def fit_of(client: Any, app_id: str, route: Route, world: World = REAL) -> Fit:
             "another App id",
         )
     config = facts.configs(client, [topic], world=world).get(("topic", topic), {})
-    policy = config.get("cleanup.policy", "compact")
-    if policy != CONFIG["cleanup.policy"]:
-        raise ConfigurationError(
-            f"the changelog {topic} has cleanup.policy={policy}, which loses the state of keys that do not change",
-            remedy=f"set cleanup.policy=compact of {topic}",
-        )
-    return Fit(topic, None, int(config.get("delete.retention.ms") or _TOMBSTONES_S * 1000) / 1000)
+    needed = {"cleanup.policy": "the state of keys that do not change"}
+    if route.ttls:
+        needed["message.timestamp.type"] = "when state with a time-to-live was written"
+    for name, loses in needed.items():
+        if (found := config.get(name, CONFIG[name])) != CONFIG[name]:
+            raise ConfigurationError(
+                f"the changelog {topic} has {name}={found}, which loses {loses}",
+                remedy=f"set {name}={CONFIG[name]} of {topic}",
+            )
+    tombstones_s = int(config.get("delete.retention.ms") or _TOMBSTONES_S * 1000) / 1000
+    return Fit(topic, wanted, tombstones_s=tombstones_s)
 
 
-def require(settings: Settings, app_id: str, routes: Sequence[Route], world: World = REAL) -> dict[str, float]:
-    """Each function's changelog is there and fits its source; it is made where it is not. By its name: for how many
-    seconds it keeps tombstones. Raises ConfigurationError, NotAuthorised, Unavailable."""
-    kept: dict[str, float] = {}
+def require(settings: Settings, app_id: str, routes: Sequence[Route], world: World = REAL) -> dict[str, Fit]:
+    """Each function's changelog, by its name, is there and fits its source; it is made where it is not. Raises
+    ConfigurationError, NotAuthorised, Unavailable."""
+    fits: dict[str, Fit] = {}
     client = facts.connect(settings, _ASK_S, world)
     for route in routes:
         fit = fit_of(client, app_id, route, world)
-        kept[fit.topic] = fit.tombstones_s
-        if fit.missing is not None:
+        fits[fit.topic] = fit
+        if fit.missing:
             brokers = len(facts.metadata(client, settings.bootstrap_servers, _ASK_S).brokers)
-            facts.create_topics(settings, {fit.topic: fit.missing}, brokers, config=CONFIG, world=world)
-    return kept
+            facts.create_topics(settings, {fit.topic: fit.partitions}, brokers, config=CONFIG, world=world)
+    return fits
 
 
 def kept(settings: Settings, topic: str) -> Iterator[tuple[int, list[tuple[bytes, Rows]]]]:
@@ -114,26 +120,66 @@ def kept(settings: Settings, topic: str) -> Iterator[tuple[int, list[tuple[bytes
                 raise ConfigurationError(
                     f"{place_of(topic, partition)} holds what no function remembers: {error}"
                 ) from error
+            if cell == TIME:
+                continue
             rows.setdefault(key, {}).setdefault(store, []).append((field, value))
         yield partition, sorted(rows.items())
 
 
 def settled(
-    settings: Settings, topic: str, partitions: Sequence[int], world: World = REAL
+    settings: Settings,
+    topic: str,
+    partitions: Sequence[int],
+    world: World = REAL,
+    at_least: Mapping[int, int] | None = None,
 ) -> Generator[None, None, dict[int, Span]]:
-    """What these partitions hold, once no transaction is open there. It comes up for air while one is; `partitions` may
-    lose some meanwhile. Raises Temporary where one stays open, Unavailable."""
-    client = facts.connect(settings, _ASK_S, world)
-    held = tail.held(client, topic, partitions)
-    deadline = world.now() + settings.transaction_timeout_ms / 1000 + _SETTLED_S
-    while open_ := [partition for partition in partitions if held[partition].stable < held[partition].end]:
-        if world.now() > deadline:
-            raise Temporary(
-                f"state cannot be restored: a transaction is open in {place_of(topic, open_[0])}",
-                remedy="`eos txn find-hanging` says whose",
-            )
-        log.debug("waiting for the transaction before", topic=topic, partitions=len(open_))
+    """What these partitions hold, once no transaction is open there and all is there that is known to be: `at_least`
+    are offsets up to which they went before, and a broker that has just become a leader may not know yet how far it
+    goes. It comes up for air until then; `partitions` may lose some meanwhile. Raises Temporary where a transaction
+    stays open, InputGone where it ends too early."""
+    client, at_least = None, at_least or {}
+    held: dict[int, Span] = {}
+    waits_for, since = EosError, world.now()
+    while missing := [partition for partition in partitions if partition not in held]:
+        unsettled: list[EosError] = []
+        try:
+            client = client or facts.connect(settings, _ASK_S, world)
+            found = tail.held(client, topic, missing)
+        except Unavailable as error:
+            found = {}
+            unsettled.append(Temporary(f"state cannot be restored: {error}"))
+        for partition, span in found.items():
+            if (why := _unsettled(place_of(topic, partition), span, at_least.get(partition, 0))) is None:
+                held[partition] = span
+            else:
+                unsettled.append(why)
+        if not unsettled:
+            continue
+        why = unsettled[0]
+        if type(why) is not waits_for:
+            waits_for, since = type(why), world.now()
+        # What is not there is not waited for as long: only a new leader is behind.
+        more_s = 0 if isinstance(why, InputGone) else settings.transaction_timeout_ms / 1000
+        if world.now() > since + _SETTLED_S + more_s:
+            raise why
+        log.debug("the changelog is waited for", topic=topic, because=why)
         yield
         world.sleep(0.05)
-        held |= tail.held(client, topic, open_)
     return held
+
+
+def _unsettled(where: str, span: Span, at_least: int) -> EosError | None:
+    """Why it cannot be read yet."""
+    if span.stable < span.end:
+        return Temporary(
+            f"state cannot be restored: {where} has an open transaction",
+            remedy="`eos txn find-hanging` names open transactions",
+        )
+    if span.end < at_least:
+        return InputGone(
+            f"state is gone: the changelog {where} ends at {span.end}, and went up to {at_least} when offsets of its "
+            "source were committed, or its folder was written",
+            remedy="bring the topic back, or give the App another id to begin anew; `eos reset --group ... --topic "
+            "...` and an empty eos.state.dir go on without what was lost",
+        )
+    return None

@@ -7,12 +7,16 @@ decided in the changelog too, then all that is committed there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 from eos import log
+from eos.app.ageing import stamped
+from eos.app.cells import store_of
+from eos.app.routes import Route
+from eos.errors import Unavailable
 from eos.kafka import tail
 from eos.kafka.settings import Settings
-from eos.kafka.tail import Span
+from eos.kafka.tail import Seen, Span
 from eos.kafka.world import World
 from eos.state import changelog
 from eos.state.values import Value, Values
@@ -25,22 +29,23 @@ _AT_ONCE = 10_000  # values that are written together
 
 
 class Restoring:
-    """Some partitions of one function. `open_values`: a partition's, None while its folder is another process's; told
-    whether any folder will do. `function` is its name, for people."""
+    """Some partitions of one function. `partitions`: up to where the changelog of each goes at least. `open_values`: a
+    partition's, None while its folder is another process's; told whether any folder will do."""
 
     def __init__(
         self,
         settings: Settings,
         topic: str,
-        function: str,
-        partitions: Sequence[int],
+        route: Route,
+        partitions: Mapping[int, int],
         open_values: Callable[[int, bool], Values | None],
         tombstones_s: float,
         world: World,
     ) -> None:
-        self._settings, self._topic, self._function, self._world = settings, topic, function, world
+        self._settings, self._topic, self._function, self._world = settings, topic, route.name, world
+        self._ageing = route.ttls
         self._open_values, self._tombstones_s = open_values, tombstones_s
-        self._left = list(partitions)
+        self._left, self._at_least = list(partitions), partitions
         self._values: dict[int, Values] = {}
         self._news: dict[int, dict[bytes, Value]] = {partition: {} for partition in partitions}
         self._ends: dict[int, int] = {}
@@ -62,7 +67,7 @@ class Restoring:
         return sum(max(0, end - self._at.get(partition, end)) for partition, end in self._ends.items())
 
     def go_on(self) -> dict[int, Values]:
-        """Restores for a moment; returns what is ready since. Raises Temporary, Unavailable, InputGone."""
+        """Restores for a moment; returns what is ready since. Raises Temporary, InputGone."""
         until = self._world.now() + _MOMENT_S
         for _ in self._steps:
             if self._world.now() >= until:
@@ -90,13 +95,21 @@ class Restoring:
     def _run(self) -> Generator[None]:
         names = ",".join(map(str, self._left))
         yield from self._open()
-        held = yield from changelog.settled(self._settings, self._topic, self._left, self._world)
-        self._at = {partition: self._start(self._values[partition], held[partition]) for partition in self._left}
-        self._ends = {partition: held[partition].end for partition in self._left}
-        for partition in [p for p in self._left if self._at[p] >= self._ends[p]]:
-            self._finish(partition)
-        if self._left:
-            yield from self._read_on()
+        while self._left:
+            at_least = {p: max(values.position, self._at_least[p]) for p, values in self._values.items()}
+            held = yield from changelog.settled(self._settings, self._topic, self._left, self._world, at_least)
+            for partition in self._left:
+                self._ends[partition] = held[partition].end
+                if partition not in self._at:
+                    self._at[partition] = self._start(self._values[partition], held[partition])
+            for partition in [p for p in self._left if self._at[p] >= self._ends[p]]:
+                self._finish(partition)
+            try:
+                yield from self._read_on()
+            except Unavailable as error:
+                log.warning("restoring state waits", function=self._function, because=error)
+                self._world.sleep(_PAUSE_S)
+                yield
         self.done = True
         log.info(
             "state restored",
@@ -104,7 +117,7 @@ class Restoring:
             partitions=names,
             keys=self._keys,
             read=self._read,
-            seconds=round(self._world.now() - self._began, 1),
+            seconds=round(self._world.now() - self._began, 2),
         )
 
     def _open(self) -> Generator[None]:
@@ -129,15 +142,13 @@ class Restoring:
         return values.position
 
     def _read_on(self) -> Generator[None]:
+        if not self._left:
+            return
         starts = {partition: self._at[partition] for partition in self._left}
         with tail.TopicReader(self._settings, self._topic, starts, uncommitted=False, world=self._world) as reader:
             reads = tail.reads_until(reader, self._ends)
             while True:
-                for seen in next(reads):
-                    record = seen.record
-                    if record.partition in self._values:
-                        self._news[record.partition][record.key or b""] = record.value
-                        self._read += 1
+                self._take(next(reads))
                 for partition in list(self._left):
                     if reader.at(partition) >= self._ends[partition]:
                         self._finish(partition)
@@ -148,6 +159,17 @@ class Restoring:
                 self._at = {partition: reader.at(partition) for partition in self._left}
                 self._tell()
                 yield
+
+    def _take(self, read: list[Seen]) -> None:
+        ours, news, ageing = self._values, self._news, self._ageing
+        for seen in read:
+            record = seen.record
+            cell, value = record.key or b"", record.value
+            if ageing and value is not None and store_of(cell) in ageing:
+                value = stamped(max(0, record.timestamp), value)
+            if record.partition in ours:
+                news[record.partition][cell] = value
+        self._read += len(read)
 
     def _apply(self, partition: int, position: int) -> None:
         self._values[partition].apply(self._news[partition], position, self._world.unix())

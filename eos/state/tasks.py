@@ -5,20 +5,45 @@ A task is a function and a partition of its source.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 
-from eos.app.cells import row_length
+from eos.app.ageing import apart
+from eos.app.cells import TIME, row_length, store_of
 from eos.app.state import Span, overlaid
 from eos.state.values import InMemory, Value, Values
 
+# So much of what is over goes with a transaction, or twice what it changed: it neither grows too long nor falls behind.
+_MOST_OVER = 1_000
+
+
+# A plain tuple: one for each key that a transaction changed.
+Sent = tuple[bytes, Value, int]
+"""What the changelog is to hold of a cell: the cell, its value, and a timestamp; 0: the time of producing."""
+
 
 class Task:
-    def __init__(self, values: Values | None = None) -> None:
+    """`ttls`: by the name of a store, in milliseconds. `clock`: gives the time now, of which the task is never ahead:
+    a record from the future must not make it forget what is young."""
+
+    def __init__(
+        self,
+        values: Values | None = None,
+        ttls: Mapping[bytes, int] | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self.values: Values = InMemory() if values is None else values
         """What is committed."""
+        self._ttls, self._clock = ttls or {}, clock
+        self.time_ms = self._committed_ms = int(self.values.get(TIME) or 0)
         self.changed: dict[bytes, Value] = {}
         """By the open transaction."""
         self._fields: dict[bytes, dict[bytes, Value]] | None = None  # the same by row and field, once one was scanned
+
+    @property
+    def touched(self) -> bool:
+        """Whether the open transaction handled records here that left anything to note."""
+        return bool(self.changed) or self.time_ms > self._committed_ms
 
     def get(self, cell: bytes) -> bytes | None:
         return self.changed[cell] if cell in self.changed else self.values.get(cell)
@@ -40,11 +65,40 @@ class Task:
                 self._note(cell, value)
         return overlaid(self.values.scan(row, span), self._fields.get(row, {}), span)
 
+    def at(self, timestamp_ms: int) -> int:
+        if self._clock is not None:
+            now_ms = int(self._clock() * 1000)
+            timestamp_ms = min(timestamp_ms, now_ms) if timestamp_ms > 0 else now_ms
+        return max(self.time_ms, timestamp_ms)
+
+    def expire(self) -> None:
+        """The open transaction's last: what time it is, and what is over is deleted, the oldest first."""
+        if self._ttls and self.time_ms > self._committed_ms:
+            self.put(TIME, b"%d" % self.time_ms)
+        most = max(_MOST_OVER, 2 * len(self.changed))
+        for store, ttl_ms in self._ttls.items():
+            for cell, written_ms in itertools.islice(self.values.oldest(store), most):
+                if written_ms + ttl_ms > self.time_ms:
+                    break
+                if cell not in self.changed:
+                    self.put(cell, None)
+
+    def to_send(self) -> Iterator[Sent]:
+        for cell, value in self.changed.items():
+            if not self._ttls or store_of(cell) not in self._ttls:
+                yield cell, value, 0
+            elif value is None:
+                yield cell, None, self.time_ms
+            else:
+                written_ms, rest = apart(value)
+                yield cell, rest, written_ms
+
     def committed(self, now: float) -> None:
         if self.changed:
             # How far that is in the changelog nobody has said: the place of before is right too, it only repeats.
             self.values.apply(self.changed, self.values.position, now)
+        self._committed_ms = self.time_ms
         self.undone()
 
     def undone(self) -> None:
-        self.changed, self._fields = {}, None
+        self.changed, self._fields, self.time_ms = {}, None, self._committed_ms

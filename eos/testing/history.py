@@ -33,6 +33,7 @@ from eos.errors import Action, ConfigurationError, EosError, InputGone, NotAutho
 from eos.kafka import facts
 from eos.kafka.failures import classify
 from eos.kafka.names import CONSUMER_ONLY
+from eos.records import metadata_of
 from eos.testing.checker import Ends, Inputs, Outputs
 from eos.testing.lineage import unstamp_many
 
@@ -194,7 +195,7 @@ def committed_with_metadata(
         found = _until(f"committed offsets of group {group}", timeout_s, ask)
     finally:
         consumer.close()
-    return {(one.topic, one.partition): (one.offset, one.metadata) for one in found if one.offset >= 0}
+    return {(one.topic, one.partition): (one.offset, metadata_of(one)) for one in found if one.offset >= 0}
 
 
 def end_offsets(

@@ -1,7 +1,8 @@
 """A loop of your own without a broker: what stands in place of a TransactSession.
 
-A transaction is the session's own class (eos/session/transact.py), so what it hands out, takes back and refuses is what
-it does on Kafka. What only a cluster can do is not shown: nothing is refused, no partition leaves, nobody is fenced.
+A transaction is the session's own class (eos/session/transaction.py), so what it hands out, takes back and refuses is
+what it does on Kafka. What only a cluster can do is not shown: nothing is refused, no partition leaves, nobody is
+fenced.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Self, cast
 from eos.errors import ConfigurationError, IllegalState
 from eos.kafka.world import REAL
 from eos.records import Fed, Feed, Record, Send
-from eos.session.transact import Transaction, TransactSession
+from eos.session.transaction import Transaction
 from eos.testing.offline import Ran, records_of, sent_of
 from eos.worker.handling import Kept
 
@@ -43,42 +44,44 @@ class Session:
     ) -> None:
         if size is not None and size < 1:
             raise ConfigurationError(f"size={size}: a transaction has one record at least")
-        self.ran = Ran(topics=tuple(destinations))
-        self.destinations = list(destinations)
-        self.group, self.stop_requested = group, False
-        self.transactions = self.aborts = 0
-        self.taken = 0
+        self._loop = _Loop(records_of(records), size, destinations, group)
+        self.group, self.destinations = group, list(destinations)
+        self.topics = list(dict.fromkeys(record.topic for record in self._loop.records))
+        self.stop_requested = False
+
+    @property
+    def ran(self) -> Ran:
+        """What was committed."""
+        return self._loop.ran
+
+    @property
+    def transactions(self) -> int:
+        return self._loop.transactions
+
+    @property
+    def aborts(self) -> int:
+        return self._loop.aborts
+
+    @property
+    def taken(self) -> int:
         """Records that the open transaction took."""
-        self._records, self._size = records_of(records), size
-        self.topics = list(dict.fromkeys(record.topic for record in self._records))
-        self._committed = 0
-        self._open: Transaction | None = None
-        self._kept = Kept()
-        self._idle = 0
+        return self._loop.taken
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._open is not None:
-            self._abort("")
+        self._loop.leave()
 
     def __iter__(self) -> Self:
-        self.__exit__()
+        self._loop.leave()
         return self
 
     def __next__(self) -> Transaction:
-        if self._open is not None:
-            self._end()
-        if self.stop_requested or self._committed == len(self._records):
+        begun = self._loop.following(self.stop_requested)
+        if begun is None:
             raise StopIteration
-        if self._idle >= _IDLE:
-            raise IllegalState(
-                f"{_IDLE} transactions in a row led nowhere: the loop's body takes no record, or always aborts"
-            )
-        first = self._records[self._committed]
-        self._open = Transaction(cast(TransactSession, self), REAL.now(), math.inf, first.timestamp)
-        return self._open
+        return begun
 
     def stop(self) -> None:
         """The loop ends when the open transaction has."""
@@ -91,51 +94,79 @@ class Session:
 
     def lag(self) -> int:
         """Records that are not committed."""
-        return len(self._records) - self._committed
+        return self._loop.left
 
     def pause(self, seconds: float) -> None:
         """Nobody waits in a test."""
 
-    # ---- what a transaction needs of its session --------------------------------------------------------------
 
-    _going_well = True
-    _world = REAL
+class _Loop:
+    def __init__(self, records: list[Record], size: int | None, destinations: Sequence[str], group: str) -> None:
+        self.group, self.now = group, REAL.now
+        self.ran = Ran(topics=tuple(destinations))
+        self.transactions = self.aborts = self.taken = 0
+        self.records, self._size, self._destinations = records, size, destinations
+        self._committed = 0
+        self._open: Transaction | None = None
+        self._kept = Kept()
+        self._idle = 0
 
     @property
-    def _positions(self) -> Self:
-        return self
+    def left(self) -> int:
+        """Records that are not committed."""
+        return len(self.records) - self._committed
 
     @property
-    def producer(self) -> Kept:
-        return self._kept
+    def waited_s(self) -> float:
+        return self._kept.waited_s
 
-    def give_back(self, count: int) -> None:
-        self.taken -= count
+    def leave(self) -> None:
+        if self._open is not None:
+            self._abort()
 
-    def _has(self, txn: Transaction) -> bool:
+    def following(self, stopping: bool) -> Transaction | None:
+        if self._open is not None:
+            self._end()
+        if stopping or not self.left:
+            return None
+        if self._idle >= _IDLE:
+            raise IllegalState(
+                f"{_IDLE} transactions in a row led nowhere: the loop's body takes no record, or always aborts"
+            )
+        self._open = Transaction(self, self.now(), math.inf, self.records[self._committed].timestamp)
+        return self._open
+
+    def has(self, txn: Transaction) -> bool:
         if txn is not self._open:
             raise IllegalState("this transaction has ended")
         return True
 
-    def _take(self, most: int) -> list[Record]:
+    def take(self, most: int) -> list[Record]:
         at = self._committed + self.taken
         most = most if self._size is None else min(most, self._size - self.taken)
-        taken = self._records[at : at + most]
+        taken = self.records[at : at + most]
         self.taken += len(taken)
         return taken
 
-    def _send(self, *send: Any) -> None:
-        if self.destinations and send[0] not in self.destinations:
+    def give_back(self, count: int) -> None:
+        self.taken -= count
+
+    def send(self, *send: Any) -> None:
+        if self._destinations and send[0] not in self._destinations:
             raise ConfigurationError(f"something was sent to {send[0]}, which destinations= does not name")
         self._kept.sends.append(cast(Send, send))
 
-    def _feed(self, feed: Feed, records: list[Record]) -> Fed:
+    def feed(self, feed: Feed, records: list[Record]) -> Fed:
         return self._kept.feed(feed, records)
 
-    def _whole(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def end_now(self, txn: Transaction) -> bool:
+        self._end()
+        return True
 
-    def _end(self) -> bool:
+    def abort(self, txn: Transaction, why: str) -> None:
+        self._abort()
+
+    def _end(self) -> None:
         transaction = self._open
         assert transaction is not None
         transaction._give_back_ahead()
@@ -145,12 +176,8 @@ class Session:
         self.transactions += 1
         self._committed += self.taken
         self._begin_anew()
-        return True
 
-    def _await_commit(self) -> bool:
-        return True
-
-    def _abort(self, reason: str) -> None:
+    def _abort(self) -> None:
         self.aborts += 1
         self._idle += 1
         self._begin_anew()

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from eos.app.ageing import Aged
 from eos.app.cells import named
 from eos.app.definition import App
 from eos.app.policies import dead_letter_topic
@@ -82,7 +83,7 @@ def run(app: App, records: Iterable[Record | tuple[Any, ...]]) -> Ran:
         if record.topic not in app.routes:
             raise ConfigurationError(f"no function of {app!r} gets records of the topic {record.topic!r}")
     kept, ran, hooks = Kept(), Ran(topics=written_by(app)), Hooks(app)
-    tasks: defaultdict[str, Task] = defaultdict(Task)
+    tasks = {route.sources[0]: Task(ttls=route.ttls) for route in app.stateful}
     handler = Handler(app, passing=Settings({}).passed_headers, cells_of=lambda _: lambda record: tasks[record.topic])
     finished = False
     try:
@@ -119,9 +120,10 @@ def _read_again(app: App, sends: Iterable[Send], offsets: defaultdict[str, int])
 def states_of(route: Route, task: Task) -> dict[str, dict[bytes, Any]]:
     """What is left there: by the name of the state and by key."""
     left: dict[str, dict[bytes, list[tuple[bytes, bytes]]]] = {store.name: {} for store in route.stores}
-    for cell, value in sorted(task.changed.items()):  # nothing is ever committed here
+    seen = Aged(task, route.ttls, task.time_ms)
+    for cell in sorted(task.changed):  # nothing is ever committed here
         store, key, field = named(cell)
-        if value is not None:
+        if (value := seen.get(cell)) is not None:
             left[store].setdefault(key, []).append((field, value))
     return {
         store.name: {key: plain(store, values) for key, values in left[store.name].items()} for store in route.stores

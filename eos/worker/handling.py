@@ -381,7 +381,7 @@ def _poison_batch(route: Route, records: list[Record], error: Exception) -> Pois
     )
     head = records[0]
     poison = PoisonRecord(sentence, head.topic, head.partition, head.offset)
-    poison.remedy = "which one it is an on_error= finds out (docs/policies.md)"
+    poison.remedy = "which one it is an on_error= finds out (docs/howto/failures.md)"
     return _because(poison, error)
 
 

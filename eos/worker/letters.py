@@ -36,13 +36,13 @@ from eos.kafka import facts, tail
 from eos.kafka.failures import classify
 from eos.kafka.settings import Settings
 from eos.kafka.world import REAL, World
-from eos.records import Header, Record, Send, place_of
+from eos.records import Header, Record, Send, noted, place_of
 
 _REPLAYS = "replays"
 _CONNECT_S = 10.0
 _ASK_S = 5.0
 _COMMITTED_S = 30.0  # a predecessor that was killed may have offsets pending
-_FORMAT = 1  # of the metadata, `v` in it: docs/formats.md
+_FORMAT = 1  # of the metadata, `v` in it: docs/reference/formats.md
 _METADATA_BYTES = 4_096  # offset.metadata.max.bytes
 
 
@@ -169,14 +169,12 @@ class Done:
     @staticmethod
     def read(offset: int, metadata: str | None) -> Done:
         """Of a committed offset. ConfigurationError for what a newer version wrote."""
-        if not metadata:
-            return Done(offset)
+        found = noted(metadata)
         try:
-            found = json.loads(metadata)
             known = found["v"] <= _FORMAT
             edges = list(itertools.accumulate(map(operator.index, found["done"] if known else ()), initial=offset))
             runs = [(first, end - 1) for first, end in zip(edges[1::2], edges[2::2], strict=True)]
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             return Done(offset)  # written by something else
         if not known:
             raise ConfigurationError(

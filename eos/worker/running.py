@@ -18,10 +18,11 @@ from eos.worker.worker import Worker
 def run(app: App, settings: Settings | Mapping[str, Any] | None = None, *, until_end: bool = False) -> None:
     """Runs an App in this process, exactly once, as `eos run` does; what that ends with is raised (`error.exit_code`).
 
-    `settings`: Kafka's and `eos.*` names (docs/settings.md), completed by the environment and eos.toml. Returns when it
-    was stopped by SIGTERM or SIGINT (Ctrl-C, a notebook's interrupt), or, with `until_end`, when the group has handled
-    all that was readable at the start. Signals come to the main thread alone: elsewhere only the end of the input, or
-    of the process, stops it. Raises EosError's subclasses (eos/errors.py), and what `on_start` raises.
+    `settings`: Kafka's and `eos.*` names (docs/reference/settings.md), completed by the environment and
+    eos.toml. Returns when it was stopped by SIGTERM or SIGINT (Ctrl-C, a notebook's interrupt), or, with `until_end`,
+    when the group has handled all that was readable at the start. Signals come to the main thread alone: elsewhere
+    only the end of the input, or of the process, stops it.
+    Raises EosError's subclasses (eos/errors.py), and what `on_start` raises.
     """
     values = settings_of(settings or {})
     refuse_ids(values, "eos.run")

@@ -1,6 +1,6 @@
 """Runs an App on a session: slices of records, the App's hooks, a function that is too slow, signals, the live line.
 
-It never decides commit or abort (eos/session/transact.py does), never touches a Kafka client, and what becomes of a
+It never decides commit or abort (eos/session/loop.py does), never touches a Kafka client, and what becomes of a
 record that fails is eos/worker/handling.py's. What it adds to the session's loop: where the handler stops, the
 transaction ends just before that record, so all earlier ones are committed and nothing of it is visible.
 """
@@ -23,7 +23,8 @@ from eos.kafka.world import REAL, World
 from eos.records import Record
 from eos.session.participants import Listener, Outcome
 from eos.session.stopping import ShutdownExpired, took_too_long
-from eos.session.transact import Transaction, TransactSession
+from eos.session.transact import TransactSession
+from eos.session.transaction import Transaction
 from eos.worker.handling import Halt, Handler, by_route
 from eos.worker.hooks import Hooks
 from eos.worker.new_topics import NewTopics
@@ -132,7 +133,7 @@ class Worker(Listener):
                 log.warning("the stop took too long: the clients are left behind", reason=str(expired))
             finally:
                 if self._keeper is not None:
-                    self._keeper.close(finished)
+                    self._keeper.close()
                 if self._spans is not None:
                     self._spans.close()
                 hooks.stop(failed=not finished)

@@ -1,7 +1,7 @@
 """Brokers go away in the middle of a run: a worker waits for them, goes on, and the outcome is exact.
 
 One broker alone is stopped in order (SIGTERM). A lone 4.3.1 node that ends a transaction while it comes back can take
-its partitions for deleted and write no marker: the last stable offset then stays where it is (docs/guarantees.md).
+its partitions for deleted and write no marker: the last stable offset stays where it is (known limits).
 So transactions of these tests are not ended in that moment: they stay open over the restart, or 3.9.2 runs. Of three
 brokers one is killed: the one that coordinates the transaction.
 """

@@ -22,7 +22,7 @@ from eos.demo.data import Expectation
 from eos.demo.proof import Found, Row
 from eos.testing.checker import Ends
 from eos.testing.history import Log
-from tests.support.reading import TooSlow, create_topic, wait_until
+from tests.support.reading import create_topic, wait_until
 
 FLIGHTS = 40_000
 
@@ -64,8 +64,6 @@ def test_the_demo_hits_open_transactions_and_proves_that_nothing_was_lost_or_dou
     demo = start_demo(tmp_path / "t")
     printed, _ = demo.communicate(timeout=150)
 
-    if "opened no transaction in" in printed:
-        raise TooSlow(printed)  # its input was used up before the fault: a machine that does other things
     assert demo.returncode == 0, printed
     rows = rows_of(printed)
     verdicts = {check: cells[-1] for check, cells in rows.items()}

@@ -326,7 +326,7 @@ def late_offset_commit(scenario: Scenario) -> None:
         handle(session, scenario.target)  # commits the first one, whose TxnOffsetCommit was cut and retried
         assert late.hit
         watching = True
-        assert session._end()
+        assert session._loop._end()
     if scenario.replace == "never":
         assert errors == [0], "the late TxnOffsetCommit was obeyed"
     else:
@@ -375,7 +375,7 @@ def test_the_next_transaction_waits_for_the_statistics_behind_a_retried_call(
         assert late.hit
         assert session.producer.replacements == {"retry": 1}
         assert late.deliver_late().error == INVALID_PRODUCER_EPOCH
-        assert session._end()
+        assert session._loop._end()
     scenario.finish().raise_if_violated()
 
 
@@ -395,7 +395,7 @@ def test_a_call_that_was_slow_and_not_retried_replaces_nothing(scenario: Scenari
         release.join()
         assert slow.hit
         assert session.producer.replacements == {}
-        assert session._end()
+        assert session._loop._end()
     scenario.finish().raise_if_violated()
 
 
@@ -412,7 +412,7 @@ def test_nor_does_one_in_the_first_transaction_of_a_new_producer(scenario: Scena
         handle(session, scenario.target)  # commits the first one
         release.join()
         assert session.producer.replacements == {"abort": 1}
-        assert session._end()
+        assert session._loop._end()
     scenario.finish().raise_if_violated()
 
 
@@ -476,11 +476,11 @@ def test_a_late_add_partitions_starts_a_ghost_that_an_idle_session_survives(scen
         assert late.hit
         assert handle(session, scenario.target) is not None
         if scenario.replace == "auto":
-            assert session._end()
+            assert session._loop._end()
             assert ghosts == ["Empty"], "the ghost was refused"
             assert session.counters.rebuilds == 0
         else:
-            assert not session._end(), "the ghost's timeout fenced this producer"
+            assert not session._loop._end(), "the ghost's timeout fenced this producer"
             assert ghosts == ["Ongoing"]
             assert session.counters.rebuilds == 1
     scenario.finish().raise_if_violated()

@@ -379,8 +379,8 @@ def test_while_a_commit_is_waited_for_the_records_of_a_backlog_are_fetched(loop:
     def hold(step: str) -> None:
         # On the thread that commits: the loop's own does what is looked for here.
         if step == "offsets sent" and len(waiting) == 1:
-            wait_until("records to be fetched", lambda: len(session._positions) > waiting[0])
-            waiting.append(len(session._positions))
+            wait_until("records to be fetched", lambda: len(session._parts.positions) > waiting[0])
+            waiting.append(len(session._parts.positions))
 
     one_producer = {"eos.producers": "1", "eos.transaction.interval.ms": 5_000}
     with loop.session(world=World(step=hold), **one_producer) as session:
@@ -390,7 +390,7 @@ def test_while_a_commit_is_waited_for_the_records_of_a_backlog_are_fetched(loop:
                 if not waiting and session.taken >= 2_500:  # no backlog is looked for behind less than 2,000
                     break
             if not waiting:
-                waiting.append(len(session._positions))
+                waiting.append(len(session._parts.positions))
     assert len(waiting) == 2
     assert loop.copied() == [b"%d" % number for number in range(count)]
 
@@ -411,7 +411,7 @@ def test_a_body_whose_transaction_the_session_had_to_give_up_need_not_know(loop:
         txn.send(loop.target, b"behind it")
         assert txn.take(1) == []
         assert not txn.commit()
-        session._pacing.interval_s = 0.1
+        session._parts.pacing.interval_s = 0.1
         for txn in session:
             for record in txn.records:
                 txn.send(loop.target, record.value)
@@ -494,7 +494,7 @@ def test_a_callback_that_raises_out_of_a_poll_loses_none_of_the_records_that_cam
 
     def interrupt(text: str) -> None:
         # In the poll that waits for more than these 600, with all of them in its hands.
-        if json.loads(text)["type"] == "consumer" and session._positions.committed and len(raised) < 3:
+        if json.loads(text)["type"] == "consumer" and session._parts.positions.committed and len(raised) < 3:
             raised.append(text)
             raise KeyboardInterrupt
 

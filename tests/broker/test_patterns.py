@@ -404,7 +404,7 @@ def test_a_session_asks_for_new_topics_only_when_no_transaction_is_open(kafka: L
 
     class Finds(Listener):
         def new_topics(self) -> list[str]:
-            asked.append(session._open is None)
+            asked.append(session._loop._open is None)
             return [second] if handled and second not in session.topics else []
 
     session = TransactSession(settings | {"transactional.id": names("id")}, [first], listener=Finds())

@@ -97,7 +97,7 @@ class Case:
         )
 
     def allow_all(self) -> None:
-        """The least a worker needs; docs/operations.md has the same list."""
+        """The least a worker needs; docs/howto/secure.md has the same list."""
         self.kafka.allow("TOPIC", self.input, "READ")
         self.kafka.allow("TOPIC", self.output, "WRITE")
         self.kafka.allow("GROUP", self.app, "READ")

@@ -17,7 +17,7 @@ from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
 from eos import TransactSession
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
-from eos.session import transact as session
+from eos.session import loop
 from eos.session.participants import Listener
 from tests.support.reading import configure, took_under, wait_until
 
@@ -127,7 +127,7 @@ def test_the_place_of_a_partition_without_new_records_is_committed_again(
             idling.stop_requested = idling.counters.transactions > 0 or time.monotonic() > deadline
 
     if idle:
-        monkeypatch.setattr(session, "IDLE_PLACES_S", 0.5)
+        monkeypatch.setattr(loop, "IDLE_PLACES_S", 0.5)
         with TransactSession(
             {
                 "bootstrap.servers": pipeline.servers,

@@ -141,7 +141,7 @@ class Confluent(_Hanging):
         flush(self.producer)
 
     def notices_the_cut(self) -> None:
-        """An abort before would send the record again first, or wait for it (docs/protect.md, limits)."""
+        """An abort before would send the record again first, or wait for it (docs/explanation/protect.md, limits)."""
         eventually(lambda: (self.producer.poll(0.05), self.disconnects)[1])
 
     def send_offset(self, group: str, source: str, offset: int) -> None:

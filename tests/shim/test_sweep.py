@@ -55,9 +55,14 @@ def test_our_worker_is_right(own_kafka: LocalKafka, tmp_path: Path, case: Case) 
 def test_the_sweep_finds_what_a_worker_that_keeps_its_producer_loses_or_doubles(
     own_kafka: LocalKafka, tmp_path: Path, case: Case, rule: str
 ) -> None:
-    outcome = sweeper(own_kafka, tmp_path, "never").run(case)
-    assert outcome.verification is not None
-    assert rule in outcome.verification.report.violated, outcome.verdict
+    # What the client does with a lost acknowledgement hangs on when its batches left: one of three runs is enough.
+    verdicts = []
+    for _ in range(3):
+        outcome = sweeper(own_kafka, tmp_path, "never").run(case)
+        verdicts.append(outcome.verdict)
+        if outcome.verification is not None and rule in outcome.verification.report.violated:
+            return
+    raise AssertionError(f"{rule} held: {verdicts}")
 
 
 PATTERN = """

@@ -291,11 +291,13 @@ def test_what_is_wrong_is_said_in_one_sentence_before_spark_starts(spark_runs: S
 def test_an_executor_runs_an_app_without_a_kafka_client_of_the_driver(tmp_path: Path) -> None:
     code = f"""
 import sys
-sys.modules["confluent_kafka"] = None
+sys.modules["confluent_kafka"] = sys.modules["lmdb"] = None
 sys.path.insert(0, {str(REPOSITORY / "examples")!r})
 import flights, pyarrow as pa
 from pyspark import cloudpickle
 from spark_connector.apply import Apply
+from spark_connector.keyed import Keyed
+cloudpickle.loads(cloudpickle.dumps(Keyed(flights.app, 5000)))
 apply = cloudpickle.loads(cloudpickle.dumps(Apply(flights.app, 5000)))
 value = b'{{"carrier": "UA", "dest": "IAH", "dep_delay": 16}}'
 columns = dict(key=[b"k"], value=[value], topic=["flights"], partition=pa.array([0], pa.int32()), offset=[7],

@@ -44,14 +44,14 @@ console = Console(highlight=False, soft_wrap=True)
 
 @dataclass
 class Result:
-    """Of one suite. `left_out`: reason -> number of tests."""
+    """Of one suite. `failed`: test -> why. `left_out`: reason -> number of tests."""
 
     suite: Suite
     depth: str
     ok: bool
     seconds: float
     passed: int = 0
-    failed: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
     late: list[str] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
 
@@ -152,12 +152,14 @@ def _show(results: list[Result]) -> None:
     table = Table("suite", *(Column(name, justify="right") for name in COLUMNS))
     for r in results:
         over = r.seconds > r.suite.budget_s and r.depth in ("check", "test")
-        counts = [str(n or "") for n in (r.passed + r.failed, sum(r.left_out.values()), len(r.late), r.failed)]
+        counts = [
+            str(n or "") for n in (r.passed + len(r.failed), sum(r.left_out.values()), len(r.late), len(r.failed))
+        ]
         name = f"{r.suite.name} ({r.depth})" if r.depth in ("deep", "all") else r.suite.name
         seconds = [f"{r.seconds:.0f}", str(r.suite.budget_s)]
         table.add_row(name, *counts, *seconds, style="red" if over or not r.ok else None)
     table.add_section()
-    total = [sum(r.passed + r.failed for r in results), "", "", ""]
+    total = [sum(r.passed + len(r.failed) for r in results), "", "", ""]
     spent = [sum(r.seconds for r in results), sum(r.suite.budget_s for r in results)]
     table.add_row("all", *map(str, total), *(f"{s:.0f}" for s in spent))
     console.print(table)
@@ -168,6 +170,8 @@ def _show(results: list[Result]) -> None:
             console.print(f"[yellow]{r.suite.name}: late, and run again: {escape(test)}")
         if not r.ok:
             console.print(f"[red]{r.suite.name} failed")
+        for test, why in r.failed.items():
+            console.print(f"[red]{r.suite.name}: {escape(test)}: {escape(why)}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Which tests are too much for `make test`: `deep` ones run in CI where a change asks for them, and in `make test-all`.
 
-`make test` shows the whole promise once: each step of a transaction killed, each row of docs/guarantees.md, each client
+`make test` shows the whole promise once: each step of a transaction killed, each row of the guarantees, each client
 of the shim, each kind of fault of a cluster. What shows the same again (another protocol, another version, another
 side) is here. Repetitions are marked `long` where they are.
 """

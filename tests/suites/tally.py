@@ -9,9 +9,17 @@ from typing import Any
 
 import pytest
 
+_LONGEST = 300
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tally", help="where to write how many passed, which were late, what was left out")
+
+
+def _why(report: Any) -> str:
+    """In one line: what raised, and the first line of what it said."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return (crash.message if crash else str(report.longrepr)).strip().split("\n")[0][:_LONGEST]
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -22,7 +30,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         took[report.nodeid] = round(took.get(report.nodeid, 0) + report.duration, 2)
     tally = {
         "passed": len(stats.get("passed", [])),
-        "failed": len(stats.get("failed", [])) + len(stats.get("error", [])),
+        "failed": {report.nodeid: _why(report) for report in (*stats.get("failed", []), *stats.get("error", []))},
         "late": [report.nodeid for report in stats.get("rerun", [])],
         "left_out": reasons,
         "took_s": dict(sorted(took.items(), key=lambda item: -item[1])),

@@ -571,7 +571,7 @@ class Pipeline:
             ends=ends,
             seen=self._reader.seen(),
             commits=self._commits.series(tuple(self.sources)),
-            counts=self._counts(written) if self.stateful else None,
+            counts=counts_of(written, self._changelogs()) if self.stateful else None,
         )
         assert {v.rule for v in report.verdicts} == RULES | ({"state"} if self.stateful else set())
         report.raise_if_violated()
@@ -579,15 +579,9 @@ class Pipeline:
             assert len(outputs) == len(self.destinations) * self.loaded
         return report
 
-    def _counts(self, outputs: Log) -> Counts:
-        told = [COUNT.unpack_from(value or b"", WIDTH_BYTES)[0] for value in outputs.values]
-        kept: dict[tuple[int, int, bytes | None], int] = {}
-        for source in range(len(self.sources)):
-            changes = read_topic(self.servers, f"{self.app}-{counter_of(source)}-changelog")
-            for partition, cell, value in zip(changes.partition, changes.keys, changes.values, strict=True):
-                _, key, _ = named(cell or b"")
-                kept[source, int(partition), key] = int(value or b"")
-        return Counts(keys=outputs.keys, told=np.array(told, np.int64), kept=kept)
+    def _changelogs(self) -> list[Log]:
+        functions = map(counter_of, range(len(self.sources)))
+        return [read_topic(self.servers, f"{self.app}-{function}-changelog") for function in functions]
 
     # ---- life --------------------------------------------------------------------------------------------------------
 
@@ -607,6 +601,22 @@ class Pipeline:
         for worker in self.workers:
             print(f"--- {worker.name} (exit code {worker.process.returncode}): {worker.log_path}")
             print(worker.log[-TAIL_BYTES:])
+
+
+def counts_of(
+    outputs: Log,
+    changelogs: Sequence[Log],
+    partition_of: Callable[[int, bytes], int] = lambda partition, key: partition,
+) -> Counts:
+    """What functions that count said behind each output's stamp, and what is left in their changelogs, of which the
+    n-th is of the n-th source. `partition_of`: the source's, given the changelog's and a key."""
+    told = [COUNT.unpack_from(value or b"", WIDTH_BYTES)[0] for value in outputs.values]
+    kept: dict[tuple[int, int, bytes | None], int] = {}
+    for source, changes in enumerate(changelogs):
+        for partition, cell, value in zip(changes.partition, changes.keys, changes.values, strict=True):
+            _, key, _ = named(cell or b"")
+            kept[source, partition_of(int(partition), key), key] = int(value or b"")
+    return Counts(keys=outputs.keys, told=np.array(told, np.int64), kept=kept)
 
 
 class Pipelines:

@@ -473,6 +473,20 @@ def test_a_flag_takes_no_value_in_any_help(capsys: pytest.CaptureFixture[str]) -
         assert "bool" not in told.lower(), f"{command}: {told}"
 
 
+def test_a_shell_completes_commands_and_their_options(here: Path) -> None:
+    for words, completed in (("eos topo", ["topology"]), ("eos run --until", ["--until-end"])):
+        asked = {"_EOS_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        told = subprocess.run(
+            [Path(sys.executable).with_name("eos")],
+            env=os.environ | asked,
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert told.stdout.split() == completed, told.stderr
+
+
 def test_the_help_shows_every_command_and_each_has_its_own(here: Path) -> None:
     whole = program(here, "--help").stdout
     for name in COMMANDS:

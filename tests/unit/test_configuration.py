@@ -1,4 +1,4 @@
-"""`eos config` and docs/settings.md: one table, no secrets, an origin for every value."""
+"""`eos config` and docs/reference/settings.md: one table, no secrets, an origin for every value."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_of_settings_is_up_to_date() -> None:
-    page = (ROOT / "docs" / "settings.md").read_text()
-    assert page == markdown(), "run: eos config --markdown > docs/settings.md"
+    page = (ROOT / "docs" / "reference" / "settings.md").read_text()
+    assert page == markdown(), "run: eos config --markdown > docs/reference/settings.md"
 
 
 def test_every_setting_of_ours_and_every_default_is_on_the_page() -> None:

@@ -17,10 +17,12 @@ from eos import errors
 from eos.cli import COMMANDS
 from eos.kafka.settings import OPTIONS
 from tests.suites.table import SUITES
+from tests.support.pages import blocks_of
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+HOWTO = ROOT / "docs" / "howto"
 TESTS = ROOT / "tests"
 TEST_FOLDERS = "(?:unit|broker|containers|shim|spark|state)"
 
@@ -30,14 +32,20 @@ def names(paths: list[Path]) -> list[str]:
 
 
 def code_blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [block for its, block in blocks_of(text) if its == language]
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings of a page, as GitHub and the site name them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.MULTILINE)
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
 
 
 # ---- guarantees ----------------------------------------------------------------------------------------------
 
 
 def rows_of_guarantees() -> list[list[str]]:
-    lines = (ROOT / "docs" / "guarantees.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "explanation" / "guarantees.md").read_text().splitlines()
     return [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
 
 
@@ -69,14 +77,26 @@ def test_every_test_that_a_guarantee_names_exists() -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names(DOCUMENTS))
 def test_every_file_that_a_document_names_exists(document: Path) -> None:
     text = document.read_text()
-    for link in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (document.parent / link).exists(), link
+    for link, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]+))?\)", text):
+        target = document.parent / link if link else document
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), f"{link}#{anchor}"
     for path in re.findall(
         r"\b(?:eos|spark_connector|tests|examples|benchmarks|compose|docs)/[\w/.-]*\w\.(?:py|md|sh)\b", text
     ):
         assert (ROOT / path).exists(), path
     for path in re.findall(rf"(?<![\w/])({TEST_FOLDERS}/[\w/]*test_\w+\.py)", text):
         assert (TESTS / path).exists(), path
+
+
+def test_every_page_is_two_clicks_from_the_readme() -> None:
+    def linked(page: Path) -> set[Path]:
+        found = re.findall(r"\]\(([^)#:\s]+\.md)(?:#[^)]*)?\)", page.read_text())
+        return {(page.parent / link).resolve() for link in found}
+
+    first = linked(README)
+    reached = first.union(*map(linked, first))
+    assert {page.resolve() for page in (ROOT / "docs").rglob("*.md")} <= reached
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names(DOCUMENTS))
@@ -104,8 +124,9 @@ def test_every_target_of_make_that_a_document_names_exists() -> None:
     assert named <= targets
 
 
-def test_the_exit_codes_of_the_readme_are_those_of_the_errors() -> None:
-    codes = set(map(int, re.findall(r"^\| (\d+) \|", README.read_text(), re.MULTILINE)))
+def test_the_exit_codes_that_are_documented_are_those_of_the_errors() -> None:
+    text = (ROOT / "docs" / "reference" / "exit-codes.md").read_text()
+    codes = set(map(int, re.findall(r"^\| (\d+) \|", text, re.MULTILINE)))
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.EosError)]
     assert codes == {0, *(kind.exit_code for kind in kinds)}
 
@@ -113,8 +134,8 @@ def test_the_exit_codes_of_the_readme_are_those_of_the_errors() -> None:
 # ---- examples ------------------------------------------------------------------------------------------------
 
 
-def test_every_shape_of_function_that_the_readme_shows_has_a_row_in_the_benchmark() -> None:
-    text = README.read_text()
+def test_every_shape_of_function_that_is_documented_has_a_row_in_the_benchmark() -> None:
+    text = (HOWTO / "functions.md").read_text()
     results = re.findall(
         r"^\| ([^|]+) \| ", text[text.index("| result |") : text.index("The input's headers")], re.MULTILINE
     )
@@ -133,27 +154,12 @@ def test_every_python_example_compiles() -> None:
         compile(block, name, "exec")
 
 
-# What the fragments take for given.
-AROUND = """
-import msgspec
-from hello import app
-
-class Order(msgspec.Struct):
-    cents: int
-    quantity: int
-
-class Total(msgspec.Struct):
-    cents: int
-"""
-
-
-def test_the_examples_of_the_readme_pass_mypy_strictly(tmp_path: Path) -> None:
-    blocks = [b for b in code_blocks(README.read_text(), "python") if "\ndef test_" not in b]
-    for number, block in enumerate(blocks):
-        hello = block.startswith("# hello.py\n")
-        whole = block if hello else f"{AROUND}\n{block}"
-        (tmp_path / ("hello.py" if hello else f"example_{number}.py")).write_text(whole)
-    assert len(blocks) >= 4
+def test_the_examples_of_pages_for_users_pass_mypy_strictly(tmp_path: Path) -> None:
+    """The blocks of a page are one program, in their order."""
+    for page in (README, *(HOWTO / f"{name}.md" for name in ("functions", "own-loop", "state", "spark"))):
+        blocks = [block for block in code_blocks(page.read_text(), "python") if "\ndef test_" not in block]
+        assert blocks
+        (tmp_path / f"{page.stem.lower()}.py").write_text("\n".join(blocks))
     checked = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir", str(tmp_path / "cache"), "."],
         cwd=tmp_path,

@@ -146,10 +146,10 @@ def test_a_question_who_owns_the_id_that_was_interrupted_is_asked_again_before_a
 def test_a_session_that_a_newer_instance_fenced_does_not_begin_again(monkeypatch: AnyPatch) -> None:
     one = TransactSession(SETTINGS, ["in"], world=WORLD)
     producer = TransactionalProducer(Settings(SETTINGS), "t")
-    one._lanes.producers = [producer]
+    one._parts.lanes.producers = [producer]
     asked = Asked(monkeypatch, producer, Owner.NEWER, "flush")
     with pytest.raises(Fenced) as first:
-        one._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {})
+        one._loop._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {})
     for _ in range(2):
         with pytest.raises(Fenced) as again:
             for _txn in one:
@@ -162,10 +162,10 @@ def test_a_fenced_session_whose_loop_is_entered_again_never_initialises(monkeypa
     """The loop was left half way, and by then a client of ours may have taken an epoch that nobody heard of."""
     one = TransactSession(SETTINGS, ["in"], world=WORLD)
     producer = TransactionalProducer(Settings(SETTINGS), "t")
-    one._lanes.producers, producer.may_have_bumped, one._half_way = [producer], True, True
+    one._parts.lanes.producers, producer.may_have_bumped, one._loop._half_way = [producer], True, True
     asked = Asked(monkeypatch, producer, Owner.NEWER, "flush")
     with pytest.raises(Fenced):
-        one._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {})
+        one._loop._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {})
     for _ in range(7):
         with pytest.raises(Fenced):
             for _txn in one:
@@ -176,11 +176,11 @@ def test_a_fenced_session_whose_loop_is_entered_again_never_initialises(monkeypa
 def fenced_at_start_ms(monkeypatch: AnyPatch, start_ms: int, metadata: list[str]) -> str:
     one = TransactSession(SETTINGS, ["in"], world=WORLD)
     producer = TransactionalProducer(Settings(SETTINGS), "t")
-    one._lanes.producers = [producer]
+    one._parts.lanes.producers = [producer]
     Asked(monkeypatch, producer, Owner.NEWER, "flush")
     monkeypatch.setattr(Silent, "committed_metadata", lambda self, group: metadata)
     state = "Ongoing" if start_ms > 0 else "Empty"
-    return " | ".join(one._successor.told(producer, Described(state, 1, 3, start_ms)))
+    return " | ".join(one._parts.successor.told(producer, Described(state, 1, 3, start_ms)))
 
 
 def committed_by(instance: str, since: int) -> str:
@@ -202,14 +202,14 @@ def test_a_fenced_session_says_since_when(monkeypatch: AnyPatch) -> None:
 def test_a_session_that_timed_out_goes_on(monkeypatch: AnyPatch) -> None:
     one = TransactSession(SETTINGS, ["in"], world=WORLD)
     producer = TransactionalProducer(Settings(SETTINGS), "t")
-    one._lanes.producers = [producer]
+    one._parts.lanes.producers = [producer]
     Asked(monkeypatch, producer, Owner.OWN_TIMEOUT, "flush")
     rebuilt: list[str] = []
-    counts = one._recovery._count_rebuild
-    one._recovery.steps |= {Step.REPLACE: counts, Step.RESOLVE: lambda why: rebuilt.append(why.owner)}
-    one._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {})
+    counts = one._loop._recovery._count_rebuild
+    one._loop._recovery.steps |= {Step.REPLACE: counts, Step.RESOLVE: lambda why: rebuilt.append(why.owner)}
+    one._loop._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {})
     assert (rebuilt, one.counters.rebuilds_by_cause) == ([Owner.OWN_TIMEOUT.value], {"timeout": 1})
-    one._claim.hold()
+    one._parts.claim.hold()
 
 
 def claimed(

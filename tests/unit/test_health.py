@@ -238,7 +238,7 @@ def test_the_dashboard_and_the_documentation_name_metrics_that_exist_and_the_doc
     named = {name for text in asked for name in re.findall(r"\beos_\w+", text)}
     assert len(named) > 15
     assert named <= metrics.names(), named - metrics.names()
-    documented = set(re.findall(r"\beos_[a-z_]+\b", (ROOT / "docs/operations.md").read_text()))
+    documented = set(re.findall(r"\beos_[a-z_]+\b", (ROOT / "docs/reference/metrics.md").read_text()))
     known = {re.sub("_(bucket|sum|count)$", "", name) for name in metrics.names()}
     assert documented == known
 

@@ -343,25 +343,25 @@ def taking(monkeypatch: pytest.MonkeyPatch, error: CallFailed | None = None) -> 
 
     session, membership = TransactSession(SETTINGS, ["in"], listener=Finds()), Taking(error)
     producer: Any = SimpleNamespace(poll=lambda timeout_s: None)
-    session._lanes.producers, session._intake._membership = [producer], membership  # type: ignore[assignment]
-    monkeypatch.setattr(session, "_await_commit", lambda: membership.calls.append("commit waited for"))
-    monkeypatch.setattr(session, "_recover", membership.calls.append)
-    monkeypatch.setattr(session._intake, "gather", lambda: None)
+    session._parts.lanes.producers, session._parts.intake._membership = [producer], membership  # type: ignore[assignment]
+    monkeypatch.setattr(session._loop, "_await_commit", lambda: membership.calls.append("commit waited for"))
+    monkeypatch.setattr(session._loop, "_recover", membership.calls.append)
+    monkeypatch.setattr(session._parts.intake, "gather", lambda: None)
     return session, membership
 
 
 def test_a_new_topic_is_subscribed_behind_the_commit_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     session, membership = taking(monkeypatch)
-    session._try(session._gather)
+    session._loop._try(session._loop._gather)
     assert membership.calls == ["commit waited for", ["in", "new"]]
     assert session.topics == ["in", "new"], "a consumer that takes this one's place reads it too"
-    assert session._intake._came_later == {"new"}
+    assert session._parts.intake._came_later == {"new"}
 
 
 def test_a_consumer_that_takes_no_subscription_any_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = CallFailed("consume", eos.errors.Action.REJOIN, RuntimeError("fatal"))
     session, membership = taking(monkeypatch, failed)
-    session._try(session._gather)
+    session._loop._try(session._loop._gather)
     assert membership.calls[-1] is failed
 
 
@@ -428,5 +428,5 @@ def test_a_topic_without_leaders_is_told_once_and_looked_at_no_more_often_than_o
 def test_a_worker_with_a_batch_function_polls_whole_batches() -> None:
     app = App("app")
     app.process_batch("in", to="out")(lambda records: [])
-    assert Worker(app, Settings(SETTINGS)).session._pacing.together == 250
-    assert Worker(app_of(("in", "out")), Settings(SETTINGS)).session._pacing.together == 1
+    assert Worker(app, Settings(SETTINGS)).session._parts.pacing.together == 250
+    assert Worker(app_of(("in", "out")), Settings(SETTINGS)).session._parts.pacing.together == 1

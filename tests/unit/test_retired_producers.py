@@ -151,11 +151,11 @@ def test_a_transaction_ages_while_the_host_sleeps(monkeypatch: pytest.MonkeyPatc
 
 def test_both_producers_of_an_idle_session_are_read() -> None:
     session = TransactSession(OFTEN | {"eos.producers": "2"}, ["in"])
-    session._lanes.producers = [TransactionalProducer(session.settings, name) for name in ("t", "t-alternate")]
-    clients = [with_a_client(one) for one in session._lanes.producers]
+    session._parts.lanes.producers = [TransactionalProducer(session.settings, name) for name in ("t", "t-alternate")]
+    clients = [with_a_client(one) for one in session._parts.lanes.producers]
 
     def both_read() -> bool:
-        session._replace_while_idle()
+        session._loop._replace_while_idle()
         return all(client.statistics_seen > 3 for client in clients)
 
     try:

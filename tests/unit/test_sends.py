@@ -13,7 +13,7 @@ from eos import KEEP, App, Out, Record
 from eos.errors import ConfigurationError
 from eos.plain import PlainTransaction
 from eos.session.states import State
-from eos.session.transact import Transaction
+from eos.session.transaction import Transaction
 
 
 class Point(msgspec.Struct):
@@ -36,7 +36,7 @@ def by_app(value: object, arguments: Arguments) -> Any:
 
 def by_session(value: object, arguments: Arguments) -> Any:
     sends: list[Any] = []
-    session = SimpleNamespace(_has=lambda txn: True, _send=lambda *send: sends.append(send))
+    session = SimpleNamespace(has=lambda txn: True, send=lambda *send: sends.append(send))
     Transaction(cast("Any", session), 0.0, 0.0, -1).send("out", value, **arguments)
     return sends[0]
 

@@ -10,37 +10,39 @@ from confluent_kafka import KafkaError
 
 from eos import App, Record, Settings
 from eos.errors import Action, CallFailed, ConfigurationError, Temporary
-from eos.kafka.settings import OF_FUNCTIONS
+from eos.kafka.settings import OF_FUNCTIONS, OPTIONS
 from eos.records import Fed
 from eos.session.participants import Listener
 from eos.session.recovery import Trouble
 from eos.session.steps import MOST_REBUILDS
-from eos.session.transact import Transaction, TransactSession
+from eos.session.transact import TransactSession
+from eos.session.transaction import Transaction
 from eos.worker.worker import Worker
 
 
 @pytest.mark.parametrize("name", OF_FUNCTIONS)
 def test_what_only_functions_have_is_refused_where_there_are_none(name: str) -> None:
-    settings = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t", name: "false"}
+    servers, given = {"bootstrap.servers": "127.0.0.1:9"}, {name: str(OPTIONS[name].default)}
+    settings = servers | given | {"group.id": "g", "transactional.id": "t"}
     with pytest.raises(ConfigurationError, match=f"{name} is about an App's functions"):
         TransactSession(settings, ["in"])
     app = App("app")
     app.process("in")(print)
-    Worker(app, Settings({"bootstrap.servers": "127.0.0.1:9", name: "false"}))
+    Worker(app, Settings(servers | given))
 
 
 def rebuild(session: TransactSession, times: int) -> None:
     for _ in range(times):
         failure = CallFailed("commit", Action.SETTLE, RuntimeError("timed out"))
-        session._recovery._count_rebuild(Trouble(failure, 0, None, {}))
+        session._loop._recovery._count_rebuild(Trouble(failure, 0, None, {}))
 
 
 def commit_one(session: TransactSession, taken: int = 0) -> None:
     sent = Transaction(session, 0.0, 1.0, -1)
-    session._endings.begun(sent, None)
+    session._parts.endings.begun(sent, None)
     job, producer = SimpleNamespace(result=2.0, error=None), SimpleNamespace(who=dict, replacements={})
     commit: Any = SimpleNamespace(producer=producer, transaction=sent, taken=taken, offsets={}, job=job, set_out_at=1.0)
-    session._arrived(commit)
+    session._loop._arrived(commit)
 
 
 def test_rebuilds_without_a_commit_between_them_come_to_an_end_and_a_commit_begins_the_count_anew() -> None:
@@ -59,10 +61,10 @@ def test_what_a_feed_sent_before_its_send_failed_is_told_and_its_records_lead_no
     failed = CallFailed("produce", Action.REBUILD, RuntimeError("timed out"))
     producer: Any = SimpleNamespace(feed=lambda feed, records: Fed(2, 2, failed))
     membership: Any = SimpleNamespace(lost_sentence=None)
-    session._lanes.producers, session._intake._membership = [producer], membership
+    session._parts.lanes.producers, session._parts.intake._membership = [producer], membership
     given, feed = [Record("in", 0, offset) for offset in range(3)], lambda records, sink: Fed(0, 0, None)
-    assert session._feed(feed, given) == Fed(2, 3, None)
-    assert session._feed(feed, given) == Fed(0, 3, None)
+    assert session._loop.feed(feed, given) == Fed(2, 3, None)
+    assert session._loop.feed(feed, given) == Fed(0, 3, None)
 
 
 @pytest.mark.parametrize("refused_at", [0, 99, 100, 199])
@@ -76,28 +78,28 @@ def test_a_refused_record_is_found_by_halves(refused_at: int) -> None:
 
     session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"], listener=Finds())
     producer: Any = SimpleNamespace(abort=lambda: None, who=dict, replacements={})
-    session._lanes.producers = [producer]
-    session._intake._membership = SimpleNamespace(go_back=lambda rewind: rewind())  # type: ignore[assignment]
+    session._parts.lanes.producers = [producer]
+    session._parts.intake._membership = SimpleNamespace(go_back=lambda rewind: rewind())  # type: ignore[assignment]
     refusal = CallFailed("delivery", Action.POISON, RuntimeError("too large"))
-    session._positions.assigned({("in", 0): 0})
+    session._parts.positions.assigned({("in", 0): 0})
     at, aborts = 0, 0
     while not found:
-        session._positions.fetched([Record("in", 0, offset) for offset in range(at, 200)])
-        taken = len(session._positions.take(session._pacing.limit))
+        session._parts.positions.fetched([Record("in", 0, offset) for offset in range(at, 200)])
+        taken = len(session._parts.positions.take(session._parts.pacing.limit))
         if at <= refused_at < at + taken:
-            session._carry_out(refusal, {})
+            session._loop._carry_out(refusal, {})
             aborts += 1
         else:
-            session._positions.set_out(session._positions.offsets())
-            session._positions.arrived()
-            session._positions.clear()
-            session._positions.assigned({("in", 0): at + taken})
+            session._parts.positions.set_out(session._parts.positions.offsets())
+            session._parts.positions.arrived()
+            session._parts.positions.clear()
+            session._parts.positions.assigned({("in", 0): at + taken})
             commit_one(session, taken)
             at += taken
     assert found == [refused_at]
     assert aborts <= 9
     commit_one(session)
-    assert session._pacing.limit == 2, "and then they grow again"
+    assert session._parts.pacing.limit == 2, "and then they grow again"
 
 
 def test_an_abort_by_a_rebalance_is_news_and_no_warning_until_they_do_not_end(
@@ -106,12 +108,12 @@ def test_an_abort_by_a_rebalance_is_news_and_no_warning_until_they_do_not_end(
     session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"])
     producer: Any = SimpleNamespace(abort=lambda: None, who=dict)
     membership: Any = SimpleNamespace(go_back=lambda _: None)
-    session._lanes.producers, session._intake._membership = [producer], membership
+    session._parts.lanes.producers, session._parts.intake._membership = [producer], membership
     raw = KafkaError(KafkaError.ILLEGAL_GENERATION, "in((null))[3](Broker: Specified group generation id is not valid)")
     asked = CallFailed("abort", Action.ABORT, RuntimeError("asked by the application"))
     with caplog.at_level("INFO", "eos"):
         for failure in (*[CallFailed("send_offsets", Action.ABORT, raw)] * 3, asked):
-            session._carry_out(failure, {})
+            session._loop._carry_out(failure, {})
     told = [(one.levelname, one.getMessage()) for one in caplog.records]
     usual = "transaction aborted reason=the group rebalances"
     assert told[:3] == [("INFO", usual), ("INFO", usual), ("WARNING", usual)]

@@ -279,7 +279,8 @@ def test_a_refusal_holds_for_every_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_every_option_of_ours_has_a_default_and_a_name_in_the_environment(name: str) -> None:
     assert Settings()[name] == OPTIONS[name].default
-    text = {"eos.replace.producer": "never", "eos.producers": "2"}.get(name, "3000")
+    others = {"eos.replace.producer": "never", "eos.producers": "2", "eos.state.engine": "rocksdb"}
+    text = others.get(name, "3000000" if name.endswith(".bytes") else "3000")
     if OPTIONS[name].default is False:
         text = "true"
     settings = load({}, {name.upper().replace(".", "_"): text})

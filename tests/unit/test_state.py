@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, NewType
 
 import msgspec
 import pytest
 
 import eos
 import eos.testing
-from eos import App, Out, Record, State
+from eos import App, ListState, MapState, Out, Record, State
 from eos.app.cells import cell_of, named
 from eos.errors import ConfigurationError, IllegalState, UsageError
 from eos.state.tasks import Task
@@ -117,6 +119,106 @@ def test_what_cannot_be_kept_is_the_records_failure_and_a_type_that_changed_the_
         bound.outputs(Record("in", 0, 0, key=b"a", value=b"x"))
 
 
+class Colour(enum.StrEnum):
+    RED = "red"
+
+
+class Shade(str, enum.Enum):  # noqa: UP042 - the older way, which people have
+    DARK = "dark"
+
+
+Name = NewType("Name", str)
+Short = Annotated[str, msgspec.Meta(max_length=3)]
+Even = Annotated[int, msgspec.Meta(multiple_of=2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (Literal["a", "b"], "a"),
+        (Colour, Colour.RED),
+        (Shade, Shade.DARK),
+        (Name, Name("x")),
+        (Short, "abc"),
+        (Any, "text"),
+        (str, "text"),
+        (bytes, b"\xff"),
+        (float, 1),
+        (int, 2**64),
+        (dict[int, str], {1: "one"}),
+        (tuple[int, str], (1, "a")),
+        (Account | None, Account(5, ["a"])),
+    ],
+)
+def test_what_is_set_is_what_the_next_record_reads(kind: Any, value: Any) -> None:
+    found = []
+
+    def remembers(what, seen, each, every):  # type: ignore[no-untyped-def]
+        if what == "look":
+            found.extend([seen.get(), each["x"], next(iter(every))])
+        else:
+            seen.set(value)
+            each["x"] = value
+            every.append(value)
+
+    stores = {"seen": State[kind], "each": MapState[str, kind], "every": ListState[kind]}
+    remembers.__annotations__ = {"what": str, **stores}
+    run(remembers, ("in", "keep", "a"), ("in", "look", "a"))
+    assert found == [value] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "said"),
+    [
+        (int, 1.5, "the state seen cannot be 1.5: expected int as JSON: Expected `int`, got `float`"),
+        (int, True, "the state seen cannot be True: expected int as JSON: Expected `int`, got `bool`"),
+        (float, float("nan"), "the state seen cannot be nan: expected float as JSON: Expected `float`, got `null`"),
+        (str, 5, "the state seen cannot be 5: expected str, got int"),
+        (str, "\ud800", "the state seen cannot be '\\ud800': 'utf-8' codec can't encode"),
+        (bytes, "x", "the state seen cannot be 'x': expected bytes, got str"),
+        (Short, "long", "the state seen cannot be 'long': expected "),
+        (Even, 3, "the state seen cannot be 3: expected "),
+        (Account, Account("many"), "the state seen cannot be Account(cents='many', seen=[]): expected Account"),  # type: ignore[arg-type]
+        (Any, object(), "the state seen cannot be <object obj"),
+    ],
+)
+def test_what_could_not_be_read_again_is_the_records_failure(kind: Any, value: Any, said: str) -> None:
+    """Kept, it would end the worker at the next record of its key, for ever."""
+
+    def remembers(what, seen):  # type: ignore[no-untyped-def]
+        assert seen.get() is None
+        seen.set(value)
+
+    def maps(what, seen):  # type: ignore[no-untyped-def]
+        assert "x" not in seen
+        seen["x"] = value
+
+    for function, store in ((remembers, State[kind]), (maps, MapState[str, kind])):
+        function.__annotations__ = {"what": str, "seen": store}
+        letters = run(function, ("in", "one", "a"), ("in", "two", "a"), on_error=eos.dlq).to("in.dlq")
+        messages = [dict(letter.headers)["eos-dlq-message"] or b"" for letter in letters]
+        assert len(messages) == 2
+        assert all(message.decode().startswith(said) for message in messages), messages
+
+
+@dataclass
+class Users:
+    names: set[str]
+    logins: int = field(default=0, compare=False)
+
+
+def test_what_is_changed_beside_a_set_is_kept_whatever_is_equal() -> None:
+    def visit(name: str, users: State[Users], recent: State[dict[str, set[str]]]) -> str:
+        seen, latest = users.get(Users(set())), recent.get({})
+        seen.names.add(name)
+        seen.logins += 1
+        latest[name] = latest.pop(name, {name, *"xyz"})  # to the end
+        return f"{seen.logins} {''.join(latest)}"
+
+    ran = run(visit, *[("in", name, "k") for name in "abcab"])
+    assert ran.values("out") == [b"1 a", b"2 ab", b"3 abc", b"4 bca", b"5 cab"]
+
+
 def test_state_is_there_while_its_function_runs_and_nowhere_else() -> None:
     kept: list[State[int]] = []
 
@@ -126,6 +228,15 @@ def test_state_is_there_while_its_function_runs_and_nowhere_else() -> None:
     run(keeps, ("in", "x", "a"))
     with pytest.raises(IllegalState, match="the state seen is there while its function runs"):
         kept[0].get()
+
+    lists: list[ListState[int]] = []
+
+    def keeps_a_list(value: str, seen: ListState[int]) -> None:
+        lists.append(seen)
+
+    run(keeps_a_list, ("in", "x", "a"))
+    with pytest.raises(IllegalState, match="the state seen is there while its function runs"):
+        lists[0].append(1)
     app = App("bank")
     app.process("in", to="out")(count)
     with pytest.raises(IllegalState, match="count has state: run it by"):

@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 import eos
 import eos.testing
 from eos import App, ListState, MapState, Out, Record, State
+from eos.app import state
 from eos.app.cells import cell_of, rest_of
 from eos.app.state import Span, Store
-from eos.errors import ConfigurationError, IllegalState
+from eos.errors import ConfigurationError, IllegalState, Temporary
 from eos.state import values
+from eos.state.engines import ENGINES
+from eos.state.folders import InFolder
 from eos.state.tasks import Task
-from eos.state.values import InFolder, InMemory
+from eos.state.values import InMemory
 
 
 def run(function: Callable[..., Any], *records: Record | tuple[Any, ...], **more: Any) -> eos.testing.Ran:
@@ -50,12 +53,12 @@ STEPS = st.sampled_from(["set", "del", "get", "change", "range", "back", "commit
 
 
 @pytest.mark.parametrize("kind", KEYS)
-@pytest.mark.parametrize("where", ["memory", "folder"])
-@given(data=st.data())
+@given(where=st.sampled_from(["memory", *ENGINES]), data=st.data())
 def test_a_map_is_a_dict_that_is_read_in_order(
     kind: type, where: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder = None if where == "memory" else InFolder.of(tmp_path_factory.mktemp("map"), "t", "id")
+    base = tmp_path_factory.mktemp("map")
+    folder = None if where == "memory" else InFolder.of(base, "t", "id", engine=ENGINES[where])
     task = Task(InMemory() if folder is None else folder)
     row_key = data.draw(st.sampled_from([b"k", b"\xff" * 40, b"a key that is too long for a name of LMDB's" * 9]))
     seen: MapState[Any, list[int]] = MapState(Store("seen", MapState, (kind, list[int])))
@@ -80,8 +83,26 @@ def test_a_map_is_a_dict_that_is_read_in_order(
         folder.close()
 
 
+@pytest.mark.parametrize("where", ["memory", *ENGINES])
+def test_a_part_of_a_map_begins_with_its_start_and_ends_before_its_stop(where: str, tmp_path: Path) -> None:
+    folder = None if where == "memory" else InFolder.of(tmp_path, "t", "id", engine=ENGINES[where])
+    task = Task(InMemory() if folder is None else folder)
+    seen: MapState[str, int] = MapState(Store("seen", MapState, (str, int)))
+    seen._enter(task, rest_of(b"k"))
+    seen.update(a=1, b=2, c=3)
+    for cell, value in seen._changes():
+        task.put(cell, value)
+    task.committed(0.0)
+    seen._enter(task, rest_of(b"k"))
+    for start, stop, keys in (("a", "c", "ab"), ("b", None, "bc"), (None, "b", "a"), ("b", "b", ""), ("aa", "bb", "b")):
+        assert "".join(key for key, _ in seen.range(start, stop)) == keys
+        assert "".join(key for key, _ in seen.range(start, stop, reverse=True)) == keys[::-1]
+    task.values.close()
+
+
 def touch(step: str, data: st.DataObject, seen: MapState[Any, list[int]], now: dict[Any, Any], keys: Any) -> None:
-    key = data.draw(st.sampled_from(sorted(now)) | keys if now else keys)
+    there_or_not = st.sampled_from(sorted(now)) | keys if now else keys
+    key = data.draw(there_or_not)
     if step in ("set", "fail"):
         seen[key] = now[key] = [data.draw(st.integers(0, 9))]
         now[key] = now[key].copy()
@@ -93,7 +114,7 @@ def touch(step: str, data: st.DataObject, seen: MapState[Any, list[int]], now: d
         seen.get(key, []).append(7)
         now.setdefault(key, []).append(7)
     else:
-        start, stop = data.draw(st.none() | keys), data.draw(st.none() | keys)
+        start, stop = data.draw(st.none() | there_or_not), data.draw(st.none() | there_or_not)
         back = step == "back"
         wanted = [
             (k, v) for k, v in sorted(now.items()) if (start is None or k >= start) and (stop is None or k < stop)
@@ -115,6 +136,61 @@ def test_a_map_keeps_what_is_changed_in_place_and_nothing_of_a_record_that_fails
     ran = run(visit, *of_key("a", "x", "y", "bad", "x"), *of_key("b", "x"), on_error=eos.skip)
     assert ran.values("out") == [b"1", b"2", b"2", b"1"]
     assert ran.states["visit"]["seen"] == {b"a": {"x": [1, 0, 0, 3], "y": [2, 0]}, b"b": {"x": [1]}}
+
+
+def test_a_default_is_kept_whenever_it_is_changed_and_two_for_one_key_are_refused() -> None:
+    def visit(what: str, pages: MapState[str, list[int]], one: State[list[int]]) -> None:
+        if what == "popped":
+            pages.pop("x")
+            given = pages.get("x", [])
+            assert "y" not in pages
+            given.append(7)
+        if what == "set":
+            pages.get("s", []).append(1)
+            pages["s"], pages["x"] = [8], [9]
+        if what == "deleted":
+            pages.get("z", []).append(1)
+            del pages["z"]
+        if what == "two of a map":
+            for given in (pages.get("new", []), pages.get("new", [])):
+                given.append(1)
+        if what == "two":
+            for given in (one.get([]), one.get([])):
+                given.append(1)
+        if what == "two, one by one":
+            first, second = one.get([]), one.get([])
+            first.append(1)
+            assert one.get() == [1]
+            second.append(2)
+        if what == "the same twice":
+            same: list[int] = []
+            for _ in range(2):
+                one.get(same)
+                pages.get("same", same)
+            one.get(same).append(1)
+
+    steps = "set", "popped", "deleted", "two of a map", "two", "two, one by one", "the same twice"
+    ran = run(visit, *of_key("a", *steps), on_error=eos.dlq)
+    assert ran.states["visit"] == {"pages": {b"a": {"s": [8], "x": [7], "same": [1]}}, "one": {b"a": [1]}}
+    assert [dict(sent.headers)["eos-dlq-message"] for sent in ran.to("in.dlq")] == [
+        b"two defaults of the state pages were changed, and only one can be its value",
+        *[b"two defaults of the state one were changed, and only one can be its value"] * 2,
+    ]
+
+
+def test_a_map_that_is_read_field_by_field_with_defaults_looks_at_each_of_them_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoded = []
+    real = state._encoded_or_none
+    monkeypatch.setattr(state, "_encoded_or_none", lambda value: encoded.append(value) or real(value))
+
+    def visit(what: str, pages: MapState[int, list[int]]) -> None:
+        for number in range(100):
+            pages.get(number, [])
+
+    run(visit, *of_key("a", "once"))
+    assert len(encoded) == 200, "when it was given, and at the end"
 
 
 def test_what_a_map_cannot_hold_is_the_records_failure() -> None:
@@ -244,6 +320,44 @@ def test_a_batch_has_records_of_one_partition_where_the_same_key_is_another_stat
     assert [task.get(cell_of("seen", b"k")) for task in tasks.values()] == [b"4", b"2"]
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_folder_that_cannot_be_read_is_no_records_failure_and_is_begun_anew(tmp_path: Path, engine: str) -> None:
+    def folder() -> InFolder:
+        found = InFolder.of(tmp_path, "t", "id", engine=ENGINES[engine])
+        assert found is not None
+        return found
+
+    kept = folder()
+    for part in range(20):
+        numbers = range(part * 1_000, part * 1_000 + 1_000)
+        kept.apply({cell_of("seen", b"k%d" % n): b"%d" % n for n in numbers}, 5, 1.0)
+    if engine == "rocksdb":
+        kept._engine._db.flush()  # type: ignore[attr-defined]
+    kept.close()
+    for file in (tmp_path / "t.0" / ENGINES[engine].folder).glob("*.sst" if engine == "rocksdb" else "data.mdb"):
+        damaged = bytearray(file.read_bytes())
+        # Of LMDB the last pages are its roots: then it can be opened.
+        begin, end = (100, len(damaged) // 2) if engine == "rocksdb" else (20 * 4096, len(damaged) - 30 * 4096)
+        damaged[begin:end] = b"\xab" * (end - begin)
+        file.write_bytes(damaged)
+
+    def count(value: str, seen: State[int]) -> None:
+        seen.set(seen.get(0) + 1)
+
+    app = App("bank")
+    app.process("in", to="out", on_error=eos.skip)(count)
+    kept = folder()
+    with pytest.raises(Temporary, match="state cannot be read"):
+        task = Task(kept)
+        bound = app.routes["in"].bound(cells_of=lambda _: task)
+        for n in range(0, 20_000, 40):
+            bound.outputs(Record("in", 0, n, key=b"k%d" % n, value=b"x"))
+    kept.close()
+    anew = folder()
+    assert (anew.get(cell_of("seen", b"k40")), anew.position) == (None, 0)
+    anew.close()
+
+
 def test_async_functions_see_their_key_in_order_and_other_keys_at_once() -> None:
     running, most = 0, 0
 
@@ -268,6 +382,24 @@ def test_async_functions_see_their_key_in_order_and_other_keys_at_once() -> None
     assert ran.values("out") == expected
     assert ran.states["count"]["seen"] == {b"a": 10, b"b": 9, b"c": 10}
     assert ran.states["count"]["pages"] == {b"a": {"v0": 10}, b"b": {"v1": 9}, b"c": {"v2": 10}}
+
+
+def test_an_async_record_whose_work_is_cancelled_from_within_fails_alone() -> None:
+    calls: list[str] = []
+
+    async def count(value: str, seen: State[int]) -> str:
+        calls.append(value)
+        seen.set(seen.get(0) + 1)
+        if value == "bad":
+            elsewhere = asyncio.ensure_future(asyncio.sleep(9))
+            elsewhere.cancel()
+            await elsewhere
+        return f"{value} {seen.get()}"
+
+    ran = run(count, *(("in", "bad" if n == 5 else f"v{n}", f"k{n}") for n in range(8)), on_error=eos.skip)
+    assert ran.skipped == 1
+    assert ran.values("out") == [b"v%d 1" % n for n in range(8) if n != 5]
+    assert sorted(calls) == ["bad", *(f"v{n}" for n in range(8) if n != 5)]
 
 
 def test_an_async_record_that_is_tried_again_is_alone_in_that_and_changes_its_key_once() -> None:

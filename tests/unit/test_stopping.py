@@ -89,14 +89,14 @@ def test_what_a_poll_brings_behind_a_stop_begins_no_transaction() -> None:
     script = Script()
     session = TransactSession(SETTINGS, ["in"], world=script.world)
     with session:
-        poll = session._intake.gather
+        poll = session._parts.intake.gather
 
         def stopped_meanwhile() -> None:
             poll()
-            if len(session._positions):
+            if len(session._parts.positions):
                 session.stop()
 
-        session._intake.gather = stopped_meanwhile  # type: ignore[method-assign]
+        session._parts.intake.gather = stopped_meanwhile  # type: ignore[method-assign]
         assert list(session) == []
     assert "begin" not in script.calls
 

@@ -63,6 +63,19 @@ def test_every_suite_is_run_whatever_fails_and_the_table_says_which(
     assert re.findall(r"^(\w+) failed$", told, re.MULTILINE) == ["first"]
 
 
+@pytest.mark.usefixtures("suites")
+def test_what_failed_stands_below_the_table_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of a long output, only the end may be kept."""
+    (tmp_path / "test_it.py").write_text("def test_sum():\n    assert sum([1, 1]) == 3, 'no [sum]'\n")
+    monkeypatch.setattr(runner, "TALLIES", tmp_path)
+    monkeypatch.setattr(runner, "SUITES", (Suite("mine", 0, paths=(str(tmp_path / "test_it.py"),)),))
+    assert runner.main(["test"]) == 1
+    told = capfd.readouterr().out
+    assert re.search(r"mine failed\nmine: \S*test_it.py::test_sum: AssertionError: no \[sum\]", told)
+
+
 @pytest.mark.parametrize(("arguments", "said"), [(["nope"], "no mode nope"), (["test", "nope"], "no suite nope")])
 def test_what_does_not_exist_is_answered_with_what_does(
     arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]
@@ -78,10 +91,10 @@ def test_a_suite_over_its_budget_has_not_failed(suites: Callable[..., int]) -> N
 @pytest.mark.parametrize(
     ("changed", "asked"),
     [
-        (["docs/shim.md", "README.md", "tests/unit/test_cli.py"], set()),
+        (["docs/howto/shim.md", "README.md", "tests/unit/test_cli.py"], set()),
         (["eos/shim/lane.py"], {"shim"}),
         (["eos/session/transact.py"], {"broker", "containers", "spark", "state"}),
-        (["spark_connector/sink.py", "docs/spark.md"], {"spark"}),
+        (["spark_connector/sink.py", "docs/howto/spark.md"], {"spark"}),
         (["tests/broker/test_topic.py", "tests/shim/test_trace.py"], {"broker", "shim"}),
         (["tests/support/reading.py"], EVERY),
         (["tests/suites/table.py"], EVERY),

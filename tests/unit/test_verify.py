@@ -88,6 +88,21 @@ def test_counts_go_on_where_the_last_commit_left_them_whoever_made_it() -> None:
     assert second.tally(A) == Tally(7, 4, 6)
 
 
+def test_a_group_whose_offsets_another_client_committed_is_counted_anew() -> None:
+    """As confluent-kafka tells what Kafka Streams wrote beside an offset: with what lies behind it in memory."""
+
+    class ReadTooFar:
+        offset = 7
+
+        @property
+        def metadata(self) -> str:
+            return b"AgAAAaIVOt3w\xfc".decode()
+
+    ledger = Ledger()
+    assert ledger.restore({A: ReadTooFar()}) == {A}
+    assert ledger.tally(A) == Tally(7)
+
+
 def test_what_an_aborted_transaction_counted_is_counted_again() -> None:
     ledger = Ledger()
     ledger.begin(A, 0, None)

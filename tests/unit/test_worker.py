@@ -69,9 +69,9 @@ def worker_of(clock: Clock, seconds: Mapping[str, float]) -> Worker:
 
     worker = Worker(app, eos.Settings(SETTINGS), world=World(now=lambda: clock.now))
     session: Any = worker.session
-    session._intake._membership = SimpleNamespace(owned={("a", 0), ("b", 0)})
-    session._lanes.producers = [SimpleNamespace(who=dict)]
-    session._positions.committed = {("a", 0): 0, ("b", 0): 0}
+    session._parts.intake._membership = SimpleNamespace(owned={("a", 0), ("b", 0)})
+    session._parts.lanes.producers = [SimpleNamespace(who=dict)]
+    session._parts.positions.committed = {("a", 0): 0, ("b", 0): 0}
     worker._slice = 100
     return worker
 
@@ -85,7 +85,7 @@ def attempt(worker: Worker, clock: Clock, given: list[Record], outcome: Outcome 
     txn: Any = Txn(clock, given)
     worker._handle(txn)
     if outcome is Outcome.COMMITTED:
-        at: Any = worker.session._positions.committed
+        at: Any = worker.session._parts.positions.committed
         handled = given[: len(given) - len(txn.waiting)]
         at |= {(record.topic, record.partition): record.offset + 1 for record in handled}
     worker.ended(txn, outcome)
@@ -175,7 +175,7 @@ def test_a_slow_first_record_of_a_transaction_loses_nothing_and_is_not_told(
         for number in range(20):
             worker._handle(Txn(clock, records("a", 1)))  # type: ignore[arg-type]
             worker._handle(Txn(clock, records("b", 3)))  # type: ignore[arg-type]
-            worker.session._positions.committed = {("a", 0): number + 1, ("b", 0): number + 1}
+            worker.session._parts.positions.committed = {("a", 0): number + 1, ("b", 0): number + 1}
     assert caplog.messages == []
 
 
@@ -188,7 +188,7 @@ def test_a_slow_record_behind_one_that_was_sent_may_be_lost_and_is_told_so_until
     with caplog.at_level(logging.WARNING, "eos"):
         for _ in range(20):
             worker._handle(Txn(clock, given))  # type: ignore[arg-type]
-            worker.session._positions.committed = {("a", 0): 2, ("b", 0): 3}
+            worker.session._parts.positions.committed = {("a", 0): 2, ("b", 0): 3}
             given = [Record(r.topic, 0, r.offset, value=b"v") for r in given]
     assert {line.partition(" why=")[0] for line in caplog.messages} == {
         "too slow: the transaction may be lost, then its records come again"

@@ -76,6 +76,7 @@ class Script:
     def __init__(self) -> None:
         self.time, self.committed, self.position = 0.0, -1001, 0
         self.epochs: dict[str, int] = {}
+        self.beside = ""  # the group's offset, as its committer wrote it
         self.visible: list[bytes] = []
         self.calls: list[str] = []
         self.outcomes: list[str] = []
@@ -185,7 +186,7 @@ class ScriptedConsumer:
 
     def committed(self, partitions: list[TopicPartition], timeout: float) -> list[TopicPartition]:
         self.script.call("committed")
-        return [TopicPartition("in", 0, self.script.committed)]
+        return [TopicPartition("in", 0, self.script.committed, self.script.beside)]
 
     def incremental_assign(self, partitions: list[TopicPartition]) -> None:
         def happens() -> None:
@@ -242,12 +243,13 @@ class ScriptedProducer:
 
     def send_offsets_to_transaction(self, offsets: list[TopicPartition], group: object, timeout_s: float) -> None:
         self.script.call("offsets")
-        self.offset = offsets[0].offset
+        self.offset, self.beside = offsets[0].offset, offsets[0].metadata
 
     def commit_transaction(self, timeout_s: float) -> None:
         def happens() -> None:
             self.script.visible += self.sent
-            self.script.committed = self.script.committed if self.offset is None else self.offset
+            if self.offset is not None:
+                self.script.committed, self.script.beside = self.offset, self.beside
 
         self.script.call("commit", happens)
 
@@ -350,6 +352,16 @@ def test_a_commit_whose_outcome_is_unknown_is_looked_up_in_it(came_to_pass: bool
     assert script.outcomes == ["committed"] * 2 if came_to_pass else ["aborted", "committed", "committed"]
 
 
+def test_what_another_member_committed_is_not_taken_for_ours() -> None:
+    """Ours was aborted, and another member handled the same records: the offset is as ours would have been."""
+    script = Script()
+    script.fails["commit"] = KafkaError(KafkaError._FATAL, "scripted", fatal=True), False
+    script.when["commit"] = lambda: vars(script).update(committed=5, beside='{"v": 1, "instance": "other", "n": 1}')
+    copied(script)
+    assert script.outcomes == ["unknown", "committed"]
+    assert script.follows.told == ["restore 0", "beside", "undone", "beside", "committed"]
+
+
 def test_of_two_under_way_the_second_is_given_up_whatever_became_of_the_first() -> None:
     script = Script()
     script.fails["commit"] = KafkaError(KafkaError._FATAL, "scripted", fatal=True), True
@@ -372,7 +384,7 @@ def test_a_rebuild_that_has_to_join_again_counts_once() -> None:
     )
     session = copied(script)
     assert (script.visible, script.committed) == (ALL, 10)
-    assert (session.counters.rebuilds, session._recovery.rebuilds_in_a_row) == (1, 0)
+    assert (session.counters.rebuilds, session._loop._recovery.rebuilds_in_a_row) == (1, 0)
     assert script.outcomes == ["unknown", "committed", "committed"]
     assert script.owned == [1, 1, 1], "whoever hears of an end can tell whose partitions are whose"
     assert script.follows.told == [

@@ -1,4 +1,4 @@
-"""What the shim knows of each transactional.id, and what it lets pass: the rules of docs/protect.md.
+"""What the shim knows of each transactional.id, and what it lets pass: the rules of docs/explanation/protect.md.
 
 Owns identities, transaction numbers, base sequences and trust. It knows no bytes, no sockets and no clock, and must
 never let a request of one transaction act in another. A client keeps one (producer id, epoch), the virtual one, from

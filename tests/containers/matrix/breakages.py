@@ -129,7 +129,7 @@ def _random_transactional_id() -> None:
     start = TransactSession.start
 
     def under_a_new_name(self: TransactSession) -> None:
-        self._lanes.transactional_id += f"-{uuid.uuid4().hex[:8]}"
+        self._parts.lanes.transactional_id += f"-{uuid.uuid4().hex[:8]}"
         start(self)
 
     _replace(TransactSession, "start", under_a_new_name)
@@ -224,6 +224,12 @@ def _a_refused_commit(transactional_id: str) -> Sequence[Rule]:
     return [Rule("TxnOffsetCommit", "error", nth=12, error="ILLEGAL_GENERATION", transactional_id=transactional_id)]
 
 
+def _state_of_an_abort_kept() -> None:
+    from eos.state.keeper import Keeper
+
+    Keeper.undone = lambda self: None  # type: ignore[method-assign]
+
+
 DOUBLED, LOST = frozenset({"no_duplicates"}), frozenset({"no_losses"})
 TORN, OFFSET_REGRESSION = frozenset({"atomic"}), frozenset({"no_rewind"})
 _LONG_INTERVAL = {"eos.transaction.interval.ms": "1000"}  # a rebalance falls into an open transaction
@@ -302,6 +308,15 @@ ALL: dict[str, Breakage] = {
         Cell("kill at committed", "worker", "classic-4.4.0", 1),
         _an_output_topic_outside_the_transaction,
         faults=1,
+    ),
+    "state of an aborted transaction": Breakage(
+        "what functions remember of an aborted transaction's records stays; these come again",
+        frozenset({"state"}),
+        Cell("kill", "worker", "classic-4.4.0", 1, state=True),
+        _state_of_an_abort_kept,
+        _SHORT_INTERVAL,
+        requests=_a_refused_commit,
+        faults=5,
     ),
     "random transactional.id": Breakage(
         "a worker that starts again cannot end what its predecessor left open: readers stand before it",

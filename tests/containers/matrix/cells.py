@@ -1,6 +1,6 @@
 """What the matrix runs: which fault hits what, in how long a chain, over which group protocol. No I/O.
 
-The full product has 120 cells; `pairwise` is a cover in which every two values of two dimensions meet. The columns K12
+The full product has 240 cells; `pairwise` is a cover in which every two values of two dimensions meet. The columns K12
 (the coordinator moves at each step of a transaction) and K19 (an output partition is away) are cells of their own.
 """
 
@@ -14,6 +14,7 @@ from allpairspy import AllPairs
 FAULTS = ("kill", "stop", "pause", "cut")
 TARGETS = ("worker", "leader", "transaction-coordinator", "group-coordinator", "controller")
 STAGES = (1, 3)
+STATES = (False, True)
 PROTOCOLS = ("classic-3.9.2", "classic-4.4.0", "consumer-4.4.0")
 STEPS = ("begun", "flush", "flushed", "offsets sent", "committed")
 """Where K12 moves the coordinator: the names of the steps of one transaction (World.step)."""
@@ -28,7 +29,7 @@ KNOWN_DEFECTS = {
         LEADERLESS,
         "4.4.0",
     ): "a defect of this Kafka: its coordinator skips the markers of partitions without a leader "
-    "(docs/guarantees.md, known limits)",
+    "(docs/explanation/guarantees.md, known limits)",
 }
 """(fault, version of Kafka) -> why no client can pass. A newer version is played again: it is not in here."""
 
@@ -39,10 +40,13 @@ class Cell:
     target: str
     protocol: str
     stages: int
+    state: bool = False
+    """Whether the last stage's function counts by key, and says so."""
 
     @property
     def name(self) -> str:
-        return f"{self.fault} {self.target} {self.protocol} {self.stages}".replace(" ", "-")
+        state = " state" if self.state else ""
+        return f"{self.fault} {self.target} {self.protocol} {self.stages}{state}".replace(" ", "-")
 
     @property
     def version(self) -> str:
@@ -65,15 +69,15 @@ class Cell:
 def pairwise() -> list[Cell]:
     """A cover of all pairs of two dimensions, K12 and K19 for each protocol; brokers of one version in a row."""
     chosen = [
-        Cell(fault, target, protocol, stages)
-        for target, fault, protocol, stages in AllPairs([TARGETS, FAULTS, PROTOCOLS, STAGES])
+        Cell(fault, target, protocol, stages, state)
+        for target, fault, protocol, stages, state in AllPairs([TARGETS, FAULTS, PROTOCOLS, STAGES, STATES])
     ]
     return _ordered(chosen + _columns())
 
 
 def product() -> list[Cell]:
     """Every cell there is."""
-    every = itertools.product(FAULTS, TARGETS, PROTOCOLS, STAGES)
+    every = itertools.product(FAULTS, TARGETS, PROTOCOLS, STAGES, STATES)
     return _ordered([Cell(*values) for values in every] + _columns())
 
 
@@ -88,7 +92,7 @@ def _ordered(cells: list[Cell]) -> list[Cell]:
 
 
 SHORT = (
-    Cell("kill", "transaction-coordinator", "classic-4.4.0", 3),
+    Cell("kill", "transaction-coordinator", "classic-4.4.0", 3, state=True),
     Cell("cut", "leader", "consumer-4.4.0", 1),
 )
 """What `make test` plays: both protocols, both lengths, in about five minutes."""

@@ -21,9 +21,9 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from eos.errors import EosError
 from eos.shim.faults import Plan
-from eos.testing.checker import CommitSeries, Inputs, Outputs, Place, Report, Verdict, check, verdict
+from eos.testing.checker import CommitSeries, Counts, Inputs, Outputs, Place, Report, Verdict, check, verdict
 from eos.testing.clusters import Cluster
-from eos.testing.history import ConcurrentReader, committed_offsets, end_offsets, read_topic
+from eos.testing.history import ConcurrentReader, Log, committed_offsets, end_offsets, read_topic
 from eos.testing.shim import ShimThread
 from tests.containers.matrix.breakages import ALL
 from tests.containers.matrix.cells import FAULTS, LEADERLESS, STEPS, TARGETS, Cell
@@ -38,7 +38,7 @@ from tests.containers.matrix.faults import (
 )
 from tests.containers.matrix.stage_worker import Orders
 from tests.containers.matrix.transaction_log import Written, read_transaction_log
-from tests.support.pipeline import CommitWatcher, WorkerProcess
+from tests.support.pipeline import CommitWatcher, WorkerProcess, counts_of
 from tests.support.reading import TooSlow, wait_until
 
 PARTITIONS = 6
@@ -216,6 +216,7 @@ class Run:
             # idempotent producer spins as soon as more are due (confluentinc/librdkafka#4989); six workers that spin
             # while a broker is paused leave nothing of 2 cores to the others.
             "linger.ms": "1000",
+            "eos.state.dir": str(self._directory / "state"),
         }
         if self._cell.group_protocol == "classic":
             settings |= {
@@ -234,6 +235,7 @@ class Run:
             settings=settings,
             diary="",
             first=stage == 0,
+            state=last and self._cell.state,
             # So that a transaction is open for about half of the time, and a fault hits one as often.
             work_ms=(self._breakage and self._breakage.work_ms) or WORK_MS,
             breakage=self._breakage_name,
@@ -496,7 +498,8 @@ class Run:
         for watcher in commits:
             watcher.look_again()
         inputs = read_topic(self._servers, self._sources[0], contents=False).inputs()
-        outputs = read_topic(self._servers, self._outputs).outputs()
+        written = read_topic(self._servers, self._outputs)
+        outputs = written.outputs()
         _must_contain(inputs, loader.acknowledged)
         seen, series = reader.seen(), joined([watcher.series(tuple(self._sources)) for watcher in commits])
         report = check(
@@ -508,6 +511,7 @@ class Run:
             ends=ends,
             seen=seen,
             commits=series,
+            counts=self._counts(written) if self._cell.state else None,
         )
         if self._cell.stages > 1:
             report = Report((*report.verdicts, self._middle_offsets()))
@@ -527,6 +531,12 @@ class Run:
             count_in_transaction(self._directory, made),
             self._steps_hit,
         )
+
+    def _counts(self, written: Log) -> Counts:
+        """Of the last stage's function. Its source is another topic than the first one's, in which a key's records are
+        all of one partition."""
+        changes = read_topic(self._servers, f"{self._groups[-1]}-count-changelog")
+        return counts_of(written, [changes], lambda _, key: int(key.removeprefix(b"key ")) % PARTITIONS)
 
     def _middle_offsets(self) -> Verdict:
         """At rest each later stage has committed all that the stage before made visible: what is behind would come a

@@ -162,12 +162,13 @@ def main() -> int:
     parser.add_argument("--records-per-s", type=int, default=500)
     parser.add_argument("--protocol", choices=PROTOCOLS, default="classic-4.4.0")
     parser.add_argument("--stages", type=int, choices=STAGES, default=1)
+    parser.add_argument("--state", action="store_true", help="the last stage's function counts by key")
     parser.add_argument("--kafka", help="container or jvm; default: containers where they can run")
     options = parser.parse_args()
     console = Console()
     directory = Path("build/soak") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-seed-{options.seed}"
     directory.mkdir(parents=True)
-    cell = Cell("random", "any", options.protocol, options.stages)
+    cell = Cell("random", "any", options.protocol, options.stages, options.state)
     choice = choose(options.kafka, cell.version)
     console.print(f"{options.minutes:g} minutes, seed {options.seed}; {choice.reason}; {directory}", highlight=False)
     told: dict[str, object] = {"minutes": options.minutes, "seed": options.seed, "backend": choice.backend}

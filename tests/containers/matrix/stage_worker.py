@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from eos import App, Out, Record
+from eos import App, Out, Record, State
 from eos.cli import invoke
 from eos.cli import run as run_command
 from eos.kafka.settings import Settings
@@ -26,6 +26,7 @@ from eos.kafka.world import World
 from eos.session.lanes import UnderWay
 from eos.testing.lineage import WIDTH_BYTES, stamp, unstamp
 from eos.worker.worker import Worker
+from tests.support.stepping_worker import COUNT
 
 # When (ns since 1970), number of the transaction, step (-1: a record was handled), source partition, source offset.
 ENTRY = struct.Struct("<qiiiq")
@@ -36,8 +37,9 @@ BEHIND = ("offsets sent", "committed")  # steps of the transaction that was left
 
 @dataclasses.dataclass
 class Orders:
-    """`first`: the stage that stamps each record with its source; later ones pass the stamp on. `hold`: the n-th
-    occurrence of a step at which it prints `AT` and waits for a line."""
+    """`first`: the stage that stamps each record with its source; later ones pass the stamp on. `state`: its function
+    counts by key, and says the count behind the stamp. `hold`: the n-th occurrence of a step at which it prints `AT`
+    and waits for a line."""
 
     group: str
     instance: str
@@ -46,6 +48,7 @@ class Orders:
     settings: dict[str, str]
     diary: str
     first: bool
+    state: bool = False
     work_ms: float = 0.0
     breakage: str | None = None
     holds: list[tuple[str, int]] = dataclasses.field(default_factory=list)
@@ -86,8 +89,7 @@ class Diary:
 def build_app(orders: Orders, diary: Diary) -> App:
     app = App(orders.group)
 
-    @app.process(orders.source, to=orders.destinations)
-    def copy(record: Record) -> list[Out]:
+    def outputs(record: Record, told: bytes) -> list[Out]:
         if orders.work_ms:
             time.sleep(orders.work_ms / 1000)
         if orders.first:
@@ -97,10 +99,20 @@ def build_app(orders: Orders, diary: Diary) -> App:
             source, partition, offset, _ = unstamp(record.value[:WIDTH_BYTES])
         diary.handled(partition, offset)
         return [
-            Out(stamp(source, partition, offset, number), topic=topic)
+            Out(stamp(source, partition, offset, number) + told, topic=topic)
             for number, topic in enumerate(orders.destinations)
         ]
 
+    def copy(record: Record) -> list[Out]:
+        return outputs(record, b"")
+
+    def count(record: Record, seen: State[int]) -> list[Out]:
+        seen.set(seen.get(0) + 1)
+        return outputs(record, COUNT.pack(seen.get(0)))
+
+    # A changelog has a name by the function's.
+    count.__qualname__ = "count"
+    app.process(orders.source, to=orders.destinations)(count if orders.state else copy)
     return app
 
 
@@ -118,14 +130,14 @@ def main() -> int:
         def __init__(self, app: App, settings: Settings, *, until_end: bool = False) -> None:
             super().__init__(app, settings, until_end=until_end, world=World(step=diary.step))
             session = self.session
-            send = session._lanes.send
+            send = session._parts.lanes.send
             diary.in_turn = lambda: session.producer.transactional_id
 
             def setting_out(commit: UnderWay) -> None:
                 diary.leaves()
                 send(commit)
 
-            session._lanes.send = setting_out  # type: ignore[method-assign]
+            session._parts.lanes.send = setting_out  # type: ignore[method-assign]
 
     run_command.Worker = StageWorker  # type: ignore[attr-defined, misc]
     run_command.load_app = lambda target: app  # type: ignore[assignment, attr-defined]

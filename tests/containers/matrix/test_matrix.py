@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 
 from tests.containers.matrix.__main__ import Clusters
-from tests.containers.matrix.cells import FAULTS, PROTOCOLS, SHORT, STAGES, STEPS, TARGETS, Cell, pairwise, product
+from tests.containers.matrix.cells import (
+    FAULTS,
+    PROTOCOLS,
+    SHORT,
+    STAGES,
+    STATES,
+    STEPS,
+    TARGETS,
+    Cell,
+    pairwise,
+    product,
+)
 from tests.containers.matrix.run import Run, Size
 
 
@@ -28,7 +39,7 @@ def test_the_cover_has_every_pair_and_at_most_40_cells() -> None:
     cells = pairwise()
     assert len(cells) <= 40
     faults = [cell for cell in cells if cell.column == "faults"]
-    dimensions = {"fault": FAULTS, "target": TARGETS, "protocol": PROTOCOLS, "stages": STAGES}
+    dimensions = {"fault": FAULTS, "target": TARGETS, "protocol": PROTOCOLS, "stages": STAGES, "state": STATES}
     names = list(dimensions)
     examined = 0
     for i, first in enumerate(names):
@@ -37,7 +48,7 @@ def test_the_cover_has_every_pair_and_at_most_40_cells() -> None:
                 for b in dimensions[second]:
                     examined += 1
                     assert any(getattr(c, first) == a and getattr(c, second) == b for c in faults), (a, b)
-    assert examined == 4 * 5 + 4 * 3 + 4 * 2 + 5 * 3 + 5 * 2 + 3 * 2
+    assert examined == 4 * 5 + 4 * 3 + 4 * 2 + 5 * 3 + 5 * 2 + 3 * 2 + 2 * (4 + 5 + 3 + 2)
     assert {cell.column for cell in cells} == {"faults", "K12", "K19"}
     assert set(cells) <= set(product())
     assert len(STEPS) == Size().faults, "K12 moves the coordinator once at each step"

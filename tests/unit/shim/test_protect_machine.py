@@ -1,4 +1,4 @@
-"""The rules of docs/protect.md, one by one, on the machine alone."""
+"""The rules of docs/explanation/protect.md, one by one, on the machine alone."""
 
 from __future__ import annotations
 

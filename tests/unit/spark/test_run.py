@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -29,12 +30,15 @@ from spark_connector.shipping import lacking
 def test_what_a_query_does_not_do_is_said_before_spark_is_started() -> None:
     def count(value: str, seen: State[int]) -> str: ...  # type: ignore[empty-body]
 
-    stateful, chain = App("app"), App("app")
-    stateful.process("in", to="out")(count)
+    ageing, stopping, chain = App("app"), App("app"), App("app")
+    ageing.process("in", to="out", ttl=timedelta(days=1))(count)
+    stopping.process("in", to="out")(count)
+    stopping.on_stop(lambda: None)
     for source, to in (("in", "between"), ("between", "out")):
         chain.process(source, to=to)(lambda value: value)
     for app, said in (
-        (stateful, "count has state, which"),
+        (ageing, "count has state with ttl="),
+        (stopping, "count has state, and the App on_stop"),
         (chain, "between is written by one function of app and read"),
     ):
         with pytest.raises(ConfigurationError, match=said):
@@ -86,6 +90,13 @@ TLS = "org.apache.kafka.common.errors.SslAuthenticationException: SSL handshake 
             CONCURRENT,
             Fenced,
             "another run of this query writes to its checkpoint: Concurrent update to the log. Multiple",
+        ),
+        (
+            "[STREAM_FAILED] Query [id = 15c4] terminated with exception: "
+            "[STREAMING_STATEFUL_OPERATOR_MISSING_STATE_DIRECTORY] Cannot restart streaming query with stateful "
+            "operators because the state directory is empty or missing.\nThis might have happened ...",
+            ConfigurationError,
+            "the checkpoint is of a run without state: begin with another --instance and --checkpoint: Cannot restart",
         ),
         ("x.UnknownTopicOrPartitionException: This server does not host this topic", Unavailable, "does not host"),
         (OF_A_TASK.format("OSError: no room"), Temporary, "the query failed: OSError: no room"),

@@ -1,0 +1,111 @@
+"""What `make docs` adds to the pages of this folder: README.md as the first page, CONTRIBUTING.md and its like,
+examples, and a reference of commands and Python that is made from the code.
+
+A hook of mkdocs (mkdocs.yml). Pages are written for the repository, where a link leads to a file; here to a page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+import eos
+from eos import errors
+from eos.cli import COMMANDS, invoke, program
+
+ROOT = Path(__file__).parents[1]
+AT_ROOT = {"README.md": "index.md"} | {name: name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")}
+
+# What a section of the reference of Python is about, and the names in it. Of some what users call, all of the others.
+MEMBERS = {
+    "App": ["process", "process_batch", "on_start", "on_stop"],
+    "TransactSession": ["stop", "stopping_on_signals", "pause", "lag", "topics", "assignment", "taken", "committed"],
+    "Transaction": ["records", "send", "dead_letter", "commit", "abort"],
+    "plain.Transactions": ["begin"],
+    "plain.PlainTransaction": ["send"],
+    "Settings": ["get", "with_values", "without"],
+}
+PYTHON = {
+    "Functions and what they handle": ["App", "Record", "Out", "run"],
+    "Records that fail": ["stop", "skip", "dlq", "retry"],
+    "State": ["State", "MapState", "ListState"],
+    "A loop of your own": ["TransactSession", "Transaction", "Settings"],
+    "A transaction without an input": ["transaction", "plain.Transactions", "plain.PlainTransaction", "plain.Delivery"],
+    "Errors": [name for name in eos.__all__ if isinstance(getattr(errors, name, None), type)],
+    "Tests": ["testing.run", "testing.Ran", "testing.Sent", "testing.Session", "testing.sweep"],
+    "Spark": [
+        f"spark_connector.{name}"
+        for name in ("spark_session", "read_committed", "exactly_once_sink", "exactly_once_write")
+    ],
+}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    pages = {page: (ROOT / name).read_text() for name, page in AT_ROOT.items()}
+    pages["LICENSE.md"] = f"# Licence\n\n```text\n{(ROOT / 'LICENSE').read_text()}```\n"
+    for example in (ROOT / "examples").glob("*.py"):
+        pages[f"examples/{example.stem}.md"] = f"# {example.name}\n\n```python\n{example.read_text()}```\n"
+    pages["reference/commands.md"] = _commands()
+    pages["reference/python.md"] = _python()
+    for page, text in pages.items():
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Its links, as they are between pages."""
+    here = page.file.src_uri
+    written_at = next((name for name, there in AT_ROOT.items() if there == here), f"docs/{here}")
+
+    def lead(found: re.Match[str]) -> str:
+        path, hash_, anchor = found[1].partition("#")
+        if not path or re.match(r"\w+:", path):
+            return found[0]
+        file = posixpath.normpath(posixpath.join(posixpath.dirname(written_at), path))
+        return f"]({posixpath.relpath(_page_of(file), posixpath.dirname(here) or '.')}{hash_}{anchor})"
+
+    return re.sub(r"\]\(([^)\s]+)\)", lead, markdown)
+
+
+def _page_of(file: str) -> str:
+    if file.startswith("docs/"):
+        return file.removeprefix("docs/")
+    if file.startswith("examples/"):
+        return file.removesuffix(".py") + ".md"
+    return AT_ROOT.get(file, f"{file}.md")
+
+
+def _commands() -> str:
+    """The help of each command, as the terminal shows it."""
+    os.environ |= {"TERMINAL_WIDTH": "100", "NO_COLOR": "1", "TERM": "dumb"}  # typer reads them at its first help
+    sys.argv[0] = "eos"  # the program's name in it
+    commands: list[list[str]] = [[]]
+    for name in COMMANDS:
+        commands.append([name])
+        commands += [[name, below] for below in getattr(program([name]).commands[name], "commands", {})]
+    text = "# Commands\n\nAs `eos COMMAND --help` shows them.\n"
+    for command in commands:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            invoke([*command, "--help"])
+        level = "#" * (len(command) + 1) if command else "##"
+        text += f"\n{level} `{' '.join(['eos', *command])}`\n\n```text\n{printed.getvalue().strip()}\n```\n"
+    return text
+
+
+def _python() -> str:
+    text = "# Python\n"
+    for title, names in PYTHON.items():
+        text += f"\n## {title}\n"
+        for name in names:
+            text += f"\n::: {name if name.startswith('spark_connector') else f'eos.{name}'}\n"
+            if name in MEMBERS:
+                text += f"    options:\n      members: [{', '.join(MEMBERS[name])}]\n"
+    return text

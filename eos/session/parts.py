@@ -1,0 +1,66 @@
+"""The parts of a session, made once and put together here; each has a rule, and knows only those that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from eos.kafka.settings import Settings
+from eos.kafka.world import World
+from eos.session.claim import Claim
+from eos.session.endings import Endings
+from eos.session.intake import Intake
+from eos.session.lanes import Lanes
+from eos.session.membership import Membership
+from eos.session.observe import Pulse
+from eos.session.offsets import Offsets
+from eos.session.pacing import Pacing
+from eos.session.participants import Listener, Participant
+from eos.session.successor import Successor
+
+
+class Parts:
+    """`stopping`: whether a stop was asked for. The rest is TransactSession's."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        topics: list[str],
+        participants: Sequence[Participant],
+        listener: Listener,
+        *,
+        until_end: bool,
+        together: int,
+        stopping: Callable[[], bool],
+        world: World,
+    ) -> None:
+        self.settings, self.participants, self.listener = settings, participants, listener
+        self.stopping, self.world = stopping, world
+        self.group: str = settings["group.id"]
+        self.pulse = Pulse(world.now)
+        interval_s = settings["eos.transaction.interval.ms"] / 1000
+        self.pacing = Pacing(interval_s, settings["eos.transaction.max.records"], together)
+        self.endings = Endings(participants, listener, world)
+        self.counters = self.endings.counters
+        self.intake = Intake(
+            settings,
+            topics,
+            self.pacing,
+            participants,
+            until_end=until_end,
+            stopping=stopping,
+            rebalances=self.counters.rebalances,
+            pulse=self.pulse,
+            world=world,
+        )
+        self.positions = self.intake.positions
+        self.successor = Successor(settings, world)
+        self.offsets = Offsets(settings, self.positions, participants, self.successor, world)
+        self.lanes = Lanes(settings, self.pulse, world)
+        self.claim = Claim(
+            settings, self.successor.told, lambda: self.membership.member.nobody_took_our_place(), self.pulse, world
+        )
+
+    @property
+    def membership(self) -> Membership:
+        """The present one: a new consumer has another."""
+        return self.intake.membership

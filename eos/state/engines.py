@@ -1,0 +1,255 @@
+"""What keeps values in a folder: LMDB, or RocksDB for state that memory does not hold.
+
+An engine is two tables of bytes: values, and what is noted beside them. Both are written as one, and outlive a killed
+process; neither is told to sync. LMDB reads what it has in memory in a microsecond and writes a page for each value
+that a transaction changed, wherever that lies; RocksDB writes them all in a row, and sorts them out later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import lmdb
+
+from eos import log
+from eos.errors import ConfigurationError
+from eos.state.values import Value
+
+_MOST_BYTES = 1 << 36  # of one folder: 64 GiB; nothing of it is taken before it is written
+
+
+class EngineFailed(Exception):
+    """It cannot be opened or written; says why."""
+
+
+class Engine(Protocol):
+    folder: str
+    """Its name below a task's."""
+
+    def __init__(self, path: Path, memory_bytes: int) -> None:
+        """Raises EngineFailed for what cannot be read."""
+
+    @property
+    def size_bytes(self) -> int:
+        """On disk."""
+
+    def __len__(self) -> int:
+        """How many values; RocksDB only knows about how many."""
+
+    def get(self, name: bytes) -> bytes | None: ...
+
+    def noted(self, name: bytes) -> bytes | None: ...
+
+    def scan(self, low: bytes, high: bytes, back: bool) -> Iterator[tuple[bytes, bytes]]:
+        """Values from `low` on and before `high`, in the order of their names; not beyond the next `write`."""
+
+    def notes(self, begin: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Those whose names begin so, in order; as `scan`."""
+
+    def write(self, values: Mapping[bytes, Value], notes: Mapping[bytes, Value]) -> None:
+        """All or nothing. Raises EngineFailed."""
+
+    def clear(self) -> None:
+        """Raises EngineFailed."""
+
+    def close(self) -> None: ...
+
+
+class Lmdb:
+    folder = "values"
+
+    def __init__(self, path: Path, memory_bytes: int) -> None:
+        options: dict[str, Any] = {"map_size": _MOST_BYTES, "max_dbs": 2, "sync": False, "metasync": False}
+        options |= {"readahead": False, "max_spare_txns": 1}
+        try:
+            self._environment = lmdb.open(str(path), **options)
+            self._values = self._environment.open_db(b"values")
+            self._notes = self._environment.open_db(b"notes")
+        except lmdb.Error as error:
+            raise EngineFailed(str(error)) from error
+        self._file = path / "data.mdb"
+        self._reader = self._environment.begin(self._values)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._file.stat().st_blocks * 512
+
+    def __len__(self) -> int:
+        return int(self._reader.stat(self._values)["entries"])
+
+    def get(self, name: bytes) -> bytes | None:
+        return self._reader.get(name)
+
+    def noted(self, name: bytes) -> bytes | None:
+        return self._reader.get(name, db=self._notes)
+
+    def scan(self, low: bytes, high: bytes, back: bool) -> Iterator[tuple[bytes, bytes]]:
+        cursor = self._reader.cursor()
+        if back:
+            found = cursor.prev() if cursor.set_range(high) else cursor.last()
+            while found and (name := cursor.key()) >= low:
+                yield name, cursor.value()
+                found = cursor.prev()
+        else:
+            found = cursor.set_range(low)
+            while found and (name := cursor.key()) < high:
+                yield name, cursor.value()
+                found = cursor.next()
+
+    def notes(self, begin: bytes) -> Iterator[tuple[bytes, bytes]]:
+        cursor = self._reader.cursor(self._notes)
+        found = cursor.set_range(begin)
+        while found and (name := cursor.key()).startswith(begin):
+            yield name, cursor.value()
+            found = cursor.next()
+
+    def write(self, values: Mapping[bytes, Value], notes: Mapping[bytes, Value]) -> None:
+        with self._writing() as writing:
+            for table, changes in ((self._values, values), (self._notes, notes)):
+                gone = [name for name, value in changes.items() if value is None]
+                for name in gone:
+                    writing.delete(name, db=table)
+                there = changes.items() if not gone else ((n, v) for n, v in changes.items() if v is not None)
+                writing.cursor(table).putmulti(there)
+
+    def clear(self) -> None:
+        with self._writing() as writing:
+            writing.drop(self._values, delete=False)
+            writing.drop(self._notes, delete=False)
+
+    @contextmanager
+    def _writing(self) -> Iterator[Any]:
+        try:
+            with self._environment.begin(write=True) as writing:
+                yield writing
+        except (lmdb.Error, OSError) as error:
+            raise EngineFailed(str(error)) from error
+        self._reader.abort()
+        self._reader = self._environment.begin(self._values)
+
+    def close(self) -> None:
+        self._reader.abort()
+        self._environment.close()
+
+
+# Names of what RocksDB has one table for: no name of a value begins so (eos/app/cells.py, folders.py).
+_NOTE, _BEHIND_NOTES = b"\xfe", b"\xff"
+
+
+class RocksDb:
+    folder = "rocksdb"
+
+    def __init__(self, path: Path, memory_bytes: int) -> None:
+        from rocksdict import Rdict, WriteBatch
+
+        self._path, self._batch = path, functools.partial(WriteBatch, raw_mode=True)
+        try:
+            self._db = Rdict(str(path), _options(memory_bytes))
+        except Exception as error:  # RocksDB's have no class of their own
+            raise EngineFailed(str(error)) from error
+
+    @property
+    def size_bytes(self) -> int:
+        found = 0
+        for file in self._path.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # compaction deletes files meanwhile
+                found += file.stat().st_blocks * 512
+        return found
+
+    def __len__(self) -> int:
+        return int(self._db.property_int_value("rocksdb.estimate-num-keys") or 0)
+
+    def get(self, name: bytes) -> bytes | None:
+        found: bytes | None = self._db.get(name)
+        return found
+
+    def noted(self, name: bytes) -> bytes | None:
+        return self.get(_NOTE + name)
+
+    def scan(self, low: bytes, high: bytes, back: bool) -> Iterator[tuple[bytes, bytes]]:
+        at = self._db.iter()
+        if back:
+            at.seek_for_prev(high)
+            if at.valid() and at.key() == high:
+                at.prev()
+            while at.valid() and (name := at.key()) >= low:
+                yield name, at.value()
+                at.prev()
+        else:
+            at.seek(low)
+            while at.valid() and (name := at.key()) < high:
+                yield name, at.value()
+                at.next()
+
+    def notes(self, begin: bytes) -> Iterator[tuple[bytes, bytes]]:
+        for name, value in self.scan(_NOTE + begin, _BEHIND_NOTES, back=False):
+            if not name.startswith(begin, 1):
+                return
+            yield name[1:], value
+
+    def write(self, values: Mapping[bytes, Value], notes: Mapping[bytes, Value]) -> None:
+        with self._writing() as batch:
+            for begin, changes in ((b"", values), (_NOTE, notes)):
+                for name, value in changes.items():
+                    if value is None:
+                        batch.delete(begin + name)
+                    else:
+                        batch.put(begin + name, value)
+
+    def clear(self) -> None:
+        with self._writing() as batch:
+            batch.delete_range(b"", b"\xff" * 40)
+
+    @contextmanager
+    def _writing(self) -> Iterator[Any]:
+        batch = self._batch()
+        yield batch
+        try:
+            self._db.write(batch)
+        except Exception as error:
+            raise EngineFailed(str(error)) from error
+
+    def close(self) -> None:
+        try:
+            self._db.close()
+        except Exception as error:  # noqa: BLE001 - it has no class
+            # It flushes what its log has anyway.
+            log.debug("a folder of state could not be flushed", folder=self._path, error=str(error))
+
+
+@functools.cache
+def _options(memory_bytes: int) -> Any:
+    """One cache and one budget of buffers for all folders of the process: else its memory grows with its partitions."""
+    from rocksdict import BlockBasedOptions, Cache, Options, WriteBufferManager
+
+    options, table, cache = Options(raw_mode=True), BlockBasedOptions(), Cache(memory_bytes)
+    table.set_block_cache(cache)
+    table.set_cache_index_and_filter_blocks(True)
+    table.set_bloom_filter(10, False)
+    options.set_block_based_table_factory(table)
+    # What buffers take counts as taken of the cache.
+    options.set_write_buffer_manager(
+        WriteBufferManager.new_write_buffer_manager_with_cache(memory_bytes // 2, False, cache)
+    )
+    options.increase_parallelism(2)
+    options.set_keep_log_file_num(2)
+    return options
+
+
+ENGINES: Final[Mapping[str, type[Lmdb] | type[RocksDb]]] = {"lmdb": Lmdb, "rocksdb": RocksDb}
+
+
+def check_engine(name: str) -> None:
+    """Raises ConfigurationError for one that is not installed."""
+    if name == "rocksdb":
+        try:
+            import rocksdict  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise ConfigurationError(
+                "eos.state.engine=rocksdb needs rocksdict", remedy="pip install 'eos-kafka[rocksdb]'"
+            ) from error

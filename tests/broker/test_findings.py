@@ -1,0 +1,48 @@
+"""What docs/findings.md says of other people's software shows itself with the versions that are here: one that does not
+any more has been mended, and its page and what we do about it can go."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "docs" / "findings").glob("*.py"))
+PATIENCE_S = 240
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """What was started with this folder for temporary files, and lives."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("TMPDIR") == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.timeout(PATIENCE_S + 60)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_finding_shows_itself_and_leaves_no_process_behind(script: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    running = subprocess.Popen(
+        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        said, _ = running.communicate(timeout=PATIENCE_S)
+        left = processes_of(tmp_path)
+        assert left == [], said
+    finally:
+        for process in processes_of(tmp_path):
+            process.kill()
+        running.wait()
+    assert running.returncode == 0, said
+    assert any(line.startswith("SEEN: ") for line in said.splitlines()), said

@@ -1,0 +1,19 @@
+"""The tutorial of Spark does what it says, behind the worker's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eos.broker import LocalKafka
+from tests.support.pages import TUTORIALS, differences, follow
+
+
+@pytest.mark.deep
+def test_a_query_that_is_killed_as_its_tutorial_says_doubles_nothing(kafka: LocalKafka, tmp_path: Path) -> None:
+    assert differences(follow(TUTORIALS / "worker.md", kafka.bootstrap_servers, tmp_path)) == []
+
+    spark = follow(TUTORIALS / "spark.md", kafka.bootstrap_servers, tmp_path, timeout=250)
+    assert len(spark) == 3
+    assert differences(spark) == []

@@ -1,0 +1,104 @@
+"""A page of docs/ as a reader follows it: files are written, commands run in one shell, what they print is compared.
+
+A block of Python that begins with `# name.py` is a file, `sh` are commands, the `text` behind them what these print.
+Numbers and order of a text with times in it are of that moment. A line that ends with `(open)` may be missing: a kill
+that comes between two transactions leaves none open.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+TUTORIALS = DOCS / "tutorial"
+SERVERS = "127.0.0.1:9092"  # of the pages
+_NOT_HERE = re.compile(r"^(?:pip install|eos broker) .*$", re.MULTILINE)  # the reader's, and there in a test
+_TIMES = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d")
+_MARK = "---- what is printed from here on belongs to commands"
+
+
+@dataclass
+class Step:
+    """Files that are made before, commands, and what the page says they print."""
+
+    files: dict[str, str] = field(default_factory=dict)
+    commands: str = ""
+    printed: str | None = None
+
+
+def blocks_of(text: str) -> list[tuple[str, str]]:
+    """Language and lines of each block, in their order."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def file_of(block: str) -> str:
+    """The name of the file that a block is, by its first line; "" of none."""
+    named = re.match(r"(?:#|//) (\S+\.\w+)\n", block)
+    return named[1] if named else ""
+
+
+def steps_of(page: Path) -> Iterator[Step]:
+    step = Step()
+    for language, block in blocks_of(page.read_text()):
+        if language not in ("python", "sh", "text"):
+            continue
+        if step.commands and language != "text":
+            yield step
+            step = Step()
+        if language == "python":
+            step.files[file_of(block)] = block
+        elif language == "sh":
+            step.commands = _NOT_HERE.sub("", block).strip()
+        else:
+            step.printed = block
+            yield step
+            step = Step()
+    if step.commands:
+        yield step
+
+
+def follow(page: Path, servers: str, folder: Path, timeout: float = 120.0) -> list[tuple[Step, str]]:
+    """Each step with what its commands printed, in `folder` and against the brokers `servers`."""
+    steps = [step for step in steps_of(page) if step.commands]
+    for step in steps:
+        for name, text in step.files.items():
+            (folder / name).write_text(text.replace(SERVERS, servers))
+    script = "\n".join(f"echo {_MARK!r}\n{step.commands.replace(SERVERS, servers)}" for step in steps)
+    done = subprocess.run(
+        ["bash", "-s"],
+        input=script,
+        cwd=folder,
+        env=os.environ
+        | {
+            "KAFKA_BOOTSTRAP_SERVERS": servers,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        },
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    print(done.stdout, done.stderr, sep="\n")  # pytest shows it where the page is wrong
+    printed = done.stdout.split(f"{_MARK}\n")[1:]
+    assert len(printed) == len(steps), "the shell ended early"
+    return list(zip(steps, printed, strict=True))
+
+
+def differences(steps: list[tuple[Step, str]]) -> list[str]:
+    """What was printed and is not what the page says."""
+    return [
+        f"{step.commands}\n printed\n{seen}\n in place of\n{step.printed}"
+        for step, seen in steps
+        if step.printed is not None and _comparable(seen) != _comparable(step.printed)
+    ]
+
+
+def _comparable(text: str) -> list[str]:
+    lines = [line.rstrip() for line in text.strip().splitlines() if not line.endswith("(open)")]
+    return sorted(re.sub(r"\d+", "N", line) for line in lines) if _TIMES.search(text) else lines

@@ -1,0 +1,303 @@
+"""State with a time-to-live: forgotten by the time of the records, and never by when they are handled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import eos
+import eos.testing
+from eos import App, ConfigurationError, ListState, MapState, Out, Record, State
+from eos.app.ageing import stamped
+from eos.app.cells import TIME, cell_of, store_of
+from eos.state import tasks
+from eos.state.engines import ENGINES
+from eos.state.folders import InFolder
+from eos.state.tasks import Sent, Task
+from eos.state.values import InMemory, Values
+
+TTL = timedelta(milliseconds=10)
+
+
+def app_of(ttl: Any = TTL) -> App:
+    app = App("shop")
+
+    @app.process("in", to="out", ttl=ttl, on_error=eos.skip)
+    def visit(page: str, times: State[int], pages: MapState[str, int], last: ListState[str], all: State[int]) -> str:
+        all.set(all.get(0) + 1)
+        if page == "look":
+            return f"{times.get()} {dict(pages)} {list(last)} {all.get()}"
+        before, of_page = times.get(0), pages.get(page, 0)
+        times.set(1 if page == "same" else before + 1)
+        pages[page] = 1 if page == "same" else of_page + 1
+        last.append(page)
+        if page == "bad":
+            raise ValueError(page)
+        return f"{times.get()} {dict(pages)} {list(last)} {all.get()}"
+
+    return app
+
+
+def test_reading_a_set_does_not_make_it_live_longer() -> None:
+    """Equal sets may be other bytes."""
+    app = App("shop")
+    names: set[int] = set()
+    for number in (17, 8, 32, 15, -17, -8, 63, 57):  # those that are deleted were in the way of those that follow
+        names.add(number) if number > 0 else names.discard(-number)
+    assert list(names) != list(set(list(names)))  # noqa: C414 - as they come back
+
+    @app.process("in", to="out", ttl=TTL)
+    def visit(what: str, seen: State[set[int]], each: MapState[str, set[int]]) -> str:
+        if what == "keep":
+            seen.set(names)
+            each["x"] = names
+        return f"{seen.get() == names} {each.get('x') == names}"
+
+    records = [
+        Record("in", 0, number, timestamp=100 + number * 4, key=b"a", value=what)
+        for number, what in enumerate([b"keep", b"look", b"look", b"look"])
+    ]
+    assert eos.testing.run(app, records).values("out") == [b"True True"] * 3 + [b"False False"]
+
+
+class Model:
+    """What `visit` sees and leaves, said anew: per key, values with the time of their last write."""
+
+    def __init__(self) -> None:
+        self.time = 0
+        self.times: dict[bytes, tuple[int, int]] = {}
+        self.pages: dict[bytes, dict[str, tuple[int, int]]] = {}
+        self.last: dict[bytes, list[tuple[str, int]]] = {}
+        self.all: dict[bytes, int] = {}
+
+    def visit(self, record: Record) -> str | None:
+        assert record.key is not None
+        assert record.value is not None
+        key, page = record.key, record.value.decode()
+        self.time = now = max(self.time, record.timestamp)
+        times, at = self.times.get(key, (0, 0))
+        times = times if now < at + 10 else 0
+        pages = {p: (n, at) for p, (n, at) in self.pages.get(key, {}).items() if now < at + 10}
+        last = [(p, at) for p, at in self.last.get(key, ()) if now < at + 10]
+        all_ = self.all.get(key, 0) + 1
+        if page == "bad":
+            return None
+        if page != "look":
+            times = 1 if page == "same" else times + 1
+            pages[page] = 1 if page == "same" else pages.get(page, (0, 0))[0] + 1, now
+            last.append((page, now))
+            self.times[key], self.pages[key], self.last[key] = (times, now), pages, last
+        self.all[key] = all_
+        pages_told = {p: n for p, (n, _) in sorted(pages.items())}
+        return f"{times or None} {pages_told} {[p for p, _ in last]} {all_}"
+
+
+RECORDS = st.lists(
+    st.tuples(
+        st.sampled_from([b"a", b"b"]),
+        st.sampled_from(["x", "y", "same", "bad", "look", "look"]),
+        st.integers(-8, 12),  # how much later than the one before
+        st.sampled_from(["go on", "go on", "commit", "abort", "restart", "lost"]),
+    ),
+    max_size=40,
+)
+
+
+@given(where=st.sampled_from(["memory", *ENGINES]), steps=RECORDS)
+def test_a_value_is_there_for_so_long_behind_its_last_write_whatever_happens_in_between(
+    where: str, steps: list[tuple[bytes, str, int, str]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    base, changelog = tmp_path_factory.mktemp("ages"), list[Sent]()
+    route = app_of({"times": TTL, "pages": TTL, "last": TTL}).routes["in"]
+
+    def values_of() -> Values:
+        return values_in(where, base, route.ttls)
+
+    task = Task(values_of(), route.ttls)
+    bound = route.bound(cells_of=lambda _: task)
+    model, now, uncommitted = Model(), 100, list[Record]()
+
+    def handle(record: Record) -> str | None:
+        try:
+            (send,) = bound.outputs(record)
+        except ValueError:
+            return None
+        assert send[1] is not None
+        return send[1].decode()
+
+    for number, (key, page, later, then) in enumerate(steps):
+        now += later
+        record = Record("in", 0, number, now, key, page.encode())
+        assert handle(record) == model.visit(record)
+        uncommitted.append(record)
+        if then in ("commit", "restart", "lost"):
+            task.expire()
+            changelog += task.to_send()
+            task.committed(0.0)
+            uncommitted = []
+        if then == "abort":
+            task.undone()
+            for again in uncommitted:
+                handle(again)
+        if then in ("restart", "lost"):
+            task.values.close()
+            if then == "lost" or where == "memory":
+                base = tmp_path_factory.mktemp("lost")
+            task = Task(restored(values_of(), changelog, route.ttls), route.ttls)
+    task.values.close()
+
+
+def values_in(where: str, base: Path, ttls: Mapping[bytes, int]) -> Values:
+    if where == "memory":
+        return InMemory(ageing=ttls)
+    folder = InFolder.of(base, "t", "id", ageing=ttls, engine=ENGINES[where])
+    assert folder is not None
+    return folder
+
+
+def restored(values: Values, changelog: list[Sent], ttls: Mapping[bytes, int]) -> Values:
+    """As eos/state/restoring.py does it, from where these values stand."""
+    news: dict[bytes, bytes | None] = {}
+    for cell, value, at in changelog:
+        news[cell] = stamped(at, value) if store_of(cell) in ttls and value is not None else value
+    if values.get(TIME) is None:
+        values.apply(news, 0, 0.0)
+    written = [at for _, at in values.oldest(b"times")]
+    assert written == sorted(written)
+    return values
+
+
+def test_what_is_over_leaves_the_changelog_and_the_values_with_the_next_transactions() -> None:
+    route = app_of().routes["in"]
+    task = Task(InMemory(ageing=route.ttls), route.ttls)
+    bound = route.bound(cells_of=lambda _: task)
+    bound.outputs(Record("in", 0, 0, 1_000, b"a", b"x"))
+    sent = {cell: (value, at) for cell, value, at in task.to_send()}
+    assert sent[cell_of("times", b"a")] == (b"1", 1_000), "the value itself, and the records' time"
+    assert sent[cell_of("all", b"a")] == (b"1", 1_000)
+    task.expire()
+    task.committed(0.0)
+    for at in (1_009, 900, 1_010):  # a late one does not turn the time back
+        bound.outputs(Record("in", 0, 1, at, b"b", b"look"))
+        task.expire()
+        gone = {cell for cell, value, _ in task.to_send() if value is None}
+        assert len(gone) == (4 if at == 1_010 else 0)
+    task.committed(0.0)
+    assert len(task.values) == 2, "what b has: all; and the time"
+
+
+@pytest.mark.parametrize("where", ["memory", *ENGINES])
+def test_what_is_set_lives_on_though_it_is_what_it_was(where: str, tmp_path: Path) -> None:
+    route = app_of().routes["in"]
+    values = values_in(where, tmp_path, route.ttls)
+    task = Task(values, route.ttls)
+    bound = route.bound(cells_of=lambda _: task)
+    for at in (100, 109, 118):
+        bound.outputs(Record("in", 0, 0, at, b"a", b"same"))
+        task.expire()
+        task.committed(0.0)
+        assert list(values.oldest(b"times")) == [(cell_of("times", b"a"), at)], "once, by its last write"
+    ((_, told, *_),) = bound.outputs(Record("in", 0, 1, 120, b"a", b"look"))
+    assert told == b"1 {'same': 1} ['same'] 4"
+    values.close()
+
+
+def test_much_that_is_over_at_once_goes_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "_MOST_OVER", 5)
+    values = InMemory(ageing=[b"s"])
+    values.apply({cell_of("s", b"%d" % n): stamped(n, b"") for n in range(12)} | {TIME: b"50"}, 0, 0.0)
+    task = Task(values, {b"s": 10})
+    for left in (8, 3, 1, 1):
+        task.expire()
+        task.committed(0.0)
+        assert len(values) == left
+
+
+def test_a_record_from_the_future_does_not_take_the_time_along() -> None:
+    task = Task(clock=lambda: 5.0)
+    assert [task.at(ms) for ms in (4_000, 99_000, -1, 0)] == [4_000, 5_000, 5_000, 5_000]
+
+
+def test_async_and_batch_functions_have_the_time_of_their_records() -> None:
+    app = App("shop")
+
+    @app.process("one", to="out", ttl=TTL, on_error=eos.skip)
+    async def one(page: str, times: State[int]) -> str:
+        await asyncio.sleep(0.005 if page == "slow" else 0)
+        times.set(times.get(0) + 1)
+        if page == "bad":
+            raise ValueError
+        return str(times.get())
+
+    def at(topic: str, *records: tuple[bytes, str, int]) -> list[bytes | None]:
+        given_ = [Record(topic, 0, n, ms, key, value.encode()) for n, (key, value, ms) in enumerate(records)]
+        return eos.testing.run(app, given_).values("out")
+
+    # b is handled while a's first waits: it is not at the time of the last yet, and the last sees nothing of the first.
+    assert at("one", (b"a", "slow", 100), (b"b", "x", 101), (b"b", "x", 102), (b"a", "x", 110)) == [
+        b"1", b"1", b"2", b"1",
+    ]  # fmt: skip
+    # The time of one that fails counts; and what was made behind it is kept.
+    assert at("one", (b"a", "x", 100), (b"b", "bad", 110), (b"a", "x", 101)) == [b"1", b"1"]
+
+
+def test_a_batch_is_at_the_time_of_its_latest_record() -> None:
+    app, task = App("shop"), Task(ttls={b"times": 10})
+
+    @app.process_batch("in", to="out", ttl=TTL)
+    def many(records: list[Record], times: dict[bytes, State[int]]) -> list[Out]:
+        for state in times.values():
+            state.set(state.get(0) + 1)
+        return [records[0].out(times[b"a"].get())]
+
+    bound = app.routes["in"].bound(cells_of=lambda _: task)
+    for latest, count in ((100, b"1"), (109, b"2"), (119, b"1")):
+        ((_, value, *_),) = bound.outputs_batch([Record("in", 0, 0, ms, b"a", b"x") for ms in (90, latest, 80)])
+        assert value == count
+
+
+def test_what_is_left_of_a_run_is_what_is_not_over() -> None:
+    record = Record("in", 0, 0, 100, b"a", b"x")
+    later = Record("in", 0, 1, 110, b"b", b"x")
+    states = eos.testing.run(app_of({"times": TTL}), [record, later]).states["visit"]
+    assert states["times"] == {b"b": 1}
+    assert states["pages"] == {b"a": {"x": 1}, b"b": {"x": 1}}
+
+
+@pytest.mark.parametrize(
+    ("ttl", "said"),
+    [
+        ({"seen": TTL}, "ttl= of visit names 'seen', and its state is times, pages, last, all"),
+        (timedelta(0), r"ttl= of visit is datetime.timedelta\(0\): it must be a timedelta of a millisecond or more"),
+        (60, "ttl= of visit is 60: it must be a timedelta"),
+        ({"times": 60}, "ttl= of visit is 60: it must be a timedelta"),
+    ],
+)
+def test_a_time_to_live_that_is_none_is_refused_where_it_stands(ttl: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        app_of(ttl)
+
+
+def test_a_function_without_state_has_nothing_to_forget() -> None:
+    with pytest.raises(ConfigurationError, match="ttl= of f says how long state is kept, and it has none"):
+        App("shop").process("in", ttl=TTL)(f)
+
+
+def f(value: str) -> None: ...
+
+
+def test_a_folder_of_another_time_to_live_is_begun_anew(tmp_path: Path) -> None:
+    for ageing, left in (([b"s"], 0), ([b"s"], 1), ([], 0)):
+        folder = InFolder.of(tmp_path, "t", "id", ageing=ageing)
+        assert folder is not None
+        assert len(folder) == left
+        folder.apply({cell_of("s", b"k"): stamped(5, b"v")}, 1, 0.0)
+        assert list(folder.oldest(b"s") if ageing else ()) == [(cell_of("s", b"k"), 5)] * len(ageing)
+        folder.close()

@@ -1,0 +1,55 @@
+"""`eos init`: what it makes works as it is."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eos import cli
+from eos.cli.init import FILES
+from eos.kafka.settings import load
+
+
+def test_what_is_made_passes_its_own_test_and_is_an_app(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.invoke(["init", "my-shop.v1"]) == 0
+    told = capsys.readouterr().out
+    assert all(file in told for file in FILES)
+    made = tmp_path / "my-shop.v1"
+    assert {file.name for file in made.iterdir()} == set(FILES)
+    assert not any("$" in file.read_text().replace("${PYTHON}", "") for file in made.iterdir())
+    tested = subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=made, capture_output=True, text=True)
+    assert tested.returncode == 0, tested.stdout
+    assert "1 passed" in tested.stdout
+    assert load({}, {}, made / "eos.toml")["bootstrap.servers"] == "127.0.0.1:9092"
+    monkeypatch.chdir(made)
+    assert cli.invoke(["topology", "app:app"]) == 0
+    assert "writes  my-shop.v1-out" in capsys.readouterr().out
+    for command in re.findall(r"^  eos (\w+)", told, re.MULTILINE):
+        assert command in cli.COMMANDS
+
+
+def test_nothing_is_written_over_and_a_name_must_be_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    for name, said in (
+        ("full", "full is there already"),
+        ("file", "file is there already"),
+        ("a b", "an App is named by letters"),
+        ("../x", "an App is named by letters"),
+    ):
+        assert cli.invoke(["init", name]) == 64
+        assert said in capsys.readouterr().err
+    assert {file.name for file in (tmp_path / "full").iterdir()} == {"mine"}
+    assert cli.invoke(["init", "empty"]) == 0
