@@ -35,6 +35,11 @@ _ASK_S = 5.0
 _POLL_S = 0.1
 _MOST = 1_000
 _NO_PROGRESS_S = 30.0
+_NO_LEADER_YET = (
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.UNKNOWN_TOPIC_OR_PART,
+)
 
 
 class Mark(Enum):
@@ -59,16 +64,31 @@ class Span:
 
 def spans(settings: Settings, topic: str, timeout_s: float, world: World = REAL) -> dict[int, Span]:
     """Of each partition of a topic. Unavailable for an unreachable cluster or a topic that does not exist."""
-    return spans_by(facts.connect(settings, timeout_s, world), settings, topic)
+    return spans_by(facts.connect(settings, timeout_s, world), settings, topic, world)
 
 
-def spans_by(client: Any, settings: Settings, topic: str) -> dict[int, Span]:
+def spans_by(client: Any, settings: Settings, topic: str, world: World = REAL) -> dict[int, Span]:
     """The same, asked by a client that is there, as facts.connect gives it."""
+    deadline = world.now() + facts.NEW_TOPIC_S
+    while True:
+        try:
+            return _spans(client, settings, topic)
+        except Unavailable as error:
+            if not isinstance(error, _NotYet) or world.now() > deadline:
+                raise
+        world.sleep(0.05)
+
+
+class _NotYet(Unavailable):
+    """What a topic that was just created looks like too, to a broker that has not heard of it."""
+
+
+def _spans(client: Any, settings: Settings, topic: str) -> dict[int, Span]:
     found = facts.describe_topic(client, topic)
     if found.exists is None:
         raise stop_error(CallFailed("consume", Action.UNAUTHORISED, KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)))
     if not found.exists:
-        raise Unavailable(
+        raise _NotYet(
             f"topic {topic} does not exist at {settings.bootstrap_servers}",
             remedy=f"`eos topic create {topic}` makes it",
         )
@@ -104,7 +124,9 @@ def _offsets(client: Any, places: list[TopicPartition], spec: Any, level: Isolat
     try:
         return {at.partition: future.result(_ASK_S * 2).offset for at, future in asked.items()}
     except (KafkaException, TimeoutError) as error:
-        raise Unavailable(f"the offsets of {places[0].topic} cannot be had: {describe_error(error)}") from error
+        new = isinstance(error, KafkaException) and error.args[0].code() in _NO_LEADER_YET
+        kind = _NotYet if new else Unavailable
+        raise kind(f"the offsets of {places[0].topic} cannot be had: {describe_error(error)}") from error
 
 
 def _ends(client: Any, places: list[TopicPartition], spec: Any, level: IsolationLevel) -> dict[int, int]:

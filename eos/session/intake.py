@@ -22,7 +22,7 @@ from eos.session.pacing import Pacing
 from eos.session.participants import Participant
 from eos.session.positions import Positions
 
-_IDLE_POLL_S = 0.1
+_IDLE_POLL_S = 0.1  # a stop waits for no more than this
 _BACKLOG_PAUSE_S = 0.005  # how long an open transaction waits for the next record before it ends early
 _PAUSE_S = 0.05
 
@@ -157,7 +157,12 @@ class Intake:
                 return
             self._pacing.gathers(now := self._world.now())
         # So many are a backlog, also before the interval is over: the producer has nothing to send until we begin.
-        self.poll(self._pacing.first(len(self.positions)), self._pacing.gather_s(now))
+        backlog = len(self.positions) + self._pacing.first(len(self.positions))
+        while True:
+            left_s = self._pacing.gather_s(self._world.now())
+            self.poll(backlog - len(self.positions), min(left_s, _IDLE_POLL_S))
+            if left_s <= _IDLE_POLL_S or len(self.positions) >= backlog or self._stopping():
+                return
 
     def wait_out_pause(self) -> None:
         """After an abort: gives the group and the cluster a moment, polling so that callbacks come through."""

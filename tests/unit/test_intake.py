@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 from eos.errors import Action, CallFailed
@@ -28,14 +29,28 @@ def test_where_a_partition_began_under_latest_is_known_to_every_consumer_until_i
         assert intake._failure is None
 
 
-def intake_of(world: World) -> Intake:
+def test_a_stop_does_not_wait_for_the_interval_in_which_records_are_gathered() -> None:
+    """An interval of a minute outlived `eos.shutdown.timeout.ms`: exit 75, with nothing to do."""
+    clock = SimpleNamespace(now=1_000.0)
+
+    def passes(most: int, timeout_s: float) -> None:
+        clock.now += timeout_s
+
+    intake = intake_of(World(now=lambda: clock.now), interval_s=60.0, stopping=lambda: clock.now >= 1_000.25)
+    intake._membership = SimpleNamespace(poll=passes, waiting=False, lost_sentence=None)  # type: ignore[assignment]
+    intake._pacing.began(1_000.0)
+    intake.gather()
+    assert round(clock.now, 6) == 1_000.3
+
+
+def intake_of(world: World, interval_s: float = 0.1, stopping: Callable[[], bool] = lambda: False) -> Intake:
     return Intake(
         Settings(SETTINGS),
         ["in"],
-        Pacing(0.1, 5),
+        Pacing(interval_s, 5),
         [],
         until_end=False,
-        stopping=lambda: False,
+        stopping=stopping,
         rebalances={},
         pulse=Pulse(world.now),
         world=world,

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from confluent_kafka import KafkaError, KafkaException
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +17,10 @@ from eos import cli
 from eos.app import lineage
 from eos.app.dead_letters import dead_letter
 from eos.cli.written import bytes_of, header_json, headers_text, json_of, text_of
-from eos.kafka.tail import Mark, Seen, _Lane, _merged
+from eos.errors import Unavailable
+from eos.kafka.settings import Settings
+from eos.kafka.tail import Mark, Seen, Span, _Lane, _merged, spans_by
+from eos.kafka.world import World
 from eos.records import Record
 
 
@@ -55,6 +62,49 @@ def test_records_of_several_partitions_are_merged_by_time_and_never_against_an_o
         assert [s for s in merged if s.record.partition == p] == lane
     if all(times == sorted(times) for times in lanes):
         assert [s.record.timestamp for s in merged] == sorted(at for times in lanes for at in times)
+
+
+class _Cluster:
+    """One partition of a topic; the first questions are answered with these errors."""
+
+    def __init__(self, *errors: int) -> None:
+        self._errors = list(errors)
+
+    def describe_topics(self, topics: Any, **_: object) -> dict[str, Future[Any]]:
+        partition = SimpleNamespace(id=0, leader=SimpleNamespace(id=1), replicas=[1], isr=[1])
+        return {"new": answer(SimpleNamespace(partitions=[partition], authorized_operations=None))}
+
+    def list_offsets(self, asked: dict[Any, Any], **_: object) -> dict[Any, Future[Any]]:
+        error = KafkaException(KafkaError(self._errors.pop(0))) if self._errors else None
+        return {place: answer(error or SimpleNamespace(offset=7)) for place in asked}
+
+
+def answer(value: object) -> Future[Any]:
+    future: Future[Any] = Future()
+    if isinstance(value, Exception):
+        future.set_exception(value)
+    else:
+        future.set_result(value)
+    return future
+
+
+@pytest.mark.parametrize(
+    ("error", "patient"),
+    [
+        (KafkaError.NOT_LEADER_FOR_PARTITION, True),
+        (KafkaError.UNKNOWN_TOPIC_OR_PART, True),
+        (KafkaError.CLUSTER_AUTHORIZATION_FAILED, False),
+    ],
+)
+def test_a_topic_that_was_just_created_is_asked_for_again(error: int, patient: bool) -> None:
+    """`eos topic create` and `eos topic send` behind each other: the leader may be the last to hear of it."""
+    now = iter(range(100))
+    world = World(now=lambda: next(now) / 10, sleep=lambda _: None)
+    settings = Settings({"bootstrap.servers": "b"})
+    if patient:
+        assert spans_by(_Cluster(error, error), settings, "new", world) == {0: Span(7, 7, 7)}
+    with pytest.raises(Unavailable, match="the offsets of new cannot be had"):
+        spans_by(_Cluster(*[error] * (100 if patient else 1)), settings, "new", world)
 
 
 def test_bytes_are_shown_as_text_where_they_are_and_cannot_move_the_cursor() -> None:
