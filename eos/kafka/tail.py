@@ -169,7 +169,7 @@ class TopicReader:
     def __init__(
         self, settings: Settings, topic: str, starts: Mapping[int, int], uncommitted: bool, world: World = REAL
     ) -> None:
-        self._topic, self._uncommitted, self.now = topic, uncommitted, world.now
+        self._topic, self._uncommitted, self._world, self.now = topic, uncommitted, world, world.now
         self._lanes = {partition: _Lane(start, start) for partition, start in starts.items()}
         places = [TopicPartition(topic, partition, start) for partition, start in starts.items()]
         self._committed = _consumer(settings, "read_committed", places, world)
@@ -210,10 +210,10 @@ class TopicReader:
             setattr(self._lanes[partition], position, offset + 1)
         for message in messages if len(records) < len(messages) else ():
             if (error := message.error()) is not None:
-                self._event(message, error, position)
+                self._event(consumer, message, error, position)
         return records
 
-    def _event(self, message: Message, error: KafkaError, position: str) -> None:
+    def _event(self, consumer: Consumer, message: Message, error: KafkaError, position: str) -> None:
         if error.code() == KafkaError._PARTITION_EOF:
             # Behind aborted records and markers, which are not handed out.
             lane, end = self._lanes[message.partition() or 0], message.offset() or 0
@@ -221,13 +221,30 @@ class TopicReader:
             return
         action = classify("consume", error)
         if action is Action.INPUT_GONE:
-            raise InputGone(f"{self._topic}: what was to be read was removed meanwhile ({error.str()})")
+            if self._removed(message.partition() or 0, position):
+                raise InputGone(f"{self._topic}: what was to be read was removed meanwhile ({error.str()})")
+            # A broker that has just come back may not have so much yet, or not know that it leads no more.
+            log.debug("the reader asks again", error=describe_error(error))
+            self._world.sleep(_POLL_S)
+            lanes = self._lanes.items()
+            consumer.assign([TopicPartition(self._topic, number, getattr(lane, position)) for number, lane in lanes])
+            return
         if action is Action.DAMAGED:
             where = f"{self._topic}[{message.partition()}]@{message.offset()} cannot be read"
             raise InputGone(f"{where}: what is stored there is damaged ({error.str()})")
         if action is not Action.RETRY:
             raise stop_error(CallFailed("consume", action, error, denied(error, topic=self._topic)))
         log.debug("the reader reports", error=describe_error(error))
+
+    def _removed(self, partition: int, position: str) -> bool:
+        """Whether the partition begins behind what is read next."""
+        try:
+            at = TopicPartition(self._topic, partition)
+            low = int(self._committed.get_watermark_offsets(at, timeout=_ASK_S)[0])
+        except KafkaException as error:
+            log.debug("the beginning cannot be had", error=describe_error(error))
+            return False  # not known: nothing is called removed
+        return low > int(getattr(self._lanes[partition], position))
 
     def _stable(self, partition: int) -> int:
         at = TopicPartition(self._topic, partition)
