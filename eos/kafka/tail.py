@@ -73,8 +73,8 @@ def spans_by(client: Any, settings: Settings, topic: str, world: World = REAL) -
     while True:
         try:
             return _spans(client, settings, topic)
-        except Unavailable as error:
-            if not isinstance(error, _NotYet) or world.now() > deadline:
+        except _NotYet:
+            if world.now() > deadline:
                 raise
         world.sleep(0.05)
 
@@ -208,51 +208,50 @@ class TopicReader:
         records: list[Record] = hotloop.records_of(messages, Record)
         for partition, offset in {record.partition: record.offset for record in records}.items():  # the last of each
             setattr(self._lanes[partition], position, offset + 1)
+        again = False
         for message in messages if len(records) < len(messages) else ():
             if (error := message.error()) is not None:
-                self._event(consumer, message, error, position)
+                again |= self._stands_still(message, error, position)
+        if again:
+            self._world.sleep(_POLL_S)
+            lanes = self._lanes.items()
+            consumer.assign([TopicPartition(self._topic, number, getattr(lane, position)) for number, lane in lanes])
         return records
 
-    def _event(self, consumer: Consumer, message: Message, error: KafkaError, position: str) -> None:
+    def _stands_still(self, message: Message, error: KafkaError, position: str) -> bool:
+        """Takes what is no record; says whether the client fetches no more of this partition."""
         if error.code() == KafkaError._PARTITION_EOF:
             # Behind aborted records and markers, which are not handed out.
             lane, end = self._lanes[message.partition() or 0], message.offset() or 0
             setattr(lane, position, max(end, getattr(lane, position)))
-            return
+            return False
         action = classify("consume", error)
         if action is Action.INPUT_GONE:
-            if self._removed(message.partition() or 0, position):
+            partition = message.partition() or 0
+            if self._watermarks(partition)[0] > getattr(self._lanes[partition], position):
                 raise InputGone(f"{self._topic}: what was to be read was removed meanwhile ({error.str()})")
             # A broker that has just come back may not have so much yet, or not know that it leads no more.
             log.debug("the reader asks again", error=describe_error(error))
-            self._world.sleep(_POLL_S)
-            lanes = self._lanes.items()
-            consumer.assign([TopicPartition(self._topic, number, getattr(lane, position)) for number, lane in lanes])
-            return
+            return True
         if action is Action.DAMAGED:
             where = f"{self._topic}[{message.partition()}]@{message.offset()} cannot be read"
             raise InputGone(f"{where}: what is stored there is damaged ({error.str()})")
         if action is not Action.RETRY:
             raise stop_error(CallFailed("consume", action, error, denied(error, topic=self._topic)))
         log.debug("the reader reports", error=describe_error(error))
-
-    def _removed(self, partition: int, position: str) -> bool:
-        """Whether the partition begins behind what is read next."""
-        try:
-            at = TopicPartition(self._topic, partition)
-            low = int(self._committed.get_watermark_offsets(at, timeout=_ASK_S)[0])
-        except KafkaException as error:
-            log.debug("the beginning cannot be had", error=describe_error(error))
-            return False  # not known: nothing is called removed
-        return low > int(getattr(self._lanes[partition], position))
+        return False
 
     def _stable(self, partition: int) -> int:
-        at = TopicPartition(self._topic, partition)
+        return self._watermarks(partition)[1]
+
+    def _watermarks(self, partition: int) -> tuple[int, int]:
+        """The first offset and the last stable one. Not known: nothing is called removed, and nothing open."""
         try:
-            return int(self._committed.get_watermark_offsets(at, timeout=_ASK_S)[1])
+            low, stable = self._committed.get_watermark_offsets(TopicPartition(self._topic, partition), timeout=_ASK_S)
         except KafkaException as error:
-            log.debug("the last stable offset cannot be had", error=describe_error(error))
-            return 1 << 62  # not known: nothing is called open
+            log.debug("where a partition begins and ends cannot be had", error=describe_error(error))
+            return 0, 1 << 62
+        return low, stable
 
 
 def _consumer(settings: Settings, isolation: str, places: list[TopicPartition], world: World) -> Consumer:

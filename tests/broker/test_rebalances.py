@@ -125,7 +125,7 @@ def test_a_rebalance_waits_for_the_open_transaction_of_a_slow_member(
     pipeline.wait_handled(pipeline.loaded)
     before = slow.log.partition("partitions revoked")[0]
     assert "transaction aborted" not in before or protocol == "consumer", "the group waited, so nothing was in vain"
-    stop_both(pipeline, slow, joining)
+    stop_all(pipeline, slow, joining)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_partitions_revoked_in_mid_transaction_take_the_transaction_with_them(
     slow.terminate()  # or it would gather for a minute
     assert slow.wait() == 0, slow.last_words
     pipeline.wait_handled(pipeline.loaded)
-    stop_both(pipeline, joining)
+    stop_all(pipeline, joining)
 
 
 def test_a_member_that_joins_anew_unnoticed_commits_nothing_of_what_it_had(
@@ -180,11 +180,11 @@ def test_a_member_that_joins_anew_unnoticed_commits_nothing_of_what_it_had(
         taker.wait_log("partitions revoked")  # for it; it does not know yet that it has them anew
         away.go_on()
         pipeline.wait_handled(pipeline.loaded)
-        stop_both(pipeline, away, taker)
+        stop_all(pipeline, away, taker)
         assert "joined the group again" in away.log
 
 
-def stop_both(pipeline: Pipeline, *workers: WorkerProcess) -> None:
+def stop_all(pipeline: Pipeline, *workers: WorkerProcess) -> None:
     for worker in workers:
         worker.terminate()
     assert [worker.wait() for worker in workers] == [0] * len(workers), [worker.last_words for worker in workers]
@@ -230,4 +230,4 @@ def test_a_member_that_loses_its_partitions_in_mid_transaction_goes_on_without_h
     loser.wait_log("partitions assigned", count=2)
     pipeline.load_transaction(600)
     pipeline.wait_handled(pipeline.loaded)
-    stop_both(pipeline, loser, taker)
+    stop_all(pipeline, loser, taker)
