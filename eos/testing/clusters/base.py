@@ -12,13 +12,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
-
-from confluent_kafka import KafkaException
-from confluent_kafka.admin import AdminClient
+from typing import TypeVar
 
 from eos.errors import EosError, IllegalState, Unavailable
-from eos.testing.clusters.questions import ANSWER_TIMEOUT_S, GROUP, TRANSACTION, coordinator, quorum_leader
+from eos.testing.clusters.questions import (
+    ANSWER_TIMEOUT_S,
+    GROUP,
+    TRANSACTION,
+    Metadata,
+    Replicas,
+    coordinator,
+    metadata,
+    quorum_leader,
+)
 
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
@@ -194,11 +200,11 @@ class Cluster(ABC):
     def leader_of(self, topic: str, partition: int = 0) -> int:
         """The leader's node as the cluster says now; -1 when there is none. A node that was just killed stays the
         leader until the controller misses it."""
-        return int(self._partition_of(topic, partition).leader)
+        return self._partition_of(topic, partition).leader
 
     def in_sync_of(self, topic: str, partition: int = 0) -> set[int]:
         """The nodes in the ISR of this partition, as the cluster says now."""
-        return set(self._partition_of(topic, partition).isrs)
+        return set(self._partition_of(topic, partition).in_sync)
 
     def coordinator_of(self, *, group: str | None = None, transactional_id: str | None = None) -> int:
         """The node that coordinates this group or this transactional.id, once there is one.
@@ -237,10 +243,10 @@ class Cluster(ABC):
             nonlocal examined
             late.clear()
             for i in range(self.size):
-                metadata = self._metadata_from([self.server(i)])
-                if len(metadata.brokers) < self.size:
+                seen = metadata(self.server(i))
+                if len(seen.nodes) < self.size:
                     late.append(f"node {i} misses nodes")
-                examined = examine(metadata, topics, f"node {i}", late)
+                examined = examine(seen, topics, f"node {i}", late)
             return not late
 
         self._until("all replicas are in sync", in_sync, timeout_s, lambda: ", ".join(late[:5]))
@@ -286,30 +292,20 @@ class Cluster(ABC):
             raise Unavailable("no node can be reached: all are down, paused or cut off")
         return servers
 
-    def _metadata(self) -> Any:
-        return self._metadata_from(self._reachable_servers())
+    def _partition_of(self, topic: str, partition: int) -> Replicas:
+        return self._ask_a_node(
+            f"{topic}-{partition} is known", lambda server: metadata(server).partitions.get((topic, partition))
+        )
 
-    def _metadata_from(self, servers: list[str], timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
-        # A new client for each question: one that knows the other nodes already would ask any of them.
-        client = AdminClient({"bootstrap.servers": ",".join(servers), "reconnect.backoff.max.ms": 500, "log_level": 0})
-        return client.list_topics(timeout=timeout_s)
-
-    def _partition_of(self, topic: str, partition: int) -> Any:
-        def found() -> Any:
-            known = self._metadata().topics.get(topic)
-            return known.partitions.get(partition) if known else None
-
-        return self._until(f"{topic}-{partition} is known", found)
-
-    def _ask_a_node(self, what: str, question: Callable[[str], int | None]) -> int:
-        def answer() -> tuple[int] | None:
+    def _ask_a_node(self, what: str, question: Callable[[str], T | None], timeout_s: float = READY_TIMEOUT_S) -> T:
+        def answer() -> tuple[T] | None:
             # In turn, so that one reachable node that does not answer does not keep the others from it.
             self._turn += 1
             servers = self._reachable_servers()
             node = question(servers[self._turn % len(servers)])
             return None if node is None else (node,)
 
-        return self._until(what, answer)[0]
+        return self._until(what, answer, timeout_s)[0]
 
     def _until(
         self,
@@ -325,7 +321,7 @@ class Cluster(ABC):
             try:
                 if answer := probe():
                     return answer
-            except (KafkaException, OSError) as error:
+            except OSError as error:
                 why = str(error)
             if time.monotonic() > deadline:
                 seen = "; ".join(filter(None, (why, details()))) or "no"
@@ -344,7 +340,7 @@ class Cluster(ABC):
             named = set()
             # Not beyond the deadline: a node that comes back during a long question would be called in time.
             left = min(max(deadline - time.monotonic(), _SHORTEST_QUESTION_S), ANSWER_TIMEOUT_S)
-            named = {int(broker.id) for broker in self._metadata_from([self.server(i)], left).brokers.values()}
+            named = set(metadata(self.server(i), left).nodes)
             return expected <= named
 
         def seen() -> str:
@@ -362,11 +358,13 @@ class Cluster(ABC):
             return f"neither its state nor its log can be had: {error}"
 
 
-def examine(metadata: Any, topics: Iterable[str], who: str, late: list[str]) -> int:
+def examine(seen: Metadata, topics: Iterable[str], who: str, late: list[str]) -> int:
     """Adds to `late` what is not in sync as `who` tells it; returns the number of partitions it told of."""
-    late += [f"{who} does not know {topic}" for topic in topics if topic not in metadata.topics]
-    partitions = [(t.topic, p) for t in metadata.topics.values() for p in t.partitions.values()]
-    for topic, partition in partitions:
-        if partition.leader < 0 or set(partition.isrs) != set(partition.replicas):
-            late.append(f"{topic}-{partition.id} at {who}")
-    return len(partitions)
+    known = {topic for topic, _ in seen.partitions}
+    late += [f"{who} does not know {topic}" for topic in topics if topic not in known]
+    late += [
+        f"{topic}-{partition} at {who}"
+        for (topic, partition), replicas in seen.partitions.items()
+        if replicas.leader < 0 or replicas.in_sync != replicas.all
+    ]
+    return len(seen.partitions)

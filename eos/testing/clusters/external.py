@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from eos.errors import ConfigurationError
 from eos.testing.clusters.base import READY_TIMEOUT_S, Cluster, NotSupported, examine
+from eos.testing.clusters.questions import metadata
 
 
 class ExternalCluster(Cluster):
@@ -29,9 +30,10 @@ class ExternalCluster(Cluster):
         self.size = 0
 
     def __enter__(self) -> ExternalCluster:
-        self.size = self._until(
-            f"{self.bootstrap_servers} answers", lambda: len(self._metadata().brokers), timeout_s=30
+        nodes = self._ask_a_node(
+            f"{self.bootstrap_servers} answers", lambda server: metadata(server).nodes or None, timeout_s=30
         )
+        self.size = len(nodes)
         return self
 
     def __exit__(
@@ -51,7 +53,7 @@ class ExternalCluster(Cluster):
         def in_sync() -> bool:
             nonlocal examined
             late.clear()
-            examined = examine(self._metadata(), topics, "the cluster", late)
+            examined = examine(self._ask_a_node("it answers", metadata), topics, "the cluster", late)
             return not late
 
         self._until("all replicas are in sync", in_sync, timeout_s, lambda: ", ".join(late[:5]))

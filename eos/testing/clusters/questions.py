@@ -1,20 +1,57 @@
-"""The two questions that must be put to one chosen node, which no client library lets a caller choose.
+"""The questions that must be put to one chosen node, which no client library lets a caller choose.
 
-A client would ask any node it knows, a paused one too, and wait for it. Owns that exchange, in one version of
-FindCoordinator (KIP-98) and DescribeQuorum (KIP-595) each that every broker from 3.9 on serves. Raises OSError for no
-answer.
+A client would ask any node it knows, a paused one too, and wait for it: one that was given a single server had two of
+three answers from the other nodes. Owns that exchange, in one version of Metadata, FindCoordinator (KIP-98) and
+DescribeQuorum (KIP-595) each that every broker from 3.9 on serves. Raises OSError for no answer.
 """
 
 from __future__ import annotations
 
 import socket
+from dataclasses import dataclass
 from typing import Any
 
 from kafka.protocol.admin import DescribeQuorumRequest, DescribeQuorumResponse
-from kafka.protocol.metadata import FindCoordinatorRequest, FindCoordinatorResponse
+from kafka.protocol.metadata import (
+    FindCoordinatorRequest,
+    FindCoordinatorResponse,
+    MetadataRequest,
+    MetadataResponse,
+)
 
 GROUP, TRANSACTION = 0, 1
 ANSWER_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Replicas:
+    leader: int
+    """-1 when there is none."""
+    all: frozenset[int]
+    in_sync: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The cluster as one node sees it: another one may be half a second behind."""
+
+    nodes: frozenset[int]
+    partitions: dict[tuple[str, int], Replicas]
+    """Of every topic, Kafka's internal ones too."""
+
+
+def metadata(server: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Metadata:
+    answer = _ask(server, MetadataRequest(version=4, topics=None), MetadataResponse, timeout_s)
+    return Metadata(
+        frozenset(int(broker.node_id) for broker in answer.brokers),
+        {
+            (topic.name, int(p.partition_index)): Replicas(
+                int(p.leader_id), frozenset(p.replica_nodes), frozenset(p.isr_nodes)
+            )
+            for topic in answer.topics
+            for p in topic.partitions
+        },
+    )
 
 
 def coordinator(server: str, name: str, kind: int, timeout_s: float = ANSWER_TIMEOUT_S) -> int | None:
