@@ -22,7 +22,7 @@ from eos.kafka.settings import Settings
 from eos.kafka.topic_ids import TopicIds
 from eos.kafka.watchdog import CallHung
 from eos.kafka.world import REAL, World
-from eos.records import Record, place_of
+from eos.records import Record
 from eos.session.asking import Asking, NotNow, check_topics
 from eos.session.lag import Lag
 from eos.session.member import Member
@@ -30,6 +30,7 @@ from eos.session.observe import Pulse, add
 from eos.session.positions import Positions, names_of
 from eos.session.positions import TopicPartition as Partition
 from eos.session.starts import OTHERS, Starts
+from eos.session.unreadable import Unreadable
 
 _RESOLVE_PAUSE_S = 0.2
 _CLOSE_S = 10.0
@@ -81,9 +82,7 @@ class Membership:
         self._rebalances = {} if rebalances is None else rebalances
         self._lag = Lag(positions, self.group, world)
         self._begun_at: dict[Partition, int] = {}  # as the consumer was told: OFFSET_BEGINNING is no offset
-        self._unreadable: tuple[Partition, int] | None = None  # where the client could not read
-        self._damaged: tuple[Partition, int, KafkaError] | None = None  # the same, a second time
-        self._adrift = False  # the consumer may stand behind records that it did not hand out
+        self._adrift = False  # the consumer may stand behind records that it did not hand out, or not fetch any more
         configuration = guarded(settings.consumer() | {"logger": log.client_logger}, self._latch)
         configuration.setdefault("error_cb", self._client_error)
         configuration.setdefault("statistics.interval.ms", _STATISTICS_INTERVAL_MS)
@@ -99,6 +98,7 @@ class Membership:
             raise ConfigurationError(f"the consumer's settings were refused: {describe_error(error)}") from error
         self.asking = Asking(self.consumer, settings, self._topics, pulse or Pulse(world.now), world, stopping)
         self.starts = Starts(self.asking, settings, came_later, world)
+        self._unreadable = Unreadable(positions, self.asking, world)
         ids = set() if member_ids is None else member_ids
         self.member = Member(self.consumer, settings, configuration.get("group.instance.id"), ids, world)
 
@@ -182,8 +182,7 @@ class Membership:
         Behind a signal's exception out of it, or out of a callback, nobody knows what the group gave or took, nor which
         records were destroyed on the way: this membership must be given up.
         """
-        if self._damaged is not None:
-            self._stop_at_damage(*self._damaged)
+        self._unreadable.check(self.owned)
         if self._adrift:
             self._stand_where_expected()
         messages: list[Any] = []
@@ -219,14 +218,22 @@ class Membership:
                 start = self._begun_at[partition]
                 targets[partition] = start if offset == max(start, 0) else offset
         log.debug("the consumer goes back to what was handed on", partitions=names_of(targets), group=self.group)
-        for partition, offset in targets.items():
-            try:
-                self.consumer.seek(TopicPartition(*partition, offset))
-            except KafkaException as error:
-                # It has not begun to fetch this one, so nothing of it can be missing.
-                if error.args[0].code() != KafkaError._STATE or offset != self._begun_at[partition]:
-                    raise CallFailed("consume", Action.REJOIN, error) from error
+        try:
+            if not all(self._sought(partition, offset) for partition, offset in targets.items()):
+                self._assign_anew({p: TopicPartition(*p, offset) for p, offset in targets.items()})
+        except KafkaException as error:
+            raise CallFailed("consume", Action.REJOIN, error) from error
         self._adrift = False
+
+    def _sought(self, partition: Partition, offset: int) -> bool:
+        """False: the client does not fetch this one, not yet, or not any more since it met an error there."""
+        try:
+            self.consumer.seek(TopicPartition(*partition, offset))
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError._STATE:
+                raise
+            return False
+        return True
 
     def _note_error(self, message: Any) -> None:
         error = message.error()
@@ -239,44 +246,19 @@ class Membership:
 
     def _failed(self, error: KafkaError, message: Any) -> None:
         action = classify("consume", error)
-        if action is Action.INPUT_GONE and message is not None:
-            raise self._input_gone(message, error)
+        at = (message.topic(), message.partition()) if message is not None else None
         if action is Action.REJOIN:
             raise CallFailed("consume", action, KafkaException(error))
-        if action is Action.DAMAGED and message is not None:
-            at = (message.topic(), message.partition()), message.offset()
-            if self._unreadable == at:
-                self._damaged = *at, error
-            self._unreadable = at
-        elif action is not Action.RETRY:
-            raise self.asking.refusal("consume", error, message.topic() if message is not None else "")
-        log.warning("the consumer reports", error=describe_error(error), group=self.group)
-
-    def _input_gone(self, message: Any, error: KafkaError) -> InputGone:
-        topic, partition = message.topic(), message.partition()
-        at = self._positions.committed.get((topic, partition))
-        try:
-            low, high = self.asking.watermarks((topic, partition))
-            holds = f"{low} to {high}"
-        except NotNow:
-            holds = "other ones"
-        return InputGone(
-            f"the input is gone: {place_of(topic, partition)} is committed at offset {at}, but the topic now holds "
-            f"{holds}; reset the group's offset on purpose to go on ({error.str()})"
-        )
-
-    def _stop_at_damage(self, partition: Partition, offset: int, error: KafkaError) -> None:
-        """InputGone, once all before it is committed or on its way. Until then the client tries on, and may succeed."""
-        if partition not in self.owned or self._positions.passed(partition, offset):
-            self._damaged = None
-        elif not self._positions.holds(partition):
-            topic, number = partition
-            raise InputGone(
-                f"the input is damaged: {place_of(topic, number, offset)} cannot be read, and all before it is "
-                f"committed ({error.str()})",
-                remedy="make another replica its leader and start again, or give up what the batch holds: "
-                f"`eos reset --from '{topic}[{number}]@OFFSET'` with an offset behind it",
-            )
+        if action is Action.INPUT_GONE and at is not None:
+            if at in self.owned:
+                self._unreadable.absent(at, error)
+                self._adrift = True
+        elif action is Action.DAMAGED and at is not None:
+            self._unreadable.damaged(at, message.offset(), error)
+        elif action is Action.RETRY:
+            log.warning("the consumer reports", error=describe_error(error), group=self.group)
+        else:
+            raise self.asking.refusal("consume", error, at[0] if at is not None else "")
 
     # ---- callbacks: facts only --------------------------------------------------------------------------------
 
@@ -379,6 +361,11 @@ class Membership:
         self.owned |= set(starts)
         self._positions.assigned({p: max(tp.offset, 0) for p, tp in starts.items()})
         log.info("partitions assigned", partitions=names_of(starts), group=self.group)
+
+    def _assign_anew(self, targets: Mapping[Partition, TopicPartition]) -> None:
+        if self._incremental:
+            self.consumer.incremental_unassign(list(targets.values()))
+        self._assign(targets)
 
     def _assign(self, starts: Mapping[Partition, TopicPartition]) -> None:
         (self.consumer.incremental_assign if self._incremental else self.consumer.assign)(list(starts.values()))

@@ -54,7 +54,9 @@ class Loop:
                 txn.send(self.source, str(number))
         settled_ends(self.servers, [self.source])  # a session that ends at the end would not wait for them
 
-    def session(self, listener: Listener | None = None, world: World = REAL, **more: object) -> TransactSession:
+    def session(
+        self, listener: Listener | None = None, world: World = REAL, *, until_end: bool = True, **more: object
+    ) -> TransactSession:
         settings = {
             "bootstrap.servers": self.servers,
             "group.id": self.group,
@@ -62,7 +64,7 @@ class Loop:
             "eos.transaction.interval.ms": 500,  # all records in one transaction, unless the body says otherwise
             **more,
         }
-        return TransactSession(settings, [self.source], until_end=True, listener=listener, world=world)
+        return TransactSession(settings, [self.source], until_end=until_end, listener=listener, world=world)
 
     def finish(self) -> None:
         with self.session() as session:
@@ -281,6 +283,38 @@ def test_a_partition_of_which_nothing_comes_is_told(
     with loop.session(Stops(), **{"check.crcs": False}) as session:
         assert next(session, None) is None
     assert loop.copied() == []
+
+
+@pytest.mark.parametrize(
+    "membership",
+    [
+        {"partition.assignment.strategy": "range"},
+        {"partition.assignment.strategy": "cooperative-sticky"},
+        {"group.protocol": "consumer"},
+    ],
+    ids=str,
+)
+def test_what_a_broker_does_not_have_yet_is_waited_for(membership: dict[str, str], loop: Loop) -> None:
+    """As behind a broker that has just come back: it is told OFFSET_OUT_OF_RANGE of what is committed."""
+    outside = Consumer({"bootstrap.servers": loop.servers, "group.id": loop.group})
+    outside.commit(offsets=[TopicPartition(loop.source, 0, COUNT + 3)], asynchronous=False)
+    outside.close()
+    told = 0
+
+    class Loads(Listener):
+        def idle(self) -> None:
+            nonlocal told
+            told += 1
+            if told == 10:  # a second, in which the broker has said several times that there is no such offset
+                loop.load(range(COUNT, 2 * COUNT))
+
+    with loop.session(Loads(), until_end=False, **membership) as session:
+        for txn in session:
+            for record in txn.records:
+                txn.send(loop.target, record.value)
+            session.stop_requested = True
+    assert told >= 10
+    assert loop.copied() == [b"%d" % number for number in range(COUNT + 2, 2 * COUNT)]  # a marker is before them
 
 
 @pytest.mark.parametrize("protocol", ["classic", "consumer"])
