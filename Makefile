@@ -8,6 +8,9 @@ STAMP := $(VENV)/.installed
 PLOTS := $(VENV)/.plots
 DOCS := $(VENV)/.docs
 
+# Where it is set, each of the thousands of processes that the suites start compiles the same sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo demo-state demo-spark dist docs check test test-all test-ci flaky chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-state bench-restore bench-spark bench-far clean engine image own-images up down ps worker shim sweep bench-shim
 
 demo: $(READY)
