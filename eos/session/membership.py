@@ -82,7 +82,7 @@ class Membership:
         self._rebalances = {} if rebalances is None else rebalances
         self._lag = Lag(positions, self.group, world)
         self._begun_at: dict[Partition, int] = {}  # as the consumer was told: OFFSET_BEGINNING is no offset
-        self._adrift = False  # the consumer may stand behind records that it did not hand out, or not fetch any more
+        self._adrift = False  # the consumer may stand behind records that it did not hand out
         configuration = guarded(settings.consumer() | {"logger": log.client_logger}, self._latch)
         configuration.setdefault("error_cb", self._client_error)
         configuration.setdefault("statistics.interval.ms", _STATISTICS_INTERVAL_MS)
@@ -98,7 +98,7 @@ class Membership:
             raise ConfigurationError(f"the consumer's settings were refused: {describe_error(error)}") from error
         self.asking = Asking(self.consumer, settings, self._topics, pulse or Pulse(world.now), world, stopping)
         self.starts = Starts(self.asking, settings, came_later, world)
-        self._unreadable = Unreadable(positions, self.asking, world)
+        self._unreadable = Unreadable(positions, self.asking)
         ids = set() if member_ids is None else member_ids
         self.member = Member(self.consumer, settings, configuration.get("group.instance.id"), ids, world)
 
@@ -218,22 +218,14 @@ class Membership:
                 start = self._begun_at[partition]
                 targets[partition] = start if offset == max(start, 0) else offset
         log.debug("the consumer goes back to what was handed on", partitions=names_of(targets), group=self.group)
-        try:
-            if not all(self._sought(partition, offset) for partition, offset in targets.items()):
-                self._assign_anew({p: TopicPartition(*p, offset) for p, offset in targets.items()})
-        except KafkaException as error:
-            raise CallFailed("consume", Action.REJOIN, error) from error
+        for partition, offset in targets.items():
+            try:
+                self.consumer.seek(TopicPartition(*partition, offset))
+            except KafkaException as error:
+                # It has not begun to fetch this one, so nothing of it can be missing.
+                if error.args[0].code() != KafkaError._STATE or offset != self._begun_at[partition]:
+                    raise CallFailed("consume", Action.REJOIN, error) from error
         self._adrift = False
-
-    def _sought(self, partition: Partition, offset: int) -> bool:
-        """False: the client does not fetch this one, not yet, or not any more since it met an error there."""
-        try:
-            self.consumer.seek(TopicPartition(*partition, offset))
-        except KafkaException as error:
-            if error.args[0].code() != KafkaError._STATE:
-                raise
-            return False
-        return True
 
     def _note_error(self, message: Any) -> None:
         error = message.error()
@@ -250,15 +242,12 @@ class Membership:
         if action is Action.REJOIN:
             raise CallFailed("consume", action, KafkaException(error))
         if action is Action.INPUT_GONE and at is not None:
-            if at in self.owned:
-                self._unreadable.absent(at, error)
-                self._adrift = True
-        elif action is Action.DAMAGED and at is not None:
+            raise self._unreadable.gone(at, error)
+        if action is Action.DAMAGED and at is not None:
             self._unreadable.damaged(at, message.offset(), error)
-        elif action is Action.RETRY:
-            log.warning("the consumer reports", error=describe_error(error), group=self.group)
-        else:
+        elif action is not Action.RETRY:
             raise self.asking.refusal("consume", error, at[0] if at is not None else "")
+        log.warning("the consumer reports", error=describe_error(error), group=self.group)
 
     # ---- callbacks: facts only --------------------------------------------------------------------------------
 
@@ -361,11 +350,6 @@ class Membership:
         self.owned |= set(starts)
         self._positions.assigned({p: max(tp.offset, 0) for p, tp in starts.items()})
         log.info("partitions assigned", partitions=names_of(starts), group=self.group)
-
-    def _assign_anew(self, targets: Mapping[Partition, TopicPartition]) -> None:
-        if self._incremental:
-            self.consumer.incremental_unassign(list(targets.values()))
-        self._assign(targets)
 
     def _assign(self, starts: Mapping[Partition, TopicPartition]) -> None:
         (self.consumer.incremental_assign if self._incremental else self.consumer.assign)(list(starts.values()))

@@ -292,6 +292,12 @@ class Cluster(ABC):
             raise Unavailable("no node can be reached: all are down, paused or cut off")
         return servers
 
+    def _next_server(self) -> str:
+        """In turn, so that one reachable node that does not answer does not keep the others from it."""
+        self._turn += 1
+        servers = self._reachable_servers()
+        return servers[self._turn % len(servers)]
+
     def _partition_of(self, topic: str, partition: int) -> Replicas:
         return self._ask_a_node(
             f"{topic}-{partition} is known", lambda server: metadata(server).partitions.get((topic, partition))
@@ -299,10 +305,7 @@ class Cluster(ABC):
 
     def _ask_a_node(self, what: str, question: Callable[[str], T | None], timeout_s: float = READY_TIMEOUT_S) -> T:
         def answer() -> tuple[T] | None:
-            # In turn, so that one reachable node that does not answer does not keep the others from it.
-            self._turn += 1
-            servers = self._reachable_servers()
-            node = question(servers[self._turn % len(servers)])
+            node = question(self._next_server())
             return None if node is None else (node,)
 
         return self._until(what, answer, timeout_s)[0]

@@ -53,7 +53,7 @@ class ExternalCluster(Cluster):
         def in_sync() -> bool:
             nonlocal examined
             late.clear()
-            examined = examine(self._ask_a_node("it answers", metadata), topics, "the cluster", late)
+            examined = examine(metadata(self._next_server()), topics, "the cluster", late)
             return not late
 
         self._until("all replicas are in sync", in_sync, timeout_s, lambda: ", ".join(late[:5]))
