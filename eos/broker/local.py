@@ -17,14 +17,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from confluent_kafka import KafkaException
-from confluent_kafka.admin import AdminClient
-
 from eos.broker import node as broker_node
 from eos.broker.jars import DEFAULT_VERSION, kafka_jars, parse_version
 from eos.broker.java import find_java
 from eos.broker.node import Node, format_all, free_ports, stop_all, wait_until_ready
 from eos.broker.properties import HOST, NodePorts
+from eos.broker.questions import metadata
 from eos.errors import ConfigurationError, IllegalState, Unavailable
 
 
@@ -168,7 +166,7 @@ class LocalKafka:
         does not come up.
         """
         self.launch(i)
-        alive = {other.index for other in self._nodes if other.running() and not other.paused}
+        alive = {other.index for other in self._nodes if other.reachable}
         wait_until_ready([self._node(i)], alive, timeout_s)
 
     def launch(self, i: int) -> None:
@@ -191,22 +189,17 @@ class LocalKafka:
         self._node(i).resume()
 
     def wait_in_sync(self, timeout_s: float = broker_node.START_TIMEOUT_S) -> int:
-        """Until every partition has all its replicas in sync and a leader; returns the number of partitions seen."""
-        client = AdminClient({"bootstrap.servers": self.bootstrap_servers, "log_level": 0})
+        """Until each node that runs says that every partition has all its replicas in sync and a leader; returns the
+        number of partitions seen."""
         deadline = time.monotonic() + timeout_s
         while True:
-            behind: list[str] = []
             try:
-                topics = client.list_topics(timeout=5).topics
-                partitions = [(t, p) for t in topics.values() for p in t.partitions.values()]
-                behind = [
-                    f"{topic.topic}-{partition.id}"
-                    for topic, partition in partitions
-                    if partition.leader < 0 or set(partition.isrs) != set(partition.replicas)
-                ]
-                if not behind:
-                    return len(partitions)
-            except KafkaException as error:
+                nodes = [self._node(i) for i in range(self._count)]
+                seen = [metadata(f"{HOST}:{node.ports.client}") for node in nodes if node.reachable]
+                behind = [f"{topic}-{partition}" for one in seen for topic, partition in one.not_in_sync()]
+                if seen and not behind:
+                    return len(seen[0].partitions)
+            except OSError as error:
                 behind = [str(error)]
             if time.monotonic() > deadline:
                 raise Unavailable(f"after {timeout_s:.0f} s not in sync: {', '.join(behind[:5])}")

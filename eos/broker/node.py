@@ -18,11 +18,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from confluent_kafka import KafkaException
-from confluent_kafka.admin import AdminClient
-
 from eos.broker.jars import cache_directory
 from eos.broker.properties import HOST, NodePorts, logging_options, render, server_properties
+from eos.broker.questions import metadata
 from eos.errors import ConfigurationError, Unavailable
 
 START_TIMEOUT_S = 120.0
@@ -119,6 +117,11 @@ class Node:
         path = archive_of(self.java, self.jars)
         shared = [f"-XX:SharedArchiveFile={path}"] if path.exists() else []
         return [str(self.java), *shared, *options, *logging, "-Djava.awt.headless=true", "-cp", class_path, main_class]
+
+    @property
+    def reachable(self) -> bool:
+        """It runs, and is not paused."""
+        return self.running() and not self.paused
 
     def running(self) -> bool:
         if self.process is None:
@@ -297,16 +300,9 @@ def wait_until_ready(nodes: Iterable[Node], expected: set[int], timeout_s: float
 
 def _answers(port: int, expected: set[int]) -> bool:
     try:
-        socket.create_connection((HOST, port), timeout=1).close()
+        return expected <= metadata(f"{HOST}:{port}", timeout_s=2).nodes
     except OSError:
         return False
-    # A new client for each question: one that knows the other nodes already would ask any of them.
-    client = AdminClient({"bootstrap.servers": f"{HOST}:{port}", "log_level": 0})
-    try:
-        brokers = client.list_topics(timeout=2).brokers
-    except KafkaException:
-        return False
-    return expected <= {broker.id for broker in brokers.values()}
 
 
 def stop_all(nodes: Sequence[Node], timeout_s: float = STOP_TIMEOUT_S) -> None:

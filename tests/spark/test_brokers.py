@@ -9,7 +9,7 @@ import pytest
 from confluent_kafka.admin import AdminClient
 
 from eos.broker import LocalKafka
-from eos.testing.clusters.questions import TRANSACTION, coordinator
+from eos.broker.questions import TRANSACTION, coordinator
 from spark_connector.marker import TOPIC
 from tests.support.reading import wait_until
 from tests.support.spark_query import Query

@@ -14,8 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from eos.errors import EosError, IllegalState, Unavailable
-from eos.testing.clusters.questions import (
+from eos.broker.questions import (
     ANSWER_TIMEOUT_S,
     GROUP,
     TRANSACTION,
@@ -25,6 +24,7 @@ from eos.testing.clusters.questions import (
     metadata,
     quorum_leader,
 )
+from eos.errors import EosError, IllegalState, Unavailable
 
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
@@ -343,7 +343,7 @@ class Cluster(ABC):
             named = set()
             # Not beyond the deadline: a node that comes back during a long question would be called in time.
             left = min(max(deadline - time.monotonic(), _SHORTEST_QUESTION_S), ANSWER_TIMEOUT_S)
-            named = set(metadata(self.server(i), left).nodes)
+            named |= metadata(self.server(i), left).nodes
             return expected <= named
 
         def seen() -> str:
@@ -365,9 +365,5 @@ def examine(seen: Metadata, topics: Iterable[str], who: str, late: list[str]) ->
     """Adds to `late` what is not in sync as `who` tells it; returns the number of partitions it told of."""
     known = {topic for topic, _ in seen.partitions}
     late += [f"{who} does not know {topic}" for topic in topics if topic not in known]
-    late += [
-        f"{topic}-{partition} at {who}"
-        for (topic, partition), replicas in seen.partitions.items()
-        if replicas.leader < 0 or replicas.in_sync != replicas.all
-    ]
+    late += [f"{topic}-{partition} at {who}" for topic, partition in seen.not_in_sync()]
     return len(seen.partitions)

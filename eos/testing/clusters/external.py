@@ -8,9 +8,9 @@ from __future__ import annotations
 from types import TracebackType
 from typing import NoReturn
 
+from eos.broker.questions import metadata
 from eos.errors import ConfigurationError
 from eos.testing.clusters.base import READY_TIMEOUT_S, Cluster, NotSupported, examine
-from eos.testing.clusters.questions import metadata
 
 
 class ExternalCluster(Cluster):

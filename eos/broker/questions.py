@@ -39,6 +39,10 @@ class Metadata:
     partitions: dict[tuple[str, int], Replicas]
     """Of every topic, Kafka's internal ones too."""
 
+    def not_in_sync(self) -> list[tuple[str, int]]:
+        """The partitions without a leader, or with replicas that are not in sync."""
+        return [place for place, one in self.partitions.items() if one.leader < 0 or one.in_sync != one.all]
+
 
 def metadata(server: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Metadata:
     answer = _ask(server, MetadataRequest(version=4, topics=None), MetadataResponse, timeout_s)
