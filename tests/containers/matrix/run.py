@@ -57,7 +57,7 @@ HELD_AT = 5  # the occurrence of a step at which a worker is held: in the middle
 
 @dataclass
 class Size:
-    """How much one cell is: what the whole matrix uses, and smaller for `make test` and breakages.
+    """How much one cell is: what CI and the whole matrix use, and smaller for breakages.
 
     `minutes`: faults go on for so long, however many that makes.
     """

@@ -27,12 +27,12 @@ from tests.containers.matrix.run import Run, Size
 @pytest.mark.parametrize("cell", SHORT, ids=lambda cell: cell.name)
 def test_a_cell_of_the_matrix_loses_doubles_and_tears_nothing(cell: Cell, clusters: Clusters, tmp_path: Path) -> None:
     run = Run(clusters.of(cell.version), cell, 1, f"m{uuid.uuid4().hex[:8]}", tmp_path)
-    outcome = run.play(size := Size(records=50_000, faults=3))
+    outcome = run.play(Size())
     print(*outcome.faults, f"{outcome.in_transaction} of them in a transaction", sep="\n")
     print(outcome.report, outcome.explanation, f"kept: {tmp_path}", sep="\n")
     outcome.report.raise_if_violated()  # a verdict, which no second run may make good
-    assert outcome.records >= size.records
-    assert len(outcome.faults) >= size.faults
+    assert outcome.records >= 100_000
+    assert len(outcome.faults) >= 5
 
 
 def test_the_cover_has_every_pair_and_at_most_40_cells() -> None:
