@@ -19,8 +19,9 @@ from eos.broker.node import archive_of
 from eos.errors import Unavailable
 from spark_connector.session import spark_java
 
-# C1 alone: no driver of a test lives long enough to earn what C2 costs.
-_QUICK = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"
+# C1 alone: no driver of a test lives long enough to earn what C2 costs. Without the JVM's remarks on an archive that it
+# does not take: they come on standard output, among what a test reads there.
+_QUICK = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1 -Xlog:cds*=off"
 _PROGRAM = """
 from spark_connector import spark_session, session
 
@@ -37,9 +38,9 @@ print("JVM", session._jvm_process(spark).pid)
 def _path() -> Path:
     import pyspark
 
-    # All that is in this directory, of this version.
-    jars = Path(pyspark.__file__).parent / "jars"
-    return archive_of(spark_java() / "bin" / "java", [jars, Path(pyspark.__version__)])
+    # Beside the jars, and gone with them: a JVM takes no archive of jars that were installed anew.
+    name = archive_of(spark_java() / "bin" / "java", [Path(pyspark.__version__)]).name
+    return Path(pyspark.__file__).parent / name
 
 
 def options() -> str:
@@ -51,7 +52,6 @@ def options() -> str:
 def make() -> None:
     """The archive, if it is not there. Raises Unavailable where Spark cannot run, or its Java makes none."""
     path = _path()
-    path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.with_suffix(".lock")):
         if path.exists():
             return
