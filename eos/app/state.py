@@ -10,6 +10,8 @@ of which the order is the order of those keys.
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import reprlib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -27,7 +29,7 @@ X = TypeVar("X")
 Change = tuple[bytes, bytes | None]
 """A cell, and the value's bytes; None: there is none any more."""
 Offer = tuple[Any, bytes | None]
-"""A default that was given, and its bytes then."""
+"""A default that was given, and what tells whether it was changed since."""
 
 # Values that nobody can change in place.
 _FIXED: Final = frozenset({int, str, bytes, float, bool, types.NoneType})
@@ -452,12 +454,12 @@ FIELDS: Final[Mapping[type, tuple[Callable[[Any], bytes], Callable[[bytes], Any]
 def _offer(offered: list[Offer], default: Any) -> None:
     """It may be changed in place from now on."""
     if all(given is not default for given, _ in offered):
-        offered.append((default, _encoded_or_none(default)))
+        offered.append((default, _told_apart(default)))
 
 
 def _changed_one(store: Store, offered: list[Offer], value: Any) -> Any:
     """The value; where there was none a default that was changed in place is one, and no offer any more."""
-    changed = [offer for offer in offered if _encoded_or_none(offer[0]) != offer[1]]
+    changed = [offer for offer in offered if _told_apart(offer[0]) != offer[1]]
     if not changed:
         return value
     if value is not _ABSENT or len(changed) > 1:
@@ -466,9 +468,12 @@ def _changed_one(store: Store, offered: list[Offer], value: Any) -> Any:
     return changed[0][0]
 
 
-def _encoded_or_none(value: Any) -> bytes | None:
-    """None for what is no value that could be kept (a default may be anything)."""
+def _told_apart(default: Any) -> bytes | None:
+    """Other bytes once it was changed in place; None where nobody can tell. A default may be anything: what cannot be
+    kept is refused once it was changed, and not before."""
+    with contextlib.suppress(TypeError, ValueError):
+        return encode(default)
     try:
-        return encode(value)
-    except (TypeError, ValueError):
+        return pickle.dumps(default)
+    except Exception:  # noqa: BLE001 - whatever its own methods raise: a lock, an open file, a local class
         return None

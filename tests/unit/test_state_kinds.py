@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -178,12 +180,30 @@ def test_a_default_is_kept_whenever_it_is_changed_and_two_for_one_key_are_refuse
     ]
 
 
+def test_a_changed_default_that_cannot_be_kept_is_refused_and_not_lost() -> None:
+    def visit(what: str, pages: MapState[str, list[int]], one: State[list[int]]) -> None:
+        if what == "left alone":
+            pages.get("x", deque())
+            one.get(threading.Lock())
+        if what == "of a map":
+            pages.get("x", deque()).append(1)
+        if what == "one":
+            one.get(deque()).append(1)
+
+    ran = run(visit, *of_key("a", "left alone", "of a map", "one"), on_error=eos.dlq)
+    assert ran.states["visit"] == {"pages": {}, "one": {}}
+    assert [dict(sent.headers)["eos-dlq-message"] for sent in ran.to("in.dlq")] == [
+        f"the state {name} cannot be deque([1]): Encoding objects of type collections.deque is unsupported".encode()
+        for name in ("pages", "one")
+    ]
+
+
 def test_a_map_that_is_read_field_by_field_with_defaults_looks_at_each_of_them_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encoded = []
-    real = state._encoded_or_none
-    monkeypatch.setattr(state, "_encoded_or_none", lambda value: encoded.append(value) or real(value))
+    real = state._told_apart
+    monkeypatch.setattr(state, "_told_apart", lambda value: encoded.append(value) or real(value))
 
     def visit(what: str, pages: MapState[int, list[int]]) -> None:
         for number in range(100):
