@@ -17,6 +17,7 @@ from kafka.admin import AbortTransactionSpec, ACLOperation, KafkaAdminClient, Me
 from kafka.net.compat import KafkaNetClient
 from kafka.protocol.admin import DescribeGroupsRequest
 from kafka.protocol.api_key import ApiKey
+from kafka.protocol.api_message import ApiMessage
 from kafka.protocol.metadata import MetadataRequest
 from kafka.protocol.producer import InitProducerIdRequest
 
@@ -30,6 +31,14 @@ Partition = tuple[str, int]
 TRANSACTION_LOG, OFFSETS_LOG = "__transaction_state", "__consumer_offsets"
 _EPOCHS, _FAR = 32_767, 16_384  # an epoch as far as can be from any that is in use
 _CHUNK = 500  # partitions or transactional.ids of one request
+
+
+class ConsumerGroupDescribeRequest(ApiMessage, load_json="eos.kafka"):  # type: ignore[call-arg, misc]
+    """KIP-848; kafka-python does not have it. The schema is in the file of this name."""
+
+
+class ConsumerGroupDescribeResponse(ApiMessage, load_json="eos.kafka"):  # type: ignore[call-arg, misc]
+    pass
 
 
 @dataclass(frozen=True)
@@ -314,6 +323,25 @@ class ClusterAdmin:
         with _translated("DescribeGroups", f"group {group}", "DESCRIBE"):
             described: dict[str, Any] = self._client.describe_groups([group])[group]
         return list(described["members"])
+
+    def given(self, group: str, member_id: str) -> frozenset[Partition]:
+        """What a group with group.protocol=consumer gave to this member, if it knows it."""
+        with _translated("ConsumerGroupDescribe", f"group {group}", "DESCRIBE"):
+            described = self._client._manager.run(self._describe_consumer_group, group)
+            if described.error_code:
+                raise kafka_errors.for_code(described.error_code)()
+        return frozenset(
+            (topic.topic_name, partition)
+            for member in described.members
+            if member.member_id == member_id
+            for topic in member.assignment.topic_partitions
+            for partition in topic.partitions
+        )
+
+    async def _describe_consumer_group(self, group: str) -> Any:
+        coordinators = await self._client._find_coordinator_ids([group])
+        request = ConsumerGroupDescribeRequest(group_ids=[group], include_authorized_operations=False)
+        return (await self._send(request, coordinators[group])).groups[0]
 
     def group_operations(self, group: str) -> frozenset[str] | None:
         """What we may do with a group by its ACLs, by name; None when its coordinator does not say. Not asked through

@@ -30,6 +30,7 @@ from eos.session.observe import Pulse, add
 from eos.session.positions import Positions, names_of
 from eos.session.positions import TopicPartition as Partition
 from eos.session.starts import OTHERS, Starts
+from eos.session.unheard import Unheard
 from eos.session.unreadable import Unreadable
 
 _RESOLVE_PAUSE_S = 0.2
@@ -81,6 +82,7 @@ class Membership:
         self._topic_ids = TopicIds(settings, self._topics, self._topic_made_anew, world)
         self._rebalances = {} if rebalances is None else rebalances
         self._lag = Lag(positions, self.group, world)
+        self._unheard = None if settings.classic_group else Unheard(settings, self.group, world)
         self._begun_at: dict[Partition, int] = {}  # as the consumer was told: OFFSET_BEGINNING is no offset
         self._adrift = False  # the consumer may stand behind records that it did not hand out
         configuration = guarded(settings.consumer() | {"logger": log.client_logger}, self._latch)
@@ -131,6 +133,8 @@ class Membership:
     def close(self, leave: bool) -> None:
         """Closes the consumer. A static member stays in the group for its restart, unless it leaves for good."""
         self._topic_ids.stop()
+        if self._unheard is not None:
+            self._unheard.stop()
         if self._overdue is not None:
             self._overdue.stop()
         guard = self._world.caller("eos-close")
@@ -166,6 +170,8 @@ class Membership:
     def _note_statistics(self, text: str) -> None:
         try:
             self._lag.note(text)
+            if self._unheard is not None:
+                self._unheard.note(text)
         except Exception as error:  # noqa: BLE001 - must not pass through C frames
             self._latch(error)
         if self._user_stats is not None:
@@ -203,9 +209,19 @@ class Membership:
         if failed is not None:
             self._failed(failed, None)
         self._lag.look(self.owned)
+        self._check_heard()
         if len(records) < len(messages):
             for message in messages:
                 self._note_error(message)
+
+    def _check_heard(self) -> None:
+        """CallFailed: the group gave this member partitions, and its consumer, which will never hear of them, must be
+        given up."""
+        if self._unheard is None:
+            return
+        if unheard := self._unheard.look(self.member.id, lambda: self.assigned | self._unresolved):
+            sentence = f"the group gave this member {names_of(unheard)} in an answer that came too late for its client"
+            raise CallFailed("consume", Action.REJOIN, RuntimeError(sentence))
 
     def _stand_where_expected(self) -> None:
         """Fetches every partition from behind what the positions have of it, one that gave them nothing too.

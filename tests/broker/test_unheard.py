@@ -1,0 +1,101 @@
+"""A partition that the group gave in an answer which came too late for the client is read all the same (KIP-848)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+from confluent_kafka import Consumer, Producer
+from confluent_kafka.admin import AdminClient, ConfigEntry, ConfigResource, ResourceType
+from confluent_kafka.admin import AlterConfigOpType as How
+
+from eos import TransactSession
+from eos.broker import LocalKafka
+from eos.session import unheard
+from eos.shim.faults import Phase, Plan, Rule
+from eos.testing.shim import ShimThread
+from tests.support.reading import create_topic, settled_values, wait_until
+
+PARTITIONS = 4
+HEARTBEAT_S, LATE_S = 0.5, 1.5
+
+
+def test_partitions_in_an_answer_that_came_too_late_are_read_all_the_same(
+    kafka: LocalKafka, names: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(unheard, "_PATIENCE_S", 2.0)
+    monkeypatch.setattr(unheard, "_PAUSE_S", 0.5)
+    servers, group = kafka.bootstrap_servers, names("group")
+    source, target = create_topic(servers, names("in"), PARTITIONS), create_topic(servers, names("out"))
+    elsewhere = create_topic(servers, names("elsewhere"))
+    quicken(servers, group)
+    other = Consumer({"bootstrap.servers": servers, "group.id": group, "group.protocol": "consumer", "log_level": 0})
+    other.subscribe([source], on_revoke=lambda *_: None)  # with a callback it gives nothing back until it polls
+    late = Plan([Rule("ConsumerGroupHeartbeat", "delay", Phase.AFTER_APPLY, nth=1_000_000, times=3, seconds=LATE_S)])
+    with ShimThread(servers, late) as shim:
+        settings = {
+            "bootstrap.servers": shim.bootstrap_servers,
+            "group.id": group,
+            "group.protocol": "consumer",
+            "transactional.id": names("tx"),
+        }
+        session = TransactSession(settings, [source])
+
+        def copy() -> None:
+            with session:
+                for txn in session:
+                    for record in txn.records:
+                        txn.send(target, record.value)
+
+        copying = threading.Thread(target=copy)
+        copying.start()
+        try:
+
+            def shared() -> bool:
+                other.poll(0.1)
+                return len(other.assignment()) == len(session.membership.owned) == PARTITIONS // 2
+
+            wait_until("each has its half", shared, 30)
+            other.subscribe([elsewhere], on_revoke=lambda *_: None)
+            wait_until("the group wants to give the session all", lambda: PARTITIONS in wanted(servers, group), 30)
+            heartbeats = late.progress[0]
+            seen = heartbeats.fitted
+            wait_until(
+                "the session's client heard that the group has changed", lambda: heartbeats.fitted > seen + 1, 30
+            )
+            heartbeats.fitted = heartbeats.rule.nth - 1  # from the next one on
+            wait_until("heartbeats whose answers are late", lambda: late.fired, 30)
+
+            def moved() -> bool:
+                other.poll(0.1)  # gives the session its half
+                return {p.topic for p in other.assignment()} == {elsewhere}
+
+            wait_until("the other one's half is free", moved, 30)
+            producer = Producer({"bootstrap.servers": servers})
+            for partition in range(PARTITIONS):
+                producer.produce(source, str(partition), partition=partition)
+            assert producer.flush(30) == 0
+            wait_until("all of it is copied", lambda: session.counters.records_in == PARTITIONS, 60)
+        finally:
+            session.stop()
+            copying.join(30)
+            other.close()
+    assert sorted(settled_values(servers, target)[0]) == [b"%d" % p for p in range(PARTITIONS)]
+    assert "in an answer that came too late for its client" in caplog.text
+
+
+def wanted(servers: str, group: str) -> list[int]:
+    """How many partitions each member is to have."""
+    admin = AdminClient({"bootstrap.servers": servers})
+    members = admin.describe_consumer_groups([group])[group].result(10).members
+    return [len(member.target_assignment.topic_partitions) for member in members if member.target_assignment]
+
+
+def quicken(servers: str, group: str) -> None:
+    """Heartbeats of the group: a late one shows itself the sooner."""
+    entry = ConfigEntry("consumer.heartbeat.interval.ms", f"{HEARTBEAT_S * 1000:.0f}", incremental_operation=How.SET)
+    resource = ConfigResource(ResourceType.GROUP, group, incremental_configs=[entry])
+    admin = AdminClient({"bootstrap.servers": servers})  # kept until it has answered
+    for made in admin.incremental_alter_configs([resource]).values():
+        made.result(10)
