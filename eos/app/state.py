@@ -470,8 +470,8 @@ def _changed_one(store: Store, offered: list[Offer], value: Any) -> Any:
 
 def _told_apart(default: Any) -> bytes | None:
     """Other bytes once it was changed in place; None where nobody can tell. A default may be anything: what cannot be
-    kept is refused once it was changed, and not before."""
-    with contextlib.suppress(TypeError, ValueError):
+    kept is refused once it was changed (a cache or a place of its own counts too), and not before."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError, RecursionError):
         return encode(default)
     try:
         return pickle.dumps(default)

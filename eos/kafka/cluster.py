@@ -17,7 +17,6 @@ from kafka.admin import AbortTransactionSpec, ACLOperation, KafkaAdminClient, Me
 from kafka.net.compat import KafkaNetClient
 from kafka.protocol.admin import DescribeGroupsRequest
 from kafka.protocol.api_key import ApiKey
-from kafka.protocol.api_message import ApiMessage
 from kafka.protocol.metadata import MetadataRequest
 from kafka.protocol.producer import InitProducerIdRequest
 
@@ -31,14 +30,6 @@ Partition = tuple[str, int]
 TRANSACTION_LOG, OFFSETS_LOG = "__transaction_state", "__consumer_offsets"
 _EPOCHS, _FAR = 32_767, 16_384  # an epoch as far as can be from any that is in use
 _CHUNK = 500  # partitions or transactional.ids of one request
-
-
-class ConsumerGroupDescribeRequest(ApiMessage, load_json="eos.kafka"):  # type: ignore[call-arg, misc]
-    """KIP-848; kafka-python does not have it. The schema is in the file of this name."""
-
-
-class ConsumerGroupDescribeResponse(ApiMessage, load_json="eos.kafka"):  # type: ignore[call-arg, misc]
-    pass
 
 
 @dataclass(frozen=True)
@@ -339,6 +330,8 @@ class ClusterAdmin:
         )
 
     async def _describe_consumer_group(self, group: str) -> Any:
+        from eos.kafka.consumer_groups import ConsumerGroupDescribeRequest  # schemas of its own, for this alone
+
         coordinators = await self._client._find_coordinator_ids([group])
         request = ConsumerGroupDescribeRequest(group_ids=[group], include_authorized_operations=False)
         return (await self._send(request, coordinators[group])).groups[0]

@@ -82,7 +82,7 @@ class Membership:
         self._topic_ids = TopicIds(settings, self._topics, self._topic_made_anew, world)
         self._rebalances = {} if rebalances is None else rebalances
         self._lag = Lag(positions, self.group, world)
-        self._unheard = None if settings.classic_group else Unheard(settings, self.group, world)
+        self._unheard = Unheard(settings, self.group, world)
         self._begun_at: dict[Partition, int] = {}  # as the consumer was told: OFFSET_BEGINNING is no offset
         self._adrift = False  # the consumer may stand behind records that it did not hand out
         configuration = guarded(settings.consumer() | {"logger": log.client_logger}, self._latch)
@@ -133,8 +133,7 @@ class Membership:
     def close(self, leave: bool) -> None:
         """Closes the consumer. A static member stays in the group for its restart, unless it leaves for good."""
         self._topic_ids.stop()
-        if self._unheard is not None:
-            self._unheard.stop()
+        self._unheard.stop()
         if self._overdue is not None:
             self._overdue.stop()
         guard = self._world.caller("eos-close")
@@ -170,8 +169,7 @@ class Membership:
     def _note_statistics(self, text: str) -> None:
         try:
             self._lag.note(text)
-            if self._unheard is not None:
-                self._unheard.note(text)
+            self._unheard.note(text)
         except Exception as error:  # noqa: BLE001 - must not pass through C frames
             self._latch(error)
         if self._user_stats is not None:
@@ -217,8 +215,6 @@ class Membership:
     def _check_heard(self) -> None:
         """CallFailed: the group gave this member partitions, and its consumer, which will never hear of them, must be
         given up."""
-        if self._unheard is None:
-            return
         if unheard := self._unheard.look(self.member.id, lambda: self.assigned | self._unresolved):
             sentence = f"the group gave this member {names_of(unheard)} in an answer that came too late for its client"
             raise CallFailed("consume", Action.REJOIN, RuntimeError(sentence))
@@ -278,6 +274,7 @@ class Membership:
             self._next_resolve = 0.0
             self._rebalanced = self._rebalanced or bool(partitions)
             self._told_waiting = self._waiting_since = self._world.now()
+            self._unheard.heard()
         except BaseException as error:  # noqa: BLE001 - must not pass through C frames; raised after the poll
             self._latch(error)
 
@@ -304,6 +301,7 @@ class Membership:
             if self._positions.forget(gone):
                 self.lost_sentence = f"partitions of this transaction were {how}"
             log.info(f"partitions {how}", partitions=names_of(gone), group=self.group)
+            self._unheard.heard()
         except BaseException as error:  # noqa: BLE001 - see _on_assign
             self._latch(error)
 

@@ -1,9 +1,9 @@
 """Notices partitions that the group gave to this member and of which its client does not know.
 
-Under group.protocol=consumer (KIP-848) the coordinator names what it gives once, in its answer to a heartbeat.
-librdkafka (2.16.0) gives up an answer that takes longer than the heartbeat's interval, and the heartbeat behind it does
-not ask for what it missed: nobody ever reads those partitions, and nothing says so (docs/findings.md). So behind each
-answer that was too late the coordinator is asked what this member has, with a client of its own.
+Under group.protocol=consumer (KIP-848) the coordinator names what a member has where it changes, in the answer to a
+heartbeat. librdkafka (2.16.0) gives up an answer that takes longer than the heartbeat's interval, and the heartbeat
+behind it does not ask for what it missed: nobody ever reads those partitions, and nothing says so (docs/findings.md).
+So behind each answer that was too late the coordinator is asked what this member has, with a client of its own.
 
 Owns when it is asked, and the comparison. It never touches the consumer; what to do about it is the caller's.
 """
@@ -17,15 +17,16 @@ from typing import NamedTuple
 import msgspec
 
 from eos import log
-from eos.errors import EosError
+from eos.errors import NotAuthorised
 from eos.kafka.settings import Settings
 from eos.kafka.world import World
 from eos.session.positions import TopicPartition as Partition
 
 COORDINATOR = "GroupCoordinator"  # librdkafka's logical broker for it: heartbeats and questions for offsets
-_LOOK_S = 60.0  # behind the last late answer
-_PAUSE_S = 2.0
-_PATIENCE_S = 10.0  # what the coordinator gave a moment ago is on its way to the client
+_PAUSE_S = 5.0
+# What the coordinator gave a moment ago is on its way. Brokers allow heartbeats every 15 s at the most
+# (group.consumer.max.heartbeat.interval.ms).
+_PATIENCE_S = 20.0
 
 
 class _Broker(msgspec.Struct):
@@ -36,7 +37,9 @@ class _Statistics(msgspec.Struct):
     brokers: dict[str, _Broker] = {}
 
 
-class _Given(NamedTuple):
+class Given(NamedTuple):
+    """What the coordinator says that the member has. `asked_at`: World.now()."""
+
     asked_at: float
     partitions: frozenset[Partition]
 
@@ -48,45 +51,58 @@ class Unheard:
     def __init__(self, settings: Settings, group: str, world: World) -> None:
         self._settings, self._group, self._world = settings, group, world
         self._late = 0
-        self._until = 0.0
-        self._given: _Given | None = None  # what the coordinator said last, if it did
-        self._missing_since: float | None = None
+        self._looking = False
+        self._since = 0.0  # answers to what was asked before do not count
+        self._missing: dict[Partition, float] = {}  # when it was asked for the first answer of a row that named it
+        self._given: Given | None = None  # not looked at yet
         self._asking = False
         self._stopped = threading.Event()
 
     def note(self, text: str) -> None:
         """Statistics, as librdkafka gives them. Raises for what are none."""
+        if self._settings.classic_group:
+            return
         late = _decode(text).brokers.get(COORDINATOR, _Broker()).req_timeouts
         if late > self._late:
-            self._until = self._world.now() + _LOOK_S
+            self._looking = True
+            self.heard()  # a coordinator that is slow is waited for: the next answers may come in time
         self._late = late
+
+    def heard(self) -> None:
+        """The client told of partitions that were given or taken: it knows all that the member has."""
+        self._since, self._missing = self._world.now(), {}
 
     def look(self, member_id: Callable[[], str | None], known: Callable[[], Collection[Partition]]) -> set[Partition]:
         """What the member has and its client has not heard of for a while. For the thread that polls, behind a poll:
         what waited there is `known` now."""
-        if self._missing_since is None and self._world.now() >= self._until:
+        if not self._looking:
             return set()
         if not self._asking and not self._stopped.is_set() and (member := member_id()):
             self._asking = True
             self._world.background("eos-unheard", lambda: self._ask(member))
-        if (given := self._given) is None or not (missing := set(given.partitions).difference(known())):
-            self._missing_since = None
+        given, self._given = self._given, None
+        if given is None or given.asked_at < self._since:
             return set()
-        if self._missing_since is None:
-            self._missing_since = given.asked_at
-        return missing if given.asked_at - self._missing_since >= _PATIENCE_S else set()
+        missing = given.partitions.difference(known())
+        self._missing = {partition: self._missing.get(partition, given.asked_at) for partition in missing}
+        self._looking = bool(missing) or given.asked_at - self._since < _PATIENCE_S
+        return {p for p, first in self._missing.items() if given.asked_at - first >= _PATIENCE_S}
 
     def stop(self) -> None:
         self._stopped.set()
 
     def _ask(self, member_id: str) -> None:
-        asked_at = self._world.now()
         try:
             with self._world.admin(self._settings) as admin:
-                self._given = _Given(asked_at, admin.given(self._group, member_id))
-        except EosError as error:
-            self._given = None
+                while self._looking and not self._stopped.is_set():
+                    asked_at = self._world.now()
+                    self._given = Given(asked_at, admin.given(self._group, member_id))
+                    self._stopped.wait(_PAUSE_S)
+        except NotAuthorised as error:
+            log.warning("partitions that this client was not told of cannot be noticed", error=str(error))
+            self.stop()
+        except Exception as error:  # noqa: BLE001 - it is asked again: nothing here may end anything
             log.debug("what the group gave cannot be had", error=str(error), group=self._group)
-        finally:
             self._stopped.wait(_PAUSE_S)
+        finally:
             self._asking = False

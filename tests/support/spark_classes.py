@@ -38,9 +38,10 @@ print("JVM", session._jvm_process(spark).pid)
 def _path() -> Path:
     import pyspark
 
-    # Beside the jars, and gone with them: a JVM takes no archive of jars that were installed anew.
-    name = archive_of(spark_java() / "bin" / "java", [Path(pyspark.__version__)]).name
-    return Path(pyspark.__file__).parent / name
+    # Beside the jars, and of one installation: a JVM takes no archive of jars that were installed anew.
+    home = Path(pyspark.__file__).parent
+    installed = f"{pyspark.__version__} {(home / 'jars').stat().st_mtime_ns}"
+    return home / archive_of(spark_java() / "bin" / "java", [Path(installed)]).name
 
 
 def options() -> str:

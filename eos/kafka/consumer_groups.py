@@ -1,0 +1,13 @@
+"""ConsumerGroupDescribe (KIP-848), which kafka-python does not have: the schemas are in the files of these names."""
+
+from __future__ import annotations
+
+from kafka.protocol.api_message import ApiMessage
+
+
+class ConsumerGroupDescribeRequest(ApiMessage, load_json="eos.kafka"):  # type: ignore[call-arg, misc]
+    pass
+
+
+class ConsumerGroupDescribeResponse(ApiMessage, load_json="eos.kafka"):  # type: ignore[call-arg, misc]
+    pass
