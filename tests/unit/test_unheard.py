@@ -108,6 +108,17 @@ def test_a_slow_poll_that_brings_a_callback_makes_nothing_missing(member: Member
         assert member.poll() == []
 
 
+def test_an_answer_of_before_a_callback_is_not_compared_with_what_is_known_behind_it(member: Member) -> None:
+    member.late_answer()
+    member.given(0, 1)
+    member.after(1)
+    member.told(0)
+    assert member.poll() == []
+    member.after(P)
+    member.given(0, 1)  # given again, a moment ago
+    assert member.poll() == []
+
+
 def test_several_partitions_one_after_the_other_are_each_waited_for(member: Member) -> None:
     member.late_answer()
     for number in range(2, 8):
