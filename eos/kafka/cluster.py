@@ -317,10 +317,10 @@ class ClusterAdmin:
 
     def given(self, group: str, member_id: str) -> frozenset[Partition]:
         """What a group with group.protocol=consumer gave to this member, if it knows it."""
-        with _translated("ConsumerGroupDescribe", f"group {group}", "DESCRIBE"):
-            described = self._client._manager.run(self._describe_consumer_group, group)
-            if described.error_code:
-                raise kafka_errors.for_code(described.error_code)()
+        from eos.kafka.consumer_groups import ConsumerGroupDescribeRequest  # schemas of its own, for this alone
+
+        request = ConsumerGroupDescribeRequest(group_ids=[group], include_authorized_operations=False)
+        described = self._described_group(group, request)
         return frozenset(
             (topic.topic_name, partition)
             for member in described.members
@@ -329,30 +329,29 @@ class ClusterAdmin:
             for partition in topic.partitions
         )
 
-    async def _describe_consumer_group(self, group: str) -> Any:
-        from eos.kafka.consumer_groups import ConsumerGroupDescribeRequest  # schemas of its own, for this alone
-
-        coordinators = await self._client._find_coordinator_ids([group])
-        request = ConsumerGroupDescribeRequest(group_ids=[group], include_authorized_operations=False)
-        return (await self._send(request, coordinators[group])).groups[0]
-
     def group_operations(self, group: str) -> frozenset[str] | None:
         """What we may do with a group by its ACLs, by name; None when its coordinator does not say. Not asked through
         librdkafka: its DescribeConsumerGroups ends the process with a failed assertion (`rd_kafka_enq_once_del_source`)
         when the coordinator answers after the request's timeout (2.16.1, seen with one that stood still)."""
-        with _translated("DescribeGroups", f"group {group}", "DESCRIBE"):
-            described = self._client._manager.run(self._describe_group, group)
-            if described.error_code:
-                raise kafka_errors.for_code(described.error_code)()
+        # In version 6 a group that is not there yet is an error, and has no rights.
+        request = DescribeGroupsRequest(groups=[group], include_authorized_operations=True, max_version=5)
+        described = self._described_group(group, request)
         codes = described.authorized_operations or ()  # None: a broker that does not say
         found = {ACLOperation(code).name for code in codes if code >= ACLOperation.READ}
         return frozenset(found) or None
 
-    async def _describe_group(self, group: str) -> Any:
-        coordinators = await self._client._find_coordinator_ids([group])
-        # In version 6 a group that is not there yet is an error, and has no rights.
-        request = DescribeGroupsRequest(groups=[group], include_authorized_operations=True, max_version=5)
-        return (await self._send(request, coordinators[group])).groups[0]
+    def _described_group(self, group: str, request: Any) -> Any:
+        """What the group's coordinator answers of it."""
+
+        async def ask() -> Any:
+            coordinators = await self._client._find_coordinator_ids([group])
+            return (await self._send(request, coordinators[group])).groups[0]
+
+        with _translated(request.name.removesuffix("Request"), f"group {group}", "DESCRIBE"):
+            described = self._client._manager.run(ask)
+            if described.error_code:
+                raise kafka_errors.for_code(described.error_code)()
+        return described
 
     def committed_metadata(self, group: str) -> list[str]:
         """What the committers of a group's offsets wrote beside them."""

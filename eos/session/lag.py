@@ -27,8 +27,21 @@ class _TopicStatistics(msgspec.Struct):
     partitions: dict[str, _PartitionStatistics] = {}
 
 
-class _Statistics(msgspec.Struct):
+class _BrokerStatistics(msgspec.Struct):
+    req_timeouts: int = 0
+
+
+class Statistics(msgspec.Struct):
+    """Of a consumer, as far as a session looks at them."""
+
     topics: dict[str, _TopicStatistics] = {}
+    brokers: dict[str, _BrokerStatistics] = {}
+
+    @property
+    def late_answers(self) -> int:
+        """Requests to the group's coordinator that had no answer in time so far: heartbeats and questions for offsets.
+        It is a logical broker of librdkafka's."""
+        return self.brokers.get("GroupCoordinator", _BrokerStatistics()).req_timeouts
 
     def partitions(self) -> Iterator[tuple[Partition, _PartitionStatistics]]:
         for name, topic in self.topics.items():
@@ -36,19 +49,18 @@ class _Statistics(msgspec.Struct):
                 yield (name, int(number)), seen
 
 
-_decode_statistics = msgspec.json.Decoder(_Statistics).decode
+decode_statistics = msgspec.json.Decoder(Statistics).decode
 
 
 class Lag:
     def __init__(self, positions: Positions[Any], group: str, world: World) -> None:
         self._positions, self._group, self._world = positions, group, world
-        self._statistics: _Statistics | None = None  # not looked at yet
+        self._statistics: Statistics | None = None  # not looked at yet
         self._lags: dict[Partition, int] = {}
         self._standing: dict[Partition, tuple[int, float]] = {}  # where nothing comes, since when or told when
 
-    def note(self, text: str) -> None:
-        """Statistics, as librdkafka gives them. Raises for what are none."""
-        self._statistics = _decode_statistics(text)
+    def note(self, statistics: Statistics) -> None:
+        self._statistics = statistics
 
     def look(self, owned: Collection[Partition]) -> None:
         """At the newest statistics, when they came and not when one asks: what is committed later belongs to later
@@ -67,7 +79,7 @@ class Lag:
         """
         return {partition: self._lags.get(partition) for partition in owned}
 
-    def _lags_by(self, statistics: _Statistics) -> dict[Partition, int]:
+    def _lags_by(self, statistics: Statistics) -> dict[Partition, int]:
         positions, lags = self._positions, {}
         nothing_in_hand = not len(positions) and not positions.taken
         for partition, seen in statistics.partitions():
@@ -78,7 +90,7 @@ class Lag:
             lags[partition] = 0 if fetched and nothing_in_hand else behind
         return lags
 
-    def _tell_standing(self, statistics: _Statistics, owned: Collection[Partition]) -> None:
+    def _tell_standing(self, statistics: Statistics, owned: Collection[Partition]) -> None:
         """A warning where there is more to fetch and nothing comes: else only the lag would tell."""
         now, before, self._standing = self._world.now(), self._standing, {}
         for partition, seen in statistics.partitions():

@@ -24,7 +24,7 @@ from eos.kafka.watchdog import CallHung
 from eos.kafka.world import REAL, World
 from eos.records import Record
 from eos.session.asking import Asking, NotNow, check_topics
-from eos.session.lag import Lag
+from eos.session.lag import Lag, decode_statistics
 from eos.session.member import Member
 from eos.session.observe import Pulse, add
 from eos.session.positions import Positions, names_of
@@ -168,8 +168,9 @@ class Membership:
 
     def _note_statistics(self, text: str) -> None:
         try:
-            self._lag.note(text)
-            self._unheard.note(text)
+            statistics = decode_statistics(text)
+            self._lag.note(statistics)
+            self._unheard.note(statistics.late_answers)
         except Exception as error:  # noqa: BLE001 - must not pass through C frames
             self._latch(error)
         if self._user_stats is not None:

@@ -14,27 +14,16 @@ import threading
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-import msgspec
-
 from eos import log
-from eos.errors import NotAuthorised
+from eos.errors import EosError, NotAuthorised
 from eos.kafka.settings import Settings
 from eos.kafka.world import World
 from eos.session.positions import TopicPartition as Partition
 
-COORDINATOR = "GroupCoordinator"  # librdkafka's logical broker for it: heartbeats and questions for offsets
 _PAUSE_S = 5.0
 # What the coordinator gave a moment ago is on its way. Brokers allow heartbeats every 15 s at the most
 # (group.consumer.max.heartbeat.interval.ms).
 _PATIENCE_S = 20.0
-
-
-class _Broker(msgspec.Struct):
-    req_timeouts: int = 0
-
-
-class _Statistics(msgspec.Struct):
-    brokers: dict[str, _Broker] = {}
 
 
 class Given(NamedTuple):
@@ -42,9 +31,6 @@ class Given(NamedTuple):
 
     asked_at: float
     partitions: frozenset[Partition]
-
-
-_decode = msgspec.json.Decoder(_Statistics).decode
 
 
 class Unheard:
@@ -58,12 +44,9 @@ class Unheard:
         self._asking = False
         self._stopped = threading.Event()
 
-    def note(self, text: str) -> None:
-        """Statistics, as librdkafka gives them. Raises for what are none."""
-        if self._settings.classic_group:
-            return
-        late = _decode(text).brokers.get(COORDINATOR, _Broker()).req_timeouts
-        if late > self._late:
+    def note(self, late: int) -> None:
+        """So many answers of the coordinator came too late so far."""
+        if late > self._late and not self._settings.classic_group:
             self._looking = True
             self.heard()  # a coordinator that is slow is waited for: the next answers may come in time
         self._late = late
@@ -101,8 +84,12 @@ class Unheard:
         except NotAuthorised as error:
             log.warning("partitions that this client was not told of cannot be noticed", error=str(error))
             self.stop()
-        except Exception as error:  # noqa: BLE001 - it is asked again: nothing here may end anything
+        except EosError as error:
+            # Nobody answers: it is asked again.
             log.debug("what the group gave cannot be had", error=str(error), group=self._group)
+            self._stopped.wait(_PAUSE_S)
+        except Exception as error:  # noqa: BLE001 - a fault of this thread's must not end the session
+            log.warning("what the group gave cannot be had", error=repr(error), group=self._group)
             self._stopped.wait(_PAUSE_S)
         finally:
             self._asking = False

@@ -7,18 +7,17 @@ from collections.abc import Callable
 
 import pytest
 from confluent_kafka import Consumer, Producer
-from confluent_kafka.admin import AdminClient, ConfigEntry, ConfigResource, ResourceType
-from confluent_kafka.admin import AlterConfigOpType as How
+from confluent_kafka.admin import AdminClient, ResourceType
 
 from eos import TransactSession
 from eos.broker import LocalKafka
 from eos.session import unheard
 from eos.shim.faults import Phase, Plan, Rule
 from eos.testing.shim import ShimThread
-from tests.support.reading import create_topic, settled_values, wait_until
+from tests.support.reading import configure, create_topic, settled_values, wait_until
 
 PARTITIONS = 4
-HEARTBEAT_S, LATE_S = 0.5, 1.5
+LATE_S = 1.5  # longer than between two heartbeats
 
 
 def test_partitions_in_an_answer_that_came_too_late_are_read_all_the_same(
@@ -29,7 +28,9 @@ def test_partitions_in_an_answer_that_came_too_late_are_read_all_the_same(
     servers, group = kafka.bootstrap_servers, names("group")
     source, target = create_topic(servers, names("in"), PARTITIONS), create_topic(servers, names("out"))
     elsewhere = create_topic(servers, names("elsewhere"))
-    quicken(servers, group)
+    configure(
+        servers, group, "consumer.heartbeat.interval.ms", "500", ResourceType.GROUP
+    )  # a late one shows the sooner
     other = Consumer({"bootstrap.servers": servers, "group.id": group, "group.protocol": "consumer", "log_level": 0})
     other.subscribe([source], on_revoke=lambda *_: None)  # with a callback it gives nothing back until it polls
     late = Plan([Rule("ConsumerGroupHeartbeat", "delay", Phase.AFTER_APPLY, nth=1_000_000, times=3, seconds=LATE_S)])
@@ -90,12 +91,3 @@ def wanted(servers: str, group: str) -> list[int]:
     admin = AdminClient({"bootstrap.servers": servers})
     members = admin.describe_consumer_groups([group])[group].result(10).members
     return [len(member.target_assignment.topic_partitions) for member in members if member.target_assignment]
-
-
-def quicken(servers: str, group: str) -> None:
-    """Heartbeats of the group: a late one shows itself the sooner."""
-    entry = ConfigEntry("consumer.heartbeat.interval.ms", f"{HEARTBEAT_S * 1000:.0f}", incremental_operation=How.SET)
-    resource = ConfigResource(ResourceType.GROUP, group, incremental_configs=[entry])
-    admin = AdminClient({"bootstrap.servers": servers})  # kept until it has answered
-    for made in admin.incremental_alter_configs([resource]).values():
-        made.result(10)

@@ -29,9 +29,6 @@ import pytest
 from confluent_kafka import Consumer, ConsumerGroupState, KafkaError, KafkaException, Message, Producer, TopicPartition
 from confluent_kafka.admin import (
     AdminClient,
-    AlterConfigOpType,
-    ConfigEntry,
-    ConfigResource,
     NewPartitions,
     NewTopic,
     OffsetSpec,
@@ -48,7 +45,7 @@ from eos.testing.checker import CommitSeries, Counts, Inputs, Report, check
 from eos.testing.history import ConcurrentReader, Log, committed_offsets, end_offsets, read_topic
 from eos.testing.lineage import WIDTH_BYTES
 from tests.suites.depth import STATEFUL
-from tests.support.reading import TooSlow, create_topics, transaction_of, wait_until
+from tests.support.reading import TooSlow, configure, create_topics, transaction_of, wait_until
 from tests.support.stepping_worker import ATTEMPT, COUNT, Orders, counter_of
 
 REPOSITORY = Path(__file__).parents[2]
@@ -538,13 +535,8 @@ class Pipeline:
 
     def set_group_session_timeout(self, timeout_ms: int) -> None:
         """For the consumer protocol, where the broker decides how long a silent member stays (KIP-848)."""
-        entries = [
-            ConfigEntry("consumer.heartbeat.interval.ms", "500", incremental_operation=AlterConfigOpType.SET),
-            ConfigEntry("consumer.session.timeout.ms", str(timeout_ms), incremental_operation=AlterConfigOpType.SET),
-        ]
-        resource = ConfigResource(ResourceType.GROUP, self.app, incremental_configs=entries)
-        for future in self.admin.incremental_alter_configs([resource]).values():
-            future.result(10)
+        configure(self.servers, self.app, "consumer.heartbeat.interval.ms", "500", ResourceType.GROUP)
+        configure(self.servers, self.app, "consumer.session.timeout.ms", str(timeout_ms), ResourceType.GROUP)
 
     # ---- judgement -------------------------------------------------------------------------------------------------
 

@@ -74,10 +74,10 @@ def create_topics(servers: str, topics: Sequence[NewTopic]) -> None:
     wait_known(servers, {topic.topic: topic.num_partitions for topic in topics})
 
 
-def configure(servers: str, topic: str, setting: str, value: str) -> None:
+def configure(servers: str, name: str, setting: str, value: str, kind: ResourceType = ResourceType.TOPIC) -> None:
     admin = AdminClient({"bootstrap.servers": servers})
     entry = ConfigEntry(setting, value, incremental_operation=AlterConfigOpType.SET)
-    resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])
+    resource = ConfigResource(kind, name, incremental_configs=[entry])
     admin.incremental_alter_configs([resource])[resource].result(30)
 
 

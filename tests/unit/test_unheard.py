@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 import pytest
@@ -11,8 +10,9 @@ from eos.errors import NotAuthorised, Unavailable
 from eos.kafka.settings import Settings
 from eos.kafka.world import World
 from eos.session import unheard
+from eos.session.lag import decode_statistics
 from eos.session.positions import TopicPartition
-from eos.session.unheard import COORDINATOR, Given, Unheard
+from eos.session.unheard import Given, Unheard
 
 P = unheard._PATIENCE_S
 
@@ -30,7 +30,9 @@ class Member:
 
     def late_answer(self) -> None:
         self.late += 1
-        self.unheard.note(json.dumps({"brokers": {COORDINATOR: {"req_timeouts": self.late}}}))
+        self.unheard.note(
+            decode_statistics(b'{"brokers": {"GroupCoordinator": {"req_timeouts": %d}}}' % self.late).late_answers
+        )
 
     def after(self, seconds: float) -> None:
         self.now_s += seconds
