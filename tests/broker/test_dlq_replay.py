@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,10 +22,10 @@ from eos.kafka.settings import Settings
 from eos.records import Record
 from eos.testing.history import committed_offsets
 from eos.worker import replay
+from tests.support import forked
 from tests.support.reading import configure, create_topic, settled_records, visible_records
 
 Names = Callable[[str], str]
-ROOT = Path(__file__).parents[2]
 APP = """
 import os
 import eos
@@ -79,16 +77,9 @@ class Shop:
             create_topic(self.servers, topic, partitions=2)
         (folder / "shop.py").write_text(APP.format(**vars(self)))
 
-    def eos(self, *arguments: str, program: tuple[str, ...] = ("-m", "eos"), **environment: str) -> Any:
-        return subprocess.run(
-            [sys.executable, *program, *arguments],
-            cwd=self.folder,
-            env=os.environ | {"KAFKA_BOOTSTRAP_SERVERS": self.servers, "PYTHONPATH": str(ROOT)} | environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+    def eos(self, *arguments: str, program: tuple[str, ...] = ("eos",), **environment: str) -> Any:
+        variables = os.environ | {"KAFKA_BOOTSTRAP_SERVERS": self.servers} | environment
+        return forked.run([*program, *arguments], cwd=self.folder, env=variables)
 
     def replay(self, *arguments: str, **environment: str) -> str:
         ended = self.eos("dlq", "replay", "shop:app", *arguments, **environment)

@@ -20,6 +20,7 @@ from confluent_kafka.admin import AdminClient
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports, is_free
 from eos.errors import IllegalState, Unavailable
+from tests.support import forked
 from tests.support.proxy import HoldingProxy
 from tests.support.reading import TooSlow, create_topic, took_under
 
@@ -251,13 +252,7 @@ class Command:
         self.data = data
 
     def __call__(self, *arguments: str) -> tuple[int, str]:
-        run = subprocess.run(
-            [sys.executable, "-m", "eos", "broker", *arguments, "--data", str(self.data)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        run = forked.run(["eos", "broker", *arguments, "--data", str(self.data)])
         return run.returncode, run.stdout + run.stderr
 
     def pids(self) -> list[int]:

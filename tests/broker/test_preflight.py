@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,12 +14,12 @@ from confluent_kafka.admin import AdminClient
 
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
+from tests.support import forked
 from tests.support.hanging import NO_VERIFICATION, produce_late
 from tests.support.raw import raw_producer
 from tests.support.reading import configure, create_topic, settled_values, took_under, transaction_of, wait_until
 
 Names = Callable[[str], str]
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +48,7 @@ class Directory:
     def eos(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Its last argument is where the cluster is."""
         *first, servers = arguments
-        return subprocess.run(
-            [sys.executable, "-m", "eos", *first, "--bootstrap-servers", servers],
-            cwd=self.path,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        return forked.run(["eos", *first, "--bootstrap-servers", servers], cwd=self.path)
 
     def doctor(self, servers: str, *more: str) -> list[dict[str, object]]:
         ended = self.eos("doctor", "theapp.py:app", "--instance", "one", "--json", *more, servers)

@@ -14,12 +14,12 @@ from confluent_kafka import Consumer
 from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]
 
 from eos.broker import LocalKafka
-from tests.support.life import POISON, ROOT, Life
+from tests.support.life import POISON, Life
 from tests.support.raw import raw_producer
 from tests.support.reading import create_topic, wait_until
 
 Names = Callable[[str], str]
-PROGRAMS = os.environ | {"PYTHONPATH": str(ROOT)}
+PROGRAMS = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 @pytest.fixture

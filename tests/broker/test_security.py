@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,11 +16,11 @@ from typing import Any
 import pytest
 from confluent_kafka import Producer
 
+from tests.support import forked
 from tests.support.reading import create_topic, settled_ends, took_under, visible_values, wait_until
 from tests.support.secure import ALICE, SecureKafka, make_pki, secure_kafka
 
 Names = Callable[[str], str]
-ROOT = Path(__file__).parents[2]
 CLIENT_SECRET = "client-secret-71ab"
 PLAIN = {
     "security.protocol": "sasl_plaintext",
@@ -109,15 +108,8 @@ class Case:
         lines = [f"{json.dumps(name)} = {json.dumps(value)}" for name, value in settings.items()]
         (self.directory / "eos.toml").write_text("\n".join(lines))
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("EOS_", "KAFKA_"))}
-        ended = subprocess.run(
-            [sys.executable, "-m", "eos", *arguments, "--bootstrap-servers", self.kafka.servers[listener]],
-            cwd=self.directory,
-            env=inherited | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        command = ["eos", *arguments, "--bootstrap-servers", self.kafka.servers[listener]]
+        ended = forked.run(command, cwd=self.directory, env=inherited)
         for secret in (ALICE, CLIENT_SECRET):
             assert secret not in ended.stdout + ended.stderr
         assert "Traceback" not in ended.stderr
@@ -254,14 +246,10 @@ def test_a_right_that_is_withdrawn_while_a_worker_runs_stops_it_with_77_and_the_
     case.allow_all()
     log = case.directory / "worker.log"
     (case.directory / "eos.toml").write_text("\n".join(f"{json.dumps(n)} = {json.dumps(v)}" for n, v in PLAIN.items()))
-    command = [sys.executable, "-m", "eos", "run", "theapp.py:app", "--instance", "one"]
+    where = ["--bootstrap-servers", case.kafka.servers["SASL"]]
     with log.open("wb") as stderr:
-        worker = subprocess.Popen(
-            [*command, "--bootstrap-servers", case.kafka.servers["SASL"]],
-            cwd=case.directory,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            stderr=stderr,
-        )
+        command = ["eos", "run", "theapp.py:app", "--instance", "one", *where]
+        worker = forked.Popen[bytes](command, cwd=case.directory, stderr=stderr)
     producer = Producer({"bootstrap.servers": case.kafka.servers["PLAINTEXT"]})
 
     def ended() -> bool:

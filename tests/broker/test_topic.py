@@ -20,6 +20,7 @@ from eos.broker import LocalKafka
 from eos.errors import InputGone
 from eos.kafka.settings import Settings
 from eos.kafka.tail import TopicReader, read_until, reads_until
+from tests.support import forked
 from tests.support.reading import create_topic, visible_values, wait_until
 
 Names = Callable[[str], str]
@@ -139,23 +140,22 @@ def test_the_last_records_are_found_behind_many_that_nobody_sees(eos: Run, kafka
 def test_what_comes_is_shown_until_ctrl_c_and_that_ends_well(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
     topic = names("t")
     create_topic(kafka.bootstrap_servers, topic, partitions=3)
-    command = [sys.executable, "-m", "eos", "topic"]
-    environment = os.environ | {"KAFKA_BOOTSTRAP_SERVERS": kafka.bootstrap_servers, "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"KAFKA_BOOTSTRAP_SERVERS": kafka.bootstrap_servers}
 
-    def send(data: bytes) -> None:
-        subprocess.run([*command, "send", topic], env=environment, input=data, timeout=60, check=True)
+    def send(data: str) -> None:
+        forked.run(["eos", "topic", "send", topic], env=environment, input=data).check_returncode()
 
-    send(b"before\n")
+    send("before\n")
     with (tmp_path / "out").open("w") as out:
-        following = [*command, "tail", topic, "--follow", "--json"]
-        tailing = subprocess.Popen(following, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        following = ["eos", "topic", "tail", topic, "--follow", "--json"]
+        tailing = forked.Popen[bytes](following, env=environment, stdout=out, stderr=subprocess.STDOUT)
 
     def shown() -> list[Any]:
         return [row["value"] for row in map(json.loads, (tmp_path / "out").read_text().splitlines())]
 
     try:
         wait_until("the first record", lambda: shown() == ["before"], 30)
-        send(b"one\ntwo \xff\n\n")
+        send("one\ntwo \udcff\n\n")
         wait_until("those that came", lambda: len(shown()) == 4, 30)
         assert sorted(map(str, shown())) == sorted(["before", "one", "{'base64': 'dHdvIP8='}", ""])
         tailing.send_signal(signal.SIGINT)

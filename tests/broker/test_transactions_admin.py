@@ -7,9 +7,7 @@ kill, coordinator Complete and partition open, can be made at will.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from eos.errors import ConfigurationError, Temporary
 from eos.kafka.cluster import OFFSETS_LOG, ClusterAdmin
 from eos.kafka.settings import Settings
 from eos.kafka.transactions import Verdict, abort_hanging, find_open, partition_of
+from tests.support import forked
 from tests.support.hanging import NO_VERIFICATION, commit_offset_late, produce_late
 from tests.support.raw import RawProducer, raw_producer
 from tests.support.reading import (
@@ -36,7 +35,6 @@ from tests.support.reading import (
 )
 
 Names = Callable[[str], str]
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +45,7 @@ def kafka(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
 
 
 def eos(kafka: LocalKafka, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "eos", *arguments, "--bootstrap-servers", kafka.bootstrap_servers],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return forked.run(["eos", *arguments, "--bootstrap-servers", kafka.bootstrap_servers], input=stdin)
 
 
 def settings(kafka: LocalKafka) -> Settings:
@@ -258,9 +249,9 @@ def test_a_worker_that_waits_for_a_hanging_offset_names_it_and_the_command_and_g
         "def copy(value: bytes) -> bytes:\n    return value\n"
     )
     log = tmp_path / "worker.log"
-    command = [sys.executable, "-m", "eos", "run", "theapp.py:app", "--until-end", "--bootstrap-servers", servers]
+    command = ["eos", "run", "theapp.py:app", "--until-end", "--bootstrap-servers", servers]
     with log.open("wb") as stderr:
-        worker = subprocess.Popen(command, cwd=tmp_path, stderr=stderr, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        worker = forked.Popen[bytes](command, cwd=tmp_path, stderr=stderr)
     try:
         wait_until("the cause", lambda: "because=" in log.read_text() or worker.poll() is not None, 60)
         said = log.read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 from eos.app import lineage
 from eos.broker import LocalKafka
 from eos.testing.history import committed_offsets, end_offsets
+from tests.support import forked
 from tests.support.reading import configure, create_topic, settled_values, wait_until
 
 COUNT, PARTITIONS = 40_000, 3
@@ -63,27 +63,19 @@ class Run:
 
     def worker(self, *more: str) -> subprocess.Popen[bytes]:
         options = ["--bootstrap-servers", self.servers, "--instance", "a", "--until-end"]
-        command = [sys.executable, "-m", "eos", "run", str(self.directory / "app.py"), *options]
+        command = ["eos", "run", str(self.directory / "app.py"), *options]
         with (self.directory / "worker.log").open("ab") as log_file:
-            return subprocess.Popen([*command, "-X", "eos.transaction.interval.ms=20", *more], stderr=log_file)
+            return forked.Popen([*command, "-X", "eos.transaction.interval.ms=20", *more], stderr=log_file)
 
     def committed(self) -> int:
         return sum(committed_offsets(self.servers, self.group, self.source).values())
 
     def verify(self, *outputs: str, group: str | None = None) -> tuple[int, str]:
-        command = [sys.executable, "-m", "eos", "verify", "--bootstrap-servers", self.servers, "--input", self.source]
+        command = ["eos", "verify", "--bootstrap-servers", self.servers, "--input", self.source]
         for topic in outputs or self.targets:
             command += ["--output", topic]
-        done = subprocess.run(
-            [*command, "--group", group or self.group],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=120,
-            env=os.environ | {"COLUMNS": "240"},
-            check=False,
-        )
-        return done.returncode, done.stdout
+        done = forked.run([*command, "--group", group or self.group], env=os.environ | {"COLUMNS": "240"})
+        return done.returncode, done.stdout + done.stderr
 
     def copy(self, topic: str, change: Callable[[list[Message]], list[Message]]) -> str:
         """A copy of the first output topic with its headers, changed on the way."""

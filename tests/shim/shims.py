@@ -11,11 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import psutil
 
+from tests.support import forked
 from tests.support.reading import TooSlow
 
 END_TIMEOUT_S = 20.0
@@ -91,13 +91,8 @@ def start(upstream: str, *options: str, brokers: int = 1) -> RunningShim:
 
 
 def launch(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "eos", *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
+    return forked.Popen(
+        ["eos", *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 

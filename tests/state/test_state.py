@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ import eos
 from eos.app.cells import named
 from eos.broker import LocalKafka
 from eos.testing.verify import verify
+from tests.support import forked
 from tests.support.reading import configure, create_topic, settled_records, visible_records, wait_until
 from tests.support.stepping_worker import counter_of
 
@@ -174,19 +174,17 @@ class Counting:
                 txn.send(self.source, value, key=key)
         self.sent += news
 
-    def command(self, *arguments: str, program: tuple[str, ...] = ("-m", "eos")) -> list[str]:
+    def command(self, *arguments: str, program: tuple[str, ...] = ("eos",)) -> list[str]:
         where = "-X", f"eos.state.dir={self.state_dir}", "-X", f"eos.state.engine={self.engine}"
-        return [sys.executable, *program, "run", "counting:app", *SMALL, *where, *arguments]
+        return [*program, "run", "counting:app", *SMALL, *where, *arguments]
 
     @property
     def environment(self) -> dict[str, str]:
-        return os.environ | {"KAFKA_BOOTSTRAP_SERVERS": self.servers, "PYTHONPATH": f"{ROOT}:{self.folder}"}
+        return os.environ | {"KAFKA_BOOTSTRAP_SERVERS": self.servers, "PYTHONPATH": str(self.folder)}
 
-    def run(self, *arguments: str, program: tuple[str, ...] = ("-m", "eos"), ends: int = 0) -> str:
+    def run(self, *arguments: str, program: tuple[str, ...] = ("eos",), ends: int = 0) -> str:
         command = self.command("--until-end", "--instance", "one", *arguments, program=program)
-        ended = subprocess.run(
-            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=120, check=False
-        )
+        ended = forked.run(command, cwd=self.folder, env=self.environment)
         assert ended.returncode == ends, ended.stderr
         return ended.stderr
 
@@ -194,7 +192,7 @@ class Counting:
     def worker(self, instance: str) -> Iterator[subprocess.Popen[bytes]]:
         with (self.folder / f"{instance}.log").open("wb") as log:
             command = self.command("--instance", instance, "-X", "session.timeout.ms=6000")
-            worker = subprocess.Popen(command, cwd=self.folder, env=self.environment, stderr=log)
+            worker = forked.Popen[bytes](command, cwd=self.folder, env=self.environment, stderr=log)
             try:
                 yield worker
             finally:
@@ -248,14 +246,7 @@ class Counting:
 
 
 def eos_of(counting: Counting, *arguments: str, ends: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "eos", *arguments],
-        cwd=counting.folder,
-        env=counting.environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forked.run(["eos", *arguments], cwd=counting.folder, env=counting.environment)
     assert done.returncode == ends, done.stdout + done.stderr
     return done
 

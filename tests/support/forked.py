@@ -1,18 +1,85 @@
-"""`eos ...` in a process of its own that has imported everything already: 60 ms instead of 350.
+"""Our programs in processes of their own that have imported everything already, which is most of what a start costs.
 
-For tests of what a command says and exits with. What a process imports, and when, is tested with real ones.
+A process that has imported much and run nothing (`python -m tests.support.forked`) forks for each program that a test
+starts; from there on it is what `python -m` makes of it. What a process imports, and when, and what the interpreter's
+own options do to it is tested with real starts.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import atexit
+import functools
+import gc
+import importlib
 import os
+import pickle
+import runpy
+import select
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, AnyStr
 
+from eos import cli
+
+_LARGEST = 1 << 17  # bytes of one request: its environment
+_IMPORTED = ("eos.cli.run", "eos.cli.broker", "eos.cli.shim", "eos.testing.lineage", "typer.rich_utils")
 _SHOWN = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+
+
+class Popen(subprocess.Popen[AnyStr]):
+    """As `subprocess.Popen(["python", "-m", *command])`, or without -m where it begins with -c; of the options those of
+    streams, `cwd`, `env`, `group`."""
+
+    def _execute_child(
+        self,
+        args: list[str],
+        executable: None,
+        preexec_fn: None,
+        close_fds: bool,
+        pass_fds: tuple[int, ...],
+        cwd: str | os.PathLike[str] | None,
+        env: Mapping[str, str] | None,
+        startupinfo: None,
+        creationflags: int,
+        shell: bool,
+        p2cread: int,
+        p2cwrite: int,
+        c2pread: int,
+        c2pwrite: int,
+        errread: int,
+        errwrite: int,
+        restore_signals: bool,
+        gid: int | None,
+        *others: object,
+    ) -> None:
+        streams = [own if given == -1 else given for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+        request = (args, os.fspath(cwd or os.getcwd()), dict(os.environ if env is None else env), gid)
+        self.pid = _forks().ask(request, streams)
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+    def _internal_poll(self, _deadstate: int | None = None) -> int | None:
+        return super()._internal_poll(_deadstate, _waitpid=_waitpid)  # type: ignore[misc]
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        return _waitpid(self.pid, wait_flags)
+
+
+def run(command: Sequence[str], *, input: str | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run` of a `Popen`, what it says captured; TimeoutExpired after 120 s."""
+    given = None if input is None else subprocess.PIPE
+    streams = {"stdin": given, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Popen[str](command, text=True, errors="surrogateescape", **streams, **options) as process:
+        try:
+            output, errors = process.communicate(input, timeout=120)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
@@ -21,31 +88,96 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
     return inherited | _SHOWN | dict(more)
 
 
-def _eos(arguments: list[str], here: str, variables: dict[str, str], output: str, errors: str) -> None:
-    from eos import cli
+def eos(here: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """`eos ARGUMENTS` in the directory `here`, with this and nothing else of eos or Kafka in its environment."""
+    return run(["eos", *arguments], cwd=here, env=environment(more))
 
-    for stream, path in ((sys.stdout, output), (sys.stderr, errors)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream.fileno())
+
+def _waitpid(pid: int, flags: int) -> tuple[int, int]:
+    """As os.waitpid; only the process that forked it can ask."""
+    if not flags:
+        seen = os.pidfd_open(pid)
+        select.select([seen], [], [])
+        os.close(seen)
+    ended: tuple[int, int] = _forks().ask(pid)
+    return ended
+
+
+class _Forks:
+    """The process that forks, as long as this one lives: its end of the socket is closed then."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._one_at_a_time = threading.Lock()
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("EOS_")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(theirs.fileno())],
+            cwd=Path(__file__).parents[2],
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        atexit.register(self._end)
+
+    def ask(self, request: object, streams: Sequence[int] = ()) -> Any:
+        with self._one_at_a_time:
+            socket.send_fds(self._socket, [pickle.dumps(request)], streams)
+            return pickle.loads(self._socket.recv(_LARGEST))
+
+    def _end(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._process.wait()
+
+
+@functools.cache
+def _forks() -> _Forks:
+    return _Forks()
+
+
+def _serve(requests: socket.socket) -> list[str]:
+    """Forks until nobody can ask any more. In each child it returns: the command, all else is as it should be."""
+    while True:
+        asked, streams, *_ = socket.recv_fds(requests, _LARGEST, 3)
+        if not asked:
+            os._exit(0)
+        request = pickle.loads(asked)
+        if isinstance(request, int):
+            requests.send(pickle.dumps(os.waitpid(request, os.WNOHANG)))
+            continue
+        pid = os.fork()
+        if not pid:
+            requests.close()
+            command, directory, variables, group = request
+            _become(directory, variables, group, streams)
+            return list(command)
+        for stream in streams:
+            os.close(stream)
+        requests.send(pickle.dumps(pid))
+
+
+def _become(directory: str, variables: dict[str, str], group: int | None, streams: list[int]) -> None:
+    if group is not None:
+        os.setregid(group, group)
+    for own, given in enumerate(streams):
+        os.dup2(given, own)
+        os.close(given)
+    os.chdir(directory)
     os.environ.clear()
     os.environ.update(variables)
-    os.chdir(here)
-    sys.path.insert(0, here)
-    sys.argv = ["eos", *arguments]
-    sys.exit(cli.invoke(arguments))
+    sys.path[:0] = [directory, *filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))]
 
 
-def eos(here: Path, *arguments: str, timeout_s: float = 60, **more: str) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run` of `eos ARGUMENTS` in the directory `here`."""
-    forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(["eos.cli.run", "eos.cli.broker", "typer.rich_utils", "pytest", __name__])
-    output, errors = (here.parent / f"{here.name}.{name}" for name in ("out", "err"))
-    for path in (output, errors):
-        path.write_bytes(b"")
-    given = (list(arguments), str(here), environment(more), str(output), str(errors))
-    process = forks.Process(target=_eos, args=given)
-    process.start()
-    process.join(timeout_s)
-    if process.exitcode is None:
-        process.kill()
-        raise subprocess.TimeoutExpired(["eos", *arguments], timeout_s)
-    return subprocess.CompletedProcess(["eos", *arguments], process.exitcode, output.read_text(), errors.read_text())
+if __name__ == "__main__":
+    for module in _IMPORTED:
+        importlib.import_module(module)
+    cli.invoke(
+        ["--version"]
+    )  # the library behind the command line imports the most of its parts with the first command
+    gc.freeze()
+    sys.argv = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if sys.argv[0] == "-c":
+        exec(sys.argv.pop(1), {"__name__": "__main__"})
+    else:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

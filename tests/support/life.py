@@ -5,9 +5,7 @@ It must never import the worker: every command is a process of its own, as a use
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
@@ -16,9 +14,9 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, Topi
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from eos.broker import LocalKafka
+from tests.support import forked
 from tests.support.reading import create_topic, settled_ends, visible_values, wait_known, wait_until
 
-ROOT = Path(__file__).parents[2]
 POISON = b"poison"
 
 
@@ -48,32 +46,16 @@ class Life:
             producer.produce(topic or self.input, value, partition=partition)
         assert producer.flush(30) == 0
 
-    def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "eos", *arguments, "--bootstrap-servers", self.servers]
-
     def eos(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        return subprocess.run(
-            self.command(*arguments),
-            cwd=self.path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        return forked.run(["eos", *arguments, "--bootstrap-servers", self.servers], cwd=self.path)
 
     def run(self, *more: str) -> subprocess.CompletedProcess[str]:
         return self.eos("run", "theapp.py:app", "--instance", "one", "--until-end", *more)
 
     def start(self, *more: str, stderr: IO[bytes] | int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
         """A worker that runs until it is stopped."""
-        return subprocess.Popen(
-            self.command("run", "theapp.py:app", *more),
-            cwd=self.path,
-            stderr=stderr,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )
+        command = ["eos", "run", "theapp.py:app", *more, "--bootstrap-servers", self.servers]
+        return forked.Popen(command, cwd=self.path, stderr=stderr)
 
     def make_input_anew(self, values: Sequence[bytes]) -> None:
         admin = AdminClient({"bootstrap.servers": self.servers})

@@ -14,7 +14,6 @@ import queue
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 import zlib
@@ -45,6 +44,7 @@ from eos.testing.checker import CommitSeries, Counts, Inputs, Report, check
 from eos.testing.history import ConcurrentReader, Log, committed_offsets, end_offsets, read_topic
 from eos.testing.lineage import WIDTH_BYTES
 from tests.suites.depth import STATEFUL
+from tests.support import forked
 from tests.support.reading import TooSlow, configure, create_topics, transaction_of, wait_until
 from tests.support.stepping_worker import ATTEMPT, COUNT, Orders, counter_of
 
@@ -87,8 +87,8 @@ class WorkerProcess:
         self.log_path = directory / f"{name}.log"
         self._lines: queue.Queue[str] = queue.Queue()
         with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", *command],
+            self.process = forked.Popen[str](
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
