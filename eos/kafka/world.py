@@ -55,8 +55,6 @@ class World:
     unix: Callable[[], float] = time.time
     """Since the epoch."""
     sleep: Callable[[float], None] = time.sleep
-    started_at: float = time.time()
-    """When this process was, by `unix`."""
 
     caller: Callable[..., Watchdog] = Watchdog
     """`caller(name, idle)`: runs calls that can hang on a thread of its own (eos/kafka/watchdog.py)."""

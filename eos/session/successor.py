@@ -23,7 +23,7 @@ class Successor:
     def __init__(self, settings: Settings, world: World) -> None:
         self._settings, self._world = settings, world
         self._transactional_id: str = settings["transactional.id"]
-        self._started_at_ms = int(world.started_at * 1000)
+        self._started_at_ms = int(world.unix() * 1000)
         self.ours("our start")
 
     def ours(self, by: str) -> None:

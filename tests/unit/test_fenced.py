@@ -38,7 +38,8 @@ class Silent:
         return []
 
 
-WORLD = World(admin=lambda settings: contextlib.nullcontext(Silent()))
+NOW = 1_790_000_000.0
+WORLD = World(admin=lambda settings: contextlib.nullcontext(Silent()), unix=lambda: NOW)
 
 
 class Asked:
@@ -189,7 +190,7 @@ def committed_by(instance: str, since: int) -> str:
 
 def test_a_fenced_session_says_since_when(monkeypatch: AnyPatch) -> None:
     when = r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d"
-    ours, mine = int(WORLD.started_at * 1000), SETTINGS["transactional.id"]
+    ours, mine = int(NOW * 1000), SETTINGS["transactional.id"]
     others = [committed_by(mine, ours), committed_by(mine, ours - 9_000), committed_by("another", ours + 9_000), "{}"]
     told = fenced_at_start_ms(monkeypatch, ours, others)
     assert re.search(rf"in state Ongoing since {when}$", told), told

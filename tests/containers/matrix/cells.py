@@ -95,4 +95,4 @@ SHORT = (
     Cell("kill", "transaction-coordinator", "classic-4.4.0", 3, state=True),
     Cell("cut", "leader", "consumer-4.4.0", 1),
 )
-"""What `make test` plays: both protocols, both lengths, in about five minutes."""
+"""What tests play: both protocols, both lengths."""
