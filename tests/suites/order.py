@@ -11,6 +11,9 @@ ROOT = Path(__file__).parents[2]
 # A fixture of the module's own, or one of a conftest.py that is made once per module.
 _SHARED = re.compile(r'scope="module"|\b(cluster|whole|clusters|single_nodes): ')
 
+# Tests on the broker of the older version, by their names: one process has one, and the others need none.
+_OLDER = re.compile(r"392|3\.9\.2|_3_9_|before_kip_890|before_4_0")
+
 LONGEST = (
     "tests/unit/test_cli.py",
     "tests/unit/shim/test_protect_requests.py",
@@ -39,14 +42,19 @@ def _stays_together(file: str) -> bool:
 
 
 def unit_of(nodeid: str) -> str:
-    """What one process runs as a whole: a test, or a file whose tests share what their module made.
+    """What one process runs as a whole: a test, a file whose tests share what their module made, or what needs a broker
+    of the older version.
 
     Unit tests are too short to be sent one by one.
     """
     file = nodeid.partition("::")[0]
-    return file if _stays_together(file) else nodeid
+    if _stays_together(file):
+        return file
+    return "older" if _OLDER.search(nodeid) else nodeid
 
 
 def rank(nodeid: str) -> int:
     """The lower, the earlier."""
+    if unit_of(nodeid) == "older":
+        return 0
     return next((n for n, begin in enumerate(LONGEST) if nodeid.startswith(begin)), len(LONGEST))

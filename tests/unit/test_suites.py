@@ -166,3 +166,4 @@ def test_tests_that_share_what_their_module_made_stay_together() -> None:
     assert unit_of("tests/broker/test_security.py::test_a[x]") == "tests/broker/test_security.py"
     assert unit_of("tests/broker/test_topic.py::test_a[x]") == "tests/broker/test_topic.py::test_a[x]"
     assert unit_of("tests/unit/test_cli.py::test_a") == "tests/unit/test_cli.py"
+    assert unit_of("tests/broker/test_restart.py::test_a[kafka392]") == unit_of("tests/broker/test_topic.py::test_b[3.9.2]")
