@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,7 +45,8 @@ console = Console(highlight=False, soft_wrap=True)
 
 @dataclass
 class Result:
-    """Of one suite. `failed`: test -> why. `left_out`: reason -> number of tests."""
+    """Of one suite. `failed`: test -> why. `left_out`: reason -> number of tests. `said`: by commands, shown if one
+    failed."""
 
     suite: Suite
     depth: str
@@ -53,6 +55,7 @@ class Result:
     passed: int = 0
     failed: dict[str, str] = field(default_factory=dict)
     late: list[str] = field(default_factory=list)
+    said: str = ""
     left_out: dict[str, int] = field(default_factory=dict)
 
 
@@ -70,7 +73,10 @@ def main(arguments: list[str]) -> int:
         console.print(f"[yellow]not here: {line}")
     with _directory():
         _prepare(chosen)
-        results = [_run(suite, depths[suite.name]) for suite in chosen]
+        with ThreadPoolExecutor() as beside:  # commands need one core, and nothing of what the tests need
+            commands = [beside.submit(_run_commands, suite, depths[suite.name]) for suite in chosen if suite.commands]
+            tests = [_run_tests(suite, depths[suite.name]) for suite in chosen if not suite.commands]
+    results = [*(command.result() for command in commands), *tests]
     _show(results)
     return 0 if all(result.ok for result in results) else 1
 
@@ -125,12 +131,16 @@ def _prepare(chosen: list[Suite]) -> None:
             console.print(f"[yellow]no archive of classes: {error}")
 
 
-def _run(suite: Suite, depth: str) -> Result:
+def _run_commands(suite: Suite, depth: str) -> Result:
+    start = time.monotonic()
+    ran = [subprocess.run(command, check=False, capture_output=True, text=True) for command in suite.commands]
+    said = "".join(done.stdout + done.stderr for done in ran)
+    return Result(suite, depth, not any(done.returncode for done in ran), time.monotonic() - start, said=said)
+
+
+def _run_tests(suite: Suite, depth: str) -> Result:
     console.rule(f"{suite.name}")
     start = time.monotonic()
-    if suite.commands:
-        codes = [subprocess.run(command, check=False).returncode for command in suite.commands]
-        return Result(suite, depth, not any(codes), time.monotonic() - start)
     TALLIES.mkdir(parents=True, exist_ok=True)
     tally = TALLIES / f"{suite.name}.json"
     tally.unlink(missing_ok=True)
@@ -170,6 +180,7 @@ def _show(results: list[Result]) -> None:
             console.print(f"[yellow]{r.suite.name}: late, and run again: {escape(test)}")
         if not r.ok:
             console.print(f"[red]{r.suite.name} failed")
+            console.print(r.said, markup=False, end="")
         for test, why in r.failed.items():
             console.print(f"[red]{r.suite.name}: {escape(test)}: {escape(why)}")
 

@@ -120,6 +120,7 @@ DEEP: dict[str, dict[str, tuple[str, ...]]] = {
         "a_driver_killed_inside_a_step": ("half produced-tasks", "EndTxn sent-driver"),
     },
     "tests/spark/test_run.py": {
+        "a_driver_killed_in_an_open": (),  # test_kills.py kills drivers, test_keyed.py one of an App
         "a_jvm_that_is_gone": (),
         "a_second_signal_gives_up": (),
         "executors_of_a_cluster_get": (),

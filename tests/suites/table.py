@@ -42,7 +42,7 @@ SUITES = (
         20,
         commands=((*_PYTHON, "ruff", "check", "."), (*_PYTHON, "ruff", "format", "--check", "."), (*_PYTHON, "mypy")),
     ),
-    Suite("unit", 40, ("tests/unit",), 4),
+    Suite("unit", 60, ("tests/unit",), 4),
     # Most of these wait for a broker's clock: each process has brokers of its own.
     Suite("broker", 300, ("tests/broker",), 8),
     # Every kind of fault again, with state.

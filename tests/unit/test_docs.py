@@ -161,7 +161,7 @@ def test_the_examples_of_pages_for_users_pass_mypy_strictly(tmp_path: Path) -> N
         assert blocks
         (tmp_path / f"{page.stem.lower()}.py").write_text("\n".join(blocks))
     checked = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir", str(tmp_path / "cache"), "."],
+        [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir", str(ROOT / "build" / "mypy"), "."],
         cwd=tmp_path,
         env=os.environ | {"MYPYPATH": str(ROOT)},
         capture_output=True,

@@ -747,21 +747,21 @@ def test_the_client_s_produce_loses_no_reference_and_keeps_none() -> None:
 
 
 def leaves_all_as_it_was(turn: Callable[[], None], watched: list[object]) -> None:
-    for _ in range(200):
+    for _ in range(100):
         turn()  # what is made once is made now
     gc.collect()
     before = [sys.getrefcount(each) for each in watched]
     grown = []
     for _ in range(3):
         blocks, nones = sys.getallocatedblocks(), sys.getrefcount(None)
-        for _ in range(500):
+        for _ in range(250):
             turn()
         gc.collect()
         grown.append((sys.getallocatedblocks() - blocks, abs(sys.getrefcount(None) - nones)))
     assert [sys.getrefcount(each) for each in watched] == before
-    # The interpreter's free lists fill at some time; what is lost in each turn is 500 every time.
-    assert min(blocks for blocks, _ in grown) < 200
-    assert min(nones for _, nones in grown) < 200
+    # The interpreter's free lists fill at some time; what is lost in each turn is 250 every time.
+    assert min(blocks for blocks, _ in grown) < 100
+    assert min(nones for _, nones in grown) < 100
 
 
 ERROR = KafkaError(KafkaError._PARTITION_EOF)

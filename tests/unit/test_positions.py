@@ -569,4 +569,4 @@ class PositionsAgainstModel(RuleBasedStateMachine):
 
 
 TestPositionsAgainstModel = PositionsAgainstModel.TestCase
-TestPositionsAgainstModel.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+TestPositionsAgainstModel.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.suites.late import SECOND_TRY
 
 ROOT = Path(__file__).parents[2]
@@ -82,16 +80,13 @@ def test_wrong(name):
 """
 
 
-@pytest.mark.parametrize("processes", [[], ["-n", "2"]], ids=["alone", "xdist"])
-def test_a_wait_that_was_too_long_is_tried_again_and_what_was_found_wrong_is_not(
-    processes: list[str], tmp_path: Path
-) -> None:
+def test_a_wait_that_was_too_long_is_tried_again_and_what_was_found_wrong_is_not(tmp_path: Path) -> None:
     (tmp_path / "test_dummy.py").write_text(TESTS.replace("DIRECTORY,", f"{str(tmp_path)!r},"))
     command = [sys.executable, "-m", "pytest", "-q", "-rfR", "-p", "no:cacheprovider", "-c", os.devnull]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     environment.pop("PYTEST_XDIST_WORKER", None)
     ran = subprocess.run(
-        [*command, *SECOND_TRY, *processes, "."], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [*command, *SECOND_TRY, "-n", "2", "."], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     failed = set(re.findall(r"^FAILED test_dummy\.py::(\S+)", ran.stdout, re.MULTILINE))
     tried_again = set(re.findall(r"^RERUN test_dummy\.py::(\S+)", ran.stdout, re.MULTILINE))

@@ -54,12 +54,14 @@ def suites(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int
 
 
 def test_every_suite_is_run_whatever_fails_and_the_table_says_which(
-    suites: Callable[..., int], capfd: pytest.CaptureFixture[str]
+    suites: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert suites(first="print('1st'); exit(3)", second="print('2nd')") == 1
+    ran = [tmp_path / "1st", tmp_path / "2nd"]
+    first, second = (f"import pathlib; print('said'); pathlib.Path({str(path)!r}).touch()" for path in ran)
+    assert suites(first=f"{first}; exit(3)", second=second) == 1
+    assert all(path.exists() for path in ran)
     told = capfd.readouterr().out
-    assert "1st" in told
-    assert "2nd" in told
+    assert told.count("said") == 1, "who failed is heard"
     assert re.findall(r"^(\w+) failed$", told, re.MULTILINE) == ["first"]
 
 
@@ -166,4 +168,6 @@ def test_tests_that_share_what_their_module_made_stay_together() -> None:
     assert unit_of("tests/broker/test_security.py::test_a[x]") == "tests/broker/test_security.py"
     assert unit_of("tests/broker/test_topic.py::test_a[x]") == "tests/broker/test_topic.py::test_a[x]"
     assert unit_of("tests/unit/test_cli.py::test_a") == "tests/unit/test_cli.py"
-    assert unit_of("tests/broker/test_restart.py::test_a[kafka392]") == unit_of("tests/broker/test_topic.py::test_b[3.9.2]")
+    assert unit_of("tests/broker/test_restart.py::test_a[kafka392]") == unit_of(
+        "tests/broker/test_topic.py::test_b[3.9.2]"
+    )

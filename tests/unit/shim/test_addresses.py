@@ -20,7 +20,7 @@ from tests.unit.shim.messages import FUZZ_EXAMPLES, RESPONSES, decoded, frames, 
 
 # The same examples every time: each check demands that some of them have what it is about.
 FEW = settings(
-    max_examples=FUZZ_EXAMPLES or 25,
+    max_examples=FUZZ_EXAMPLES or 15,
     derandomize=not FUZZ_EXAMPLES,
     deadline=None,
     suppress_health_check=list(HealthCheck),
