@@ -50,7 +50,7 @@ SUITES = (
     Suite("shim", 150, ("tests/shim",), 8),
     # Clusters of three that are broken on purpose: containers where an engine answers, else local JVMs.
     Suite("containers", 120, ("tests/containers",), 4),
-    Suite("spark", 240, ("tests/spark",), 4, timeout_s=600),
+    Suite("spark", 240, ("tests/spark",), 3, timeout_s=600),
 )
 QUICK = ("lint", "unit")
 """What `make check` runs."""
