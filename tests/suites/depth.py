@@ -16,6 +16,7 @@ DEEP: dict[str, dict[str, tuple[str, ...]]] = {
         "a_commit_to_a_broker_that_is_away": ("past-its-timeout",),
         "a_killed_coordinator_of_three_brokers": ("offsets sent",),
         "a_group_session_that_ended_while_no_broker": (),
+        "a_worker_waits_for_the_only_broker": (),  # a commit to it does, and its probes say so
     },
     "tests/broker/test_demo.py": {"an_interrupt_while_the_workers_run": ()},
     "tests/broker/test_eos_run.py": {"what_was_loaded_is_handled_however_late": ()},

@@ -44,10 +44,10 @@ SUITES = (
     ),
     Suite("unit", 60, ("tests/unit",), 4),
     # Most of these wait for a broker's clock: each process has brokers of its own.
-    Suite("broker", 300, ("tests/broker",), 8),
+    Suite("broker", 300, ("tests/broker",), 6),
     # Every kind of fault again, with state.
-    Suite("state", 120, ("tests/state", *(f"tests/broker/test_{name}.py" for name in _FAULTS)), 8, stateful=True),
-    Suite("shim", 150, ("tests/shim",), 8),
+    Suite("state", 120, ("tests/state", *(f"tests/broker/test_{name}.py" for name in _FAULTS)), 6, stateful=True),
+    Suite("shim", 150, ("tests/shim",), 6),
     # Clusters of three that are broken on purpose: containers where an engine answers, else local JVMs.
     Suite("containers", 120, ("tests/containers",), 4),
     Suite("spark", 240, ("tests/spark",), 3, timeout_s=600),
