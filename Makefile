@@ -31,8 +31,8 @@ SUITES := $(BIN)/python -m tests.suites
 check: $(STAMP)
 	@$(SUITES) check
 
-# All suites, whatever fails, and a table at the end. `make test-broker` runs one: lint, unit, broker, shim, containers,
-# spark (tests/suites/table.py). A wait that was too long is tried again, and named; nothing else is.
+# All suites, whatever fails, and a table at the end. `make test-broker` runs one: lint, unit, broker, state, shim,
+# containers, spark (tests/suites/table.py). A wait that was too long is tried again, and named; nothing else is.
 test: $(STAMP)
 	@$(SUITES) test
 

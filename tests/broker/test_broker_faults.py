@@ -138,7 +138,7 @@ def test_a_killed_coordinator_of_three_brokers_costs_nothing(
     pipeline.verify()
 
 
-@pytest.mark.long  # four minutes on a busy machine; the matrix in `make test` kills one of three too
+@pytest.mark.long  # four minutes on a busy machine
 def test_every_one_of_three_brokers_may_be_killed_in_turn_while_records_flow(
     cluster: LocalKafka, pipelines: Pipelines
 ) -> None:

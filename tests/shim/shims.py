@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import psutil
 
@@ -19,6 +20,7 @@ from tests.support import forked
 from tests.support.reading import TooSlow
 
 END_TIMEOUT_S = 20.0
+_LAUNCHED: WeakSet[subprocess.Popen[str]] = WeakSet()
 
 
 class RunningShim:
@@ -91,9 +93,18 @@ def start(upstream: str, *options: str, brokers: int = 1) -> RunningShim:
 
 
 def launch(*arguments: str) -> subprocess.Popen[str]:
-    return forked.Popen(
+    process = forked.Popen[str](
         ["eos", *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+    _LAUNCHED.add(process)
+    return process
+
+
+def end_all() -> None:
+    """What a test that failed half way left behind."""
+    for process in _LAUNCHED:
+        process.kill()
+        process.wait()
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from confluent_kafka import KafkaException
 from kafka.errors import KafkaError
@@ -18,7 +17,7 @@ from eos.broker import LocalKafka
 from eos.broker.node import free_ports
 from tests.shim.chaos import Ledger
 from tests.shim.protecting import CLIENTS, Confluent, producer_of, send, texts
-from tests.shim.shims import InThread, RunningShim, eventually, launch, running, start
+from tests.shim.shims import InThread, RunningShim, end_all, eventually, launch, running, start
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.reading import create_topic, transaction_of
 
@@ -31,10 +30,7 @@ FENCED = (KafkaException, KafkaError, SystemError, AssertionError)
 def nothing_left() -> Iterator[None]:
     """A test that fails between two starts leaves no shim behind."""
     yield
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # ended, or a zombie that its Popen was not asked about yet
-            if "shim" in child.cmdline():
-                child.kill()
+    end_all()
 
 
 @pytest.fixture

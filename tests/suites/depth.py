@@ -117,12 +117,10 @@ DEEP: dict[str, dict[str, tuple[str, ...]]] = {
         "a_topic_that_has_too_few_replicas": (),
     },
     "tests/spark/test_kills.py": {
-        "the_checker_sees_it": (),
         "a_driver_killed_behind_a_step": ("produce-driver", "commit-tasks"),
         "a_driver_killed_inside_a_step": ("half produced-tasks", "EndTxn sent-driver"),
     },
     "tests/spark/test_run.py": {
-        "input_that_is_gone": (),
         "a_driver_killed_in_an_open": (),  # test_kills.py kills drivers, test_keyed.py one of an App
         "a_jvm_that_is_gone": (),
         "a_second_signal_gives_up": (),

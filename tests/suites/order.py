@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 # A fixture of the module's own, or one of a conftest.py that is made once per module.
 _SHARED = re.compile(r'scope="module"|\b(cluster|whole|clusters|single_nodes): ')
 
-# Tests on the broker of the older version, by their names: one process has one, and the others need none.
+# Most tests on the broker of the older version, by their names: one process has one, and others seldom need theirs.
 _OLDER = re.compile(r"392|3\.9\.2|_3_9_|before_kip_890|before_4_0")
 
 LONGEST = (
@@ -43,9 +43,7 @@ def _stays_together(file: str) -> bool:
 
 def unit_of(nodeid: str) -> str:
     """What one process runs as a whole: a test, a file whose tests share what their module made, or what needs a broker
-    of the older version.
-
-    Unit tests are too short to be sent one by one.
+    of the older version. Unit tests are too short to be sent one by one.
     """
     file = nodeid.partition("::")[0]
     if _stays_together(file):

@@ -44,7 +44,7 @@ SUITES = (
     ),
     Suite("unit", 60, ("tests/unit",), 4),
     # Most of these wait for a broker's clock: each process has brokers of its own.
-    Suite("broker", 300, ("tests/broker",), 6),
+    Suite("broker", 300, ("tests/broker",), 8),
     # Every kind of fault again, with state.
     Suite("state", 120, ("tests/state", *(f"tests/broker/test_{name}.py" for name in _FAULTS)), 6, stateful=True),
     Suite("shim", 150, ("tests/shim",), 6),

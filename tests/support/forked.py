@@ -8,31 +8,51 @@ own options do to it is tested with real starts.
 from __future__ import annotations
 
 import atexit
-import functools
 import gc
 import importlib
+import itertools
 import os
 import pickle
 import runpy
 import select
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, AnyStr
+from typing import IO, Any, AnyStr
 
 from eos import cli
 
 _LARGEST = 1 << 17  # bytes of one request: its environment
 _IMPORTED = ("eos.cli.run", "eos.cli.broker", "eos.cli.shim", "eos.testing.lineage", "typer.rich_utils")
+Stream = int | IO[Any] | None
 _SHOWN = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 
 
 class Popen(subprocess.Popen[AnyStr]):
-    """As `subprocess.Popen(["python", "-m", *command])`, or without -m where it begins with -c; of the options those of
-    streams, `cwd`, `env`, `group`."""
+    """As `subprocess.Popen(["python", "-m", *command])`, or without -m where it begins with -c."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: Stream = None,
+        stdout: Stream = None,
+        stderr: Stream = None,
+        cwd: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        group: int | None = None,
+        text: bool = False,
+        errors: str | None = None,
+    ) -> None:
+        super().__init__(
+            command, stdin=stdin, stdout=stdout, stderr=stderr, cwd=cwd, env=env, group=group, text=text, errors=errors
+        )
 
     def _execute_child(
         self,
@@ -57,16 +77,30 @@ class Popen(subprocess.Popen[AnyStr]):
         *others: object,
     ) -> None:
         streams = [own if given == -1 else given for own, given in enumerate((p2cread, c2pwrite, errwrite))]
-        request = (args, os.fspath(cwd or os.getcwd()), dict(os.environ if env is None else env), gid)
-        self.pid = _forks().ask(request, streams)
+        request = (list(args), os.fspath(cwd or os.getcwd()), dict(os.environ if env is None else env), gid)
+        self.pid = _ask(request, streams)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
 
     def _internal_poll(self, _deadstate: int | None = None) -> int | None:
-        return super()._internal_poll(_deadstate, _waitpid=_waitpid)  # type: ignore[misc]
+        if self.returncode is None and self._waitpid_lock.acquire(False):  # type: ignore[attr-defined]
+            try:
+                pid, status = self._try_wait(os.WNOHANG)
+                if pid == self.pid and self.returncode is None:
+                    self._handle_exitstatus(status)  # type: ignore[attr-defined]
+            finally:
+                self._waitpid_lock.release()  # type: ignore[attr-defined]
+        return self.returncode
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
-        return _waitpid(self.pid, wait_flags)
+        """Only the process that forked it can ask."""
+        if not wait_flags:
+            with suppress(ProcessLookupError), open(os.pidfd_open(self.pid), "rb", buffering=0) as process:
+                waiting = select.poll()
+                waiting.register(process, select.POLLIN)
+                waiting.poll()
+        ended: tuple[int, int] = _ask(self.pid)
+        return ended
 
 
 def run(command: Sequence[str], *, input: str | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -93,27 +127,15 @@ def eos(here: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess
     return run(["eos", *arguments], cwd=here, env=environment(more))
 
 
-def _waitpid(pid: int, flags: int) -> tuple[int, int]:
-    """As os.waitpid; only the process that forked it can ask."""
-    if not flags:
-        seen = os.pidfd_open(pid)
-        select.select([seen], [], [])
-        os.close(seen)
-    ended: tuple[int, int] = _forks().ask(pid)
-    return ended
-
-
 class _Forks:
     """The process that forks, as long as this one lives: its end of the socket is closed then."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._one_at_a_time = threading.Lock()
-        variables = {name: value for name, value in os.environ.items() if not name.startswith("EOS_")}
+        self._numbers = itertools.count()
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(theirs.fileno())],
             cwd=Path(__file__).parents[2],
-            env=variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
@@ -121,19 +143,31 @@ class _Forks:
         theirs.close()
         atexit.register(self._end)
 
-    def ask(self, request: object, streams: Sequence[int] = ()) -> Any:
-        with self._one_at_a_time:
-            socket.send_fds(self._socket, [pickle.dumps(request)], streams)
-            return pickle.loads(self._socket.recv(_LARGEST))
+    def ask(self, request: object, streams: Sequence[int]) -> Any:
+        number = next(self._numbers)
+        asked = pickle.dumps((number, request))
+        assert len(asked) <= _LARGEST, "an environment that large is none of a test's"
+        socket.send_fds(self._socket, [asked], streams)
+        while answered := self._socket.recv(_LARGEST):
+            of, answer = pickle.loads(answered)
+            if of == number:  # else of a question that a signal's exception broke off
+                return answer
+        raise RuntimeError(f"{__name__} is gone: its exit code is {self._process.wait()}")
 
     def _end(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
         self._process.wait()
 
 
-@functools.cache
-def _forks() -> _Forks:
-    return _Forks()
+_forks: _Forks | None = None
+_one_at_a_time = threading.RLock()
+
+
+def _ask(request: object, streams: Sequence[int] = ()) -> Any:
+    global _forks
+    with _one_at_a_time:
+        _forks = _forks or _Forks()
+        return _forks.ask(request, streams)
 
 
 def _serve(requests: socket.socket) -> list[str]:
@@ -142,9 +176,9 @@ def _serve(requests: socket.socket) -> list[str]:
         asked, streams, *_ = socket.recv_fds(requests, _LARGEST, 3)
         if not asked:
             os._exit(0)
-        request = pickle.loads(asked)
+        number, request = pickle.loads(asked)
         if isinstance(request, int):
-            requests.send(pickle.dumps(os.waitpid(request, os.WNOHANG)))
+            requests.send(pickle.dumps((number, _ended(request))))
             continue
         pid = os.fork()
         if not pid:
@@ -154,10 +188,18 @@ def _serve(requests: socket.socket) -> list[str]:
             return list(command)
         for stream in streams:
             os.close(stream)
-        requests.send(pickle.dumps(pid))
+        requests.send(pickle.dumps((number, pid)))
+
+
+def _ended(pid: int) -> tuple[int, int]:
+    try:
+        return os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:  # told already, to a question that was broken off
+        return pid, 0
 
 
 def _become(directory: str, variables: dict[str, str], group: int | None, streams: list[int]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if group is not None:
         os.setregid(group, group)
     for own, given in enumerate(streams):
@@ -170,14 +212,17 @@ def _become(directory: str, variables: dict[str, str], group: int | None, stream
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asks hears it too, and has things to end
     for module in _IMPORTED:
         importlib.import_module(module)
     cli.invoke(
         ["--version"]
     )  # the library behind the command line imports the most of its parts with the first command
+    sys.stdout.flush()
     gc.freeze()
     sys.argv = _serve(socket.socket(fileno=int(sys.argv[1])))
     if sys.argv[0] == "-c":
-        exec(sys.argv.pop(1), {"__name__": "__main__"})
+        sys.modules["__main__"] = program = types.ModuleType("__main__")
+        exec(sys.argv.pop(1), vars(program))
     else:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
