@@ -129,8 +129,13 @@ def names(request: pytest.FixtureRequest) -> Callable[[str], str]:
 
 
 def _single_node(request: pytest.FixtureRequest, version: str) -> Iterator[LocalKafka]:
-    # Nobody kills it, and one that stood still for some seconds on a loaded machine must not be fenced by itself.
-    config = {"broker.session.timeout.ms": 30_000}
+    # Nobody kills it, and one that stood still for some seconds on a loaded machine must not be fenced by itself. Between
+    # tests it does nothing: six or eight of them stand on two cores.
+    config = {
+        "broker.session.timeout.ms": 30_000,
+        "broker.heartbeat.interval.ms": 5_000,
+        "metadata.max.idle.interval.ms": 0,
+    }
     with LocalKafka(proxied_port=_proxied_port(version), version=version, config=config) as kafka:
         yield kafka
         kafka.keep = _failed(request)

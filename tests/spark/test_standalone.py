@@ -11,13 +11,13 @@ import pytest
 from eos.broker import LocalKafka
 from tests.shim.test_tls_and_sasl import pki  # noqa: F401 - a fixture
 from tests.spark.conftest import Driver
+from tests.support import spark_classes
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.secure import secure_kafka
 from tests.support.spark_query import BY_TASKS, Query
 from tests.support.spark_standalone import Standalone, python_without
 
 RECORDS = 3000
-SMALL = {"spark.executor.memory": "512m", "spark.executor.cores": "1"}
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -26,6 +26,15 @@ def standalone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standalone]
     cluster = Standalone(tmp_path_factory.mktemp("standalone"))
     yield cluster
     cluster.end()
+
+
+def small() -> dict[str, str]:
+    """What an executor is."""
+    return {
+        "spark.executor.memory": "512m",
+        "spark.executor.cores": "1",
+        "spark.executor.extraJavaOptions": spark_classes.options(),
+    }
 
 
 def test_an_executor_killed_in_mid_batch_loses_and_doubles_nothing(
@@ -37,7 +46,7 @@ def test_an_executor_killed_in_mid_batch_loses_and_doubles_nothing(
     port = int(kafka.proxied_servers.rpartition(":")[2])
     with HoldingProxy(port, kafka.proxied_upstream) as proxy:
         rule = proxy.on(ApiKey.Produce, Fault.HOLD_RESPONSE, nth=7, transactional_id=query.transactional_id)
-        driver = drivers(query, master=standalone.master, config=SMALL)
+        driver = drivers(query, master=standalone.master, config=small())
         rule.wait(200)
         executors = standalone.processes("CoarseGrainedExecutorBackend")
         assert len(executors) == 2
@@ -68,6 +77,6 @@ def test_executors_need_neither_the_package_nor_the_files_of_the_settings(
     with secure_kafka(pki, {"super.users": "User:ANONYMOUS;User:alice"}) as secure:
         query = queries(secure.servers["PLAINTEXT"], sink_servers=secure.servers["TLS"], settings=settings | BY_TASKS)
         query.create(4).load(RECORDS)
-        driver = drivers(query, python=python, cwd=pki, master=standalone.master, config=SMALL)
+        driver = drivers(query, python=python, cwd=pki, master=standalone.master, config=small())
         assert driver.wait() == 0, driver.tail()
         query.verify(RECORDS)

@@ -88,7 +88,7 @@ DEEP: dict[str, dict[str, tuple[str, ...]]] = {
     "tests/containers/test_clusters.py": {"": ("container-3.9.2",)},
     "tests/containers/test_compose.py": {"records_outlive": ()},
     # Only there a worker meets a cut; brokers that are killed under it: tests/broker/test_broker_faults.py.
-    "tests/containers/matrix/test_matrix.py": {"a_cell_of_the_matrix": ("*-5 faults", "kill-*")},
+    "tests/containers/matrix/test_matrix.py": {"a_cell_of_the_matrix": ("*-whole", "kill-*")},
     "tests/shim/test_clients.py": {
         "": ("3.9.2*",),
         "records_of_every_codec": ("*-gzip", "*-lz4"),

@@ -21,6 +21,7 @@ import pyspark
 
 from eos.broker.node import free_ports
 from spark_connector.session import spark_java
+from tests.support import spark_classes
 from tests.support.reading import wait_until
 
 
@@ -48,6 +49,7 @@ class Standalone:
             "SPARK_HOME": str(home),
             "JAVA_HOME": str(spark_java()),
             "SPARK_DAEMON_MEMORY": "256m",
+            "SPARK_DAEMON_JAVA_OPTS": spark_classes.options(),
             "PYSPARK_PYTHON": sys.executable,
         }
         command = [home / "bin/spark-class", f"org.apache.spark.deploy.{name.lower()}.{name}", *arguments]
