@@ -129,8 +129,8 @@ def names(request: pytest.FixtureRequest) -> Callable[[str], str]:
 
 
 def _single_node(request: pytest.FixtureRequest, version: str) -> Iterator[LocalKafka]:
-    # Nobody kills it, and one that stood still for some seconds on a loaded machine must not be fenced by itself. Between
-    # tests it does nothing: six or eight of them stand on two cores.
+    # Nobody kills it, and one that stood still for some seconds on a loaded machine must not be fenced by itself. It is
+    # one of many on two cores: between tests it does nothing.
     config = {
         "broker.session.timeout.ms": 30_000,
         "broker.heartbeat.interval.ms": 5_000,

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Suite:
-    """`processes`: of pytest-xdist; `budget_s`: of `make test` on two idle cores; `commands`: what is not pytest's;
-    `stateful`: every pipeline's functions have state, and the tests that another suite has as well are deep."""
+    """`processes`: of pytest-xdist; `budget_s`: of `make test` on two idle cores, 900 in all; `commands`: what is not
+    pytest's, and runs beside the others; `stateful`: every pipeline's functions have state, and the tests that another
+    suite has as well are deep."""
 
     name: str
     budget_s: int
@@ -39,18 +40,18 @@ _FAULTS = (
 SUITES = (
     Suite(
         "lint",
-        20,
+        40,
         commands=((*_PYTHON, "ruff", "check", "."), (*_PYTHON, "ruff", "format", "--check", "."), (*_PYTHON, "mypy")),
     ),
     Suite("unit", 60, ("tests/unit",), 4),
     # Most of these wait for a broker's clock: each process has brokers of its own.
-    Suite("broker", 300, ("tests/broker",), 8),
+    Suite("broker", 270, ("tests/broker",), 8),
     # Every kind of fault again, with state.
-    Suite("state", 120, ("tests/state", *(f"tests/broker/test_{name}.py" for name in _FAULTS)), 6, stateful=True),
+    Suite("state", 60, ("tests/state", *(f"tests/broker/test_{name}.py" for name in _FAULTS)), 6, stateful=True),
     Suite("shim", 150, ("tests/shim",), 6),
     # Clusters of three that are broken on purpose: containers where an engine answers, else local JVMs.
-    Suite("containers", 120, ("tests/containers",), 4),
-    Suite("spark", 240, ("tests/spark",), 3, timeout_s=600),
+    Suite("containers", 130, ("tests/containers",), 4),
+    Suite("spark", 230, ("tests/spark",), 3, timeout_s=600),
 )
 QUICK = ("lint", "unit")
 """What `make check` runs."""
