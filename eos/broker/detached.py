@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from eos.errors import ConfigurationError, Unavailable
 
 DEFAULT_PORT = 9092
 _STATE_FILE = "broker.json"
+_LETS_GO_S = 3.0
 
 
 class NodeState(msgspec.Struct):
@@ -113,6 +114,8 @@ class Detached:
         with self._locked():
             before = self.state()
             up = {node.index for node in self.status() if node.up}
+            if before is not None:
+                _wait_for_ports(node for i, node in enumerate(before.nodes) if i not in up)
             state = self._wanted(before, bool(up), nodes, version, port, config or {})
             down = [i for i in range(len(state.nodes)) if i not in up]
             if down:
@@ -247,6 +250,14 @@ def _layout(count: int, first_port: int, before: list[NodeState] | None = None) 
         )
         for i, ports in enumerate(fresh)
     ]
+
+
+def _wait_for_ports(down: Iterable[NodeState]) -> None:
+    """A JVM that was killed a moment ago is down, for its command line is gone, and has its ports still."""
+    deadline = time.monotonic() + _LETS_GO_S
+    for node in down:
+        while node.pid is not None and not is_free(node.client_port) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
 def command_line(pid: int) -> str:

@@ -299,7 +299,8 @@ def test_broker_start_starts_again_what_was_killed_and_refuses_what_the_data_is_
     (pid,) = broker.pids()
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: broker("status")[0] == 69, "the killed broker is seen to be down")
-    assert broker("start")[0] == 0
+    code, said = broker("start")
+    assert code == 0, said
     assert broker.pids() not in ([], [pid])
     assert broker("stop")[0] == 0
     with socket.create_server(("127.0.0.1", port)):

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import msgspec
 import pytest
 
 from eos.broker import archive, jars, java, node
-from eos.broker.detached import Detached, NodeState, State, command_line
+from eos.broker.detached import Detached, NodeState, State, _wait_for_ports, command_line
 from eos.broker.jars import coordinates, kafka_jars
 from eos.broker.local import LocalKafka, choose_ports, persistent_cluster_id
 from eos.broker.node import Node, free_ports, is_free, require_free
@@ -380,3 +381,11 @@ def test_local_jvms_say_that_they_cannot_be_cut_off_and_none_counts_as_cut() -> 
     with pytest.raises(NotSupported, match=r"^local JVMs .* a network cut needs the container backend$"):
         cluster.partition(0)
     assert cluster.reachable() == [0]
+
+
+def test_a_killed_node_that_has_its_port_still_is_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        threading.Timer(0.2, held.close).start()
+        _wait_for_ports([NodeState(port, 0, pid=1)])
+    assert is_free(port)
