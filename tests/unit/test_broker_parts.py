@@ -388,4 +388,4 @@ def test_a_killed_node_that_has_its_port_still_is_waited_for() -> None:
         port = held.getsockname()[1]
         threading.Timer(0.2, held.close).start()
         _wait_for_ports([NodeState(port, 0, pid=1)])
-    assert is_free(port)
+        assert is_free(port)
