@@ -198,6 +198,7 @@ class Detached:
                         raise Unavailable(f"Kafka in {self.directory} does not end, not even by SIGKILL")
             state = self.state()
             assert state is not None
+            _wait_for_ports(state.nodes[i] for i in running)
             for node in state.nodes:
                 node.pid = None
             self._write(state)

@@ -8,6 +8,7 @@ own options do to it is tested with real starts.
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import importlib
 import itertools
@@ -83,7 +84,9 @@ class Popen(subprocess.Popen[AnyStr]):
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
 
     def _internal_poll(self, _deadstate: int | None = None) -> int | None:
-        if self.returncode is None and self._waitpid_lock.acquire(False):  # type: ignore[attr-defined]
+        # With a `_deadstate` it is the garbage collector that wants to know, who may come in the midst of a question.
+        asks = self.returncode is None and _deadstate is None
+        if asks and self._waitpid_lock.acquire(False):  # type: ignore[attr-defined]
             try:
                 pid, status = self._try_wait(os.WNOHANG)
                 if pid == self.pid and self.returncode is None:
@@ -159,15 +162,13 @@ class _Forks:
         self._process.wait()
 
 
-_forks: _Forks | None = None
-_one_at_a_time = threading.RLock()
+_one_at_a_time = threading.Lock()
+_forks = functools.cache(_Forks)
 
 
 def _ask(request: object, streams: Sequence[int] = ()) -> Any:
-    global _forks
     with _one_at_a_time:
-        _forks = _forks or _Forks()
-        return _forks.ask(request, streams)
+        return _forks().ask(request, streams)
 
 
 def _serve(requests: socket.socket) -> list[str]:
@@ -215,9 +216,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asks hears it too, and has things to end
     for module in _IMPORTED:
         importlib.import_module(module)
-    cli.invoke(
-        ["--version"]
-    )  # the library behind the command line imports the most of its parts with the first command
+    # The library behind the command line imports the most of its parts with the first command.
+    cli.invoke(["--version"])
     sys.stdout.flush()
     gc.freeze()
     sys.argv = _serve(socket.socket(fileno=int(sys.argv[1])))
