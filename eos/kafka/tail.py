@@ -35,6 +35,7 @@ _ASK_S = 5.0
 _POLL_S = 0.1
 _MOST = 1_000
 _NO_PROGRESS_S = 30.0
+_LEADER_S = 15.0  # a lost broker is given up after 9 s (broker.session.timeout.ms), then another leads
 _NO_LEADER_YET = (
     KafkaError.NOT_LEADER_FOR_PARTITION,
     KafkaError.LEADER_NOT_AVAILABLE,
@@ -63,18 +64,15 @@ class Span:
 
 
 def spans(settings: Settings, topic: str, timeout_s: float, world: World = REAL) -> dict[int, Span]:
-    """Of each partition of a topic. Unavailable for an unreachable cluster or a topic that does not exist."""
-    return spans_by(facts.connect(settings, timeout_s, world), settings, topic, world)
-
-
-def spans_by(client: Any, settings: Settings, topic: str, world: World = REAL) -> dict[int, Span]:
-    """The same, asked by a client that is there, as facts.connect gives it."""
-    deadline = world.now() + facts.NEW_TOPIC_S
+    """Of each partition of a topic. Unavailable for an unreachable cluster, a topic that does not exist or a partition
+    that finds no leader."""
+    client = facts.connect(settings, timeout_s, world)
+    since = world.now()
     while True:
         try:
-            return _spans(client, settings, topic)
-        except _NotYet:
-            if world.now() > deadline:
+            return spans_by(client, settings, topic)
+        except _NotYet as error:
+            if world.now() > since + error.patience_s:
                 raise
         world.sleep(0.05)
 
@@ -82,8 +80,17 @@ def spans_by(client: Any, settings: Settings, topic: str, world: World = REAL) -
 class _NotYet(Unavailable):
     """What a topic that was just created looks like too, to a broker that has not heard of it."""
 
+    patience_s = facts.NEW_TOPIC_S
 
-def _spans(client: Any, settings: Settings, topic: str) -> dict[int, Span]:
+
+class _NoLeaderYet(_NotYet):
+    """The topic is there: one of its brokers is new to it, or one was lost."""
+
+    patience_s = _LEADER_S
+
+
+def spans_by(client: Any, settings: Settings, topic: str) -> dict[int, Span]:
+    """The same, asked once by a client that is there, as facts.connect gives it."""
     found = facts.describe_topic(client, topic)
     if found.exists is None:
         raise stop_error(CallFailed("consume", Action.UNAUTHORISED, KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)))
@@ -125,7 +132,7 @@ def _offsets(client: Any, places: list[TopicPartition], spec: Any, level: Isolat
         return {at.partition: future.result(_ASK_S * 2).offset for at, future in asked.items()}
     except (KafkaException, TimeoutError) as error:
         new = isinstance(error, KafkaException) and error.args[0].code() in _NO_LEADER_YET
-        kind = _NotYet if new else Unavailable
+        kind = _NoLeaderYet if new else Unavailable
         raise kind(f"the offsets of {places[0].topic} cannot be had: {describe_error(error)}") from error
 
 

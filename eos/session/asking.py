@@ -222,7 +222,7 @@ class Finish:
         return {
             (topic, partition): span.end
             for topic in self._chained
-            for partition, span in tail.spans_by(client, self._settings, topic, self._world).items()
+            for partition, span in tail.spans_by(client, self._settings, topic).items()
             if span.end > span.low
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import deque
 from concurrent.futures import Future
@@ -19,7 +20,7 @@ from eos.app.dead_letters import dead_letter
 from eos.cli.written import bytes_of, header_json, headers_text, json_of, text_of
 from eos.errors import Unavailable
 from eos.kafka.settings import Settings
-from eos.kafka.tail import Mark, Seen, Span, _Lane, _merged, spans_by
+from eos.kafka.tail import Mark, Seen, Span, _Lane, _merged, spans
 from eos.kafka.world import World
 from eos.records import Record
 
@@ -74,6 +75,8 @@ class _Cluster:
         partition = SimpleNamespace(id=0, leader=SimpleNamespace(id=1), replicas=[1], isr=[1])
         return {"new": answer(SimpleNamespace(partitions=[partition], authorized_operations=None))}
 
+    def list_topics(self, timeout: float) -> None: ...
+
     def list_offsets(self, asked: dict[Any, Any], **_: object) -> dict[Any, Future[Any]]:
         error = KafkaException(KafkaError(self._errors.pop(0))) if self._errors else None
         return {place: answer(error or SimpleNamespace(offset=7)) for place in asked}
@@ -98,13 +101,18 @@ def answer(value: object) -> Future[Any]:
 )
 def test_a_topic_that_was_just_created_is_asked_for_again(error: int, patient: bool) -> None:
     """`eos topic create` and `eos topic send` behind each other: the leader may be the last to hear of it."""
-    now = iter(range(100))
-    world = World(now=lambda: next(now) / 10, sleep=lambda _: None)
-    settings = Settings({"bootstrap.servers": "b"})
+    pauses: list[float] = []
+
+    def asked(times: int) -> dict[int, Span]:
+        cluster = _Cluster(*[error] * times)
+        world = World(client=lambda _: cluster, now=itertools.count().__next__, sleep=pauses.append)
+        return spans(Settings({"bootstrap.servers": "b"}), "new", 5.0, world)
+
     if patient:
-        assert spans_by(_Cluster(error, error), settings, "new", world) == {0: Span(7, 7, 7)}
+        assert asked(10) == {0: Span(7, 7, 7)}, "10 s later, on a broker that is slow"
     with pytest.raises(Unavailable, match="the offsets of new cannot be had"):
-        spans_by(_Cluster(*[error] * (100 if patient else 1)), settings, "new", world)
+        asked(100 if patient else 1)
+    assert bool(pauses) == patient
 
 
 def test_bytes_are_shown_as_text_where_they_are_and_cannot_move_the_cursor() -> None:
