@@ -1,8 +1,8 @@
-"""An archive of the classes that a Kafka version loads (the JVM's class data sharing): a node that has one is up after
-less than half of the processor time.
+"""What spares a node's start most of its processor time: an archive of the classes that a Kafka version loads (the
+JVM's class data sharing), and a copy of the storage that its StorageTool formats.
 
-Owns how such an archive is made, which is only done on request (`make`; the test suites ask). A node takes the archive
-of its Java and its jars where there is one (eos/broker/node.py).
+Owns how both are made, which is only done on request (`make`; the test suites ask). A node takes those of its Java and
+its jars where they are (eos/broker/node.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from eos.broker.jars import kafka_jars, locked
 from eos.broker.java import find_java
-from eos.broker.local import LocalKafka
-from eos.broker.node import JVM_OPTIONS, archive_of
+from eos.broker.local import LocalKafka, choose_ports
+from eos.broker.node import JVM_OPTIONS, Node, archive_of, format_all, random_id, storage_of
 from eos.errors import Unavailable
 
 
@@ -30,14 +30,24 @@ def make(version: str) -> Path:
     Raises Unavailable where no node can run, or this Java makes none.
     """
     java, jars = find_java(), kafka_jars(version)
-    path = archive_of(java, jars)
+    path, storage = archive_of(java, jars), storage_of(java, jars)
     with locked(path.with_suffix(".lock")):
+        if not storage.exists():
+            _format(version, java, jars, storage)
         if not path.exists():
             part = path.with_suffix(".part")
             _record(version, part)
             _check(java, jars, part)
             keep(part, path)
     return path
+
+
+def _format(version: str, java: Path, jars: Sequence[Path], storage: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=storage.parent) as directory:
+        node = Node(0, Path(directory), version, java, jars)
+        node.configure(choose_ports(1, None), {})
+        format_all([node], random_id())
+        (node.directory / "data").replace(storage)
 
 
 def keep(part: Path, path: Path) -> None:

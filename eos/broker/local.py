@@ -6,13 +6,11 @@ retry what a test did to a node: killed stays killed until `start`.
 
 from __future__ import annotations
 
-import base64
 import os
 import shutil
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -232,10 +230,7 @@ def persistent_cluster_id(directory: Path) -> str:
     file = directory / "cluster.id"
     if not file.exists():
         directory.mkdir(parents=True, exist_ok=True)
-        cluster_id = "-"
-        while cluster_id.startswith("-"):  # it would be read as an option on StorageTool's command line
-            cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
         part = file.with_suffix(".part")
-        part.write_text(cluster_id)
+        part.write_text(broker_node.random_id())
         part.replace(file)
     return file.read_text().strip()

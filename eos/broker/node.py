@@ -6,15 +6,18 @@ never know about other nodes' processes, and never decide to restart one.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import time
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -26,6 +29,7 @@ from eos.errors import ConfigurationError, Unavailable
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 _FORMAT_TIMEOUT_S = 90.0
+META = "meta.properties"
 _POLL_S = 0.05
 JVM_OPTIONS = "KAFKA_JVM_PERFORMANCE_OPTS"
 
@@ -62,8 +66,12 @@ class Node:
             (self.directory / name).write_text(content)
 
     def begin_format(self, cluster_id: str) -> subprocess.Popen[bytes] | None:
-        """Starts Kafka's own StorageTool unless the storage is formatted; `end_format` waits for it."""
+        """Starts Kafka's own StorageTool unless the storage is formatted, or there is a copy of what it writes
+        (eos/broker/archive.py); `end_format` waits for it."""
         if self._formatted.exists():
+            return None
+        if (storage := storage_of(self.java, self.jars)).exists():
+            self._copy_format(storage, cluster_id)
             return None
         # C1 only: the tool lives for a second and a half and never earns what C2 costs.
         command = self._java_command(["-Xmx128m", "-XX:TieredStopAtLevel=1"], "kafka.tools.StorageTool")
@@ -75,6 +83,17 @@ class Node:
             stderr=subprocess.STDOUT,
             cwd=self.directory,  # where a JVM that crashes leaves its report
         )
+
+    def _copy_format(self, storage: Path, cluster_id: str) -> None:
+        data = self.directory / "data"
+        shutil.copytree(storage, data, dirs_exist_ok=True)
+        own = {"cluster.id": cluster_id, "node.id": self.index, "directory.id": random_id()}
+        text = (storage / META).read_text()
+        for name, value in own.items():
+            text, times = re.subn(rf"(?m)^{re.escape(name)}=.*$", f"{name}={value}", text)
+            assert times == 1, f"{name} is {times} times in {storage / META}"
+        (data / META).write_text(text)
+        self._formatted.touch()
 
     def end_format(self, tool: subprocess.Popen[bytes] | None) -> None:
         if tool is None:
@@ -204,6 +223,19 @@ def archive_of(java: Path, jars: Sequence[Path]) -> Path:
     of_java = release.read_bytes() if release.exists() else bytes(java.resolve())
     key = hashlib.sha256(b"\0".join([of_java, *map(bytes, jars)])).hexdigest()[:16]
     return cache_directory() / f"classes-{key}.jsa"
+
+
+def storage_of(java: Path, jars: Sequence[Path]) -> Path:
+    """Where what StorageTool writes for these jars is kept, if it is: it differs by cluster and node in meta.properties
+    alone."""
+    return archive_of(java, jars).with_suffix(".storage")
+
+
+def random_id() -> str:
+    """A Uuid as Kafka writes them; never with "-" in front, which StorageTool would read as an option."""
+    while (made := base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")).startswith("-"):
+        pass
+    return made
 
 
 def _lines(path: Path, start: int = 0) -> list[str]:

@@ -160,8 +160,9 @@ def test_a_taken_port_is_one_sentence_that_names_it_and_nothing_is_left_behind(t
     ],
 )
 def test_a_node_that_does_not_start_is_one_sentence_that_says_why(
-    config: dict[str, object], words: str, tmp_path: Path
+    config: dict[str, object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("eos.broker.node.storage_of", lambda *_: tmp_path / "none")
     with pytest.raises(Unavailable, match=words) as raised, LocalKafka(data=tmp_path, config=config):
         pass
     assert str(tmp_path) in str(raised.value)

@@ -77,6 +77,7 @@ def test_an_archive_that_is_not_whole_is_not_kept(whole: bool, tmp_path: Path, m
     monkeypatch.setattr(archive, "find_java", lambda: java)
     monkeypatch.setattr(archive, "kafka_jars", lambda version: [Path("a.jar")])
     monkeypatch.setattr(archive, "_record", lambda version, part: part.touch())
+    monkeypatch.setattr(archive, "_format", lambda *_: None)
     path = node.archive_of(java, [Path("a.jar")])
     path.parent.mkdir(parents=True)
     if whole:
@@ -86,6 +87,26 @@ def test_an_archive_that_is_not_whole_is_not_kept(whole: bool, tmp_path: Path, m
             archive.make("4.3.1")
     assert path.exists() is whole
     assert not path.with_suffix(".part").exists()
+
+
+def test_a_copy_of_a_formatted_storage_has_ids_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    storage = node.storage_of(tmp_path / "java", [])
+    storage.mkdir(parents=True)
+    (storage / "bootstrap.checkpoint").write_bytes(b"features")
+    (storage / node.META).write_text("#\nnode.id=0\ndirectory.id=once\nversion=1\ncluster.id=another\n")
+
+    def told(index: int) -> dict[str, str]:
+        made = Node(index, tmp_path / str(index), "4.4.0", tmp_path / "java", [])
+        assert made.begin_format("ours") is None, "no tool is started"
+        assert (made.directory / "data" / "bootstrap.checkpoint").read_bytes() == b"features"
+        lines = (made.directory / "data" / node.META).read_text().splitlines()
+        return dict(line.split("=") for line in lines if "=" in line)
+
+    first, second = told(1), told(2)
+    assert first.keys() == {"node.id", "directory.id", "version", "cluster.id"}
+    assert (first["node.id"], second["node.id"], first["cluster.id"]) == ("1", "2", "ours")
+    assert len({"once", first["directory.id"], second["directory.id"]}) == 3
 
 
 @pytest.mark.parametrize("before", [None, "-Xms1g"])
