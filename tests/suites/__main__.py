@@ -29,7 +29,7 @@ from eos.errors import Unavailable
 from tests.suites import late, machine
 from tests.suites.changes import since_the_last_landing
 from tests.suites.depth import STATEFUL
-from tests.suites.table import QUICK, SUITES, Suite, deep_for
+from tests.suites.table import QUICK, SUITES, Suite, deep_for, joined
 from tests.support import spark_classes
 
 BROKER_VERSIONS = (DEFAULT_VERSION, "3.9.2")
@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> int:
         began = time.monotonic()
         with ThreadPoolExecutor() as beside:  # commands need one core, and nothing of what the tests need
             commands = [beside.submit(_run_commands, suite, depths[suite.name]) for suite in chosen if suite.commands]
-            tests = [_run_tests(suite, depths[suite.name]) for suite in chosen if not suite.commands]
+            tests = [_run_tests(*one) for one in joined((s for s in chosen if not s.commands), depths)]
     results = [*(command.result() for command in commands), *tests]
     _show(results, time.monotonic() - began)
     return 0 if all(result.ok for result in results) else 1

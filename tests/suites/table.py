@@ -7,15 +7,15 @@ CI where a path changed that asks for them; `long` ones, the repetitions, are in
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Suite:
     """`processes`: of pytest-xdist; `budget_s`: of `make test` on two idle cores, 900 in all; `commands`: what is not
     pytest's, and runs beside the others; `stateful`: every pipeline's functions have state, and the tests that another
-    suite has as well are deep."""
+    suite has as well are deep; `shares`: its tests use the brokers that each process has."""
 
     name: str
     budget_s: int
@@ -24,6 +24,7 @@ class Suite:
     timeout_s: int = 300
     commands: tuple[tuple[str, ...], ...] = ()
     stateful: bool = False
+    shares: bool = False
 
 
 _PYTHON = (sys.executable, "-m")
@@ -45,10 +46,17 @@ SUITES = (
     ),
     Suite("unit", 60, ("tests/unit",), 4),
     # Most of these wait for a broker's clock: each process has brokers of its own.
-    Suite("broker", 270, ("tests/broker",), 8),
+    Suite("broker", 270, ("tests/broker",), 8, shares=True),
     # Every kind of fault again, with state.
-    Suite("state", 60, ("tests/state", *(f"tests/broker/test_{name}.py" for name in _FAULTS)), 6, stateful=True),
-    Suite("shim", 150, ("tests/shim",), 6),
+    Suite(
+        "state",
+        60,
+        ("tests/state", *(f"tests/broker/test_{name}.py" for name in _FAULTS)),
+        processes=6,
+        stateful=True,
+        shares=True,
+    ),
+    Suite("shim", 150, ("tests/shim",), 6, shares=True),
     # Clusters of three that are broken on purpose: containers where an engine answers, else local JVMs.
     Suite("containers", 130, ("tests/containers",), 4),
     Suite("spark", 230, ("tests/spark",), 3, timeout_s=600),
@@ -98,6 +106,27 @@ DEEP: dict[str, frozenset[str]] = {
 }
 """Path, or the beginning of one -> the suites whose deep tests a change of it asks for; the longest that fits counts.
 What fits none (this table, the tests' support, pyproject.toml, the Makefile) asks for all."""
+
+
+def joined(suites: Iterable[Suite], depths: Mapping[str, str]) -> Iterator[tuple[Suite, str]]:
+    """The suites with their depths. Those that share brokers are run as one where they are equally deep: their
+    processes start once, and at one end alone a core waits for the last test. Deep, the functions of one have state."""
+    groups: dict[str, list[Suite]] = {}
+    for suite in suites:
+        depth = depths[suite.name]
+        apart = not suite.shares or (suite.stateful and depth != "test")
+        groups.setdefault(suite.name if apart else depth, []).append(suite)
+    for group in groups.values():
+        first, *others = group
+        if others:
+            first = replace(
+                first,
+                name=", ".join(suite.name for suite in group),
+                budget_s=sum(suite.budget_s for suite in group),
+                paths=tuple(dict.fromkeys(path for suite in group for path in suite.paths)),
+                stateful=False,
+            )
+        yield first, depths[group[0].name]
 
 
 def deep_for(changed: Iterable[str]) -> dict[str, list[str]]:

@@ -14,7 +14,7 @@ from tests.suites import __main__ as runner
 from tests.suites import depth
 from tests.suites.changes import LANDED, since_the_last_landing
 from tests.suites.order import LONGEST, unit_of
-from tests.suites.table import DEEP, EVERY, SUITES, Suite, deep_for
+from tests.suites.table import DEEP, EVERY, SUITES, Suite, deep_for, joined
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,6 +88,26 @@ def test_what_does_not_exist_is_answered_with_what_does(
 
 def test_a_suite_over_its_budget_has_not_failed(suites: Callable[..., int]) -> None:
     assert suites(slow="pass") == 0
+
+
+@pytest.mark.parametrize(
+    ("deep", "names"),
+    [
+        ((), ["unit", "broker, state, shim", "containers", "spark"]),
+        (("broker", "shim", "spark"), ["unit", "broker, shim", "state", "containers", "spark"]),
+        (("state", "containers"), ["unit", "broker, shim", "state", "containers", "spark"]),
+        (("broker", "state", "shim"), ["unit", "broker, shim", "state", "containers", "spark"]),
+    ],
+)
+def test_suites_that_share_brokers_and_are_equally_deep_are_run_as_one(deep: tuple[str, ...], names: list[str]) -> None:
+    suites = [suite for suite in SUITES if not suite.commands]
+    depths = {suite.name: "deep" if suite.name in deep else "test" for suite in suites}
+    made = list(joined(suites, depths))
+    assert [suite.name for suite, _ in made] == names
+    assert sum(suite.budget_s for suite, _ in made) == sum(suite.budget_s for suite in suites)
+    assert {path for suite, _ in made for path in suite.paths} == {path for suite in suites for path in suite.paths}
+    assert all(depths[name] == depth for suite, depth in made for name in suite.name.split(", "))
+    assert {suite.name for suite, depth in made if suite.stateful} <= {"state"}
 
 
 @pytest.mark.parametrize(
