@@ -24,7 +24,7 @@ from eos.testing.checker import Ends
 from eos.testing.history import Log
 from tests.support.reading import create_topic, wait_until
 
-FLIGHTS = 40_000
+FLIGHTS = 20_000
 
 
 def start_demo(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -69,8 +69,8 @@ def test_the_demo_hits_open_transactions_and_proves_that_nothing_was_lost_or_dou
     verdicts = {check: cells[-1] for check, cells in rows.items()}
     assert len(rows) == 15, printed
     assert set(verdicts.values()) == {"ok"}
-    assert rows["records in flight-delays"] == ["40,000", "40,000", "ok"]
-    assert re.fullmatch(r"0 of 4\d,\d{3}", rows["records lost"][1])
+    assert rows["records in flight-delays"] == ["20,000", "20,000", "ok"]
+    assert re.fullmatch(r"0 of 2\d,\d{3}", rows["records lost"][1])
     assert int(rows["aborted records a read_uncommitted reader gets"][1].replace(",", "")) > 0
     assert "Exactly once" in printed
     assert "\x1b" not in printed, "escape sequences on something that is no terminal"

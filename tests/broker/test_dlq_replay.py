@@ -225,12 +225,6 @@ def test_letters_are_dropped_and_mended_one_by_one_and_none_is_run_twice(shop: S
     assert shop.listed() == []
 
 
-def test_another_function_may_take_them(shop: Shop) -> None:
-    shop.letters(2)
-    assert shop.replay("--function", "apologise") == "2 replayed, 2 handled (2 outputs), 0 failed again"
-    assert shop.outputs() == ["sorry for bad 0", "sorry for bad 1"]
-
-
 def test_an_output_that_the_client_refuses_is_the_letters_failure_alone(shop: Shop) -> None:
     shop.letters(3)
     told = shop.replay("--function", "far_too_large")

@@ -23,7 +23,7 @@ def test_a_full_queue_is_waited_for(kafka: LocalKafka, pipelines: Pipelines) -> 
 
 
 def test_a_queue_that_stays_full_costs_the_transaction_and_no_record(kafka: LocalKafka, pipelines: Pipelines) -> None:
-    pipeline = pipelines.on(kafka, 2_000)
+    pipeline = pipelines.on(kafka, 600)
     ids = pipeline.transactional_ids()
     with HoldingProxy(int(kafka.proxied_servers.rpartition(":")[2]), kafka.proxied_upstream) as proxy:
         held = proxy.on(ApiKey.Produce, Fault.HOLD_REQUEST, nth=3, match=lambda r: r.transactional_id in ids)

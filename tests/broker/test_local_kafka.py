@@ -61,37 +61,6 @@ def read(servers: str, topic: str, count: int) -> list[str]:
 # One node
 
 
-def test_a_transaction_is_read_after_its_commit_and_not_after_an_abort(
-    kafka: LocalKafka, names: Callable[[str], str]
-) -> None:
-    topic = names("out")
-    create_topic(kafka.bootstrap_servers, topic)
-    producer = Producer({"bootstrap.servers": kafka.bootstrap_servers, "transactional.id": names("tx"), "log_level": 0})
-    producer.init_transactions(DEADLINE_S)
-    producer.begin_transaction()
-    producer.produce(topic, "aborted")
-    producer.flush(DEADLINE_S)
-    producer.abort_transaction(DEADLINE_S)
-    commit(kafka.bootstrap_servers, topic, names("tx"), "one", "two")
-    assert read(kafka.bootstrap_servers, topic, 2) == ["one", "two"]
-
-
-def test_a_topic_that_nobody_created_is_an_error(kafka: LocalKafka, names: Callable[[str], str]) -> None:
-    errors: list[object] = []
-    producer = Producer({"bootstrap.servers": kafka.bootstrap_servers, "log_level": 0, "message.timeout.ms": 3000})
-    producer.produce(names("misspelt"), "x", on_delivery=lambda error, _: errors.append(error))
-    producer.flush(DEADLINE_S)
-    assert len(errors) == 1
-    assert errors[0] is not None
-
-
-def test_the_old_version_serves_transactions_too(kafka392: LocalKafka, names: Callable[[str], str]) -> None:
-    create_topic(kafka392.bootstrap_servers, names("out"))
-    commit(kafka392.bootstrap_servers, names("out"), names("tx"), "one")
-    assert read(kafka392.bootstrap_servers, names("out"), 1) == ["one"]
-    assert "Kafka version: 3.9.2" in kafka392.log_path(0).read_text()
-
-
 def test_a_client_of_the_proxied_address_is_told_no_other(kafka: LocalKafka) -> None:
     port = int(kafka.proxied_servers.rpartition(":")[2])
     with HoldingProxy(port, kafka.proxied_upstream):

@@ -261,19 +261,6 @@ def test_workers_whose_supervisor_is_killed_commit_and_end(kafka: LocalKafka, pi
     assert_holds(pipeline)
 
 
-def test_a_poison_record_stops_all_workers_with_65(kafka: LocalKafka, pipelines: Pipelines) -> None:
-    pipeline = pipelines.on(kafka, 60)
-    run = Running(pipeline, "--workers", "2")
-    run.wait("/readyz", 200, "ok w-1")
-    all_handled(pipeline)
-    (run.folder / "poison").touch()
-    pids = run.worker_pids()
-    pipeline.load(60)
-    assert run.process.wait() == POISON
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
-    assert "ValueError: poison" in run.process.log
-
-
 def test_a_worker_that_stands_still_as_a_whole_is_seen_by_its_supervisor(
     kafka: LocalKafka, pipelines: Pipelines
 ) -> None:

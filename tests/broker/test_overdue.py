@@ -25,7 +25,7 @@ pytest_plugins = ["tests.support.pipeline"]
 
 Names = Callable[[str], str]
 NO_SWEEP = {"transaction.abort.timed.out.transaction.cleanup.interval.ms": 300_000}
-TIMEOUT_MS = 5_000
+TIMEOUT_MS = 3_000
 
 
 @pytest.fixture(scope="module", params=["4.4.0", "3.9.2"])

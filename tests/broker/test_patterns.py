@@ -339,22 +339,6 @@ def test_a_topic_that_matched_and_is_deleted_ends_the_worker_as_a_named_one_and_
     assert life.settled() == [b"a", b"b", b"c"]
 
 
-def test_a_topic_that_two_functions_want_ends_a_running_worker_with_78(life: Life) -> None:
-    with (life.path / "theapp.py").open("a") as file:
-        file.write(f"@app.process('^.*{life.app}-.*-both', to={life.output!r})\ndef other(value: bytes) -> None: ...\n")
-    life.load([b"a"])
-    with (life.path / "worker.log").open("wb") as stderr:
-        worker = life.start("--instance", "one", *POLL, stderr=stderr)
-    try:
-        wait_until("its output", lambda: life.outputs() == [b"a"], 60)
-        create_topic(life.servers, f"{life.input}-both")
-        assert worker.wait(60) == 78, log_of(life)
-    finally:
-        worker.kill()
-        worker.wait(10)
-    assert "matches the patterns of two functions, copy and other" in log_of(life)
-
-
 def test_eos_run_of_a_user_s_test_reads_its_own_topics_only(kafka: LocalKafka, names: Names) -> None:
     strange = create_topic(kafka.bootstrap_servers, names("in-strange"))
     app = App(names("app"))

@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from confluent_kafka.admin import NewTopic
 
 from eos.broker import LocalKafka
 from eos.testing.checker import check
 from eos.testing.history import read_topic
-from tests.support.reading import create_topics, wait_until
+from tests.support.reading import wait_until
 
 if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
     from tests.support.pipeline import Pipeline, Pipelines
@@ -57,18 +56,6 @@ def test_a_group_that_was_forgotten_is_refused_until_it_is_told_where_to_go_on(
     assert len(outputs) == fan_out * 900
 
 
-def test_a_topic_that_was_made_anew_is_another_one(kafka: LocalKafka, pipelines: Pipelines) -> None:
-    pipeline = pipelines.on(kafka, 60)
-    pipeline.finish()
-    source = pipeline.sources[0]
-    pipeline.admin.delete_topics([source])[source].result(10)
-    wait_until("the topic is gone", lambda: source not in pipeline.admin.list_topics(timeout=5).topics)
-    create_topics(pipeline.servers, [NewTopic(source, 3)])
-    pipeline.load_transaction(9, places=[(source, 0)])
-    pipeline.finish()
-    assert pipeline.committed()[source, 0] > 9
-
-
 def test_without_a_topic_of_notes_a_group_begins_anew(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 60)
     settings = {"eos.places.topic": ""}
@@ -77,10 +64,3 @@ def test_without_a_topic_of_notes_a_group_begins_anew(kafka: LocalKafka, pipelin
     pipeline.finish(settings=settings)
     assert len(pipeline.committed()) == 6
     wait_until("every output twice", lambda: pipeline.delivered >= 2 * 60 * len(pipeline.destinations))
-
-
-def test_a_group_that_never_ran_is_none_of_this(kafka: LocalKafka, pipelines: Pipelines) -> None:
-    one, other = pipelines.on(kafka, 60), pipelines.on(kafka, 60)
-    one.finish()
-    other.finish()
-    other.verify()

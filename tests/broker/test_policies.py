@@ -166,16 +166,6 @@ def test_dead_letters_are_there_exactly_once_on_a_broker_before_kip_890(
     killed_among_dead_letters(pipelines.on(kafka392, 2_000), SESSION)
 
 
-def test_skipped_records_leave_nothing_and_all_others_go_on(kafka: LocalKafka, pipelines: Pipelines) -> None:
-    pipeline = pipelines.on(kafka, 1_000)
-    pipeline.finish(on_error="skip", poison_every=EVERY)
-    skipped = judge(pipeline, [], one_of_many, dead=False)
-    assert f" skipped={skipped} " in pipeline.workers[-1].log
-    log = pipeline.workers[-1].log
-    assert log.count("warning record skipped") == 10, "a few are told"
-    assert f"more records failed not_told={skipped - 10} of=record skipped: {skipped - 10} last=" in log, "and the rest"
-
-
 # Records that the client or the broker refuses.
 
 
@@ -486,52 +476,6 @@ def test_a_topic_of_dead_letters_that_is_missing_is_exit_69_before_the_first_rec
     missing = ", ".join(f"{source}.dlq" for source in pipeline.sources)
     assert_ended(eos_run(pipeline, TYPED), UNAVAILABLE, f"topics {missing} do not exist at ")
     assert pipeline.committed() == {}
-
-
-SLOW_ONCE = """
-import pathlib
-import time
-import eos
-from eos.testing.lineage import stamp
-
-app = eos.App({app!r})
-sources, destinations = {sources!r}, {destinations!r}
-been = pathlib.Path(__file__).with_suffix(".been")
-
-@app.process(sources, to=destinations)
-def copy(record: eos.Record):
-    if (record.topic, record.partition, record.offset) == SLOW_AT and not been.exists():
-        been.touch()
-        time.sleep(3)
-    where = sources.index(record.topic), record.partition, record.offset
-    return [eos.Out(stamp(*where, i), topic=topic) for i, topic in enumerate(destinations)]
-"""
-
-
-def slow_once(pipeline: Pipeline) -> str:
-    return SLOW_ONCE.replace("SLOW_AT", repr(pipeline.record((pipeline.sources[0], 1), 5)))
-
-
-def test_a_function_that_is_too_slow_once_is_told_of_and_survived(kafka: LocalKafka, pipelines: Pipelines) -> None:
-    pipeline = pipelines.on(kafka, 300)
-    worker = eos_run(pipeline, slow_once(pipeline), "-X", "transaction.timeout.ms=1500")
-    assert_ended(worker, 0)
-    assert worker.log.count("too slow: the transaction may be lost, then its records come again") == 1
-    assert worker.log.count("too slow: the transaction was lost, its records come again") == 1
-    judge(pipeline, [], lambda place: False, dead=False)
-
-
-def test_a_slow_function_that_nothing_was_sent_before_loses_nothing_and_nothing_is_told(
-    kafka: LocalKafka, pipelines: Pipelines
-) -> None:
-    pipeline = pipelines.on(kafka, 60)
-    settings = ("-X", "transaction.timeout.ms=1500", "-X", "eos.transaction.max.records=1")
-    worker = eos_run(pipeline, slow_once(pipeline), *settings)
-    assert_ended(worker, 0)
-    assert Path(pipeline.directory, "given.been").exists()
-    assert "too slow" not in worker.log
-    assert "aborts=0" in worker.log
-    judge(pipeline, [], lambda place: False, dead=False)
 
 
 STUCK = """

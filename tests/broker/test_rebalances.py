@@ -26,7 +26,7 @@ PROTOCOLS = {
     "consumer": {"group.protocol": "consumer"},
 }
 INSTANCES = ("a", "b", "c")
-CHANGES = 8
+CHANGES = 6
 PROGRESS_RECORDS = 600
 LONG_MS, SHORT_MS = 30_000, 3_000
 REPETITIONS = [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, 21))]

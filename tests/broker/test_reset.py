@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from confluent_kafka import Consumer
-from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]
 
 from eos.broker import LocalKafka
 from tests.support.life import POISON, Life
@@ -193,23 +192,6 @@ def test_a_topic_made_anew_under_a_running_worker_stops_it_with_66(records: int,
     assert life.reset("--from", "earliest", "--yes", "--wait", "30").returncode == 0
     assert life.run().returncode == 0
     assert life.settled().count(b"new") >= records
-
-
-def test_a_new_partition_is_taken_up_from_its_beginning_by_a_running_worker(life: Life) -> None:
-    life.load([b"a"])
-    worker = life.start("--instance", "one", "-X", "topic.metadata.refresh.interval.ms=1000")
-    try:
-        wait_until("its output", lambda: life.outputs() == [b"a"], 60)
-        admin = AdminClient({"bootstrap.servers": life.servers})
-        admin.create_partitions([NewPartitions(life.input, 3)])[life.input].result(30)
-        wait_until(
-            "the partition", lambda: len(admin.list_topics(life.input, timeout=10).topics[life.input].partitions) == 3
-        )
-        life.load([b"b"], partition=2)
-        wait_until("the new partition's output", lambda: life.outputs() == [b"a", b"b"], 60)
-    finally:
-        worker.terminate()
-        assert worker.wait(60) == 0
 
 
 def test_a_rolling_restart_under_the_same_names_loses_and_doubles_nothing(life: Life) -> None:

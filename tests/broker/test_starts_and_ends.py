@@ -62,12 +62,6 @@ def assert_ended(worker: WorkerProcess, code: int, *said: str) -> None:
 # Where it begins.
 
 
-def test_a_group_without_offsets_begins_at_the_earliest_record(kafka: LocalKafka, pipelines: Pipelines) -> None:
-    pipeline = pipelines.on(kafka, 600)
-    pipeline.finish()
-    pipeline.verify()
-
-
 def test_latest_begins_at_the_end_and_commits_that_start_at_once(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     pipeline.skip_loaded()
@@ -326,13 +320,3 @@ def test_a_setting_that_would_break_exactly_once_is_exit_78_with_its_name(
 ) -> None:
     pipeline = pipelines.on(kafka)
     assert_ended(eos_run(pipeline, "-X", setting), CONFIGURATION, setting.partition("=")[0])
-
-
-def test_a_transaction_timeout_above_the_brokers_is_exit_78(kafka: LocalKafka, pipelines: Pipelines) -> None:
-    pipeline = pipelines.on(kafka)
-    worker = eos_run(pipeline, "-X", "transaction.timeout.ms=1000000")
-    assert_ended(worker, CONFIGURATION, "transaction.max.timeout.ms=900000")
-
-
-def test_the_group_cannot_be_set_because_it_is_the_apps_id(kafka: LocalKafka, pipelines: Pipelines) -> None:
-    assert_ended(eos_run(pipelines.on(kafka), "-X", "group.id=other"), USAGE, "group.id")

@@ -20,7 +20,7 @@ from eos.testing.history import committed_offsets, end_offsets
 from tests.support import forked
 from tests.support.reading import configure, create_topic, settled_values, wait_until
 
-COUNT, PARTITIONS = 40_000, 3
+COUNT, PARTITIONS = 12_000, 3
 APP = """
 from eos import App, Out, Record
 
@@ -31,15 +31,8 @@ def split(record: Record):
     outputs = int(record.value) // 7 % 3
     return [record.value, Out(record.value, topic={second!r})][:outputs]
 """
-HALF = """
-from eos import App, Record
 
-app = App({group!r})
 
-@app.process({source!r}, to=[{first!r}, {second!r}])
-def every_second(record: Record):
-    return record.value if int(record.value) // 3 % 2 else None
-"""
 OUTPUTS = sum(number // 7 % 3 for number in range(COUNT))
 
 
@@ -125,7 +118,7 @@ def test_a_run_with_a_kill_in_it_holds_and_each_damage_to_its_outputs_is_named(
 ) -> None:
     killed = run.worker("-X", "eos.lineage=true", "-X", "eos.transaction.max.records=100")
     try:
-        wait_until("a committed part", lambda: run.committed() > 3_000, timeout=60)
+        wait_until("a committed part", lambda: run.committed() > 1_000, timeout=60)
     finally:
         killed.kill()
         killed.wait()
@@ -137,7 +130,7 @@ def test_a_run_with_a_kill_in_it_holds_and_each_damage_to_its_outputs_is_named(
     assert code == 0, told
     assert f"{COUNT:,} inputs and {OUTPUTS:,} outputs of group {run.group} examined: holds" in told
 
-    victim = 7_000
+    victim = 2_000
 
     def without_one(messages: list[Message]) -> list[Message]:
         return messages[:victim] + messages[victim + 1 :]
@@ -163,22 +156,6 @@ def test_a_run_with_a_kill_in_it_holds_and_each_damage_to_its_outputs_is_named(
     assert (
         f"note: looked for in {run.targets[0]} alone: does the App write to another topic too? --output names" in told
     )
-
-
-def test_half_of_the_inputs_filtered_holds_and_half_of_the_outputs_lost_does_not(
-    kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path
-) -> None:
-    run = Run(kafka, names, tmp_path, HALF)
-    assert run.worker("-X", "eos.lineage=true").wait(120) == 0, (run.directory / "worker.log").read_text()
-    left = sum(number // 3 % 2 for number in range(COUNT))
-    code, told = run.verify()
-    assert code == 0, told
-    assert f"{COUNT:,} inputs and {left:,} outputs of group {run.group} examined: holds" in told
-
-    code, told = run.verify(run.copy(names("half"), lambda messages: messages[::2]), run.targets[1])
-    assert code == 1, told
-    assert "VIOLATED: no_losses" in told
-    assert f"{left // 2:,} violations in {left:,} counted outputs" in told
 
 
 def test_outputs_that_retention_removed_are_a_note_and_a_loss_behind_them_is_still_found(
