@@ -128,7 +128,8 @@ def project(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Project]
         assert not project.containers()
 
 
-def test_three_brokers_and_a_worker_double_every_number_once_while_a_broker_is_killed(project: Project) -> None:
+@pytest.mark.timeout(600)
+def test_three_brokers_a_worker_and_a_shim_double_every_number_once_while_a_broker_is_killed(project: Project) -> None:
     started = time.monotonic()
     assert f"KAFKA_BOOTSTRAP_SERVERS={project.servers}" in project("up")
     print(f"three brokers after {time.monotonic() - started:.1f} s")
@@ -141,9 +142,20 @@ def test_three_brokers_and_a_worker_double_every_number_once_while_a_broker_is_k
     wait_until("the second hundred are doubled", lambda: shows(project, doubled(200)), 90)
     project("start", "kafka-2")
     assert "session started" in project("logs", "worker")
+
+    assert f"KAFKA_BOOTSTRAP_SERVERS={project.shim}" in project("shim")
+    admin = AdminClient({"bootstrap.servers": project.shim})
+    told = {(broker.host, broker.port) for broker in admin.list_topics(timeout=30).brokers.values()}
+    host, _, port = project.shim.partition(":")
+    assert told == {(host, int(port) + i) for i in range(3)}, "who asks the shim is told of nobody else"
+    load(project, range(200, 260), project.shim)
+    wait_until("what came through the shim is doubled", lambda: shows(project, doubled(260)), 60)
+    with urllib.request.urlopen(f"http://127.0.0.1:{project.http_port}/metrics", timeout=30) as answer:
+        assert 'eos_shim_transactions_total{end="commit"} 1.0' in answer.read().decode()
+
     project("stop", "worker")
     assert "stopped" in project("logs", "worker")
-    assert sorted_output(project) == doubled(200)
+    assert sorted_output(project) == doubled(260)
 
 
 @pytest.mark.timeout(600)
@@ -195,23 +207,6 @@ def test_everything_of_a_project_says_who_owns_it(project: Project) -> None:
     assert configured.count(f"{OWNER_LABEL}: {owner()}") == 9
 
 
-def test_three_brokers_behind_one_shim_are_reached_through_it_only(project: Project) -> None:
-    project("up")
-    assert f"KAFKA_BOOTSTRAP_SERVERS={project.shim}" in project("shim")
-    admin = AdminClient({"bootstrap.servers": project.shim})
-    for made in admin.create_topics([NewTopic("doubled", 6)]).values():
-        made.result(30)
-    host, _, port = project.shim.partition(":")
-    told = {(broker.host, broker.port) for broker in admin.list_topics(timeout=30).brokers.values()}
-    assert told == {(host, int(port) + i) for i in range(3)}
-    with eos.transaction({"bootstrap.servers": project.shim, "transactional.id": f"{project.name}-load"}) as txn:
-        for number in range(60):
-            txn.send("doubled", str(2 * number), key=str(number))
-    assert sorted_output(project) == doubled(60)
-    with urllib.request.urlopen(f"http://127.0.0.1:{project.http_port}/metrics", timeout=30) as answer:
-        assert 'eos_shim_transactions_total{end="commit"} 1.0' in answer.read().decode()
-
-
 def create(project: Project, *names: str) -> None:
     """Topics of two partitions, known to every broker with three replicas in sync."""
     admin = AdminClient({"bootstrap.servers": project.servers})
@@ -226,8 +221,8 @@ def create(project: Project, *names: str) -> None:
     wait_until("every broker knows the topics", lambda: all(map(known_to, project.servers.split(","))), 30)
 
 
-def load(project: Project, numbers: range) -> None:
-    settings = {"bootstrap.servers": project.servers, "transactional.id": f"{project.name}-load"}
+def load(project: Project, numbers: range, servers: str = "") -> None:
+    settings = {"bootstrap.servers": servers or project.servers, "transactional.id": f"{project.name}-load"}
     with eos.transaction(settings) as txn:
         for number in numbers:
             txn.send("numbers", str(number), key=str(number))

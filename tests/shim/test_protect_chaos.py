@@ -10,12 +10,12 @@ from tests.shim.chaos import Run
 
 
 def test_random_faults_on_both_sides_lose_double_and_tear_nothing() -> None:
-    run = Run(transactions=250, faults=50, seed=7, option="--protect", clients=4, kills=False)
+    run = Run(transactions=150, faults=30, seed=7, option="--protect", clients=4, kills=False)
     run.execute()
     print(run.report())
     assert run.wrong == []
-    assert run.ended >= 250
-    assert run.done >= 50
+    assert run.ended >= 150
+    assert run.done >= 30
     assert all(ledger.committed and ledger.aborted for ledger in run.ledgers)
 
 

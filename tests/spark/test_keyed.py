@@ -106,7 +106,7 @@ def test_what_is_remembered_on_spark_is_what_a_worker_remembers_also_behind_a_ki
 
 
 def run_killed_in_a_batch(runs: SparkRuns, target: str, go_on: Path) -> None:
-    arguments = ("--until-end", "-X", "eos.transaction.max.records=4000")
+    arguments = ("--until-end", "-X", "eos.transaction.max.records=4000", "--conf", "spark.sql.shuffle.partitions=2")
     run = runs.spark(target, *arguments)
     run.wait_log("batch committed", SPARK_S, count=2)
     wait_until("a function is held", lambda: (go_on.parent / "held").exists(), SPARK_S)

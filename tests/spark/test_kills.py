@@ -39,9 +39,9 @@ WRITING = {"tasks": BY_TASKS, "driver": {}}
     ],
 )
 def test_a_driver_killed_behind_a_step_loses_and_doubles_nothing(
-    step: str, writing: str, cluster: LocalKafka, queries: Queries, drivers: Drivers, spark: Any
+    step: str, writing: str, kafka: LocalKafka, queries: Queries, drivers: Drivers, spark: Any
 ) -> None:
-    query = queries(cluster.bootstrap_servers, settings=WRITING[writing]).create(replicas=3).load(RECORDS)
+    query = queries(kafka.bootstrap_servers, settings=WRITING[writing]).create().load(RECORDS)
     driver = drivers(query, hold=[step, 1])
     driver.wait_for(f"at {step} 1")
     driver.kill()
@@ -61,7 +61,7 @@ def test_a_driver_killed_behind_a_step_loses_and_doubles_nothing(
         ("half produced", "tasks"),
         ("half produced", "driver"),
         ("EndTxn sent", "driver"),
-        ("EndTxn unanswered", "tasks"),
+        ("EndTxn unanswered", "driver"),
     ],
 )
 def test_a_driver_killed_inside_a_step_loses_and_doubles_nothing(

@@ -214,11 +214,12 @@ def test_a_driver_killed_in_an_open_transaction_is_started_again_and_nothing_is_
         assert all(numbers == sorted(numbers) for numbers in by_source.values())
 
 
-def test_a_poison_record_stops_with_65_names_its_place_and_nothing_of_its_batch_is_visible(
+def test_a_poison_record_stops_with_65_a_stop_ends_its_batch_and_input_that_is_gone_stops_with_66(
     spark_runs: SparkRuns,
 ) -> None:
+    """Four runs on one checkpoint, each of which goes on where the one before ended."""
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
-    values = [b"%d" % n for n in range(900)]
+    values = [b"%d" % n for n in range(3_000)]
     values[700] = b"bad"
     spark_runs.load(source, values)
     app = copying(spark_runs, source, target)
@@ -226,29 +227,24 @@ def test_a_poison_record_stops_with_65_names_its_place_and_nothing_of_its_batch_
     assert_ended(run, POISON, f"copy failed on {source}[1]@233: ValueError: this one is bad")
     assert "app_of_test.py" in run.log, "the user's own frame is missing"
     assert "spark_connector" not in run.log.split("query starts", 1)[1]
-    assert values_of(spark_runs.settled(target)) == []
+    assert values_of(spark_runs.settled(target)) == [], "of its batch nothing is visible"
+
     (spark_runs.directory / "mended").touch()
-    assert spark_runs.spark(app, "--until-end").wait(SPARK_S) == 0
-    assert sorted(values_of(spark_runs.settled(target))) == sorted(values)
-
-
-def test_a_stop_finishes_the_batch_and_the_next_run_goes_on_behind_it(spark_runs: SparkRuns) -> None:
-    source, target = spark_runs.topic("in"), spark_runs.topic("out")
-    app = copying(spark_runs, source, target)
-    spark_runs.load(source, [b"%d" % n for n in range(3_000)])
-    run = spark_runs.spark(app)
-    run.wait_log("batch committed", SPARK_S)
-    spark_runs.load(source, [b"%d" % n for n in range(3_000, 6_000)])
-    run.wait_log("batch committed", SPARK_S, count=2)
-    run.terminate()
-    assert run.wait(SPARK_S) == 0, run.log[-3_000:]
-    spark_runs.load(source, [b"%d" % n for n in range(6_000, 9_000)])
+    more = [b"%d" % n for n in range(3_000, 6_000)]  # the batch that failed stays as it was, these come in several
+    spark_runs.load(source, more)
     busy = spark_runs.spark(app, "-X", "eos.transaction.max.records=500")
-    busy.wait_log("batch committed", SPARK_S)
+    busy.wait_log("batch committed", SPARK_S, count=2)
     busy.terminate()  # most likely in the middle of a batch
     assert busy.wait(SPARK_S) == 0, busy.log[-3_000:]
+
     assert spark_runs.spark(app, "--until-end").wait(SPARK_S) == 0
-    assert sorted(values_of(spark_runs.settled(target))) == sorted(b"%d" % n for n in range(9_000))
+    assert sorted(values_of(spark_runs.settled(target))) == sorted(values + more)
+
+    spark_runs.load(source, [b"%d" % n for n in range(600)])
+    spark_runs.delete_before(source, 1, 2_150)
+    gone = spark_runs.spark(app, "--until-end")
+    assert_ended(gone, INPUT_GONE, "the input at the checkpoint's offset is gone", source)
+    assert len(values_of(spark_runs.settled(target))) == 6_000
 
 
 def test_a_lost_checkpoint_is_refused_with_78_instead_of_doubling_everything(spark_runs: SparkRuns) -> None:
@@ -322,19 +318,6 @@ def test_what_the_executors_python_lacks_is_named(spark_runs: SparkRuns) -> None
     assert_ended(run, CONFIGURATION, "the executors' Python cannot do the work: No module named 'pyarrow': pip install")
 
 
-def test_input_that_is_gone_before_it_was_read_stops_with_66(spark_runs: SparkRuns) -> None:
-    source, target = spark_runs.topic("in"), spark_runs.topic("out")
-    app = copying(spark_runs, source, target)
-    spark_runs.load(source, [b"%d" % n for n in range(300)])
-    assert spark_runs.spark(app, "--until-end").wait(SPARK_S) == 0
-    spark_runs.load(source, [b"%d" % n for n in range(300, 900)])
-    spark_runs.delete_before(source, 1, 150)
-    assert_ended(
-        spark_runs.spark(app, "--until-end"), INPUT_GONE, "the input at the checkpoint's offset is gone", source
-    )
-    assert len(values_of(spark_runs.settled(target))) == 300
-
-
 def test_executors_of_a_cluster_get_the_app_and_this_package_from_the_driver(spark_runs: SparkRuns) -> None:
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     app = spark_runs.app(
@@ -375,11 +358,11 @@ def test_a_jvm_that_is_gone_is_exit_75_and_a_restart_repairs_it(spark_runs: Spar
     assert sorted(values_of(spark_runs.settled(target))) == sorted(b"%d" % n for n in range(3_000))
 
 
+@pytest.mark.parametrize("newer_is_too_late", [True, False], ids=["the newer", "the older"])
 def test_of_two_drivers_on_one_checkpoint_who_came_too_late_ends_with_79_and_the_other_goes_on(
-    spark_runs: SparkRuns,
+    newer_is_too_late: bool, spark_runs: SparkRuns
 ) -> None:
-    """Spark lets one of them write down the next batch. First the newer driver is too late, which has fenced nobody
-    yet; then the older one, when another newer one has its place."""
+    """Spark lets one of them write down the next batch. A newer driver that is too late has fenced nobody yet."""
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     app = copying(spark_runs, source, target)
     batches = count()
@@ -394,18 +377,17 @@ def test_of_two_drivers_on_one_checkpoint_who_came_too_late_ends_with_79_and_the
 
     older = spark_runs.spark(app)
     batch_by(older)
-    for too_late_is_newer in (True, False):
-        newer = spark_runs.spark(app)
-        wait_until("it knows its next batch", lambda run=newer: _reads(spark_runs, run), SPARK_S)
-        too_late, in_time = (newer, older) if too_late_is_newer else (older, newer)
-        jvm = _jvm(too_late)
-        jvm.suspend()
-        batch_by(in_time)
-        jvm.resume()
-        assert_ended(too_late, FENCED, "another run of this query")
-        batch_by(in_time)
-    newer.terminate()
-    assert newer.wait(SPARK_S) == 0, newer.log[-3_000:]
+    newer = spark_runs.spark(app)
+    wait_until("it knows its next batch", lambda: _reads(spark_runs, newer), SPARK_S)
+    too_late, in_time = (newer, older) if newer_is_too_late else (older, newer)
+    jvm = _jvm(too_late)
+    jvm.suspend()
+    batch_by(in_time)
+    jvm.resume()
+    assert_ended(too_late, FENCED, "another run of this query")
+    batch_by(in_time)
+    in_time.terminate()
+    assert in_time.wait(SPARK_S) == 0, in_time.log[-3_000:]
     assert sorted(values_of(spark_runs.settled(target))) == [b"%d" % n for n in range(next(batches))]
 
 

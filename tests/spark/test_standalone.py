@@ -1,11 +1,12 @@
-"""A standalone cluster, a master and two worker processes: executors die, not the query; and they see nothing of the
-driver's machine."""
+"""Executors in processes of their own: they die, and not the query; and they see nothing of the driver's machine."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from eos.broker import LocalKafka
@@ -37,8 +38,15 @@ def small() -> dict[str, str]:
     }
 
 
+def executors_of(driver: Driver) -> Iterator[psutil.Process]:
+    for process in psutil.Process(driver.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            if "CoarseGrainedExecutorBackend" in " ".join(process.cmdline()):
+                yield process
+
+
 def test_an_executor_killed_in_mid_batch_loses_and_doubles_nothing(
-    kafka: LocalKafka, standalone: Standalone, queries: Callable[..., Query], drivers: Callable[..., Driver]
+    kafka: LocalKafka, queries: Callable[..., Query], drivers: Callable[..., Driver]
 ) -> None:
     # Several tasks read one source partition each, on two executors: what a writing task fetches comes in any order.
     query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers, min_partitions=11, settings=BY_TASKS)
@@ -46,9 +54,9 @@ def test_an_executor_killed_in_mid_batch_loses_and_doubles_nothing(
     port = int(kafka.proxied_servers.rpartition(":")[2])
     with HoldingProxy(port, kafka.proxied_upstream) as proxy:
         rule = proxy.on(ApiKey.Produce, Fault.HOLD_RESPONSE, nth=7, transactional_id=query.transactional_id)
-        driver = drivers(query, master=standalone.master, config=small())
+        driver = drivers(query, master="local-cluster[2,1,700]", config=small())
         rule.wait(200)
-        executors = standalone.processes("CoarseGrainedExecutorBackend")
+        executors = list(executors_of(driver))
         assert len(executors) == 2
         for executor in executors:
             # The one whose Python worker waits for the answer, or both.

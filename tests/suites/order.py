@@ -48,6 +48,8 @@ LONGEST = (
     "tests/spark/test_standalone.py",
     "tests/spark/test_run.py",
     "tests/spark/test_kills.py",
+    "tests/spark/test_brokers.py",
+    "tests/spark/test_through_shim.py",
 )
 """Beginnings of names: what takes so long that others should not wait for it at the end, the longest first."""
 

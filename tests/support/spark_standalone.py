@@ -66,16 +66,6 @@ class Standalone:
     def log(self, name: str) -> str:
         return (self._directory / f"{name}.log").read_text(errors="replace")
 
-    def processes(self, what: str) -> list[psutil.Process]:
-        """Those below the workers whose command line has this."""
-        found: list[psutil.Process] = []
-        for process in self._processes:
-            for child in psutil.Process(process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-                    if what in " ".join(child.cmdline()):
-                        found.append(child)
-        return found
-
     def end(self) -> None:
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):

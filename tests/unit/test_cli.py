@@ -393,10 +393,9 @@ def test_with_json_every_line_is_json_the_last_words_and_those_of_supervised_wor
 # ---- the cluster: 69 ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", ["good", "good:app", "./good.py:app"])
-def test_a_good_app_gets_as_far_as_the_cluster_which_is_unreachable(here: Path, target: str) -> None:
+def test_a_good_app_gets_as_far_as_the_cluster_which_is_unreachable(here: Path) -> None:
     arguments = ("--bootstrap-servers", "127.0.0.1:1", "--instance", "i", "-X", "eos.startup.timeout.ms=1000")
-    stderr = refused(69, here, "run", target, *arguments)
+    stderr = refused(69, here, "run", "good:app", *arguments)
     assert stderr.startswith("eos: 127.0.0.1:1 cannot be reached: ")
     assert ": check bootstrap.servers, security.protocol, and that a broker listens there" in stderr
     assert stderr.endswith("; `eos broker start` starts one here\n")
@@ -429,17 +428,14 @@ def loaded_by(here: Path, *arguments: str) -> set[str]:
 WORKER = ("run", "good", "--bootstrap-servers", "127.0.0.1:1", "--instance", "i", "-X", "eos.startup.timeout.ms=1000")
 
 
-def test_a_command_imports_no_other_one(here: Path) -> None:
-    loaded = loaded_by(here, *WORKER)
-    assert {"eos.cli.run", "eos.worker.worker", "good"} <= loaded  # as far as the preflight
-    others = [name for name in loaded if name.startswith(("eos.shim", "eos.broker", "eos.demo", "eos.cli.spark"))]
-    assert others == []
-
-
-def test_a_worker_without_a_terminal_and_a_port_starts_without_what_serves_them(here: Path) -> None:
+def test_a_worker_imports_no_other_command_and_without_a_terminal_and_a_port_nothing_that_serves_them(
+    here: Path,
+) -> None:
     """Its outputs wait for its imports each time it is started again."""
     loaded = loaded_by(here, *WORKER)
-    assert {"eos.worker.worker", "good", "kafka.admin", "confluent_kafka.admin"} <= loaded
+    assert {"eos.cli.run", "eos.worker.worker", "good", "kafka.admin", "confluent_kafka.admin"} <= loaded
+    others = [name for name in loaded if name.startswith(("eos.shim", "eos.broker", "eos.demo", "eos.cli.spark"))]
+    assert others == []
     heavy = {"rich", "http.server", "urllib.request", "eos.cli.live", "eos.health.server", "eos.testing", "numpy"}
     assert heavy & loaded == set()
     assert {"http.server", "eos.health.server"} <= loaded_by(here, *WORKER, "--http-port", "0")

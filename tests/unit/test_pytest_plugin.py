@@ -23,8 +23,7 @@ def test_the_users_own():
 """
 
 
-@pytest.mark.parametrize("by", ["test_users.py", "conftest.py"])
-@pytest.mark.parametrize("strictly", [False, True])
+@pytest.mark.parametrize(("by", "strictly"), [("test_users.py", True), ("conftest.py", False)])
 def test_a_users_tests_show_the_users_warnings_and_none_of_kafka_python(
     tmp_path: Path, strictly: bool, by: str
 ) -> None:

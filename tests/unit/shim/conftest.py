@@ -7,6 +7,6 @@ from hypothesis import HealthCheck, settings
 from tests.unit.shim.messages import FUZZ_EXAMPLES
 
 settings.register_profile(
-    "shim", deadline=None, max_examples=FUZZ_EXAMPLES or 40, suppress_health_check=list(HealthCheck)
+    "shim", deadline=None, max_examples=FUZZ_EXAMPLES or 20, suppress_health_check=list(HealthCheck)
 )
 settings.load_profile("shim")

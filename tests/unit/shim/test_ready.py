@@ -5,8 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import pytest
+
 from eos.shim import Shim, ShimSettings
 from tests.shim.fake_broker import FakeBroker
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eos.shim.server._TRY_AGAIN_S", 0.1)
 
 
 async def until(condition: Callable[[], bool]) -> None:
