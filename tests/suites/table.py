@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Suite:
-    """`processes`: of pytest-xdist; `budget_s`: of `make test` on two idle cores, 900 in all; `commands`: what is not
+    """`processes`: of pytest-xdist; `budget_s`: of `make test` on two idle cores, 800 in all; `commands`: what is not
     pytest's, and runs beside the others; `stateful`: every pipeline's functions have state, and the tests that another
     suite has as well are deep; `shares`: its tests use the brokers that each process has."""
 
@@ -46,20 +46,20 @@ SUITES = (
     ),
     Suite("unit", 60, ("tests/unit",), 4),
     # Most of these wait for a broker's clock: each process has brokers of its own.
-    Suite("broker", 270, ("tests/broker",), 8, shares=True),
+    Suite("broker", 220, ("tests/broker",), 8, shares=True),
     # Every kind of fault again, with state.
     Suite(
         "state",
-        60,
+        40,
         ("tests/state", *(f"tests/broker/test_{name}.py" for name in _FAULTS)),
         processes=6,
         stateful=True,
         shares=True,
     ),
-    Suite("shim", 150, ("tests/shim",), 6, shares=True),
+    Suite("shim", 120, ("tests/shim",), 6, shares=True),
     # Clusters of three that are broken on purpose: containers where an engine answers, else local JVMs.
-    Suite("containers", 130, ("tests/containers",), 4),
-    Suite("spark", 230, ("tests/spark",), 3, timeout_s=600),
+    Suite("containers", 140, ("tests/containers",), 4),
+    Suite("spark", 220, ("tests/spark",), 3, timeout_s=600),
 )
 QUICK = ("lint", "unit")
 """What `make check` runs."""
