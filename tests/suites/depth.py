@@ -117,8 +117,6 @@ DEEP: dict[str, dict[str, tuple[str, ...]]] = {
         "an_own_timeout": ("kafka392",),
         "a_second_one_init": ("kafka392",),
         "a_second_one_at_work": ("kafka392",),
-        "an_epoch_that": ("kafka392",),
-        "a_ghost_of": ("kafka392",),
         "a_zombie_resumed_while": ("before-its-timeout-consumer", "past-its-timeout-classic"),
         "a_zombie_resumed_when": ("before-its-timeout-classic", "past-its-timeout-consumer"),
         "a_zombie_on_a_broker_before_kip_890_is_fenced_by_a_busy": (),
