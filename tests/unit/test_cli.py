@@ -64,15 +64,6 @@ def refused(code: int, here: Path, *arguments: str, **environment: str) -> str:
 # ---- usage: 64 ---------------------------------------------------------------------------------------------
 
 
-def test_help_shows_every_command_and_exits_with_0(here: Path) -> None:
-    ended = program(here, "--help")
-    assert ended.returncode == 0, ended.stderr
-    for command in ("run", "broker", "demo"):
-        assert f" {command} " in ended.stdout
-    assert "Exactly-once" in ended.stdout
-    assert ended.stderr == ""
-
-
 @pytest.mark.parametrize("pure_python", ["0", "1"])
 def test_the_versions_that_a_report_needs_are_told(here: Path, pure_python: str) -> None:
     ended = started(here, "--version", EOS_PURE_PYTHON=pure_python)
@@ -81,24 +72,6 @@ def test_the_versions_that_a_report_needs_are_told(here: Path, pure_python: str)
         assert f"{name} {metadata.version(name)}" in ended.stdout
     compiled = pure_python == "0" and find_spec("eos.hotloop._native") is not None
     assert f"librdkafka {libversion()[0]}, hot loop {'compiled' if compiled else 'in Python'}" in ended.stdout
-
-
-def test_help_of_run_shows_its_options(here: Path) -> None:
-    ended = program(here, "run", "--help")
-    assert ended.returncode == 0, ended.stderr
-    for option in (
-        "MODULE:APP",
-        "--instance",
-        "--bootstrap-servers",
-        "--until-end",
-        "--workers",
-        "--reload",
-        "--http-port",
-        "-X",
-        "--log-format",
-        "--log-level",
-    ):
-        assert option in ended.stdout, option
 
 
 def test_without_a_command_the_help_is_shown_and_the_exit_code_says_usage(here: Path) -> None:
@@ -145,20 +118,18 @@ def test_the_topology_of_an_app_is_told_without_a_cluster(here: Path, capsys: py
     assert capsys.readouterr().out == FLOWCHART
 
 
-def test_an_unknown_command_is_named(here: Path) -> None:
-    assert "No such command 'nope'" in refused(64, here, "nope")
-
-
-def test_a_missing_argument_is_named(here: Path) -> None:
-    assert "Missing argument 'MODULE:APP'" in refused(64, here, "run")
-
-
-def test_an_unknown_option_is_named(here: Path) -> None:
-    assert "No such option: --nope" in refused(64, here, "run", "good:app", "--nope")
-
-
-def test_an_option_without_its_value_is_named(here: Path) -> None:
-    assert "--instance" in refused(64, here, "run", "good:app", "--instance")
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("nope",), "No such command 'nope'"),
+        (("run",), "Missing argument 'MODULE:APP'"),
+        (("run", "good:app", "--nope"), "No such option: --nope"),
+        (("run", "good:app", "--instance"), "--instance"),
+    ],
+    ids=["unknown command", "missing argument", "unknown option", "option without its value"],
+)
+def test_what_is_no_command_line_is_named(here: Path, arguments: tuple[str, ...], named: str) -> None:
+    assert named in refused(64, here, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -184,26 +155,18 @@ def test_what_is_wrong_with_a_command_is_said_in_one_sentence(
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "choices"),
-    [("--log-format", "xml", "human, json"), ("--log-level", "loud", "debug, info, warning, error")],
-)
-def test_a_choice_that_does_not_exist_is_answered_with_those_that_do(
-    here: Path, option: str, value: str, choices: str
-) -> None:
-    assert refused(64, here, "run", "good:app", option, value) == f"eos: {option} {value}: must be one of {choices}\n"
-
-
-@pytest.mark.parametrize(
     ("option", "value", "sentence"),
     [
-        ("--http-port", "soon", "eos: --http-port soon: expected PORT or HOST:PORT\n"),
-        ("--workers", "0", "eos: --workers 0: must be at least 1\n"),
+        ("--log-format", "xml", "must be one of human, json"),
+        ("--log-level", "loud", "must be one of debug, info, warning, error"),
+        ("--http-port", "soon", "expected PORT or HOST:PORT"),
+        ("--workers", "0", "must be at least 1"),
     ],
 )
-def test_a_port_or_a_number_of_workers_that_is_none_is_refused(
+def test_a_value_that_an_option_cannot_have_is_refused_with_what_it_can(
     here: Path, option: str, value: str, sentence: str
 ) -> None:
-    assert refused(64, here, "run", "good:app", option, value) == sentence
+    assert refused(64, here, "run", "good:app", option, value) == f"eos: {option} {value}: {sentence}\n"
 
 
 def test_a_port_that_cannot_be_listened_on_is_a_configuration_error_before_anything_starts(here: Path) -> None:
@@ -289,54 +252,48 @@ def test_a_wrong_setting_in_the_environment_is_a_configuration_error(here: Path)
 # ---- the App -----------------------------------------------------------------------------------------------
 
 
-def test_a_module_that_does_not_exist_is_named_with_where_it_was_looked_for(here: Path) -> None:
-    sentence = refused(64, here, "run", "nosuch:app")
-    assert sentence == f"eos: there is no module nosuch (looked in {here} and the Python path)\n"
+# Users' modules beside good.py, which are wrong in one way each.
+OTHERS = {
+    "two.py": 'from eos import App\nbilling = App("b")\nshipping = App("s")\n',
+    "none.py": "number = 7\n",
+    "needs.py": "import not_installed_anywhere\n",
+    "wrong.py": 'from eos import App\napp = App("no spaces!")\n',
+    "empty.py": 'from eos import App\napp = App("empty")\n',
+    "package/other.py": "",
+}
 
 
-def test_a_submodule_that_does_not_exist_is_named_in_full(here: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "target", "sentence"),
+    [
+        (64, "nosuch:app", "there is no module nosuch (looked in {here} and the Python path)\n"),
+        (64, "package.nosuch:app", "there is no module package.nosuch "),
+        (64, "apps/none.py:app", "apps/none.py does not exist\n"),
+        (64, "good:number", "number in good is a int, not an App; say good:app\n"),
+        (64, "good:copy", "copy in good is a function, not an App; say good:app\n"),
+        (64, "good:nope", "nope in good is missing; say good:app\n"),
+        (64, "two", "app in two is missing; say two:billing or two:shipping\n"),
+        (64, "./two.py", "app in two is missing; say ./two.py:billing or ./two.py:shipping\n"),
+        (64, "none", "app in none is missing and it has no App\n"),
+        (64, "needs", "needs needs the module not_installed_anywhere, which is not installed\n"),
+        (78, "wrong", "the id of an App must be "),
+        (78, "empty", "the App 'empty' has no function"),
+    ],
+)
+def test_a_target_that_is_no_app_that_runs_is_answered_with_what_it_is(
+    here: Path, code: int, target: str, sentence: str
+) -> None:
     (here / "package").mkdir()
-    assert "there is no module package.nosuch " in refused(64, here, "run", "package.nosuch:app")
-
-
-def test_a_file_that_does_not_exist_is_named(here: Path) -> None:
-    assert refused(64, here, "run", "apps/none.py:app") == "eos: apps/none.py does not exist\n"
+    for name, text in OTHERS.items():
+        (here / name).write_text(text)
+    said = refused(code, here, "run", target, "--instance", "i")
+    assert said.startswith(f"eos: {sentence.format(here=here)}")
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("target", [":app", ".good:app", ""])
 def test_a_target_without_a_module_is_answered_with_an_example(here: Path, target: str) -> None:
     assert "names no module: expected e.g. flights:app" in refused(64, here, "run", target)
-
-
-def test_an_attribute_that_is_not_an_app_is_named_with_what_it_is(here: Path) -> None:
-    assert refused(64, here, "run", "good:number") == "eos: number in good is a int, not an App; say good:app\n"
-    assert refused(64, here, "run", "good:copy") == "eos: copy in good is a function, not an App; say good:app\n"
-
-
-def test_an_attribute_that_is_missing_is_named_with_the_apps_that_are_there(here: Path) -> None:
-    assert refused(64, here, "run", "good:nope") == "eos: nope in good is missing; say good:app\n"
-    (here / "two.py").write_text('from eos import App\nbilling = App("b")\nshipping = App("s")\n')
-    told = "eos: app in two is missing; say {0}:billing or {0}:shipping\n"
-    assert refused(64, here, "run", "two") == told.format("two")
-    assert refused(64, here, "run", "./two.py") == told.format("./two.py")
-    (here / "none.py").write_text("number = 7\n")
-    assert refused(64, here, "run", "none") == "eos: app in none is missing and it has no App\n"
-
-
-def test_a_module_that_the_users_module_needs_is_named(here: Path) -> None:
-    (here / "needs.py").write_text("import not_installed_anywhere\n")
-    sentence = refused(64, here, "run", "needs")
-    assert sentence == "eos: needs needs the module not_installed_anywhere, which is not installed\n"
-
-
-def test_an_app_that_is_wrong_is_a_configuration_error_in_one_sentence(here: Path) -> None:
-    (here / "wrong.py").write_text('from eos import App\napp = App("no spaces!")\n')
-    assert refused(78, here, "run", "wrong").startswith("eos: the id of an App must be ")
-
-
-def test_an_app_without_a_function_is_a_configuration_error(here: Path) -> None:
-    (here / "empty.py").write_text('from eos import App\napp = App("empty")\n')
-    assert "the App 'empty' has no function" in refused(78, here, "run", "empty", "--instance", "i")
 
 
 def users_failure(here: Path, *arguments: str) -> str:
@@ -484,12 +441,16 @@ def test_a_shell_completes_commands_and_their_options(here: Path) -> None:
 
 
 def test_the_help_shows_every_command_and_each_has_its_own(here: Path) -> None:
-    whole = program(here, "--help").stdout
+    whole = program(here, "--help")
+    assert (whole.returncode, whole.stderr) == (0, "")
+    assert "Exactly-once" in whole.stdout
     for name in COMMANDS:
-        assert re.search(rf"^\W*{name} ", whole, re.MULTILINE), name
+        assert re.search(rf"^\W*{name} ", whole.stdout, re.MULTILINE), name
     alone = program(here, "run", "--help")
-    assert alone.returncode == 0
-    assert "run [OPTIONS] " in alone.stdout
+    assert alone.returncode == 0, alone.stderr
+    options = "--instance --bootstrap-servers --until-end --workers --reload --http-port -X --log-format --log-level"
+    for shown in ("run [OPTIONS] ", "MODULE:APP", *options.split()):
+        assert shown in alone.stdout, shown
 
 
 def test_only_a_record_of_the_input_can_be_stepped_past() -> None:
