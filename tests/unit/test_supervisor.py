@@ -86,6 +86,16 @@ def wait_up(folder: Path, *names: str, life: int = 1) -> None:
         wait_until(f"{name} runs", (folder / f"{name}.up{life}").exists, 30)
 
 
+def stop_once_up(folder: Path, *names: str, number: signal.Signals = signal.SIGTERM) -> None:
+    """The supervisor of these hears a signal as soon as all of them would."""
+
+    def ask() -> None:
+        wait_up(folder, *names)
+        os.kill(os.getpid(), number)
+
+    meanwhile(ask)
+
+
 # ---- rules -------------------------------------------------------------------------------------------------
 
 
@@ -223,24 +233,14 @@ def test_a_life_that_settled_closes_the_breaker_again(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_passed_on_to_all_and_nobody_is_started_again(tmp_path: Path, number: signal.Signals) -> None:
     supervisor = supervise(tmp_path, {"a": ["run"], "b": ["run"]})
-
-    def ask() -> None:
-        wait_up(tmp_path, "a", "b")
-        os.kill(os.getpid(), number)
-
-    meanwhile(ask)
+    stop_once_up(tmp_path, "a", "b", number=number)
     assert supervisor.run() == 0
     assert (lives(tmp_path, "a"), lives(tmp_path, "b")) == (1, 1)
 
 
 def test_a_worker_that_is_stopped_before_it_listens_was_stopped_on_request(tmp_path: Path) -> None:
     supervisor = supervise(tmp_path, {"a": ["starting"], "b": ["run"]})
-
-    def ask() -> None:
-        wait_up(tmp_path, "a", "b")
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    meanwhile(ask)
+    stop_once_up(tmp_path, "a", "b")
     assert supervisor.run() == 0
 
 
@@ -269,12 +269,7 @@ def test_a_worker_that_hears_no_signal_is_killed_after_its_time(
 ) -> None:
     monkeypatch.setattr(supervising, "_KILL_MARGIN_S", 0.2)
     supervisor = supervise(tmp_path, {"a": ["deaf for ever"]}, stop_s=0.5)
-
-    def ask() -> None:
-        wait_up(tmp_path, "a")
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    meanwhile(ask)
+    stop_once_up(tmp_path, "a")
     assert supervisor.run() == 75
 
 
