@@ -144,33 +144,20 @@ def test_a_question_who_owns_the_id_that_was_interrupted_is_asked_again_before_a
     assert len(asked.replacements) == (0 if owner is Owner.NEWER else 1)
 
 
-def test_a_session_that_a_newer_instance_fenced_does_not_begin_again(monkeypatch: AnyPatch) -> None:
+@pytest.mark.parametrize("half_way", [False, True])
+def test_a_session_that_a_newer_instance_fenced_never_begins_again(half_way: bool, monkeypatch: AnyPatch) -> None:
+    """Nor where the loop was left half way, and a client of ours may have taken an epoch that nobody heard of."""
     one = TransactSession(SETTINGS, ["in"], world=WORLD)
     producer = TransactionalProducer(Settings(SETTINGS), "t")
-    one._parts.lanes.producers = [producer]
+    one._parts.lanes.producers, producer.may_have_bumped, one._loop._half_way = [producer], half_way, half_way
     asked = Asked(monkeypatch, producer, Owner.NEWER, "flush")
     with pytest.raises(Fenced) as first:
         one._loop._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {})
-    for _ in range(2):
+    for _ in range(7):
         with pytest.raises(Fenced) as again:
             for _txn in one:
                 pass
         assert str(again.value) == str(first.value)
-    assert asked.replacements == []
-
-
-def test_a_fenced_session_whose_loop_is_entered_again_never_initialises(monkeypatch: AnyPatch) -> None:
-    """The loop was left half way, and by then a client of ours may have taken an epoch that nobody heard of."""
-    one = TransactSession(SETTINGS, ["in"], world=WORLD)
-    producer = TransactionalProducer(Settings(SETTINGS), "t")
-    one._parts.lanes.producers, producer.may_have_bumped, one._loop._half_way = [producer], True, True
-    asked = Asked(monkeypatch, producer, Owner.NEWER, "flush")
-    with pytest.raises(Fenced):
-        one._loop._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {})
-    for _ in range(7):
-        with pytest.raises(Fenced):
-            for _txn in one:
-                pass
     assert (asked.replacements, one.counters.rebuilds) == ([], 0)
 
 
@@ -218,41 +205,50 @@ def claimed(
     answer: Described | None,
     owner: Owner = Owner.NEWER,
     fresh: Identity = SITUATION.mine,
+    may_have_bumped: bool = False,
     **more: Any,
 ) -> tuple[Claim, Asked]:
     """A claim whose coordinator gives this answer, with a producer of epoch 1, or of `fresh` once it is asked again."""
     producer = TransactionalProducer(Settings(SETTINGS), "t")
+    producer.may_have_bumped = may_have_bumped
     asked = Asked(monkeypatch, producer, owner, "flush")
     monkeypatch.setattr(producer, "identity", lambda **how: fresh if how else SITUATION.mine)
     monkeypatch.setattr(Silent, "describe", lambda self, name: answer)
     return Claim(producer._settings, lambda producer, answer: ("; lost", "7"), **more, world=WORLD), asked
 
 
+# Of whom the next epoch is, this answer does not tell.
+NEXT_EPOCH = Described("Empty", 1, 2)
+
+
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "known", "reason", "questions"),
     [
-        Described("CompleteCommit", 1, 1),
-        Described("Ongoing", 1, 0),  # a broker that does not know yet that it is no coordinator any more
-        None,
+        pytest.param(Described("CompleteCommit", 1, 1), {}, "retry: something", 0, id="the epoch is ours"),
+        pytest.param(Described("Ongoing", 1, 0), {}, "retry: something", 0, id="the broker is no coordinator any more"),
+        pytest.param(None, {}, "retry: something", 0, id="the broker knows no such id"),
+        pytest.param(
+            Described("CompleteAbort", 1, 2), {"owner": Owner.OWN_TIMEOUT}, "failure: hung", 1, id="it timed out"
+        ),
+        pytest.param(NEXT_EPOCH, {"fresh": Identity(1, 2)}, "abort", 0, id="our client took the epoch by itself"),
+        pytest.param(
+            NEXT_EPOCH, {"may_have_bumped": True}, "failure: abort raised", 0, id="an abort may have taken the epoch"
+        ),
+        pytest.param(NEXT_EPOCH, {}, ALWAYS, 0, id="replaced before each transaction"),
     ],
 )
-def test_a_producer_is_replaced_while_the_id_is_ours(answer: Described | None, monkeypatch: AnyPatch) -> None:
-    ours, asked = claimed(monkeypatch, answer)
-    ours.replace(asked.producer, "retry: something")
-    assert (asked.replacements, asked.questions) == (["retry: something"], 0)
-    ours.hold()
-
-
-def test_a_producer_whose_id_timed_out_is_replaced(monkeypatch: AnyPatch) -> None:
-    ours, asked = claimed(monkeypatch, Described("CompleteAbort", 1, 2), Owner.OWN_TIMEOUT)
-    ours.replace(asked.producer, "failure: hung")
-    assert (asked.replacements, asked.questions) == (["failure: hung"], 1)
+def test_a_producer_is_replaced_while_the_id_is_ours(
+    answer: Described | None, known: dict[str, Any], reason: str, questions: int, monkeypatch: AnyPatch
+) -> None:
+    ours, asked = claimed(monkeypatch, answer, **known)
+    ours.replace(asked.producer, reason)
+    assert (asked.replacements, asked.questions) == ([reason], questions)
     ours.hold()
 
 
 @pytest.mark.parametrize("reason", ["retry: something", "abort", "failure: hung"])
 def test_a_replacement_does_not_take_the_id_from_a_newer_instance(reason: str, monkeypatch: AnyPatch) -> None:
-    ours, asked = claimed(monkeypatch, Described("Empty", 1, 2))
+    ours, asked = claimed(monkeypatch, NEXT_EPOCH)
     with pytest.raises(Fenced, match=rf"; lost: this one stops.*\[7; {reason}\]$"):
         ours.replace(asked.producer, reason)
     with pytest.raises(Fenced, match=rf"; lost: this one stops.*\[7; {reason}\]$"):
@@ -260,40 +256,27 @@ def test_a_replacement_does_not_take_the_id_from_a_newer_instance(reason: str, m
     assert asked.replacements == []
 
 
-def test_an_epoch_that_our_own_client_took_by_itself_is_ours(monkeypatch: AnyPatch) -> None:
-    ours, asked = claimed(monkeypatch, Described("Empty", 1, 2), fresh=Identity(1, 2))
-    ours.replace(asked.producer, "abort")
-    assert (asked.replacements, asked.questions) == (["abort"], 0)
-
-
-def test_an_abort_without_an_end_may_have_taken_an_epoch_so_nothing_is_asked(monkeypatch: AnyPatch) -> None:
-    ours, asked = claimed(monkeypatch, Described("Empty", 1, 2))
-    asked.producer.may_have_bumped = True
-    ours.replace(asked.producer, "failure: abort raised")
-    assert asked.replacements == ["failure: abort raised"]
-
-
-@pytest.mark.parametrize(("group", "ours"), [(None, True), (True, True), (False, False)])
-def test_a_ghost_is_ours_unless_the_group_says_otherwise_while_nobody_fenced_us(
-    group: bool | None, ours: bool, monkeypatch: AnyPatch
-) -> None:
-    more = {} if group is None else {"nobody_took_our_place": lambda: group}
-    one, asked = claimed(monkeypatch, Described("CompleteAbort", 1, 2), Owner.GHOST, **more)
-    with contextlib.nullcontext() if ours else pytest.raises(Fenced):
-        one.replace(asked.producer, "retry: something")
-    assert asked.replacements == (["retry: something"] if ours else [])
-
-
-@pytest.mark.parametrize(("group", "ours"), [(None, False), (True, True), (False, False)])
-def test_a_transaction_aborted_before_its_time_by_our_clock_is_ours_only_if_the_group_says_so(
-    group: bool | None, ours: bool, monkeypatch: AnyPatch
+@pytest.mark.parametrize(
+    ("owner", "group", "ours"),
+    [
+        (Owner.GHOST, None, True),
+        (Owner.GHOST, True, True),
+        (Owner.GHOST, False, False),
+        (Owner.ABORTED_EARLY, None, False),
+        (Owner.ABORTED_EARLY, True, True),
+        (Owner.ABORTED_EARLY, False, False),
+    ],
+)
+@pytest.mark.parametrize("reason", ["retry: something", "failure: fenced"])
+def test_the_group_tells_whose_a_ghost_or_an_early_abort_is_and_without_one_only_the_ghost_is_ours(
+    owner: Owner, group: bool | None, ours: bool, reason: str, monkeypatch: AnyPatch
 ) -> None:
     """A paused virtual machine has no clock that went on; without a group a newer instance cannot be ruled out."""
     more = {} if group is None else {"nobody_took_our_place": lambda: group}
-    one, asked = claimed(monkeypatch, Described("CompleteAbort", 1, 2), Owner.ABORTED_EARLY, **more)
+    one, asked = claimed(monkeypatch, Described("CompleteAbort", 1, 2), owner, **more)
     with contextlib.nullcontext() if ours else pytest.raises(Fenced):
-        one.replace(asked.producer, "failure: fenced")
-    assert asked.replacements == (["failure: fenced"] if ours else [])
+        one.replace(asked.producer, reason)
+    assert asked.replacements == ([reason] if ours else [])
 
 
 def test_who_was_fenced_is_asked_since_when_the_id_is_another_ones(monkeypatch: AnyPatch) -> None:
@@ -310,9 +293,3 @@ def test_who_was_fenced_is_asked_since_when_the_id_is_another_ones(monkeypatch: 
     with pytest.raises(Fenced):
         ours.replace(asked.producer, "failure: flush raised")
     assert asked.replacements == []
-
-
-def test_a_replacement_before_each_transaction_asks_nothing(monkeypatch: AnyPatch) -> None:
-    ours, asked = claimed(monkeypatch, Described("Empty", 1, 2))
-    ours.replace(asked.producer, ALWAYS)
-    assert (asked.replacements, asked.questions) == ([ALWAYS], 0)
