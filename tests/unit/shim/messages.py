@@ -67,20 +67,23 @@ def instances(draw: st.DrawFn, field: Any, version: int) -> Any:
     return data_class(version=version, **drawn)
 
 
+def framed(message: Any, correlation_id: int = 7, **header: Any) -> bytes:
+    """A message of kafka-python's, as it is on the wire."""
+    message.with_header(correlation_id=correlation_id, **header)
+    return bytes(message.encode(header=True, framed=True))
+
+
 @st.composite
 def frames(draw: st.DrawFn, cls: Any, version: int) -> bytes:
     """A whole response frame, as it is on the wire."""
-    message = draw(instances(_Top(cls), version))
-    message.with_header(correlation_id=draw(st.integers(0, 2**31 - 1)))
-    return bytes(message.encode(header=True, framed=True))
+    return framed(draw(instances(_Top(cls), version)), draw(st.integers(0, 2**31 - 1)))
 
 
 @st.composite
 def requests(draw: st.DrawFn, cls: Any, version: int) -> bytes:
     """A whole request frame of some client, as it is on the wire."""
     message = draw(instances(_Top(cls), version))
-    message.with_header(correlation_id=draw(st.integers(0, 2**31 - 1)), client_id=draw(st.none() | _TEXT))
-    return bytes(message.encode(header=True, framed=True))
+    return framed(message, draw(st.integers(0, 2**31 - 1)), client_id=draw(st.none() | _TEXT))
 
 
 class _Top:

@@ -19,14 +19,10 @@ from kafka.protocol.producer import (
 
 from eos.shim.faults.said import said
 from eos.shim.wire import answers
+from tests.unit.shim.messages import framed
 
 ID = uuid.UUID(int=7)
 CODE, CORRELATION = 51, 4711
-
-
-def framed(request: Any) -> bytes:
-    request.with_header(correlation_id=CORRELATION, client_id="test")
-    return bytes(request.encode(header=True, framed=True))
 
 
 def named(kind: Any, version: int, since: int, field: str = "name", **more: Any) -> Any:
@@ -94,7 +90,7 @@ CASES = [(name, version) for name, (_, versions) in REQUESTS.items() for version
 @pytest.mark.parametrize(("name", "version"), CASES)
 def test_an_error_answer_names_what_the_request_named(name: str, version: int) -> None:
     request = REQUESTS[name][0](version)
-    frame = framed(request)
+    frame = framed(request, CORRELATION, client_id="test")
     made = answers.error_answer(frame, request.API_KEY, version, CORRELATION, CODE)
     assert int.from_bytes(made[:4], "big") == len(made) - 4
     assert int.from_bytes(made[4:8], "big") == CORRELATION
@@ -117,7 +113,7 @@ def test_an_error_answer_names_what_the_request_named(name: str, version: int) -
 @pytest.mark.parametrize(("name", "version"), CASES)
 def test_a_request_says_whose_it_is_and_which_partitions(name: str, version: int) -> None:
     request = REQUESTS[name][0](version)
-    found = said(framed(request), request.API_KEY, version)
+    found = said(framed(request, CORRELATION, client_id="test"), request.API_KEY, version)
     assert found.transactional_id == (None if name in ("Fetch", "OffsetCommit") else "id")
     by_id = (name in ("Produce", "Fetch") and version >= 13) or (name == "OffsetCommit" and version >= 10)
     per_partition = name in ("Produce", "Fetch", "OffsetCommit", "TxnOffsetCommit", "AddPartitionsToTxn")
@@ -126,13 +122,13 @@ def test_a_request_says_whose_it_is_and_which_partitions(name: str, version: int
 
 
 def test_one_code_per_partition_where_they_differ() -> None:
-    frame = framed(produce(9))
+    frame = framed(produce(9), CORRELATION, client_id="test")
     made = answers.error_answer(frame, 0, 9, CORRELATION, lambda topic, partition: 29 if partition else 6)
     assert answers.errors_of(made, 0, 9) == [6, 29]
 
 
 def test_what_cannot_be_answered_is_refused() -> None:
     with pytest.raises(answers.Unanswerable):
-        answers.error_answer(framed(produce(9)), 0, 99, CORRELATION, CODE)
+        answers.error_answer(framed(produce(9), CORRELATION, client_id="test"), 0, 99, CORRELATION, CODE)
     with pytest.raises(answers.Unanswerable):
-        answers.error_answer(framed(produce(9)), 68, 0, CORRELATION, CODE)
+        answers.error_answer(framed(produce(9), CORRELATION, client_id="test"), 68, 0, CORRELATION, CODE)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from kafka.protocol.producer import EndTxnRequest, EndTxnResponse
 
 from eos.shim.health import CountingJob
 from eos.shim.pipeline import Connection, Exchange
 from eos.shim.wire import api
-
-
-def framed(message: Any, **header: Any) -> bytes:
-    message.with_header(correlation_id=7, **header)
-    return bytes(message.encode(header=True, framed=True))
+from tests.unit.shim.messages import framed
 
 
 def count_end(job: CountingJob, committed: bool, error: int, version: int = 1) -> None:

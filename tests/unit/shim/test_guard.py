@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
 
 import pytest
 from kafka.protocol.producer import AddPartitionsToTxnRequest, ProduceRequest
@@ -17,15 +16,11 @@ from eos.shim.errors import ProtocolError
 from eos.shim.guard import GuardJob, Policy
 from eos.shim.pipeline import Connection, Exchange
 from eos.shim.wire import answers, api
+from tests.unit.shim.messages import framed
 
 CONNECTION = Connection(1, "c", "b", 0)
 _BATCH = struct.Struct(">qiibIhiqqqhii")
 PLAIN, TRANSACTIONAL = 0, 0x10
-
-
-def framed(message: Any, **header: Any) -> bytes:
-    message.with_header(correlation_id=7, **header)
-    return bytes(message.encode(header=True, framed=True))
 
 
 def batch(attributes: int, magic: int = 2, body: bytes = b"records") -> bytes:

@@ -139,7 +139,7 @@ class Keeping(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.kept: list[Piece] = []
-        self.closed = False
+        self.closed = self.reading_stopped = False
 
     def close(self) -> None:
         self.closed = True
@@ -148,10 +148,10 @@ class Keeping(asyncio.Transport):
         self.closed = True
 
     def pause_reading(self) -> None:
-        pass
+        self.reading_stopped = True
 
     def resume_reading(self) -> None:
-        pass
+        self.reading_stopped = False
 
     def write(self, data: Any) -> None:
         self.kept.append(data)

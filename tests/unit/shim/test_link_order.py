@@ -21,19 +21,19 @@ from eos.shim.pipeline import Exchange, Job, Pipeline
 from eos.shim.wire import api
 from tests.shim.fake_broker import FakeBroker
 from tests.unit.shim.test_frames import cut
-from tests.unit.shim.test_link import Nobody, answer, frame
+from tests.unit.shim.test_link import Keeping, Nobody, answer, frame
 from tests.unit.shim.test_protect_frames import encoded, produce_request, requests
 
 PASSING, HELD, ANSWERED, RESET, ANSWER_HELD = 36, 37, 38, 39, 40
 
 
-class Noted(asyncio.Transport):
-    """One that takes everything, and says what was done to it."""
+class Noted(Keeping):
+    """One that takes everything, and notes the end of its half."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sent = b""
-        self.ended = self.closed = self.reading_stopped = False
+        self.ended = False
 
     def write(self, data: Any) -> None:
         if self.ended:
@@ -46,29 +46,11 @@ class Noted(asyncio.Transport):
     def write_eof(self) -> None:
         self.ended = True
 
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def close(self) -> None:
-        self.closed = True
-
-    def abort(self) -> None:
-        self.closed = True
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self if name == "socket" else default  # told how to close
 
     def setsockopt(self, *option: Any) -> None:
         pass
-
-    def pause_reading(self) -> None:
-        self.reading_stopped = True
-
-    def resume_reading(self) -> None:
-        self.reading_stopped = False
 
 
 class Holding(Job):

@@ -19,7 +19,7 @@ from eos.shim.guard import GuardJob, Policy
 from eos.shim.health import CountingJob
 from eos.shim.pipeline import Connection, Exchange, Job
 from eos.shim.wire import answers, api
-from tests.unit.shim.messages import requests
+from tests.unit.shim.messages import framed, requests
 
 POLICY = Policy(("*",), ("*",), ("*",), 1, (("*", ("p",)),))
 KEYS = sorted(
@@ -50,11 +50,6 @@ def faulty() -> Job:
 
 def exchange(key: int, version: int) -> Exchange:
     return Exchange(Connection(1, "c", "b", 0), key, version, 7)
-
-
-def framed(message: Any, **header: Any) -> bytes:
-    message.with_header(correlation_id=7, **header)
-    return bytes(message.encode(header=True, framed=True))
 
 
 def unnamed_end() -> bytes:
