@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from eos import log
+from eos.app import concurrent
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +18,10 @@ def log_as_before() -> Iterator[None]:
     for one, handlers, propagate, level in before:
         one.handlers[:], one.propagate = handlers, propagate
         one.setLevel(level)
+
+
+@pytest.fixture
+def loop_ends() -> Iterator[None]:
+    """The event loop of `async def` functions does not outlive the test."""
+    yield
+    concurrent.close()

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -25,11 +25,7 @@ from eos.records import Fed
 from eos.worker.handling import Halt, Handler, Kept
 from eos.worker.worker import Worker
 
-
-@pytest.fixture(autouse=True)
-def _loop_ends() -> Iterator[None]:
-    yield
-    concurrent.close()
+pytestmark = pytest.mark.usefixtures("loop_ends")
 
 
 def route(function: Callable[[Any], Any], **more: Any) -> Route:

@@ -10,7 +10,6 @@ import pytest
 
 import eos.testing
 from eos import App, Out, Record, Settings
-from eos.app import concurrent
 from eos.app.lineage import HEADER, Ledger
 from eos.kafka.settings import OPTIONS
 from eos.worker.handling import Handler, Kept
@@ -19,10 +18,7 @@ TRACE = [("traceparent", b"00-1"), ("tracestate", b"v=1")]
 HEADERS = [("other", b"x"), *TRACE, ("more", None)]
 
 
-@pytest.fixture(autouse=True)
-def _loop_ends() -> Iterator[None]:
-    yield
-    concurrent.close()
+pytestmark = pytest.mark.usefixtures("loop_ends")
 
 
 def app_of(function: Callable[[Any], Any], **more: Any) -> App:
