@@ -4,7 +4,7 @@ the setting."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -77,9 +77,12 @@ def test_a_suspicion_is_told_as_one_and_a_loss_when_it_happened(caplog: pytest.L
     assert [line.partition(" why=")[0] for line in caplog.messages] == [MAY_BE, WAS]
 
 
-def test_who_loses_nothing_is_never_stopped_and_never_told_of_a_loss(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("offsets", [range(7, 27), [7] * 3], ids=["other records", "one that its policy tries again"])
+def test_who_loses_nothing_is_never_stopped_and_never_told_of_a_loss(
+    offsets: Iterable[int], caplog: pytest.LogCaptureFixture
+) -> None:
     session = Session()
-    for offset in range(7, 27):
+    for offset in offsets:
         session.slow(records(offset))
         session.kept()
     session.lost()  # the transaction behind it
@@ -130,16 +133,6 @@ def test_with_two_producers_the_one_behind_a_loss_is_another_one() -> None:
         session.slowness.ended(session.transaction, Outcome.COMMITTED, {})
     with pytest.raises(ConfigurationError, match=r"in\[0\]@7, longer than"):
         session.slowness.check()
-
-
-def test_a_record_that_comes_again_because_its_policy_tries_it_again_was_not_lost(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    session = Session()
-    for _ in range(3):
-        session.slow(records(7))
-        session.kept()
-    assert not any(line.startswith(WAS) for line in caplog.messages)
 
 
 def test_the_longest_names_both_settings() -> None:
