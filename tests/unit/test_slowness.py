@@ -90,14 +90,23 @@ def test_who_loses_nothing_is_never_stopped_and_never_told_of_a_loss(
     assert not session.slowness.one_by_one
 
 
-def test_the_same_record_lost_twice_is_an_error_with_function_place_and_setting() -> None:
+@pytest.mark.parametrize(
+    ("took_s", "longer_than"),
+    [
+        (3.6, "transaction.timeout.ms=2000: raise it"),
+        (20.0, "max.poll.interval.ms=12000 and transaction.timeout.ms=2000: raise both"),
+    ],
+)
+def test_the_same_record_lost_twice_is_an_error_with_function_place_and_setting(
+    took_s: float, longer_than: str
+) -> None:
     session = Session()
     session.slow(records(7))
     session.lost()
-    session.slow(records(7), took_s=3.6)
+    session.slow(records(7), took_s=took_s)
     with pytest.raises(ConfigurationError) as e:
         session.lost()
-    assert "took 3.6 s for in[0]@7, longer than transaction.timeout.ms=2000: raise it" in str(e.value)
+    assert f"took {took_s} s for in[0]@7, longer than {longer_than}" in str(e.value)
 
 
 def test_a_record_that_was_lost_alone_is_known_until_it_is_committed() -> None:
@@ -133,17 +142,6 @@ def test_with_two_producers_the_one_behind_a_loss_is_another_one() -> None:
         session.slowness.ended(session.transaction, Outcome.COMMITTED, {})
     with pytest.raises(ConfigurationError, match=r"in\[0\]@7, longer than"):
         session.slowness.check()
-
-
-def test_the_longest_names_both_settings() -> None:
-    session = Session()
-    session.slow(records(7), took_s=20)
-    session.lost()
-    session.slow(records(7), took_s=20)
-    with pytest.raises(
-        ConfigurationError, match=r"max.poll.interval.ms=12000 and transaction.timeout.ms=2000: raise both"
-    ):
-        session.lost()
 
 
 def test_other_records_are_a_first_time_of_their_own() -> None:
