@@ -86,97 +86,82 @@ def test_a_fit_cluster_passes_every_check_and_each_check_says_so() -> None:
     raise_first(found)
 
 
-# What is wrong, the check that says it, with which error, and what its sentence and its remedy name.
-FAILURES: list[tuple[str, dict[str, Any], str, type[EosError], str]] = [
-    ("a broker too old", {"apis": frozenset({"InitProducerId"})}, "brokers", Unavailable, "upgrade them to Kafka 3.0"),
-    (
-        "a missing input",
-        {"in_": GONE},
-        "topics",
-        Unavailable,
-        "topic in does not exist at b:9092: `eos topic create in` makes it",
-    ),
-    ("a missing output", {"out": GONE}, "topics", Unavailable, "topic out does not exist"),
-    ("an input not to be seen", {"in_": Topic(None)}, "authorised", NotAuthorised, "READ on topic in"),
-    (
-        "an input not to be read",
-        {"in_": topic(operations=frozenset({"DESCRIBE", "WRITE"}))},
-        "authorised",
-        NotAuthorised,
-        "topic in: not authorised to READ it: add an ACL that allows READ on topic in",
-    ),
-    (
-        "an output not to be written",
-        {"out": topic(operations=frozenset({"DESCRIBE", "READ"}))},
-        "authorised",
-        NotAuthorised,
-        "WRITE on topic out",
-    ),
-    (
-        "a group not to be seen",
-        {"group_denied": True, "group_operations": None},
-        "authorised",
-        NotAuthorised,
-        "group app",
-    ),
-    ("a group not to be used", {"group_operations": frozenset({"DESCRIBE"})}, "authorised", NotAuthorised, "group app"),
-    (
-        "an id not to be used",
-        {"denied_ids": frozenset({"app-one-alternate"})},
-        "authorised",
-        NotAuthorised,
-        "WRITE on transactional.id app-one-alternate",
-    ),
-    (
-        "a transaction log of more copies than brokers (K4)",
-        {"brokers": 1, "ids": GONE},
-        "transaction log",
-        ConfigurationError,
-        "transaction.state.log.replication.factor=3 with 1 broker, so no transaction can begin",
-    ),
-    (
-        "an offsets log of more copies than brokers",
-        {"brokers": 2, "offsets": GONE},
-        "transaction log",
-        ConfigurationError,
-        "offsets.topic.replication.factor=3 with 2 brokers, so no group can commit",
-    ),
-    (
-        "a transaction log that asks for more in sync than it will have",
-        {"ids": GONE, "broker": {"transaction.state.log.min.isr": "4"}},
-        "transaction log",
-        ConfigurationError,
-        "transaction.state.log.min.isr=4",
-    ),
-    (
-        "a transaction log that asks for more in sync than it has",
-        {"ids": topic(replicas=1, in_sync=1)},
-        "transaction log",
-        ConfigurationError,
-        "min.insync.replicas=2 with 1 copy of each partition",
-    ),
-    (
-        "a transaction timeout above the brokers'",
-        {"broker": {"transaction.max.timeout.ms": "5000"}},
-        "timeouts",
-        ConfigurationError,
-        "transaction.max.timeout.ms=5000: set transaction.timeout.ms to at most 5000",
-    ),
-    (
-        "a session timeout that the brokers do not take",
-        {"broker": {"group.min.session.timeout.ms": "20000"}},
-        "timeouts",
-        ConfigurationError,
-        "session.timeout.ms=10000 is not between the brokers' 20000 and 1800000",
-    ),
-]
+def allowed(*operations: str) -> Topic:
+    return topic(operations=frozenset(operations))
+
+
+# By the check that says it and its error: what is wrong, and what the sentence and its remedy name.
+FAILURES: dict[tuple[str, type[EosError]], list[tuple[str, dict[str, Any], str]]] = {
+    ("brokers", Unavailable): [
+        ("a broker too old", {"apis": frozenset({"InitProducerId"})}, "upgrade them to Kafka 3.0"),
+    ],
+    ("topics", Unavailable): [
+        ("a missing input", {"in_": GONE}, "topic in does not exist at b:9092: `eos topic create in` makes it"),
+        ("a missing output", {"out": GONE}, "topic out does not exist"),
+    ],
+    ("authorised", NotAuthorised): [
+        ("an input not to be seen", {"in_": Topic(None)}, "READ on topic in"),
+        (
+            "an input not to be read",
+            {"in_": allowed("DESCRIBE", "WRITE")},
+            "topic in: not authorised to READ it: add an ACL that allows READ on topic in",
+        ),
+        ("an output not to be written", {"out": allowed("DESCRIBE", "READ")}, "WRITE on topic out"),
+        ("a group not to be seen", {"group_denied": True, "group_operations": None}, "group app"),
+        ("a group not to be used", {"group_operations": frozenset({"DESCRIBE"})}, "group app"),
+        (
+            "an id not to be used",
+            {"denied_ids": frozenset({"app-one-alternate"})},
+            "WRITE on transactional.id app-one-alternate",
+        ),
+    ],
+    ("transaction log", ConfigurationError): [
+        (
+            "a transaction log of more copies than brokers (K4)",
+            {"brokers": 1, "ids": GONE},
+            "transaction.state.log.replication.factor=3 with 1 broker, so no transaction can begin",
+        ),
+        (
+            "an offsets log of more copies than brokers",
+            {"brokers": 2, "offsets": GONE},
+            "offsets.topic.replication.factor=3 with 2 brokers, so no group can commit",
+        ),
+        (
+            "a transaction log that asks for more in sync than it will have",
+            {"ids": GONE, "broker": {"transaction.state.log.min.isr": "4"}},
+            "transaction.state.log.min.isr=4",
+        ),
+        (
+            "a transaction log that asks for more in sync than it has",
+            {"ids": topic(replicas=1, in_sync=1)},
+            "min.insync.replicas=2 with 1 copy of each partition",
+        ),
+    ],
+    ("timeouts", ConfigurationError): [
+        (
+            "a transaction timeout above the brokers'",
+            {"broker": {"transaction.max.timeout.ms": "5000"}},
+            "transaction.max.timeout.ms=5000: set transaction.timeout.ms to at most 5000",
+        ),
+        (
+            "a session timeout that the brokers do not take",
+            {"broker": {"group.min.session.timeout.ms": "20000"}},
+            "session.timeout.ms=10000 is not between the brokers' 20000 and 1800000",
+        ),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("changes", "check", "error", "words"), [f[1:] for f in FAILURES], ids=[f[0] for f in FAILURES]
+    ("check", "error", "changes", "words"),
+    [
+        pytest.param(check, error, changes, words, id=what)
+        for (check, error), failures in FAILURES.items()
+        for what, changes, words in failures
+    ],
 )
 def test_a_failure_is_one_sentence_with_what_to_change_and_its_exit_code(
-    changes: dict[str, Any], check: str, error: type[EosError], words: str
+    check: str, error: type[EosError], changes: dict[str, Any], words: str
 ) -> None:
     failed = [f for f in judge(NEED, facts(**changes)) if f.level is Level.FAILED]
     assert failed
@@ -349,7 +334,7 @@ def test_all_topics_that_are_missing_are_named_at_once() -> None:
 def test_of_several_failures_the_most_fundamental_gives_the_exit_code_and_the_others_are_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    found = judge(NEED, facts(in_=GONE, out=topic(operations=frozenset({"DESCRIBE"}))))
+    found = judge(NEED, facts(in_=GONE, out=allowed("DESCRIBE")))
     with caplog.at_level(logging.WARNING, logger="eos"), pytest.raises(NotAuthorised, match="topic out"):
         raise_first(found)
     assert "topic in does not exist" in caplog.text
