@@ -8,7 +8,6 @@ import socket
 import ssl
 import struct
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,34 +26,10 @@ from eos.shim.wire.cursor import uvarint
 from eos.shim.wire.frames import FRAMES_PER_TURN
 from tests.shim.fake_broker import FakeBroker
 from tests.support.secure import make_pki
-from tests.unit.shim.test_link import ANSWERED, FORWARDED, Meddling, answer, frame
+from tests.unit.shim.test_link import ANSWERED, FORWARDED, Meddling, answer, connect, frame, run, until
 
 MIB = 1024 * 1024
 UNANSWERED = 40
-
-
-def run(
-    work: Callable[[Shim, FakeBroker], Awaitable[Any]],
-    broker: FakeBroker | None = None,
-    jobs: tuple[Job, ...] = (),
-    **settings: Any,
-) -> Any:
-    async def inside(broker: FakeBroker) -> Any:
-        told = {"drain_timeout_s": 0.2} | settings
-        shim = Shim(ShimSettings((("127.0.0.1", broker.port),), ("127.0.0.1", 0), **told), jobs)
-        await shim.start()
-        try:
-            async with asyncio.timeout(30):
-                return await work(shim, broker)
-        finally:
-            await shim.stop()
-
-    with broker or FakeBroker(lambda request: b"x") as there:
-        return asyncio.run(inside(there))
-
-
-async def connect(shim: Shim) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    return await asyncio.open_connection(*shim.addresses[0])
 
 
 async def ended(reader: asyncio.StreamReader, answered: int = 0) -> bool:
@@ -63,11 +38,6 @@ async def ended(reader: asyncio.StreamReader, answered: int = 0) -> bool:
         return len(await reader.read()) == answered
     except ConnectionError:
         return True
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:

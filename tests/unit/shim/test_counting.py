@@ -20,23 +20,18 @@ def count_end(job: CountingJob, committed: bool, error: int, version: int = 1) -
     assert job.response(exchange, answer) == answer
 
 
-@pytest.mark.parametrize("committed", [True, False])
-def test_an_end_without_an_error_is_counted(committed: bool) -> None:
+@pytest.mark.parametrize(
+    ("committed", "error", "ends", "errors"),
+    [
+        pytest.param(True, 0, {"commit": 1}, {}, id="a commit"),
+        pytest.param(False, 0, {"abort": 1}, {}, id="an abort"),
+        pytest.param(False, api.ABORTED_TAKE_THE_NEXT_IDENTITY, {"abort": 1}, {}, id="an abort told by protection"),
+        pytest.param(True, 51, {}, {("EndTxn", "CONCURRENT_TRANSACTIONS"): 1}, id="a refused commit"),
+    ],
+)
+def test_an_end_is_counted_as_such_or_as_an_error(
+    committed: bool, error: int, ends: dict[str, int], errors: dict[tuple[str, str], int]
+) -> None:
     job = CountingJob()
-    count_end(job, committed, 0)
-    assert job.ends == {"commit" if committed else "abort": 1}
-    assert not job.errors
-
-
-def test_an_abort_that_protection_tells_as_done_is_an_end_and_no_error() -> None:
-    job = CountingJob()
-    count_end(job, False, api.ABORTED_TAKE_THE_NEXT_IDENTITY)
-    assert job.ends == {"abort": 1}
-    assert not job.errors
-
-
-def test_a_refused_end_is_an_error_and_no_end() -> None:
-    job = CountingJob()
-    count_end(job, True, 51)
-    assert not job.ends
-    assert job.errors == {("EndTxn", "CONCURRENT_TRANSACTIONS"): 1}
+    count_end(job, committed, error)
+    assert (job.ends, job.errors) == (ends, errors)

@@ -9,6 +9,7 @@ import socket
 import ssl
 import tracemalloc
 import weakref
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,19 +89,46 @@ class Meddling(Job):
         return answer(exchange.correlation_id, frame[8:].upper())
 
 
-async def through_a_shim(broker: FakeBroker, sent: bytes, expected: int) -> bytes:
-    settings = ShimSettings(upstream=(("127.0.0.1", broker.port),), listen=("127.0.0.1", 0))
-    shim = Shim(settings, [Meddling()])
-    await shim.start()
-    try:
-        reader, writer = await asyncio.open_connection(*shim.addresses[0])
-        async with asyncio.timeout(20):
-            writer.write(sent)
-            got = await (reader.readexactly(expected) if expected else reader.read())
+def run(
+    work: Callable[[Shim, FakeBroker], Awaitable[Any]],
+    broker: FakeBroker | None = None,
+    jobs: tuple[Job, ...] = (),
+    **settings: Any,
+) -> Any:
+    """What `work` gives, with a shim between it and a broker."""
+
+    async def inside(broker: FakeBroker) -> Any:
+        told = {"drain_timeout_s": 0.2} | settings
+        shim = Shim(ShimSettings((("127.0.0.1", broker.port),), ("127.0.0.1", 0), **told), jobs)
+        await shim.start()
+        try:
+            async with asyncio.timeout(30):
+                return await work(shim, broker)
+        finally:
+            await shim.stop()
+
+    with broker or FakeBroker(lambda request: b"x") as there:
+        return asyncio.run(inside(there))
+
+
+async def connect(shim: Shim) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(*shim.addresses[0])
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def through_a_shim(broker: FakeBroker, sent: bytes, expected: int) -> bytes:
+    async def work(shim: Shim, broker: FakeBroker) -> bytes:
+        reader, writer = await connect(shim)
+        writer.write(sent)
+        got = await (reader.readexactly(expected) if expected else reader.read())
         writer.close()
         return got
-    finally:
-        await shim.stop()
+
+    return run(work, broker, (Meddling(),))
 
 
 @pytest.mark.parametrize("order", ["FAFACA", "AAF", "ACA", "AFAAAFC"])
@@ -115,9 +143,7 @@ def test_answers_of_a_job_keep_their_place_among_the_brokers(order: str) -> None
     sent = b"".join(frame(keys[kind], number, b"body") for number, kind in enumerate(order))
     bodies = {"F": b"theirs body", "A": b"ours", "C": b"THEIRS BOD!"}
     expected = b"".join(answer(number, bodies[kind]) for number, kind in enumerate(order))
-    with FakeBroker(broker_answers) as broker:
-        got = asyncio.run(through_a_shim(broker, sent, len(expected)))
-    assert got == expected
+    assert through_a_shim(FakeBroker(broker_answers), sent, len(expected)) == expected
     assert len(seen) == sum(kind != "A" for kind in order)
 
 
@@ -128,8 +154,8 @@ def test_a_job_that_refuses_ends_the_connection_and_nothing_of_the_frame_goes_on
         seen.append(request)
         return b"x"
 
-    with FakeBroker(broker_answers) as broker, contextlib.suppress(ConnectionResetError):
-        assert asyncio.run(through_a_shim(broker, frame(REFUSED, 1, b"body"), 0)) == b""
+    with contextlib.suppress(ConnectionResetError):
+        assert through_a_shim(FakeBroker(broker_answers), frame(REFUSED, 1, b"body"), 0) == b""
     assert seen == []
 
 
@@ -219,9 +245,7 @@ def test_a_link_counts_what_its_sides_did_not_take_and_what_there_was_no_time_fo
 def test_what_comes_before_the_upstream_connection_is_there_goes_out_first_on_it() -> None:
     """An event loop may read although it was paused (Python 3.11.2 does, when the pause comes with the connection)."""
 
-    async def early_and_later(broker: FakeBroker) -> bytes:
-        settings = ShimSettings(upstream=(("127.0.0.1", broker.port),), listen=("127.0.0.1", 0))
-        shim = Shim(settings)
+    async def early_and_later(shim: Shim, broker: FakeBroker) -> bytes:
         began = shim.began
 
         def began_with_data(link: Link) -> None:
@@ -231,50 +255,37 @@ def test_what_comes_before_the_upstream_connection_is_there_goes_out_first_on_it
             began(link)
 
         shim.began = began_with_data  # type: ignore[method-assign]
-        await shim.start()
-        try:
-            reader, writer = await asyncio.open_connection(*shim.addresses[0])
-            async with asyncio.timeout(20):
-                writer.write(frame(FORWARDED, 1, b"later"))
-                got = await reader.readexactly(len(answer(0, b"early") + answer(1, b"later")))
-            writer.close()
-            return got
-        finally:
-            await shim.stop()
+        reader, writer = await connect(shim)
+        writer.write(frame(FORWARDED, 1, b"later"))
+        got = await reader.readexactly(len(answer(0, b"early") + answer(1, b"later")))
+        writer.close()
+        return got
 
-    with FakeBroker(lambda request: request[10:]) as broker:
-        assert asyncio.run(early_and_later(broker)) == answer(0, b"early") + answer(1, b"later")
+    broker = FakeBroker(lambda request: request[10:])
+    assert run(early_and_later, broker) == answer(0, b"early") + answer(1, b"later")
 
 
 def test_small_answers_wait_on_neither_side_for_an_acknowledgement() -> None:
     """Nagle's algorithm and a delayed ACK cost 40 ms for each Produce whose answer comes behind another's."""
 
-    async def delays(broker: FakeBroker) -> list[int]:
-        shim = Shim(ShimSettings(upstream=(("127.0.0.1", broker.port),), listen=("127.0.0.1", 0)))
-        await shim.start()
-        try:
-            reader, writer = await asyncio.open_connection(*shim.addresses[0])
-            async with asyncio.timeout(20):
-                writer.write(frame(FORWARDED, 1))
-                await reader.readexactly(8)
-            (link,) = shim._links
-            transports = [side._transport for side in (link.client, link.upstream)]
-            sockets = [transport.get_extra_info("socket") for transport in transports if transport is not None]
-            writer.close()
-            return [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for each in sockets]
-        finally:
-            await shim.stop()
+    async def delays(shim: Shim, broker: FakeBroker) -> list[int]:
+        reader, writer = await connect(shim)
+        writer.write(frame(FORWARDED, 1))
+        await reader.readexactly(8)
+        (link,) = shim._links
+        transports = [side._transport for side in (link.client, link.upstream)]
+        sockets = [transport.get_extra_info("socket") for transport in transports if transport is not None]
+        writer.close()
+        return [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for each in sockets]
 
-    with FakeBroker(lambda request: b"x") as broker:
-        assert asyncio.run(delays(broker)) == [1, 1]
+    assert run(delays) == [1, 1]
 
 
 def test_a_link_that_is_over_is_freed_without_the_garbage_collector() -> None:
     """Else the links of a thousand clients stay in memory until it comes, and the next thousand come on top."""
     links: list[weakref.ref[Link]] = []
 
-    async def come_and_go(broker: FakeBroker) -> None:
-        shim = Shim(ShimSettings(upstream=(("127.0.0.1", broker.port),), listen=("127.0.0.1", 0)), [Meddling()])
+    async def come_and_go(shim: Shim, broker: FakeBroker) -> None:
         began = shim.began
 
         def noted(link: Link) -> None:
@@ -282,21 +293,16 @@ def test_a_link_that_is_over_is_freed_without_the_garbage_collector() -> None:
             began(link)
 
         shim.began = noted  # type: ignore[method-assign]
-        await shim.start()
         for number in range(3):
-            reader, writer = await asyncio.open_connection(*shim.addresses[0])
+            reader, writer = await connect(shim)
             writer.write(frame(CHANGED, number, b"body"))
             await reader.readexactly(8)
             writer.close()
-        async with asyncio.timeout(20):
-            while shim.connections or any(link() for link in links):
-                await asyncio.sleep(0.01)
-        await shim.stop()
+        await until(lambda: not shim.connections and not any(link() for link in links))
 
     gc.disable()
     try:
-        with FakeBroker(lambda request: b"x") as broker:
-            asyncio.run(come_and_go(broker))
+        run(come_and_go, jobs=(Meddling(),))
     finally:
         gc.enable()
     assert len(links) == 3
@@ -319,26 +325,18 @@ def test_a_tls_connection_that_is_over_gives_its_memory_back_without_the_garbage
         came += len(await reader.readexactly(9))
         writer.transport.abort() if aborted else writer.close()
 
-    async def grown_by(broker: FakeBroker) -> int:
-        upstream = (("127.0.0.1", broker.port),)
-        shim = Shim(ShimSettings(upstream=upstream, listen=("127.0.0.1", 0), tls=tls))
-        await shim.start()
+    async def grown_by(shim: Shim, broker: FakeBroker) -> int:
         await come_and_go(shim, 0)
         before = tracemalloc.get_traced_memory()[0]
         for number in range(20):
             await come_and_go(shim, number)
-        async with asyncio.timeout(20):
-            while shim.connections:
-                await asyncio.sleep(0.01)
-        grown = tracemalloc.get_traced_memory()[0] - before
-        await shim.stop()
-        return grown
+        await until(lambda: not shim.connections)
+        return tracemalloc.get_traced_memory()[0] - before
 
     gc.disable()
     tracemalloc.start()
     try:
-        with FakeBroker(lambda request: b"x") as broker:
-            grown = asyncio.run(grown_by(broker))
+        grown = run(grown_by, tls=tls)
     finally:
         tracemalloc.stop()
         gc.enable()
