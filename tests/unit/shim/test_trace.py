@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import uuid
 import xml.etree.ElementTree
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,25 @@ class Wire:
         )
         return self.answer(self.ask(request), answer)
 
+    def produce(self, index: int, records: bytes, version: int = 9, offset: int = 0, error: int = 0) -> Step:
+        """To a partition of `out`."""
+        topic = ProduceRequest.TopicProduceData
+        partition = topic.PartitionProduceData(version=version, index=index, records=records)
+        data = [topic(version=version, name="out", partition_data=[partition])]
+        request = ProduceRequest(version=version, transactional_id="t", acks=-1, timeout_ms=1, topic_data=data)
+        result = ProduceResponse.TopicProduceResponse
+        answered = result.PartitionProduceResponse(
+            version=version,
+            index=index,
+            error_code=error,
+            base_offset=offset,
+            log_append_time_ms=-1,
+            log_start_offset=0,
+        )
+        results = [result(version=version, name="out", partition_responses=[answered])]
+        response = ProduceResponse(version=version, throttle_time_ms=0, responses=results)
+        return self.answer(self.ask(request), response)
+
 
 def batch(
     producer_id: int, epoch: int, sequence: int, records: int, body: bytes, control: bool = False, offset: int = 77
@@ -179,25 +199,8 @@ def test_the_steps_of_a_transaction_are_told_with_their_numbers_identity_and_con
 @pytest.mark.parametrize("version", [3, 8, 9, 12])
 def test_a_produce_belongs_to_its_transactional_id_and_is_counted_batch_by_batch(version: int) -> None:
     wire = Wire()
-    data = ProduceRequest.TopicProduceData
     records = batch(4000, 5, 10, 3, b"x" * 50) + batch(4000, 5, 13, 2, b"y" * 9)
-    partition = data.PartitionProduceData(version=version, index=4, records=records)
-    topic = data(version=version, name="out", partition_data=[partition])
-    exchange = wire.ask(
-        ProduceRequest(version=version, transactional_id="t", acks=-1, timeout_ms=1, topic_data=[topic])
-    )
-    response = ProduceResponse.TopicProduceResponse
-    answered = response.PartitionProduceResponse(
-        version=version, index=4, error_code=47, base_offset=0, log_append_time_ms=-1, log_start_offset=0
-    )
-    step = wire.answer(
-        exchange,
-        ProduceResponse(
-            version=version,
-            throttle_time_ms=0,
-            responses=[response(version=version, name="out", partition_responses=[answered])],
-        ),
-    )
+    step = wire.produce(4, records, version, error=47)
     assert (step.number, step.partitions, step.records, step.bytes) == ("4.2", ["out-4"], 5, len(records))
     assert (step.producer_id, step.epoch, step.first_sequence) == (4000, 5, 10)
     assert step.errors == ["INVALID_PRODUCER_EPOCH"]
@@ -287,26 +290,12 @@ def fetched(data: bytes) -> bytes:
     return len(body).to_bytes(4, "big") + body
 
 
-def produced(wire: Wire, offset: int) -> None:
-    """Two records to out-3, at `offset`."""
-    data = ProduceRequest.TopicProduceData
-    partition = data.PartitionProduceData(version=9, index=3, records=batch(4000, 5, 0, 2, b"xx"))
-    topic = data(version=9, name="out", partition_data=[partition])
-    exchange = wire.ask(ProduceRequest(version=9, transactional_id="t", acks=-1, timeout_ms=1, topic_data=[topic]))
-    result = ProduceResponse.TopicProduceResponse
-    answered = result.PartitionProduceResponse(
-        version=9, index=3, error_code=0, base_offset=offset, log_append_time_ms=-1, log_start_offset=0
-    )
-    topic = result(version=9, name="out", partition_responses=[answered])
-    wire.answer(exchange, ProduceResponse(version=9, throttle_time_ms=0, responses=[topic]))
-
-
 def test_a_marker_that_a_reader_fetches_is_filed_once_with_the_transaction_whose_records_it_follows() -> None:
-    wire = Wire()
+    wire, two = Wire(), batch(4000, 5, 0, 2, b"xx")
     for number, commit in enumerate([True, False, True]):
-        produced(wire, 10 * number)
+        wire.produce(3, two, offset=10 * number)
         wire.end(commit=commit)
-    produced(wire, 30)
+    wire.produce(3, two, offset=30)
     # What a reader from the beginning gets: the marker of the second one, that of somebody else, one cut short.
     frame = fetched(
         batch(4000, 5, 0, 2, b"xx", offset=10)
@@ -344,11 +333,7 @@ def test_batches_are_found_in_every_version_kafka_python_can_write() -> None:
         heads: list[ProduceHead] = []
         batches: list[Batch] = []
         partition = data.PartitionProduceData(version=version, index=1, records=batch(1, 2, 3, 4, b"z"))
-        named = {"topic_id": b"i" * 16} if version >= 13 else {"name": "out"}
-        if version >= 13:
-            import uuid
-
-            named = {"topic_id": uuid.UUID(bytes=b"i" * 16)}  # type: ignore[dict-item]
+        named = {"topic_id": uuid.UUID(bytes=b"i" * 16)} if version >= 13 else {"name": "out"}
         topic = data(version=version, partition_data=[partition, partition], **named)
         request = ProduceRequest(version=version, transactional_id="t", acks=1, timeout_ms=9, topic_data=[topic])
         request.with_header(correlation_id=1, client_id=None)
