@@ -50,16 +50,7 @@ def a_status(**more: object) -> Status:
         ("calling", "commit", 98.0, 98.0, WELL, True, True, "running"),
         ("calling", "commit", 10.0, 95.0, WELL, True, False, "waiting for the cluster for 90 s (commit)"),
         ("polling", "", 0.0, 99.9, None, True, False, "not in its group yet, or its cluster does not answer"),
-        (
-            "polling",
-            "",
-            0.0,
-            99.9,
-            Sample(False, 0, []),
-            True,
-            False,
-            "not in its group yet",
-        ),
+        ("polling", "", 0.0, 99.9, Sample(False, 0, []), True, False, "not in its group yet"),
         (
             "polling",
             "",

@@ -245,9 +245,7 @@ def test_places_without_an_end_are_told_within_a_bound(caplog: pytest.LogCapture
     assert len(caplog.messages) == 100
 
 
-def test_what_the_limit_kept_back_is_told_at_the_next_interval_and_at_the_end(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_the_limit_kept_back_is_told_at_the_next_interval_and_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     clock = SimpleNamespace(now=100.0)
     app = app_of(on_error=skip)
     app.process("other", to="out", on_error=dlq)(upper)

@@ -102,9 +102,7 @@ def test_a_refused_record_is_found_by_halves(refused_at: int) -> None:
     assert session._parts.pacing.limit == 2, "and then they grow again"
 
 
-def test_an_abort_by_a_rebalance_is_news_and_no_warning_until_they_do_not_end(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_abort_by_a_rebalance_is_news_and_no_warning_until_they_do_not_end(caplog: pytest.LogCaptureFixture) -> None:
     session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"])
     producer: Any = SimpleNamespace(abort=lambda: None, who=dict)
     membership: Any = SimpleNamespace(go_back=lambda _: None)

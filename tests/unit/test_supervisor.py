@@ -14,16 +14,7 @@ import psutil
 import pytest
 
 from eos.worker import supervisor as supervising
-from eos.worker.supervisor import (
-    LONGEST_PAUSE_S,
-    After,
-    GaveUp,
-    PrefixedStream,
-    Supervisor,
-    after,
-    final_code,
-    pause_s,
-)
+from eos.worker.supervisor import LONGEST_PAUSE_S, After, GaveUp, PrefixedStream, Supervisor, after, final_code, pause_s
 from tests.support.reading import wait_until
 
 # Notes each life in a file; ends with the next of its codes (the last again and again), or waits for SIGTERM at "run",
@@ -111,8 +102,7 @@ def test_temporary_and_a_signal_that_killed_it_are_started_again_unless_all_stop
 
 
 @pytest.mark.parametrize(
-    ("codes", "code"),
-    [([], 0), ([0, 0], 0), ([0, 75], 75), ([75, 65, 79], 65), ([-9, 0], 75), ([79, 65], 79)],
+    ("codes", "code"), [([], 0), ([0, 0], 0), ([0, 75], 75), ([75, 65, 79], 65), ([-9, 0], 75), ([79, 65], 79)]
 )
 def test_the_final_code_is_the_first_that_says_more_than_temporary(codes: list[int], code: int) -> None:
     assert final_code(codes) == code

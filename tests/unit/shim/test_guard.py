@@ -6,11 +6,7 @@ import struct
 
 import pytest
 from kafka.protocol.producer import AddPartitionsToTxnRequest, ProduceRequest
-from kafka.protocol.sasl import (
-    SaslAuthenticateRequest,
-    SaslAuthenticateResponse,
-    SaslHandshakeRequest,
-)
+from kafka.protocol.sasl import SaslAuthenticateRequest, SaslAuthenticateResponse, SaslHandshakeRequest
 
 from eos.shim.errors import ProtocolError
 from eos.shim.guard import GuardJob, Policy

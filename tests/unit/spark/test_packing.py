@@ -142,9 +142,7 @@ def test_what_was_packed_is_written_with_its_nulls_and_timestamps() -> None:
     assert len(read) == 50
 
 
-def test_the_order_goes_on_from_batch_to_batch_and_from_partition_to_partition(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_order_goes_on_from_batch_to_batch_and_from_partition_to_partition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "SLICE_BYTES", 1)
     batches = [rows([0, 1, 2]), rows([0]).slice(1), rows([2, 1]), rows([1])]
     orders = [
