@@ -16,7 +16,7 @@ from eos.shim.errors import Leak, Malformed
 from eos.shim.pipeline import Connection, Exchange
 from eos.shim.wire import api
 from eos.shim.wire.cursor import string
-from tests.unit.shim.messages import FUZZ_EXAMPLES, RESPONSES, decoded, frames, with_unknown_tag
+from tests.unit.shim.messages import FUZZ_EXAMPLES, RESPONSES, decoded, framed, frames, with_unknown_tag
 
 # The same examples every time: each check demands that some of them have what it is about.
 FEW = settings(
@@ -94,8 +94,7 @@ def test_tagged_fields_nobody_knows_are_kept(key: int, version: int) -> None:
 def test_tagged_fields_inside_and_behind_node_endpoints_are_kept(key: int) -> None:
     version = KNOWN[key][1]
     message = RESPONSES[key](version=version)
-    message.with_header(correlation_id=7)
-    bare = bytes(message.encode(header=True, framed=True))
+    bare = framed(message)
     host = string("up.example", True)
     endpoint = b"\0\0\0\x02" + host + (9092).to_bytes(4, "big") + b"\0" + b"\x01\x63\x02yz"
     tags = b"\x02" + b"\x00" + bytes([1 + len(endpoint)]) + b"\x02" + endpoint + b"\x05\x01q"
@@ -116,8 +115,7 @@ def test_no_coordinator_is_not_an_address(version: int) -> None:
         if version >= 4
         else cls(version=version, **nobody)
     )
-    message.with_header(correlation_id=1)
-    frame = bytes(message.encode(header=True, framed=True))
+    frame = framed(message, 1)
     found = layouts.find(api.FIND_COORDINATOR, version, frame)
     assert len(found.spots) == 1
     assert rewrite(frame, found, version >= 3, translate) == frame
@@ -214,8 +212,7 @@ def test_a_frame_cut_short_or_filled_with_garbage_is_refused_or_followed_but_nev
 @pytest.mark.parametrize("change", [b"", b"\0", b"more"], ids=["cut", "one-more", "more"])
 def test_a_streamed_fetch_response_that_does_not_end_where_its_layout_does_is_refused(change: bytes) -> None:
     message = RESPONSES[api.FETCH](version=17, throttle_time_ms=0, error_code=0, session_id=0, responses=[])
-    message.with_header(correlation_id=1)
-    frame = bytes(message.encode(header=True, framed=True))
+    frame = framed(message, 1)
     assert fetch.HideEndpoints(len(frame)).feed(frame) == frame
     broken = frame + change if change else frame[:-1]
     with pytest.raises(Malformed):
@@ -289,8 +286,7 @@ def test_an_address_a_layout_misses_is_still_caught() -> None:
     # A Metadata response with an upstream address in a place that no version has: behind everything else.
     cls = RESPONSES[api.METADATA]
     message = cls(version=1, brokers=[], controller_id=1, topics=[])
-    message.with_header(correlation_id=1)
-    frame = bytes(message.encode(header=True, framed=True)) + string("kafka-a", False) + b"\0\0\x23\x84"
+    frame = framed(message, 1) + string("kafka-a", False) + b"\0\0\x23\x84"
     with pytest.raises(Leak):
         AddressJob(book(("kafka-a", 9092))).response(exchange(api.METADATA, 1), frame)
 

@@ -99,8 +99,7 @@ def test_an_error_answer_names_what_the_request_named(name: str, version: int) -
     assert codes == [CODE] * (2 if per_partition else 1)
     answer = answers.RESPONSES[request.API_KEY].decode(made, version=version, header=True, framed=True)
     # Decoded and encoded again it is the same: nothing was left over and nothing is missing.
-    answer.with_header(correlation_id=CORRELATION)
-    assert bytes(answer.encode(header=True, framed=True)) == made
+    assert framed(answer, CORRELATION) == made
     if (name, version) == ("OffsetCommit", 2):
         with pytest.raises(answers.Unanswerable):
             answers.throttled(made, request.API_KEY, version, 700)

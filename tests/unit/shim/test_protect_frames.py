@@ -19,14 +19,13 @@ from eos.shim.pipeline import Connection, Exchange
 from eos.shim.protect import Journal, ProtectJob, crc, translate
 from eos.shim.protect.machine import Identity
 from eos.shim.wire import answers, api
-from tests.unit.shim.messages import decoded, frames
+from tests.unit.shim.messages import decoded, framed, frames
 
 OLD, NEW = Identity(4000, 7), Identity(2**40 + 5, 300)
 
 
 def encoded(request: Any) -> bytes:
-    request.with_header(correlation_id=77, client_id="client")
-    return bytes(request.encode(header=True, framed=True))
+    return framed(request, 77, client_id="client")
 
 
 def records(*sequences: int, count: int = 3, gzip: bool = False, size: int = 20) -> bytes:
@@ -43,16 +42,11 @@ def records(*sequences: int, count: int = 3, gzip: bool = False, size: int = 20)
 
 
 def produce_request(version: int, name: str | None, data: dict[str, dict[int, bytes | None]]) -> bytes:
-    topic, partition = protocol.ProduceRequest.TopicProduceData, protocol.ProduceRequest.TopicProduceData
-    partition = topic.PartitionProduceData
-    topics = [
-        topic(
-            version=version,
-            name=n,
-            partition_data=[partition(version=version, index=i, records=r) for i, r in p.items()],
-        )
-        for n, p in data.items()
-    ]
+    topic = protocol.ProduceRequest.TopicProduceData
+    topics = []
+    for each, partitions in data.items():
+        made = [topic.PartitionProduceData(version=version, index=i, records=r) for i, r in partitions.items()]
+        topics.append(topic(version=version, name=each, partition_data=made))
     request = protocol.ProduceRequest(version=version, transactional_id=name, acks=-1, timeout_ms=1, topic_data=topics)
     return encoded(request)
 
@@ -119,8 +113,7 @@ def test_a_refusal_is_the_answer_a_broker_gives_with_that_error(key: int, versio
     frame = encoded(requests(key, version))
     made = translate.refusal(frame, key, version, 77, 51)
     answer = RESPONSES[key].decode(made, version=version, header=True, framed=True)
-    answer.with_header(correlation_id=77)
-    assert bytes(answer.encode(header=True, framed=True)) == made
+    assert framed(answer, 77) == made
     if key == api.ADD_PARTITIONS_TO_TXN:
         results = {
             (topic.name, each.partition_index): each.partition_error_code
@@ -148,8 +141,7 @@ def test_an_end_goes_upstream_as_version_5_and_its_answer_comes_back_as_asked(ve
         answer = protocol.EndTxnResponse(
             version=5, throttle_time_ms=3, error_code=error, producer_id=NEW[0], producer_epoch=NEW[1]
         )
-        answer.with_header(correlation_id=77)
-        assert translate.ended(bytes(answer.encode(header=True, framed=True))) == (3, error, NEW)
+        assert translate.ended(framed(answer, 77)) == (3, error, NEW)
         back = protocol.EndTxnResponse.decode(
             translate.end_txn_answer(77, version, 3, error), version=version, header=True, framed=True
         )
@@ -196,8 +188,7 @@ def test_a_refused_produce_is_answered_for_each_of_its_partitions(version: int) 
     answer = protocol.ProduceResponse.decode(made, version=version, header=True, framed=True)
     results = {(t.name, each.index): each.error_code for t in answer.responses for each in t.partition_responses}
     assert results == {("a", 0): 19, ("a", 4): 19, ("b", 0): 19}
-    answer.with_header(correlation_id=77)
-    assert bytes(answer.encode(header=True, framed=True)) == made
+    assert framed(answer, 77) == made
 
 
 def test_a_topic_whose_name_is_no_utf8_is_refused_by_that_name() -> None:
@@ -353,8 +344,7 @@ def test_an_identity_given_out_here_looks_as_a_broker_gives_it(version: int) -> 
     made = translate.init_answer(77, version, NEW)
     assert translate.initialised(made, version) == (0, NEW)
     answer = protocol.InitProducerIdResponse.decode(made, version=version, header=True, framed=True)
-    answer.with_header(correlation_id=77)
-    assert bytes(answer.encode(header=True, framed=True)) == made
+    assert framed(answer, 77) == made
 
 
 def test_an_abort_is_told_so_that_librdkafka_takes_its_next_identity_and_others_are_not(tmp_path: Path) -> None:
@@ -374,8 +364,7 @@ def test_an_abort_is_told_so_that_librdkafka_takes_its_next_identity_and_others_
         answer = protocol.EndTxnResponse(
             version=5, throttle_time_ms=0, error_code=0, producer_id=OLD[0], producer_epoch=OLD[1] + 1
         )
-        answer.with_header(correlation_id=77)
-        made = job.response(ends, bytes(answer.encode(header=True, framed=True)))
+        made = job.response(ends, framed(answer, 77))
         told = protocol.EndTxnResponse.decode(made, version=3, header=True, framed=True)
         assert told.error_code == (59 if renews else 0)
         init = Exchange(connection, api.INIT_PRODUCER_ID, 4, 77)

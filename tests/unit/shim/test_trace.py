@@ -34,6 +34,7 @@ from eos.shim.trace.model import NO_ANSWER
 from eos.shim.wire import api
 from eos.shim.wire.batches import Batch, ProduceHead, fetch_response, produce_request
 from eos.shim.wire.walk import Walk
+from tests.unit.shim.messages import framed
 
 
 class Wire:
@@ -48,8 +49,7 @@ class Wire:
 
     def ask(self, request: Any) -> Exchange:
         self._count += 1
-        request.with_header(correlation_id=self._count, client_id="c")
-        frame = bytes(request.encode(header=True, framed=True))
+        frame = framed(request, self._count, client_id="c")
         exchange = Exchange(self.connection, request.API_KEY, request.API_VERSION, self._count)
         assert self.job.wants_request(exchange.api_key, exchange.version)
         stream = self.job.request_stream(exchange, len(frame))
@@ -60,8 +60,7 @@ class Wire:
         return exchange
 
     def answer(self, exchange: Exchange, response: Any) -> Step:
-        response.with_header(correlation_id=exchange.correlation_id)
-        frame = bytes(response.encode(header=True, framed=True))
+        frame = framed(response, exchange.correlation_id)
         assert self.job.response(exchange, frame) == frame
         return self.steps[-1]
 
@@ -211,8 +210,7 @@ def test_a_produce_outside_of_any_transaction_is_no_step() -> None:
     wire = Wire()
     exchange = wire.ask(ProduceRequest(version=9, transactional_id=None, acks=-1, timeout_ms=1, topic_data=[]))
     response = ProduceResponse(version=9, throttle_time_ms=0, responses=[])
-    response.with_header(correlation_id=exchange.correlation_id)
-    wire.job.response(exchange, bytes(response.encode(header=True, framed=True)))
+    wire.job.response(exchange, framed(response, exchange.correlation_id))
     assert wire.steps == []
 
 

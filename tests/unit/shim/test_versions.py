@@ -12,6 +12,7 @@ from eos.shim.addresses import layouts
 from eos.shim.pipeline import Connection, Exchange, Pipeline
 from eos.shim.versions import VersionsJob, clamped
 from eos.shim.wire import api
+from tests.unit.shim.messages import framed
 
 NEWEST = api.NEWEST[api.API_VERSIONS]
 READ = min(NEWEST, ApiVersionsResponse.max_version)  # version 5 changes the request alone
@@ -24,8 +25,7 @@ def offered(version: int, apis: dict[int, Any], error: int = 0, **more: Any) -> 
     kind = ApiVersionsResponse.ApiVersion
     keys = [kind(version=version, api_key=k, min_version=low, max_version=high) for k, (low, high) in apis.items()]
     response = ApiVersionsResponse(version=version, error_code=error, api_keys=keys, throttle_time_ms=7, **more)
-    response.with_header(correlation_id=5)
-    return bytes(response.encode(header=True, framed=True))
+    return framed(response, 5)
 
 
 def told(frame: bytes, version: int) -> Any:
