@@ -86,6 +86,13 @@ def app_of(function: Callable[[Any], Any] = upper, on_error: Policy | str = stop
     return app
 
 
+def handled(app: App, *values: bytes | None) -> Txn:
+    """The transaction in which the App's handler handled records of these values, down to the last one."""
+    txn = Txn()
+    assert Handler(app).handle(txn, records(*values)) is None
+    return txn
+
+
 VALUES = (b"a", b"bad 1", b"b", b"bad 2", b"c")
 
 
@@ -184,8 +191,7 @@ def test_what_is_logged_of_a_failing_record_is_cut_as_in_its_dead_letter(caplog:
 
 
 def test_dlq_sends_the_record_as_it_came_with_where_and_why_in_its_place() -> None:
-    txn = Txn()
-    assert Handler(app_of(on_error=dlq)).handle(txn, records(*VALUES)) is None
+    txn = handled(app_of(on_error=dlq), *VALUES)
     assert txn.values == [b"A", b"bad 1", b"B", b"bad 2", b"C"]
     assert (txn.skipped, txn.dead_letters) == (0, 2)
     topic, value, key, partition, timestamp, headers = txn.sends[1]
@@ -290,9 +296,7 @@ def test_what_does_not_decode_is_treated_by_the_policy_too() -> None:
     def double(order: Order) -> int:
         return order.number * 2
 
-    txn = Txn()
-    given = records(b'{"number":2}', b"{", None, b'{"number":3}')
-    assert Handler(app_of(double, dlq)).handle(txn, given) is None
+    txn = handled(app_of(double, dlq), b'{"number":2}', b"{", None, b'{"number":3}')
     assert txn.values == [b"4", b"{", None, b"6"]
     assert {dict(send[5] or []).get("eos-dlq-exception") for send in txn.sends} == {None, b"eos.serde.DecodeError"}
 
@@ -302,9 +306,7 @@ def test_nothing_of_a_record_that_fails_half_way_is_sent() -> None:
         yield value
         yield Out(value, partition=-5) if value == b"bad" else value
 
-    txn = Txn()
-    assert Handler(app_of(some, skip)).handle(txn, records(b"a", b"bad", b"b")) is None
-    assert txn.values == [b"a", b"a", b"b", b"b"]
+    assert handled(app_of(some, skip), b"a", b"bad", b"b").values == [b"a", b"a", b"b", b"b"]
 
 
 def caused(error: Exception, by: Exception) -> Exception:
@@ -382,9 +384,7 @@ def test_what_the_function_asked_for_in_vain_is_the_records_failure(error: Excep
     def failing(value: bytes) -> bytes:
         raise error
 
-    txn = Txn()
-    assert Handler(app_of(failing, skip)).handle(txn, records(b"a")) is None
-    assert txn.skipped == 1
+    assert handled(app_of(failing, skip), b"a").skipped == 1
 
 
 def test_a_policy_that_names_what_is_full_treats_it() -> None:
@@ -527,8 +527,7 @@ def test_a_batch_is_bounded_whatever_other_functions_the_app_has() -> None:
 @pytest.mark.parametrize("policy", [skip, dlq])
 def test_a_batch_that_fails_is_run_again_record_by_record(policy: Policy) -> None:
     calls: list[int] = []
-    txn = Txn()
-    assert Handler(batch_app(policy, calls)).handle(txn, records(*VALUES)) is None
+    txn = handled(batch_app(policy, calls), *VALUES)
     assert calls == [5, 1, 1, 1, 1, 1]
     assert [value for value in txn.values if not (value or b"").startswith(b"bad")] == [b"A", b"B", b"C"]
     assert (txn.skipped, txn.dead_letters) == ((2, 0) if policy is skip else (0, 2))
@@ -875,27 +874,19 @@ def starred(value: object) -> bytes:
 
 def test_an_own_decoder_makes_what_the_function_gets_and_an_own_encoder_all_that_is_sent() -> None:
     app = app_of(lambda text: [text, Out(b"bytes too"), None, Out(None)], decode=reversed_bytes, encode=starred)
-    txn = Txn()
-    assert Handler(app).handle(txn, records(b"abc")) is None
-    assert txn.values == [b"*cba*", b"*b'bytes too'*", None]
+    assert handled(app, b"abc").values == [b"*cba*", b"*b'bytes too'*", None]
     batch = App("batch")
     batch.process_batch("in", to="out", encode=starred)(lambda rs: collections.deque(r.out(r.value) for r in rs))
-    txn = Txn()
-    assert Handler(batch).handle(txn, records(b"abc")) is None
-    assert txn.values == [b"*b'abc'*"]
+    assert handled(batch, b"abc").values == [b"*b'abc'*"]
 
 
 def test_what_own_decoders_and_encoders_raise_is_about_the_record() -> None:
-    txn = Txn()
-    assert (
-        Handler(app_of(lambda text: text, dlq, decode=reversed_bytes)).handle(txn, records(b"a", b"\xff", None)) is None
-    )
+    txn = handled(app_of(lambda text: text, dlq, decode=reversed_bytes), b"a", b"\xff", None)
     assert txn.values == [b"a", b"\xff", None]
     messages = [dict(send[5] or []).get("eos-dlq-message") or b"" for send in txn.sends]
     assert messages[1].startswith(b"reversed_bytes: UnicodeDecodeError")
     assert b"got a tombstone" in messages[2]
-    txn = Txn()
-    assert Handler(app_of(lambda value: "wrong", dlq, encode=starred)).handle(txn, records(b"a")) is None
+    txn = handled(app_of(lambda value: "wrong", dlq, encode=starred), b"a")
     assert b"starred gave a str, not bytes" in (dict(txn.sends[0][5] or [])["eos-dlq-message"] or b"")
 
 
@@ -903,9 +894,7 @@ def test_an_own_decoder_leaves_tombstones_to_functions_that_take_them() -> None:
     def shown(text: str | None) -> str:
         return repr(text)
 
-    txn = Txn()
-    assert Handler(app_of(shown, decode=reversed_bytes)).handle(txn, records(None, b"ab")) is None
-    assert txn.values == [b"None", b"'ba'"]
+    assert handled(app_of(shown, decode=reversed_bytes), None, b"ab").values == [b"None", b"'ba'"]
 
 
 def test_own_decoders_survive_pickling_and_wrong_ones_are_refused() -> None:
