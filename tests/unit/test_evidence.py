@@ -109,7 +109,15 @@ def statistics(end_txn: int = 0, epoch: int = 0, **coordinator: Any) -> Statisti
     return decode_statistics(json.dumps(made).encode())
 
 
-ORDINARY, CONNECTED_AT = "127.0.0.1:9092/1", 1_000_000
+BOOTSTRAP, ORDINARY, CONNECTED_AT = "127.0.0.1:9092/bootstrap", "127.0.0.1:9092/1", 1_000_000
+
+
+def of_broker(name: str, **entry: Any) -> Statistics:
+    """A snapshot in which this broker's entry is changed, and nothing was sent to the transaction coordinator."""
+    made = copy.deepcopy(REALISTIC)
+    made["brokers"][name] |= entry
+    made["brokers"][COORDINATOR]["req"] = {}
+    return decode_statistics(json.dumps(made).encode())
 
 
 def counted(ts: int, sent: int = 1, changes: dict[str, dict[str, Any] | None] | None = None) -> Statistics:
@@ -144,13 +152,6 @@ def suspected(call: str, before: Statistics | None) -> RetryEvidence:
     return evidence
 
 
-def without(name: str) -> Statistics:
-    made = copy.deepcopy(REALISTIC)
-    del made["brokers"][name]
-    made["brokers"].get(COORDINATOR, {}).get("req", {}).pop("EndTxn", None)
-    return decode_statistics(json.dumps(made))
-
-
 def took(evidence: RetryEvidence, call: str, took_ms: float) -> None:
     """A call with no statistics behind it: what is slow stays a suspect, and is convicted by default."""
     evidence.call_began()
@@ -176,7 +177,7 @@ def test_statistics_give_the_producers_epoch_and_the_coordinators_counters() -> 
     coordinator = decoded.brokers[COORDINATOR]
     assert (coordinator.nodeid, coordinator.connects, coordinator.disconnects, coordinator.req_timeouts) == (1, 1, 0, 0)
     assert coordinator.req["EndTxn"] == 9
-    assert decoded.brokers["127.0.0.1:9092/bootstrap"].nodeid == -1
+    assert decoded.brokers[BOOTSTRAP].nodeid == -1
 
 
 def test_librdkafka_itself_sends_statistics_that_can_be_decoded() -> None:
@@ -235,10 +236,7 @@ def test_an_empty_transaction_that_sent_no_end_is_no_sign() -> None:
 
 def test_the_bootstrap_connection_may_come_and_go() -> None:
     evidence = healthy()
-    made = copy.deepcopy(REALISTIC)
-    made["brokers"]["127.0.0.1:9092/bootstrap"] |= {"disconnects": 5, "connects": 5}
-    made["brokers"][COORDINATOR]["req"] = {}
-    evidence.statistics(decode_statistics(json.dumps(made)))
+    evidence.statistics(of_broker(BOOTSTRAP, disconnects=5, connects=5))
     assert evidence.reason is None
 
 
@@ -275,10 +273,7 @@ def test_a_cut_after_add_partitions_is_seen_by_the_connection_though_every_call_
 def test_a_cut_after_any_other_request_is_seen_by_time_alone(call: str, took_ms: float) -> None:
     """The statistics need not show it: the broker's handle may be rebuilt, and its counters start again."""
     evidence = healthy()
-    made = copy.deepcopy(REALISTIC)
-    made["brokers"]["127.0.0.1:9092/1"] |= {"connects": 1, "disconnects": 0, "req": {}}
-    made["brokers"][COORDINATOR]["req"] = {}
-    evidence.statistics(decode_statistics(json.dumps(made)))
+    evidence.statistics(of_broker(ORDINARY, connects=1, disconnects=0, req={}))
     assert evidence.reason is None
     took(evidence, call, took_ms)
     assert evidence.reason is not None
@@ -324,17 +319,14 @@ def test_each_change_of_the_coordinators_connection_is_a_sign(changed: dict[str,
 
 def test_a_vanished_coordinator_entry_is_a_sign() -> None:
     evidence = healthy()
-    evidence.statistics(without(COORDINATOR))
+    evidence.statistics(counted(BEHIND, changes={COORDINATOR: None}))
     assert evidence.reason == "the transaction coordinator's entry vanished from the statistics"
 
 
 def test_a_lost_connection_to_an_ordinary_broker_is_a_sign() -> None:
     """TxnOffsetCommit goes to the group's coordinator, over an ordinary broker's connection."""
     evidence = healthy()
-    made = copy.deepcopy(REALISTIC)
-    made["brokers"]["127.0.0.1:9092/1"]["disconnects"] = 1
-    made["brokers"][COORDINATOR]["req"] = {}
-    evidence.statistics(decode_statistics(json.dumps(made)))
+    evidence.statistics(of_broker(ORDINARY, disconnects=1))
     assert evidence.reason == "the connection to 127.0.0.1:9092/1 was lost"
 
 
