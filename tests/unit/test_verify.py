@@ -212,6 +212,11 @@ class History:
             del self.sources[self.index(partition, offset, i)]
 
 
+@pytest.fixture
+def history() -> History:
+    return History()
+
+
 def log_of(topic: str, places: list[tuple[int, int]], headers: list[bytes | None] | None = None) -> Log:
     columns = np.array(places, np.int64).reshape(-1, 2)
     return Log(
@@ -246,8 +251,9 @@ def test_a_history_with_filtered_inputs_holds_and_says_how_much_was_examined() -
         ((1, 20, [0, 1, 2]), "it is of one of the 3 inputs in in[1]@18..20"),
     ],
 )
-def test_a_lost_output_is_named_as_closely_as_its_neighbours_tell(lost: tuple[int, int, list[int]], named: str) -> None:
-    history = History()
+def test_a_lost_output_is_named_as_closely_as_its_neighbours_tell(
+    history: History, lost: tuple[int, int, list[int]], named: str
+) -> None:
     partition, offset, which = lost
     history.drop(partition, offset, *which)
     report = history.judged().report
@@ -256,16 +262,14 @@ def test_a_lost_output_is_named_as_closely_as_its_neighbours_tell(lost: tuple[in
     assert any(named in example for example in report["no_losses"].examples), report["no_losses"].examples
 
 
-def test_an_input_that_lost_a_part_of_its_outputs_is_torn_too() -> None:
-    history = History()
+def test_an_input_that_lost_a_part_of_its_outputs_is_torn_too(history: History) -> None:
     history.drop(0, 6, 1)
     report = history.judged().report
     assert report.violated == ("no_losses", "atomic")
     assert "in[0]@6 is torn: copy 1 is missing" in report["atomic"].sentence
 
 
-def test_a_doubled_output_is_named() -> None:
-    history = History()
+def test_a_doubled_output_is_named(history: History) -> None:
     history.sources.append(history.sources[history.index(1, 2, 0)])
     report = history.judged().report
     assert "no_duplicates" in report.violated
@@ -273,8 +277,7 @@ def test_a_doubled_output_is_named() -> None:
     assert report["no_losses"].holds
 
 
-def test_half_of_the_inputs_filtered_is_no_loss_but_half_of_the_outputs_lost_is() -> None:
-    history = History()
+def test_half_of_the_inputs_filtered_is_no_loss_but_half_of_the_outputs_lost_is(history: History) -> None:
     kept = [s for s in history.sources if s.offset % 2 == 0]
     recounted: dict[int, int] = {0: 0, 1: 0}
     filtered = []
@@ -289,37 +292,32 @@ def test_half_of_the_inputs_filtered_is_no_loss_but_half_of_the_outputs_lost_is(
     assert history.judged().report.ok
 
 
-def test_everything_filtered_holds_by_the_number_of_inputs() -> None:
-    history = History()
+def test_everything_filtered_holds_by_the_number_of_inputs(history: History) -> None:
     history.sources = []
     history.committed = {place: Committed(COUNT, Tally(0, COUNT, 0)) for place in history.committed}
     found = history.judged()
     assert (found.report.ok, found.inputs, found.outputs) == (True, 42, 0)
 
 
-def test_an_input_that_was_never_handled_is_a_violation() -> None:
-    history = History()
+def test_an_input_that_was_never_handled_is_a_violation(history: History) -> None:
     history.committed["in", 0] = Committed(COUNT, Tally(0, COUNT - 1, history.committed["in", 0].tally.outputs))  # type: ignore[union-attr]
     report = history.judged().report
     assert report.violated == ("all_inputs_counted",)
     assert "in[0] holds 21 inputs in 0..20, 20 were handled" in report["all_inputs_counted"].sentence
 
 
-def test_an_output_of_an_input_that_does_not_exist_is_a_stranger() -> None:
-    history = History()
+def test_an_output_of_an_input_that_does_not_exist_is_a_stranger(history: History) -> None:
     history.inputs.remove((0, 3))
     assert "no_strangers" in history.judged().report.violated
 
 
-def test_outputs_out_of_order_are_named() -> None:
-    history = History()
+def test_outputs_out_of_order_are_named(history: History) -> None:
     a, b = history.index(0, 0, 0), history.index(0, 2, 0)
     history.sources[a], history.sources[b] = history.sources[b], history.sources[a]
     assert history.judged().report.violated == ("order",)
 
 
-def test_what_cannot_be_decided_is_a_note_and_no_verdict() -> None:
-    history = History()
+def test_what_cannot_be_decided_is_a_note_and_no_verdict(history: History) -> None:
     history.unmarked = 3
     history.committed["in", 1] = Committed(COUNT, None)
     found = history.judged()
@@ -329,8 +327,7 @@ def test_what_cannot_be_decided_is_a_note_and_no_verdict() -> None:
     assert any("21 outputs are of inputs that are not committed yet" in note for note in found.notes)
 
 
-def test_inputs_that_retention_removed_are_a_note() -> None:
-    history = History()
+def test_inputs_that_retention_removed_are_a_note(history: History) -> None:
     history.inputs = [(p, o) for p, o in history.inputs if p or o >= 5]
     history.begins["in", 0] = 5
     found = history.judged()
@@ -338,8 +335,7 @@ def test_inputs_that_retention_removed_are_a_note() -> None:
     assert any("in[0]: inputs before 5 were removed by retention" in note for note in found.notes)
 
 
-def test_inputs_that_were_all_removed_leave_the_outputs_to_be_examined() -> None:
-    history = History()
+def test_inputs_that_were_all_removed_leave_the_outputs_to_be_examined(history: History) -> None:
     history.inputs = []
     history.begins = {("in", 0): COUNT, ("in", 1): COUNT}
     found = history.judged()
@@ -348,8 +344,7 @@ def test_inputs_that_were_all_removed_leave_the_outputs_to_be_examined() -> None
     assert (found.inputs, found.outputs) == (0, 42)
 
 
-def test_nothing_committed_with_lineage_examines_nothing_and_does_not_hold() -> None:
-    history = History()
+def test_nothing_committed_with_lineage_examines_nothing_and_does_not_hold(history: History) -> None:
     history.committed = {}
     found = history.judged()
     assert (found.inputs, found.report.ok) == (0, False)
@@ -363,8 +358,7 @@ def by_copy(source: Source) -> int:
     return source.i % 2
 
 
-def test_outputs_that_retention_removed_are_a_note_and_what_is_above_the_cut_is_examined() -> None:
-    history = History()
+def test_outputs_that_retention_removed_are_a_note_and_what_is_above_the_cut_is_examined(history: History) -> None:
     history.cut(0, 5)
     found = history.judged()
     assert found.report.ok, str(found.report)
@@ -375,8 +369,7 @@ def test_outputs_that_retention_removed_are_a_note_and_what_is_above_the_cut_is_
     )
 
 
-def test_a_loss_above_the_cut_is_still_one() -> None:
-    history = History()
+def test_a_loss_above_the_cut_is_still_one(history: History) -> None:
     history.cut(0, 5)
     history.drop(0, 9, 1)
     report = history.judged().report
@@ -385,8 +378,7 @@ def test_a_loss_above_the_cut_is_still_one() -> None:
     assert "it is output 1 of in[0]@9" in report["no_losses"].sentence
 
 
-def test_a_loss_that_may_have_been_in_a_truncated_partition_is_not_decided() -> None:
-    history = History()
+def test_a_loss_that_may_have_been_in_a_truncated_partition_is_not_decided(history: History) -> None:
     history.cut(0, 5)
     history.drop(1, 9, 1)  # out[0] shows nothing of in[1]: this one may have been there
     found = history.judged()
@@ -394,8 +386,7 @@ def test_a_loss_that_may_have_been_in_a_truncated_partition_is_not_decided() -> 
     assert any(note.startswith("in[1]: 1 of its output numbers are not visible") for note in found.notes)
 
 
-def test_an_input_of_which_retention_removed_one_copy_and_left_the_other_is_not_torn() -> None:
-    history = History()
+def test_an_input_of_which_retention_removed_one_copy_and_left_the_other_is_not_torn(history: History) -> None:
     history.lane = by_copy
     history.cut(0, 10)
     found = history.judged()
@@ -405,8 +396,7 @@ def test_an_input_of_which_retention_removed_one_copy_and_left_the_other_is_not_
     assert history.judged().report.violated == ("no_losses", "atomic")
 
 
-def test_what_a_truncated_partition_does_not_show_at_all_cannot_be_decided() -> None:
-    history = History()
+def test_what_a_truncated_partition_does_not_show_at_all_cannot_be_decided(history: History) -> None:
     history.lane = by_copy
     assert history.cut(1, 100)
     found = history.judged()
@@ -417,8 +407,7 @@ def test_what_a_truncated_partition_does_not_show_at_all_cannot_be_decided() -> 
     assert all("out[1] no longer begins at 0 but at 100: not decided" in note for note in found.notes)
 
 
-def test_outputs_that_were_all_removed_are_no_violation_but_the_same_without_a_cut_is_one() -> None:
-    history = History()
+def test_outputs_that_were_all_removed_are_no_violation_but_the_same_without_a_cut_is_one(history: History) -> None:
     history.cut(0, 100)
     history.cut(1, 100)
     found = history.judged()
@@ -429,8 +418,9 @@ def test_outputs_that_were_all_removed_are_no_violation_but_the_same_without_a_c
 
 
 @pytest.mark.parametrize("cuts", [(6, 14), (20, 3)])
-def test_of_several_truncated_partitions_the_one_that_lost_most_says_what_can_be_decided(cuts: tuple[int, int]) -> None:
-    history = History()
+def test_of_several_truncated_partitions_the_one_that_lost_most_says_what_can_be_decided(
+    history: History, cuts: tuple[int, int]
+) -> None:
     history.lane = lambda source: source.number % 2
     for lane, count in enumerate(cuts):
         history.cut(lane, count)
@@ -439,8 +429,7 @@ def test_of_several_truncated_partitions_the_one_that_lost_most_says_what_can_be
     assert history.judged().outputs == 21 - max(numbers[0] for numbers in kept)
 
 
-def test_where_only_others_were_removed_every_output_is_examined_beside_a_loss() -> None:
-    history = History()
+def test_where_only_others_were_removed_every_output_is_examined_beside_a_loss(history: History) -> None:
     history.lane = by_copy
     history.output_begins["out", 1] = 5
     history.drop(0, 9, 1)
@@ -448,8 +437,7 @@ def test_where_only_others_were_removed_every_output_is_examined_beside_a_loss()
     assert (found.report.violated, found.outputs) == (("no_losses", "atomic"), 42)
 
 
-def test_where_nothing_that_is_left_can_be_decided_there_is_no_verdict_and_nothing_to_examine() -> None:
-    history = History()
+def test_where_nothing_that_is_left_can_be_decided_there_is_no_verdict_and_nothing_to_examine(history: History) -> None:
     history.cut(0, 100)
     history.cut(1, 100)
     history.inputs = [(p, o) for p, o in history.inputs if o >= 5]
@@ -460,20 +448,17 @@ def test_where_nothing_that_is_left_can_be_decided_there_is_no_verdict_and_nothi
         _tell(found, "group", ["out"])
 
 
-def test_inputs_that_are_all_gone_without_retention_are_a_violation() -> None:
-    history = History()
+def test_inputs_that_are_all_gone_without_retention_are_a_violation(history: History) -> None:
     history.inputs = []
     assert "all_inputs_counted" in history.judged().report.violated
 
 
-def test_a_truncated_partition_whose_part_was_of_others_hides_nothing() -> None:
-    history = History()
+def test_a_truncated_partition_whose_part_was_of_others_hides_nothing(history: History) -> None:
     history.output_begins["out", 2] = 7
     assert history.judged() == History().judged()
 
 
-def test_outputs_from_before_the_counting_show_that_none_of_the_counted_was_removed() -> None:
-    history = History()
+def test_outputs_from_before_the_counting_show_that_none_of_the_counted_was_removed(history: History) -> None:
     history.committed["in", 0] = Committed(COUNT, Tally(7, COUNT - 7, 14))
     history.sources = [s if s.partition or s.offset < 7 else s._replace(number=s.number - 7) for s in history.sources]
     history.cut(0, 2)
@@ -482,8 +467,7 @@ def test_outputs_from_before_the_counting_show_that_none_of_the_counted_was_remo
     assert "no_losses" in history.judged().report.violated
 
 
-def test_a_note_names_a_few_of_many_truncated_partitions() -> None:
-    history = History()
+def test_a_note_names_a_few_of_many_truncated_partitions(history: History) -> None:
     history.cut(0, 1)
     history.output_begins |= {("out", partition): 9 for partition in range(2, 6)}
     (note, *_) = history.judged().notes
@@ -491,8 +475,7 @@ def test_a_note_names_a_few_of_many_truncated_partitions() -> None:
     assert note.endswith(" and 2 more: not decided")
 
 
-def test_outputs_that_compaction_may_have_removed_are_not_decided() -> None:
-    history = History()
+def test_outputs_that_compaction_may_have_removed_are_not_decided(history: History) -> None:
     history.lane = by_copy
     history.compacted = ("out",)
     assert history.judged() == History().judged()  # nothing is missing
@@ -503,8 +486,7 @@ def test_outputs_that_compaction_may_have_removed_are_not_decided() -> None:
     assert found.notes == ("in[0]: 1 of its output numbers are not visible, and out is compacted: not decided",)
 
 
-def test_inputs_that_compaction_removed_are_not_decided_and_their_outputs_are_no_strangers() -> None:
-    history = History()
+def test_inputs_that_compaction_removed_are_not_decided_and_their_outputs_are_no_strangers(history: History) -> None:
     history.inputs.remove((0, 9))
     assert history.judged().report.violated == ("all_inputs_counted", "no_strangers")
     history.compacted = ("in",)

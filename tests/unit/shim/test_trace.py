@@ -119,6 +119,11 @@ class Wire:
         return self.answer(self.ask(request), response)
 
 
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
+
+
 def batch(
     producer_id: int, epoch: int, sequence: int, records: int, body: bytes, control: bool = False, offset: int = 77
 ) -> bytes:
@@ -135,8 +140,7 @@ def marker(commit: bool) -> bytes:
     return bytes([len(record) * 2]) + record
 
 
-def test_the_steps_of_a_transaction_are_told_with_their_numbers_identity_and_content() -> None:
-    wire = Wire()
+def test_the_steps_of_a_transaction_are_told_with_their_numbers_identity_and_content(wire: Wire) -> None:
     exchange = wire.ask(FindCoordinatorRequest(version=2, key="t", key_type=1))
     found = wire.answer(
         exchange, FindCoordinatorResponse(version=2, throttle_time_ms=0, error_code=0, node_id=7, host="h", port=1)
@@ -196,8 +200,7 @@ def test_the_steps_of_a_transaction_are_told_with_their_numbers_identity_and_con
 
 
 @pytest.mark.parametrize("version", [3, 8, 9, 12])
-def test_a_produce_belongs_to_its_transactional_id_and_is_counted_batch_by_batch(version: int) -> None:
-    wire = Wire()
+def test_a_produce_belongs_to_its_transactional_id_and_is_counted_batch_by_batch(wire: Wire, version: int) -> None:
     records = batch(4000, 5, 10, 3, b"x" * 50) + batch(4000, 5, 13, 2, b"y" * 9)
     step = wire.produce(4, records, version, error=47)
     assert (step.number, step.partitions, step.records, step.bytes) == ("4.2", ["out-4"], 5, len(records))
@@ -206,16 +209,14 @@ def test_a_produce_belongs_to_its_transactional_id_and_is_counted_batch_by_batch
     assert not step.to_be_retried
 
 
-def test_a_produce_outside_of_any_transaction_is_no_step() -> None:
-    wire = Wire()
+def test_a_produce_outside_of_any_transaction_is_no_step(wire: Wire) -> None:
     exchange = wire.ask(ProduceRequest(version=9, transactional_id=None, acks=-1, timeout_ms=1, topic_data=[]))
     response = ProduceResponse(version=9, throttle_time_ms=0, responses=[])
     wire.job.response(exchange, framed(response, exchange.correlation_id))
     assert wire.steps == []
 
 
-def test_a_request_whose_connection_ends_first_is_told_without_an_answer() -> None:
-    wire = Wire()
+def test_a_request_whose_connection_ends_first_is_told_without_an_answer(wire: Wire) -> None:
     wire.ask(EndTxnRequest(version=1, transactional_id="t", producer_id=1, producer_epoch=0, committed=True))
     wire.job.closed(wire.connection)
     (step,) = wire.steps
@@ -223,8 +224,7 @@ def test_a_request_whose_connection_ends_first_is_told_without_an_answer() -> No
     assert wire.history.transactions[0].state == "open", "nobody knows whether it was committed"
 
 
-def test_transactions_are_told_apart_by_their_ends_and_by_new_lives() -> None:
-    wire = Wire()
+def test_transactions_are_told_apart_by_their_ends_and_by_new_lives(wire: Wire) -> None:
     wire.init(5)
     wire.add()
     wire.end()
@@ -241,8 +241,7 @@ def test_transactions_are_told_apart_by_their_ends_and_by_new_lives() -> None:
     assert wire.history.counts == {"committed": 2, "aborted": 1, "abandoned": 1, "steps": 11, "errors": 1}
 
 
-def test_a_bumped_epoch_of_kip_890_continues_with_the_next_transaction() -> None:
-    wire = Wire()
+def test_a_bumped_epoch_of_kip_890_continues_with_the_next_transaction(wire: Wire) -> None:
     wire.init(5)
     wire.add(epoch=5)
     assert wire.end(version=5, epoch=5, new=6).new_epoch == 6
@@ -254,8 +253,7 @@ def test_a_bumped_epoch_of_kip_890_continues_with_the_next_transaction() -> None
     ]
 
 
-def test_an_abort_that_tells_a_client_to_take_its_next_identity_is_an_abort() -> None:
-    wire = Wire()
+def test_an_abort_that_tells_a_client_to_take_its_next_identity_is_an_abort(wire: Wire) -> None:
     wire.add()
     end = wire.end(commit=False, error=59)
     assert (end.errors, end.outcome) == ([], "abort")
@@ -265,8 +263,7 @@ def test_an_abort_that_tells_a_client_to_take_its_next_identity_is_an_abort() ->
     assert wire.history.counts["errors"] == wire.history.counts["abandoned"] == 0
 
 
-def test_only_the_last_transactions_are_kept_and_nothing_leads_to_the_others() -> None:
-    wire = Wire()
+def test_only_the_last_transactions_are_kept_and_nothing_leads_to_the_others(wire: Wire) -> None:
     wire.job.history = wire.history = History(keep=5)
     for number in range(50):
         wire.add(epoch=number)
@@ -345,8 +342,7 @@ def test_batches_are_found_in_every_version_kafka_python_can_write() -> None:
     assert Walk(fetch_response(4, batches.append)).done is False
 
 
-def test_lines_say_it_all_in_text_and_in_json() -> None:
-    wire = Wire()
+def test_lines_say_it_all_in_text_and_in_json(wire: Wire) -> None:
     wire.init(5)
     wire.add()
     step = wire.end(version=5, new=6)
@@ -359,8 +355,7 @@ def test_lines_say_it_all_in_text_and_in_json() -> None:
     assert "errors" not in told
 
 
-def test_the_page_is_whole_self_contained_and_escapes_names(tmp_path: Path) -> None:
-    wire = Wire()
+def test_the_page_is_whole_self_contained_and_escapes_names(wire: Wire, tmp_path: Path) -> None:
     wire.init(5)
     wire.add()
     wire.end()
@@ -385,8 +380,7 @@ def test_the_page_is_whole_self_contained_and_escapes_names(tmp_path: Path) -> N
     assert "No transaction has passed yet" in page.render(History(), "empty")
 
 
-def test_a_snapshot_stays_as_it_is_while_steps_come_in() -> None:
-    wire = Wire()
+def test_a_snapshot_stays_as_it_is_while_steps_come_in(wire: Wire) -> None:
     wire.init(5)
     wire.add()
     seen = wire.history.snapshot()
