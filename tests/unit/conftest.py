@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -25,3 +26,11 @@ def loop_ends() -> Iterator[None]:
     """The event loop of `async def` functions does not outlive the test."""
     yield
     concurrent.close()
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """No garbage collection, as good as it is in a worker that has frozen its objects and makes no new ones."""
+    gc.disable()
+    yield
+    gc.enable()

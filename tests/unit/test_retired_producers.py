@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import threading
 import time
 import weakref
@@ -38,15 +37,7 @@ def with_a_client(transactional: TransactionalProducer) -> Client:
     return client
 
 
-@pytest.fixture
-def rarely() -> Any:
-    """No garbage collection, as good as it is in a worker that has frozen its objects and makes no new ones."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("rarely")
+@pytest.mark.usefixtures("uncollected")
 def test_a_replaced_client_is_destroyed_without_the_garbage_collector() -> None:
     client = Client(Settings(NOBODY), "t", reports=False)
     gone = weakref.ref(client)
@@ -56,7 +47,7 @@ def test_a_replaced_client_is_destroyed_without_the_garbage_collector() -> None:
     wait_until("who retires it ends", lambda: all(t.name != "eos-retire" for t in threading.enumerate()))
 
 
-@pytest.mark.usefixtures("rarely")
+@pytest.mark.usefixtures("uncollected")
 def test_a_client_in_which_a_call_hangs_is_read_until_it_returns_and_then_destroyed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -73,7 +64,7 @@ def test_a_client_in_which_a_call_hangs_is_read_until_it_returns_and_then_destro
     wait_until("it is destroyed", lambda: gone() is None)
 
 
-@pytest.mark.usefixtures("rarely")
+@pytest.mark.usefixtures("uncollected")
 def test_a_client_whose_call_failed_is_destroyed_without_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_LOOKS_UNTIL_COLLECTED", -1)
     transactional = TransactionalProducer(Settings(NOBODY | {"eos.call.timeout.ms": "100"}), "t")
@@ -86,7 +77,7 @@ def test_a_client_whose_call_failed_is_destroyed_without_the_garbage_collector(m
     wait_until("the failure's traceback holds the client, and with it librdkafka's threads", lambda: gone() is None)
 
 
-@pytest.mark.usefixtures("rarely")
+@pytest.mark.usefixtures("uncollected")
 def test_a_client_that_something_holds_is_read_and_a_circle_is_collected_in_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import signal
 import threading
 import time
@@ -155,13 +154,6 @@ def test_a_closed_watchdog_ends_its_thread_after_what_was_asked_before() -> None
 class Failing:
     def call(self) -> None:
         raise ValueError("no")
-
-
-@pytest.fixture
-def uncollected() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.usefixtures("uncollected")

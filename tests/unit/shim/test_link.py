@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import socket
 import ssl
 import tracemalloc
@@ -281,6 +280,7 @@ def test_small_answers_wait_on_neither_side_for_an_acknowledgement() -> None:
     assert run(delays) == [1, 1]
 
 
+@pytest.mark.usefixtures("uncollected")
 def test_a_link_that_is_over_is_freed_without_the_garbage_collector() -> None:
     """Else the links of a thousand clients stay in memory until it comes, and the next thousand come on top."""
     links: list[weakref.ref[Link]] = []
@@ -300,14 +300,11 @@ def test_a_link_that_is_over_is_freed_without_the_garbage_collector() -> None:
             writer.close()
         await until(lambda: not shim.connections and not any(link() for link in links))
 
-    gc.disable()
-    try:
-        run(come_and_go, jobs=(Meddling(),))
-    finally:
-        gc.enable()
+    run(come_and_go, jobs=(Meddling(),))
     assert len(links) == 3
 
 
+@pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("aborted", [False, True])
 def test_a_tls_connection_that_is_over_gives_its_memory_back_without_the_garbage_collector(
     aborted: bool, tmp_path: Path
@@ -333,13 +330,11 @@ def test_a_tls_connection_that_is_over_gives_its_memory_back_without_the_garbage
         await until(lambda: not shim.connections)
         return tracemalloc.get_traced_memory()[0] - before
 
-    gc.disable()
     tracemalloc.start()
     try:
         grown = run(grown_by, tls=tls)
     finally:
         tracemalloc.stop()
-        gc.enable()
     assert came == 21 * 9
     assert grown < 10 * 256 * 1024
 
