@@ -11,15 +11,6 @@ from eos.shim.wire import api
 from tests.unit.shim.messages import framed
 
 
-def count_end(job: CountingJob, committed: bool, error: int, version: int = 1) -> None:
-    who = {"transactional_id": "t", "producer_id": 1, "producer_epoch": 0}
-    exchange = Exchange(Connection(1, "c", "b", 0), api.END_TXN, version, 7)
-    request = framed(EndTxnRequest(version=version, committed=committed, **who), client_id="c")
-    assert job.request(exchange, request) == request
-    answer = framed(EndTxnResponse(version=version, throttle_time_ms=0, error_code=error))
-    assert job.response(exchange, answer) == answer
-
-
 @pytest.mark.parametrize(
     ("committed", "error", "ends", "errors"),
     [
@@ -32,6 +23,10 @@ def count_end(job: CountingJob, committed: bool, error: int, version: int = 1) -
 def test_an_end_is_counted_as_such_or_as_an_error(
     committed: bool, error: int, ends: dict[str, int], errors: dict[tuple[str, str], int]
 ) -> None:
-    job = CountingJob()
-    count_end(job, committed, error)
+    job, exchange = CountingJob(), Exchange(Connection(1, "c", "b", 0), api.END_TXN, 1, 7)
+    who = {"transactional_id": "t", "producer_id": 1, "producer_epoch": 0}
+    request = framed(EndTxnRequest(version=1, committed=committed, **who), client_id="c")
+    assert job.request(exchange, request) == request
+    answer = framed(EndTxnResponse(version=1, throttle_time_ms=0, error_code=error))
+    assert job.response(exchange, answer) == answer
     assert (job.ends, job.errors) == (ends, errors)

@@ -174,11 +174,8 @@ def test_every_batch_of_a_produce_gets_identity_sequence_and_checksum(version: i
                 assert len(list(batch)) == 3
                 seen.append((topic.name, each.index, batch.base_sequence))
     assert seen == [("a", 0, 0), ("a", 0, 3), ("a", 4, 3), ("b", 0, 7)]
-    assert translate.produce_as(made, translate.produce(made, version, len(made)), OLD, _back(bases)) == frame
-
-
-def _back(bases: dict[tuple[str, int], int]) -> dict[tuple[str, int], int]:
-    return {partition: -base for partition, base in bases.items()}
+    back = {partition: -base for partition, base in bases.items()}
+    assert translate.produce_as(made, translate.produce(made, version, len(made)), OLD, back) == frame
 
 
 @pytest.mark.parametrize("version", translate.VERSIONS[api.PRODUCE])
