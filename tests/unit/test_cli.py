@@ -259,7 +259,6 @@ OTHERS = {
     "needs.py": "import not_installed_anywhere\n",
     "wrong.py": 'from eos import App\napp = App("no spaces!")\n',
     "empty.py": 'from eos import App\napp = App("empty")\n',
-    "package/other.py": "",
 }
 
 
@@ -283,7 +282,7 @@ OTHERS = {
 def test_a_target_that_is_no_app_that_runs_is_answered_with_what_it_is(
     here: Path, code: int, target: str, sentence: str
 ) -> None:
-    (here / "package").mkdir()
+    (here / "package").mkdir()  # without nosuch
     for name, text in OTHERS.items():
         (here / name).write_text(text)
     said = refused(code, here, "run", target, "--instance", "i")
