@@ -23,7 +23,7 @@ from eos.testing.checker import check
 from eos.testing.history import committed_offsets, end_offsets, read_topic
 from eos.testing.lineage import stamp
 from tests.support.delay import Delay
-from tests.support.proxy import ApiKey, HoldingProxy
+from tests.support.proxy import ApiKey, HoldingProxy, proxied_port
 from tests.support.reading import create_topic, settled_ends
 
 ONCE = (ApiKey.AddOffsetsToTxn, ApiKey.TxnOffsetCommit, ApiKey.EndTxn)
@@ -93,7 +93,7 @@ def test_a_healthy_producer_stays_however_far_the_broker(
     request: pytest.FixtureRequest, broker: str, each_way_ms: int, count: int, names: Callable[[str], str]
 ) -> None:
     kafka: LocalKafka = request.getfixturevalue(broker)
-    with Delay(int(kafka.proxied_servers.rpartition(":")[2]), kafka.proxied_upstream, each_way_ms):
+    with Delay(proxied_port(kafka), kafka.proxied_upstream, each_way_ms):
         loop = Loop(kafka, kafka.proxied_servers, names, count, begun=lambda session: None)
         began = time.monotonic()
         counters = loop.run().counters
@@ -149,7 +149,7 @@ def test_whatever_was_sent_twice_on_the_wire_replaces_the_producer(
     request: pytest.FixtureRequest, broker: str, each_way_ms: int, count: int, names: Callable[[str], str]
 ) -> None:
     kafka: LocalKafka = request.getfixturevalue(broker)
-    port = int(kafka.proxied_servers.rpartition(":")[2])
+    port = proxied_port(kafka)
     behind = free_ports(1, [port])[0]
     with (
         Delay(behind, kafka.proxied_upstream, each_way_ms),

@@ -25,7 +25,7 @@ def test_a_full_queue_is_waited_for(kafka: LocalKafka, pipelines: Pipelines) -> 
 def test_a_queue_that_stays_full_costs_the_transaction_and_no_record(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka, 600)
     ids = pipeline.transactional_ids()
-    with HoldingProxy(int(kafka.proxied_servers.rpartition(":")[2]), kafka.proxied_upstream) as proxy:
+    with HoldingProxy.before(kafka) as proxy:
         held = proxy.on(ApiKey.Produce, Fault.HOLD_REQUEST, nth=3, match=lambda r: r.transactional_id in ids)
         worker = pipeline.worker(servers=kafka.proxied_servers, settings=SMALL)
         held.wait(30)

@@ -32,8 +32,7 @@ def enum_name(value: object) -> str | None:
 
 @pytest.fixture
 def proxy(kafka: LocalKafka) -> Iterator[HoldingProxy]:
-    port = int(kafka.proxied_servers.rpartition(":")[2])
-    with HoldingProxy(port, kafka.proxied_upstream) as proxy:
+    with HoldingProxy.before(kafka) as proxy:
         yield proxy
 
 

@@ -73,8 +73,7 @@ def held_at(step: Step, pipeline: Pipeline, settings: dict[str, str]) -> Iterato
         yield worker, None
         return
     kafka = pipeline.kafka
-    port = int(kafka.proxied_servers.rpartition(":")[2])
-    with HoldingProxy(port, kafka.proxied_upstream) as proxy:
+    with HoldingProxy.before(kafka) as proxy:
         ids = pipeline.transactional_ids()
 
         def arm(nth: int) -> Rule:

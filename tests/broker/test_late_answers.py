@@ -31,7 +31,7 @@ for client in clients:
 def test_a_preflight_whose_question_after_the_group_is_answered_late_goes_on(
     kafka: LocalKafka, names: Callable[[str], str], late: ApiKey
 ) -> None:
-    with HoldingProxy(int(kafka.proxied_servers.rpartition(":")[2]), kafka.proxied_upstream) as proxy:
+    with HoldingProxy.before(kafka) as proxy:
         rule = proxy.on(late, Fault.HOLD_RESPONSE)
         asking = subprocess.Popen(
             [sys.executable, "-c", ASKING, kafka.proxied_servers, names("group")],

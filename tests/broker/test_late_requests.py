@@ -27,7 +27,7 @@ from eos.testing.checker import Inputs, Report, check
 from eos.testing.history import committed_offsets, end_offsets, read_topic
 from eos.testing.lineage import stamp
 from tests.support.delay import Delay
-from tests.support.proxy import ApiKey, Fault, HoldingProxy
+from tests.support.proxy import ApiKey, Fault, HoldingProxy, proxied_port
 from tests.support.reading import create_topic, settled_ends, transaction_of, wait_until
 
 INVALID_PRODUCER_EPOCH = 47
@@ -107,7 +107,7 @@ def handle(session: TransactSession, target: str) -> Transaction:
 def holding(kafka: LocalKafka, each_way_ms: int) -> Iterator[HoldingProxy]:
     """In front of the broker, whose every byte takes so long behind it. A cut is noticed at once: the hardest case,
     because what a retry adds to a call is small then."""
-    upstream, listen_port = kafka.proxied_upstream, int(kafka.proxied_servers.rpartition(":")[2])
+    upstream, listen_port = kafka.proxied_upstream, proxied_port(kafka)
     with ExitStack() as stack:
         if each_way_ms:
             far = stack.enter_context(Delay(free_ports(1, [listen_port])[0], upstream, each_way_ms))

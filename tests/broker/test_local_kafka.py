@@ -62,8 +62,7 @@ def read(servers: str, topic: str, count: int) -> list[str]:
 
 
 def test_a_client_of_the_proxied_address_is_told_no_other(kafka: LocalKafka) -> None:
-    port = int(kafka.proxied_servers.rpartition(":")[2])
-    with HoldingProxy(port, kafka.proxied_upstream):
+    with HoldingProxy.before(kafka):
         admin = AdminClient({"bootstrap.servers": kafka.proxied_servers, "log_level": 0})
         (broker,) = admin.list_topics(timeout=DEADLINE_S).brokers.values()
     assert f"{broker.host}:{broker.port}" == kafka.proxied_servers != kafka.bootstrap_servers

@@ -468,8 +468,7 @@ def test_what_a_users_callback_raises_comes_out_of_the_loop_and_loses_nothing(ka
         told.append(str(error))
         raise LookupError(f"of the error callback: {error}")
 
-    port = int(kafka.proxied_servers.rpartition(":")[2])
-    with HoldingProxy(port, kafka.proxied_upstream) as proxy:
+    with HoldingProxy.before(kafka) as proxy:
         proxy.on(ApiKey.Fetch, Fault.CUT_AFTER, nth=2)
         # Nobody else fetches through the proxy.
         settings = {"bootstrap.servers": kafka.proxied_servers, "error_cb": fail, "eos.places.topic": ""}

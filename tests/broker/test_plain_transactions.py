@@ -103,9 +103,8 @@ def test_an_abort_that_the_coordinator_refuses_does_not_hide_the_blocks_error_an
     kafka: LocalKafka, settings: dict[str, object], topic: str
 ) -> None:
     """As when a block ends right behind its first send: EndTxn overtakes AddPartitionsToTxn, INVALID_TXN_STATE."""
-    port = int(kafka.proxied_servers.rpartition(":")[2])
     proxied = settings | {"bootstrap.servers": kafka.proxied_servers}
-    with HoldingProxy(port, kafka.proxied_upstream) as proxy, Transactions(proxied) as transactions:
+    with HoldingProxy.before(kafka) as proxy, Transactions(proxied) as transactions:
         swallowed = proxy.on(ApiKey.AddPartitionsToTxn, Fault.BLACKHOLE)
         with pytest.raises(ZeroDivisionError), transactions.begin() as txn:
             txn.send(topic, "never seen", partition=0)
@@ -217,9 +216,8 @@ def test_a_commit_that_is_refused_without_its_outcome_is_said_to_be_unknown_and_
     kafka: LocalKafka, settings: dict[str, object], topic: str
 ) -> None:
     """H1, row 5: a late EndTxn ends the next transaction; its own gets INVALID_TXN_STATE, which tells no outcome."""
-    port = int(kafka.proxied_servers.rpartition(":")[2])
     proxied = settings | {"bootstrap.servers": kafka.proxied_servers, "eos.replace.producer": "never"}
-    with HoldingProxy(port, kafka.proxied_upstream) as proxy, Transactions(proxied) as transactions:
+    with HoldingProxy.before(kafka) as proxy, Transactions(proxied) as transactions:
         late = proxy.on(ApiKey.EndTxn, Fault.LATE_COPY)
         with pytest.raises(ZeroDivisionError), transactions.begin() as txn:
             txn.send(topic, "aborted", partition=0)
@@ -300,8 +298,7 @@ def test_a_commit_that_a_signal_interrupted_does_not_end_the_transactions_behind
     kafka: LocalKafka, settings: dict[str, object], topic: str
 ) -> None:
     """Nobody knows whether it came to pass; the next one begins all the same."""
-    port = int(kafka.proxied_servers.rpartition(":")[2])
-    with HoldingProxy(port, kafka.proxied_upstream) as proxy:
+    with HoldingProxy.before(kafka) as proxy:
         name = str(settings["transactional.id"])
         with Transactions(settings | {"bootstrap.servers": kafka.proxied_servers}) as transactions:
             held = proxy.on(ApiKey.EndTxn, Fault.BLACKHOLE, transactional_id=name)

@@ -167,7 +167,7 @@ def test_a_member_that_joins_anew_unnoticed_commits_nothing_of_what_it_had(
     """
     pipeline = prepared(pipelines, kafka, 3_000, "cooperative-sticky")
     settings = PROTOCOLS["cooperative-sticky"] | {"transaction.timeout.ms": str(LONG_MS)}
-    with HoldingProxy(int(kafka.proxied_servers.rpartition(":")[2]), kafka.proxied_upstream) as proxy:
+    with HoldingProxy.before(kafka) as proxy:
         away = pipeline.worker("away", servers=kafka.proxied_servers, settings=settings, holds=[("flush", 3)])
         away.wait_at("flush", 3)
         pipeline.wait_state("Ongoing", instance="away")

@@ -425,8 +425,7 @@ def test_a_second_one_still_inside_its_init_is_not_taken_for_an_own_timeout(
 def test_a_second_one_that_died_inside_its_init_looks_like_an_own_timeout(
     broker: LocalKafka, producer: Start, topic: str, ask: Ask, names: Callable[[str], str]
 ) -> None:
-    port = int(broker.proxied_servers.rpartition(":")[2])
-    with HoldingProxy(port, broker.proxied_upstream) as proxy:
+    with HoldingProxy.before(broker) as proxy:
         raw = producer()
         raw.begin()
         raw.send(topic, "one")
@@ -513,10 +512,9 @@ def test_a_second_one_initialised_after_ours_timed_out_is_newer(producer: Start,
 def test_a_ghost_of_an_idle_producer_that_timed_out_is_a_ghost(kafka: LocalKafka, names: Callable[[str], str]) -> None:
     servers, name = kafka.bootstrap_servers, names("tx")
     topic = create_topic(servers, names("out"))
-    port = int(kafka.proxied_servers.rpartition(":")[2])
     with (
         ClusterAdmin(Settings({"bootstrap.servers": servers})) as admin,
-        HoldingProxy(port, kafka.proxied_upstream) as proxy,
+        HoldingProxy.before(kafka) as proxy,
         raw_producer(kafka.proxied_servers, name, transaction_timeout_ms=3_000, message_timeout_ms=3_000) as raw,
     ):
         late = proxy.on(ApiKey.AddPartitionsToTxn, Fault.LATE_COPY, transactional_id=name)
@@ -547,9 +545,8 @@ def test_an_epoch_that_our_own_client_took_after_records_timed_out_is_known_as_o
     fenced from the group right then (found by the failure matrix) must not take it for a newer instance's."""
     topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("tx")
     settings = Settings({"bootstrap.servers": kafka.proxied_servers, "message.timeout.ms": 1_500, "linger.ms": 0})
-    port = int(kafka.proxied_servers.rpartition(":")[2])
     producer = TransactionalProducer(settings, name)
-    with HoldingProxy(port, kafka.proxied_upstream) as proxy:
+    with HoldingProxy.before(kafka) as proxy:
         try:
             producer.start(time.monotonic() + 20)
             before = producer.identity()

@@ -36,6 +36,7 @@ from eos.broker.node import free_ports
 from eos.shim.wire import api
 from tests.shim.protecting import CLIENTS, Client, Confluent, producer_of
 from tests.shim.shims import RunningShim, start
+from tests.support.proxy import proxied_port
 from tests.support.reading import create_topic, settled_values, stable_offset
 
 TARGETS = {
@@ -258,7 +259,7 @@ class Run:
             LocalKafka(proxied_port=free_ports(1, taken=[told, own])[0]) as kafka,
             tempfile.TemporaryDirectory() as home,
         ):
-            port = int(kafka.proxied_servers.rpartition(":")[2])
+            port = proxied_port(kafka)
             self.mischief = [
                 Mischief("client side", told, ("127.0.0.1", own), rate, self.seed),
                 Mischief("broker side", port, kafka.proxied_upstream, rate, self.seed + 1),

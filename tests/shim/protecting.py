@@ -59,9 +59,8 @@ class Faulty:
 def faulty(kafka: LocalKafka, side: str, option: str, name: str) -> Iterator[Faulty]:
     """`side`: "client" puts the proxy between client and shim, "broker" between shim and broker."""
     if side == "broker":
-        port = int(kafka.proxied_servers.rpartition(":")[2])
         with (
-            HoldingProxy(port, kafka.proxied_upstream) as proxy,
+            HoldingProxy.before(kafka) as proxy,
             running(kafka.proxied_servers, option, "--log-level", "debug") as shim,
         ):
             yield Faulty(kafka, proxy, shim, shim.bootstrap_servers, name)

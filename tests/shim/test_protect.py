@@ -366,9 +366,8 @@ def test_kafka_python_has_an_epoch_per_transaction_with_several_partitions_per_r
     servers, name, group = kafka.bootstrap_servers, names("id"), names("g")
     source = create_topic(servers, names("in"))
     topics = [create_topic(servers, names(f"out{i}"), 3) for i in range(2)]
-    port = int(kafka.proxied_servers.rpartition(":")[2])
     with (
-        HoldingProxy(port, kafka.proxied_upstream) as proxy,
+        HoldingProxy.before(kafka) as proxy,
         running(kafka.proxied_servers, "--protect") as shim,
     ):
         producer = python_producer(shim.bootstrap_servers, name)

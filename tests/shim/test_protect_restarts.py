@@ -146,8 +146,7 @@ STEPS = [
 def test_a_shim_killed_at_a_step_costs_nothing_with_its_journal(
     kafka: LocalKafka, names: Names, options: tuple[str, ...], client_name: str, step: ApiKey, when: Fault
 ) -> None:
-    port = int(kafka.proxied_servers.rpartition(":")[2])
-    with HoldingProxy(port, kafka.proxied_upstream) as proxy:
+    with HoldingProxy.before(kafka) as proxy:
         shim = start(kafka.proxied_servers, *options)
         ledger = Ledger(kafka, CLIENTS[client_name], shim.bootstrap_servers, names("x"), seed=1)
         # The second one: the first transaction is committed.

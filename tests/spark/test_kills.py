@@ -70,7 +70,7 @@ def test_a_driver_killed_inside_a_step_loses_and_doubles_nothing(
     query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers, settings=WRITING[writing])
     query.create().load(RECORDS)
     ours = query.transactional_id
-    with HoldingProxy(int(kafka.proxied_servers.rpartition(":")[2]), kafka.proxied_upstream) as proxy:
+    with HoldingProxy.before(kafka) as proxy:
         if fault == "half produced":
             # Per batch four partitions and the marker: of the second batch's, the third is held.
             rule = proxy.on(ApiKey.Produce, Fault.HOLD_REQUEST, nth=8, transactional_id=ours)

@@ -121,7 +121,7 @@ def test_a_lost_request_or_answer_neither_loses_nor_doubles_a_record(
     nth: int, fault: Fault, kafka: LocalKafka, names: Names
 ) -> None:
     topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
-    with HoldingProxy(int(kafka.proxied_servers.rpartition(":")[2]), kafka.proxied_upstream) as proxy:
+    with HoldingProxy.before(kafka) as proxy:
         wire = connect(kafka.proxied_servers)
         transaction = Transaction(wire, name, 60_000, 30)
         transaction.init()
@@ -159,7 +159,7 @@ def test_the_coordinators_lost_answers_are_asked_for_again(
     api: ApiKey, fault: Fault, kafka: LocalKafka, names: Names
 ) -> None:
     topic, name = create_topic(kafka.bootstrap_servers, names("out")), names("id")
-    with HoldingProxy(int(kafka.proxied_servers.rpartition(":")[2]), kafka.proxied_upstream) as proxy:
+    with HoldingProxy.before(kafka) as proxy:
         wire = connect(kafka.proxied_servers)
         proxy.on(api, fault)
         transaction = Transaction(wire, name, 60_000, 30)

@@ -51,8 +51,7 @@ def test_an_executor_killed_in_mid_batch_loses_and_doubles_nothing(
     # Several tasks read one source partition each, on two executors: what a writing task fetches comes in any order.
     query = queries(kafka.bootstrap_servers, sink_servers=kafka.proxied_servers, min_partitions=11, settings=BY_TASKS)
     query.create(4).load(RECORDS)
-    port = int(kafka.proxied_servers.rpartition(":")[2])
-    with HoldingProxy(port, kafka.proxied_upstream) as proxy:
+    with HoldingProxy.before(kafka) as proxy:
         rule = proxy.on(ApiKey.Produce, Fault.HOLD_RESPONSE, nth=7, transactional_id=query.transactional_id)
         driver = drivers(query, master="local-cluster[2,1,700]", config=small())
         rule.wait(200)
@@ -60,7 +59,11 @@ def test_an_executor_killed_in_mid_batch_loses_and_doubles_nothing(
         assert len(executors) == 2
         for executor in executors:
             # The one whose Python worker waits for the answer, or both.
-            if any(c.raddr and c.raddr.port == port for p in executor.children(True) for c in p.net_connections()):
+            if any(
+                c.raddr and c.raddr.port == proxy.listen_port
+                for p in executor.children(True)
+                for c in p.net_connections()
+            ):
                 executor.kill()
         assert driver.wait() == 0, driver.tail()
     assert "begins anew" in driver.log.read_text()

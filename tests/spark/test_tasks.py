@@ -30,7 +30,7 @@ Queries = Callable[..., Query]
 @contextmanager
 def answer_held(kafka: LocalKafka, query: Query, spark: Any) -> Any:
     """The query runs, and one task of its second batch waits for an answer of a broker that has the records."""
-    with HoldingProxy(int(kafka.proxied_servers.rpartition(":")[2]), kafka.proxied_upstream) as proxy:
+    with HoldingProxy.before(kafka) as proxy:
         steps: list[str] = []
         rules: list[Rule] = []
         raised: list[BaseException] = []

@@ -8,7 +8,7 @@ an answer is ever rewritten. It must never change a byte, and must never delay w
 
 All state lives on one asyncio loop in a thread of its own; the methods tests call are synchronous and hop there.
 
-    with HoldingProxy(port, kafka.proxied_upstream) as proxy:
+    with HoldingProxy.before(kafka) as proxy:
         late = proxy.on(ApiKey.EndTxn, Fault.LATE_COPY, transactional_id=name)
         producer.commit_transaction()            # its first EndTxn is kept, the client's retry goes through
         producer.begin_transaction()
@@ -37,9 +37,10 @@ from kafka.protocol import producer as producer_protocol
 from kafka.protocol.api_header import ResponseClassRegistry
 from kafka.protocol.api_key import ApiKey
 
+from eos.broker import LocalKafka
 from tests.support.reading import TooSlow
 
-__all__ = ["Answer", "ApiKey", "Fault", "HoldingProxy", "Request", "Rule"]
+__all__ = ["Answer", "ApiKey", "Fault", "HoldingProxy", "Request", "Rule", "proxied_port"]
 
 T = TypeVar("T")
 
@@ -140,6 +141,11 @@ def _error_codes(node: Any) -> list[int]:
     ]
 
 
+def proxied_port(kafka: LocalKafka) -> int:
+    """Where a proxy in front of `kafka` has to listen."""
+    return int(kafka.proxied_servers.rpartition(":")[2])
+
+
 class Rule:
     """The handle of one fault: a latch that opens when its request was caught and dealt with.
 
@@ -234,6 +240,11 @@ class HoldingProxy:
         self._thread = threading.Thread(target=self._loop.run_forever, name="holding-proxy", daemon=True)
         # Bound and never listening: it keeps the port ours while `refuse` has closed the listener.
         self._guard: socket.socket | None = None
+
+    @classmethod
+    def before(cls, kafka: LocalKafka) -> HoldingProxy:
+        """Between `kafka` and the clients of its `proxied_servers`."""
+        return cls(proxied_port(kafka), kafka.proxied_upstream)
 
     def __enter__(self) -> HoldingProxy:
         self._guard = _bound(self.listen_port)
