@@ -190,14 +190,6 @@ def life(kafka: LocalKafka, tmp_path: Path, names: Names) -> Life:
     return Life(kafka, tmp_path, app, pattern=f"^{app}-in.*")
 
 
-def log_of(life: Life) -> str:
-    return (life.path / "worker.log").read_text()
-
-
-def wait_log(life: Life, text: str) -> None:
-    wait_until(f"the log says {text!r}", lambda: text in log_of(life), 60)
-
-
 def test_where_no_topic_matches_run_doctor_and_reset_end_with_69_and_the_pattern(
     kafka: LocalKafka, tmp_path: Path, names: Names
 ) -> None:
@@ -231,15 +223,13 @@ def test_what_matches_is_what_run_doctor_and_reset_see(life: Life) -> None:
 def test_two_workers_under_a_supervisor_take_a_topic_in(life: Life) -> None:
     life.load([b"a"])
     (port,) = free_ports(1)
-    with (life.path / "worker.log").open("wb") as stderr:
-        supervisor = life.start("--workers", "2", "--instance", "w", "--http-port", f"{port}", *POLL, stderr=stderr)
-    try:
+    with life.running("--workers", "2", "--instance", "w", "--http-port", f"{port}", *POLL) as supervisor:
         wait_until("its output", lambda: life.outputs() == [b"a"], 60)
         second = create_topic(life.servers, f"{life.input}-2", 2)
         for partition in range(2):
             life.load([b"b", b"c"], partition, second)
         wait_until("the new topic's outputs", lambda: len(life.outputs()) >= 5, 60)
-        wait_until("both workers know it", lambda: log_of(life).count(TAKEN) == 2, 60)
+        wait_until("both workers know it", lambda: life.log.count(TAKEN) == 2, 60)
         for partition in range(2):
             life.load([b"d"], partition, second)
         wait_until("all outputs", lambda: len(life.outputs()) >= 7, 60)
@@ -251,9 +241,7 @@ def test_two_workers_under_a_supervisor_take_a_topic_in(life: Life) -> None:
 
         everything = {(topic, partition) for topic in (life.input, second) for partition in range(2)}
         wait_until("the page shows every partition", lambda: lags() == everything, 30)
-    finally:
-        supervisor.terminate()
-        assert supervisor.wait(60) == 0, log_of(life)
+        life.stop(supervisor)
     assert life.settled() == [b"a", b"b", b"b", b"c", b"c", b"d", b"d"]
 
 
@@ -264,15 +252,13 @@ def test_a_topic_whose_dead_letters_have_no_topic_is_not_read_until_they_have(
     life = Life(kafka, tmp_path, app, pattern=f"^{app}-in.*", on_error="dlq")
     create_topic(life.servers, f"{life.input}.dlq")
     life.load([b"a"])
-    with (life.path / "worker.log").open("wb") as stderr:
-        worker = life.start("--instance", "one", *POLL, stderr=stderr)
-    try:
+    with life.running("--instance", "one", *POLL) as worker:
         wait_until("its output", lambda: life.outputs() == [b"a"], 60)
         second = create_topic(life.servers, f"{life.input}-2")
         life.load([b"b", POISON], topic=second)
-        wait_log(life, f"its topic of dead letters, {second}.dlq, does not exist")
-        shown = life.eos("doctor", "theapp.py:app", "--json")
-        assert f"its topic of dead letters, {second}.dlq, does not exist" in shown.stdout
+        sentence = f"its topic of dead letters, {second}.dlq, does not exist"
+        wait_until("the log says so", lambda: sentence in life.log, 60)
+        assert sentence in life.eos("doctor", "theapp.py:app", "--json").stdout
         third = f"{life.input}-3"
         for topic in (f"{third}.dlq", third):  # in this order: it never lacks anything
             create_topic(life.servers, topic)
@@ -283,10 +269,8 @@ def test_a_topic_whose_dead_letters_have_no_topic_is_not_read_until_they_have(
         wait_until("the second topic's output", lambda: life.outputs() == [b"a", b"b", b"c"], 60)
         dead = f"{second}.dlq"
         wait_until("its dead letter", lambda: visible_values(life.servers, dead) == {0: [POISON]}, 60)
-    finally:
-        worker.terminate()
-        assert worker.wait(60) == 0, log_of(life)
-    assert log_of(life).count("does not exist") == 1
+        life.stop(worker)
+    assert life.log.count("does not exist") == 1
 
 
 def test_dead_letters_of_new_topics_are_created_where_a_setting_says_so(
@@ -295,9 +279,7 @@ def test_dead_letters_of_new_topics_are_created_where_a_setting_says_so(
     app = names("app")
     life = Life(kafka, tmp_path, app, pattern=f"^{app}-in.*", on_error="dlq")
     life.load([b"a", POISON])
-    with (life.path / "worker.log").open("wb") as stderr:
-        worker = life.start("--instance", "one", "--create-topics", *POLL, stderr=stderr)
-    try:
+    with life.running("--instance", "one", "--create-topics", *POLL) as worker:
         wait_until("its output", lambda: life.outputs() == [b"a"], 60)
         second = create_topic(life.servers, f"{life.input}-2", 3)
         life.load([b"b", POISON], topic=second)
@@ -305,10 +287,8 @@ def test_dead_letters_of_new_topics_are_created_where_a_setting_says_so(
         for dead in (f"{life.input}.dlq", f"{second}.dlq"):
             values = wait_until("its dead letter", lambda dead=dead: _all(life, dead), 60)
             assert values == [POISON]
-    finally:
-        worker.terminate()
-        assert worker.wait(60) == 0, log_of(life)
-    assert "does not exist" not in log_of(life)
+        life.stop(worker)
+    assert "does not exist" not in life.log
     widths = AdminClient({"bootstrap.servers": life.servers}).list_topics(timeout=10).topics
     assert len(widths[f"{second}.dlq"].partitions) == 3
 
@@ -323,17 +303,12 @@ def test_a_topic_that_matched_and_is_deleted_ends_the_worker_as_a_named_one_and_
     life.load([b"a"])
     second = create_topic(life.servers, f"{life.input}-2")
     life.load([b"b"], topic=second)
-    with (life.path / "worker.log").open("wb") as stderr:
-        worker = life.start("--instance", "one", *POLL, stderr=stderr)
-    try:
+    with life.running("--instance", "one", *POLL) as worker:
         wait_until("its outputs", lambda: life.outputs() == [b"a", b"b"], 60)
         admin = AdminClient({"bootstrap.servers": life.servers})  # kept until it has answered
         admin.delete_topics([second])[second].result(30)
-        assert worker.wait(60) == 69, log_of(life)
-    finally:
-        worker.kill()
-        worker.wait(10)
-    assert second in log_of(life).splitlines()[-1]
+        assert worker.wait(60) == 69, life.log
+    assert second in life.log.splitlines()[-1]
     life.load([b"c"])
     assert life.run().returncode == 0
     assert life.settled() == [b"a", b"b", b"c"]

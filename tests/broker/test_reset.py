@@ -71,17 +71,14 @@ def test_what_is_no_record_to_a_reader_cannot_be_skipped(life: Life) -> None:
 
 def test_a_reset_is_refused_while_a_member_lives_and_names_it(life: Life) -> None:
     life.load([b"a"])
-    worker = life.start("--instance", "the-living")
-    try:
+    with life.running("--instance", "the-living") as worker:
         wait_until("its output", lambda: life.outputs() == [b"a"], 60)
         before = life.committed()
         refused = life.reset("--from", "earliest", "--yes")
         assert refused.returncode == 69
         assert f"group {life.app} has 1 member ({life.app}-the-living on 127.0.0.1): stop them first" in refused.stderr
         assert life.committed() == before
-    finally:
-        worker.terminate()
-        assert worker.wait(60) == 0
+        life.stop(worker)
     assert life.reset("--from", "earliest", "--yes").returncode == 0
     assert life.committed() == [0, 0]
 
@@ -146,23 +143,15 @@ def test_an_app_whose_sources_changed_reads_the_new_ones_and_no_others_right_aft
     file = life.path / "theapp.py"
     before = file.read_text()
     life.load([b"a"])
-    worker = life.start("--instance", "one", *more)
-    try:
+    with life.running("--instance", "one", *more):
         wait_until("its output", lambda: life.outputs() == [b"a"], 60)
-    finally:
-        worker.kill()
-        worker.wait(10)
     for value, sources in ((b"b", [first, second]), (b"c", [second])):
         file.write_text(before.replace(repr(first), repr(sources)))
         life.load([value], topic=second)
         life.load([b"not read" if first not in sources else value], topic=first)
         wanted = [*life.outputs(), *[value] * len(sources)]
-        worker = life.start("--instance", "one", *more)
-        try:
+        with life.running("--instance", "one", *more):
             wait_until("the outputs of both", lambda wanted=wanted: life.outputs() == wanted, 60)  # type: ignore[misc]
-        finally:
-            worker.kill()
-            worker.wait(10)
 
 
 def test_a_topic_made_anew_while_no_worker_runs_is_read_from_its_beginning(life: Life) -> None:
@@ -178,17 +167,11 @@ def test_a_topic_made_anew_while_no_worker_runs_is_read_from_its_beginning(life:
 def test_a_topic_made_anew_under_a_running_worker_stops_it_with_66(records: int, life: Life) -> None:
     """With more records than before the client would go on in the middle of the new topic, and say nothing."""
     life.load([b"a", b"b", b"c"])
-    log = life.path / "worker.log"
-    with log.open("wb") as stderr:
-        worker = life.start("--instance", "one", stderr=stderr)
-    try:
+    with life.running("--instance", "one") as worker:
         wait_until("its outputs", lambda: len(life.outputs()) == 3, 60)
         life.make_input_anew([b"new"] * records)
-        assert worker.wait(60) == 66, log.read_text()
-        assert "eos: the input is gone: " in log.read_text()
-    finally:
-        worker.kill()
-        worker.wait(10)
+        assert worker.wait(60) == 66, life.log
+        assert "eos: the input is gone: " in life.log
     assert life.reset("--from", "earliest", "--yes", "--wait", "30").returncode == 0
     assert life.run().returncode == 0
     assert life.settled().count(b"new") >= records

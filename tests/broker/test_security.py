@@ -17,6 +17,7 @@ import pytest
 from confluent_kafka import Producer
 
 from tests.support import forked
+from tests.support.life import until_killed
 from tests.support.reading import create_topic, settled_ends, took_under, visible_values, wait_until
 from tests.support.secure import ALICE, SecureKafka, make_pki, secure_kafka
 
@@ -247,9 +248,7 @@ def test_a_right_that_is_withdrawn_while_a_worker_runs_stops_it_with_77_and_the_
     log = case.directory / "worker.log"
     (case.directory / "eos.toml").write_text("\n".join(f"{json.dumps(n)} = {json.dumps(v)}" for n, v in PLAIN.items()))
     where = ["--bootstrap-servers", case.kafka.servers["SASL"]]
-    with log.open("wb") as stderr:
-        command = ["eos", "run", "theapp.py:app", "--instance", "one", *where]
-        worker = forked.Popen[bytes](command, cwd=case.directory, stderr=stderr)
+    command = ["eos", "run", "theapp.py:app", "--instance", "one", *where]
     producer = Producer({"bootstrap.servers": case.kafka.servers["PLAINTEXT"]})
 
     def ended() -> bool:
@@ -257,14 +256,11 @@ def test_a_right_that_is_withdrawn_while_a_worker_runs_stops_it_with_77_and_the_
         assert producer.flush(30) == 0
         return worker.poll() is not None
 
-    try:
+    with log.open("wb") as stderr, until_killed(forked.Popen(command, cwd=case.directory, stderr=stderr)) as worker:
         wait_until("outputs", lambda: len(case.outputs()) >= 5, 60)
         kind, name, sentence = resource(case, which)
         assert case.kafka.withdraw(kind, name) == 1
         wait_until("the worker's end", ended, 60)
-    finally:
-        worker.kill()
-        worker.wait(10)
     words = log.read_text().splitlines()[-1]
     assert worker.returncode == 77, words
     assert sentence.split(":")[0] in words

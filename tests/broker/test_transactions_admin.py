@@ -22,6 +22,7 @@ from eos.kafka.settings import Settings
 from eos.kafka.transactions import Verdict, abort_hanging, find_open, partition_of
 from tests.support import forked
 from tests.support.hanging import NO_VERIFICATION, commit_offset_late, produce_late
+from tests.support.life import until_killed
 from tests.support.raw import RawProducer, raw_producer
 from tests.support.reading import (
     create_topic,
@@ -250,9 +251,7 @@ def test_a_worker_that_waits_for_a_hanging_offset_names_it_and_the_command_and_g
     )
     log = tmp_path / "worker.log"
     command = ["eos", "run", "theapp.py:app", "--until-end", "--bootstrap-servers", servers]
-    with log.open("wb") as stderr:
-        worker = forked.Popen[bytes](command, cwd=tmp_path, stderr=stderr)
-    try:
+    with log.open("wb") as stderr, until_killed(forked.Popen(command, cwd=tmp_path, stderr=stderr)) as worker:
         wait_until("the cause", lambda: "because=" in log.read_text() or worker.poll() is not None, 60)
         said = log.read_text()
         assert worker.poll() is None, said
@@ -263,7 +262,4 @@ def test_a_worker_that_waits_for_a_hanging_offset_names_it_and_the_command_and_g
             for hanging in find_open(admin, [OFFSETS_LOG]):
                 abort_hanging(admin, hanging)
         assert worker.wait(60) == 0, log.read_text()
-    finally:
-        worker.kill()
-        worker.wait(10)
     assert settled_values(servers, names("out")) == {0: [b"waits"]}

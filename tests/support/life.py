@@ -6,7 +6,8 @@ It must never import the worker: every command is a process of its own, as a use
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -57,6 +58,21 @@ class Life:
         command = ["eos", "run", "theapp.py:app", *more, "--bootstrap-servers", self.servers]
         return forked.Popen(command, cwd=self.path, stderr=stderr)
 
+    @contextmanager
+    def running(self, *more: str) -> Iterator[subprocess.Popen[bytes]]:
+        """As `start`; what it says is its `log`. If it still runs at the end, it is killed."""
+        with (self.path / "worker.log").open("wb") as stderr, until_killed(self.start(*more, stderr=stderr)) as worker:
+            yield worker
+
+    @property
+    def log(self) -> str:
+        return (self.path / "worker.log").read_text()
+
+    def stop(self, worker: subprocess.Popen[bytes]) -> None:
+        """SIGTERM; it must end with 0."""
+        worker.terminate()
+        assert worker.wait(60) == 0, self.log
+
     def make_input_anew(self, values: Sequence[bytes]) -> None:
         admin = AdminClient({"bootstrap.servers": self.servers})
 
@@ -102,3 +118,13 @@ class Life:
         found = consumer.committed([TopicPartition(self.input, p) for p in range(2)], timeout=15)
         consumer.close()
         return [max(tp.offset, -1) for tp in found]
+
+
+@contextmanager
+def until_killed(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """If it still runs at the end, it is killed."""
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(10)
