@@ -23,6 +23,7 @@ from eos.records import Record
 from eos.testing.history import committed_offsets
 from eos.worker import replay
 from tests.support import forked
+from tests.support.killed import KILLED
 from tests.support.reading import configure, create_topic, settled_records, visible_records
 
 Names = Callable[[str], str]
@@ -45,23 +46,6 @@ def apologise(value: str) -> str:
 @app.process({large!r}, to={out!r})
 def far_too_large(value: str) -> str:
     return value * (1_000_000 if value == "bad 1" else 1)
-"""
-# The replay, killed before or behind the n-th call of one step of its transactions.
-KILLED = """
-import os, signal, sys
-from eos import cli
-from eos.session.producer import TransactionalProducer as producer
-step, when, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
-call, calls = getattr(producer, step), []
-def killing(self, *arguments):
-    calls.append(1)
-    if len(calls) == number and when == "before":
-        os.kill(os.getpid(), signal.SIGKILL)
-    call(self, *arguments)
-    if len(calls) == number:
-        os.kill(os.getpid(), signal.SIGKILL)
-setattr(producer, step, killing)
-sys.exit(cli.invoke(sys.argv[4:]))
 """
 
 

@@ -24,6 +24,7 @@ from eos.app.cells import named
 from eos.broker import LocalKafka
 from eos.testing.verify import verify
 from tests.support import forked
+from tests.support.killed import KILLED
 from tests.support.reading import configure, create_topic, settled_records, visible_records, wait_until
 from tests.support.stepping_worker import counter_of
 
@@ -106,26 +107,6 @@ def count(value: str, seen: State[int], ever: State[int]) -> str:
     ever.set(ever.get(0) + 1)
     seen.set(seen.get(0) + 1)
     return f"{{seen.get()}} of {{ever.get()}}"
-"""
-# A worker that is killed before or behind the n-th call of a step.
-KILLED = """
-import os, signal, sys
-from eos import cli
-from eos.session.producer import TransactionalProducer
-from eos.state.keeper import Keeper
-step, when, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
-owner = Keeper if hasattr(Keeper, step) else TransactionalProducer
-call, calls = getattr(owner, step), []
-def killing(self, *arguments, **more):
-    calls.append(1)
-    if len(calls) == number and when == "before":
-        os.kill(os.getpid(), signal.SIGKILL)
-    result = call(self, *arguments, **more)
-    if len(calls) == number:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return result
-setattr(owner, step, killing)
-sys.exit(cli.invoke(sys.argv[4:]))
 """
 # A worker that does not learn how some of its commits ended: they came to pass, or they never arrived.
 UNKNOWN = """

@@ -1,0 +1,27 @@
+"""The `eos` program that kills itself at a step of its transactions.
+
+`-c KILLED STEP before|behind N ARGUMENT...`: before or behind the N-th call of that method of its producer or of what
+keeps its state.
+"""
+
+from __future__ import annotations
+
+KILLED = """
+import os, signal, sys
+from eos import cli
+from eos.session.producer import TransactionalProducer
+from eos.state.keeper import Keeper
+step, when, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
+owner = Keeper if hasattr(Keeper, step) else TransactionalProducer
+call, calls = getattr(owner, step), []
+def killing(self, *arguments, **more):
+    calls.append(1)
+    if len(calls) == number and when == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    result = call(self, *arguments, **more)
+    if len(calls) == number:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+setattr(owner, step, killing)
+sys.exit(cli.invoke(sys.argv[4:]))
+"""
