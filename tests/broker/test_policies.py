@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from tests.support.reading import configure, create_topics, wait_until
 from tests.support.stepping_worker import is_poison
 
 if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
-    from tests.support.pipeline import Pipeline, Pipelines, WorkerProcess
+    from tests.support.pipeline import Pipeline, Pipelines
 pytest_plugins = ["tests.support.pipeline"]
 
 EVERY = 10
@@ -119,13 +118,6 @@ def one_of_many(place: Place) -> bool:
     return is_poison(place[2], EVERY)
 
 
-def assert_ended(worker: WorkerProcess, code: int, *said: str) -> None:
-    assert worker.wait() == code, worker.last_words
-    for part in said:
-        assert part in worker.last_words, f"{part!r} is missing in: {worker.last_words}"
-    assert "internal error" not in worker.log
-
-
 # A worker that is killed between dead letters.
 
 
@@ -215,7 +207,7 @@ def test_a_dead_letter_that_is_refused_too_stops_the_worker_with_65(kafka: Local
     letters = with_dead_letters(pipeline, max_bytes=100)
     topic, partition, offset = place = pipeline.record((pipeline.sources[0], 1), 50)
     worker = pipeline.worker(on_error="dlq", raise_at=place)
-    assert_ended(worker, POISON, f"{topic}[{partition}]@{offset}", "DeadLetterRefused", "MSG_SIZE_TOO_LARGE")
+    worker.assert_ended(POISON, f"{topic}[{partition}]@{offset}", "DeadLetterRefused", "MSG_SIZE_TOO_LARGE")
     judge(pipeline, letters, lambda at: at == place, dead=True, complete=False)
     assert pipeline.committed()[topic, partition] <= offset
     for name in letters:
@@ -273,21 +265,13 @@ def test_a_function_slower_than_the_poll_interval_ends_with_78_that_names_both_s
     place = pipeline.record((pipeline.sources[0], 1), 20)
     settings = {"session.timeout.ms": "6000", "max.poll.interval.ms": "6000", "transaction.timeout.ms": "30000"}
     worker = pipeline.worker(slow_at=(*place, 8.0), settings=settings)
-    assert_ended(worker, CONFIGURATION, "max.poll.interval.ms=6000", f"{place[0]}[{place[1]}]@{place[2]}")
+    worker.assert_ended(CONFIGURATION, "max.poll.interval.ms=6000", f"{place[0]}[{place[1]}]@{place[2]}")
     assert pipeline.committed()[place[0], place[1]] == place[2], "what came before it is committed"
     pipeline.finish()
     pipeline.verify()
 
 
 # Whole programs, as users write them.
-
-
-def eos_run(pipeline: Pipeline, source: str, *arguments: str) -> WorkerProcess:
-    path = Path(pipeline.directory) / "given.py"
-    names = {"app": pipeline.app, "sources": pipeline.sources, "destinations": pipeline.destinations}
-    path.write_text(source.format(**names))
-    given = ("--instance", "one", "--bootstrap-servers", pipeline.servers, "--until-end")
-    return pipeline.eos("run", f"{path}:app", *given, *arguments)
 
 
 TYPED = """
@@ -310,7 +294,7 @@ def test_an_input_that_does_not_decode_is_its_own_dead_letter_with_where_and_why
 ) -> None:
     pipeline = pipelines.on(kafka, 60)  # each value is b"input", which is no JSON
     letters = with_dead_letters(pipeline)
-    assert_ended(eos_run(pipeline, TYPED), 0)
+    pipeline.program(TYPED, "--until-end").assert_ended(0)
     assert judge_dead(pipeline, letters) == 60
     settings = {
         "bootstrap.servers": pipeline.servers,
@@ -397,8 +381,8 @@ def test_batch_and_async_functions_that_fail_on_some_records_keep_all_others_and
 ) -> None:
     pipeline = pipelines.on(kafka, 900)
     letters = with_dead_letters(pipeline)
-    worker = eos_run(pipeline, program)
-    assert_ended(worker, 0)
+    worker = pipeline.program(program, "--until-end")
+    worker.assert_ended(0)
     assert judge(pipeline, letters, one_of_many, dead=True) > 50
     if program is ASYNC:
         worker.wait_line("opened")
@@ -422,9 +406,9 @@ def connect():
 def test_a_start_hook_that_raises_ends_the_run_with_75_and_the_users_own_frames(
     kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
-    worker = eos_run(pipelines.on(kafka), CANNOT_START)
-    assert_ended(worker, 75, "on_start: connect raised OSError: the database is away")
-    assert "given.py" in worker.log
+    worker = pipelines.on(kafka).program(CANNOT_START, "--until-end")
+    worker.assert_ended(75, "on_start: connect raised OSError: the database is away")
+    assert "program.py" in worker.log
     assert "in connect" in worker.log
     assert "eos/worker/worker.py" not in worker.log
 
@@ -458,7 +442,7 @@ def test_outputs_too_large_and_to_a_partition_that_does_not_exist_are_found_in_a
 ) -> None:
     pipeline = pipelines.on(kafka, 900)
     letters = with_dead_letters(pipeline)
-    assert_ended(eos_run(pipeline, REFUSED.replace("{batch}", str(batch))), 0)
+    pipeline.program(REFUSED.replace("{batch}", str(batch)), "--until-end").assert_ended(0)
 
     def refused(place: Place) -> bool:
         return place[1] == 1 and place[2] % 100 in (7, 8)
@@ -474,7 +458,7 @@ def test_a_topic_of_dead_letters_that_is_missing_is_exit_69_before_the_first_rec
 ) -> None:
     pipeline = pipelines.on(kafka, 10)
     missing = ", ".join(f"{source}.dlq" for source in pipeline.sources)
-    assert_ended(eos_run(pipeline, TYPED), UNAVAILABLE, f"topics {missing} do not exist at ")
+    pipeline.program(TYPED, "--until-end").assert_ended(UNAVAILABLE, f"topics {missing} do not exist at ")
     assert pipeline.committed() == {}
 
 
@@ -499,12 +483,12 @@ def test_async_functions_that_do_not_end_are_given_up_at_the_second_signal(
     kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(kafka, 60)
-    worker = eos_run(pipeline, STUCK, "-X", "transaction.timeout.ms=60000")
+    worker = pipeline.program(STUCK, "--until-end", "-X", "transaction.timeout.ms=60000")
     worker.wait_line("STUCK")
     worker.terminate()
     worker.wait_log("stopping")
     worker.terminate()
-    assert_ended(worker, TEMPORARY, "the stop took too long")
+    worker.assert_ended(TEMPORARY, "the stop took too long")
     pipeline.wait_not_open(timeout_s=5)
     assert pipeline.committed() == {}
 
@@ -530,8 +514,8 @@ def test_verify_takes_a_skipped_record_for_a_filtered_one_and_a_dead_letter_for_
 ) -> None:
     pipeline = pipelines.on(kafka, 900)
     letters = with_dead_letters(pipeline)
-    worker = eos_run(pipeline, LINEAGE, "-X", "eos.lineage=true")
-    assert_ended(worker, 0)
+    worker = pipeline.program(LINEAGE, "--until-end", "-X", "eos.lineage=true")
+    worker.assert_ended(0)
     failing = {
         number: sum(t == number and one_of_many(("", p, o)) for t, p, o in pipeline._loaded) for number in (0, 1)
     }

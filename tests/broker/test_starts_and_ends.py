@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,7 +21,7 @@ from eos.session.participants import Listener
 from tests.support.reading import configure, took_under, wait_until
 
 if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
-    from tests.support.pipeline import Pipeline, Pipelines, WorkerProcess
+    from tests.support.pipeline import Pipelines
 pytest_plugins = ["tests.support.pipeline"]
 
 LATEST = {"auto.offset.reset": "latest"}
@@ -38,25 +37,6 @@ app = App({app!r})
 def copy(record: Record) -> Out:
     return Out(record.value)
 """
-
-
-def eos_run(
-    pipeline: Pipeline, *arguments: str, sources: list[str] | None = None, destinations: list[str] | None = None
-) -> WorkerProcess:
-    """`eos run` of an App that is written to a file, as a user would."""
-    path = Path(pipeline.directory) / "copying.py"
-    topics = {"sources": sources or pipeline.sources, "destinations": destinations or pipeline.destinations}
-    path.write_text(APP.format(app=pipeline.app, **topics))
-    given = () if "--bootstrap-servers" in arguments else ("--bootstrap-servers", pipeline.servers)
-    return pipeline.eos("run", f"{path}:app", "--instance", "one", *given, *arguments)
-
-
-def assert_ended(worker: WorkerProcess, code: int, *said: str) -> None:
-    """It ended with this code and one sentence that names all of `said`; no traceback of ours."""
-    assert worker.wait() == code, worker.last_words
-    for part in said:
-        assert part in worker.last_words, f"{part!r} is missing in: {worker.last_words}"
-    assert "internal error" not in worker.log
 
 
 # Where it begins.
@@ -100,7 +80,7 @@ def test_a_committed_offset_that_is_gone_stops_the_worker_with_66(kafka: LocalKa
     low = pipeline.record(place, -5)[2]
     pipeline.delete_before(place, low)
     worker = pipeline.worker(until_end=True)
-    assert_ended(worker, INPUT_GONE, f"{place[0]}[2]", f"offset {committed[place]}", f"holds {low} to ")
+    worker.assert_ended(INPUT_GONE, f"{place[0]}[2]", f"offset {committed[place]}", f"holds {low} to ")
     after = pipeline.committed()
     assert after[place] == committed[place], "it was not reset"
 
@@ -219,7 +199,7 @@ def test_a_stop_that_takes_too_long_gives_the_transaction_up_and_exits_75(
     worker.wait_log("stopping")
     if how == "a-second-sigterm":
         worker.terminate()
-    assert_ended(worker, TEMPORARY, "the stop took too long")
+    worker.assert_ended(TEMPORARY, "the stop took too long")
     pipeline.wait_not_open(timeout_s=5)  # it aborted the transaction itself, long before its timeout
     pipeline.verify(complete=False)
     pipeline.finish()
@@ -235,13 +215,13 @@ def test_a_function_that_raises_stops_the_worker_with_65_just_before_its_record(
     pipeline = pipelines.on(kafka, 900)
     topic, partition, offset = poison = pipeline.record((pipeline.sources[0], 1), 70)
     worker = pipeline.worker(raise_at=poison)
-    assert_ended(worker, POISON, f"{topic}[{partition}]@{offset}", "ValueError: this record is poison")
+    worker.assert_ended(POISON, f"{topic}[{partition}]@{offset}", "ValueError: this record is poison")
     assert 'raise ValueError("this record is poison")' in worker.log, "the user's own frames are shown"
     before = pipeline.record((topic, partition), 69)[2]
     assert before < pipeline.committed()[topic, partition] <= offset
     pipeline.verify(complete=False)
     again = pipeline.worker(raise_at=poison)
-    assert_ended(again, POISON, f"{topic}[{partition}]@{offset}")
+    again.assert_ended(POISON, f"{topic}[{partition}]@{offset}")
     assert before < pipeline.committed()[topic, partition] <= offset
     pipeline.finish()
     pipeline.verify()
@@ -258,7 +238,7 @@ def test_an_output_that_is_too_large_stops_the_worker_with_65_naming_the_input(
     size = 2_000_000 if refused_by == "the-client" else 200_000
     topic, partition, offset = place = pipeline.record((pipeline.sources[0], 1), 70)
     worker = pipeline.worker(large_at=(*place, size))
-    assert_ended(worker, POISON, f"{topic}[{partition}]@{offset}", "MSG_SIZE_TOO_LARGE")
+    worker.assert_ended(POISON, f"{topic}[{partition}]@{offset}", "MSG_SIZE_TOO_LARGE")
     pipeline.verify(complete=False)
     before = pipeline.record((topic, partition), 69)[2]
     assert before < pipeline.committed()[topic, partition] <= offset
@@ -276,10 +256,10 @@ def test_a_topic_that_does_not_exist_is_exit_69_with_its_name(
     pipeline = pipelines.on(kafka)
     missing = f"{pipeline.app}-missing"
     if role == "source":
-        worker = eos_run(pipeline, sources=[pipeline.sources[0], missing])
+        worker = pipeline.program(APP, sources=[pipeline.sources[0], missing])
     else:
-        worker = eos_run(pipeline, destinations=[pipeline.destinations[0], missing])
-    assert_ended(worker, UNAVAILABLE, f"topic {missing} does not exist")
+        worker = pipeline.program(APP, destinations=[pipeline.destinations[0], missing])
+    worker.assert_ended(UNAVAILABLE, f"topic {missing} does not exist")
     assert missing not in pipeline.admin.list_topics(timeout=10).topics
 
 
@@ -297,8 +277,8 @@ def test_a_cluster_that_cannot_be_reached_is_exit_69_in_time(
     pipeline = pipelines.on(kafka)
     nobody = f"127.0.0.1:{free_ports(1)[0]}"
     began = time.monotonic()
-    worker = eos_run(pipeline, "--bootstrap-servers", nobody, *arguments)
-    assert_ended(worker, UNAVAILABLE, nobody, "cannot be reached")
+    worker = pipeline.program(APP, "--bootstrap-servers", nobody, *arguments)
+    worker.assert_ended(UNAVAILABLE, nobody, "cannot be reached")
     took_under(limit_s, began, "the worker of a cluster that is not there")
 
 
@@ -319,4 +299,4 @@ def test_a_setting_that_would_break_exactly_once_is_exit_78_with_its_name(
     setting: str, kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(kafka)
-    assert_ended(eos_run(pipeline, "-X", setting), CONFIGURATION, setting.partition("=")[0])
+    pipeline.program(APP, "-X", setting).assert_ended(CONFIGURATION, setting.partition("=")[0])

@@ -96,7 +96,7 @@ def test_what_is_remembered_on_spark_is_what_a_worker_remembers_also_behind_a_ki
         target = spark_runs.app(REMEMBERING, f"on_{engine}.py", **names)
         if engine == "worker":
             go_on.touch()
-            assert spark_runs.worker(target, "--until-end", "-X", "eos.state.dir=").wait(SPARK_S) == 0
+            assert spark_runs.worker(target, "--until-end", "-X", "eos.state.dir=").wait() == 0
         else:
             run_killed_in_a_batch(spark_runs, target, go_on)
         found[engine] = by_input(spark_runs, to)
@@ -114,7 +114,7 @@ def run_killed_in_a_batch(runs: SparkRuns, target: str, go_on: Path) -> None:
     go_on.touch()
     runs.wait_for_jvms()
     run = runs.spark(target, *arguments)
-    assert run.wait(SPARK_S) == 0, run.log[-3_000:]
+    assert run.wait() == 0, run.log[-3_000:]
     assert run.log.count("batch committed") > 1
 
 

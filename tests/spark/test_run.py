@@ -137,14 +137,6 @@ def sources(messages: list[Message]) -> dict[str, list[int]]:
     return found
 
 
-def assert_ended(run: WorkerProcess, code: int, *said: str) -> None:
-    """It ended with this code and one sentence that names all of `said`; no traceback of ours."""
-    assert run.wait(SPARK_S) == code, run.log[-3_000:]
-    for part in said:
-        assert part in run.last_words, f"{part!r} is missing in: {run.last_words}"
-    assert "internal error" not in run.log
-
-
 def values_of(found: Mapping[int, list[Message]]) -> list[bytes | None]:
     return [message.value() for messages in found.values() for message in messages]
 
@@ -170,7 +162,7 @@ def test_an_app_on_spark_gives_exactly_the_outputs_of_the_worker(spark_runs: Spa
         start = spark_runs.worker if engine == "worker" else spark_runs.spark
         # Small micro-batches, so that there are several.
         run = start(target, "--until-end", "-X", "eos.transaction.max.records=5000")
-        assert run.wait(SPARK_S) == 0, run.log[-3_000:]
+        assert run.wait() == 0, run.log[-3_000:]
     compared = 0
     for theirs, ours in zip(outputs["worker"], outputs["spark"], strict=True):
         expected, found = spark_runs.settled(theirs), spark_runs.settled(ours)
@@ -203,7 +195,7 @@ def test_a_driver_killed_in_an_open_transaction_is_started_again_and_nothing_is_
     else:
         raise TooSlow("no kill of three hit an open transaction, and there is not enough left to do")
     run = spark_runs.spark(app, *arguments)
-    assert run.wait(SPARK_S) == 0, run.log[-3_000:]
+    assert run.wait() == 0, run.log[-3_000:]
     found = spark_runs.settled(target)
     assert sorted(values_of(found)) == sorted(b"%d" % n for n in range(300_000))
     for messages in found.values():
@@ -224,7 +216,7 @@ def test_a_poison_record_stops_with_65_a_stop_ends_its_batch_and_input_that_is_g
     spark_runs.load(source, values)
     app = copying(spark_runs, source, target)
     run = spark_runs.spark(app, "--until-end")
-    assert_ended(run, POISON, f"copy failed on {source}[1]@233: ValueError: this one is bad")
+    run.assert_ended(POISON, f"copy failed on {source}[1]@233: ValueError: this one is bad")
     assert "app_of_test.py" in run.log, "the user's own frame is missing"
     assert "spark_connector" not in run.log.split("query starts", 1)[1]
     assert values_of(spark_runs.settled(target)) == [], "of its batch nothing is visible"
@@ -235,15 +227,15 @@ def test_a_poison_record_stops_with_65_a_stop_ends_its_batch_and_input_that_is_g
     busy = spark_runs.spark(app, "-X", "eos.transaction.max.records=500")
     busy.wait_log("batch committed", SPARK_S, count=2)
     busy.terminate()  # most likely in the middle of a batch
-    assert busy.wait(SPARK_S) == 0, busy.log[-3_000:]
+    assert busy.wait() == 0, busy.log[-3_000:]
 
-    assert spark_runs.spark(app, "--until-end").wait(SPARK_S) == 0
+    assert spark_runs.spark(app, "--until-end").wait() == 0
     assert sorted(values_of(spark_runs.settled(target))) == sorted(values + more)
 
     spark_runs.load(source, [b"%d" % n for n in range(600)])
     spark_runs.delete_before(source, 1, 2_150)
     gone = spark_runs.spark(app, "--until-end")
-    assert_ended(gone, INPUT_GONE, "the input at the checkpoint's offset is gone", source)
+    gone.assert_ended(INPUT_GONE, "the input at the checkpoint's offset is gone", source)
     assert len(values_of(spark_runs.settled(target))) == 6_000
 
 
@@ -251,9 +243,9 @@ def test_a_lost_checkpoint_is_refused_with_78_instead_of_doubling_everything(spa
     source, target = spark_runs.topic("in"), spark_runs.topic("out")
     spark_runs.load(source, [b"%d" % n for n in range(300)])
     app = copying(spark_runs, source, target)
-    assert spark_runs.spark(app, "--until-end").wait(SPARK_S) == 0
+    assert spark_runs.spark(app, "--until-end").wait() == 0
     shutil.rmtree(spark_runs.directory / "checkpoint")
-    assert_ended(spark_runs.spark(app, "--until-end"), CONFIGURATION, "new checkpoint")
+    spark_runs.spark(app, "--until-end").assert_ended(CONFIGURATION, "new checkpoint")
     assert len(values_of(spark_runs.settled(target))) == 300
 
 
@@ -261,16 +253,16 @@ def test_what_is_wrong_is_said_in_one_sentence_before_spark_starts(spark_runs: S
     source = spark_runs.topic("in")
     missing = f"{spark_runs.prefix}-missing"
     app = copying(spark_runs, source, missing)
-    assert_ended(spark_runs.spark(app), UNAVAILABLE, f"topic {missing} does not exist")
+    spark_runs.spark(app).assert_ended(UNAVAILABLE, f"topic {missing} does not exist")
     target = create_topic(spark_runs.servers, f"{spark_runs.prefix}-there")
     app = copying(spark_runs, source, target)
-    assert_ended(spark_runs.spark(app, "-X", "isolation.level=read_uncommitted"), CONFIGURATION, "isolation.level")
-    assert_ended(spark_runs.spark(app, "-X", "eos.lineage=true"), CONFIGURATION, "eos.lineage")
-    assert_ended(spark_runs.spark(app, "--option", "failOnDataLoss=false"), CONFIGURATION, "failOnDataLoss")
-    assert_ended(spark_runs.spark(app, "-X", "ssl.ca.location=/nowhere.pem"), CONFIGURATION, "/nowhere.pem")
-    assert_ended(spark_runs.eos("spark", "run", app, "--master", "spark://127.0.0.1:1"), USAGE, "--checkpoint")
+    spark_runs.spark(app, "-X", "isolation.level=read_uncommitted").assert_ended(CONFIGURATION, "isolation.level")
+    spark_runs.spark(app, "-X", "eos.lineage=true").assert_ended(CONFIGURATION, "eos.lineage")
+    spark_runs.spark(app, "--option", "failOnDataLoss=false").assert_ended(CONFIGURATION, "failOnDataLoss")
+    spark_runs.spark(app, "-X", "ssl.ca.location=/nowhere.pem").assert_ended(CONFIGURATION, "/nowhere.pem")
+    spark_runs.eos("spark", "run", app, "--master", "spark://127.0.0.1:1").assert_ended(USAGE, "--checkpoint")
     dead = ("--bootstrap-servers", "127.0.0.1:1", "-X", "eos.startup.timeout.ms=1000")
-    assert_ended(spark_runs.spark(app, *dead), UNAVAILABLE, "127.0.0.1:1 cannot be reached")
+    spark_runs.spark(app, *dead).assert_ended(UNAVAILABLE, "127.0.0.1:1 cannot be reached")
     sinkless = spark_runs.app(
         """
         from eos import App, Record
@@ -281,7 +273,7 @@ def test_what_is_wrong_is_said_in_one_sentence_before_spark_starts(spark_runs: S
         "sinkless.py",
         source=source,
     )
-    assert_ended(spark_runs.spark(sinkless), CONFIGURATION, "names a destination")
+    spark_runs.spark(sinkless).assert_ended(CONFIGURATION, "names a destination")
 
 
 def test_an_executor_runs_an_app_without_a_kafka_client_of_the_driver(tmp_path: Path) -> None:
@@ -315,7 +307,7 @@ def test_what_the_executors_python_lacks_is_named(spark_runs: SparkRuns) -> None
     python = python_without(["pyarrow"], spark_runs.directory / "python")
     environment = {"PYSPARK_PYTHON": python, "PYTHONPATH": str(REPOSITORY)}
     run = spark_runs.spark(copying(spark_runs, source, target), "--until-end", environment=environment)
-    assert_ended(run, CONFIGURATION, "the executors' Python cannot do the work: No module named 'pyarrow': pip install")
+    run.assert_ended(CONFIGURATION, "the executors' Python cannot do the work: No module named 'pyarrow': pip install")
 
 
 def test_executors_of_a_cluster_get_the_app_and_this_package_from_the_driver(spark_runs: SparkRuns) -> None:
@@ -337,7 +329,7 @@ def test_executors_of_a_cluster_get_the_app_and_this_package_from_the_driver(spa
     spark_runs.load(source, [b"%d" % n for n in range(600)])
     # Two executors in processes of their own, each with a folder of its own.
     run = spark_runs.spark(app, "--until-end", "--master", "local-cluster[2,1,1024]", "--conf", "spark.cores.max=2")
-    assert run.wait(SPARK_S) == 0, run.log[-3_000:]
+    assert run.wait() == 0, run.log[-3_000:]
     values = [(value or b"").decode().split() for value in values_of(spark_runs.settled(target))]
     assert len(values) == 600
     for _, module, eos_file, connector_file in values:
@@ -353,8 +345,8 @@ def test_a_jvm_that_is_gone_is_exit_75_and_a_restart_repairs_it(spark_runs: Spar
     run = spark_runs.spark(app, "-X", "eos.transaction.max.records=500")
     run.wait_log("batch committed", SPARK_S)
     _jvm(run).kill()
-    assert_ended(run, TEMPORARY, "JVM is gone")
-    assert spark_runs.spark(app, "--until-end").wait(SPARK_S) == 0
+    run.assert_ended(TEMPORARY, "JVM is gone")
+    assert spark_runs.spark(app, "--until-end").wait() == 0
     assert sorted(values_of(spark_runs.settled(target))) == sorted(b"%d" % n for n in range(3_000))
 
 
@@ -384,10 +376,10 @@ def test_of_two_drivers_on_one_checkpoint_who_came_too_late_ends_with_79_and_the
     jvm.suspend()
     batch_by(in_time)
     jvm.resume()
-    assert_ended(too_late, FENCED, "another run of this query")
+    too_late.assert_ended(FENCED, "another run of this query")
     batch_by(in_time)
     in_time.terminate()
-    assert in_time.wait(SPARK_S) == 0, in_time.log[-3_000:]
+    assert in_time.wait() == 0, in_time.log[-3_000:]
     assert sorted(values_of(spark_runs.settled(target))) == [b"%d" % n for n in range(next(batches))]
 
 
@@ -409,8 +401,8 @@ def test_of_two_drivers_in_one_batch_the_older_ends_with_79_and_the_newer_writes
         SPARK_S,
     )
     (spark_runs.directory / "go-on").touch()
-    assert_ended(older, FENCED, "another query, or another run of this one, took over")
-    assert newer.wait(SPARK_S) == 0, newer.log[-3_000:]
+    older.assert_ended(FENCED, "another query, or another run of this one, took over")
+    assert newer.wait() == 0, newer.log[-3_000:]
     assert sorted(values_of(spark_runs.settled(target))) == sorted(b"%d" % n for n in range(30))
 
 
@@ -438,10 +430,10 @@ def test_a_second_signal_gives_up_at_once_and_a_restart_repairs_it(spark_runs: S
     run.terminate()
     run.wait_log("stopping", SPARK_S)
     run.terminate()
-    assert_ended(run, TEMPORARY, "asked a second time")
+    run.assert_ended(TEMPORARY, "asked a second time")
     wait_until("the transaction was aborted", lambda: not _is_ongoing(spark_runs, transactional_id))
     (spark_runs.directory / "go-on").touch()
-    assert spark_runs.spark(app, "--until-end").wait(SPARK_S) == 0
+    assert spark_runs.spark(app, "--until-end").wait() == 0
     assert sorted(values_of(spark_runs.settled(target))) == sorted(b"%d" % n for n in range(30))
 
 

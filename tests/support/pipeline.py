@@ -82,8 +82,9 @@ class WorkerProcess:
         environment: Mapping[str, str],
         directory: Path,
         group: int | None = None,
+        end_s: float = END_S,
     ) -> None:
-        self.name = name
+        self.name, self._end_s = name, end_s
         self.log_path = directory / f"{name}.log"
         self._lines: queue.Queue[str] = queue.Queue()
         with self.log_path.open("wb") as log:
@@ -171,12 +172,19 @@ class WorkerProcess:
         """SIGTERM, once."""
         self.process.send_signal(signal.SIGTERM)
 
-    def wait(self, timeout_s: float = END_S) -> int:
+    def wait(self, timeout_s: float | None = None) -> int:
         """Its exit code."""
         try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise TooSlow(f"{self.name} did not end within {timeout_s} s") from None
+            return self.process.wait(timeout_s or self._end_s)
+        except subprocess.TimeoutExpired as error:
+            raise TooSlow(f"{self.name} did not end within {error.timeout} s") from None
+
+    def assert_ended(self, code: int, *said: str) -> None:
+        """It ends with this code and one sentence that names all of `said`; no traceback of ours."""
+        assert self.wait() == code, self.last_words
+        for part in said:
+            assert part in self.last_words, f"{part!r} is missing in: {self.last_words}"
+        assert "internal error" not in self.log
 
     def end(self) -> None:
         if self.running:
@@ -421,6 +429,20 @@ class Pipeline:
     def eos(self, *arguments: str, name: str = "eos") -> WorkerProcess:
         """Starts the `eos` program itself."""
         return self._start(f"{name}-{len(self.workers) + 1}", ["eos", *arguments], {})
+
+    def program(
+        self,
+        text: str,
+        *arguments: str,
+        sources: Sequence[str] | None = None,
+        destinations: Sequence[str] | None = None,
+    ) -> WorkerProcess:
+        """`eos run` of an App that is written to a file, as a user would."""
+        path = self.directory / "program.py"
+        topics = {"sources": list(sources or self.sources), "destinations": list(destinations or self.destinations)}
+        path.write_text(text.format(app=self.app, **topics))
+        given = () if "--bootstrap-servers" in arguments else ("--bootstrap-servers", self.servers)
+        return self.eos("run", f"{path}:app", "--instance", "one", *given, *arguments)
 
     def _start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> WorkerProcess:
         process = WorkerProcess(name, command, environment, self.directory)

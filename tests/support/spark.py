@@ -58,7 +58,7 @@ class SparkRuns:
 
     def eos(self, *arguments: str, environment: Mapping[str, str] | None = None) -> WorkerProcess:
         name = f"eos-{arguments[0]}-{len(self._processes) + 1}"
-        process = WorkerProcess(name, ["eos", *arguments], environment or {}, self.directory)
+        process = WorkerProcess(name, ["eos", *arguments], environment or {}, self.directory, end_s=SPARK_S)
         self._processes.append(process)
         return process
 
