@@ -20,6 +20,7 @@ from eos.broker import DEFAULT_VERSION, LocalKafka, node
 from eos.kafka.raising import raising
 from tests.suites.depth import is_deep
 from tests.suites.order import rank, unit_of
+from tests.support.brokers import local_kafka
 
 # How long an example takes is the machine's; all else is as before (in CI: the same examples each time).
 hypothesis.settings.register_profile("untimed", parent=hypothesis.settings(), deadline=None)
@@ -115,9 +116,7 @@ def kafka392(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
 @pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
     """Three nodes for one module: a test that kills one starts it again before it ends."""
-    with LocalKafka(nodes=3) as cluster:
-        yield cluster
-        cluster.keep = _failed(request)
+    yield from local_kafka(request, nodes=3)
 
 
 @pytest.fixture
@@ -136,9 +135,7 @@ def _single_node(request: pytest.FixtureRequest, version: str) -> Iterator[Local
         "broker.heartbeat.interval.ms": 5_000,
         "metadata.max.idle.interval.ms": 0,
     }
-    with LocalKafka(proxied_port=_proxied_port(version), version=version, config=config) as kafka:
-        yield kafka
-        kafka.keep = _failed(request)
+    yield from local_kafka(request, proxied_port=_proxied_port(version), version=version, config=config)
 
 
 def _proxied_port(version: str) -> int:
@@ -147,8 +144,3 @@ def _proxied_port(version: str) -> int:
     first = 10_000 + _PROXIED_PORTS * block
     ports = range(first, first + _PROXIED_PORTS)
     return next(port for port in random.sample(ports, len(ports)) if node.is_free(port))
-
-
-def _failed(request: pytest.FixtureRequest) -> bool:
-    # A test's failure does not reach the fixture as an exception, and the broker's log may be half of the story.
-    return request.session.testsfailed > 0

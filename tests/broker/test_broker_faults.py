@@ -16,6 +16,7 @@ import pytest
 
 from eos.broker import LocalKafka
 from eos.kafka.transactions import partition_of
+from tests.support.brokers import local_kafka
 from tests.support.reading import wait_until
 
 if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
@@ -34,16 +35,12 @@ SESSION_MS = 6_000
 @pytest.fixture(scope="module")
 def alone(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
     """A single node that this module may stop and start."""
-    with LocalKafka() as kafka:
-        yield kafka
-        kafka.keep = request.session.testsfailed > 0
+    yield from local_kafka(request)
 
 
 @pytest.fixture
 def alone392(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
-    with LocalKafka(version="3.9.2") as kafka:
-        yield kafka
-        kafka.keep = request.session.testsfailed > 0
+    yield from local_kafka(request, version="3.9.2")
 
 
 def wait_for_markers(pipeline: Pipeline) -> None:

@@ -16,6 +16,7 @@ from eos.broker import LocalKafka
 from eos.kafka.cluster import ClusterAdmin
 from eos.kafka.overdue import end_if_overdue
 from eos.kafka.settings import Settings
+from tests.support.brokers import local_kafka
 from tests.support.raw import RawProducer
 from tests.support.reading import create_topic, visible_values, wait_until
 
@@ -30,9 +31,7 @@ TIMEOUT_MS = 3_000
 
 @pytest.fixture(scope="module", params=["4.4.0", "3.9.2"])
 def kafka(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
-    with LocalKafka(version=request.param, config=NO_SWEEP) as kafka:
-        yield kafka
-        kafka.keep = request.session.testsfailed > 0
+    yield from local_kafka(request, version=request.param, config=NO_SWEEP)
 
 
 def open_transaction(kafka: LocalKafka, topic: str, name: str) -> RawProducer:

@@ -15,6 +15,7 @@ from confluent_kafka.admin import AdminClient
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
 from tests.support import forked
+from tests.support.brokers import local_kafka
 from tests.support.hanging import NO_VERIFICATION, produce_late
 from tests.support.raw import raw_producer
 from tests.support.reading import configure, create_topic, settled_values, took_under, transaction_of, wait_until
@@ -30,9 +31,7 @@ def kafka(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
         "transaction.state.log.replication.factor": 3,
         "transaction.state.log.min.isr": 2,
     }
-    with LocalKafka(config=NO_VERIFICATION | unfit) as kafka:
-        yield kafka
-        kafka.keep = request.session.testsfailed > 0
+    yield from local_kafka(request, config=NO_VERIFICATION | unfit)
 
 
 class Directory:

@@ -21,6 +21,7 @@ from eos.kafka.cluster import OFFSETS_LOG, ClusterAdmin
 from eos.kafka.settings import Settings
 from eos.kafka.transactions import Verdict, abort_hanging, find_open, partition_of
 from tests.support import forked
+from tests.support.brokers import local_kafka
 from tests.support.hanging import NO_VERIFICATION, commit_offset_late, produce_late
 from tests.support.life import until_killed
 from tests.support.raw import RawProducer, raw_producer
@@ -40,9 +41,7 @@ Names = Callable[[str], str]
 
 @pytest.fixture(scope="module")
 def kafka(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
-    with LocalKafka(config=NO_VERIFICATION) as kafka:
-        yield kafka
-        kafka.keep = request.session.testsfailed > 0
+    yield from local_kafka(request, config=NO_VERIFICATION)
 
 
 def eos(kafka: LocalKafka, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
