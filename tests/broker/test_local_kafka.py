@@ -22,17 +22,9 @@ from eos.broker.node import free_ports, is_free
 from eos.errors import IllegalState, Unavailable
 from tests.support import forked
 from tests.support.proxy import HoldingProxy
-from tests.support.reading import TooSlow, create_topic, took_under
+from tests.support.reading import create_topic, took_under, wait_until
 
 DEADLINE_S = 30.0
-
-
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() >= deadline:
-            raise TooSlow(f"not within {timeout_s} s: {what}")
-        time.sleep(0.05)
 
 
 def commit(servers: str, topic: str, transactional_id: str, *values: str) -> None:
@@ -147,7 +139,7 @@ def test_a_failed_block_keeps_the_logs_says_where_and_copies_them(
     started = "Kafka Server started"
     with pytest.raises(RuntimeError, match="the test's own"), kafka:
         # The broker answers a moment before it says so in its log.
-        wait_for(lambda: started in kafka.log_path(0).read_text(), "the log says that it has started")
+        wait_until("the log says that it has started", lambda: started in kafka.log_path(0).read_text(), DEADLINE_S)
         raise RuntimeError("the test's own")
     assert not alive(kafka.pid(0))
     assert kafka.log_path(0).exists()
@@ -173,7 +165,7 @@ def test_the_broker_dies_with_its_parent_even_if_that_is_killed() -> None:
     assert psutil.pid_exists(pid)
     parent.kill()
     parent.communicate()
-    wait_for(lambda: not alive(pid), f"the end of broker {pid}")
+    wait_until(f"the end of broker {pid}", lambda: not alive(pid), DEADLINE_S)
 
 
 def alive(pid: int) -> bool:
@@ -208,7 +200,7 @@ def test_three_nodes_serve_on_when_the_leader_is_killed_and_it_comes_back(
         return sorted(admin.list_topics(topic, timeout=DEADLINE_S).topics[topic].partitions[0].isrs) == [0, 1, 2]
 
     # Another broker may be asked than just before, and learn of it later.
-    wait_for(in_sync, f"all three nodes are in sync for {topic}")
+    wait_until(f"all three nodes are in sync for {topic}", in_sync, DEADLINE_S)
 
 
 # eos broker start | status | stop
@@ -267,7 +259,7 @@ def test_broker_start_starts_again_what_was_killed_and_refuses_what_the_data_is_
     assert (code, "is running" in said) == (78, True), said
     (pid,) = broker.pids()
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: broker("status")[0] == 69, "the killed broker is seen to be down")
+    wait_until("the killed broker is seen to be down", lambda: broker("status")[0] == 69, DEADLINE_S)
     code, said = broker("start")
     assert code == 0, said
     assert broker.pids() not in ([], [pid])
