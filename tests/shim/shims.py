@@ -8,16 +8,16 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
 import psutil
+from confluent_kafka import Consumer
 
 from tests.support import forked
-from tests.support.reading import TooSlow
+from tests.support.reading import TooSlow, wait_until
 
 END_TIMEOUT_S = 20.0
 _LAUNCHED: WeakSet[subprocess.Popen[str]] = WeakSet()
@@ -100,6 +100,19 @@ def launch(*arguments: str) -> subprocess.Popen[str]:
     return process
 
 
+def refused(code: int, sentence: str, *arguments: str) -> str:
+    """What a shim with these arguments says; it must end by itself with this code and sentence, without a traceback."""
+    process = launch("shim", *arguments)
+    try:
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == code, f"{arguments}: {process.returncode}, {said}"
+    assert sentence in said, f"{arguments}: {said}"
+    assert "Traceback" not in said, said
+    return said
+
+
 def end_all() -> None:
     """What a test that failed half way left behind."""
     for process in _LAUNCHED:
@@ -125,14 +138,32 @@ def running(upstream: str, *options: str, brokers: int = 1) -> Iterator[RunningS
 
 def eventually(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
     """The first true value of `condition`; TooSlow at the deadline."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        value = condition()
-        if value:
-            return value
-        if time.monotonic() >= deadline:
-            raise TooSlow(f"not within {timeout_s:g} s")
-        time.sleep(0.02)
+    return wait_until("what the test waits for", condition, timeout_s)
+
+
+def read(consumer: Consumer, count: int) -> list[str]:
+    """The next `count` values of what it subscribed to."""
+    values: list[str] = []
+
+    def poll() -> bool:
+        message = consumer.poll(0.2)
+        if message is not None and message.error() is None:
+            values.append(message.value().decode())
+        return len(values) >= count
+
+    eventually(poll, 60)
+    return values
+
+
+def read_group(servers: str, group: str, *topics: str, count: int, **settings: Any) -> list[str]:
+    """The first `count` values of the topics, read by a new member of a new group."""
+    common = {"bootstrap.servers": servers, "group.id": group, "auto.offset.reset": "earliest"}
+    consumer = Consumer(common | settings)
+    consumer.subscribe(list(topics))
+    try:
+        return read(consumer, count)
+    finally:
+        consumer.close()
 
 
 class InThread:
