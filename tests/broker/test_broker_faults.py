@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from eos.broker import LocalKafka
-from eos.kafka.transactions import partition_of
 from tests.support.brokers import local_kafka
-from tests.support.reading import wait_until
+from tests.support.reading import coordinator_of, wait_until
 
 if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
     from tests.support.pipeline import Pipeline, Pipelines
 pytest_plugins = ["tests.support.pipeline"]
 
 RECORDS = 3_000
-STATE_PARTITIONS = 8
 PATIENCE_S = 90.0
 # Longer than any broker is away here: what a shorter one leads to has a test of its own.
 LONG_SESSION = {"session.timeout.ms": "45000"}
@@ -107,14 +105,6 @@ def test_a_group_session_that_ended_while_no_broker_was_there_is_not_taken_for_a
     pipeline.verify()
 
 
-def coordinator(pipeline: Pipeline) -> int:
-    """The node that coordinates the worker's transactional.id: the leader of its partition of the transaction log."""
-    partition = partition_of(pipeline.transactional_ids()[0], STATE_PARTITIONS)
-    log = pipeline.admin.list_topics("__transaction_state", timeout=10).topics["__transaction_state"]
-    assert len(log.partitions) == STATE_PARTITIONS
-    return int(log.partitions[partition].leader)
-
-
 @pytest.mark.parametrize("step", [pytest.param("flush", marks=pytest.mark.long), "flushed", "offsets sent"])
 def test_a_killed_coordinator_of_three_brokers_costs_nothing(
     step: str, cluster: LocalKafka, pipelines: Pipelines
@@ -124,7 +114,7 @@ def test_a_killed_coordinator_of_three_brokers_costs_nothing(
     worker = pipeline.worker(until_end=True, holds=[(step, 3)], settings=settings)
     worker.wait_at(step, 3)
     pipeline.wait_state("Ongoing", timeout_s=5)
-    victim = coordinator(pipeline)
+    victim = coordinator_of(pipeline.servers, pipeline.transactional_ids()[0])
     cluster.kill(victim)
     worker.go_on()
     try:

@@ -22,7 +22,7 @@ from eos.broker.node import free_ports, is_free
 from eos.errors import IllegalState, Unavailable
 from tests.support import forked
 from tests.support.proxy import HoldingProxy
-from tests.support.reading import create_topic, took_under, wait_until
+from tests.support.reading import create_topic, leader_of, took_under, wait_until
 
 DEADLINE_S = 30.0
 
@@ -185,7 +185,7 @@ def test_three_nodes_serve_on_when_the_leader_is_killed_and_it_comes_back(
     create_topic(servers, topic, copies=3)
     commit(servers, topic, names("tx"), "before")
     admin = AdminClient({"bootstrap.servers": servers, "log_level": 0})
-    leader = admin.list_topics(topic, timeout=DEADLINE_S).topics[topic].partitions[0].leader
+    leader = leader_of(servers, topic)
     killed_at = time.monotonic()
     cluster.kill(leader)
     try:

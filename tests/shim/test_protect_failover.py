@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from confluent_kafka.admin import AdminClient
-from kafka.protocol.metadata import FindCoordinatorRequest
 from kafka.protocol.producer import AddPartitionsToTxnRequest, EndTxnRequest, InitProducerIdRequest
 
 from eos.broker import LocalKafka
@@ -14,21 +12,10 @@ from tests.shim.chaos import Ledger
 from tests.shim.protecting import CLIENTS, faulty, producer_of, send, texts
 from tests.shim.shims import InThread, eventually, running
 from tests.support.proxy import ApiKey, Fault
-from tests.support.reading import create_topic, transaction_of
+from tests.support.reading import coordinator_of, create_topic, leader_of, transaction_of
 from tests.support.wire import Wire
 
 Names = Callable[[str], str]
-
-
-def coordinator_of(cluster: LocalKafka, name: str) -> int:
-    with Wire(cluster.bootstrap_servers.split(",")[0]) as wire:
-        request = FindCoordinatorRequest(version=2, key=name, key_type=1)
-        return int(eventually(lambda: (found := wire.ask(request)).error_code == 0 and [found.node_id])[0])
-
-
-def leader_of(cluster: LocalKafka, topic: str) -> int:
-    metadata = AdminClient({"bootstrap.servers": cluster.bootstrap_servers}).list_topics(topic, timeout=30)
-    return int(metadata.topics[topic].partitions[0].leader)
 
 
 @pytest.mark.timeout(900)
@@ -46,9 +33,9 @@ def test_the_death_of_a_coordinator_or_a_leader_costs_no_record(
             for _ in range(deaths):
                 eventually(lambda: ledger.committed)
                 if role == "coordinator":
-                    victim = coordinator_of(cluster, ledger.name)
+                    victim = coordinator_of(cluster.bootstrap_servers, ledger.name)
                 else:
-                    victim = leader_of(cluster, ledger.topic)
+                    victim = leader_of(cluster.bootstrap_servers, ledger.topic)
                 cluster.kill(victim)
                 try:
                     before = ledger.committed

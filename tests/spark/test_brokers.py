@@ -6,30 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from confluent_kafka.admin import AdminClient
 
 from eos.broker import LocalKafka
-from eos.broker.questions import TRANSACTION, coordinator
-from spark_connector.marker import TOPIC
-from tests.support.reading import wait_until
+from tests.support.reading import coordinator_of, leader_of
 from tests.support.spark_query import Query
 
 RECORDS = 3000
 Queries = Callable[..., Query]
-
-
-def leader(servers: str, topic: str, partition: int = 0) -> int:
-    admin = AdminClient({"bootstrap.servers": servers})
-    return int(admin.list_topics(topic, timeout=10).topics[topic].partitions[partition].leader)
-
-
-def victim(who: str, query: Query) -> int:
-    if who == "leader":
-        return leader(query.servers, query.targets[0])
-    if who == "marker's leader":
-        return leader(query.servers, TOPIC, 0)
-    first = query.servers.split(",")[0]
-    return wait_until("a coordinator", lambda: (coordinator(first, query.transactional_id, TRANSACTION),))[0] or 0
 
 
 @pytest.mark.parametrize(
@@ -51,7 +34,10 @@ def test_a_broker_killed_in_mid_batch_costs_time_and_no_record(
     def on_step(name: str) -> None:
         steps.append(name)
         if name == step and steps.count(name) == 2:
-            killed.append(victim(who, query))
+            if who == "leader":
+                killed.append(leader_of(query.servers, query.targets[0]))
+            else:
+                killed.append(coordinator_of(query.servers, query.transactional_id))
             cluster.kill(killed[0])
 
     try:

@@ -25,6 +25,7 @@ from kafka import KafkaAdminClient
 from kafka.errors import RetriableError
 from kafka.protocol.metadata import MetadataRequest
 
+from eos.broker.questions import TRANSACTION, coordinator
 from tests.support.wire import Wire
 
 T = TypeVar("T")
@@ -103,6 +104,22 @@ def partitions_of(servers: str, topic: str) -> list[TopicPartition]:
     found = sorted(admin.list_topics(topic, timeout=10).topics[topic].partitions)
     assert found, f"{topic} has no partitions"
     return [TopicPartition(topic, partition) for partition in found]
+
+
+def leader_of(servers: str, topic: str) -> int:
+    """The node that leads its first partition."""
+    admin = AdminClient({"bootstrap.servers": servers})
+    return int(admin.list_topics(topic, timeout=30).topics[topic].partitions[0].leader)
+
+
+def coordinator_of(servers: str, transactional_id: str) -> int:
+    """The node that coordinates the transactions of this id."""
+
+    def found() -> tuple[int] | None:
+        node = coordinator(servers.split(",")[0], transactional_id, TRANSACTION)
+        return None if node is None else (node,)
+
+    return wait_until(f"the coordinator of {transactional_id}", found, 30)[0]
 
 
 def ends_of(servers: str, partitions: list[TopicPartition], isolation: IsolationLevel) -> list[int]:
