@@ -16,7 +16,7 @@ from confluent_kafka import Consumer, Producer
 from eos.broker import LocalKafka
 from tests.shim import java
 from tests.shim.outside import only_through
-from tests.shim.shims import InThread, RunningShim, eventually, launch, running
+from tests.shim.shims import InThread, RunningShim, eventually, launch, read, read_group, running
 from tests.support.reading import create_topic, wait_known
 
 Names = Callable[[str], str]
@@ -37,20 +37,6 @@ def shim(broker: LocalKafka) -> Iterator[RunningShim]:
 
 def make_topic(shim: RunningShim, name: str, partitions: int = 6) -> str:
     return create_topic(",".join(shim.addresses), name, partitions, 3)
-
-
-def read(consumer: Consumer, count: int) -> list[str]:
-    """At least `count` values, and whatever comes with them."""
-    values: list[str] = []
-
-    def poll() -> bool:
-        message = consumer.poll(0.2)
-        if message is not None and message.error() is None:
-            values.append(message.value().decode())
-        return len(values) >= count
-
-    eventually(poll)
-    return values
 
 
 def produce_transactions(shim: RunningShim, topic: str, transactional_id: str) -> list[str]:
@@ -107,12 +93,7 @@ def test_records_of_every_codec_and_large_ones_arrive_unchanged(shim: RunningShi
     for value in values:
         producer.produce(topic, value.encode())
     assert producer.flush(60) == 0
-    consumer = Consumer(
-        {"bootstrap.servers": shim.bootstrap_servers, "group.id": names("g"), "auto.offset.reset": "earliest"}
-    )
-    consumer.subscribe([topic])
-    assert read(consumer, len(values)) == values
-    consumer.close()
+    assert read_group(shim.bootstrap_servers, names("g"), topic, count=len(values)) == values
 
 
 def test_a_producer_without_acknowledgements_is_no_trouble_for_what_follows_on_its_connection(
@@ -126,12 +107,7 @@ def test_a_producer_without_acknowledgements_is_no_trouble_for_what_follows_on_i
             producer.flush(30)
             producer.list_topics(topic, timeout=30)
     assert producer.flush(30) == 0
-    consumer = Consumer(
-        {"bootstrap.servers": shim.bootstrap_servers, "group.id": names("g"), "auto.offset.reset": "earliest"}
-    )
-    consumer.subscribe([topic])
-    assert read(consumer, 200) == [str(i) for i in range(200)]
-    consumer.close()
+    assert read_group(shim.bootstrap_servers, names("g"), topic, count=200) == [str(i) for i in range(200)]
 
 
 def test_kafka_python_administers_produces_transactions_and_consumes(
@@ -230,12 +206,7 @@ def test_a_java_transactional_client_copies_exactly_once(broker: LocalKafka, shi
             *("--consumer-group", names("g"), "--transactional-id", names("id"), "--group-mode"),
         )
     assert '"totalProcessed":200' in said.replace(" ", "")
-    consumer = Consumer(
-        {"bootstrap.servers": shim.bootstrap_servers, "group.id": names("v"), "auto.offset.reset": "earliest"}
-    )
-    consumer.subscribe([target])
-    assert read(consumer, 200) == [str(i) for i in range(200)]
-    consumer.close()
+    assert read_group(shim.bootstrap_servers, names("v"), target, count=200) == [str(i) for i in range(200)]
 
 
 def test_a_java_share_group_consumes(broker: LocalKafka, shim: RunningShim, names: Names) -> None:
@@ -311,14 +282,4 @@ def test_our_own_worker_runs_an_app(broker: LocalKafka, shim: RunningShim, names
             worker.kill()
             worker.wait()
         assert worker.returncode == 0, errors
-    consumer = Consumer(
-        {
-            "bootstrap.servers": shim.bootstrap_servers,
-            "group.id": names("v"),
-            "auto.offset.reset": "earliest",
-        }
-    )
-    consumer.subscribe([delays, late])
-    expected = 300 + sum(i % 40 > 15 for i in range(300))
-    assert len(read(consumer, expected)) == expected
-    consumer.close()
+    read_group(shim.bootstrap_servers, names("v"), delays, late, count=300 + sum(i % 40 > 15 for i in range(300)))

@@ -17,7 +17,7 @@ from eos.broker import LocalKafka
 from eos.broker.node import free_ports
 from tests.shim.chaos import Ledger
 from tests.shim.protecting import CLIENTS, Confluent, producer_of, send, texts
-from tests.shim.shims import InThread, RunningShim, end_all, eventually, launch, running, start
+from tests.shim.shims import InThread, RunningShim, end_all, eventually, refused, running, start
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.reading import create_topic, transaction_of
 
@@ -199,29 +199,17 @@ def test_a_client_of_one_shim_is_fenced_by_a_successor_behind_another_and_never_
     assert texts(kafka.bootstrap_servers, topic) == ["0", "2", "3"]
 
 
-def ended_with(*arguments: str) -> tuple[int, str]:
-    process = launch("shim", "--listen", "127.0.0.1:0", *arguments)
-    try:
-        _, said = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    return process.returncode, said
-
-
 def test_a_journal_that_is_in_use_or_not_one_or_without_protection_is_refused_in_one_sentence(
     kafka: LocalKafka, tmp_path: Path
 ) -> None:
     servers, journal = kafka.bootstrap_servers, tmp_path / "journal"
+    arguments = ("--listen", "127.0.0.1:0", "--upstream", servers, "--journal")
     with running(servers, "--journal", str(journal)):
-        code, said = ended_with("--upstream", servers, "--journal", str(journal))
-        assert (code, "in use by another shim" in said, "Traceback" in said) == (78, True, False)
+        refused(78, "in use by another shim", *arguments, str(journal))
     journal.write_text("this is\nno journal\n")
-    code, said = ended_with("--upstream", servers, "--journal", str(journal))
-    assert (code, "cannot be read at line 1" in said, "Traceback" in said) == (78, True, False)
-    code, said = ended_with("--upstream", servers, "--journal", str(tmp_path / "nowhere" / "journal"))
-    assert (code, "No such file" in said, "Traceback" in said) == (78, True, False)
-    code, said = ended_with("--upstream", servers, "--journal", str(journal), "--no-protect")
-    assert (code, "Traceback" in said) == (64, False)
+    refused(78, "cannot be read at line 1", *arguments, str(journal))
+    refused(78, "No such file", *arguments, str(tmp_path / "nowhere" / "journal"))
+    refused(64, "eos: ", *arguments, str(journal), "--no-protect")
 
 
 def test_a_journal_that_cannot_be_written_any_more_is_given_up_loudly_and_traffic_goes_on(

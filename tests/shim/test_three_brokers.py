@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, Producer
+from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from kafka.protocol.admin import DescribeClusterRequest
 from kafka.protocol.consumer import FetchRequest
@@ -17,7 +17,7 @@ from eos.broker import LocalKafka
 from eos.broker.node import free_ports
 from eos.shim.wire.cursor import string
 from tests.shim.outside import only_through
-from tests.shim.shims import RunningShim, eventually, running
+from tests.shim.shims import RunningShim, eventually, read_group, running
 from tests.support.reading import create_topic
 from tests.support.wire import Wire, answer
 
@@ -58,24 +58,11 @@ def test_every_broker_has_a_port_of_its_own_and_no_client_connects_past_it(
             for i in range(60):
                 producer.produce(topic, f"{number}-{i}".encode(), partition=i % 6)
             producer.commit_transaction(30)
-        consumer = Consumer(
-            {"bootstrap.servers": shim.bootstrap_servers, "group.id": names("g"), "auto.offset.reset": "earliest"}
-        )
-        consumer.subscribe([topic])
-        values = set[bytes]()
-
-        def poll() -> bool:
-            message = consumer.poll(0.2)
-            if message is not None and message.error() is None:
-                values.add(message.value())
-            return len(values) == 180
-
-        eventually(poll)
+        assert len(set(read_group(shim.bootstrap_servers, names("g"), topic, count=180))) == 180
         told = {f"{b.host}:{b.port}" for b in producer.list_topics(timeout=10).brokers.values()}
     assert told == set(shim.addresses)
     reached = {port for _, port in watch.by_shim}
     assert reached == {int(server.rsplit(":", 1)[1]) for server in cluster.bootstrap_servers.split(",")}
-    consumer.close()
     producer.close()
 
 
@@ -251,21 +238,7 @@ def test_a_killed_broker_is_gone_and_back_behind_the_same_port(
         assert down["broker"] == up["broker"]
         assert down["broker"].startswith(f"broker {victim} ")
     assert all_three(producer) == before
-    consumer = Consumer(
-        {"bootstrap.servers": shim.bootstrap_servers, "group.id": names("g"), "auto.offset.reset": "earliest"}
-    )
-    consumer.subscribe([topic])
-    values = list[bytes]()
-
-    def poll() -> bool:
-        message = consumer.poll(0.2)
-        if message is not None and message.error() is None:
-            values.append(message.value())
-        return len(values) >= 240
-
-    eventually(poll, 60)
-    assert len(set(values)) == len(values) == 240
-    consumer.close()
+    assert len(set(read_group(shim.bootstrap_servers, names("g"), topic, count=240))) == 240
     producer.close()
     cluster.wait_in_sync()
 
