@@ -17,6 +17,7 @@ from eos.broker.node import free_ports
 from tests.support import forked
 from tests.support.brokers import local_kafka
 from tests.support.hanging import NO_VERIFICATION, produce_late
+from tests.support.life import write_app
 from tests.support.raw import raw_producer
 from tests.support.reading import configure, create_topic, settled_values, took_under, transaction_of, wait_until
 
@@ -39,10 +40,7 @@ class Directory:
 
     def __init__(self, path: Path, app: str) -> None:
         self.path, self.app, self.input, self.output = path, app, f"{app}-in", f"{app}-out"
-        (path / "theapp.py").write_text(
-            f"from eos import App\napp = App({app!r})\n@app.process({self.input!r}, to={self.output!r})\n"
-            "def copy(value: bytes) -> bytes:\n    return value\n"
-        )
+        write_app(path, app, self.input, self.output)
 
     def eos(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Its last argument is where the cluster is."""

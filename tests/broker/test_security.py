@@ -17,7 +17,7 @@ import pytest
 from confluent_kafka import Producer
 
 from tests.support import forked
-from tests.support.life import until_killed
+from tests.support.life import until_killed, write_app
 from tests.support.reading import create_topic, settled_ends, took_under, visible_values, wait_until
 from tests.support.secure import ALICE, SecureKafka, make_pki, secure_kafka
 
@@ -90,11 +90,7 @@ class Case:
         for value in self.values:
             producer.produce(self.input, value)
         assert producer.flush(30) == 0
-        (directory / "theapp.py").write_text(
-            f"from eos import App\napp = App({app!r})\n"
-            f"@app.process({self.input!r}, to={self.output!r})\n"
-            "def copy(value: bytes) -> bytes:\n    return value\n"
-        )
+        write_app(directory, app, self.input, self.output)
 
     def allow_all(self) -> None:
         """The least a worker needs; docs/howto/secure.md has the same list."""

@@ -23,7 +23,7 @@ from eos.kafka.transactions import Verdict, abort_hanging, find_open, partition_
 from tests.support import forked
 from tests.support.brokers import local_kafka
 from tests.support.hanging import NO_VERIFICATION, commit_offset_late, produce_late
-from tests.support.life import until_killed
+from tests.support.life import until_killed, write_app
 from tests.support.raw import RawProducer, raw_producer
 from tests.support.reading import (
     create_topic,
@@ -244,10 +244,7 @@ def test_a_worker_that_waits_for_a_hanging_offset_names_it_and_the_command_and_g
         commit_one(kafka, producer, topic, "waits")
     at = transaction_of(servers, name)
     commit_offset_late(servers, app, topic, 0, name, (at.producer_id, at.producer_epoch))
-    (tmp_path / "theapp.py").write_text(
-        f"from eos import App\napp = App({app!r})\n@app.process({topic!r}, to={names('out')!r})\n"
-        "def copy(value: bytes) -> bytes:\n    return value\n"
-    )
+    write_app(tmp_path, app, topic, names("out"))
     log = tmp_path / "worker.log"
     command = ["eos", "run", "theapp.py:app", "--until-end", "--bootstrap-servers", servers]
     with log.open("wb") as stderr, until_killed(forked.Popen(command, cwd=tmp_path, stderr=stderr)) as worker:

@@ -21,6 +21,15 @@ from tests.support.reading import create_topic, settled_ends, visible_values, wa
 POISON = b"poison"
 
 
+def write_app(path: Path, app: str, source: str, to: str, on_error: str = "stop") -> None:
+    """`theapp.py` in that directory: copies values, and raises at POISON."""
+    (path / "theapp.py").write_text(
+        f"from eos import App\napp = App({app!r})\n"
+        f"@app.process({source!r}, to={to!r}, on_error={on_error!r})\n"
+        f"def copy(value: bytes) -> bytes:\n    assert value != {POISON!r}\n    return value\n"
+    )
+
+
 class Life:
     """One App over the years: a directory, an input of two partitions, an output; the poison record raises.
 
@@ -34,12 +43,7 @@ class Life:
         self.input, self.output = f"{app}-in", f"{app}-out"
         create_topic(self.servers, self.input, 2)
         create_topic(self.servers, self.output)
-        source = pattern or self.input
-        (path / "theapp.py").write_text(
-            f"from eos import App\napp = App({app!r})\n"
-            f"@app.process({source!r}, to={self.output!r}, on_error={on_error!r})\n"
-            f"def copy(value: bytes) -> bytes:\n    assert value != {POISON!r}\n    return value\n"
-        )
+        write_app(path, app, pattern or self.input, self.output, on_error)
 
     def load(self, values: Sequence[bytes], partition: int = 0, topic: str | None = None) -> None:
         producer = Producer({"bootstrap.servers": self.servers})
