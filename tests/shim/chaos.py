@@ -36,7 +36,7 @@ from eos.broker.node import free_ports
 from eos.shim.wire import api
 from tests.shim.protecting import CLIENTS, Client, Confluent, producer_of
 from tests.shim.shims import RunningShim, start
-from tests.support.proxy import proxied_port
+from tests.support.proxy import proxied_port, read_frame
 from tests.support.reading import create_topic, settled_values, stable_offset
 
 TARGETS = {
@@ -94,7 +94,7 @@ class Mischief:
 
     async def _requests(self, reader: asyncio.StreamReader, back: asyncio.StreamWriter, swallowed: set[int]) -> None:
         while True:
-            frame = await _frame(reader)
+            frame = await read_frame(reader)
             key, _, correlation_id = struct.unpack_from(">hhi", frame, 4)
             action = None
             if self._random.random() < self.rate * TARGETS.get(key, 0.0):
@@ -114,7 +114,7 @@ class Mischief:
     async def _answers(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, swallowed: set[int]) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             while True:
-                frame = await _frame(reader)
+                frame = await read_frame(reader)
                 if int.from_bytes(frame[4:8], "big", signed=True) in swallowed:
                     break
                 writer.write(frame)
@@ -128,18 +128,13 @@ class Mischief:
             reader, writer = await asyncio.open_connection(*self.upstream)
             try:
                 writer.write(frame)
-                await asyncio.wait_for(_frame(reader), 10)
+                await asyncio.wait_for(read_frame(reader), 10)
             finally:
                 writer.close()
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-async def _frame(reader: asyncio.StreamReader) -> bytes:
-    size = await reader.readexactly(4)
-    return size + await reader.readexactly(int.from_bytes(size, "big"))
 
 
 class Ledger:

@@ -40,7 +40,7 @@ from kafka.protocol.api_key import ApiKey
 from eos.broker import LocalKafka
 from tests.support.reading import TooSlow
 
-__all__ = ["Answer", "ApiKey", "Fault", "HoldingProxy", "Request", "Rule", "proxied_port"]
+__all__ = ["Answer", "ApiKey", "Fault", "HoldingProxy", "Request", "Rule", "proxied_port", "read_frame"]
 
 T = TypeVar("T")
 
@@ -403,7 +403,7 @@ class HoldingProxy:
             try:
                 writer.write(request.frame)
                 await writer.drain()
-                return Answer(request, await _read_frame(reader))
+                return Answer(request, await read_frame(reader))
             finally:
                 writer.close()
 
@@ -457,7 +457,7 @@ class _Connection:
     async def _receive(self) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
-                frame = await _read_frame(self.reader)
+                frame = await read_frame(self.reader)
                 request = _parse(frame, self.number)
                 self.proxy._note(request)
                 self.inbox.put_nowait(request)
@@ -503,7 +503,7 @@ class _Connection:
     async def _pass_answers(self) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
-                frame = await _read_frame(self.upstream_reader)
+                frame = await read_frame(self.upstream_reader)
                 request, rule = self.pending.pop(_correlation_id(frame))
                 if rule:
                     rule._answered(Answer(request, frame))
@@ -534,7 +534,7 @@ def _bound(port: int) -> socket.socket:
     return listener
 
 
-async def _read_frame(reader: asyncio.StreamReader) -> bytes:
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
     size = await reader.readexactly(4)
     return size + await reader.readexactly(int.from_bytes(size, "big"))
 
