@@ -47,12 +47,6 @@ def raw(kafka: LocalKafka, proxy: HoldingProxy, names: Callable[[str], str]) -> 
         yield raw
 
 
-def commit_one(raw: RawProducer, topic: str, value: str) -> None:
-    raw.begin()
-    raw.send(topic, value)
-    raw.commit()
-
-
 # The proxy itself.
 
 
@@ -97,7 +91,7 @@ def test_a_commit_survives_a_cut_around_end_txn(
     kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str, fault: Fault
 ) -> None:
     cut = proxy.on(ApiKey.EndTxn, fault, transactional_id=raw.transactional_id)
-    commit_one(raw, topic, "one")
+    raw.commit_one(topic, "one")
     cut.wait()
     # More than one: while the markers are being written, the retry of a commit that arrived is told to come again.
     first, *retries = proxy.seen(ApiKey.EndTxn, raw.transactional_id)
@@ -111,7 +105,7 @@ def test_a_swallowed_request_is_sent_again_only_after_the_socket_timeout(
 ) -> None:
     with raw_producer(kafka.proxied_servers, names("tx"), socket_timeout_ms=1000) as raw:
         hole = proxy.on(ApiKey.EndTxn, Fault.BLACKHOLE, transactional_id=raw.transactional_id)
-        commit_one(raw, topic, "one")
+        raw.commit_one(topic, "one")
         first, retry = proxy.seen(ApiKey.EndTxn, raw.transactional_id)
     assert hole.hit
     assert retry.seen_at - first.seen_at > 0.9
@@ -135,7 +129,7 @@ def test_a_late_end_txn_copy_commits_half_of_the_next_transaction_of_a_raw_clien
     kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
 ) -> None:
     late = proxy.on(ApiKey.EndTxn, Fault.LATE_COPY, transactional_id=raw.transactional_id)
-    commit_one(raw, topic, "one")  # returned without an error: the retry did it
+    raw.commit_one(topic, "one")  # returned without an error: the retry did it
     raw.begin()
     raw.send(topic, "two, first half", partition=0)
     assert late.deliver_late().error == 0
@@ -164,14 +158,14 @@ def test_a_late_end_txn_copy_is_refused_once_a_new_producer_took_the_transaction
     kafka: LocalKafka, proxy: HoldingProxy, raw: RawProducer, topic: str
 ) -> None:
     late = proxy.on(ApiKey.EndTxn, Fault.LATE_COPY, transactional_id=raw.transactional_id)
-    commit_one(raw, topic, "one")
+    raw.commit_one(topic, "one")
     with raw_producer(kafka.proxied_servers, raw.transactional_id) as successor:
         successor.begin()
         successor.send(topic, "two, first half", partition=0)
         assert late.deliver_late().error == INVALID_PRODUCER_EPOCH
         successor.send(topic, "two, second half", partition=1)
         successor.abort()
-        commit_one(successor, topic, "three")
+        successor.commit_one(topic, "three")
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one", b"three"], 1: []}
 
 
@@ -205,10 +199,10 @@ def lose_an_acknowledgement_and_abort(proxy: HoldingProxy, raw: RawProducer, top
 def test_a_record_after_an_abort_with_a_lost_acknowledgement_is_silently_lost(
     kafka: LocalKafka, proxy: HoldingProxy, patient: RawProducer, topic: str
 ) -> None:
-    commit_one(patient, topic, "one")
+    patient.commit_one(topic, "one")
     lose_an_acknowledgement_and_abort(proxy, patient, topic, "two")
     # "three" gets the sequence number of "two": the broker takes it for a duplicate and says ok.
-    commit_one(patient, topic, "three")
+    patient.commit_one(topic, "three")
     values = settled_values(kafka.bootstrap_servers, topic)
     assert values == {0: [b"one"], 1: []}, "three was reported committed"
 
@@ -216,10 +210,10 @@ def test_a_record_after_an_abort_with_a_lost_acknowledgement_is_silently_lost(
 def test_a_new_producer_after_the_abort_loses_nothing(
     kafka: LocalKafka, proxy: HoldingProxy, patient: RawProducer, topic: str
 ) -> None:
-    commit_one(patient, topic, "one")
+    patient.commit_one(topic, "one")
     lose_an_acknowledgement_and_abort(proxy, patient, topic, "two")
     with raw_producer(kafka.proxied_servers, patient.transactional_id) as successor:
-        commit_one(successor, topic, "three")
+        successor.commit_one(topic, "three")
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [b"one", b"three"], 1: []}
 
 
@@ -279,7 +273,7 @@ def test_a_late_request_to_join_a_transaction_starts_a_ghost_when_none_is_open(
     assert late.deliver_late().error == 0
     ghost = transaction_of(servers, raw.transactional_id)
     assert (ghost.state, len(ghost.partitions)) == ("Ongoing", 1)
-    commit_one(raw, topic, "two")  # the next real transaction absorbs it
+    raw.commit_one(topic, "two")  # the next real transaction absorbs it
     assert settled_values(servers, topic)[0] == [b"one", b"two"]
 
 

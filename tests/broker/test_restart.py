@@ -52,16 +52,12 @@ def test_ids_that_nobody_used_or_that_committed_are_left_as_they_are(servers: st
     topic, used, unused = names("t"), names("used"), names("unused")
     create_topic(servers, topic)
     with raw_producer(servers, used) as producer:
-        producer.begin()
-        producer.send(topic, "a")
-        producer.commit()
+        producer.commit_one(topic, "a")
         wait_until("the markers", lambda: transaction_of(servers, used).state == "CompleteCommit")
         before = transaction_of(servers, used)
         with ClusterAdmin(Settings({"bootstrap.servers": servers})) as admin:
             end_left_open(admin, [used, unused])
             assert admin.describe(unused) is None
         assert transaction_of(servers, used) == before
-        producer.begin()
-        producer.send(topic, "b")
-        producer.commit()
+        producer.commit_one(topic, "b")
     assert [v for values in settled_values(servers, topic).values() for v in values] == [b"a", b"b"]

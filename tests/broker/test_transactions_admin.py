@@ -74,9 +74,7 @@ def is_settled(kafka: LocalKafka, transactional_id: str) -> bool:
 
 def commit_one(kafka: LocalKafka, producer: RawProducer, topic: str, value: str) -> None:
     """Committed, and its markers written: what comes after is later than all of it."""
-    producer.begin()
-    producer.send(topic, value)
-    producer.commit()
+    producer.commit_one(topic, value)
     wait_until("the markers", lambda: is_settled(kafka, producer.transactional_id))
 
 

@@ -351,9 +351,7 @@ def wait_for(ask: Ask, mine: Identity, bumps: int, state: str) -> Described:
 
 def test_an_id_that_ended_its_own_transactions_is_still_its_own(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
-    raw.begin()
-    raw.send(topic, "one")
-    raw.commit()
+    raw.commit_one(topic, "one")
     mine = identity(raw)
     assert judge(situation(mine), wait_for(ask, mine, 0, "CompleteCommit")) is Owner.MINE
     raw.begin()
@@ -381,9 +379,7 @@ def test_an_own_timeout_is_told_while_the_broker_is_still_ending_the_transaction
     producer: Start, topic: str, ask: Ask
 ) -> None:
     raw = producer(SHORT_MS)
-    raw.begin()
-    raw.send(topic, "one")
-    raw.commit()
+    raw.commit_one(topic, "one")
     mine = identity(raw)
     raw.begin()
     raw.send(topic, "two")
@@ -450,15 +446,11 @@ class RawInit(RawProducer):
 
 def test_a_second_one_initialised_while_ours_was_idle_is_newer(producer: Start, topic: str, ask: Ask) -> None:
     raw = producer()
-    raw.begin()
-    raw.send(topic, "one")
-    raw.commit()
+    raw.commit_one(topic, "one")
     mine = identity(raw)
     second = producer(SHORT_MS)
     assert judge(situation(mine, False), wait_for(ask, mine, 1, "Empty")) is Owner.NEWER
-    second.begin()
-    second.send(topic, "two")
-    second.commit()
+    second.commit_one(topic, "two")
     assert judge(situation(mine, False), wait_for(ask, mine, 1, "CompleteCommit")) is Owner.NEWER
     second.begin()
     second.send(topic, "three")
@@ -478,9 +470,7 @@ def test_a_second_one_at_work_under_the_next_epoch_is_newer_once_patience_ends(
     producer: Start, topic: str, ask: Ask
 ) -> None:
     raw = producer()
-    raw.begin()
-    raw.send(topic, "one")
-    raw.commit()
+    raw.commit_one(topic, "one")
     mine = identity(raw)
     second = producer()
     second.begin()
@@ -518,9 +508,7 @@ def test_a_ghost_of_an_idle_producer_that_timed_out_is_a_ghost(kafka: LocalKafka
         raw_producer(kafka.proxied_servers, name, transaction_timeout_ms=3_000, message_timeout_ms=3_000) as raw,
     ):
         late = proxy.on(ApiKey.AddPartitionsToTxn, Fault.LATE_COPY, transactional_id=name)
-        raw.begin()
-        raw.send(topic, "one")
-        raw.commit()
+        raw.commit_one(topic, "one")
         mine = identity(raw)
         assert late.deliver_late().error == 0, "the late copy opens a transaction that nobody knows of"
         wait_for(lambda: admin.describe(name), mine, 1, "CompleteAbort")

@@ -73,6 +73,12 @@ class RawProducer:
         assert left == 0, f"{left} records not delivered in 30 s"
         assert not self.delivery_errors, f"delivery failed: {self.delivery_errors}"
 
+    def commit_one(self, topic: str, value: str) -> None:
+        """A transaction of one record."""
+        self.begin()
+        self.send(topic, value)
+        self.commit()
+
     def send_offset(self, group: str, topic: str, offset: int, partition: int = 0) -> None:
         """Offsets of a group without members: the broker does not check who commits them."""
         consumer = Consumer({"bootstrap.servers": "127.0.0.1:1", "group.id": group, "log_level": 0})
