@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,20 +10,7 @@ import pytest
 
 from eos.broker import LocalKafka
 from eos.testing.clusters import choose
-
-
-def run_pytest(folder: Path, test: str, *options: str, **environment: str) -> tuple[int, str]:
-    (folder / "test_users_own.py").write_text(test)
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", *options],
-        cwd=folder,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    return run.returncode, run.stdout + run.stderr
+from tests.support.users_pytest import run_pytest
 
 
 def test_somebody_elses_cluster_is_used_and_a_fault_on_it_is_not_run(tmp_path: Path, kafka: LocalKafka) -> None:

@@ -6,8 +6,6 @@ log or counts a call, the checker reads what Kafka holds.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from eos.broker import LocalKafka
 from eos.errors import ConfigurationError
 from eos.testing.sweeping import ACTIONS, ERRORS, Case, Outcome, Sweeper, every_case, every_txn_step, table
 from tests.shim.sweep import APP, RECORDS, protocols_on, ways_on
+from tests.support.users_pytest import run_pytest
 
 H1 = Case("EndTxn", "late copy, then abort")
 H2B = Case("Produce", "lost acknowledgement, then abort")
@@ -124,14 +123,6 @@ def test_the_summary_of_pytest_has_no_table_where_nothing_was_swept(tmp_path: Pa
     assert code == 0, said
     assert "1 passed" in said
     assert "every fault" not in said
-
-
-def run_pytest(folder: Path, test: str, *options: str) -> tuple[int, str]:
-    """As a user does, in a folder of their own."""
-    (folder / "test_users_own.py").write_text(test)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
-    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
-    return run.returncode, run.stdout + run.stderr
 
 
 def test_every_case_is_each_step_with_each_fault_that_it_can_have() -> None:
