@@ -243,28 +243,26 @@ def test_a_throttled_answer_reaches_the_client_as_such(kafka: LocalKafka, names:
         producer.close()
 
 
-def test_a_rule_that_never_fired_fails_the_run_and_is_named(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
-    plan = '[[rule]]\napi = "EndTxn"\nnth = 3\naction = "reset"\n'
+def assert_fails(plan: str, sentence: str, kafka: LocalKafka, names: Names, directory: Path) -> None:
+    """A run of one transaction under this plan ends with 1 and this sentence."""
     topic = create_topic(kafka.bootstrap_servers, names("out"))
-    with faulty(kafka, tmp_path, plan, ends_with=1) as shim:
+    with faulty(kafka, directory, plan, ends_with=1) as shim:
         producer = producer_of(shim.bootstrap_servers, names("id"))
         producer.begin_transaction()
         send(producer, topic, "x")
         producer.commit_transaction(30)
         producer.close()
-    eventually(lambda: "never fired: 1 requests fitted" in last_lines(shim))
+    eventually(lambda: sentence in last_lines(shim))
+
+
+def test_a_rule_that_never_fired_fails_the_run_and_is_named(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
+    plan = '[[rule]]\napi = "EndTxn"\nnth = 3\naction = "reset"\n'
+    assert_fails(plan, "never fired: 1 requests fitted", kafka, names, tmp_path)
 
 
 def test_a_late_copy_whose_event_never_came_fails_the_run(kafka: LocalKafka, names: Names, tmp_path: Path) -> None:
     plan = '[[rule]]\napi = "EndTxn"\naction = "reset"\nphase = "late"\nuntil = { api = "Produce" }\n'
-    topic = create_topic(kafka.bootstrap_servers, names("out"))
-    with faulty(kafka, tmp_path, plan, ends_with=1) as shim:
-        producer = producer_of(shim.bootstrap_servers, names("id"))
-        producer.begin_transaction()
-        send(producer, topic, "x")
-        producer.commit_transaction(30)
-        producer.close()
-    eventually(lambda: "what it waited for never came" in last_lines(shim))
+    assert_fails(plan, "what it waited for never came", kafka, names, tmp_path)
 
 
 @pytest.mark.parametrize(
