@@ -199,11 +199,12 @@ class Node:
     def last_words(self) -> str:
         """Why it ended: the first ERROR of its log since the launch, else the last thing the JVM printed.
 
-        The first, because a failed start goes on to report what failed while it shut down.
+        The first, because a failed start goes on to report what failed while it shut down. That it was slow is no
+        reason.
         """
         lines = _lines(self.log_path, self._log_start)
         for number, line in enumerate(lines):
-            if " ERROR " in line or " FATAL " in line:
+            if (" ERROR " in line or " FATAL " in line) and " EventPerformanceMonitor: " not in line:
                 # The exception's own message is on the line after.
                 after = lines[number + 1] if number + 1 < len(lines) else ""
                 cause = f": {after.strip()}" if re.match(r"[\w.]+(Exception|Error)\b", after) else ""

@@ -109,6 +109,18 @@ def test_a_copy_of_a_formatted_storage_has_ids_of_its_own(tmp_path: Path, monkey
     assert len({"once", first["directory.id"], second["directory.id"]}) == 3
 
 
+def test_why_a_node_ended_is_its_first_error_and_not_that_the_machine_was_slow(tmp_path: Path) -> None:
+    slow = "ERROR [quorum-controller-0-event-handler] EventPerformanceMonitor: Exceptionally slow controller event"
+    ended = Node(0, tmp_path, "4.4.0", tmp_path / "java", [])
+    ended.log_path.write_text(
+        f"1 INFO  [main] a\n2 {slow}\n3 ERROR [main] KafkaServer: no\njava.lang.Error: why\n4 FATAL b\n"
+    )
+    assert ended.last_words() == "3 ERROR [main] KafkaServer: no: java.lang.Error: why"
+    ended.log_path.write_text(f"2 {slow}\n")
+    ended.stdout_path.write_text("killed\n")
+    assert ended.last_words() == "killed"
+
+
 @pytest.mark.parametrize("before", [None, "-Xms1g"])
 def test_making_an_archive_leaves_the_options_of_other_brokers_alone(
     before: str | None, monkeypatch: pytest.MonkeyPatch
