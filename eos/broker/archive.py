@@ -25,7 +25,8 @@ from eos.errors import Unavailable
 
 
 def make(version: str) -> Path:
-    """The archive of this version on this machine's Java; if it is not there a node is started, used and stopped.
+    """The archive of this version on this machine's Java; if it is not there a node is started, used and stopped. The
+    storage is beside it.
 
     Raises Unavailable where no node can run, or this Java makes none.
     """

@@ -29,9 +29,9 @@ from eos.errors import ConfigurationError, Unavailable
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 _FORMAT_TIMEOUT_S = 90.0
-META = "meta.properties"
 _POLL_S = 0.05
 JVM_OPTIONS = "KAFKA_JVM_PERFORMANCE_OPTS"
+META = "meta.properties"
 
 # Below the range that Linux (32768-) and macOS (49152-) take for outgoing connections: a node that is down for a
 # while would otherwise find its port taken by some client's socket, even by a client trying to reconnect to it.
@@ -85,14 +85,13 @@ class Node:
         )
 
     def _copy_format(self, storage: Path, cluster_id: str) -> None:
-        data = self.directory / "data"
-        shutil.copytree(storage, data, dirs_exist_ok=True)
-        own = {"cluster.id": cluster_id, "node.id": self.index, "directory.id": random_id()}
-        text = (storage / META).read_text()
-        for name, value in own.items():
+        meta = self.directory / "data" / META
+        shutil.copytree(storage, meta.parent, dirs_exist_ok=True)
+        text = meta.read_text()
+        for name, value in {"cluster.id": cluster_id, "node.id": self.index, "directory.id": random_id()}.items():
             text, times = re.subn(rf"(?m)^{re.escape(name)}=.*$", f"{name}={value}", text)
             assert times == 1, f"{name} is {times} times in {storage / META}"
-        (data / META).write_text(text)
+        meta.write_text(text)
         self._formatted.touch()
 
     def end_format(self, tool: subprocess.Popen[bytes] | None) -> None:

@@ -17,7 +17,6 @@ pytest_plugins = ["tests.support.spark"]
 pytestmark = pytest.mark.timeout(560)
 
 SPARK_S = 240.0
-CONFIGURATION = 78
 
 # Every kind of state and of function; one function has none, one source's records have no keys, or fail.
 REMEMBERING = """

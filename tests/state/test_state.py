@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 pytest_plugins = ["tests.support.pipeline"]
 
 Names = Callable[[str], str]
-ROOT = Path(__file__).parents[2]
 PARTITIONS, KEYS = 3, 40
 APP = """
 import time

@@ -15,7 +15,6 @@ from eos.testing.offline import Ran
 
 SWALLOWED = "a tombstone led to no output"
 PAIR = "a tuple is not a key and a value"
-PRODUCED = "outputs get the time of producing"
 
 
 @pytest.fixture(autouse=True)

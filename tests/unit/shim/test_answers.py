@@ -63,7 +63,6 @@ def add_partitions(version: int) -> Any:
     )
 
 
-_KEY = {"key": "id"}
 _WHO = {"transactional_id": "id", "producer_id": 1, "producer_epoch": 0}
 REQUESTS: dict[str, tuple[Any, range]] = {
     "Produce": (produce, range(3, 14)),
