@@ -319,7 +319,7 @@ def test_an_end_of_the_changelog_that_may_be_another_members_work_is_not_noted(
     job = Job(lambda: None, ())
     job.result = {("in", 0): 9}
     keeper._thread = SimpleNamespace(start=lambda *_: job, close=lambda: None)  # type: ignore[assignment]
-    keeper.committed()  # asks
+    commit(keeper)  # asks
     task = keeper._tasks["in", 0]
     if why.startswith("it came"):
         commit(keeper, before=job.done.set)

@@ -91,6 +91,7 @@ class Script:
             describe_all=lambda ids: [],
             describe=lambda name: Described("CompleteCommit", 7, self.epochs[name]),
             members=lambda group: [],
+            committed_metadata=lambda group: [],
             remove_member=lambda group, member: None,
         )
         self.world = World(
@@ -328,6 +329,16 @@ def test_a_session_commits_in_a_world_without_a_broker() -> None:
     assert script.follows.told == ["restore 0", *["beside", "committed"] * 2]
 
 
+def test_it_is_counted_how_long_commits_took_and_how_old_their_first_records_were_by_then() -> None:
+    script = Script()
+    script.when["commit"] = lambda: script.passes(3)
+    session = copied(script)
+    commits, ages = session.counters.commit_seconds, session.counters.end_to_end_seconds
+    assert (sum(commits.counts), commits.total) == (2, pytest.approx(3))
+    # The records are of 1970, and the script's clock began 1e9 s later.
+    assert (sum(ages.counts), 3 < ages.total - 2e9 <= 2 * script.time) == (2, True)
+
+
 def test_an_abort_in_it_hands_the_records_out_again() -> None:
     script = Script()
     abortable = KafkaError(KafkaError._TIMED_OUT, "scripted", retriable=False, txn_requires_abort=True)
@@ -400,6 +411,17 @@ def test_an_abort_whose_consumer_cannot_go_back_is_one_rebuild_and_no_abort() ->
     session = copied(script)
     assert (script.visible, script.committed) == (ALL, 10)
     assert (session.counters.transactions, session.counters.aborts, session.counters.rebuilds) == (2, 0, 1)
+
+
+def test_who_has_to_join_again_does_not_take_its_id_back_from_a_newer_instance() -> None:
+    script = Script()
+    script.fails["offsets"] = KafkaError(KafkaError._TIMED_OUT, "scripted", txn_requires_abort=True), False
+    script.fails["seek"] = KafkaError(KafkaError._STATE, "scripted"), False
+    script.when["seek"] = lambda: script.epochs.update(t=script.epochs["t"] + 2)
+    with pytest.raises(eos.Fenced, match="a newer instance took over"):
+        copied(script)
+    assert script.calls.count("init") == 2, "those of the start"
+    assert (script.visible, script.outcomes) == ([], ["aborted"])
 
 
 def test_a_transaction_that_was_given_up_for_an_interrupt_in_its_body_says_so() -> None:
