@@ -350,7 +350,7 @@ def test_what_is_over_is_deleted_by_a_transaction_that_has_records_of_its_partit
 
 
 def test_a_folder_goes_on_where_the_last_commit_left_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    longer = note(b"1"), note(b"2"), note(b"3"), note(b"4"), note(b"5")
+    longer = [note(b"%d" % number) for number in range(1, 7)]
     first = keeper_on(monkeypatch, longer[:2], folder=tmp_path)
     restore(first)
     assert kept(first) == b"2"
@@ -362,13 +362,13 @@ def test_a_folder_goes_on_where_the_last_commit_left_it(monkeypatch: pytest.Monk
     kept(first, b"lost with the process")
     first.close()
 
-    second = keeper_on(monkeypatch, longer[:4], folder=tmp_path)
+    second = keeper_on(monkeypatch, longer[:5], folder=tmp_path)
     restore(second)
-    assert (READER.starts, kept(second)) == ([{0: 3}], b"4")
+    assert (READER.starts, kept(second)) == ([{0: 3}], b"5")
     # A folder that another process has is left alone.
     third = keeper_on(monkeypatch, longer, folder=tmp_path)
     restore(third)
-    assert kept(third) == b"5"
+    assert kept(third) == b"6"
     assert sorted(path.name for path in (tmp_path / "shop").iterdir()) == [
         "shop-count-changelog-0.0",
         "shop-count-changelog-0.1",
