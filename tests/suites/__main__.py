@@ -45,8 +45,8 @@ console = Console(highlight=False, soft_wrap=True)
 
 @dataclass
 class Result:
-    """Of one suite. `failed`: test -> why. `left_out`: reason -> number of tests. `said`: by commands, shown if one
-    failed."""
+    """Of one suite. `failed`, `late`: test -> why. `left_out`: reason -> number of tests. `said`: by commands, shown if
+    one failed."""
 
     suite: Suite
     depth: str
@@ -54,7 +54,7 @@ class Result:
     seconds: float
     passed: int = 0
     failed: dict[str, str] = field(default_factory=dict)
-    late: list[str] = field(default_factory=list)
+    late: dict[str, str] = field(default_factory=dict)
     said: str = ""
     left_out: dict[str, int] = field(default_factory=dict)
 
@@ -177,8 +177,8 @@ def _show(results: list[Result], seconds_in_all: float) -> None:
     for r in results:
         for reason, count in r.left_out.items():
             console.print(f"{r.suite.name}: {count} left out: {escape(reason)}")
-        for test in r.late:
-            console.print(f"[yellow]{r.suite.name}: late, and run again: {escape(test)}")
+        for test, why in r.late.items():
+            console.print(f"[yellow]{r.suite.name}: late, and run again: {escape(test)}: {escape(why)}")
         if not r.ok:
             console.print(f"[red]{r.suite.name} failed")
             console.print(r.said, markup=False, end="")

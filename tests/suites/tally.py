@@ -31,7 +31,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     tally = {
         "passed": len(stats.get("passed", [])),
         "failed": {report.nodeid: _why(report) for report in (*stats.get("failed", []), *stats.get("error", []))},
-        "late": [report.nodeid for report in stats.get("rerun", [])],
+        "late": {report.nodeid: _why(report) for report in stats.get("rerun", [])},
         "left_out": reasons,
         "took_s": dict(sorted(took.items(), key=lambda item: -item[1])),
     }
