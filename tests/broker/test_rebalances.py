@@ -211,8 +211,7 @@ def test_a_member_that_loses_its_partitions_in_mid_transaction_goes_on_without_h
     pipeline = prepared(pipelines, kafka, 3_000, protocol)
     settings = PROTOCOLS[protocol] | {"transaction.timeout.ms": str(timeout_ms)}
     loser = pipeline.worker("loser", settings=settings, holds=[(step, 3)])
-    loser.wait_at(step, 3)
-    pipeline.wait_state("Ongoing", instance="loser", timeout_s=2.5)
+    loser.wait_at(step, 3)  # where the broker has acknowledged that it is open
     taker = pipeline.worker("taker", settings=settings)
     pipeline.wait_members(2)
     loser.pause()
