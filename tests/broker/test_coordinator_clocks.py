@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
-from kafka.admin import KafkaAdminClient
 
 import eos
 from eos import Settings, TransactSession
@@ -15,7 +14,7 @@ from eos.broker import LocalKafka
 from eos.kafka.cluster import ClusterAdmin
 from eos.session.participants import Listener
 from eos.session.producer import TransactionalProducer
-from tests.support.reading import create_topic, ends_of, settled_values, stable_offset, wait_until
+from tests.support.reading import coordinator_of, create_topic, ends_of, settled_values, stable_offset, wait_until
 
 FORGETFUL = {
     "transactional.id.expiration.ms": "4000",
@@ -109,14 +108,6 @@ def test_a_partition_whose_leader_is_away_holds_up_no_other_and_gets_its_marker_
 
 
 RECORD_AND_MARKER = 2
-
-
-def coordinator_of(servers: str, transactional_id: str) -> int:
-    admin = KafkaAdminClient(bootstrap_servers=servers)
-    try:
-        return int(admin.describe_transactions([transactional_id])[transactional_id].coordinator_id)
-    finally:
-        admin.close()
 
 
 def stable_end(servers: str, topic: str, partition: int) -> int:

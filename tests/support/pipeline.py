@@ -494,13 +494,13 @@ class Pipeline:
             timeout_s,
         )
 
-    def members(self) -> int:
-        """How many members the group has, by either protocol."""
+    def members(self) -> list[str]:
+        """The ids of the group's members, by either protocol."""
         described = self.admin.describe_consumer_groups([self.app])[self.app].result(10)
-        return len(described.members)
+        return [member.member_id for member in described.members]
 
     def wait_members(self, count: int, timeout_s: float = 30.0) -> None:
-        wait_until(f"{count} members in the group", lambda: self.members() == count, timeout_s)
+        wait_until(f"{count} members in the group", lambda: len(self.members()) == count, timeout_s)
 
     def wait_stable(self, timeout_s: float = 30.0) -> None:
         """Until the group's members have their assignments: no rebalance is going on."""

@@ -13,10 +13,11 @@ import pytest
 
 import eos
 from eos import App, Record
-from eos.app import concurrent
 from eos.app.dead_letters import dead_letter
 from eos.app.frames import INNERMOST, TEXT_BYTES, frames_of, text_of
 from eos.worker.handling import Handler, Kept
+
+pytestmark = pytest.mark.usefixtures("loop_ends")
 
 
 def failure(function: Callable[[Any], Any], **more: Any) -> BaseException:
@@ -70,7 +71,6 @@ def test_frames_are_the_user_s_and_neither_ours_nor_a_library_s(
     function: Callable[[Any], Any], told: list[str]
 ) -> None:
     assert names(failure(function)) == told
-    concurrent.close()
 
 
 def test_a_decoder_of_the_user_s_own_is_found_behind_the_error_that_names_it() -> None:
@@ -109,7 +109,6 @@ def test_a_dead_letter_says_where_with_its_frames_one_per_line() -> None:
     app, kept = App("app"), Kept()
     app.process("in", to="out", on_error=eos.dlq)(later)
     assert Handler(app).handle(kept, [Record("in", 0, 0, value=b"v")]) is None
-    concurrent.close()
     trace = (dict(kept.sends[0][5] or [])["eos-dlq-trace"] or b"").decode()
     at = later.__code__.co_firstlineno + 2, mine.__code__.co_firstlineno + 1
     assert trace.splitlines() == [

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from hypothesis import strategies as st
 from kafka.protocol.admin import DescribeClusterResponse
 from kafka.protocol.consumer import FetchResponse
 from kafka.protocol.metadata import FindCoordinatorResponse, MetadataResponse
-from kafka.protocol.producer import ProduceResponse
+from kafka.protocol.producer import ProduceRequest, ProduceResponse
 
 from eos.shim.wire import api
 
@@ -71,6 +72,17 @@ def framed(message: Any, correlation_id: int = 7, **header: Any) -> bytes:
     """A message of kafka-python's, as it is on the wire."""
     message.with_header(correlation_id=correlation_id, **header)
     return bytes(message.encode(header=True, framed=True))
+
+
+def producing(version: int, transactional_id: str | None, data: Mapping[str, Mapping[int, bytes | None]]) -> Any:
+    """A Produce request; `data`: by topic and partition its batches."""
+    topic = ProduceRequest.TopicProduceData
+    topics = []
+    for name, partitions in data.items():
+        made = [topic.PartitionProduceData(version=version, index=i, records=r) for i, r in partitions.items()]
+        topics.append(topic(version=version, name=name, partition_data=made))
+    who = {"version": version, "transactional_id": transactional_id}
+    return ProduceRequest(**who, acks=-1, timeout_ms=1, topic_data=topics)
 
 
 @st.composite

@@ -5,14 +5,14 @@ from __future__ import annotations
 import struct
 
 import pytest
-from kafka.protocol.producer import AddPartitionsToTxnRequest, ProduceRequest
+from kafka.protocol.producer import AddPartitionsToTxnRequest
 from kafka.protocol.sasl import SaslAuthenticateRequest, SaslAuthenticateResponse, SaslHandshakeRequest
 
 from eos.shim.errors import ProtocolError
 from eos.shim.guard import GuardJob, Policy
 from eos.shim.pipeline import Connection, Exchange
 from eos.shim.wire import answers, api
-from tests.unit.shim.messages import framed
+from tests.unit.shim.messages import framed, producing
 
 CONNECTION = Connection(1, "c", "b", 0)
 _BATCH = struct.Struct(">qiibIhiqqqhii")
@@ -25,16 +25,7 @@ def batch(attributes: int, magic: int = 2, body: bytes = b"records") -> bytes:
 
 
 def produce(name: str | None, topics: dict[str, list[bytes]]) -> bytes:
-    kind = ProduceRequest.TopicProduceData
-    data = [
-        kind(
-            name=topic,
-            partition_data=[kind.PartitionProduceData(index=at, records=records) for at, records in enumerate(each)],
-        )
-        for topic, each in topics.items()
-    ]
-    request = ProduceRequest(version=9, transactional_id=name, acks=-1, timeout_ms=1, topic_data=data)
-    return framed(request, client_id="c")
+    return framed(producing(9, name, {topic: dict(enumerate(each)) for topic, each in topics.items()}), client_id="c")
 
 
 def judged(frame: bytes) -> list[int] | None:

@@ -19,7 +19,7 @@ from eos.shim.pipeline import Connection, Exchange
 from eos.shim.protect import Journal, ProtectJob, crc, translate
 from eos.shim.protect.machine import Identity
 from eos.shim.wire import answers, api
-from tests.unit.shim.messages import decoded, framed, frames
+from tests.unit.shim.messages import decoded, framed, frames, producing
 
 OLD, NEW = Identity(4000, 7), Identity(2**40 + 5, 300)
 
@@ -42,13 +42,7 @@ def records(*sequences: int, count: int = 3, gzip: bool = False, size: int = 20)
 
 
 def produce_request(version: int, name: str | None, data: dict[str, dict[int, bytes | None]]) -> bytes:
-    topic = protocol.ProduceRequest.TopicProduceData
-    topics = []
-    for each, partitions in data.items():
-        made = [topic.PartitionProduceData(version=version, index=i, records=r) for i, r in partitions.items()]
-        topics.append(topic(version=version, name=each, partition_data=made))
-    request = protocol.ProduceRequest(version=version, transactional_id=name, acks=-1, timeout_ms=1, topic_data=topics)
-    return encoded(request)
+    return encoded(producing(version, name, data))
 
 
 def requests(key: int, version: int) -> Any:

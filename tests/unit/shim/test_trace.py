@@ -34,7 +34,7 @@ from eos.shim.trace.model import NO_ANSWER
 from eos.shim.wire import api
 from eos.shim.wire.batches import Batch, ProduceHead, fetch_response, produce_request
 from eos.shim.wire.walk import Walk
-from tests.unit.shim.messages import framed
+from tests.unit.shim.messages import framed, producing
 
 
 class Wire:
@@ -101,10 +101,7 @@ class Wire:
 
     def produce(self, index: int, records: bytes, version: int = 9, offset: int = 0, error: int = 0) -> Step:
         """To a partition of `out`."""
-        topic = ProduceRequest.TopicProduceData
-        partition = topic.PartitionProduceData(version=version, index=index, records=records)
-        data = [topic(version=version, name="out", partition_data=[partition])]
-        request = ProduceRequest(version=version, transactional_id="t", acks=-1, timeout_ms=1, topic_data=data)
+        asked = self.ask(producing(version, "t", {"out": {index: records}}))
         result = ProduceResponse.TopicProduceResponse
         answered = result.PartitionProduceResponse(
             version=version,
@@ -116,7 +113,7 @@ class Wire:
         )
         results = [result(version=version, name="out", partition_responses=[answered])]
         response = ProduceResponse(version=version, throttle_time_ms=0, responses=results)
-        return self.answer(self.ask(request), response)
+        return self.answer(asked, response)
 
 
 @pytest.fixture
@@ -210,7 +207,7 @@ def test_a_produce_belongs_to_its_transactional_id_and_is_counted_batch_by_batch
 
 
 def test_a_produce_outside_of_any_transaction_is_no_step(wire: Wire) -> None:
-    exchange = wire.ask(ProduceRequest(version=9, transactional_id=None, acks=-1, timeout_ms=1, topic_data=[]))
+    exchange = wire.ask(producing(9, None, {}))
     response = ProduceResponse(version=9, throttle_time_ms=0, responses=[])
     wire.job.response(exchange, framed(response, exchange.correlation_id))
     assert wire.steps == []
@@ -331,9 +328,8 @@ def test_batches_are_found_in_every_version_kafka_python_can_write() -> None:
         named = {"topic_id": uuid.UUID(bytes=b"i" * 16)} if version >= 13 else {"name": "out"}
         topic = data(version=version, partition_data=[partition, partition], **named)
         request = ProduceRequest(version=version, transactional_id="t", acks=1, timeout_ms=9, topic_data=[topic])
-        request.with_header(correlation_id=1, client_id=None)
         walk = Walk(produce_request(version, heads.append, batches.append))
-        walk.feed(bytes(request.encode(header=True, framed=True)))
+        walk.feed(framed(request, client_id=None))
         assert walk.done
         assert heads == [ProduceHead("t", 1)]
         assert [(b.topic, b.partition, b.producer_id, b.epoch, b.base_sequence, b.records) for b in batches] == [

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kafka.protocol.metadata import MetadataResponse
-from kafka.protocol.producer import EndTxnRequest, EndTxnResponse, ProduceRequest
+from kafka.protocol.producer import EndTxnRequest, EndTxnResponse
 from kafka.protocol.sasl import SaslAuthenticateRequest, SaslHandshakeRequest
 
 from eos.shim.errors import ProtocolError
@@ -19,7 +19,7 @@ from eos.shim.guard import GuardJob, Policy
 from eos.shim.health import CountingJob
 from eos.shim.pipeline import Connection, Exchange, Job
 from eos.shim.wire import answers, api
-from tests.unit.shim.messages import framed, requests
+from tests.unit.shim.messages import framed, producing, requests
 
 POLICY = Policy(("*",), ("*",), ("*",), 1, (("*", ("p",)),))
 KEYS = sorted(
@@ -133,11 +133,6 @@ def test_whatever_bytes_come_no_job_raises_but_what_ends_the_connection(key: int
 
 
 def test_a_produce_with_a_topic_of_no_name_is_judged_too() -> None:
-    topic = ProduceRequest.TopicProduceData
-    data = [topic.PartitionProduceData(index=0, records=b"")]
-    request = ProduceRequest(
-        version=9, transactional_id=None, acks=-1, timeout_ms=1, topic_data=[topic(name="", partition_data=data)]
-    )
     asked = exchange(api.PRODUCE, 9)
-    assert GuardJob(POLICY).request(asked, framed(request, client_id="c")) == b""
+    assert GuardJob(POLICY).request(asked, framed(producing(9, None, {"": {0: b""}}), client_id="c")) == b""
     assert asked.answer is not None
