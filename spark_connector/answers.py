@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-from kafka import errors as kafka_errors
-
 
 class Answer(Enum):
     """What to do with an answer."""
@@ -61,11 +59,6 @@ _ANSWERS = {code: answer for answer, codes in _ROWS.items() for code in codes}
 def judge(code: int) -> Answer:
     """A code without a row stops the batch: an unknown answer is never taken for success."""
     return _ANSWERS.get(code, Answer.REFUSED)
-
-
-def name(code: int) -> str:
-    """The code as Kafka spells it."""
-    return str(getattr(kafka_errors.for_code(code), "message", f"error {code}"))
 
 
 class Stopped(Exception):

@@ -22,7 +22,8 @@ from kafka.protocol.consumer.fetch import FetchRequest
 from kafka.protocol.consumer.offsets import ListOffsetsRequest
 from kafka.record import MemoryRecords
 
-from spark_connector.answers import Answer, Stopped, judge, name
+from eos.codes import error_name
+from spark_connector.answers import Answer, Stopped, judge
 from spark_connector.wire import Broken, Wire
 
 TOPIC = "__eos_sinks"
@@ -318,7 +319,7 @@ class MarkerReader:
         if verdict is Answer.RETRY:
             self._wire.refresh_leader(TOPIC, self.partition)
         elif verdict is not Answer.DONE:
-            raise Stopped(verdict, f"{what} on {TOPIC}-{self.partition} was answered with {name(code)}")
+            raise Stopped(verdict, f"{what} on {TOPIC}-{self.partition} was answered with {error_name(code)}")
         return verdict is Answer.DONE
 
 

@@ -18,8 +18,9 @@ from kafka import errors as kafka_errors
 from kafka.protocol.producer.produce import ProduceRequest
 from kafka.protocol.schemas.fields.codecs import UnsignedVarInt32
 
+from eos.codes import error_name
 from eos.kafka.ownership import Identity
-from spark_connector.answers import Answer, Stopped, judge, name
+from spark_connector.answers import Answer, Stopped, judge
 from spark_connector.recordbatch import Batch, RecordRefused, encode
 from spark_connector.wire import Unreachable, Wire
 
@@ -145,7 +146,7 @@ class PartitionWriter:
         verdict = judge(answer.error_code)
         if verdict is Answer.DONE:
             return None
-        said = name(answer.error_code) + (f" ({answer.error_message})" if answer.error_message else "")
+        said = error_name(answer.error_code) + (f" ({answer.error_message})" if answer.error_message else "")
         if verdict is Answer.RETRY:
             return said
         raise Stopped(verdict, f"{self.topic}-{self.partition}: Produce was answered with {said}")

@@ -13,9 +13,10 @@ from typing import Any
 from kafka import errors as kafka_errors
 from kafka.protocol.admin import CreateTopicsRequest, DescribeConfigsRequest
 
+from eos.codes import error_name
 from eos.errors import ConfigurationError, NotAuthorised, Unavailable
 from spark_connector import marker
-from spark_connector.answers import Answer, judge, name
+from spark_connector.answers import Answer, judge
 from spark_connector.wire import Partition, Unreachable, Wire
 
 _TOPIC, _BROKER = 2, 4  # ConfigResource.Type
@@ -113,7 +114,7 @@ def describe(wire: Wire, kind: int, resource: str, keys: Sequence[str], timeout_
     result = wire.until(f"settings of {resource}", attempt, timeout_s)
     if result.error_code:
         raise NotAuthorised(
-            f"DescribeConfigs of {resource} was answered with {name(result.error_code)}: the principal needs the "
+            f"DescribeConfigs of {resource} was answered with {error_name(result.error_code)}: the principal needs the "
             "permission DESCRIBE_CONFIGS"
         )
     return {config.name: config.value for config in result.configs}
@@ -173,7 +174,7 @@ def _create(wire: Wire, replicas: int, timeout_s: float) -> None:
     if result.error_code not in (0, _TOPIC_ALREADY_EXISTS):
         kind = NotAuthorised if judge(result.error_code) is Answer.UNAUTHORISED else Unavailable
         raise kind(
-            f"{marker.TOPIC} could not be created ({name(result.error_code)}: {result.error_message}): create it "
+            f"{marker.TOPIC} could not be created ({error_name(result.error_code)}: {result.error_message}): create it "
             f"yourself with cleanup.policy=compact"
         )
 

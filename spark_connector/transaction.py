@@ -15,8 +15,9 @@ from typing import Any
 
 from kafka.protocol.producer.transaction import AddPartitionsToTxnRequest, EndTxnRequest, InitProducerIdRequest
 
+from eos.codes import error_name
 from eos.kafka.ownership import Identity
-from spark_connector.answers import Answer, Stopped, judge, name
+from spark_connector.answers import Answer, Stopped, judge
 from spark_connector.wire import Broken, Wire
 
 _INIT_MAX_VERSION = 4
@@ -110,7 +111,7 @@ class Transaction:
             verdicts = {code: judge(code) for code in codes(answer)}
             for code, verdict in verdicts.items():
                 if verdict not in (Answer.DONE, Answer.RETRY):
-                    raise Stopped(verdict, f"{what} for {self.transactional_id} was answered with {name(code)}")
+                    raise Stopped(verdict, f"{what} for {self.transactional_id} was answered with {error_name(code)}")
             retried = [code for code, verdict in verdicts.items() if verdict is Answer.RETRY]
             if retried and retried != [_CONCURRENT_TRANSACTIONS]:
                 self._wire.forget_coordinator(self.transactional_id)

@@ -75,7 +75,7 @@ ERRORS: Mapping[str, tuple[str, ...]] = {
     ),
     "Produce": (
         "LEADER_NOT_AVAILABLE",
-        "NOT_LEADER_FOR_PARTITION",
+        "NOT_LEADER_OR_FOLLOWER",
         "UNKNOWN_TOPIC_OR_PARTITION",
         "REQUEST_TIMED_OUT",
         "NOT_ENOUGH_REPLICAS",

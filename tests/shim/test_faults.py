@@ -131,7 +131,6 @@ def test_an_error_before_is_the_shims_and_after_is_in_place_of_the_brokers(
     error = 51
     phase = "after_apply"
     """
-    plan = plan.replace("NOT_LEADER_OR_FOLLOWER", "NOT_LEADER_FOR_PARTITION")
     with faulty(kafka, tmp_path, plan, "--trace", "--trace-format", "json") as shim:
         producer = producer_of(shim.bootstrap_servers, name)
         producer.begin_transaction()
@@ -154,7 +153,7 @@ def test_a_fault_beside_another_strikes_the_other_partition_whichever_was_first(
     [[rule]]
     api = "Produce"
     action = "error"
-    error = "NOT_LEADER_FOR_PARTITION"
+    error = "NOT_LEADER_OR_FOLLOWER"
     [[rule]]
     api = "Produce"
     action = "error"

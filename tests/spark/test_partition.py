@@ -204,7 +204,7 @@ def test_a_record_above_the_topics_limit_is_named(kafka: LocalKafka, names: Name
     # The limit may have been lowered since it was read: then it is the broker that says so.
     writer = PartitionWriter(wire, name, transaction.identity, topic, 0, max_bytes=4_000_000)
     writer.write(rows(1, size=3_000_000))
-    with pytest.raises(Stopped, match="MESSAGE_SIZE_TOO_LARGE"):
+    with pytest.raises(Stopped, match="MESSAGE_TOO_LARGE"):
         writer.finish()
 
 

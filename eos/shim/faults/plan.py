@@ -29,10 +29,11 @@ from typing import Any
 
 from kafka.protocol.api_key import ApiKey
 
+from eos.codes import CODES, error_name
 from eos.errors import ConfigurationError
 from eos.shim.faults.said import Said
 from eos.shim.pipeline import Connection
-from eos.shim.wire import answers, api
+from eos.shim.wire import answers
 
 
 class Phase(Enum):
@@ -51,7 +52,7 @@ ACTIONS: Mapping[str, frozenset[Phase]] = {
     "throttle": frozenset({Phase.AFTER_APPLY}),
 }
 SIDES = ("broker", "client")
-_CODES = {api.error_name(code): code for code in range(-1, 135)}
+_CODES = {error_name(code): code for code in CODES if code}
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ import ssl
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from eos.codes import error_name
 from eos.shim import events
 from eos.shim.addresses.book import Address
 from eos.shim.faults.plan import Progress
 from eos.shim.faults.said import Said
 from eos.shim.lane import Held
 from eos.shim.pipeline import Exchange
-from eos.shim.wire import answers, api
+from eos.shim.wire import answers
 
 if TYPE_CHECKING:
     from eos.shim.faults.job import FaultJob
@@ -77,7 +78,7 @@ class Strike:
             f"{what} delivered",
             rule=str(self.rule),
             transactional_id=self.said.transactional_id,
-            answer=api.error_name(error),
+            answer=error_name(error),
         )
 
 

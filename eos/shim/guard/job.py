@@ -13,6 +13,7 @@ from typing import Any
 from kafka.protocol.metadata import MetadataResponse
 from kafka.protocol.sasl import SaslAuthenticateRequest, SaslAuthenticateResponse, SaslHandshakeRequest
 
+from eos.codes import error_name
 from eos.shim.complaints import Complaints
 from eos.shim.errors import Malformed, ProtocolError
 from eos.shim.guard.policy import ANONYMOUS, Policy
@@ -175,7 +176,7 @@ class GuardJob(Job):
             raise _Refused(lambda topic, _: codes.get(topic, others), error, f"topic {names}: {rule}")
 
     def _note(self, exchange: Exchange, refused: _Refused) -> None:
-        error = api.error_name(refused.error)
+        error = error_name(refused.error)
         if refused.error == UNKNOWN_TOPIC_ID:
             return  # not a refusal: a question
         self.refused[error] += 1

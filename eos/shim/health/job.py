@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from eos.codes import error_name
 from eos.shim import events
 from eos.shim.errors import Malformed
 from eos.shim.pipeline import Exchange, Job
@@ -61,7 +62,7 @@ class CountingJob(Job):
             codes = []
         # Once per answer and error, however many partitions it names.
         for code in set(codes):
-            self.errors[api.api_name(key), api.error_name(code)] += 1
+            self.errors[api.api_name(key), error_name(code)] += 1
         if not codes and self in exchange.notes:
             self.ends[str(exchange.notes.pop(self))] += 1
         return frame

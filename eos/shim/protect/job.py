@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import NamedTuple
 
+from eos.codes import error_name
 from eos.shim import events
 from eos.shim.errors import Malformed
 from eos.shim.pipeline import Connection, Exchange, Job
@@ -400,7 +401,7 @@ class ProtectJob(Job):
             "refused",
             transactional_id=name,
             api=api.api_name(exchange.api_key),
-            error=api.error_name(refused.code),
+            error=error_name(refused.code),
             reason=refused.reason,
             connection=exchange.connection.number,
         )

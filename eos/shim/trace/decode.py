@@ -12,6 +12,7 @@ from typing import Any
 
 from kafka.protocol.metadata import MetadataResponse
 
+from eos.codes import error_name
 from eos.shim.errors import Malformed
 from eos.shim.trace.model import Step
 from eos.shim.wire import answers, api
@@ -114,7 +115,7 @@ _REQUEST: dict[int, Callable[[Any, int, float], Iterator[Step]]] = {
 
 def _note_error(step: Step, code: int) -> None:
     if code:
-        step.errors.append(api.error_name(code))
+        step.errors.append(error_name(code))
 
 
 def _coordinator_found(step: Step, response: Any, version: int) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from eos.shim.wire.api import RETRIABLE_ERRORS
+from eos.codes import RETRIABLE
 
 # KIP-98's numbers. 3 (begin) is no request, and 5.3 (the final record in the transaction log) is on no client's wire.
 STEP_NUMBERS = {
@@ -69,7 +69,7 @@ class Step:
     @property
     def to_be_retried(self) -> bool:
         """Refused in a way that clients answer by asking again, such as CONCURRENT_TRANSACTIONS."""
-        return self.failed and all(name in RETRIABLE_ERRORS for name in self.errors)
+        return self.failed and all(name in RETRIABLE for name in self.errors)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: what is known and no more."""

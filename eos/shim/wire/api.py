@@ -1,4 +1,4 @@
-"""The numbers of the protocol the shim needs to know: API keys, first flexible versions, error names.
+"""The numbers of the protocol the shim needs to know: API keys and first flexible versions.
 
 Owns these tables only. They follow Kafka 4.4.0's message definitions (`common/message/*.json` in kafka-clients).
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from functools import cache
 
-from kafka import errors as kafka_errors
 from kafka.protocol.api_key import ApiKey
 
 PRODUCE = 0
@@ -84,17 +83,3 @@ def api_name(api_key: int) -> str:
         return str(ApiKey(api_key).name)
     except ValueError:
         return f"api {api_key}"
-
-
-# Names of errors that a client answers by asking again.
-RETRIABLE_ERRORS: frozenset[str] = frozenset(
-    str(kind.message) for kind in map(kafka_errors.for_code, range(200)) if kind.retriable
-)
-
-
-def error_name(code: int) -> str:
-    """`ok`, the protocol's name (NOT_COORDINATOR), or the number."""
-    if code == 0:
-        return "ok"
-    name = str(getattr(kafka_errors.for_code(code), "message", "UNKNOWN"))
-    return f"error {code}" if name == "UNKNOWN" else name

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from kafka import errors as kafka_errors
 
+from eos.codes import CODES, RETRIABLE, error_name
 from spark_connector import answers
-from spark_connector.answers import Answer, judge, name
+from spark_connector.answers import Answer, judge
 
 
 def test_each_code_has_one_row_and_only_two_are_success() -> None:
@@ -19,10 +19,10 @@ def test_what_kafkas_own_clients_retry_is_retried() -> None:
     """Every error that kafka-python calls retriable and that these requests can be answered with."""
     # Of followers, groups, fetch and share sessions, controllers, elections, topic ids.
     elsewhere = {9, 41, 70, 71, 72, 80, 83, 84, 88, 100, 103, 106, 122, 123}
-    retriable = [code for code in range(1, 130) if getattr(kafka_errors.for_code(code), "retriable", False)]
+    retriable = [code for code in CODES if error_name(code) in RETRIABLE]
     assert len(retriable) > 15
     missed = [code for code in retriable if judge(code) not in (Answer.RETRY, Answer.RESTART) and code not in elsewhere]
-    assert [name(code) for code in missed] == []
+    assert [error_name(code) for code in missed] == []
 
 
 @pytest.mark.parametrize(
@@ -38,4 +38,3 @@ def test_what_kafkas_own_clients_retry_is_retried() -> None:
 )
 def test_an_answer_is_what_kafka_means_by_it(code: int, answer: Answer) -> None:
     assert judge(code) is answer
-    assert name(code)
