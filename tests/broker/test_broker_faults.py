@@ -49,21 +49,6 @@ def wait_for_markers(pipeline: Pipeline) -> None:
     )
 
 
-def test_a_worker_waits_for_the_only_broker_to_come_back(alone: LocalKafka, pipelines: Pipelines) -> None:
-    pipeline = pipelines.on(alone, RECORDS)
-    worker = pipeline.worker(work_ms=2, settings=LONG_SESSION | LONG_TRANSACTION, holds=[("begun", 8)])
-    worker.wait_at("begun", 8)
-    wait_for_markers(pipeline)
-    alone.stop(0)
-    assert worker.running
-    worker.go_on()
-    alone.start(0)
-    pipeline.wait_handled(pipeline.loaded, PATIENCE_S)
-    worker.terminate()
-    assert worker.wait() == 0, worker.last_words
-    pipeline.verify()
-
-
 @pytest.mark.parametrize(
     ("timeout_ms", "broker"), [(60_000, "alone"), (3_000, "alone392")], ids=["within-its-timeout", "past-its-timeout"]
 )

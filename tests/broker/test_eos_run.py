@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import eos
 from eos.broker import LocalKafka
 from eos.broker.jars import maven_jars
 from eos.testing.online import run_on
+from tests.support.users_pytest import run_pytest
 
 TEST = """
 import eos
@@ -66,18 +65,9 @@ def test_a_record_that_stops_the_run_is_raised(eos_run):
 
 
 def test_the_fixture_runs_an_app_as_the_worker_does_and_each_run_is_its_own(kafka: LocalKafka, tmp_path: Path) -> None:
-    (tmp_path / "test_users_own.py").write_text(TEST)
-    options = ["-q", "-p", "no:cacheprovider", f"--eos-kafka={kafka.bootstrap_servers}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 passed" in done.stdout
+    code, said = run_pytest(tmp_path, TEST, "-q", f"--eos-kafka={kafka.bootstrap_servers}")
+    assert code == 0, said
+    assert "4 passed" in said
 
 
 BYTEMAN = "4.0.24"

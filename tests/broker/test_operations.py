@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tests.support.pipeline import Pipeline, Pipelines, WorkerProcess
 pytest_plugins = ["tests.support.pipeline"]
 
-TEMPORARY, POISON = 75, 65
+TEMPORARY = 75
 APP = """
 import os, signal, time
 from eos import App, Out, Record
@@ -40,8 +40,6 @@ app = App({app!r})
 def twice(record: Record) -> list[Out]:
     if os.path.exists({folder!r} + "/stuck"):
         time.sleep(1000)
-    if os.path.exists({folder!r} + "/poison"):
-        raise ValueError("poison")
     return [Out(record.value, topic=topic) for topic in {destinations!r}]
 """
 QUICK = ("session.timeout.ms=6000", "heartbeat.interval.ms=500", "eos.transaction.interval.ms=20", "eos.lineage=true")

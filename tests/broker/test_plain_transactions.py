@@ -233,18 +233,6 @@ def test_a_commit_that_is_refused_without_its_outcome_is_said_to_be_unknown_and_
     assert settled_values(kafka.bootstrap_servers, topic) == {0: [], 1: [b"seen"]}
 
 
-def test_a_record_that_is_too_large_aborts_all_of_its_transaction(
-    kafka: LocalKafka, settings: dict[str, object], topic: str
-) -> None:
-    with Transactions(settings) as transactions:
-        with pytest.raises(PoisonRecord, match="MSG_SIZE_TOO_LARGE"), transactions.begin() as txn:
-            txn.send(topic, "small", partition=0)
-            txn.send(topic, b"x" * 2_000_000, partition=0)
-        with transactions.begin() as txn:
-            txn.send(topic, "after", partition=0)
-    assert settled_values(kafka.bootstrap_servers, topic)[0] == [b"after"]
-
-
 def test_a_block_that_goes_on_after_a_refused_send_aborts_at_its_end_and_says_why(
     kafka: LocalKafka, settings: dict[str, object], topic: str
 ) -> None:

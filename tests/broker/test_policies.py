@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -22,7 +20,8 @@ from confluent_kafka.admin import NewTopic
 from eos.broker import LocalKafka
 from eos.testing.checker import Inputs, Outputs, check
 from eos.testing.history import end_offsets, read_topic
-from tests.support.reading import configure, create_topics, wait_until
+from tests.support import forked
+from tests.support.reading import configure, create_topics, settled_ends, wait_until
 from tests.support.stepping_worker import is_poison
 
 if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
@@ -83,12 +82,7 @@ def judge(
     """Every rule of the checker; `fails`: which inputs have no outputs, but (`dead`) one dead letter. Returns how many
     failed among those that were loaded."""
     topics = [*pipeline.destinations, *letters]
-
-    def settled() -> bool:
-        found = end_offsets(pipeline.servers, topics)
-        return found.stable == found.log_end
-
-    wait_until("the end of every transaction", settled, 20)
+    settled_ends(pipeline.servers, topics, 20)
     outputs = read_topic(pipeline.servers, pipeline.destinations).outputs()
     if letters:
         outputs = together(outputs, dead_letters(pipeline, letters))
@@ -525,24 +519,8 @@ def test_verify_takes_a_skipped_record_for_a_filtered_one_and_a_dead_letter_for_
     def verify(*topics: str) -> tuple[int, str]:
         named = [option for topic in topics for option in ("--output", topic)]
         inputs = [option for topic in pipeline.sources for option in ("--input", topic)]
-        command = [
-            sys.executable,
-            "-m",
-            "eos",
-            "verify",
-            "--bootstrap-servers",
-            pipeline.servers,
-            "--group",
-            pipeline.app,
-        ]
-        done = subprocess.run(
-            [*command, *inputs, *named],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env=os.environ | {"COLUMNS": "240"},
-            check=False,
-        )
+        where = ["--bootstrap-servers", pipeline.servers, "--group", pipeline.app]
+        done = forked.run(["eos", "verify", *where, *inputs, *named], env=os.environ | {"COLUMNS": "240"})
         return done.returncode, done.stdout + done.stderr
 
     code, told = verify(pipeline.destinations[0], letters[0])

@@ -125,15 +125,6 @@ def test_the_group_of_an_at_least_once_consumer_is_adopted_where_it_stands(life:
     assert life.settled() == [b"a"]
 
 
-def test_other_instance_names_go_on_where_the_old_ones_stopped(life: Life) -> None:
-    life.load([b"a"])
-    assert life.run().returncode == 0
-    life.load([b"b"])
-    renamed = life.eos("run", "theapp.py:app", "--instance", "another", "--until-end")
-    assert renamed.returncode == 0, renamed.stderr
-    assert life.settled() == [b"a", b"b"]
-
-
 @pytest.mark.parametrize("more", [(), ("-X", "partition.assignment.strategy=range")])
 def test_an_app_whose_sources_changed_reads_the_new_ones_and_no_others_right_after_a_kill(
     life: Life, more: tuple[str, ...]

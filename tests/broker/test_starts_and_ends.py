@@ -249,16 +249,10 @@ def test_an_output_that_is_too_large_stops_the_worker_with_65_naming_the_input(
 # How it ends: the surroundings.
 
 
-@pytest.mark.parametrize("role", ["source", "destination"])
-def test_a_topic_that_does_not_exist_is_exit_69_with_its_name(
-    role: str, kafka: LocalKafka, pipelines: Pipelines
-) -> None:
+def test_a_topic_that_does_not_exist_is_exit_69_with_its_name(kafka: LocalKafka, pipelines: Pipelines) -> None:
     pipeline = pipelines.on(kafka)
     missing = f"{pipeline.app}-missing"
-    if role == "source":
-        worker = pipeline.program(APP, sources=[pipeline.sources[0], missing])
-    else:
-        worker = pipeline.program(APP, destinations=[pipeline.destinations[0], missing])
+    worker = pipeline.program(APP, sources=[pipeline.sources[0], missing])
     worker.assert_ended(UNAVAILABLE, f"topic {missing} does not exist")
     assert missing not in pipeline.admin.list_topics(timeout=10).topics
 
@@ -280,23 +274,3 @@ def test_a_cluster_that_cannot_be_reached_is_exit_69_in_time(
     worker = pipeline.program(APP, "--bootstrap-servers", nobody, *arguments)
     worker.assert_ended(UNAVAILABLE, nobody, "cannot be reached")
     took_under(limit_s, began, "the worker of a cluster that is not there")
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "isolation.level=read_uncommitted",
-        "enable.auto.commit=true",
-        "enable.idempotence=false",
-        "acks=1",
-        "max.in.flight=1",
-        "auto.offset.reset=none",
-        "message.timeout.ms=60000",
-        "linger.sm=5",
-    ],
-)
-def test_a_setting_that_would_break_exactly_once_is_exit_78_with_its_name(
-    setting: str, kafka: LocalKafka, pipelines: Pipelines
-) -> None:
-    pipeline = pipelines.on(kafka)
-    pipeline.program(APP, "-X", setting).assert_ended(CONFIGURATION, setting.partition("=")[0])

@@ -63,20 +63,15 @@ def paused_in_transaction(pipeline: Pipeline, step: str, settings: dict[str, str
 # Real workers.
 
 
-@pytest.mark.parametrize("step", ["flush", "flushed", "offsets sent"])
+@pytest.mark.parametrize(
+    ("broker", "step"),
+    [("kafka", "flush"), ("kafka", "flushed"), ("kafka", "offsets sent"), ("kafka392", "flushed")],
+    indirect=["broker"],
+)
 def test_a_worker_paused_past_its_transaction_timeout_goes_on_by_itself(
-    step: str, kafka: LocalKafka, pipelines: Pipelines
+    broker: LocalKafka, step: str, pipelines: Pipelines
 ) -> None:
-    go_on_after_own_timeout(pipelines.on(kafka, RECORDS), step)
-
-
-def test_a_worker_paused_past_its_transaction_timeout_on_a_broker_before_kip_890_goes_on_by_itself(
-    kafka392: LocalKafka, pipelines: Pipelines
-) -> None:
-    go_on_after_own_timeout(pipelines.on(kafka392, RECORDS), "flushed")
-
-
-def go_on_after_own_timeout(pipeline: Pipeline, step: str) -> None:
+    pipeline = pipelines.on(broker, RECORDS)
     settings = {"transaction.timeout.ms": str(TIMEOUT_MS), "session.timeout.ms": "10000"}
     worker = pipeline.worker(settings=settings, until_end=True, holds=[(step, 3)])
     worker.wait_at(step, 3)
@@ -142,21 +137,24 @@ def wait_until_past(before: Described, timeout_ms: int) -> None:
     wait_until("the transaction is past its timeout", lambda: time.time() * 1000 > before.start_ms + timeout_ms + 100)
 
 
-@pytest.mark.parametrize("settings", [{}, CONSUMER], ids=["classic", "consumer"])
-@pytest.mark.parametrize("timeout_ms", [LONG_MS, TIMEOUT_MS], ids=["before-its-timeout", "past-its-timeout"])
+ZOMBIES = pytest.mark.parametrize(
+    ("broker", "timeout_ms", "settings"),
+    [
+        pytest.param("kafka", LONG_MS, {}, id="before-its-timeout-classic"),
+        pytest.param("kafka", LONG_MS, CONSUMER, id="before-its-timeout-consumer"),
+        pytest.param("kafka", TIMEOUT_MS, {}, id="past-its-timeout-classic"),
+        pytest.param("kafka", TIMEOUT_MS, CONSUMER, id="past-its-timeout-consumer"),
+        pytest.param("kafka392", TIMEOUT_MS, {}, id="kafka392"),
+    ],
+    indirect=["broker"],
+)
+
+
+@ZOMBIES
 def test_a_zombie_resumed_while_its_successor_is_in_a_transaction_is_fenced(
-    timeout_ms: int, settings: dict[str, str], kafka: LocalKafka, pipelines: Pipelines
+    broker: LocalKafka, timeout_ms: int, settings: dict[str, str], pipelines: Pipelines
 ) -> None:
-    fence_by_a_busy_successor(pipelines.on(kafka, RECORDS), timeout_ms, settings)
-
-
-def test_a_zombie_on_a_broker_before_kip_890_is_fenced_by_a_busy_successor(
-    kafka392: LocalKafka, pipelines: Pipelines
-) -> None:
-    fence_by_a_busy_successor(pipelines.on(kafka392, RECORDS), TIMEOUT_MS, {})
-
-
-def fence_by_a_busy_successor(pipeline: Pipeline, timeout_ms: int, settings: dict[str, str]) -> None:
+    pipeline = pipelines.on(broker, RECORDS)
     if settings == CONSUMER:
         pipeline.set_group_session_timeout(2_000)
     zombie, before = paused_in_transaction(pipeline, "flush", settings | {"transaction.timeout.ms": str(timeout_ms)})
@@ -175,21 +173,11 @@ def fence_by_a_busy_successor(pipeline: Pipeline, timeout_ms: int, settings: dic
     pipeline.verify()
 
 
-@pytest.mark.parametrize("settings", [{}, CONSUMER], ids=["classic", "consumer"])
-@pytest.mark.parametrize("timeout_ms", [LONG_MS, TIMEOUT_MS], ids=["before-its-timeout", "past-its-timeout"])
+@ZOMBIES
 def test_a_zombie_resumed_when_its_successor_has_nothing_left_to_do_is_fenced(
-    timeout_ms: int, settings: dict[str, str], kafka: LocalKafka, pipelines: Pipelines
+    broker: LocalKafka, timeout_ms: int, settings: dict[str, str], pipelines: Pipelines
 ) -> None:
-    fence_by_an_idle_successor(pipelines.on(kafka, RECORDS), timeout_ms, settings)
-
-
-def test_a_zombie_on_a_broker_before_kip_890_is_fenced_by_an_idle_successor(
-    kafka392: LocalKafka, pipelines: Pipelines
-) -> None:
-    fence_by_an_idle_successor(pipelines.on(kafka392, RECORDS), TIMEOUT_MS, {})
-
-
-def fence_by_an_idle_successor(pipeline: Pipeline, timeout_ms: int, settings: dict[str, str]) -> None:
+    pipeline = pipelines.on(broker, RECORDS)
     if settings == CONSUMER:
         pipeline.set_group_session_timeout(2_000)
     zombie, before = paused_in_transaction(pipeline, "flushed", settings | {"transaction.timeout.ms": str(timeout_ms)})
@@ -263,14 +251,13 @@ def test_a_zombie_whose_successor_was_killed_is_fenced_all_the_same(kafka: Local
     pipeline.verify()
 
 
-@pytest.mark.parametrize("broker", VERSIONS)
 def test_a_place_in_the_group_without_the_transactional_id_is_no_newer_instance(
-    broker: str, request: pytest.FixtureRequest, pipelines: Pipelines
+    broker: LocalKafka, pipelines: Pipelines
 ) -> None:
     """As after a session that ended unnoticed, when the answer to librdkafka's own new join is lost: the group holds
     the worker's instance under a member id that it was never told, and refuses it. Seen in the matrix; it ended with
     79. Here another consumer joins under its instance, which goes away without leaving, as static members do."""
-    pipeline = pipelines.on(request.getfixturevalue(broker), RECORDS)
+    pipeline = pipelines.on(broker, RECORDS)
     worker = pipeline.worker(until_end=True, holds=[("committed", 3)], settings={"transaction.timeout.ms": LONG_MS})
     worker.wait_at("committed", 3)
     with closing(
@@ -411,7 +398,7 @@ def test_a_second_one_still_inside_its_init_is_not_taken_for_an_own_timeout(
     raw.begin()
     raw.send(topic, "one")
     mine = identity(raw)
-    init = Background(lambda: (producer(), None)[1])
+    init = Background(producer)
     wait_until("the second one's init arrives", lambda: getattr(ask(), "epoch", None) != mine.epoch)
     # As late as can be: only the second answer, 1.5 s later, tells that it was not our own timeout.
     assert settle(situation(mine, late=True), ask)[0] is Owner.NEWER

@@ -6,7 +6,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
@@ -120,18 +120,9 @@ class Conversation:
 
 
 @contextmanager
-def conversation(server: str) -> Iterator[Conversation]:
-    talk = Conversation(server)
-    try:
-        yield talk
-    finally:
-        talk.close()
-
-
-@contextmanager
 def ended_conversation(server: str) -> Iterator[None]:
     """A connection that was answered before the block, and has ended with it."""
-    with conversation(server) as talk:
+    with closing(Conversation(server)) as talk:
         talk.ask()
         assert talk.is_answered(10)
         yield
@@ -142,7 +133,7 @@ def ended_conversation(server: str) -> Iterator[None]:
 
 def a_new_connection_is_answered(server: str) -> bool:
     try:
-        with conversation(server) as talk:
+        with closing(Conversation(server)) as talk:
             talk.ask()
             return talk.is_answered(2)
     except OSError:
@@ -216,7 +207,7 @@ def test_a_paused_leader_keeps_its_connections_and_says_nothing_until_it_is_resu
 ) -> None:
     topic = new_topic(whole, names("t"))
     leader = whole.leader_of(topic)
-    with conversation(whole.server(leader)) as talk:
+    with closing(Conversation(whole.server(leader))) as talk:
         talk.ask()
         assert talk.is_answered(10)
         whole.pause(leader)
@@ -241,7 +232,7 @@ def test_a_leader_that_is_cut_off_loses_its_place_but_no_connection(
     topic = new_topic(whole, names("t"))
     send(whole, topic, "before")
     leader = whole.leader_of(topic)
-    with conversation(whole.server(leader)) as talk:
+    with closing(Conversation(whole.server(leader))) as talk:
         talk.ask()
         assert talk.is_answered(10)
         whole.partition(leader)

@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import Producer, TopicPartition
 from kafka import KafkaProducer
 from kafka import TopicPartition as PythonPartition
 from kafka.structs import OffsetAndMetadata
 
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
-from tests.shim.shims import InThread, RunningShim, eventually, running
+from tests.shim.shims import RunningShim, eventually, running
 from tests.support.proxy import HoldingProxy
+from tests.support.raw import Background, metadata_of
 from tests.support.reading import TooSlow, settled_values
 
 
@@ -99,7 +100,7 @@ class _Hanging:
 
     def _bounded(self, call: Callable[[], object], timeout_s: float) -> None:
         try:
-            InThread(call).result(timeout_s)
+            Background(call).result(timeout_s)
         except TooSlow:
             self.hung = True
             raise TimeoutError(f"the client's call did not return within {timeout_s:g} s") from None
@@ -144,11 +145,7 @@ class Confluent(_Hanging):
         eventually(lambda: (self.producer.poll(0.05), self.disconnects)[1])
 
     def send_offset(self, group: str, source: str, offset: int) -> None:
-        consumer = Consumer({"bootstrap.servers": "127.0.0.1:1", "group.id": group, "log_level": 0})
-        try:
-            metadata = consumer.consumer_group_metadata()
-        finally:
-            consumer.close()
+        metadata = metadata_of(group)
         positions = [TopicPartition(source, 0, offset)]
         # It waits for a coordinator that was away, past its time-out (librdkafka issues 5456 and 5511), and a producer
         # inside a call cannot be closed.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import queue
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import psutil
 from confluent_kafka import Consumer
 
 from tests.support import forked
-from tests.support.reading import TooSlow, wait_until
+from tests.support.reading import wait_until
 
 END_TIMEOUT_S = 20.0
 _LAUNCHED: WeakSet[subprocess.Popen[str]] = WeakSet()
@@ -164,27 +163,3 @@ def read_group(servers: str, group: str, *topics: str, count: int, **settings: A
         return read(consumer, count)
     finally:
         consumer.close()
-
-
-class InThread:
-    """Runs `work` on a thread and hands out its result or its exception."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._result: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
-        threading.Thread(target=self._run, args=(work,), daemon=True).start()
-
-    def _run(self, work: Callable[[], Any]) -> None:
-        try:
-            self._result.put((work(), None))
-        except BaseException as error:  # noqa: BLE001 - raised again by `result`
-            self._result.put((None, error))
-
-    def result(self, timeout_s: float = 60.0) -> Any:
-        """TooSlow when there is none within that time."""
-        try:
-            value, error = self._result.get(timeout=timeout_s)
-        except queue.Empty:
-            raise TooSlow(f"the call did not return within {timeout_s:g} s") from None
-        if error is not None:
-            raise error
-        return value

@@ -16,7 +16,8 @@ from confluent_kafka import Consumer, Producer
 from eos.broker import LocalKafka
 from tests.shim import java
 from tests.shim.outside import only_through
-from tests.shim.shims import InThread, RunningShim, eventually, launch, read, read_group, running
+from tests.shim.shims import RunningShim, eventually, launch, read, read_group, running
+from tests.support.raw import Background
 from tests.support.reading import create_topic, wait_known
 
 Names = Callable[[str], str]
@@ -259,7 +260,7 @@ def test_kcat_lists_produces_and_consumes(broker: LocalKafka, shim: RunningShim,
         afterwards.callback(staying.kill)
         output = staying.stdout
         assert output is not None
-        assert InThread(lambda: [output.readline(), output.readline()]).result() == ["one\n", "two\n"]
+        assert Background(lambda: [output.readline(), output.readline()]).result() == ["one\n", "two\n"]
     assert {each["name"] for each in listed["brokers"]} == set(shim.addresses)
 
 

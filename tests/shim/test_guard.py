@@ -15,8 +15,9 @@ from kafka.structs import OffsetAndMetadata
 
 from eos.broker import LocalKafka
 from tests.shim import java
+from tests.shim.protecting import texts
 from tests.shim.shims import RunningShim, eventually, refused, running
-from tests.support.reading import create_topic, settled_values
+from tests.support.reading import create_topic
 
 Names = Callable[[str], str]
 
@@ -35,8 +36,7 @@ class Guarded:
         return [event for event in self.shim.named("refused by the policy") if event["api"] == api]
 
     def values(self, topic: str) -> list[str]:
-        values = settled_values(self.kafka.bootstrap_servers, topic)
-        return [(value or b"").decode() for partition in sorted(values) for value in values[partition]]
+        return texts(self.kafka.bootstrap_servers, topic)
 
 
 @pytest.fixture

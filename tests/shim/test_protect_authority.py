@@ -18,9 +18,10 @@ from kafka.record.memory_records import MemoryRecordsBuilder
 
 from eos.kafka.cluster import ClusterAdmin
 from eos.kafka.settings import Settings
-from tests.shim.protecting import send
+from tests.shim.protecting import send, texts
 from tests.shim.shims import RunningShim, running
-from tests.support.reading import create_topic, settled_values, transaction_of
+from tests.support.proxy import error_codes
+from tests.support.reading import create_topic, transaction_of
 from tests.support.secure import ALICE, SecureKafka, make_pki, secure_kafka
 from tests.support.wire import Wire
 from tests.support.wire import answer as decoded
@@ -96,23 +97,13 @@ def login(wire: Wire) -> None:
     assert wire.ask(SaslAuthenticateRequest(version=1, auth_bytes=b"\0mallory\0m")).error_code == 0
 
 
-def codes(answer: Any) -> set[int]:
-    def found(node: Any) -> Iterator[int]:
-        for key, value in node.items() if isinstance(node, dict) else enumerate(node if isinstance(node, list) else ()):
-            if str(key).endswith("error_code"):
-                yield value
-            yield from found(value)
-
-    return set(found(answer.to_dict()))
-
-
 def attack(shim: RunningShim, name: str, identity: Identity, topic: str) -> None:
     """Every request three times on a connection, so that what is challenged is asked again."""
     examined = 0
     with Wire(shim.bootstrap_servers) as known:
         login(known)
         for request in [each for each in requests(name, identity, topic) for _ in range(3)]:
-            answered = codes(known.ask(request))
+            answered = set(error_codes(known.ask(request).to_dict()))
             assert answered, request
             assert 0 not in answered, (request, answered)
             examined += 1
@@ -124,7 +115,7 @@ def attack(shim: RunningShim, name: str, identity: Identity, topic: str) -> None
             answered = set[int]()
             with suppress(EOFError, ConnectionError):
                 while True:
-                    answered |= codes(decoded(request, unknown.receive()))
+                    answered |= set(error_codes(decoded(request, unknown.receive()).to_dict()))
             assert 0 not in answered, (request, answered)
             examined += 1
     assert examined == 4 * len(requests(name, identity, topic))
@@ -163,4 +154,4 @@ def test_what_strangers_send_changes_nothing_of_an_owners_transactions(
             assert (seen.producer_id, seen.epoch) == virtual
         attack(shim, name, virtual, topic)
     owner.close()
-    assert [(value or b"").decode() for value in settled_values(plain, topic)[0]] == wanted
+    assert texts(plain, topic) == wanted

@@ -10,8 +10,9 @@ from kafka.protocol.producer import AddPartitionsToTxnRequest, EndTxnRequest, In
 from eos.broker import LocalKafka
 from tests.shim.chaos import Ledger
 from tests.shim.protecting import CLIENTS, faulty, producer_of, send, texts
-from tests.shim.shims import InThread, eventually, running
+from tests.shim.shims import eventually, running
 from tests.support.proxy import ApiKey, Fault
+from tests.support.raw import Background
 from tests.support.reading import coordinator_of, create_topic, leader_of, transaction_of
 from tests.support.wire import Wire
 
@@ -28,7 +29,7 @@ def test_the_death_of_a_coordinator_or_a_leader_costs_no_record(
     with running(cluster.bootstrap_servers, brokers=3) as shim:
         ledger = Ledger(cluster, CLIENTS[client_name], ",".join(shim.addresses), names("x"), seed=2, copies=3)
         over = False
-        work = InThread(lambda: ledger.run(lambda: over))
+        work = Background(lambda: ledger.run(lambda: over))
         try:
             for _ in range(deaths):
                 eventually(lambda: ledger.committed)

@@ -17,8 +17,9 @@ from eos.broker import LocalKafka
 from eos.broker.node import free_ports
 from tests.shim.chaos import Ledger
 from tests.shim.protecting import CLIENTS, Confluent, producer_of, send, texts
-from tests.shim.shims import InThread, RunningShim, end_all, eventually, refused, running, start
+from tests.shim.shims import RunningShim, end_all, eventually, refused, running, start
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
+from tests.support.raw import Background
 from tests.support.reading import create_topic, transaction_of
 
 Names = Callable[[str], str]
@@ -151,7 +152,7 @@ def test_a_shim_killed_at_a_step_costs_nothing_with_its_journal(
         ledger = Ledger(kafka, CLIENTS[client_name], shim.bootstrap_servers, names("x"), seed=1)
         # The second one: the first transaction is committed.
         held = proxy.on(step, when, nth=1 if step is ApiKey.InitProducerId else 2, transactional_id=ledger.name)
-        work = InThread(lambda: ledger.run(lambda: ledger.committed >= 4 and ledger.aborted >= 1))
+        work = Background(lambda: ledger.run(lambda: ledger.committed >= 4 and ledger.aborted >= 1))
         held.wait(30)
         kill(shim)
         held.release()

@@ -182,20 +182,15 @@ def test_all_that_kafka_offers_is_offered(shim: RunningShim, kafka: LocalKafka) 
         assert through.receive()[4:] == bytes.fromhex("00000063 0023 00000001 0012 0000") + newest.to_bytes(2, "big")
 
 
-def test_random_frames(kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path) -> None:
-    """A few seconds of them; the ten minutes are `python -m tests.shim.strangers`, and the next test."""
-    throw_random_frames(kafka, names, tmp_path, 4.0, 15)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_random_frames_for_ten_minutes(kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path) -> None:
-    throw_random_frames(kafka, names, tmp_path, 600.0, 400)
-
-
-def throw_random_frames(
+@pytest.mark.parametrize(
+    ("seconds", "per_key"),
+    [(4.0, 15), pytest.param(600.0, 400, marks=[pytest.mark.long, pytest.mark.timeout(900)])],
+    ids=["seconds", "ten minutes"],
+)
+def test_random_frames(
     kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path, seconds: float, per_key: int
 ) -> None:
+    """The ten minutes are `python -m tests.shim.strangers` too."""
     topic = names("honest")
     create_topic(kafka.bootstrap_servers, topic)
     seed = int(time.time())

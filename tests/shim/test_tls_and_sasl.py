@@ -12,7 +12,7 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 from confluent_kafka.admin import AdminClient, NewTopic
 from kafka.protocol.metadata import ApiVersionsRequest
 
-from tests.shim.shims import RunningShim, eventually, read_group, refused, running
+from tests.shim.shims import eventually, read_group, refused, running
 from tests.support.reading import transaction_of
 from tests.support.secure import ALICE, SecureKafka, make_pki, secure_kafka
 from tests.support.wire import Wire
@@ -69,13 +69,9 @@ def transactions_work(
     producer.close()
 
 
-def addresses_found_late(shim: RunningShim) -> None:
-    assert shim.named("the cluster wants a login: its brokers get their ports as clients ask for them")
-
-
 def test_a_login_passes_through(secure: SecureKafka, names: Names) -> None:
     with running(secure.servers["SASL"]) as shim:
-        addresses_found_late(shim)
+        assert shim.named("the cluster wants a login: its brokers get their ports as clients ask for them")
         transactions_work(secure, shim.bootstrap_servers, names, PLAIN | {"security.protocol": "sasl_plaintext"})
 
 

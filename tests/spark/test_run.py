@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from confluent_kafka import Message
 from kafka import errors as kafka_errors
 
 from tests.support.pipeline import REPOSITORY, WorkerProcess
-from tests.support.reading import TooSlow, create_topic, transaction_of, wait_until
+from tests.support.reading import create_topic, transaction_of, wait_until
 from tests.support.spark_standalone import python_without
 
 if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
@@ -176,36 +175,6 @@ def test_an_app_on_spark_gives_exactly_the_outputs_of_the_worker(spark_runs: Spa
     assert spark_runs._processes[-1].log.count("batch committed") > 1
 
 
-def test_a_driver_killed_in_an_open_transaction_is_started_again_and_nothing_is_lost_or_doubled(
-    spark_runs: SparkRuns,
-) -> None:
-    source, target = spark_runs.topic("in"), spark_runs.topic("out")
-    spark_runs.load(source, [b"%d" % n for n in range(300_000)])
-    app = copying(spark_runs, source, target)
-    arguments = ("--until-end", "-X", "eos.transaction.max.records=100000")
-    transactional_id = f"{spark_runs.prefix}-spark"
-    for _ in range(3):
-        run = spark_runs.spark(app, *arguments)
-        spark_runs.wait_until_writing(run, transactional_id, target)
-        spark_runs.kill(run)
-        # A commit that was on its way has arrived when the JVM and its tasks are gone.
-        spark_runs.wait_for_jvms()
-        if spark_runs.is_open(transactional_id, target):
-            break
-    else:
-        raise TooSlow("no kill of three hit an open transaction, and there is not enough left to do")
-    run = spark_runs.spark(app, *arguments)
-    assert run.wait() == 0, run.log[-3_000:]
-    found = spark_runs.settled(target)
-    assert sorted(values_of(found)) == sorted(b"%d" % n for n in range(300_000))
-    for messages in found.values():
-        by_source: dict[int, list[int]] = {}
-        for message in messages:
-            number = int(message.value() or b"")
-            by_source.setdefault(number % 3, []).append(number)
-        assert all(numbers == sorted(numbers) for numbers in by_source.values())
-
-
 def test_a_poison_record_stops_with_65_a_stop_ends_its_batch_and_input_that_is_gone_stops_with_66(
     spark_runs: SparkRuns,
 ) -> None:
@@ -237,16 +206,6 @@ def test_a_poison_record_stops_with_65_a_stop_ends_its_batch_and_input_that_is_g
     gone = spark_runs.spark(app, "--until-end")
     gone.assert_ended(INPUT_GONE, "the input at the checkpoint's offset is gone", source)
     assert len(values_of(spark_runs.settled(target))) == 6_000
-
-
-def test_a_lost_checkpoint_is_refused_with_78_instead_of_doubling_everything(spark_runs: SparkRuns) -> None:
-    source, target = spark_runs.topic("in"), spark_runs.topic("out")
-    spark_runs.load(source, [b"%d" % n for n in range(300)])
-    app = copying(spark_runs, source, target)
-    assert spark_runs.spark(app, "--until-end").wait() == 0
-    shutil.rmtree(spark_runs.directory / "checkpoint")
-    spark_runs.spark(app, "--until-end").assert_ended(CONFIGURATION, "new checkpoint")
-    assert len(values_of(spark_runs.settled(target))) == 300
 
 
 def test_what_is_wrong_is_said_in_one_sentence_before_spark_starts(spark_runs: SparkRuns) -> None:

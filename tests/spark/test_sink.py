@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import random
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 from kafka.partitioner.default import murmur2
 from pyspark.errors import StreamingQueryException
@@ -28,7 +26,7 @@ from spark_connector.progress import Progress
 from spark_connector.routing import gather, planned_for_the_sink
 from spark_connector.targets import Target
 from spark_connector.transaction import Transaction
-from tests.support.reading import create_topic, transaction_of, wait_until
+from tests.support.reading import create_topic, settled_ends, settled_records, transaction_of, wait_until
 from tests.support.spark_query import Query
 
 Names = Callable[[str], str]
@@ -38,21 +36,8 @@ KINDS = "key string, value string, partition int, timestamp timestamp, headers a
 
 def settled(servers: str, *topics: str) -> Any:
     """The committed records once the last transaction is through."""
-    Query(servers, "", list(topics), "", "").settle()
+    settled_ends(servers, topics, 60)
     return read_topic(servers, topics)
-
-
-def messages(servers: str, topic: str, partitions: int, count: int) -> list[Any]:
-    """All committed messages, whole."""
-    consumer = Consumer({"bootstrap.servers": servers, "group.id": "x", "auto.offset.reset": "earliest"})
-    consumer.assign([TopicPartition(topic, partition, 0) for partition in range(partitions)])
-    found: list[Any] = []
-    deadline = time.monotonic() + 30
-    while len(found) < count and time.monotonic() < deadline:
-        found += consumer.consume(count, 0.5)
-    consumer.close()
-    assert len(found) == count
-    return found
 
 
 # What is written where
@@ -72,7 +57,8 @@ def test_each_column_arrives_and_a_key_lands_where_the_java_client_puts_it(
     df = df.withColumn("timestamp", df["t"])
     where: dict[str, str] = {"transactional_id": names("id"), "bootstrap_servers": kafka.bootstrap_servers}
     assert exactly_once_write(df, topic=topic, **where) == 53
-    found = messages(kafka.bootstrap_servers, topic, 5, 53)
+    found = [message for each in settled_records(kafka.bootstrap_servers, topic).values() for message in each]
+    assert len(found) == 53
     assert {message.timestamp()[1] for message in found} == {1700000000123}
     by_value = {message.value(): message for message in found}
     for i in range(50):

@@ -130,11 +130,7 @@ def test_shuffle_files_that_vanish_in_mid_stage_lose_and_double_nothing(
         assert files
         for file in files:
             file.unlink()
-        poll_until_retried(sink_log, held)
+        # The second claim of the held partition ends the attempt; or all was read before the files went.
+        wait_until("the epoch is given up", lambda: begun_anew(sink_log), 90)
+        held.release()
     query.verify(RECORDS)
-
-
-def poll_until_retried(log: pytest.LogCaptureFixture, held: Rule) -> None:
-    """The second claim of the held partition ends the attempt; or all was read before the files went."""
-    wait_until("the epoch is given up", lambda: begun_anew(log), 90)
-    held.release()

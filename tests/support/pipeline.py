@@ -45,7 +45,7 @@ from eos.testing.history import ConcurrentReader, Log, committed_offsets, end_of
 from eos.testing.lineage import WIDTH_BYTES
 from tests.suites.depth import STATEFUL
 from tests.support import forked
-from tests.support.reading import TooSlow, configure, create_topics, transaction_of, wait_until
+from tests.support.reading import TooSlow, configure, create_topics, settled_ends, transaction_of, wait_until
 from tests.support.stepping_worker import ATTEMPT, COUNT, Orders, counter_of
 
 REPOSITORY = Path(__file__).parents[2]
@@ -539,14 +539,8 @@ class Pipeline:
         """Output records that a read_committed reader was given so far."""
         return self._reader.records
 
-    def settle(self, timeout_s: float = SETTLE_S) -> None:
-        """Until no transaction is open on the topics: EndTxn is answered before its markers are written."""
-
-        def settled() -> bool:
-            ends = end_offsets(self.servers, [*self.sources, *self.destinations])
-            return ends.stable == ends.log_end
-
-        wait_until("the end of every transaction", settled, timeout_s)
+    def settle(self) -> None:
+        settled_ends(self.servers, [*self.sources, *self.destinations], SETTLE_S)
 
     def delete_before(self, place: Place, offset: int) -> None:
         self.admin.delete_records([TopicPartition(*place, offset)])[TopicPartition(*place, offset)].result(30)

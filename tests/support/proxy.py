@@ -34,11 +34,11 @@ from typing import Any, TypeVar
 
 from kafka.protocol import consumer as consumer_protocol
 from kafka.protocol import producer as producer_protocol
-from kafka.protocol.api_header import ResponseClassRegistry
 from kafka.protocol.api_key import ApiKey
 
 from eos.broker import LocalKafka
 from tests.support.reading import TooSlow
+from tests.support.wire import decoded
 
 __all__ = ["Answer", "ApiKey", "Fault", "HoldingProxy", "Request", "Rule", "proxied_port", "read_frame"]
 
@@ -76,7 +76,6 @@ class Request:
     api_key: int
     api_version: int
     correlation_id: int
-    client_id: str | None
     connection: int
     seen_at: float
     frame: bytes = dataclasses.field(repr=False)
@@ -105,14 +104,12 @@ class Answer:
 
     @functools.cached_property
     def fields(self) -> dict[str, Any]:
-        response_class = ResponseClassRegistry.get_response_class(_Header(self.request))
-        decoded = response_class.decode(self.frame, version=self.request.api_version, header=True, framed=True)
-        return decoded.to_dict()  # type: ignore[no-any-return]
+        return decoded(self.request.api_key, self.request.api_version, self.frame).to_dict()  # type: ignore[no-any-return]
 
     @property
     def errors(self) -> list[int]:
         """Every error code in the answer, in order: one of the request, or one per partition."""
-        return list(_error_codes(self.fields))
+        return list(error_codes(self.fields))
 
     @property
     def error(self) -> int:
@@ -122,22 +119,16 @@ class Answer:
         return next((code for code in codes if code), 0)
 
 
-class _Header:
-    """What kafka-python's registry of response classes wants to see."""
-
-    def __init__(self, request: Request) -> None:
-        self.request_api_key, self.request_api_version = request.api_key, request.api_version
-
-
-def _error_codes(node: Any) -> list[int]:
+def error_codes(node: Any) -> list[int]:
+    """Every error code in an answer's fields, in order."""
     if isinstance(node, list):
-        return [code for item in node for code in _error_codes(item)]
+        return [code for item in node for code in error_codes(item)]
     if not isinstance(node, dict):
         return []
     return [
         code
         for name, value in node.items()
-        for code in ([value] if name.endswith("error_code") else _error_codes(value))
+        for code in ([value] if name.endswith("error_code") else error_codes(value))
     ]
 
 
@@ -157,7 +148,6 @@ class Rule:
         self, proxy: HoldingProxy, description: str, fault: Fault, nth: int, fits: Callable[[Request], bool]
     ) -> None:
         self.fault = fault
-        self.optional = False
         self._proxy, self._description, self._fits = proxy, description, fits
         self._nth, self._fitting = nth, 0
         self._caught = threading.Event()
@@ -224,7 +214,7 @@ class HoldingProxy:
     """Listens on 127.0.0.1:`listen_port` for one broker whose listener at `upstream` advertises that port.
 
     Leaving the block drops every connection and everything held, and then fails the test (`check`) when a rule
-    that is not optional never fired: a fault test whose fault did not happen proves nothing.
+    never fired: a fault test whose fault did not happen proves nothing.
     """
 
     def __init__(self, listen_port: int, upstream: tuple[str, int]) -> None:
@@ -234,12 +224,9 @@ class HoldingProxy:
         self._connections: dict[_Connection, asyncio.Task[None]] = {}
         self._failures: list[BaseException] = []
         self._connection_count = 0
-        self._refuse = False
         self._server: asyncio.Server | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="holding-proxy", daemon=True)
-        # Bound and never listening: it keeps the port ours while `refuse` has closed the listener.
-        self._guard: socket.socket | None = None
 
     @classmethod
     def before(cls, kafka: LocalKafka) -> HoldingProxy:
@@ -247,7 +234,6 @@ class HoldingProxy:
         return cls(proxied_port(kafka), kafka.proxied_upstream)
 
     def __enter__(self) -> HoldingProxy:
-        self._guard = _bound(self.listen_port)
         self._thread.start()
         self._run(self._listen())
         return self
@@ -260,8 +246,6 @@ class HoldingProxy:
         self._thread.join(EXCHANGE_S)
         assert not self._thread.is_alive(), "the proxy's thread did not end"
         self._loop.close()
-        assert self._guard is not None
-        self._guard.close()
         if error is None:
             assert not self._failures, f"the proxy itself failed: {self._failures}"
             self.check()
@@ -273,9 +257,7 @@ class HoldingProxy:
         *,
         nth: int = 1,
         transactional_id: str | None = None,
-        client_id: str | None = None,
         match: Callable[[Request], bool] | None = None,
-        optional: bool = False,
     ) -> Rule:
         """Do `fault` to the `nth` request from now that fits all of the given conditions."""
         assert nth >= 1, f"nth counts from 1, not {nth}"
@@ -283,15 +265,12 @@ class HoldingProxy:
         def fits(request: Request) -> bool:
             return (
                 request.api_key == api
-                and (client_id is None or request.client_id == client_id)
                 and (transactional_id is None or request.transactional_id == transactional_id)
                 and (match is None or match(request))
             )
 
-        conditions = [f"transactional.id {transactional_id}" if transactional_id else "", client_id or ""]
-        whose = " ".join(["", *filter(None, conditions)])
+        whose = f" transactional.id {transactional_id}" if transactional_id else ""
         rule = Rule(self, f"{fault.name} of {api.name} no. {nth}{whose}", fault, nth, fits)
-        rule.optional = optional
         self._call(lambda: self._rules.append(rule))
         return rule
 
@@ -317,18 +296,9 @@ class HoldingProxy:
         """Reset every client connection now; what is held stays held. Returns how many were open."""
         return self._call(lambda: sum(connection.reset() for connection in self._connections))
 
-    @property
-    def refuse(self) -> bool:
-        """While True new connections are refused (as by a closed port); open ones go on."""
-        return self._refuse
-
-    @refuse.setter
-    def refuse(self, value: bool) -> None:
-        self._run(self._set_refuse(value))
-
     def check(self) -> None:
-        """AssertionError when a rule that is not optional never fired."""
-        silent = [rule for rule in self._rules if not rule.hit and not rule.optional]
+        """AssertionError when a rule never fired."""
+        silent = [rule for rule in self._rules if not rule.hit]
         assert not silent, f"never fired: {silent}"
 
     # The loop's side.
@@ -348,15 +318,6 @@ class HoldingProxy:
 
     async def _listen(self) -> None:
         self._server = await asyncio.start_server(self._accept, sock=_bound(self.listen_port))
-
-    async def _set_refuse(self, value: bool) -> None:
-        if value == self._refuse:
-            return
-        self._refuse = value
-        if not value:
-            await self._listen()
-        elif self._server is not None:
-            self._server.close()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connection_count += 1
@@ -544,10 +505,9 @@ def _correlation_id(frame: bytes) -> int:
 
 
 def _parse(frame: bytes, connection: int) -> Request:
-    """The request header, v1 and v2 alike: client_id is never compact (KIP-482), and nothing after it is read."""
-    api_key, api_version, correlation_id, length = struct.unpack_from(">hhih", frame, 4)
-    client_id = None if length < 0 else frame[14 : 14 + length].decode()
-    return Request(api_key, api_version, correlation_id, client_id, connection, time.monotonic(), frame)
+    """What every request header begins with."""
+    api_key, api_version, correlation_id = struct.unpack_from(">hhi", frame, 4)
+    return Request(api_key, api_version, correlation_id, connection, time.monotonic(), frame)
 
 
 def _api_name(api_key: int) -> str:

@@ -9,7 +9,8 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, wait
+from contextlib import closing, contextmanager
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
@@ -62,13 +63,9 @@ class RawProducer:
     def abort(self, timeout: float = 30) -> None:
         self.call("abort_transaction", timeout)
 
-    def offer(self, topic: str, value: str, partition: int = 0) -> None:
-        """Produce without waiting; a failed delivery is appended to `delivery_errors`."""
-        self.producer.produce(topic, value.encode(), partition=partition, on_delivery=self._delivered)
-
     def send(self, topic: str, value: str, partition: int = 0) -> None:
         """Produce and wait until the broker acknowledged it."""
-        self.offer(topic, value, partition)
+        self.producer.produce(topic, value.encode(), partition=partition, on_delivery=self._delivered)
         left = self.producer.flush(30)
         assert left == 0, f"{left} records not delivered in 30 s"
         assert not self.delivery_errors, f"delivery failed: {self.delivery_errors}"
@@ -80,13 +77,7 @@ class RawProducer:
         self.commit()
 
     def send_offset(self, group: str, topic: str, offset: int, partition: int = 0) -> None:
-        """Offsets of a group without members: the broker does not check who commits them."""
-        consumer = Consumer({"bootstrap.servers": "127.0.0.1:1", "group.id": group, "log_level": 0})
-        try:
-            metadata = consumer.consumer_group_metadata()
-        finally:
-            consumer.close()
-        self.call("send_offsets_to_transaction", [TopicPartition(topic, partition, offset)], metadata, 30)
+        self.call("send_offsets_to_transaction", [TopicPartition(topic, partition, offset)], metadata_of(group), 30)
 
     def settle(self, count: int = 1) -> dict[str, Any]:
         """Poll until `count` more statistics arrived; the last of them."""
@@ -108,6 +99,12 @@ class RawProducer:
             self.delivery_errors.append(error)
 
 
+def metadata_of(group: str) -> Any:
+    """Of a group without members: the broker does not check who commits its offsets."""
+    with closing(Consumer({"bootstrap.servers": "127.0.0.1:1", "group.id": group, "log_level": 0})) as consumer:
+        return consumer.consumer_group_metadata()
+
+
 @contextmanager
 def raw_producer(servers: str, transactional_id: str, **settings: Any) -> Iterator[RawProducer]:
     """A RawProducer that is closed at the end.
@@ -124,27 +121,23 @@ def raw_producer(servers: str, transactional_id: str, **settings: Any) -> Iterat
 
 
 class Background:
-    """One blocking call on a thread of its own, for calls that wait for what the test holds."""
+    """One blocking call on a thread of its own; hands out what it returned or raised."""
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
-        self._thread.start()
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._ended: Future[Any] = Future()
+        threading.Thread(target=self._run, args=(work,), daemon=True).start()
 
-    def _run(self, work: Callable[[], None]) -> None:
+    def _run(self, work: Callable[[], Any]) -> None:
         try:
-            work()
+            self._ended.set_result(work())
         except BaseException as error:  # noqa: BLE001 - raised again by `result`
-            self._error = error
+            self._ended.set_exception(error)
 
     @property
     def running(self) -> bool:
-        return self._thread.is_alive()
+        return not self._ended.done()
 
-    def result(self, timeout: float = 30) -> None:
-        """Wait for the call to end and raise what it raised."""
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            raise TooSlow(f"the call did not return within {timeout} s")
-        if self._error is not None:
-            raise self._error
+    def result(self, timeout_s: float = 60.0) -> Any:
+        if not wait([self._ended], timeout_s).done:
+            raise TooSlow(f"the call did not return within {timeout_s:g} s")
+        return self._ended.result()

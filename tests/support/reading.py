@@ -26,6 +26,7 @@ from kafka.errors import RetriableError
 from kafka.protocol.metadata import MetadataRequest
 
 from eos.broker.questions import TRANSACTION, coordinator
+from eos.testing.history import end_offsets
 from tests.support.wire import Wire
 
 T = TypeVar("T")
@@ -130,21 +131,18 @@ def ends_of(servers: str, partitions: list[TopicPartition], isolation: Isolation
     return [answers[TopicPartition(p.topic, p.partition)].result(10).offset for p in partitions]
 
 
-def settled_ends(servers: str, topics: Sequence[str]) -> dict[tuple[str, int], int]:
+def settled_ends(servers: str, topics: Sequence[str], timeout_s: float = 15.0) -> dict[tuple[str, int], int]:
     """Where each partition of the topics ends, (topic, partition) -> offset, once no transaction is open on them.
 
     EndTxn is answered before its markers are written; a reader that does not wait for the last stable offset to reach
     the high watermark takes a commit under way for a lost one.
     """
-    partitions = [place for topic in topics for place in partitions_of(servers, topic)]
-    found: list[int] = []
 
-    def settled() -> bool:
-        found[:] = ends_of(servers, partitions, IsolationLevel.READ_COMMITTED)
-        return found == ends_of(servers, partitions, IsolationLevel.READ_UNCOMMITTED)
+    def settled() -> dict[tuple[str, int], int] | None:
+        ends = end_offsets(servers, topics)
+        return ends.stable if ends.stable == ends.log_end else None
 
-    wait_until(f"the end of every transaction on {', '.join(topics)}", settled)
-    return {(place.topic, place.partition): end for place, end in zip(partitions, found, strict=True)}
+    return wait_until(f"the end of every transaction on {', '.join(topics)}", settled, timeout_s)
 
 
 def settled_records(servers: str, topic: str) -> dict[int, list[Message]]:

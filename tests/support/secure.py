@@ -73,7 +73,12 @@ class SecureKafka:
 
     def allow(self, kind: str, name: str, *operations: str, prefixed: bool = False) -> None:
         pattern = ResourcePatternType.PREFIXED if prefixed else ResourcePatternType.LITERAL
-        bindings = [self._acl(kind, name, operation, pattern) for operation in operations]
+        bindings = [
+            AclBinding(
+                ResourceType[kind], name, pattern, "User:alice", "*", AclOperation[each], AclPermissionType.ALLOW
+            )
+            for each in operations
+        ]
         for future in self.admin.create_acls(bindings).values():
             future.result(30)
 
@@ -84,10 +89,6 @@ class SecureKafka:
             ResourceType[kind], name, pattern, None, None, AclOperation.ANY, AclPermissionType.ANY
         )
         return len(self.admin.delete_acls([wanted])[wanted].result(30))
-
-    def _acl(self, kind: str, name: str, operation: str, pattern: Any) -> AclBinding:
-        allow = AclPermissionType.ALLOW
-        return AclBinding(ResourceType[kind], name, pattern, "User:alice", "*", AclOperation[operation], allow)
 
 
 @contextmanager

@@ -14,11 +14,10 @@ import psutil
 import pytest
 from confluent_kafka import Message, Producer
 from confluent_kafka.admin import AdminClient
-from kafka import KafkaAdminClient, TopicPartition
 
 from eos.broker import LocalKafka
 from tests.support.pipeline import WorkerProcess
-from tests.support.reading import TooSlow, create_topic, settled_records, transaction_of, wait_until
+from tests.support.reading import create_topic, settled_records
 
 SPARK_S = 240.0
 _JVM_GONE_S = 60.0
@@ -97,40 +96,6 @@ class SparkRuns:
     def settled(self, topic: str) -> dict[int, list[Message]]:
         """Committed records by partition, once no transaction is open on the topic."""
         return settled_records(self.servers, topic)
-
-    def wait_until_writing(
-        self, process: WorkerProcess, transactional_id: str, topic: str, partitions: int = 3
-    ) -> None:
-        """Until the transaction is open and has records in the topic."""
-
-        def is_writing() -> bool:
-            if process.process.poll() == 0:
-                raise TooSlow(f"{process.name} had done its work before it was seen at it")
-            assert process.running, f"{process.name} ended with {process.process.returncode}: {process.last_words}"
-            return self.is_open(transactional_id, topic, partitions)
-
-        wait_until(f"{transactional_id} has written to {topic}", is_writing, SPARK_S)
-
-    def is_open(self, transactional_id: str, topic: str, partitions: int = 3) -> bool:
-        """Whether this id's transaction is Ongoing and the topic holds records of it."""
-        from kafka import errors as kafka_errors
-
-        try:
-            transaction = transaction_of(self.servers, transactional_id)
-        except kafka_errors.TransactionalIdNotFoundError:
-            return False
-        if transaction.state != "Ongoing":
-            return False
-        admin = KafkaAdminClient(bootstrap_servers=self.servers)
-        try:
-            states = admin.describe_producers([TopicPartition(topic, p) for p in range(partitions)]).values()
-        finally:
-            admin.close()
-        return any(
-            p.producer_id == transaction.producer_id and p.current_transaction_start_offset >= 0
-            for s in states
-            for p in s.active_producers
-        )
 
     def end(self) -> None:
         for process in self._processes:

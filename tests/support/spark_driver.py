@@ -27,7 +27,7 @@ def main(query_json: str, how_json: str) -> int:
         getattr(spark_mutations, how["mutation"])()
     config = {"spark.ui.enabled": "false", "spark.log.level": "ERROR"} | how.get("config", {})
     spark = spark_session("driver", master=how.get("master", "local[2]"), config=config)
-    running: Any = query.start(spark, _holder(how.get("hold"), how.get("tell", [])))
+    running: Any = query.start(spark, _holder(how.get("hold")))
     try:
         running.awaitTermination()
     except StreamingQueryException as error:
@@ -37,15 +37,13 @@ def main(query_json: str, how_json: str) -> int:
     return 0
 
 
-def _holder(hold: list[Any] | None, tell: list[str]) -> Any:
+def _holder(hold: list[Any] | None) -> Any:
     batches = -1
 
     def on_step(step: str) -> None:
         nonlocal batches
         if step == "init":
             batches += 1
-        if step in tell:
-            print(f"at {step} {batches}", flush=True)
         if hold == [step, batches]:
             print(f"at {step} {batches}", flush=True)
             threading.Event().wait()  # until the test kills this process

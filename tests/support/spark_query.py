@@ -18,9 +18,9 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import NewTopic
 
 from eos.testing.checker import Report, check
-from eos.testing.history import end_offsets, read_topic
+from eos.testing.history import read_topic
 from spark_connector import exactly_once_sink
-from tests.support.reading import TooSlow, create_topics, wait_until
+from tests.support.reading import TooSlow, create_topics, settled_ends
 
 SOURCE_PARTITIONS = 3
 BY_TASKS = {"eos.spark.driver.bytes": "0"}  # settings under which no batch is so small that the driver writes it
@@ -120,18 +120,9 @@ class Query:
 
     # After
 
-    def settle(self) -> None:
-        """Until the last transaction is through: EndTxn is answered before its markers are written."""
-
-        def through() -> bool:
-            ends = end_offsets(self.servers, self.targets)
-            return ends.stable == ends.log_end
-
-        wait_until("the last transaction is through", through, 60)
-
     def verify(self, records: int) -> Report:
         """What read_committed readers find is every record exactly once, in order."""
-        self.settle()
+        settled_ends(self.servers, self.targets, 60)
         inputs = read_topic(self.servers, self.source, contents=False)
         outputs = read_topic(self.servers, self.targets)
         assert len(inputs) == records
@@ -142,7 +133,7 @@ class Query:
 
     def verify_counts(self, records: int) -> None:
         """Of a counted query: counts that only grow, and end at the truth."""
-        self.settle()
+        settled_ends(self.servers, self.targets, 60)
         log = read_topic(self.servers, self.targets)
         latest: dict[bytes | None, bytes | None] = {}
         for key, value in zip(log.keys, log.values, strict=True):

@@ -64,7 +64,11 @@ class _Header:
         self.request_api_key, self.request_api_version = api_key, version
 
 
-def answer(request: Any, frame: bytes) -> Any:
-    version = request.API_VERSION
-    response_class = ResponseClassRegistry.get_response_class(_Header(request.API_KEY, version))
+def decoded(api_key: int, version: int, frame: bytes) -> Any:
+    """An answer to such a request."""
+    response_class = ResponseClassRegistry.get_response_class(_Header(api_key, version))
     return response_class.decode(frame, version=version, header=True, framed=True)
+
+
+def answer(request: Any, frame: bytes) -> Any:
+    return decoded(request.API_KEY, request.API_VERSION, frame)

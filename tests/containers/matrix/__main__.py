@@ -18,7 +18,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from confluent_kafka.admin import AdminClient
@@ -181,14 +181,6 @@ def markdown(results: list[Result]) -> Iterator[str]:
         )
 
 
-@contextmanager
-def _closing(clusters: Clusters) -> Iterator[Clusters]:
-    try:
-        yield clusters
-    finally:
-        clusters.close()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make matrix", description=__doc__)
     parser.add_argument("--full", action="store_true", help="the whole product instead of the pairwise cover")
@@ -217,7 +209,7 @@ def main() -> int:
     # As an interrupt: what was started is ended, and the table tells how far it came.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        with _closing(Clusters(options.kafka)) as clusters:
+        with closing(Clusters(options.kafka)) as clusters:
             for version in sorted({cell.version for cell in cells}):
                 console.print(f"{version}: {clusters.choice(version).reason}", highlight=False)
             for number, cell in enumerate(cells, 1):

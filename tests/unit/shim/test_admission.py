@@ -487,12 +487,3 @@ def test_a_certificate_for_the_brokers_needs_a_way_to_know_who_uses_it(
         return
     with pytest.raises(ConfigurationError, match=r"--client-ca FILE, or --trust-clients"):
         check_relay(certificate, client_ca, trusted)
-
-
-def test_a_ca_of_clients_needs_tls_and_a_file_that_is_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="a CA of clients without a certificate"):
-        server_tls(None, None, "ca.pem")
-    with pytest.raises(ConfigurationError, match="100 bytes is too small"):
-        ShimSettings((("a", 1),), ("127.0.0.1", 0), largest_control=100)
-    with pytest.raises(ConfigurationError, match="0 connections are not enough"):
-        ShimSettings((("a", 1),), ("127.0.0.1", 0), most_connections=0)

@@ -77,13 +77,6 @@ def requests(key: int, version: int) -> Any:
 
 
 CASES = [(key, version) for key, versions in translate.VERSIONS.items() if key != api.PRODUCE for version in versions]
-RESPONSES = {
-    api.INIT_PRODUCER_ID: protocol.InitProducerIdResponse,
-    api.ADD_PARTITIONS_TO_TXN: protocol.AddPartitionsToTxnResponse,
-    api.ADD_OFFSETS_TO_TXN: protocol.AddOffsetsToTxnResponse,
-    api.END_TXN: protocol.EndTxnResponse,
-    api.TXN_OFFSET_COMMIT: protocol.TxnOffsetCommitResponse,
-}
 
 
 @pytest.mark.parametrize(("key", "version"), CASES)
@@ -106,7 +99,7 @@ def test_only_the_identity_of_a_request_changes(key: int, version: int) -> None:
 def test_a_refusal_is_the_answer_a_broker_gives_with_that_error(key: int, version: int) -> None:
     frame = encoded(requests(key, version))
     made = translate.refusal(frame, key, version, 77, 51)
-    answer = RESPONSES[key].decode(made, version=version, header=True, framed=True)
+    answer = answers.RESPONSES[key].decode(made, version=version, header=True, framed=True)
     assert framed(answer, 77) == made
     if key == api.ADD_PARTITIONS_TO_TXN:
         results = {
