@@ -83,21 +83,6 @@ def test_a_feed_stops_at_the_first_that_failed_and_what_was_done_behind_it_is_no
     assert runs[b"c"] == 2, "what was sent is forgotten"
 
 
-def test_a_record_that_is_tried_again_is_run_again() -> None:
-    runs = 0
-
-    async def f(value: bytes) -> bytes:
-        nonlocal runs
-        runs += 1
-        if runs == 1:
-            raise ValueError
-        return b"%d" % runs
-
-    made, given = route(f), records(b"a")
-    assert feed(made, given)[1].error is not None
-    assert feed(made, given) == ([b"2"], Fed(1, 1, None))
-
-
 def test_a_record_that_is_tried_again_alone_does_not_make_those_behind_it_run_again() -> None:
     runs: dict[bytes, int] = {}
 

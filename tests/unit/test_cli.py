@@ -132,6 +132,9 @@ def test_what_is_no_command_line_is_named(here: Path, arguments: tuple[str, ...]
     assert named in refused(64, here, *arguments)
 
 
+NOT_SET = "cannot be set for `eos run`: it is the App's id (and its instance)\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -143,6 +146,12 @@ def test_what_is_no_command_line_is_named(here: Path, arguments: tuple[str, ...]
         (("txn", "abort", "--topic", "t"), "eos txn abort needs either --transactional-id, or --topic and --partition"),
         (("doctor", "good:number"), "number in good is a int, not an App"),
         (("config", "nosuch"), "there is no module nosuch"),
+        (("run", "good:app", "--log-format", "xml"), "--log-format xml: must be one of human, json\n"),
+        (("run", "good:app", "--log-level", "loud"), "--log-level loud: must be one of debug, info, warning, error\n"),
+        (("run", "good:app", "--http-port", "soon"), "--http-port soon: expected PORT or HOST:PORT\n"),
+        (("run", "good:app", "--workers", "0"), "--workers 0: must be at least 1\n"),
+        (("run", "good:app", "-X", "group.id=mine"), f"group.id {NOT_SET}"),
+        (("run", "good:app", "-X", "transactional.id=mine"), f"transactional.id {NOT_SET}"),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, tuple) else None,
 )
@@ -152,21 +161,6 @@ def test_what_is_wrong_with_a_command_is_said_in_one_sentence(
     said = refused(64, here, *arguments)
     assert said.startswith(f"eos: {sentence}")
     assert said.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "sentence"),
-    [
-        ("--log-format", "xml", "must be one of human, json"),
-        ("--log-level", "loud", "must be one of debug, info, warning, error"),
-        ("--http-port", "soon", "expected PORT or HOST:PORT"),
-        ("--workers", "0", "must be at least 1"),
-    ],
-)
-def test_a_value_that_an_option_cannot_have_is_refused_with_what_it_can(
-    here: Path, option: str, value: str, sentence: str
-) -> None:
-    assert refused(64, here, "run", "good:app", option, value) == f"eos: {option} {value}: {sentence}\n"
 
 
 def test_a_port_that_cannot_be_listened_on_is_a_configuration_error_before_anything_starts(here: Path) -> None:
@@ -205,12 +199,6 @@ def test_in_a_container_without_an_instance_there_is_one_warning(
     assert said.count("host names of containers are random") == 1
     said = refused(code, here, "run", *arguments, "--instance", "i", KUBERNETES_SERVICE_HOST="10.0.0.1")
     assert "host names" not in said
-
-
-@pytest.mark.parametrize("name", ["group.id", "transactional.id"])
-def test_the_names_that_the_app_gives_cannot_be_set(here: Path, name: str) -> None:
-    sentence = refused(64, here, "run", "good:app", "-X", f"{name}=mine")
-    assert sentence == f"eos: {name} cannot be set for `eos run`: it is the App's id (and its instance)\n"
 
 
 # ---- settings: 78 ------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from confluent_kafka import KafkaError, KafkaException
 
 import eos
 from eos import errors
-from eos.errors import Action, Call, CallFailed, EosError, PoisonRecord, describe_error, no_broker, stop_error
+from eos.errors import Action, Call, CallFailed, EosError, describe_error, no_broker, stop_error
 from eos.kafka.failures import TABLE, classify, rebalanced
 
 K = KafkaError
@@ -98,13 +98,6 @@ def kafka_error(code: int, flags: str = "0/0/0", reason: str = "why") -> KafkaEr
     return KafkaError(code, reason, fatal=fatal, retriable=retriable, txn_requires_abort=abort)
 
 
-def test_confluent_kafka_lets_a_test_make_an_error_with_its_flags() -> None:
-    for flags in itertools.product((False, True), repeat=3):
-        error = KafkaError(K._FENCED, "why", fatal=flags[0], retriable=flags[1], txn_requires_abort=flags[2])
-        assert (error.fatal(), error.retriable(), error.txn_requires_abort()) == flags
-        assert (error.code(), error.str()) == (K._FENCED, "why")
-
-
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row.case}: {row.action.name}")
 def test_a_measured_error_leads_to(row: Row) -> None:
     assert classify(row.call, kafka_error(row.code, row.flags)) is row.action
@@ -182,16 +175,6 @@ def test_the_tree_in_the_docstring_names_every_error_with_its_exit_code() -> Non
         assert str(EXIT_CODES.get(name, "")) in line
 
 
-def test_an_unknown_commit_outcome_is_temporary_and_a_failed_call_is_internal() -> None:
-    assert issubclass(errors.CommitOutcomeUnknown, errors.Temporary)
-    assert not issubclass(CallFailed, EosError)
-
-
-def test_a_poison_record_says_where_it_is() -> None:
-    poison = PoisonRecord("cannot be read", "flights", 3, 42)
-    assert (str(poison), poison.topic, poison.partition, poison.offset) == ("cannot be read", "flights", 3, 42)
-
-
 # ---- sentences ---------------------------------------------------------------------------------------------
 
 
@@ -229,12 +212,6 @@ def test_a_failure_that_stops_becomes_the_public_error_of_its_kind(action: Actio
     assert type(stopped) is kind
     assert str(stopped) == "commit: GROUP_AUTHORIZATION_FAILED (no ACL)"
     assert stopped.__cause__ is failure
-
-
-def test_a_failed_call_keeps_what_the_session_needs() -> None:
-    cause = KafkaException(kafka_error(K._TIMED_OUT))
-    failure = CallFailed("commit", Action.RETRY, cause)
-    assert (failure.call, failure.action, failure.error) == ("commit", Action.RETRY, cause)
 
 
 # librdkafka's own words, of a first start of `eos run --workers 2` (2.16)

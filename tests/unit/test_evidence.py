@@ -330,15 +330,6 @@ def test_a_lost_connection_to_an_ordinary_broker_is_a_sign() -> None:
     assert evidence.reason == "the connection to 127.0.0.1:9092/1 was lost"
 
 
-def test_a_loss_is_seen_against_the_snapshot_before_not_only_the_first() -> None:
-    evidence = healthy()
-    for _ in range(5):
-        evidence.statistics(statistics())
-    assert evidence.reason is None
-    evidence.statistics(statistics(disconnects=1))
-    assert evidence.reason is not None
-
-
 def test_the_first_reason_stays() -> None:
     evidence = healthy()
     took(evidence, "commit", 90)

@@ -122,30 +122,6 @@ def test_timestamps_are_what_the_getter_says(loop: Any, made: list[tuple[type[Me
     assert [record.timestamp for record in records] == [m.timestamp()[1] for m in messages]
 
 
-class Collected(msgspec.Struct, frozen=True):
-    """As Record, but seen by the garbage collector."""
-
-    topic: str
-    partition: int
-    offset: int
-    timestamp: int
-    key: bytes | None
-    value: bytes | None
-    headers: Any
-
-
-class Shuffled(msgspec.Struct, gc=False):
-    """Record's fields in another order: what is called with the values fills the first field first."""
-
-    value: Any
-    key: Any
-    timestamp: Any
-    offset: Any
-    partition: Any
-    topic: Any
-    headers: Any
-
-
 class Fields(msgspec.Struct, gc=False):
     topic: Any
     partition: Any
@@ -154,6 +130,13 @@ class Fields(msgspec.Struct, gc=False):
     key: Any
     value: Any
     headers: Any
+
+
+FIELDS = Fields.__struct_fields__
+Collected = msgspec.defstruct("Collected", FIELDS, frozen=True)  # as Record, but seen by the garbage collector
+# What is called with the values fills the first field first.
+Shuffled = msgspec.defstruct("Shuffled", (*FIELDS[-2::-1], "headers"), gc=False)
+Named = msgspec.defstruct("Named", [(name, Any, None) for name in FIELDS], gc=False, kw_only=True)
 
 
 class Wider(Fields, gc=False):
@@ -178,16 +161,6 @@ class Slots:
 
     def __eq__(self, other: object) -> bool:
         return all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
-
-
-class Named(msgspec.Struct, gc=False, kw_only=True):
-    topic: Any = None
-    partition: Any = None
-    offset: Any = None
-    timestamp: Any = None
-    key: Any = None
-    value: Any = None
-    headers: Any = None
 
 
 def list_of(*fields: object) -> list[object]:

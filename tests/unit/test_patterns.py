@@ -7,7 +7,6 @@ import copy
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,13 +145,6 @@ def test_a_pattern_that_matches_dead_letters_of_the_app_is_none_of_them() -> Non
     app = app_of(("^in.*", "out"), on_error=eos.dlq)
     app.process("in-1", to="in-2.dlq", on_error=eos.dlq)(other)
     assert app.take_in(["in-1.dlq", "in-2.dlq", "in-1", "in-2"]) == ["in-2"]
-
-
-def test_dead_letters_of_what_is_taken_in_are_destinations_of_the_app() -> None:
-    app = app_of((["^in-.*", "in"], "out"), on_error=eos.retry(2, then=eos.dlq))
-    assert app.destinations == {"out", "in.dlq"}
-    app.take_in(["in-1"])
-    assert app.destinations == {"out", "in.dlq", "in-1.dlq"}
 
 
 def test_what_a_copy_takes_in_the_app_itself_does_not() -> None:
@@ -395,14 +387,6 @@ def test_spark_refuses_a_pattern_in_a_sentence() -> None:
     with pytest.raises(ConfigurationError, match=r"pattern '\^in-\.\*': on Spark a query reads topics by their") as e:
         check(Run(app_of(("^in-.*", "out")), Settings({}), None, True, 0, {}))
     assert e.value.exit_code == 78
-
-
-def test_the_wrong_pattern_in_a_file_is_a_sentence_and_78(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from eos.cli import invoke
-
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "patternapp.py").write_text("from eos import App\napp = App('a')\napp.process('^(', to='o')(len)\n")
-    assert invoke(["doctor", "patternapp.py:app"]) == 78
 
 
 def test_dead_letters_of_a_topic_that_a_pattern_takes_are_no_source_of_the_app() -> None:

@@ -72,7 +72,7 @@ def test_of_many_at_once_one_is_granted(server: ClaimServer) -> None:
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda i: server.office.claim(ONE, i % 4, f"task {i}"), range(40)))
     assert len(answers) == 40
-    assert answers.count(None) <= 4
+    assert 1 <= answers.count(None) <= 4
     assert server.claims.poison is not None
 
 

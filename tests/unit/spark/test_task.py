@@ -76,7 +76,7 @@ def test_what_nobody_foresaw_is_told_to_the_driver_and_not_run_again(
 def test_a_setting_that_only_the_executor_finds_wrong_is_named(server: ClaimServer) -> None:
     told = run(server, [0], {"security.protocol": "SSL", "ssl.ca.location": "/nowhere/ca.pem"})
     assert told.answer is not None
-    assert "/nowhere/ca.pem" in str(told.sentence) or "No such file" in str(told.sentence)
+    assert "ssl.ca.location" in str(told.sentence)
 
 
 def test_a_failure_before_the_claim_is_sparks_to_run_again(
