@@ -48,6 +48,10 @@ class RunningShim:
     def named(self, name: str) -> list[dict[str, Any]]:
         return [event for event in list(self.events) if event.get("event") == name]
 
+    def closed_for_cause(self) -> list[dict[str, Any]]:
+        """The connections it closed; but for those of clients that got no time to come beyond their hello in 30 s."""
+        return [said for said in self.named("connection closed") if "comes before a login" not in str(said["reason"])]
+
     def connections(self) -> list[tuple[int, int]]:
         """(local port, remote port) of its TCP connections; a half-closed one counts, it holds a descriptor too."""
         found = psutil.Process(self.process.pid).net_connections("tcp")

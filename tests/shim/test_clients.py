@@ -33,9 +33,7 @@ def broker(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
 def shim(broker: LocalKafka) -> Iterator[RunningShim]:
     with running(broker.bootstrap_servers.split(",")[0], brokers=3) as shim:
         yield shim
-        # A client that gets no time may not come beyond its hello within 30 s. Nothing else is to be closed.
-        closed = [said for said in shim.named("connection closed") if "comes before a login" not in str(said["reason"])]
-        assert not closed
+        assert not shim.closed_for_cause()
 
 
 def make_topic(shim: RunningShim, name: str, partitions: int = 6) -> str:

@@ -124,7 +124,7 @@ def test_tls_on_either_side(secure: SecureKafka, pki: Path, names: Names, client
         options += ["--upstream-ca", str(pki / "ca.pem")]
     with running(secure.servers[listener], *options) as shim:
         transactions_work(secure, shim.bootstrap_servers, names, settings)
-        assert not shim.named("connection closed")
+        assert not shim.closed_for_cause()
 
 
 def test_only_clients_with_a_certificate_come_through_to_the_shims_own_one(
