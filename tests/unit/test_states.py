@@ -27,7 +27,7 @@ MATRIX = """
 def cells() -> list[tuple[State, Event, State | None]]:
     rows = [line.split() for line in MATRIX.strip().splitlines()[1:]]
     return [
-        (STATES[before], event, STATES.get(after))
+        (STATES[before], event, None if after == "." else STATES[after])
         for before, *afters in rows
         for event, after in zip(Event, afters, strict=True)
     ]
