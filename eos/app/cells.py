@@ -12,6 +12,10 @@ from typing import Final
 _LENGTH = struct.Struct(">I")
 TIME: Final = b"\0" + _LENGTH.pack(0)
 """Of no store, and of the task itself: what time it is there, where a store has a time-to-live."""
+HEADER: Final = TIME + b"header"
+"""The same: whose changelog it is, and of which kind each store is (eos/state/notes.py)."""
+LONGEST_FIELD: Final = 401
+"""Bytes of a map's key in a cell's name (eos/app/state.py)."""
 
 
 def begin_of(store: str) -> bytes:
@@ -41,6 +45,14 @@ def row_length(cell: bytes) -> int:
         if len(cell) >= end:
             return end
     raise ValueError(f"{cell!r} names no cell")
+
+
+def check_cell(cell: bytes) -> None:
+    """Raise ValueError for a changelog's key that no function of ours wrote."""
+    key_at = cell.find(b"\0") + 1 + _LENGTH.size
+    field = len(cell) - key_at - int.from_bytes(cell[key_at - _LENGTH.size : key_at], "big")  # how long it is
+    if key_at == _LENGTH.size or not 0 <= field <= LONGEST_FIELD:
+        raise ValueError(f"{cell[:50]!r} names no cell")
 
 
 def named(cell: bytes) -> tuple[str, bytes, bytes]:

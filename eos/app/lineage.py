@@ -90,7 +90,9 @@ class Ledger:
 
     def forget(self, gone: Collection[TopicPartition]) -> None: ...  # whatever is counted then is never asked for
 
-    def restore(self, starts: Mapping[TopicPartition, Committed]) -> Collection[TopicPartition]:
+    def restore(
+        self, starts: Mapping[TopicPartition, Committed], uncommitted: Collection[TopicPartition]
+    ) -> Collection[TopicPartition]:
         for partition, at in starts.items():
             self.begin(partition, max(at.offset, 0), metadata_of(at))
         return starts.keys()
@@ -105,7 +107,10 @@ class Ledger:
         """With what the open transaction counted."""
         return self._open.get(partition) or self._committed[partition]
 
-    def last_sends(self, send: Callable[..., None]) -> None: ...
+    def writes(self) -> Collection[TopicPartition]:
+        return ()
+
+    def last_sends(self, send: Callable[..., None], partitions: Collection[TopicPartition]) -> None: ...
 
     def beside(self, partition: TopicPartition) -> Mapping[str, list[int]]:
         tally = self.tally(partition)

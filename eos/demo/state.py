@@ -164,9 +164,8 @@ def prove(servers: str, flights: int, killed: Killed) -> list[Row]:
     uncommitted = len(read_topic(servers, (BY_AIRLINE, BY_DAY), "read_uncommitted", topics.QUIET))
     changes = read_topic(servers, CHANGELOG, config=topics.QUIET)
     found, uneven = _last_of_each(outputs)
-    kept = {
-        named(cell or b"")[1].decode(): _total(value) for cell, value in zip(changes.keys, changes.values, strict=True)
-    }
+    cells = [(named(cell or b""), value) for cell, value in zip(changes.keys, changes.values, strict=True)]
+    kept = {key.decode(): _total(value) for (store, key, _), value in cells if store}
     ends = end_offsets(servers, [t.topic for t in _TOPICS], topics.QUIET)
     hanging = sum(ends.stable[place] != ends.log_end[place] for place in ends.log_end)
     minutes = [sum(total[1] for total in totals.values()) for totals in (expected, found)]

@@ -117,6 +117,12 @@ OPTIONS: dict[str, Option] = {
     "eos.state.memory.bytes": Option(
         64 << 20, _at_least(1 << 20), "memory that rocksdb takes in each worker, for all of its partitions"
     ),
+    "eos.state.cleanup.delay.ms": Option(
+        86_400_000,
+        _at_least(0),
+        "how long the folder of a partition that moved to another machine is kept after its last use; a value of 0 "
+        "keeps it forever",
+    ),
     "eos.create.topics": Option(
         False, _boolean, "create topics that are missing at the start, and dead letters' of a pattern's new topics"
     ),
@@ -149,6 +155,7 @@ OF_FUNCTIONS = (
     "eos.state.dir",
     "eos.state.engine",
     "eos.state.memory.bytes",
+    "eos.state.cleanup.delay.ms",
 )
 """What an App's functions do: a loop of one's own would ask for it and get nothing."""
 

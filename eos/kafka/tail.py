@@ -34,6 +34,7 @@ T = TypeVar("T")
 _ASK_S = 5.0
 _POLL_S = 0.1
 _MOST = 1_000
+_QUEUE_BYTES = 16 << 20
 _NO_PROGRESS_S = 30.0
 _LEADER_S = 15.0  # a lost broker is given up after 9 s (broker.session.timeout.ms), then another leads
 _NO_LEADER_YET = (
@@ -104,47 +105,83 @@ def spans_by(client: Any, settings: Settings, topic: str) -> dict[int, Span]:
 
 def held(client: Any, topic: str, partitions: Iterable[int]) -> dict[int, Span]:
     """The same of some partitions of a topic that is there; `client` as facts.connect gives it."""
-    places = [TopicPartition(topic, partition) for partition in partitions]
+    return _all(each_held(client, topic, partitions))
+
+
+def each_held(client: Any, topic: str, partitions: Iterable[int]) -> dict[int, Span | Unavailable]:
+    """Return the same of each partition by itself, or why it is not known: one without a leader keeps the others from
+    nothing."""
+    # Asked about one without a leader, the client waits for it as long as it may, and answers about none.
+    leaderless = set(facts.describe_topic(client, topic).leaderless)
+    why = "its partition has no leader"
+    found: dict[int, Span | Unavailable] = {
+        partition: Unavailable(f"the offsets of {place_of(topic, partition)} are unavailable: {why}")
+        for partition in leaderless.intersection(partitions)
+    }
+    places = [TopicPartition(topic, partition) for partition in partitions if partition not in leaderless]
+    latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
     low = _ends(client, places, OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)  # type: ignore[no-untyped-call]
-    # First: ends only grow, so the later answer can never lie below the earlier one.
-    stable = stable_ends(client, topic, low)
-    end = _ends(client, places, OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED)  # type: ignore[no-untyped-call]
-    return {partition: Span(low[partition], stable[partition], end[partition]) for partition in low}
+    # In this order: ends only grow, so the later answer can never lie below the earlier one.
+    stable = _ends(client, places, latest, IsolationLevel.READ_COMMITTED)
+    end = _ends(client, places, latest, IsolationLevel.READ_UNCOMMITTED)
+    for partition in low:
+        try:
+            found[partition] = Span(*(_all({0: ask[partition]})[0] for ask in (low, stable, end)))
+        except Unavailable as error:
+            found[partition] = error
+    return found
 
 
 def stable_ends(client: Any, topic: str, partitions: Iterable[int]) -> dict[int, int]:
     """The last stable offsets alone; `client` as facts.connect gives it."""
     places = [TopicPartition(topic, partition) for partition in partitions]
-    return _ends(client, places, OffsetSpec.latest(), IsolationLevel.READ_COMMITTED)  # type: ignore[no-untyped-call]
+    latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+    return _all(_ends(client, places, latest, IsolationLevel.READ_COMMITTED))
 
 
 def older(client: Any, topic: str, low: Mapping[int, int], before_ms: int) -> set[int]:
     """Those of these partitions whose first record, at the offset `low`, was written before this moment by the records'
     timestamps. `client` as facts.connect gives it."""
     places = [TopicPartition(topic, partition) for partition in low]
-    since = _offsets(client, places, OffsetSpec.for_timestamp(before_ms), IsolationLevel.READ_UNCOMMITTED)
+    since = _all(_offsets(client, places, OffsetSpec.for_timestamp(before_ms), IsolationLevel.READ_UNCOMMITTED))
     return {partition for partition in low if since[partition] != low[partition]}  # -1: there is none so young
 
 
-def _offsets(client: Any, places: list[TopicPartition], spec: Any, level: IsolationLevel) -> dict[int, int]:
+def _offsets(
+    client: Any, places: list[TopicPartition], spec: Any, level: IsolationLevel
+) -> dict[int, int | Unavailable]:
     asked = client.list_offsets(dict.fromkeys(places, spec), isolation_level=level, request_timeout=_ASK_S)
-    try:
-        return {at.partition: future.result(_ASK_S * 2).offset for at, future in asked.items()}
-    except (KafkaException, TimeoutError) as error:
-        new = isinstance(error, KafkaException) and error.args[0].code() in _NO_LEADER_YET
-        kind = _NoLeaderYet if new else Unavailable
-        raise kind(f"the offsets of {places[0].topic} cannot be had: {describe_error(error)}") from error
+    found: dict[int, int | Unavailable] = {}
+    for at, future in asked.items():
+        try:
+            found[at.partition] = future.result(_ASK_S * 2).offset
+        except (KafkaException, TimeoutError) as error:
+            new = isinstance(error, KafkaException) and error.args[0].code() in _NO_LEADER_YET
+            kind = _NoLeaderYet if new else Unavailable
+            why = kind(f"the offsets of {place_of(at.topic, at.partition)} are unavailable: {describe_error(error)}")
+            why.__cause__ = error
+            found[at.partition] = why
+    return found
 
 
-def _ends(client: Any, places: list[TopicPartition], spec: Any, level: IsolationLevel) -> dict[int, int]:
-    """Beginnings or ends: a negative offset is none that can be read to."""
+def _ends(client: Any, places: list[TopicPartition], spec: Any, level: IsolationLevel) -> dict[int, int | Unavailable]:
+    """Return beginnings or ends: a negative offset is none that can be read to."""
     found = _offsets(client, places, spec, level)
     for partition, offset in found.items():
-        if offset < 0:
-            raise Unavailable(
-                f"the offsets of {place_of(places[0].topic, partition)} cannot be had: a broker says {offset}"
-            )
+        if isinstance(offset, int) and offset < 0:
+            where = place_of(places[0].topic, partition)
+            found[partition] = Unavailable(f"the offsets of {where} are unavailable: a broker says {offset}")
     return found
+
+
+def _all(found: Mapping[int, T | Unavailable]) -> dict[int, T]:
+    """Return what is known of every partition. Raises the first Unavailable."""
+    known: dict[int, T] = {}
+    for partition, answer in found.items():
+        if isinstance(answer, Unavailable):
+            raise answer
+        known[partition] = answer
+    return known
 
 
 @dataclass
@@ -177,6 +214,8 @@ class TopicReader:
         self, settings: Settings, topic: str, starts: Mapping[int, int], uncommitted: bool, world: World = REAL
     ) -> None:
         self._topic, self._uncommitted, self._world, self.now = topic, uncommitted, world, world.now
+        self.most = _MOST
+        """How many records a read returns at the most: large ones take memory."""
         self._lanes = {partition: _Lane(start, start) for partition, start in starts.items()}
         places = [TopicPartition(topic, partition, start) for partition, start in starts.items()]
         self._committed = _consumer(settings, "read_committed", places, world)
@@ -211,7 +250,7 @@ class TopicReader:
         return [seen for partition, lane in lanes for seen in lane.marked(functools.partial(self._stable, partition))]
 
     def _poll(self, consumer: Consumer, position: str, timeout_s: float) -> list[Record]:
-        messages = raising(consumer.consume, _MOST, timeout_s)
+        messages = raising(consumer.consume, self.most, timeout_s)
         records: list[Record] = hotloop.records_of(messages, Record)
         for partition, offset in {record.partition: record.offset for record in records}.items():  # the last of each
             setattr(self._lanes[partition], position, offset + 1)
@@ -275,6 +314,9 @@ def _consumer(settings: Settings, isolation: str, places: list[TopicPartition], 
             "check.crcs": True,
             "fetch.queue.backoff.ms": 5,
             "fetch.wait.max.ms": 50,
+            # What is fetched and not yet read takes this much memory, whatever the number of partitions.
+            "queued.max.messages.kbytes": _QUEUE_BYTES >> 10,
+            "fetch.max.bytes": _QUEUE_BYTES,
         }
     )
     consumer.assign(places)

@@ -144,7 +144,8 @@ class Intake:
                 participant.forget(membership.gone)
             membership.gone = set()  # behind it: who is interrupted tells it again
         if starts := membership.find_starts():
-            ready = set(starts).intersection(*(one.restore(starts) for one in self._participants))
+            uncommitted = membership.starts.uncommitted.keys() | {p for p, start in starts.items() if start.offset < 0}
+            ready = set(starts).intersection(*(one.restore(starts, uncommitted) for one in self._participants))
             membership.begin(ready)
 
     def gather(self) -> None:

@@ -225,17 +225,17 @@ class Loop:
         assert self._open is not None
         self._open._give_back_ahead()
         offsets = self._offsets.to_commit(self._membership.starts.uncommitted)
-        if not (self._try(self._flush) and self._await_commit()):
+        if not (self._try(lambda: self._flush(offsets)) and self._await_commit()):
             return False
         # Behind both waits, in which a partition may be lost.
         gone = self._try(lambda: self._set_out(offsets, self._membership.metadata_to_commit(offsets)))
         return gone and (self._lanes.in_turn or self._await_commit())
 
-    def _flush(self) -> None:
+    def _flush(self, offsets: Mapping[Partition, int]) -> None:
         # First: what failed for a lost partition is not ours to look into.
         self._membership.check_not_lost()
         for participant in self._parts.participants:
-            participant.last_sends(self.send)
+            participant.last_sends(self.send, offsets.keys())
         if self._failure is not None:
             raise self._failure
         self._world.step("flush")

@@ -44,12 +44,15 @@ class Offsets:
         self._stamp: dict[str, object] = {}  # what stands beside its offsets
 
     def to_commit(self, new_starts: Mapping[Partition, int], patience_s: float = 0.0) -> dict[Partition, int]:
-        """Where each partition goes on behind the open transaction; with places that nothing of is new, when they are
-        due since `patience_s`. `new_starts`: of the membership."""
+        """Return the offsets that the open transaction commits: the next one of each partition that it took records
+        of, the unmoved one of each that a participant writes for and, when they have been due for `patience_s`, those
+        of all other partitions. `new_starts` are the membership's."""
+        places = self._positions.places()
         offsets = dict(new_starts) | self._positions.offsets()
-        if self._world.now() < self._due + patience_s:
-            return offsets
-        return self._positions.places() | offsets
+        for participant in self._participants:
+            written = participant.writes()
+            offsets = {partition: places[partition] for partition in written if partition in places} | offsets
+        return offsets if self._world.now() < self._due + patience_s else places | offsets
 
     def commits_of(self, offsets: Mapping[Partition, int], producer: TransactionalProducer) -> list[TopicPartition]:
         self._number += 1

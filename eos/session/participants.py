@@ -40,13 +40,21 @@ class Participant(Protocol):
         """These are not ours any more; no transaction is open. Said also of those that come back at once, and of those
         that never began."""
 
-    def restore(self, starts: Mapping[Partition, Committed]) -> Collection[Partition]:
-        """These partitions are ours from now on and begin here; no transaction is open. Returns those that can begin.
-        The others are asked for again in a moment: in between the group is polled, and what can begin is worked on."""
+    def restore(
+        self, starts: Mapping[Partition, Committed], uncommitted: Collection[Partition]
+    ) -> Collection[Partition]:
+        """Take these partitions over: they are ours from now on and begin here; no transaction is open. Returns those
+        that can begin. The others are asked for again in a moment: in between the group is polled, and what can begin
+        is worked on. `uncommitted`: those that the group has committed no offset of."""
 
-    def last_sends(self, send: Callable[..., None]) -> None:
-        """The transaction is about to be flushed: what belongs to it beside its outputs is sent now, by
-        `send(topic, value, key, partition, timestamp_ms)`."""
+    def writes(self) -> Collection[Partition]:
+        """Return the input partitions for which the open transaction has something to write. Their offsets are
+        committed in it, unmoved ones too, so that the group refuses a transaction of a member that lost them."""
+
+    def last_sends(self, send: Callable[..., None], partitions: Collection[Partition]) -> None:
+        """Send what belongs to the transaction beside its outputs, by `send(topic, value, key, partition,
+        timestamp_ms)`: it is about to be flushed. `partitions` are those whose offsets it commits; nothing may be
+        written for any other one, because another member may own it."""
 
     def beside(self, partition: Partition) -> Mapping[str, object]:
         """For the JSON that is committed beside this partition's offset; everything of the transaction was sent."""

@@ -4,13 +4,13 @@ transactions changed. Made where it is not there; read up to its end before the 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from eos import log
-from eos.app.cells import TIME, named
+from eos.app.cells import named
 from eos.app.routes import Route
-from eos.errors import ConfigurationError, EosError, InputGone, Temporary, Unavailable
+from eos.errors import ConfigurationError, EosError, InputGone, Temporary
 from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
 from eos.kafka.tail import Span
@@ -18,9 +18,8 @@ from eos.kafka.world import REAL, World
 from eos.records import is_topic_name, place_of
 
 _ASK_S = 10.0
-# A transaction that is decided is not yet to be seen where its markers are under way; nobody else writes there.
-_SETTLED_S = 30.0
 _TOMBSTONES_S = 86_400.0  # delete.retention.ms where the brokers do not say
+_FEW_TOMBSTONES_S = 3_600.0  # below it: warned of
 # Records are deleted by nothing but newer ones; where state has a time-to-live, their timestamps are the worker's.
 CONFIG = {"cleanup.policy": "compact", "message.timestamp.type": "CreateTime"}
 Rows = dict[str, list[tuple[bytes, bytes]]]
@@ -94,6 +93,12 @@ def require(settings: Settings, app_id: str, routes: Sequence[Route], world: Wor
     for route in routes:
         fit = fit_of(client, app_id, route, world)
         fits[fit.topic] = fit
+        if fit.tombstones_s < _FEW_TOMBSTONES_S:
+            log.warning(
+                "changelog keeps tombstones for a short time: a worker that was away for longer restores all of it",
+                topic=fit.topic,
+                delete_retention_ms=round(fit.tombstones_s * 1000),
+            )
         if fit.missing:
             brokers = len(facts.metadata(client, settings.bootstrap_servers, _ASK_S).brokers)
             facts.create_topics(settings, {fit.topic: fit.partitions}, brokers, config=CONFIG, world=world)
@@ -120,56 +125,18 @@ def kept(settings: Settings, topic: str) -> Iterator[tuple[int, list[tuple[bytes
                 raise ConfigurationError(
                     f"{place_of(topic, partition)} holds what no function remembers: {error}"
                 ) from error
-            if cell == TIME:
-                continue
+            if not store:
+                continue  # the task's own
             rows.setdefault(key, {}).setdefault(store, []).append((field, value))
         yield partition, sorted(rows.items())
 
 
-def settled(
-    settings: Settings,
-    topic: str,
-    partitions: Sequence[int],
-    world: World = REAL,
-    at_least: Mapping[int, int] | None = None,
-) -> Generator[None, None, dict[int, Span]]:
-    """What these partitions hold, once no transaction is open there and all is there that is known to be: `at_least`
-    are offsets up to which they went before, and a broker that has just become a leader may not know yet how far it
-    goes. It comes up for air until then; `partitions` may lose some meanwhile. Raises Temporary where a transaction
-    stays open, InputGone where it ends too early."""
-    client, at_least = None, at_least or {}
-    held: dict[int, Span] = {}
-    waits_for, since = EosError, world.now()
-    while missing := [partition for partition in partitions if partition not in held]:
-        unsettled: list[EosError] = []
-        try:
-            client = client or facts.connect(settings, _ASK_S, world)
-            found = tail.held(client, topic, missing)
-        except Unavailable as error:
-            found = {}
-            unsettled.append(Temporary(f"state cannot be restored: {error}"))
-        for partition, span in found.items():
-            if (why := _unsettled(place_of(topic, partition), span, at_least.get(partition, 0))) is None:
-                held[partition] = span
-            else:
-                unsettled.append(why)
-        if not unsettled:
-            continue
-        why = unsettled[0]
-        if type(why) is not waits_for:
-            waits_for, since = type(why), world.now()
-        # What is not there is not waited for as long: only a new leader is behind.
-        more_s = 0 if isinstance(why, InputGone) else settings.transaction_timeout_ms / 1000
-        if world.now() > since + _SETTLED_S + more_s:
-            raise why
-        log.debug("the changelog is waited for", topic=topic, because=why)
-        yield
-        world.sleep(0.05)
-    return held
+def unsettled(where: str, span: Span, at_least: int) -> EosError | None:
+    """Return why this partition of a changelog cannot be read yet; None if it can.
 
-
-def _unsettled(where: str, span: Span, at_least: int) -> EosError | None:
-    """Why it cannot be read yet."""
+    Temporary while a transaction is open there: its predecessor's, decided by the coordinator, whose markers are under
+    way. InputGone while it ends before the offset `at_least`, up to which it went before: a broker that has just become
+    its leader may not know yet how far it goes, and who waited for long enough knows that what is missing is lost."""
     if span.stable < span.end:
         return Temporary(
             f"state cannot be restored: {where} has an open transaction",
@@ -183,3 +150,30 @@ def _unsettled(where: str, span: Span, at_least: int) -> EosError | None:
             "...` and an empty eos.state.dir go on without what was lost",
         )
     return None
+
+
+def beginning_removed(where: str, low: int) -> InputGone:
+    """Return the error of a changelog whose first records were removed, which compaction never does."""
+    return InputGone(
+        f"state is gone: the changelog {where} begins at {low}, so values that did not change since are missing from "
+        "it, and no folder here holds them (cleanup.policy=delete, or records that were deleted by hand)",
+        remedy="set cleanup.policy=compact; a worker on the machine that had this partition last still has the values "
+        "in its eos.state.dir",
+    )
+
+
+class Start(NamedTuple):
+    """Where a restore reads a changelog from; `keeps`: on top of the values that are there."""
+
+    offset: int
+    keeps: bool
+
+
+def start_of(position: int, as_of: float, held: Span, tombstones_s: float, now: float) -> Start | None:
+    """Return where to read from, given how far the values stand; None if the values are no use and the changelog's
+    beginning was removed. Values are no use if they stand before or after all of it, or if they are so old that
+    compaction may have removed the tombstones of what was deleted since; a transaction's marker is nothing new."""
+    missed = held.end - position > 1 and now - as_of > tombstones_s
+    if held.low <= position <= held.end and not missed:
+        return Start(position, keeps=True)
+    return Start(held.low, keeps=False) if held.low == 0 else None

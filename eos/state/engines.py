@@ -57,6 +57,9 @@ class Engine(Protocol):
     def clear(self) -> None:
         """Raises EngineFailed."""
 
+    def sync(self) -> None:
+        """Write all of it to the disk. Raises EngineFailed."""
+
     def close(self) -> None: ...
 
 
@@ -131,6 +134,12 @@ class Lmdb:
             raise EngineFailed(str(error)) from error
         self._reader.abort()
         self._reader = self._environment.begin(self._values)
+
+    def sync(self) -> None:
+        try:
+            self._environment.sync(True)
+        except lmdb.Error as error:
+            raise EngineFailed(str(error)) from error
 
     def close(self) -> None:
         self._reader.abort()
@@ -211,6 +220,12 @@ class RocksDb:
         yield batch
         try:
             self._db.write(batch)
+        except Exception as error:
+            raise EngineFailed(str(error)) from error
+
+    def sync(self) -> None:
+        try:
+            self._db.flush(wait=True)
         except Exception as error:
             raise EngineFailed(str(error)) from error
 

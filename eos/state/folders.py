@@ -1,14 +1,16 @@
 """The values of a task in a folder of its own, that a restart goes on with.
 
 A folder is written once a transaction is known to be committed, values and position in one write of its engine's
-(eos/state/engines.py). That outlives a killed process, and not a machine that fell: nothing is synced. So the folder
-notes under which boot of the machine it was written, and is begun anew under another one.
+(eos/state/engines.py). That outlives a killed process, and not a machine that fell: nothing is synced while the worker
+runs. So the folder notes under which boot of the machine it was written, and is restored from the changelog under
+another one, unless it was synced when the worker stopped: a file says so, which the next owner removes first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import itertools
 import json
@@ -28,9 +30,10 @@ from eos.errors import ConfigurationError, Temporary
 from eos.state.engines import Engine, EngineFailed, Lmdb
 from eos.state.values import Value
 
-_FORMAT = 3  # docs/reference/formats.md
+_FORMAT = 4  # docs/reference/formats.md
 _NOTED = b"noted"
 _DAMAGED = "damaged"  # a file beside the engine's folder
+_SYNCED = "synced"  # another one
 _MEMORY_BYTES = 64 << 20
 _LONGEST_ROW = 100  # LMDB takes 511 with the field
 
@@ -88,6 +91,10 @@ class InFolder:
                 shutil.rmtree(other)  # another engine's, which would only grow old
         path, mark = folder / engine.folder, folder / _DAMAGED
         try:
+            synced = _unmark(folder / _SYNCED)
+        except OSError as error:
+            raise Temporary(f"state cannot be kept in {folder}: {error.strerror}") from error
+        try:
             if mark.exists():
                 raise EngineFailed(mark.read_text())
             self._engine = engine(path, memory_bytes)
@@ -98,8 +105,13 @@ class InFolder:
                 mark.unlink(missing_ok=True)
             log.warning("state is restored anew", folder=folder, why=f"it cannot be read: {error}")
             noted = None
+        of_this_boot = noted is not None and noted.get("boot") == self._whose["boot"]
+        if synced and noted is not None:
+            noted["boot"] = self._whose["boot"]
         if noted is not None and noted.items() >= self._whose.items():
-            self.position, self.written_at = int(noted["position"]), float(noted["at"])
+            self.position, self.as_of = int(noted["position"]), float(noted["as_of"])
+            if not of_this_boot:
+                self.apply({}, self.position, self.as_of)  # what is written from now on is of this one
             return
         if noted is not None:
             why = "another boot of this machine, another changelog, or a time-to-live that is new or gone"
@@ -167,12 +179,12 @@ class InFolder:
                 if value is not None:
                     yield store + value[:TIME_BYTES] + digest, cell
 
-    def apply(self, changes: Mapping[bytes, Value], position: int, now: float) -> None:
+    def apply(self, changes: Mapping[bytes, Value], position: int, as_of: float) -> None:
         notes = dict(self._written(changes)) if self._ageing else {}
-        notes[_NOTED] = json.dumps(self._whose | {"position": position, "at": now}).encode()
+        notes[_NOTED] = json.dumps(self._whose | {"position": position, "as_of": as_of}).encode()
         with self._writing():
             self._engine.write(_names(changes), notes)
-        self.position, self.written_at = position, now
+        self.position, self.as_of = position, as_of
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -187,11 +199,47 @@ class InFolder:
     def clear(self) -> None:
         with self._writing():
             self._engine.clear()
-        self.position, self.written_at = 0, 0.0
+        self.position, self.as_of = 0, 0.0
+
+    def sync(self) -> None:
+        """Write all of it to the disk, so that the next owner finds it whole after a reboot or on another machine. What
+        cannot be synced is only restored then."""
+        try:
+            self._engine.sync()
+            if not (self._folder / _DAMAGED).exists():
+                _mark(self._folder / _SYNCED)
+        except (EngineFailed, OSError) as error:
+            log.debug("state folder not synced", folder=self._folder, error=str(error))
 
     def close(self) -> None:
         self._engine.close()
+        with contextlib.suppress(OSError):
+            os.utime(self._lock)  # for `clean_up`: it was in use until now
         os.close(self._lock)
+
+
+def _mark(file: Path) -> None:
+    with file.open("wb") as opened:
+        os.fsync(opened.fileno())
+    _sync_names(file.parent)
+
+
+def _unmark(file: Path) -> bool:
+    """Return whether the file was there. It is gone, on the disk too, before anything else is written."""
+    try:
+        file.unlink()
+    except FileNotFoundError:
+        return False
+    _sync_names(file.parent)
+    return True
+
+
+def _sync_names(folder: Path) -> None:
+    opened = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def _another(path: Path, engine: type[Engine], memory_bytes: int) -> Engine:
@@ -247,20 +295,48 @@ def check_folder(folder: Path) -> None:
 
 def _own(base: Path, task: str, whichever: bool) -> tuple[Path, int] | None:
     """A folder of the task, and its lock, which the process's end gives up."""
-    numbered = (base / f"{task}.{number}" for number in itertools.count())
-    there = list(itertools.takewhile(Path.exists, numbered))
-    for folder in [*sorted(there, key=_written_at, reverse=True), base / f"{task}.{len(there)}"]:
+    there = [folder for folder in base.glob(f"{glob.escape(task)}.*") if folder.suffix[1:].isdecimal()]
+    new = next(name for number in itertools.count() if (name := base / f"{task}.{number}") not in there)
+    for folder in [*sorted(there, key=_written_at, reverse=True), new]:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            if not whichever:
-                break
-        else:
+        if (lock := _locked(folder)) is not None:
             return folder, lock
+        if not whichever:
+            break
     return None
+
+
+def _locked(folder: Path) -> int | None:
+    """Return the folder's lock; None if another process has it, or has just deleted the folder."""
+    path = folder / "lock"
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(lock), path.stat()):
+            return lock
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(lock)
+    return None
+
+
+def clean_up(base: Path, unused_s: float, now: float) -> list[Path]:
+    """Delete the folders of tasks that no process has had for this long: their partitions moved away, and what they
+    lack grows. Returns those that were deleted."""
+    deleted: list[Path] = []
+    for lock in base.glob("*/lock"):
+        folder = lock.parent
+        try:
+            if now - max(lock.stat().st_mtime, _written_at(folder)) < unused_s:
+                continue
+            if (held := _locked(folder)) is None:
+                continue
+            shutil.rmtree(folder)
+            os.close(held)
+            deleted.append(folder)
+        except OSError as error:
+            log.debug("state folder not deleted", folder=folder, error=str(error))
+    return deleted
 
 
 def _written_at(folder: Path) -> float:

@@ -7,32 +7,33 @@ here once the transaction is committed. A partition that comes begins with what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from eos import log
+from eos.app.cells import HEADER
 from eos.app.definition import App
 from eos.app.routes import Route
 from eos.app.state import TaskCells
 from eos.app.stores import CellsOf
-from eos.errors import ConfigurationError, Unavailable, describe_error
+from eos.errors import ConfigurationError, Unavailable
 from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
-from eos.kafka.watchdog import Job, Watchdog
 from eos.kafka.world import REAL, World
-from eos.records import Committed, Record
+from eos.records import Committed, Record, metadata_of, place_of
 from eos.state import changelog
-from eos.state.beside import Beside, beside_of
 from eos.state.engines import ENGINES, check_engine
-from eos.state.folders import InFolder, check_folder
+from eos.state.folders import InFolder, check_folder, clean_up
+from eos.state.notes import Beside, beside_of, check_partitions, header_of, never_committed
 from eos.state.restoring import Restoring
 from eos.state.tasks import Task
 from eos.state.values import InMemory, Values
 
 Partition = tuple[str, int]
-_NOTE_S = 1.0  # what is committed in so long, and a little more, is what a restart reads again
 _ASK_S = 10.0
+_CLEAN_UP_S = 600.0
+_CHECKED_S = 10.0  # a check of the changelogs is good for this long
 
 
 class Keeper:
@@ -44,14 +45,12 @@ class Keeper:
         self._topics = changelog.changelogs_of(app.id, app.stateful)
         self._tasks: dict[Partition, Task] = {}  # those that are ready
         self._restoring: dict[str, list[Restoring]] = {source: [] for source in self._routes}
+        self._uncommitted: set[Partition] = set()  # of those that are restored: the group has no offset of them
         self._fits: dict[str, changelog.Fit] = {}  # of changelogs, by their names
-        self._beside: dict[Partition, Beside] = {}  # what is committed; of ours, and of those that were
-        self._thread: Watchdog | None = None
-        self._asked: tuple[Job, dict[Partition, Task]] | None = None
-        self._answered: tuple[Job, dict[Partition, Task]] | None = None  # before the open transaction is to commit
-        self._client: Any = None  # for that
-        self._committing: dict[Partition, Beside] = {}
-        self._next_ask = 0.0
+        self._checked_at = world.now()
+        self._client: Any = None  # made when an end of a changelog must be asked for
+        self._next_clean_up = world.now() + _CLEAN_UP_S / 10
+        self._sent_at = 0.0  # World.unix() before the open transaction's offsets are sent
         self._ids: dict[str, str] = {}  # of changelogs
         folder: str = settings["eos.state.dir"]
         self._folder = Path(folder).expanduser() / app.id if folder else None
@@ -64,9 +63,14 @@ class Keeper:
     def _require(self) -> None:
         routes = list(self._routes.values())
         self._fits = changelog.require(self._settings, self._app_id, routes, self._world)
-        if self._folder is not None:
-            with self._world.admin(self._settings) as admin:
-                self._ids = admin.topic_ids(self._fits)
+        with self._world.admin(self._settings) as admin:
+            self._ids = admin.topic_ids(self._fits)
+            committed = admin.committed_metadata(self._app_id)
+        for source, route in self._routes.items():
+            partitions = self._fits[self._topics[source]].partitions
+            for beside in filter(None, (beside_of(metadata, route.name) for metadata in committed)):
+                check_partitions(beside, source, partitions)
+        self._checked_at = self._world.now()
 
     def _check_folder(self) -> None:
         """One that was asked for is there; the usual one need not be."""
@@ -83,12 +87,11 @@ class Keeper:
 
     def close(self) -> None:
         for task in self._tasks.values():
+            task.values.sync()
             task.values.close()
         for restoring in self._all_restoring():
             restoring.close()
-        if self._thread is not None:
-            self._thread.close()
-        self._tasks, self._thread = {}, None
+        self._tasks = {}
 
     def cells_of(self, route: Route) -> CellsOf:
         def cells(record: Record) -> TaskCells:
@@ -96,14 +99,24 @@ class Keeper:
 
         return cells
 
+    def _clean_up(self) -> None:
+        """Now and then: a volume must not fill with folders that nobody will use again."""
+        unused_s = self._settings["eos.state.cleanup.delay.ms"] / 1000
+        if self._folder is None or not unused_s or self._world.now() < self._next_clean_up:
+            return
+        self._next_clean_up = self._world.now() + _CLEAN_UP_S
+        for folder in clean_up(self._folder, unused_s, self._world.unix()):
+            log.info("state folder deleted", folder=folder, unused_s=round(unused_s))
+
     def standing(self) -> list[tuple[str, int, int, int]]:
         """Of each function: its name, how many values it has here, their bytes on disk, and how many changes of its
         changelog are still to be read."""
         found = []
         for source, route in self._routes.items():
-            mine = [task.values for (topic, _), task in self._tasks.items() if topic == source]
+            mine = [task for (topic, _), task in self._tasks.items() if topic == source]
             left = sum(restoring.left for restoring in self._restoring[source])
-            found.append((route.name, sum(map(len, mine)), sum(values.size_bytes for values in mine), left))
+            size_bytes = sum(task.values.size_bytes for task in mine)
+            found.append((route.name, sum(task.size for task in mine), size_bytes, left))
         return found
 
     # ---- a Participant ----------------------------------------------------------------------------------------
@@ -116,27 +129,32 @@ class Keeper:
                 if partition in restoring.partitions:
                     restoring.forget(partition)
 
-    def restore(self, starts: Mapping[Partition, Committed]) -> Collection[Partition]:
+    def restore(
+        self, starts: Mapping[Partition, Committed], uncommitted: Collection[Partition]
+    ) -> Collection[Partition]:
         for source, route in self._routes.items():
             known = {partition for restoring in self._restoring[source] for partition in restoring.partitions}
             ours = {partition for topic, partition in starts if topic == source} - known
             if new := sorted(partition for partition in ours if (source, partition) not in self._tasks):
-                if new[-1] >= self._fits[self._topics[source]].partitions and not self._fits_now():
+                if not self._fits_now(new[-1] >= self._fits[self._topics[source]].partitions):
                     continue
-                beside = {(source, number): beside_of(starts[source, number], route) for number in new}
-                self._beside |= beside
-                ends = {number: beside[source, number].end for number in new}
+                self._uncommitted -= {(source, number) for number in new}
+                self._uncommitted |= {(source, number) for number in new} & set(uncommitted)
+                noted = {number: beside_of(metadata_of(starts[source, number]), route.name) for number in new}
+                ends = {number: 0 if beside is None else beside.end for number, beside in noted.items()}
                 self._restoring[source].append(self._restoring_of(route, self._topics[source], ends))
         for source, restorings in self._restoring.items():
             for restoring in restorings:
-                ready = restoring.go_on().items()
-                self._tasks |= {(source, number): self._task(source, values) for number, values in ready}
+                for number, values in restoring.go_on().items():
+                    self._tasks[source, number] = self._task((source, number), values)
             self._restoring[source] = [restoring for restoring in restorings if not restoring.done]
         return {partition for partition in starts if partition in self._tasks or partition[0] not in self._routes}
 
-    def _fits_now(self) -> bool:
-        """The source has more partitions than it had: raises ConfigurationError unless its changelog has, too. False:
-        nobody can say at the moment."""
+    def _fits_now(self, grown: bool) -> bool:
+        """Check the changelogs again, unless that was done a moment ago and no source has `grown`: meanwhile somebody
+        may have changed their configuration. Raises ConfigurationError. False: nobody can say at the moment."""
+        if not grown and self._world.now() - self._checked_at < _CHECKED_S:
+            return True
         try:
             self._require()
         except Unavailable as error:
@@ -144,8 +162,19 @@ class Keeper:
             return False
         return True
 
-    def _task(self, source: str, values: Values) -> Task:
-        return Task(values, self._routes[source].ttls, self._world.unix)
+    def _task(self, partition: Partition, values: Values) -> Task:
+        """Raises ConfigurationError, InputGone for a changelog that is not ours, or not of what is committed."""
+        source, number = partition
+        route, where = self._routes[source], place_of(self._topics[source], number)
+        try:
+            before = values.get(HEADER)
+            if before is not None and partition in self._uncommitted:
+                raise never_committed(route.name, partition, where)
+            header = header_of(self._app_id, route, where, before)
+        except BaseException:
+            values.close()
+            raise
+        return Task(values, route.ttls, self._world.unix, header.encoded())
 
     def _restoring_of(self, route: Route, topic: str, ends: Mapping[int, int]) -> Restoring:
         def values(partition: int, whichever: bool) -> Values | None:
@@ -160,72 +189,51 @@ class Keeper:
     def _all_restoring(self) -> list[Restoring]:
         return [restoring for restorings in self._restoring.values() for restoring in restorings]
 
-    def last_sends(self, send: Callable[..., None]) -> None:
-        self._answered = self._asked if self._asked is not None and self._asked[0].done.is_set() else None
-        self._committing = {}
-        for (source, partition), task in self._tasks.items():
-            if not task.touched:
-                continue  # it may be another member's by now: the commit asks only for partitions that gave records
+    def writes(self) -> Collection[Partition]:
+        return [partition for partition, task in self._tasks.items() if task.touched]
+
+    def last_sends(self, send: Callable[..., None], partitions: Collection[Partition]) -> None:
+        self._sent_at = self._world.unix()
+        self._pass_aborted([partition for partition in self.writes() if partition in partitions])
+        for source, partition in self.writes():
+            task = self._tasks[source, partition]
+            if (source, partition) not in partitions:
+                task.undone()  # the group does not check this transaction for it: another member may own it
+                continue
             task.expire()
             for cell, value, timestamp_ms in task.to_send():
                 send(self._topics[source], value, cell, partition, timestamp_ms)
 
+    def _pass_aborted(self, partitions: Collection[Partition]) -> None:
+        """Ask where changelogs end in which a transaction of ours was aborted: else a restart would read the changes
+        since then again, as many as it left there."""
+        if self._folder is None:
+            return
+        for source in self._routes:
+            numbers = [number for topic, number in partitions if topic == source and self._tasks[topic, number].aborted]
+            if not numbers:
+                continue
+            try:
+                self._client = self._client or facts.connect(self._settings, _ASK_S, self._world)
+                stable = tail.stable_ends(self._client, self._topics[source], numbers)
+            except Unavailable as error:
+                log.debug("changelog end unknown", topic=self._topics[source], error=str(error))
+                continue
+            for number, end in stable.items():
+                self._tasks[source, number].passed(end)
+
     def beside(self, partition: Partition) -> Mapping[str, object]:
         if (task := self._tasks.get(partition)) is None:
             return {}
-        said = self._beside[partition]
-        if task.changed:  # a record of each, and the transaction's marker
-            said = said._replace(end=max(said.end, task.values.position) + len(task.changed) + 1)
-        self._committing[partition] = said
-        return said.noted()
+        source, _ = partition
+        topic, function = self._topics[source], self._routes[source].name
+        return Beside(function, task.end, self._fits[topic].partitions).noted()
 
     def committed(self) -> None:
-        now = self._world.unix()
         for task in self._tasks.values():
-            task.committed(now)
-        self._beside |= self._committing
-        if self._folder is not None:
-            self._note(now)
-            self._ask()
+            task.committed(self._sent_at)
+        self._clean_up()
 
     def undone(self) -> None:
         for task in self._tasks.values():
             task.undone()
-
-    # ---- how far folders stand --------------------------------------------------------------------------------
-
-    def _note(self, now: float) -> None:
-        """How far each changelog is decided, by an answer that came before this transaction's offsets were sent.
-
-        These were taken, so the partitions they name were ours then, and nobody else had written to their changelogs:
-        what lies before that last stable offset is our predecessors' and ours, and all of it is in the values. A later
-        answer, or one about another partition, may count what another member committed."""
-        if self._answered is None:
-            return
-        (job, tasks), self._answered, self._asked = self._answered, None, None
-        if job.error is not None:
-            log.debug("the changelogs' ends are not known", error=describe_error(job.error))
-            return
-        for partition, stable in job.result.items():
-            task = tasks[partition]
-            ours = partition in self._committing and self._tasks.get(partition) is task
-            if ours and stable > task.values.position:
-                task.values.apply({}, stable, now)
-
-    def _ask(self) -> None:
-        if self._asked is not None or self._world.now() < self._next_ask:
-            return
-        self._next_ask = self._world.now() + _NOTE_S
-        tasks = dict(self._tasks)
-        self._thread = self._thread or self._world.caller("eos-state")
-        self._asked = self._thread.start(self._stable, list(tasks)), tasks
-
-    def _stable(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
-        """The last stable offsets of their changelogs."""
-        self._client = self._client or facts.connect(self._settings, _ASK_S, self._world)
-        return {
-            (source, number): stable
-            for source in self._routes
-            if (numbers := [number for topic, number in partitions if topic == source])
-            for number, stable in tail.stable_ends(self._client, self._topics[source], numbers).items()
-        }

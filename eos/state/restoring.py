@@ -1,31 +1,62 @@
 """Restores tasks: reads what of their changelog they do not have yet, a moment at a time. In between the session polls
 its group and works on the partitions that are ready.
 
-Owns what a folder is still good for, and the order: a folder that nobody else has, the predecessor's transaction
-decided in the changelog too, then all that is committed there.
+Owns the steps of each partition: a folder that nobody else has, the predecessor's transaction decided in the changelog
+too, then all that is committed there. A partition that waits keeps no other one waiting. What is read is written by
+bytes, each time with the position that it stands for: a restart goes on there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from eos import log
 from eos.app.ageing import stamped
-from eos.app.cells import store_of
+from eos.app.cells import check_cell, store_of
 from eos.app.routes import Route
-from eos.errors import Unavailable
-from eos.kafka import tail
+from eos.errors import ConfigurationError, EosError, InputGone, Unavailable
+from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
-from eos.kafka.tail import Seen, Span
+from eos.kafka.tail import Seen, TopicReader
 from eos.kafka.world import World
+from eos.records import place_of
 from eos.state import changelog
-from eos.state.values import Value, Values
+from eos.state.values import Value, Values, own_entries
 
 _MOMENT_S = 0.1
 _PATIENCE_S = 2.0  # for a folder that another process is about to give back
-_PAUSE_S = 0.02
+_PAUSE_S = 0.05
+_ASK_S = 10.0
+_LOOK_S = 1.0  # how often partitions that wait are looked at while others are read
 _TELL_S = 5.0
-_AT_ONCE = 10_000  # values that are written together
+# A transaction that is decided is not visible where its markers are under way; nobody else writes there.
+_SETTLED_S = 30.0
+_MOST_BYTES = 8 << 20  # that were read and not written, of all partitions
+_FIRST_READ = 16  # records: how large they are is not known yet
+_MOST_READ = 1_000
+
+
+@dataclass
+class _Partition:
+    """How far one partition is."""
+
+    at_least: int
+    """Up to where its changelog goes at least."""
+    values: Values | None = None
+    """None while its folder is another process's."""
+    end: int | None = None
+    """Where its changelog ends; None while that is not settled."""
+    at: int = 0
+    """How far it is read."""
+    as_of: float = 0.0
+    """See Values.as_of: of what is read."""
+    end_as_of: float = 0.0
+    """The same, once all of it is read."""
+    news: dict[bytes, Value] = field(default_factory=dict)
+    waits_for: type[EosError] | None = None
+    since: float = 0.0
 
 
 class Restoring:
@@ -45,29 +76,30 @@ class Restoring:
         self._settings, self._topic, self._function, self._world = settings, topic, route.name, world
         self._ageing = route.ttls
         self._open_values, self._tombstones_s = open_values, tombstones_s
-        self._left, self._at_least = list(partitions), partitions
-        self._values: dict[int, Values] = {}
-        self._news: dict[int, dict[bytes, Value]] = {partition: {} for partition in partitions}
-        self._ends: dict[int, int] = {}
-        self._at: dict[int, int] = {}  # how far each partition is read
+        self._left = {partition: _Partition(at_least) for partition, at_least in partitions.items()}
+        self._ends: dict[int, int] = {}  # of those that are being read
         self._ready: dict[int, Values] = {}
+        self._client: Any = None
         self._began = self._told = world.now()
+        self._told_waiting = world.now()
+        self._next_look = 0.0
+        self._bytes = 0  # that were read and not written
         self._read = self._keys = 0
         self.done = False
         self._steps = self._run()
 
     @property
-    def partitions(self) -> Sequence[int]:
+    def partitions(self) -> Collection[int]:
         """Those that are not ready."""
-        return self._left
+        return self._left.keys()
 
     @property
     def left(self) -> int:
         """Changes that are still to be read, as far as it is known; markers count too."""
-        return sum(max(0, end - self._at.get(partition, end)) for partition, end in self._ends.items())
+        return sum(max(0, one.end - one.at) for one in self._left.values() if one.end is not None)
 
     def go_on(self) -> dict[int, Values]:
-        """Restores for a moment; returns what is ready since. Raises Temporary, InputGone."""
+        """Restores for a moment; returns what is ready since. Raises Temporary, InputGone, ConfigurationError."""
         until = self._world.now() + _MOMENT_S
         for _ in self._steps:
             if self._world.now() >= until:
@@ -77,9 +109,9 @@ class Restoring:
 
     def forget(self, partition: int) -> None:
         """It is not ours any more."""
-        self._left.remove(partition)
+        values = self._left.pop(partition).values
         self._ends.pop(partition, None)
-        if (values := self._values.pop(partition, None)) is not None:
+        if values is not None:
             values.close()
         if not self._left:
             self._steps.close()
@@ -94,16 +126,14 @@ class Restoring:
 
     def _run(self) -> Generator[None]:
         names = ",".join(map(str, self._left))
-        yield from self._open()
         while self._left:
-            at_least = {p: max(values.position, self._at_least[p]) for p, values in self._values.items()}
-            held = yield from changelog.settled(self._settings, self._topic, self._left, self._world, at_least)
-            for partition in self._left:
-                self._ends[partition] = held[partition].end
-                if partition not in self._at:
-                    self._at[partition] = self._start(self._values[partition], held[partition])
-            for partition in [p for p in self._left if self._at[p] >= self._ends[p]]:
-                self._finish(partition)
+            self._look()
+            if not self._left:
+                break
+            if not self._ends:
+                self._world.sleep(_PAUSE_S)
+                yield
+                continue
             try:
                 yield from self._read_on()
             except Unavailable as error:
@@ -120,66 +150,124 @@ class Restoring:
             seconds=round(self._world.now() - self._began, 2),
         )
 
-    def _open(self) -> Generator[None]:
-        for partition in list(self._left):
-            while partition in self._left:
-                patient = self._world.now() < self._began + _PATIENCE_S
-                values = self._open_values(partition, not patient)
-                if values is not None:
-                    self._values[partition] = values
-                    break
-                self._world.sleep(_PAUSE_S)
-                yield
+    def _look(self) -> None:
+        """Open folders and ask where changelogs end, of those partitions that wait for it."""
+        self._next_look = self._world.now() + _LOOK_S
+        patient = self._world.now() < self._began + _PATIENCE_S
+        for partition, one in self._left.items():
+            if one.values is None:
+                one.values = self._open_values(partition, not patient)
+        asked = {p: one for p, one in self._left.items() if one.values is not None and one.end is None}
+        if not asked:
+            return
+        now = self._world.unix()
+        for partition, answer in self._held(asked).items():
+            one, where = asked[partition], place_of(self._topic, partition)
+            assert one.values is not None
+            if isinstance(answer, Unavailable):
+                self._waits(partition, one, answer)
+                continue
+            why = changelog.unsettled(where, answer, max(one.values.position, one.at_least))
+            if why is not None:
+                self._waits(partition, one, why)
+                continue
+            start = changelog.start_of(one.values.position, one.values.as_of, answer, self._tombstones_s, now)
+            if start is None:
+                raise changelog.beginning_removed(where, answer.low)
+            if not start.keeps:
+                one.values.clear()
+            one.at, one.end, one.end_as_of = start.offset, answer.end, now
+            # What is read from the beginning has its tombstones for long enough from now on (KIP-534).
+            one.as_of = one.values.as_of if start.keeps and start.offset else now
+            if one.at < one.end:
+                self._ends[partition] = one.end
+            else:
+                self._finish(partition, one)
 
-    def _start(self, values: Values, held: Span) -> int:
-        """Where the changelog is read from. A folder that stands before or behind all of it is of no use, and one that
-        was away for longer than tombstones are kept may have missed some; a transaction's marker is nothing new."""
-        away_s = self._world.unix() - values.written_at
-        missed = held.end - values.position > 1 and away_s > self._tombstones_s
-        if missed or not held.low <= values.position <= held.end:
-            values.clear()
-            return held.low
-        return values.position
+    def _held(self, partitions: Collection[int]) -> Mapping[int, tail.Span | Unavailable]:
+        try:
+            self._client = self._client or facts.connect(self._settings, _ASK_S, self._world)
+            return tail.each_held(self._client, self._topic, partitions)
+        except Unavailable as error:
+            return dict.fromkeys(partitions, error)
+
+    def _waits(self, partition: int, one: _Partition, why: EosError) -> None:
+        """Raise `why` once it was waited for long enough. A partition without a leader waits for as long as it takes,
+        as one of the input does."""
+        now = self._world.now()
+        if type(why) is not one.waits_for:
+            one.waits_for, one.since = type(why), now
+        # What is missing is not waited for as long: only a new leader is behind.
+        more_s = 0 if isinstance(why, InputGone) else self._settings.transaction_timeout_ms / 1000
+        if not isinstance(why, Unavailable) and now > one.since + _SETTLED_S + more_s:
+            raise why
+        log.debug("changelog waited for", topic=self._topic, partition=partition, because=why)
+        if now - self._told_waiting >= 2 * _TELL_S:
+            self._told_waiting = now
+            log.warning("restoring state waits", function=self._function, partition=partition, because=why)
 
     def _read_on(self) -> Generator[None]:
-        if not self._left:
-            return
-        starts = {partition: self._at[partition] for partition in self._left}
+        """Read until all is read of those partitions that can be, or until another one can be."""
+        starts = {partition: self._left[partition].at for partition in self._ends}
         with tail.TopicReader(self._settings, self._topic, starts, uncommitted=False, world=self._world) as reader:
-            reads = tail.reads_until(reader, self._ends)
-            while True:
-                self._take(next(reads))
-                for partition in list(self._left):
-                    if reader.at(partition) >= self._ends[partition]:
-                        self._finish(partition)
-                    elif len(self._news[partition]) >= _AT_ONCE:
-                        self._apply(partition, reader.at(partition))
+            reader.most = _FIRST_READ
+            for read in tail.reads_until(reader, self._ends):
+                self._take(read, reader)
+                if self._bytes >= _MOST_BYTES:
+                    self._write()
+                for partition, end in list(self._ends.items()):
+                    if reader.at(partition) >= end:
+                        self._finish(partition, self._left[partition])
                 if not self._left:
                     return
-                self._at = {partition: reader.at(partition) for partition in self._left}
                 self._tell()
                 yield
+                if self._left.keys() - self._ends and self._world.now() >= self._next_look:
+                    self._look()
+                    if self._ends.keys() - starts:
+                        return
 
-    def _take(self, read: list[Seen]) -> None:
-        ours, news, ageing = self._values, self._news, self._ageing
+    def _take(self, read: list[Seen], reader: TopicReader) -> None:
+        ours, ageing, size = self._left, self._ageing, 0
         for seen in read:
             record = seen.record
             cell, value = record.key or b"", record.value
+            try:
+                check_cell(cell)
+            except ValueError as error:
+                where = place_of(self._topic, record.partition, record.offset)
+                raise ConfigurationError(
+                    f"the changelog record {where} was written by another program: {error}",
+                    remedy=f"let nobody else write to {self._topic}; a tombstone of the same key and a compaction "
+                    "remove the record",
+                ) from error
+            size += len(cell) + len(value or b"")
             if ageing and value is not None and store_of(cell) in ageing:
                 value = stamped(max(0, record.timestamp), value)
             if record.partition in ours:
-                news[record.partition][cell] = value
+                ours[record.partition].news[cell] = value
+        for partition in self._ends:
+            ours[partition].at = reader.at(partition)
         self._read += len(read)
+        self._bytes += size
+        if read:
+            reader.most = max(1, min(_MOST_READ, _MOST_BYTES // 2 * len(read) // max(1, size)))
 
-    def _apply(self, partition: int, position: int) -> None:
-        self._values[partition].apply(self._news[partition], position, self._world.unix())
-        self._news[partition] = {}
+    def _write(self) -> None:
+        for one in self._left.values():
+            if one.news and one.values is not None:
+                one.values.apply(one.news, one.at, one.as_of)
+                one.news = {}
+        self._bytes = 0
 
-    def _finish(self, partition: int) -> None:
-        self._apply(partition, self._ends.pop(partition))
-        self._left.remove(partition)
-        self._ready[partition] = values = self._values.pop(partition)
-        self._keys += len(values)
+    def _finish(self, partition: int, one: _Partition) -> None:
+        assert one.values is not None
+        assert one.end is not None
+        one.values.apply(one.news, one.end, one.end_as_of)
+        self._ends.pop(partition, None)
+        del self._left[partition]
+        self._ready[partition] = one.values
+        self._keys += len(one.values) - own_entries(one.values)
 
     def _tell(self) -> None:
         now = self._world.now()

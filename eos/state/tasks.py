@@ -9,9 +9,9 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 
 from eos.app.ageing import apart
-from eos.app.cells import TIME, row_length, store_of
+from eos.app.cells import HEADER, TIME, row_length, store_of
 from eos.app.state import Span, overlaid
-from eos.state.values import InMemory, Value, Values
+from eos.state.values import InMemory, Value, Values, own_entries
 
 # So much of what is over goes with a transaction, or twice what it changed: it neither grows too long nor falls behind.
 _MOST_OVER = 1_000
@@ -31,14 +31,25 @@ class Task:
         values: Values | None = None,
         ttls: Mapping[bytes, int] | None = None,
         clock: Callable[[], float] | None = None,
+        header: bytes | None = None,
     ) -> None:
         self.values: Values = InMemory() if values is None else values
         """What is committed."""
         self._ttls, self._clock = ttls or {}, clock
+        self._header = None if header == self.values.get(HEADER) else header  # that is to be written
         self.time_ms = self._committed_ms = int(self.values.get(TIME) or 0)
         self.changed: dict[bytes, Value] = {}
         """By the open transaction."""
         self._fields: dict[bytes, dict[bytes, Value]] | None = None  # the same by row and field, once one was scanned
+        self.aborted = False
+        """Whether aborted records may lie in the changelog after the values' position."""
+        self._passed = self.values.position
+        self._own_entries = own_entries(self.values)
+
+    @property
+    def size(self) -> int:
+        """How many values of functions are committed; may be asked by any thread."""
+        return len(self.values) - self._own_entries
 
     @property
     def touched(self) -> bool:
@@ -73,6 +84,8 @@ class Task:
 
     def expire(self) -> None:
         """The open transaction's last: what time it is, and what is over is deleted, the oldest first."""
+        if self._header is not None:
+            self.put(HEADER, self._header)
         if self._ttls and self.time_ms > self._committed_ms:
             self.put(TIME, b"%d" % self.time_ms)
         most = max(_MOST_OVER, 2 * len(self.changed))
@@ -93,12 +106,30 @@ class Task:
                 written_ms, rest = apart(value)
                 yield cell, rest, written_ms
 
-    def committed(self, now: float) -> None:
+    @property
+    def end(self) -> int:
+        """Where the changelog ends once the open transaction is committed: after a record of each cell that it changed
+        and its marker. What was aborted before is counted once `passed` says so, so the end is never too high."""
+        return self._passed + (len(self.changed) + 1 if self.changed else 0)
+
+    def passed(self, stable: int) -> None:
+        """Take in that all of the changelog before this offset is decided and known here, if the open transaction is
+        committed: until then nobody but this task wrote there."""
+        self._passed, self.aborted = max(self._passed, stable), False
+
+    def committed(self, as_of: float) -> None:
+        """The open transaction is committed, and its offsets were sent after `as_of` (seconds since the epoch)."""
         if self.changed:
-            # How far that is in the changelog nobody has said: the place of before is right too, it only repeats.
-            self.values.apply(self.changed, self.values.position, now)
+            self.values.apply(self.changed, self.end, as_of)
+            if self._header is not None or self.time_ms > self._committed_ms:
+                self._header, self._own_entries = None, own_entries(self.values)
         self._committed_ms = self.time_ms
-        self.undone()
+        self._drop()
 
     def undone(self) -> None:
+        self.aborted = self.aborted or bool(self.changed)
+        self._drop()
+
+    def _drop(self) -> None:
         self.changed, self._fields, self.time_ms = {}, None, self._committed_ms
+        self._passed = self.values.position

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Protocol
 
 from eos.app.ageing import TIME_BYTES, apart
-from eos.app.cells import row_length, store_of
+from eos.app.cells import HEADER, TIME, row_length, store_of
 from eos.app.state import Span
 
 Value = bytes | None
@@ -22,8 +22,9 @@ class Values(Protocol):
     """Where a store has a time-to-live, its values begin with the time of their write (eos/app/ageing.py)."""
 
     position: int
-    written_at: float
-    """When it was last written, in seconds since the epoch."""
+    as_of: float
+    """A moment at which nothing of this task had been written to the changelog after `position`, in seconds since the
+    epoch: what was deleted later still has its tombstone there for `delete.retention.ms`."""
 
     @property
     def size_bytes(self) -> int:
@@ -39,15 +40,23 @@ class Values(Protocol):
     def oldest(self, store: bytes) -> Iterator[tuple[bytes, int]]:
         """The cells of a store with a time-to-live and when each was written, the oldest first; as `scan`."""
 
-    def apply(self, changes: Mapping[bytes, Value], position: int, now: float) -> None: ...
+    def apply(self, changes: Mapping[bytes, Value], position: int, as_of: float) -> None: ...
 
     def clear(self) -> None: ...
+
+    def sync(self) -> None:
+        """Write all of it to the disk, if it can be."""
 
     def close(self) -> None: ...
 
 
+def own_entries(values: Values) -> int:
+    """Return how many of the values are the task's own and no function's."""
+    return sum(values.get(cell) is not None for cell in (TIME, HEADER))
+
+
 class InMemory:
-    position, written_at = 0, 0.0
+    position, as_of = 0, 0.0
     size_bytes = 0
 
     def __init__(self, values: Mapping[bytes, bytes] | None = None, ageing: Collection[bytes] = ()) -> None:
@@ -93,7 +102,7 @@ class InMemory:
     def oldest(self, store: bytes) -> Iterator[tuple[bytes, int]]:
         return ((cell, apart(self._values[cell])[0]) for cell in self._written[store])
 
-    def apply(self, changes: Mapping[bytes, Value], position: int, now: float) -> None:
+    def apply(self, changes: Mapping[bytes, Value], position: int, as_of: float) -> None:
         if self._fields is not None:
             self._note_fields(self._fields, changes)
         for cell, value in changes.items():
@@ -103,7 +112,7 @@ class InMemory:
                 self._values[cell] = value
         if self._written:
             self._note_written(changes)
-        self.position, self.written_at = position, now
+        self.position, self.as_of = position, as_of
 
     def _note_written(self, changes: Mapping[bytes, Value]) -> None:
         for cell, value in sorted(changes.items(), key=lambda change: (change[1] or b"")[:TIME_BYTES]):
@@ -115,5 +124,7 @@ class InMemory:
     def clear(self) -> None:
         self._values, self._fields, self.position = {}, None, 0
         self._written = {store: {} for store in self._written}
+
+    def sync(self) -> None: ...
 
     def close(self) -> None: ...

@@ -217,6 +217,8 @@ class Counting:
         for messages in settled_records(self.servers, self.changelog).values():
             for message in messages:
                 cell = named(message.key() or b"")[:2]
+                if not cell[0]:
+                    continue  # the task's own: its header
                 state.pop(cell, None)
                 if (kept := message.value()) is not None:
                     state[cell] = kept
@@ -255,16 +257,12 @@ def test_state_goes_on_where_it_was_committed_in_a_changelog_of_one_record_per_k
     keys = counting.check()
     changes = sum(map(len, settled_records(counting.servers, counting.changelog).values()))
     assert changes < 1_000, "a key that changes often in a transaction is written once"
-    for _ in range(5):  # a short run may end before its folder hears how far it stands
-        counting.load(500)
-        told = counting.run()
-        ((found, read),) = re.findall(r"state restored function=count partitions=0,1,2 keys=(\d+) read=(\d+) ", told)
-        assert where == "rocksdb" or int(found) == keys, "RocksDB estimates how many there are"
-        if where == "memory" or int(read) < changes:
-            break
-        keys = counting.check()
+    counting.load(500)
+    told = counting.run()
+    ((found, read),) = re.findall(r"state restored function=count partitions=0,1,2 keys=(\d+) read=(\d+) ", told)
+    assert where == "rocksdb" or int(found) == keys, "RocksDB estimates how many there are"
     counting.check()
-    assert int(read) == changes if where == "memory" else int(read) < changes, "a folder spares reading"
+    assert int(read) == (changes if where == "memory" else 0), "a folder stands where its last commit left it"
 
 
 def test_what_another_member_counted_meanwhile_is_read_by_a_worker_that_comes_back_to_its_folder(
@@ -480,16 +478,18 @@ def test_while_a_partition_waits_for_its_state_the_group_is_polled_and_others_ar
     limit_ms = 3_000
     worker = pipeline.worker(settings={"max.poll.interval.ms": limit_ms, "session.timeout.ms": limit_ms})
     pipeline.load_transaction(600)
-    pipeline.wait_handled(600 + 300)
+    waiting = 100  # records of one partition of one source
+    pipeline.wait_handled(1_200 - waiting)
     began = time.monotonic()
     wait_until("the limit is over, and a second more", lambda: time.monotonic() > began + limit_ms / 1000 + 1)
-    assert pipeline.delivered == 2 * (600 + 300)
+    assert pipeline.delivered == 2 * (1_200 - waiting)
     blocked.abort_transaction(30)
     pipeline.wait_handled(1_200)
     worker.terminate()
     assert worker.wait() == 0
     first, *later = [line for line in worker.log.splitlines() if "partitions assigned" in line]
-    assert (pipeline.sources[0] in first, bool(later)) == (False, True), "those of one function, then of the other"
+    place = f"{pipeline.sources[0]}[0]"
+    assert (place in first, any(place in line for line in later)) == (False, True), "it begins once it is decided"
     assert "partitions lost" not in worker.log
     pipeline.verify()
 
@@ -503,17 +503,21 @@ def test_what_does_not_fit_the_state_is_said_before_the_first_record(counting: C
     assert f"the changelog {counting.changelog} has cleanup.policy=delete" in told_by_doctor(counting, ends=78)
     configure(counting.servers, counting.changelog, "cleanup.policy", "compact")
     assert told_by_doctor(counting) == f"count: its changelog {counting.changelog} is there"
+    source = counting.folder / "counting.py"
+    code = source.read_text()
+    source.write_text(code.replace("eos.State[str]", "eos.MapState[str, int]"))
+    counting.load(20)
+    assert "the state last of count was a State when it was kept, and is a MapState[str] now" in counting.run(ends=78)
+    source.write_text(code)
     admin.create_partitions([NewPartitions(counting.source, PARTITIONS + 1)])[counting.source].result(30)
 
     def refused() -> bool:
         return "has 3 partitions, and" in counting.run(ends=78)
 
     assert refused()
-    source = counting.folder / "counting.py"
-    source.write_text(source.read_text().replace("eos.State[str]", "eos.MapState[str, int]"))
+    # The changelog grows too: keys would begin again in another partition.
     admin.create_partitions([NewPartitions(counting.changelog, PARTITIONS + 1)])[counting.changelog].result(30)
-    counting.load(20)
-    assert "the state last of count was a State when it was kept, and is a MapState[str] now" in counting.run(ends=78)
+    assert "and its changelog had 3 partitions when it was kept, and have 4" in counting.run(ends=78)
     reset = eos_of(counting, "reset", "counting:app", "--from", "earliest", "--yes", ends=64)
     assert reset.stderr.startswith(f"eos: count of {counting.id} has state, which stays as it is")
 

@@ -622,7 +622,9 @@ def counts_of(
     kept: dict[tuple[int, int, bytes | None], int] = {}
     for source, changes in enumerate(changelogs):
         for partition, cell, value in zip(changes.partition, changes.keys, changes.values, strict=True):
-            _, key, _ = named(cell or b"")
+            store, key, _ = named(cell or b"")
+            if not store:
+                continue  # the task's own: its header
             kept[source, partition_of(int(partition), key), key] = int(value or b"")
     return Counts(keys=outputs.keys, told=np.array(told, np.int64), kept=kept)
 

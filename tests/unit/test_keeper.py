@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
 import json
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,20 +17,23 @@ import pytest
 
 from eos import App, Record, State
 from eos.app.ageing import stamped
-from eos.app.cells import cell_of
+from eos.app.cells import HEADER, cell_of
 from eos.errors import ConfigurationError, InputGone, Temporary, Unavailable
 from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
 from eos.kafka.tail import Seen, Span
-from eos.kafka.watchdog import Job
 from eos.state import changelog, folders, restoring
 from eos.state.engines import ENGINES, EngineFailed
 from eos.state.keeper import Keeper
+from eos.state.notes import Beside, check_partitions
 from eos.state.tasks import Task
 from eos.state.values import InMemory
 
 SETTINGS = Settings({"eos.state.dir": ""})
 CELL = cell_of("seen", b"k")
+HEADER_VALUE = (
+    b'{"app":"shop","function":"count","sources":["in"],"stores":{"seen":"State"},"v":1}'  # docs/reference/formats.md
+)
 
 
 def app_of() -> App:
@@ -45,20 +50,17 @@ def keeper_on(monkeypatch: pytest.MonkeyPatch, *lives: Sequence[Record], folder:
     """Its changelog is each of these in turn; a record's offset is its number in it."""
     left = list(lives)
 
-    def settled(
-        settings: Settings, topic: str, partitions: Sequence[int], world: object, at_least: dict[int, int]
-    ) -> Settled:
-        assert (topic, partitions) == ("shop-count-changelog", [0])
-        READER.at_least = at_least
+    def held(_: object, topic: str, partitions: Collection[int]) -> dict[int, Span]:
+        assert (topic, list(partitions)) == ("shop-count-changelog", [0])
         READER.log = [
             msgspec.structs.replace(record, offset=n)
             for n, record in enumerate(left.pop(0) if len(left) > 1 else left[0])
         ]
-        yield
-        return {0: Span(0, len(READER.log), len(READER.log))}
+        return {0: Span(READER.low, len(READER.log), len(READER.log))}
 
-    READER.starts = []
-    monkeypatch.setattr(changelog, "settled", settled)
+    READER.starts, READER.low = [], 0
+    monkeypatch.setattr(facts, "connect", lambda *_: None)
+    monkeypatch.setattr(tail, "each_held", held)
     monkeypatch.setattr(tail, "TopicReader", READER)
     monkeypatch.setattr(restoring, "_PATIENCE_S", 0.0)
     keeper = Keeper(app_of(), SETTINGS if folder is None else Settings({"eos.state.dir": str(folder)}))
@@ -70,14 +72,12 @@ def fits(**more: Any) -> dict[str, changelog.Fit]:
     return {"shop-count-changelog": changelog.Fit("shop-count-changelog", 1, **more)}
 
 
-Settled = Generator[None, None, dict[int, Span]]
-
-
 class Reader:
     """Reads `log` one by one; called it is a TopicReader."""
 
     log: Sequence[Record]
-    at_least: dict[int, int]
+    low = 0
+    most = 0
     starts: list[dict[int, int]]
     fails: ClassVar[list[Exception]] = []
     now = time.monotonic
@@ -108,11 +108,11 @@ class Reader:
 READER = Reader()
 
 
-def restore(keeper: Keeper, beside: object = None) -> None:
+def restore(keeper: Keeper, beside: object = None, uncommitted: Collection[tuple[str, int]] = ()) -> None:
     keeper.forget([("in", 0)])
     start = SimpleNamespace(offset=5, metadata="" if beside is None else json.dumps(beside))
     deadline = time.monotonic() + 5
-    while ("in", 0) not in keeper.restore({("in", 0): start, ("elsewhere", 0): start}):
+    while ("in", 0) not in keeper.restore({("in", 0): start, ("elsewhere", 0): start}, uncommitted):
         assert time.monotonic() < deadline
 
 
@@ -136,113 +136,273 @@ def test_a_partition_begins_with_what_its_changelog_says_and_nothing_from_before
         assert kept(keeper) == found
 
 
-def test_what_changed_is_sent_once_per_key_and_counts_when_its_transaction_committed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def send(keeper: Keeper, *partitions: tuple[str, int]) -> list[tuple[bytes, bytes | None]]:
+    """What a transaction that commits these partitions' offsets sends to changelogs, in order."""
+    sent: list[tuple[bytes, bytes | None]] = []
+
+    def take(topic: str, value: bytes | None, cell: bytes, partition: int, timestamp_ms: int) -> None:
+        assert (topic, partition) == ("shop-count-changelog", 0)
+        sent.append((cell, value))
+
+    keeper.last_sends(take, partitions or [("in", 0)])
+    return sent
+
+
+def test_keeper_sends_each_changed_key_once_and_keeps_it_after_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     keeper = keeper_on(monkeypatch, [])
     restore(keeper)
-    sent: list[tuple[Any, ...]] = []
     for value in (b"1", b"2"):
         kept(keeper, value)
-    keeper.last_sends(lambda *send: sent.append(send))
-    assert sent == [("shop-count-changelog", b"2", CELL, 0, 0)]
+    assert keeper.writes() == [("in", 0)]
+    assert send(keeper) == [(CELL, b"2"), (HEADER, HEADER_VALUE)]
     keeper.undone()
-    assert kept(keeper) is None
+    assert (kept(keeper), keeper.writes()) == (None, [])
     kept(keeper, b"3")
-    keeper.committed()
+    commit(keeper)
     keeper.undone()
     assert kept(keeper) == b"3"
-    keeper.last_sends(lambda *send: sent.append(send))
-    assert len(sent) == 1
+    assert send(keeper) == [], "nothing changed, and the header is there"
+    kept(keeper, b"4")
+    assert send(keeper) == [(CELL, b"4")]
     keeper.forget([("in", 0), ("in", 1)])
     with pytest.raises(KeyError):
         kept(keeper)
 
 
-def test_a_changelog_is_read_once_the_transaction_before_is_decided_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeper_writes_nothing_for_a_partition_without_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group checks a transaction by its offsets: without one another member may own the partition."""
+    keeper = keeper_on(monkeypatch, [])
+    restore(keeper)
+    kept(keeper, b"1")
+    assert send(keeper, ("in", 1)) == []
+    assert kept(keeper) is None, "what was not sent does not count"
+
+
+OPEN = Span(0, 5, 9)
+
+
+def restoring_of(
+    monkeypatch: pytest.MonkeyPatch, answers: dict[int, list[Span | Unavailable]], at_least: int = 0
+) -> tuple[restoring.Restoring, list[float]]:
+    """Restores these partitions into memory, given what brokers answer about each in turn; and its clock."""
+    now = [0.0]
+    world: Any = SimpleNamespace(
+        now=lambda: now[0], unix=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s)
+    )
+
+    def held(_: object, topic: str, partitions: Collection[int]) -> dict[int, Span | Unavailable]:
+        return {p: answers[p].pop(0) if len(answers[p]) > 1 else answers[p][0] for p in partitions}
+
+    class Skipping(Reader):
+        """Reads nothing but aborted records, at once."""
+
+        def __call__(self, *_: object, **__: object) -> Skipping:
+            self._at = 0
+            return self
+
+        def read(self) -> list[Seen]:
+            self._at = 1_000
+            return []
+
+    monkeypatch.setattr(facts, "connect", lambda *_: None)
+    monkeypatch.setattr(tail, "each_held", held)
+    monkeypatch.setattr(tail, "TopicReader", Skipping())
+    ends = dict.fromkeys(answers, at_least)
+    route = app_of().routes["in"]
+    return restoring.Restoring(SETTINGS, "log", route, ends, lambda *_: InMemory(), 1.0, world), now
+
+
+def until_ready(one: restoring.Restoring, now: list[float], most_s: float = 200.0) -> set[int]:
+    """The partitions that get ready within that time."""
+    ready: set[int] = set()
+    until = now[0] + most_s
+    while not one.done and now[0] < until:
+        ready |= one.go_on().keys()
+    return ready
+
+
+def test_restore_waits_until_the_transaction_before_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator answers before its markers are everywhere: what is committed may not be readable yet."""
-    now = [0.0]
-    world: Any = SimpleNamespace(now=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s))
-    spans = [Span(3, 5, 9), Span(3, 5, 9), Span(3, 9, 9)]
-    asked: list[int] = []
-
-    def held_by(*_: object) -> Iterator[None]:
-        asked[:] = []
-        held = yield from changelog.settled(SETTINGS, "log", [0], world)
-        asked.append(held[0].stable)
-
-    monkeypatch.setattr(facts, "connect", lambda *_: None)
-    monkeypatch.setattr(tail, "held", lambda *_: {0: spans.pop(0) if len(spans) > 1 else spans[0]})
-    assert len(list(held_by())) == 2, "the group is polled while it is open"
-    assert asked == [9]
-    spans[:] = [Span(3, 5, 9)]
+    one, now = restoring_of(monkeypatch, {0: [OPEN, OPEN, Span(0, 9, 9)]})
+    assert until_ready(one, now) == {0}
+    one, now = restoring_of(monkeypatch, {0: [OPEN]})
     with pytest.raises(Temporary, match=r"state cannot be restored: log\[0\] has an open transaction"):
-        list(held_by())
+        until_ready(one, now)
 
 
-def test_a_changelog_is_not_believed_that_ends_before_what_a_folder_has_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A broker that has just become the leader, or cannot say: what it answers first must not be taken for all."""
-    now = [0.0]
-    world: Any = SimpleNamespace(now=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s))
-    answers: list[Span | Exception] = [Unavailable("no leader"), Span(0, 0, 0), Span(0, 193, 193)]
-
-    def held(*_: object) -> dict[int, Span]:
-        answer = answers.pop(0) if len(answers) > 1 else answers[0]
-        if isinstance(answer, Exception):
-            raise answer
-        return {0: answer}
-
-    monkeypatch.setattr(facts, "connect", lambda *_: None)
-    monkeypatch.setattr(tail, "held", held)
-    found = changelog.settled(SETTINGS, "log", [0], world, {0: 193})
-    assert [next(found), next(found)] == [None, None]
-    with pytest.raises(StopIteration) as ended:
-        next(found)
-    assert ended.value.value == {0: Span(0, 193, 193)}
+def test_restore_waits_for_a_leader_that_does_not_know_the_end_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a broker that has just become the leader answers first must not be taken for all."""
+    short, whole = Span(0, 120, 120), Span(0, 193, 193)
+    one, now = restoring_of(monkeypatch, {0: [Unavailable("no leader"), Span(0, 0, 0), whole]}, 193)
+    assert until_ready(one, now) == {0}
     # How long the brokers were away before does not count.
-    answers[:] = [*[Unavailable("no leader")] * 800, Span(0, 120, 120), Span(0, 120, 120), Span(0, 193, 193)]
-    assert len(list(changelog.settled(SETTINGS, "log", [0], world, {0: 193}))) == 802
-    answers[:] = [Span(0, 120, 120)]
+    one, now = restoring_of(monkeypatch, {0: [*[Unavailable("no leader")] * 900, short, short, whole]}, 193)
+    assert until_ready(one, now) == {0}
+    one, now = restoring_of(monkeypatch, {0: [short]}, 193)
     with pytest.raises(InputGone, match=r"the changelog log\[0\] ends at 120, and went up to 193 when offsets of its"):
-        list(changelog.settled(SETTINGS, "log", [0], world, {0: 193}))
+        until_ready(one, now)
 
 
-def test_how_far_its_changelog_goes_is_committed_beside_the_offset_and_asked_for_by_who_comes_next(
-    monkeypatch: pytest.MonkeyPatch,
+def test_restore_of_a_leaderless_partition_does_not_stop_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keeper = keeper_on(monkeypatch, [note(b"1"), note(b"2")], [note(b"1")] * 6)
+    one, now = restoring_of(monkeypatch, {0: [Unavailable("no leader")], 1: [Span(0, 7, 7)]})
+    assert until_ready(one, now, 300.0) == {1}
+    assert (list(one.partitions), one.done) == ([0], False)
+    waits = [line for line in caplog.messages if "restoring state waits" in line]
+    assert 10 < len(waits) < 40, "said every ten seconds"
+
+
+@pytest.mark.parametrize(
+    ("low", "position", "age_s", "start"),
+    [
+        (40, 0, 0.0, None),  # an empty folder
+        (40, 39, 0.0, None),
+        (40, 40, 0.0, (40, True)),
+        (40, 70, 0.0, (70, True)),
+        (40, 70, 11.0, None),  # tombstones may be gone
+        (40, 99, 11.0, (99, True)),  # but for a marker all is there
+        (0, 0, 0.0, (0, True)),
+        (0, 70, 0.0, (70, True)),
+        (0, 70, 11.0, (0, False)),
+        (0, 99, 11.0, (99, True)),
+        (0, 101, 0.0, (0, False)),
+    ],
+)
+def test_restore_starts_where_the_folder_stands_or_at_the_beginning(
+    low: int, position: int, age_s: float, start: tuple[int, bool] | None
+) -> None:
+    found = changelog.start_of(position, 50.0, Span(low, 100, 100), tombstones_s=10.0, now=50.0 + age_s)
+    assert found == start
+
+
+def test_restore_ends_where_the_changelogs_beginning_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    log = [note(b"%d" % number) for number in range(5)]
+    first = keeper_on(monkeypatch, log, folder=tmp_path)
+    restore(first)
+    first.close()
+    empty = keeper_on(monkeypatch, log, folder=tmp_path / "other")
+    READER.low = 3
+    with pytest.raises(InputGone, match=r"the changelog shop-count-changelog\[0\] begins at 3, so values"):
+        restore(empty)
+    empty.close()
+    again = keeper_on(monkeypatch, log, folder=tmp_path)
+    READER.low = 3
+    restore(again)
+    assert kept(again) == b"4", "its folder has what is missing there"
+    again.close()
+
+
+@pytest.mark.parametrize("key", [None, b"", b"hello", b"seen\0\0\0\0\5abc", b"seen\0\0\0\0\1k" + b"f" * 402])
+def test_restore_refuses_a_record_of_another_program(monkeypatch: pytest.MonkeyPatch, key: bytes | None) -> None:
+    strange = Record("shop-count-changelog", 0, 0, key=key, value=b"x")
+    with pytest.raises(
+        ConfigurationError, match=r"the changelog record shop-count-changelog\[0\]@1 was written by another program"
+    ):
+        restore(keeper_on(monkeypatch, [note(b"1"), strange]))
+
+
+def test_restore_writes_by_bytes_with_the_position(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A restore that is killed goes on where it stood, however large the values are."""
+    large = [note(b"%d" % number + b"x" * 3_000_000) for number in range(6)]
+    keeper = keeper_on(monkeypatch, large, folder=tmp_path)
+    fails = [RuntimeError("killed"), *[None] * 5]
+    read = Reader.read
+    monkeypatch.setattr(Reader, "read", lambda self: _raised(fails.pop()) or read(self))
+    with pytest.raises(RuntimeError):
+        restore(keeper)
+    keeper.close()
+    monkeypatch.setattr(Reader, "read", read)
+    again = keeper_on(monkeypatch, large, folder=tmp_path)
+    restore(again)
+    assert READER.starts == [{0: 3}]
+    again.close()
+
+
+def _raised(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def test_keeper_notes_the_changelogs_end_beside_the_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper = keeper_on(monkeypatch, [note(b"1"), note(b"2")], [note(b"1")] * 7)
     restore(keeper)
     said = []
     for change, committed in ((b"3", False), (b"3", True), (None, True), (b"4", True)):
         if change is not None:
             kept(keeper, change)
-        keeper.last_sends(lambda *_: None)
+        send(keeper)
         said.append(keeper.beside(("in", 0)))
         keeper.committed() if committed else keeper.undone()
-    # What was read, and for each transaction with changes their records and its marker.
-    kinds = {"seen": "State"}
-    assert said == [{"state": ["count", end, kinds]} for end in (4, 4, 4, 6)]
+    # What was read, and for each transaction with changes their records and its marker; the header is one.
+    assert said == [{"state": ["count", end, 1]} for end in (5, 5, 5, 7)]
+    asked: list[int] = []
+    unsettled = changelog.unsettled
+    monkeypatch.setattr(changelog, "unsettled", lambda *a: asked.append(a[2]) or unsettled(*a))
     restore(keeper, said[-1])
-    assert READER.at_least == {0: 6}
     # Another function's, which had a changelog of its own, and what nobody of ours wrote.
-    other = {"state": ["counts", 9, {"seen": "ListState"}]}
-    for strange in (other, {"state": 7}, {"state": ["count", "x", 3]}, {"state": ["count", 1, {}, 2]}, [5]):
-        keeper = keeper_on(monkeypatch, [note(b"1")])
-        restore(keeper, strange)
-        assert READER.at_least == {0: 0}
+    for strange in ({"state": ["counts", 9, 1]}, {"state": 7}, {"state": ["count", "x", 3]}, {"state": []}, [5]):
+        restore(keeper_on(monkeypatch, [note(b"1")]), strange)
+    assert asked == [7, 0, 0, 0, 0, 0]
 
 
-def test_a_store_of_another_kind_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a map holds is no value, and fields of numbers are no text."""
+def header(**more: object) -> bytes:
+    return json.dumps(json.loads(HEADER_VALUE) | more).encode()
+
+
+@pytest.mark.parametrize(
+    ("there", "sentence"),
+    [
+        # What a map holds is no value, and fields of numbers are no text.
+        (
+            header(stores={"seen": "MapState[str]"}),
+            r"seen of count was a MapState\[str\] when it was kept, and is a State",
+        ),
+        (header(app="shop-count"), r"belongs to the App shop-count, and App shop would write to it"),
+        (header(function="counts"), r"belongs to the function counts, and function count would write to it"),
+        (header(v=2), r"is of format 2, and this version of eos reads formats up to 1: run the newer version"),
+        (b"{}", r"the header of the changelog shop-count-changelog\[0\] cannot be read"),
+    ],
+)
+def test_keeper_refuses_a_changelog_by_its_header(monkeypatch: pytest.MonkeyPatch, there: bytes, sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        restore(keeper_on(monkeypatch, [Record("", 0, 0, key=HEADER, value=there)]))
+
+
+def test_header_keeps_stores_that_the_function_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    had = header(stores={"gone": "ListState"})
+    keeper = keeper_on(monkeypatch, [Record("", 0, 0, key=HEADER, value=had)])
+    restore(keeper)
+    kept(keeper, b"1")
+    ((_, value),) = [entry for entry in send(keeper) if entry[0] == HEADER]
+    assert json.loads(value or b"")["stores"] == {"gone": "ListState", "seen": "State"}
+
+
+def test_header_of_ninety_stores_fits_where_metadata_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Brokers take 4,096 bytes beside an offset."""
+    stores = {f"a-long-name-of-a-store-{number}": "MapState[bytes]" for number in range(90)}
+    keeper = keeper_on(monkeypatch, [Record("", 0, 0, key=HEADER, value=header(stores=stores))])
+    restore(keeper)
+    kept(keeper, b"1")
+    send(keeper)
+    assert len(json.dumps(keeper.beside(("in", 0)))) < 100
+
+
+def test_keeper_refuses_state_that_no_offset_was_committed_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [note(b"1"), Record("", 0, 0, key=HEADER, value=HEADER_VALUE)]
     with pytest.raises(
-        ConfigurationError, match=r"the state seen of count was a MapState\[str\] when it was kept, and is a State now"
+        InputGone, match=r"in\[0\] has no committed offset, and the changelog shop-count-changelog\[0\]"
     ):
-        restore(keeper_on(monkeypatch), {"state": ["count", 1, {"seen": "MapState[str]"}]})
-    keeper = keeper_on(monkeypatch, [note(b"1")])
-    noted = {"state": ["count", 1, {"seen": "State", "gone": "ListState"}]}
-    restore(keeper, noted)
-    keeper.last_sends(lambda *_: None)
-    assert keeper.beside(("in", 0)) == noted
+        restore(keeper_on(monkeypatch, there), uncommitted=[("in", 0)])
+    restore(keeper_on(monkeypatch, there))
+    restore(keeper_on(monkeypatch, []), uncommitted=[("in", 0)])
+
+
+def test_keeper_refuses_partitions_that_grew_with_their_changelog(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = Beside("count", 7, 3)
+    check_partitions(beside, "in", 3)
+    with pytest.raises(ConfigurationError, match="in and its changelog had 3 partitions when it was kept, and have 4"):
+        check_partitions(beside, "in", 4)
 
 
 def test_a_source_that_grew_under_a_running_worker_is_refused_with_its_new_partition(
@@ -256,13 +416,13 @@ def test_a_source_that_grew_under_a_running_worker_is_refused_with_its_new_parti
     monkeypatch.setattr(changelog, "require", require)
     new = {("in", 1): SimpleNamespace(offset=0, metadata="")}
     with pytest.raises(ConfigurationError, match="has 1 partitions, and in has 2"):
-        keeper.restore(new)
+        keeper.restore(new, new)
 
     def away(*_: object) -> None:
         raise Unavailable("no broker")
 
     monkeypatch.setattr(changelog, "require", away)
-    assert keeper.restore(new) == set(), "asked again in a moment"
+    assert keeper.restore(new, new) == set(), "asked again in a moment"
 
 
 def test_a_restore_waits_for_a_broker_that_is_away_while_it_reads(
@@ -287,50 +447,59 @@ def test_an_end_that_is_no_offset_is_not_read_to() -> None:
             future.set_result(SimpleNamespace(offset=-1))
         return futures
 
-    with pytest.raises(Unavailable, match=r"the offsets of log\[0\] cannot be had: a broker says -1"):
+    with pytest.raises(Unavailable, match=r"the offsets of log\[0\] are unavailable: a broker says -1"):
         tail.stable_ends(SimpleNamespace(list_offsets=answers), "log", [0])
 
 
-def started(function: Callable[..., Any], *args: Any) -> Job:
-    job = Job(function, args)
-    job.result = function(*args)
-    job.done.set()
-    return job
-
-
-def commit(keeper: Keeper, *partitions: tuple[str, int], before: Callable[[], object] = lambda: None) -> None:
-    """A transaction that commits these partitions' offsets; `before`: what happens when its records were sent."""
-    keeper.last_sends(lambda *_: None)
-    before()
-    for partition in partitions or [("in", 0)]:
-        keeper.beside(partition)
+def commit(keeper: Keeper) -> None:
+    send(keeper)
+    keeper.beside(("in", 0))
     keeper.committed()
 
 
-@pytest.mark.parametrize(
-    "why", ["it came while the commit was under way", "another partition's offsets were committed"]
-)
-def test_an_end_of_the_changelog_that_may_be_another_members_work_is_not_noted(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str
-) -> None:
+def test_restart_after_aborts_reads_nothing_that_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What an abort left in the changelog is passed by the next commit that changes something there."""
     keeper = keeper_on(monkeypatch, [note(b"1"), note(b"2")], folder=tmp_path)
     restore(keeper)
-    monkeypatch.setattr(keeper, "_stable", lambda _: {("in", 0): 9})
-    job = Job(lambda: None, ())
-    job.result = {("in", 0): 9}
-    keeper._thread = SimpleNamespace(start=lambda *_: job, close=lambda: None)  # type: ignore[assignment]
-    commit(keeper)  # asks
     task = keeper._tasks["in", 0]
-    if why.startswith("it came"):
-        commit(keeper, before=job.done.set)
-    else:
-        job.done.set()
-        commit(keeper, ("in", 1))
-    assert task.values.position == 2
-    keeper._next_ask = 0.0
-    keeper.committed()  # asks again, where it must
+    asked: list[list[int]] = []
+
+    def stable_ends(_: object, topic: str, partitions: list[int]) -> dict[int, int]:
+        asked.append(partitions)
+        return {0: 9}
+
+    monkeypatch.setattr(tail, "stable_ends", stable_ends)
+    kept(keeper, b"3")
     commit(keeper)
-    assert task.values.position == 9
+    assert (task.values.position, asked) == (2 + 2 + 1, []), "a record, the header and the marker"
+    kept(keeper, b"4")
+    send(keeper)
+    keeper.undone()
+    assert task.values.position == 5
+    kept(keeper, b"5")
+    send(keeper)
+    keeper.undone()
+    assert task.values.position == 5, "until a commit shows that nobody else wrote, the answer is not believed"
+    kept(keeper, b"6")
+    commit(keeper)
+    assert (task.values.position, asked) == (9 + 1 + 1, [[0], [0]])
+    kept(keeper, b"7")
+    commit(keeper)
+    assert (task.values.position, asked) == (13, [[0], [0]])
+    keeper.close()
+
+
+def test_folder_is_dated_before_its_transactions_offsets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process may stand still between a commit and the folder's write, while others delete keys."""
+    clock = [1_000.0]
+    keeper = keeper_on(monkeypatch, [], folder=tmp_path)
+    keeper._world = dataclasses.replace(keeper._world, unix=lambda: clock[0])
+    restore(keeper)
+    kept(keeper, b"1")
+    send(keeper)
+    clock[0] = 5_000.0
+    keeper.committed()
+    assert keeper._tasks["in", 0].values.as_of == 1_000.0
     keeper.close()
 
 
@@ -341,34 +510,28 @@ def test_what_is_over_is_deleted_by_a_transaction_that_has_records_of_its_partit
     keeper = Keeper(app_of(), SETTINGS)
     keeper._tasks["in", 0] = task = Task(values, {b"seen": 10})
     task._committed_ms = task.time_ms = 50
-    sent: list[tuple[Any, ...]] = []
-    keeper.last_sends(lambda *send: sent.append(send))
-    assert sent == []
+    assert send(keeper) == []
     task.time_ms = 60
-    keeper.last_sends(lambda *send: sent.append(send))
-    assert [(value, cell) for _, value, cell, *_ in sent if cell == CELL] == [(None, CELL)]
+    assert [entry for entry in send(keeper) if entry[0] == CELL] == [(CELL, None)]
 
 
 def test_a_folder_goes_on_where_the_last_commit_left_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    longer = [note(b"%d" % number) for number in range(1, 7)]
+    longer = [note(b"%d" % number) for number in range(1, 9)]
     first = keeper_on(monkeypatch, longer[:2], folder=tmp_path)
     restore(first)
     assert kept(first) == b"2"
     kept(first, b"3")
-    monkeypatch.setattr(first, "_stable", lambda _: {("in", 0): 3})
-    first._thread = SimpleNamespace(start=started, close=lambda: None)  # type: ignore[assignment]
-    first.committed()  # asks
-    commit(first)  # has the answer
+    commit(first)
     kept(first, b"lost with the process")
     first.close()
 
-    second = keeper_on(monkeypatch, longer[:5], folder=tmp_path)
+    second = keeper_on(monkeypatch, longer[:7], folder=tmp_path)
     restore(second)
-    assert (READER.starts, kept(second)) == ([{0: 3}], b"5")
+    assert (READER.starts, kept(second)) == ([{0: 5}], b"7")  # after two records, two more and a marker
     # A folder that another process has is left alone.
     third = keeper_on(monkeypatch, longer, folder=tmp_path)
     restore(third)
-    assert kept(third) == b"6"
+    assert kept(third) == b"8"
     assert sorted(path.name for path in (tmp_path / "shop").iterdir()) == [
         "shop-count-changelog-0.0",
         "shop-count-changelog-0.1",
@@ -377,14 +540,14 @@ def test_a_folder_goes_on_where_the_last_commit_left_it(monkeypatch: pytest.Monk
         keeper.close()
 
 
-@pytest.mark.parametrize("why", ["boot", "another changelog", "behind its end", "away too long", "damaged"])
+@pytest.mark.parametrize("why", ["boot", "another changelog", "away too long", "damaged"])
 def test_a_folder_that_may_be_wrong_is_begun_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str) -> None:
     one = keeper_on(monkeypatch, [note(b"1"), note(b"2")], folder=tmp_path)
     restore(one)
     one.close()
     # What is not in the changelog any more (a tombstone that was compacted away) must not come back.
-    there = [note(None), note(None), Record("", 0, 0, key=b"x"), Record("", 0, 0, key=b"x")]
-    other = keeper_on(monkeypatch, there[:1] if why == "behind its end" else there, folder=tmp_path)
+    there = [note(None), note(None), note(None), note(None)]
+    other = keeper_on(monkeypatch, there, folder=tmp_path)
     if why == "boot":
         monkeypatch.setattr(folders, "_boot_id", lambda: "another")
     if why == "another changelog":
@@ -446,7 +609,7 @@ def test_where_the_usual_folder_cannot_be_values_are_in_memory(
 ) -> None:
     (tmp_path / "home").touch()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(changelog, "require", lambda *_: {})
+    monkeypatch.setattr(Keeper, "_require", lambda _: None)
     keeper_on(monkeypatch).prepare()
     Keeper(app_of(), Settings({})).prepare()
     (line,) = caplog.messages
@@ -469,3 +632,68 @@ def test_two_functions_of_one_name_do_not_share_their_state() -> None:
         ConfigurationError, match=r"the state of count needs the topic 'a{249}-count-changelog', and Kafka"
     ):
         Keeper(long, SETTINGS)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("synced", [True, False])
+def test_folder_synced_at_its_end_is_kept_under_another_boot(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str, synced: bool
+) -> None:
+    def opened() -> folders.InFolder:
+        found = folders.InFolder.of(tmp_path, "t", "id", engine=ENGINES[engine])
+        assert found is not None
+        return found
+
+    first = opened()
+    first.apply({CELL: b"1"}, 7, 1.5)
+    if synced:
+        first.sync()
+    first.close()
+    monkeypatch.setattr(folders, "_boot_id", lambda: "another")
+    second = opened()
+    assert (second.get(CELL), second.position) == ((b"1", 7) if synced else (None, 0))
+    second.close()  # not synced: it is of this boot alone
+    third = opened()
+    assert third.position == second.position
+    third.close()
+    monkeypatch.setattr(folders, "_boot_id", lambda: "a third one")
+    fourth = opened()
+    assert fourth.position == 0
+    fourth.close()
+
+
+def test_folders_unused_for_long_are_deleted(tmp_path: Path) -> None:
+    def opened(task: str) -> folders.InFolder:
+        found = folders.InFolder.of(tmp_path, task, "id")
+        assert found is not None
+        return found
+
+    used, left = opened("used"), opened("left")
+    other = opened("left")
+    left.apply({CELL: b"1"}, 7, 1.5)
+    left.close()
+    now = time.time()
+    assert folders.clean_up(tmp_path, 10.0, now) == []
+    assert folders.clean_up(tmp_path, 10.0, now + 20.0) == [tmp_path / "left.0"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["left.1", "used.0"]
+    other.close()
+    again = opened("left")
+    assert again._folder == tmp_path / "left.1", "a gap in the numbers hides none"
+    again.close()
+    used.close()
+
+
+def test_folder_deleted_while_it_is_locked_has_no_two_owners(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lock = fcntl.flock
+
+    def deleted_first(opened: int, how: int) -> None:
+        lock(opened, how)
+        monkeypatch.setattr("fcntl.flock", lock)
+        (tmp_path / "t.0" / "lock").unlink()
+
+    monkeypatch.setattr("fcntl.flock", deleted_first)
+    owned = folders._own(tmp_path, "t", True)
+    assert owned is None, "asked again in a moment"
+    owned = folders._own(tmp_path, "t", True)
+    assert owned is not None
+    assert owned[0] == tmp_path / "t.0"

@@ -99,7 +99,7 @@ def test_a_group_whose_offsets_another_client_committed_is_counted_anew() -> Non
             return b"AgAAAaIVOt3w\xfc".decode()
 
     ledger = Ledger()
-    assert ledger.restore({A: ReadTooFar()}) == {A}
+    assert ledger.restore({A: ReadTooFar()}, ()) == {A}
     assert ledger.tally(A) == Tally(7)
 
 

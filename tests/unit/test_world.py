@@ -275,14 +275,19 @@ class Follows:
         self.told.append("forget")
         self._asked = 0
 
-    def restore(self, starts: Mapping[tuple[str, int], Committed]) -> Collection[tuple[str, int]]:
+    def restore(
+        self, starts: Mapping[tuple[str, int], Committed], uncommitted: Collection[tuple[str, int]]
+    ) -> Collection[tuple[str, int]]:
         self._asked += 1
         if self._asked < 3:
             return ()
         self.told += [f"restore {max(at.offset, 0)}" for at in starts.values()]
         return starts.keys()
 
-    def last_sends(self, send: Callable[..., None]) -> None: ...
+    def writes(self) -> Collection[tuple[str, int]]:
+        return ()
+
+    def last_sends(self, send: Callable[..., None], partitions: Collection[tuple[str, int]]) -> None: ...
 
     def beside(self, partition: tuple[str, int]) -> Mapping[str, object]:
         self.told.append("beside")
