@@ -118,7 +118,10 @@ class Stores:
         return Aged(below, self.ttls, now_ms) if self.ttls else below
 
     def times_of(self, records: Iterable[Record]) -> dict[int, int]:
-        """By the record's id: the time of its task once it is its turn. Empty where time does not matter."""
+        """Return the time of each record's task at that record, by the record's id; nothing without a time-to-live.
+
+        The times assume that all records before it in `records` succeed.
+        """
         times: dict[int, int] = {}
         latest: dict[int, int] = {}
         for record in records if self.ttls else ():
@@ -133,9 +136,10 @@ class Stores:
         def run(record: Record, given: Any, finish: Finish) -> Any:
             task, rest = self._place(record)
             cells: Cells = task
+            now = 0
             if self.ttls:
-                task.time_ms = task.at(record.timestamp)
-                cells = Aged(task, self.ttls, task.time_ms)
+                now = task.at(record.timestamp)
+                cells = Aged(task, self.ttls, now)
             for one in held:
                 one._enter(cells, rest)
             try:
@@ -146,6 +150,8 @@ class Stores:
                     one._leave()
             for cell, value in changes:
                 cells.put(cell, value)
+            if now:
+                task.time_ms = now
             return outputs
 
         return run
@@ -160,11 +166,15 @@ class Stores:
             of_partition: dict[int, list[Record]] = {}
             for record in records:
                 of_partition.setdefault(record.partition, []).append(record)
+            times = self.times_of(records)
             for few in of_partition.values():
-                outputs += self._one_partition(function, few, finish, changed)
+                outputs += self._one_partition(function, few, finish, changed, times.get(id(few[-1]), 0))
             for cells, changes in changed:
                 for cell, value in changes:
                     cells.put(cell, value)
+            if times:
+                for few in of_partition.values():
+                    self.task_of(few[-1]).time_ms = times[id(few[-1])]
             return outputs
 
         return run
@@ -175,12 +185,10 @@ class Stores:
         records: list[Record],
         finish: Callable[[Any], list[Any]],
         changed: list[tuple[Cells, Iterable[Change]]],
+        now: int,
     ) -> list[Any]:
         rests = {record.key: self._place(record)[1] for record in records}
-        task = self.task_of(records[0])
-        if self.ttls:
-            task.time_ms = max(task.at(record.timestamp) for record in records)
-        cells = self._aged(task, task.time_ms)
+        cells = self._aged(self.task_of(records[0]), now)
         held: list[dict[bytes | None, Any]] = [{key: make() for key in rests} for make in self._makes]
         every = [(key, one) for by_key in held for key, one in by_key.items()]
         for key, one in every:

@@ -81,7 +81,7 @@ class Model:
         assert record.key is not None
         assert record.value is not None
         key, page = record.key, record.value.decode()
-        self.time = now = max(self.time, record.timestamp)
+        now = max(self.time, record.timestamp)
         times, at = self.times.get(key, (0, 0))
         times = times if now < at + 10 else 0
         pages = {p: (n, at) for p, (n, at) in self.pages.get(key, {}).items() if now < at + 10}
@@ -89,6 +89,7 @@ class Model:
         all_ = self.all.get(key, 0) + 1
         if page == "bad":
             return None
+        self.time = now
         if page != "look":
             times = 1 if page == "same" else times + 1
             pages[page] = 1 if page == "same" else pages.get(page, (0, 0))[0] + 1, now
@@ -244,8 +245,52 @@ def test_async_and_batch_functions_have_the_time_of_their_records() -> None:
     assert at("one", (b"a", "slow", 100), (b"b", "x", 101), (b"b", "x", 102), (b"a", "x", 110)) == [
         b"1", b"1", b"2", b"1",
     ]  # fmt: skip
-    # The time of one that fails counts; and what was made behind it is kept.
-    assert at("one", (b"a", "x", 100), (b"b", "bad", 110), (b"a", "x", 101)) == [b"1", b"1"]
+    # The time of a record that fails does not count, though the last record ran beside it.
+    assert at("one", (b"a", "x", 100), (b"b", "bad", 110), (b"a", "x", 101)) == [b"1", b"2"]
+    # Nor does it for further records of the last one's key.
+    assert at("one", (b"a", "x", 100), (b"b", "bad", 110), (b"a", "x", 101), (b"a", "x", 110)) == [b"1", b"2", b"3"]
+
+
+def failing_apps() -> list[App]:
+    single, many, one_async = App("shop"), App("shop"), App("shop")
+
+    @single.process("in", to="out", ttl=TTL)
+    def single_record(page: str, times: State[int]) -> object:
+        times.set(1)
+        return object() if page == "unsendable" else 1 / (page != "bad")
+
+    @many.process_batch("in", to="out", ttl=TTL)
+    def batch(records: list[Record], times: dict[bytes, State[int]]) -> Any:
+        times[b"a"].set(1)
+        return [object() if records[0].value == b"unsendable" else records[0].out(1 / (records[0].value != b"bad"))]
+
+    @one_async.process("in", to="out", ttl=TTL)
+    async def async_record(page: str, times: State[int]) -> object:
+        times.set(1)
+        return object() if page == "unsendable" else 1 / (page != "bad")
+
+    return [single, many, one_async]
+
+
+@pytest.mark.parametrize("app", failing_apps(), ids=lambda app: app.routes["in"].name)
+@pytest.mark.parametrize("page", [b"bad", b"unsendable", b"unstorable"])
+def test_failed_record_moves_no_time_and_touches_no_task(
+    app: App, page: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Task(ttls={b"times": 10})
+    route = app.routes["in"].bound(cells_of=lambda _: task)
+
+    def run(at: int, value: bytes) -> None:
+        route.outputs(Record("in", 0, 0, at, b"a", value))
+
+    if page == b"unstorable":
+        monkeypatch.setattr(State, "set", lambda state, value: setattr(state, "_value", object()))
+    with pytest.raises((TypeError, ZeroDivisionError)):
+        run(100, page)
+    assert (task.time_ms, task.touched) == (0, False)
+    monkeypatch.undo()
+    run(90, b"x")
+    assert (task.time_ms, task.touched) == (90, True)
 
 
 def test_a_batch_is_at_the_time_of_its_latest_record() -> None:
