@@ -246,8 +246,9 @@ def _compile_stateful(
         return _Made(made(record, result))
 
     def one(record: Record) -> bytes | _Made | None:
-        given = record if decode is None else decode(record.value)
-        return cast("bytes | _Made | None", run(record, given, usual))
+        # No cast(): it would be a call for each record.
+        found: bytes | _Made | None = run(record, record if decode is None else decode(record.value), usual)
+        return found
 
     return outputs, feed_by(one, None, target, _made)
 

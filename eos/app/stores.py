@@ -7,7 +7,6 @@ worked out before the first of it is written, so what cannot be kept is the func
 from __future__ import annotations
 
 import collections.abc
-import functools
 import inspect
 import types
 import typing
@@ -16,8 +15,20 @@ from typing import Any, Final
 
 from eos.app.ageing import Aged, ttls_of
 from eos.app.cells import rest_of
-from eos.app.serde import annotation_name, codec, decoder, function_name, resolved
-from eos.app.state import FIELDS, Cells, Change, ListState, MapState, Span, State, Store, TaskCells, overlaid
+from eos.app.serde import annotation_name, decoder, function_name, resolved
+from eos.app.state import (
+    FIELDS,
+    Cells,
+    Change,
+    CompiledStore,
+    ListState,
+    MapState,
+    Span,
+    State,
+    Store,
+    TaskCells,
+    overlaid,
+)
 from eos.errors import ConfigurationError, IllegalState
 from eos.records import Record
 
@@ -98,21 +109,19 @@ class Stores:
     """The stores of the function `name`, and where they are; None: nowhere, so that it cannot run here."""
 
     def __init__(self, name: str, stores: Sequence[Store], cells_of: CellsOf | None) -> None:
-        self._name, self._cells_of = name, cells_of
+        self._name, self.task_of = name, cells_of or self._nowhere
         self.ttls = ttls_of(stores)
-        self._makes = [functools.partial(store.kind, store, codec(store.annotations[-1])) for store in stores]
+        self._kinds = [(store.kind, CompiledStore(store)) for store in stores]
 
-    def task_of(self, record: Record) -> TaskCells:
-        if self._cells_of is None:
-            raise IllegalState(f"{self._name} has state: run it by `eos run`, `eos.run` or `eos.testing.run`")
-        return self._cells_of(record)
+    def _nowhere(self, record: Record) -> TaskCells:
+        raise IllegalState(f"{self._name} has state: run it by `eos run`, `eos.run` or `eos.testing.run`")
 
     def _place(self, record: Record) -> tuple[TaskCells, bytes]:
-        """Where the state of the record's key is, and what its key says of the row."""
-        task = self.task_of(record)
-        if record.key is None:
+        """Return the cells of the record's task, and the part of a row's name that the record's key gives."""
+        task, key = self.task_of(record), record.key
+        if key is None:
             raise ValueError(f"{self._name} keeps state by key, and this record has no key")
-        return task, rest_of(record.key)
+        return task, rest_of(key)
 
     def _aged(self, below: Cells, now_ms: int) -> Cells:
         return Aged(below, self.ttls, now_ms) if self.ttls else below
@@ -131,26 +140,28 @@ class Stores:
 
     def single(self, function: Callable[..., Any]) -> Callable[[Record, Any, Finish], Any]:
         """Calls a function of one record with the state of its key."""
-        held = [make() for make in self._makes]
+        place, kinds, ttls = self._place, self._kinds, self.ttls
 
         def run(record: Record, given: Any, finish: Finish) -> Any:
-            task, rest = self._place(record)
+            task, rest = place(record)
             cells: Cells = task
-            now = 0
-            if self.ttls:
+            if ttls:
                 now = task.at(record.timestamp)
-                cells = Aged(task, self.ttls, now)
-            for one in held:
-                one._enter(cells, rest)
+                cells = Aged(task, ttls, now)
+            held = []
+            for kind, compiled in kinds:  # a comprehension would be a call for each record
+                held.append(kind(compiled, cells, rest))
+            changes: list[Change] = []
             try:
                 outputs = finish(record, function(given, *held))
-                changes = [change for one in held for change in one._changes()]
+                for one in held:
+                    changes += one._changes()
             finally:
                 for one in held:
                     one._leave()
             for cell, value in changes:
                 cells.put(cell, value)
-            if now:
+            if ttls:
                 task.time_ms = now
             return outputs
 
@@ -189,15 +200,15 @@ class Stores:
     ) -> list[Any]:
         rests = {record.key: self._place(record)[1] for record in records}
         cells = self._aged(self.task_of(records[0]), now)
-        held: list[dict[bytes | None, Any]] = [{key: make() for key in rests} for make in self._makes]
-        every = [(key, one) for by_key in held for key, one in by_key.items()]
-        for key, one in every:
-            one._enter(cells, rests[key])
+        held: list[dict[bytes | None, Any]] = [
+            {key: kind(compiled, cells, rest) for key, rest in rests.items()} for kind, compiled in self._kinds
+        ]
+        every = [one for by_key in held for one in by_key.values()]
         try:
             outputs = finish(function(records, *map(dict, held)))
-            changed += [(cells, one._changes()) for _, one in every]
+            changed += [(cells, one._changes()) for one in every]
         finally:
-            for _, one in every:
+            for one in every:
                 one._leave()
         return outputs
 
@@ -211,9 +222,7 @@ class Stores:
             task, rest = self._place(record)
             kept = Kept(task, {} if before is None else dict(before.own))
             seen = self._aged(kept, now)
-            held = [make() for make in self._makes]
-            for one in held:
-                one._enter(seen, rest)
+            held = [kind(compiled, seen, rest) for kind, compiled in self._kinds]
             try:
                 outputs = finish(record, await function(given, *held))
                 changes = [change for one in held for change in one._changes()]
