@@ -10,7 +10,7 @@ import collections.abc
 import inspect
 import types
 import typing
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from eos.app.ageing import Aged, ttls_of
@@ -105,6 +105,25 @@ def plain(store: Store, values: Iterable[tuple[bytes, bytes]]) -> Any:
     return found if store.kind is ListState else found[0]
 
 
+def cuts(records: list[Record], times: Mapping[int, int]) -> Iterator[list[Record]]:
+    """Split records of one partition where a key comes again at a later time of its task.
+
+    Each part then gives what its records would give one by one. `times`: by a record's id; nothing: no time-to-live.
+    """
+    if not times:
+        yield records
+        return
+    part: list[Record] = []
+    time_of: dict[bytes | None, int] = {}
+    for record in records:
+        now = times[id(record)]
+        if time_of.setdefault(record.key, now) != now:
+            yield part
+            part, time_of = [], {record.key: now}
+        part.append(record)
+    yield part
+
+
 class Stores:
     """The stores of the function `name`, and where they are; None: nowhere, so that it cannot run here."""
 
@@ -168,48 +187,54 @@ class Stores:
         return run
 
     def batch(self, function: Callable[..., Any]) -> Callable[[list[Record], Callable[[Any], list[Any]]], list[Any]]:
-        """Calls a function of many records with the states of their keys, for each partition by itself: the same key in
-        another one has a state of its own. All of what they changed counts, or nothing."""
+        """Call a function of many records with the states of their keys, for each partition by itself: the same key in
+        another one has a state of its own. All of what the calls changed counts, or nothing."""
 
         def run(records: list[Record], finish: Callable[[Any], list[Any]]) -> list[Any]:
             outputs: list[Any] = []
-            changed: list[tuple[Cells, Iterable[Change]]] = []
-            of_partition: dict[int, list[Record]] = {}
+            of_partition: dict[int, tuple[Kept, list[Record]]] = {}
             for record in records:
-                of_partition.setdefault(record.partition, []).append(record)
+                if record.partition not in of_partition:
+                    of_partition[record.partition] = Kept(self.task_of(record), {}), []
+                of_partition[record.partition][1].append(record)
             times = self.times_of(records)
-            for few in of_partition.values():
-                outputs += self._one_partition(function, few, finish, changed, times.get(id(few[-1]), 0))
-            for cells, changes in changed:
-                for cell, value in changes:
-                    cells.put(cell, value)
-            if times:
-                for few in of_partition.values():
+            for kept, few in of_partition.values():
+                for cut in cuts(few, times):
+                    outputs += self._one_call(function, cut, finish, kept, times)
+            for kept, few in of_partition.values():
+                kept.settle()
+                if times:
                     self.task_of(few[-1]).time_ms = times[id(few[-1])]
             return outputs
 
         return run
 
-    def _one_partition(
+    def _one_call(
         self,
         function: Callable[..., Any],
         records: list[Record],
         finish: Callable[[Any], list[Any]],
-        changed: list[tuple[Cells, Iterable[Change]]],
-        now: int,
+        kept: Kept,
+        times: Mapping[int, int],
     ) -> list[Any]:
-        rests = {record.key: self._place(record)[1] for record in records}
-        cells = self._aged(self.task_of(records[0]), now)
+        """Call the function with records of which each key has one time, and put what it changed into `kept`."""
+        of_key = {record.key: record for record in records}
+        cells = {
+            key: (self._aged(kept, times.get(id(record), 0)), self._place(record)[1]) for key, record in of_key.items()
+        }
         held: list[dict[bytes | None, Any]] = [
-            {key: kind(compiled, cells, rest) for key, rest in rests.items()} for kind, compiled in self._kinds
+            {key: kind(compiled, *where) for key, where in cells.items()} for kind, compiled in self._kinds
         ]
-        every = [one for by_key in held for one in by_key.values()]
+        every = [(cells[key][0], one) for by_key in held for key, one in by_key.items()]
         try:
             outputs = finish(function(records, *map(dict, held)))
-            changed += [(cells, one._changes()) for one in every]
+            changed = [(seen, one._changes()) for seen, one in every]
         finally:
-            for one in every:
+            for _, one in every:
                 one._leave()
+        for seen, changes in changed:
+            for cell, value in changes:
+                seen.put(cell, value)
         return outputs
 
     def concurrent(
