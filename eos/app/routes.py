@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections.abc
 import functools
 import inspect
+import itertools
 import operator
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -245,8 +246,9 @@ def _compile_stateful(
         return _Made(made(record, result))
 
     def one(record: Record) -> bytes | _Made | None:
-        given = record if decode is None else decode(record.value)
-        return cast("bytes | _Made | None", run(record, given, usual))
+        # No cast(): it would be a call for each record.
+        found: bytes | _Made | None = run(record, record if decode is None else decode(record.value), usual)
+        return found
 
     return outputs, feed_by(one, None, target, _made)
 
@@ -343,8 +345,8 @@ def _compile_keyed(
         return [item async for item in function(given, *held)] if several else await function(given, *held)
 
     run = stores.concurrent(result_of)
-    # What was made of records behind one that failed: they come again when it is dealt with.
-    ahead: list[tuple[Record, concurrent.Outcome]] = []
+    # Outcomes of records after one that failed, each with its record and the time of its task: they come again.
+    ahead: list[tuple[Record, concurrent.Outcome, int]] = []
 
     def made(record: Record, result: Any) -> Sequence[Send]:
         return normalise(record, result if finish is None else finish(result))
@@ -363,12 +365,19 @@ def _compile_keyed(
 
     def each(records: list[Record]) -> Iterator[Sequence[Send]]:
         wanted = set(map(id, records))
-        known = {id(record): outcome for record, outcome in ahead if id(record) in wanted}
-        ahead[:] = [kept for kept in ahead if id(kept[0]) not in wanted]
+        times = stores.times_of(records)
         chains: dict[tuple[int, bytes | None], list[Record]] = {}
         for record in records:
             chains.setdefault((record.partition, record.key), []).append(record)
-        times = stores.times_of(records)
+        # The record that failed does not count for the time: what ran at another time runs again, and its key's later
+        # records with it.
+        current = {id(record): outcome for record, outcome, now in ahead if times.get(id(record), 0) == now}
+        known = {
+            id(record): current[id(record)]
+            for few in chains.values()
+            for record in itertools.takewhile(lambda record: id(record) in current, few)
+        }
+        ahead[:] = [kept for kept in ahead if id(kept[0]) not in wanted]
         waiting = [
             chain(few, known, times) for few in chains.values() if any(id(record) not in known for record in few)
         ]
@@ -377,14 +386,15 @@ def _compile_keyed(
                 raise outcome  # not the function's: the chain keeps those
         for number, record in enumerate(records):
             outcome = known[id(record)]
-            if times:
-                stores.task_of(record).time_ms = times[id(record)]
             if isinstance(outcome, Exception):
-                if behind := [(later, known[id(later)]) for later in records[number + 1 :] if id(later) in known]:
-                    ahead[:] = behind
+                later = [other for other in records[number + 1 :] if id(other) in known]
+                if later:
+                    ahead[:] = [(other, known[id(other)], times.get(id(other), 0)) for other in later]
                 raise outcome
             sends, kept = outcome
             kept.settle()
+            if times:
+                stores.task_of(record).time_ms = times[id(record)]
             yield sends
 
     def outputs(record: Record) -> Sequence[Send]:

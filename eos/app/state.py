@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar, overload
 
 from eos.app.cells import begin_of, named
-from eos.app.serde import Codec, DecodeError, annotation_name, codec, encode
+from eos.app.serde import DecodeError, annotation_name, codec, encode
 from eos.errors import ConfigurationError, IllegalState
 
 T = TypeVar("T")
@@ -97,23 +97,32 @@ class Store(NamedTuple):
         return f"MapState[{self.annotations[0].__name__}]" if self.kind is MapState else self.kind.__name__
 
 
+class CompiledStore:
+    """Hold what all states of one parameter share, worked out once per function."""
+
+    __slots__ = ("begin", "decode", "encode", "field", "renews", "store", "sure", "unfield", "unordered")
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.decode, self.encode, self.sure, self.unordered = codec(store.annotations[-1])
+        self.begin = begin_of(store.name)
+        self.renews = store.ttl_ms is not None  # setting an equal value is a change, because it lives longer
+        self.field, self.unfield = FIELDS[store.annotations[0] if store.kind is MapState else int]
+
+
 class _Held:
-    """What all kinds have in common: the cells, while the function runs."""
+    """Hold what all kinds have in common: the cells, from construction until the function has returned.
 
-    __slots__ = ("_begin", "_cells", "_codec", "_renews", "_row", "_store")
+    Each record gets objects of its own, so an object that the function kept raises IllegalState for ever after.
+    """
 
-    _row: bytes
+    __slots__ = ("_cells", "_compiled", "_row")
 
-    def __init__(self, store: Store, made: Codec | None = None) -> None:
-        """`made`: of its values, where somebody has made it before: that takes its time."""
-        self._store, self._codec = store, made or codec(store.annotations[-1])
-        self._begin = begin_of(store.name)
-        self._renews = store.ttl_ms is not None  # what is set is a change though it is equal: it lives longer
-        self._cells: Cells | None = None
+    _cells: Cells | None
 
-    def _enter(self, cells: Cells, rest: bytes) -> None:
-        """`rest`: of the row, what the key says."""
-        self._cells, self._row = cells, self._begin + rest
+    def __init__(self, compiled: CompiledStore, cells: Cells, rest: bytes) -> None:
+        """`rest`: the part of the row's name that the key gives."""
+        self._compiled, self._cells, self._row = compiled, cells, compiled.begin + rest
 
     def _leave(self) -> None:
         self._cells = None
@@ -124,40 +133,47 @@ class _Held:
 
     def _open(self) -> Cells:
         if self._cells is None:
-            raise IllegalState(f"the state {self._store.name} is there while its function runs on a record")
+            raise IllegalState(
+                f"the state {self._compiled.store.name} was used after its function had returned",
+                remedy="use a state only while its function runs on the record, and do not keep it",
+            )
         return self._cells
 
-    def _decoded(self, value: bytes) -> Any:
-        try:
-            return self._codec.decode(value)
-        except DecodeError as error:
-            kind = annotation_name(self._store.annotations[-1])
-            raise ConfigurationError(
-                f"the state {self._store.name} of the key {named(self._row)[1]!r} is no {kind} ({error}): its type was "
-                "another one when it was kept"
-            ) from error
-
     def _read(self, kept: bytes) -> tuple[Any, bytes]:
-        """The value, and the bytes that it has as long as nobody changes it: a set comes back in another order."""
-        value = self._decoded(kept)
-        return value, self._codec.encode(value) if self._codec.unordered else kept
+        """Decode a value; return it with the bytes that it has while nobody changes it: a set comes back in another
+        order."""
+        compiled = self._compiled
+        try:
+            value = compiled.decode(kept)
+        except DecodeError as error:
+            kind = annotation_name(compiled.store.annotations[-1])
+            raise ConfigurationError(
+                f"the state {compiled.store.name} of the key {named(self._row)[1]!r} is no {kind} ({error}): its type "
+                "was another one when it was kept"
+            ) from error
+        return value, compiled.encode(value) if compiled.unordered else kept
 
     def _encoded(self, value: Any, before: object) -> bytes | None:
-        """Its bytes, None where there is none. Raises TypeError for what would not be read again, unless it is what was
-        there before: at the next record of its key nobody could help any more."""
+        """Return the value's bytes, None where there is none.
+
+        Raises TypeError for a value that could not be read again, unless it is what was there before: it would end the
+        worker at the next record of its key.
+        """
         if value is _ABSENT:
             return None
+        compiled = self._compiled
         try:
-            after = self._codec.encode(value)
-            if after != before and type(value) is not self._codec.sure:
-                self._codec.decode(after)
+            after = compiled.encode(value)
+            if after != before and type(value) is not compiled.sure:
+                compiled.decode(after)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise TypeError(f"the state {self._store.name} cannot be {reprlib.repr(value)}: {error}") from error
+            raise TypeError(f"the state {compiled.store.name} cannot be {reprlib.repr(value)}: {error}") from error
         return after
 
     def _settable(self, value: object) -> None:
         if value is None:
-            raise TypeError(f"the state {self._store.name} cannot be None: {self._deleting} says that there is none")
+            name = self._compiled.store.name
+            raise TypeError(f"the state {name} cannot be None: {self._deleting} says that there is none")
 
     _deleting: ClassVar[str]
 
@@ -166,15 +182,18 @@ class State(_Held, Generic[T]):
     """The value of one key. `get()` gives it, None or the default where there is none; `set(value)`, `delete()`.
 
     A value that was changed in place is set, also a default: `seen.get([]).append(x)` is enough. Values are JSON, bytes
-    and str are kept as they are. It is there while its function runs: do not keep it.
+    and str are kept as they are. Do not keep the object: it raises IllegalState once its function has returned.
     """
 
     __slots__ = ("_before", "_offered", "_value")
 
     _deleting = "delete()"
-    _value: Any
-    _before: Any  # its bytes
-    _offered: list[Offer]
+
+    def __init__(self, compiled: CompiledStore, cells: Cells, rest: bytes) -> None:
+        self._compiled, self._cells, self._row = compiled, cells, compiled.begin + rest
+        self._value: Any = _UNREAD
+        self._before: Any = _UNREAD  # its bytes
+        self._offered: list[Offer] | None = None
 
     @overload
     def get(self) -> T | None: ...
@@ -190,10 +209,11 @@ class State(_Held, Generic[T]):
             self._value, self._before = (_ABSENT, None) if kept is None else self._read(kept)
             value = self._value
         if self._offered:
-            value = self._value = _changed_one(self._store, self._offered, value)
+            value = self._value = _changed_one(self._compiled.store, self._offered, value)
         if value is not _ABSENT:
             return value
         if type(default) not in _FIXED:
+            self._offered = self._offered or []
             _offer(self._offered, default)
         return default
 
@@ -201,24 +221,19 @@ class State(_Held, Generic[T]):
         if self._cells is None or value is None:
             self._open()
             self._settable(value)
-        self._value, self._offered = value, []
-        if self._renews:
+        self._value, self._offered = value, None
+        if self._compiled.renews:
             self._before = _UNREAD
 
     def delete(self) -> None:
         """There is no value for this key any more."""
         self._open()
-        self._value, self._offered = _ABSENT, []
-
-    def _enter(self, cells: Cells, rest: bytes) -> None:
-        self._cells, self._row = cells, self._begin + rest
-        self._value = self._before = _UNREAD
-        self._offered = []
+        self._value, self._offered = _ABSENT, None
 
     def _changes(self) -> Iterable[Change]:
         value = self._value
         if self._offered:
-            value = _changed_one(self._store, self._offered, value)
+            value = _changed_one(self._compiled.store, self._offered, value)
         if value is _UNREAD:
             return ()
         after = self._encoded(value, self._before)
@@ -229,23 +244,19 @@ class MapState(_Held, MutableMapping[K, V]):
     """A map per key, used as a dict is; its own keys are str, bytes or int, and it is read in their order.
 
     `range(start, stop)` reads a part of it. A value that was changed in place is set, one that `get` was given as its
-    default too. It is there while its function runs: do not keep it.
+    default too. Do not keep the object: it raises IllegalState once its function has returned.
     """
 
-    __slots__ = ("_field", "_offered", "_own", "_seen", "_unfield")
+    __slots__ = ("_offered", "_own", "_seen")
 
     _deleting = "`del` of its key"
-    _seen: dict[bytes, tuple[Any, Any]]  # field -> the value and its bytes before, or _ABSENT and None, or _UNREAD
-    _own: dict[bytes, Any]  # field -> what the function set, or _ABSENT
-    _offered: dict[bytes, list[Offer]]
 
-    def __init__(self, store: Store, made: Codec | None = None) -> None:
-        super().__init__(store, made)
-        self._field, self._unfield = FIELDS[store.annotations[0]]
-
-    def _enter(self, cells: Cells, rest: bytes) -> None:
-        self._cells, self._row = cells, self._begin + rest
-        self._seen, self._own, self._offered = {}, {}, {}
+    def __init__(self, compiled: CompiledStore, cells: Cells, rest: bytes) -> None:
+        super().__init__(compiled, cells, rest)
+        # field -> the value and its bytes before, or _ABSENT and None, or _UNREAD
+        self._seen: dict[bytes, tuple[Any, Any]] = {}
+        self._own: dict[bytes, Any] = {}  # field -> what the function set, or _ABSENT
+        self._offered: dict[bytes, list[Offer]] = {}
 
     def _value(self, field: bytes) -> Any:
         """Or _ABSENT."""
@@ -260,17 +271,17 @@ class MapState(_Held, MutableMapping[K, V]):
         return self._seen[field][0]
 
     def __getitem__(self, key: K) -> V:
-        value = self._value(self._field(key))
+        value = self._value(self._compiled.field(key))
         if value is _ABSENT:
             raise KeyError(key)
         found: V = value
         return found
 
     def __contains__(self, key: object) -> bool:
-        return self._value(self._field(key)) is not _ABSENT
+        return self._value(self._compiled.field(key)) is not _ABSENT
 
     def get(self, key: K, default: Any = None) -> Any:
-        field = self._field(key)
+        field = self._compiled.field(key)
         value = self._value(field)
         if value is not _ABSENT:
             return value
@@ -281,14 +292,14 @@ class MapState(_Held, MutableMapping[K, V]):
     def __setitem__(self, key: K, value: V) -> None:
         self._open()
         self._settable(value)
-        field = self._field(key)
+        field = self._compiled.field(key)
         self._offered.pop(field, None)
         self._own[field] = value
 
     def __delitem__(self, key: K) -> None:
         if key not in self:
             raise KeyError(key)
-        field = self._field(key)
+        field = self._compiled.field(key)
         self._offered.pop(field, None)
         self._own[field] = _ABSENT
 
@@ -297,10 +308,15 @@ class MapState(_Held, MutableMapping[K, V]):
         or deleted while it runs may or may not be met."""
         cells = self._open()
         self._take_changed_defaults()
-        span = Span(b"" if start is None else self._field(start), None if stop is None else self._field(stop), reverse)
+        field_of = self._compiled.field
+        span = Span(b"" if start is None else field_of(start), None if stop is None else field_of(stop), reverse)
         own = {field: None if value is _ABSENT else field for field, value in self._own.items()}
-        for field, kept in overlaid(cells.scan(self._row, span), own, span):
-            self._open()
+        found = overlaid(cells.scan(self._row, span), own, span)
+        while True:
+            self._open()  # before the cells are read: after the function they may be another transaction's
+            if (entry := next(found, None)) is None:
+                return
+            field, kept = entry
             if field not in self._own and field not in self._seen:
                 value, before = self._read(kept)
                 if type(value) not in _FIXED:
@@ -308,7 +324,7 @@ class MapState(_Held, MutableMapping[K, V]):
             else:
                 value = self._value(field)
             if value is not _ABSENT:
-                yield self._unfield(field), value
+                yield self._compiled.unfield(field), value
 
     def __iter__(self) -> Iterator[K]:
         return (key for key, _ in self.range())
@@ -328,7 +344,7 @@ class MapState(_Held, MutableMapping[K, V]):
     def _take_changed_default(self, field: bytes) -> None:
         """Sets the default of this field that was changed in place, if one was."""
         offered, before = self._offered[field], self._own.get(field, _ABSENT)
-        if (value := _changed_one(self._store, offered, before)) is not before:
+        if (value := _changed_one(self._compiled.store, offered, before)) is not before:
             self._own[field] = value
         if not offered:
             del self._offered[field]
@@ -340,21 +356,22 @@ class MapState(_Held, MutableMapping[K, V]):
         for field, value in now.items():
             before = self._seen.get(field, (None, _UNREAD))[1]
             after = self._encoded(value, before)
-            if after != before or (self._renews and field in self._own and after is not None):
+            if after != before or (self._compiled.renews and field in self._own and after is not None):
                 changes.append((self._row + field, after))
         return changes
 
 
 class ListState(_Held, Generic[T]):
     """A list per key: `append`, `extend`, `popleft`, `clear`, and to be iterated over. An append writes its own value
-    only, however long the list is. A value that was changed in place is set. It is there while its function runs.
+    only, however long the list is. A value that was changed in place is set. Do not keep the object: it raises
+    IllegalState once its function has returned.
     """
 
     __slots__ = ("_map", "_next")
 
-    def __init__(self, store: Store, made: Codec | None = None) -> None:
-        super().__init__(store, made)
-        self._map = _Numbered(store._replace(annotations=(int, *store.annotations)), self._codec)
+    def __init__(self, compiled: CompiledStore, cells: Cells, rest: bytes) -> None:
+        super().__init__(compiled, cells, rest)
+        self._map = _Numbered(compiled, cells, rest)
         self._next: int | None = None
 
     def append(self, value: T) -> None:
@@ -373,7 +390,7 @@ class ListState(_Held, Generic[T]):
             del self._map[number]
             value: T = first
             return value
-        raise IndexError(f"the state {self._store.name} is empty")
+        raise IndexError(f"the state {self._compiled.store.name} is empty")
 
     def clear(self) -> None:
         self._map.clear()
@@ -387,10 +404,6 @@ class ListState(_Held, Generic[T]):
 
     def __bool__(self) -> bool:
         return next(iter(self), _ABSENT) is not _ABSENT
-
-    def _enter(self, cells: Cells, rest: bytes) -> None:
-        self._map._enter(cells, rest)
-        self._next = None
 
     def _leave(self) -> None:
         self._map._leave()

@@ -7,17 +7,28 @@ worked out before the first of it is written, so what cannot be kept is the func
 from __future__ import annotations
 
 import collections.abc
-import functools
 import inspect
 import types
 import typing
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from eos.app.ageing import Aged, ttls_of
 from eos.app.cells import rest_of
-from eos.app.serde import annotation_name, codec, decoder, function_name, resolved
-from eos.app.state import FIELDS, Cells, Change, ListState, MapState, Span, State, Store, TaskCells, overlaid
+from eos.app.serde import annotation_name, decoder, function_name, resolved
+from eos.app.state import (
+    FIELDS,
+    Cells,
+    Change,
+    CompiledStore,
+    ListState,
+    MapState,
+    Span,
+    State,
+    Store,
+    TaskCells,
+    overlaid,
+)
 from eos.errors import ConfigurationError, IllegalState
 from eos.records import Record
 
@@ -94,31 +105,51 @@ def plain(store: Store, values: Iterable[tuple[bytes, bytes]]) -> Any:
     return found if store.kind is ListState else found[0]
 
 
+def cuts(records: list[Record], times: Mapping[int, int]) -> Iterator[list[Record]]:
+    """Split records of one partition where a key comes again at a later time of its task.
+
+    Each part then gives what its records would give one by one. `times`: by a record's id; nothing: no time-to-live.
+    """
+    if not times:
+        yield records
+        return
+    part: list[Record] = []
+    time_of: dict[bytes | None, int] = {}
+    for record in records:
+        now = times[id(record)]
+        if time_of.setdefault(record.key, now) != now:
+            yield part
+            part, time_of = [], {record.key: now}
+        part.append(record)
+    yield part
+
+
 class Stores:
     """The stores of the function `name`, and where they are; None: nowhere, so that it cannot run here."""
 
     def __init__(self, name: str, stores: Sequence[Store], cells_of: CellsOf | None) -> None:
-        self._name, self._cells_of = name, cells_of
+        self._name, self.task_of = name, cells_of or self._nowhere
         self.ttls = ttls_of(stores)
-        self._makes = [functools.partial(store.kind, store, codec(store.annotations[-1])) for store in stores]
+        self._kinds = [(store.kind, CompiledStore(store)) for store in stores]
 
-    def task_of(self, record: Record) -> TaskCells:
-        if self._cells_of is None:
-            raise IllegalState(f"{self._name} has state: run it by `eos run`, `eos.run` or `eos.testing.run`")
-        return self._cells_of(record)
+    def _nowhere(self, record: Record) -> TaskCells:
+        raise IllegalState(f"{self._name} has state: run it by `eos run`, `eos.run` or `eos.testing.run`")
 
     def _place(self, record: Record) -> tuple[TaskCells, bytes]:
-        """Where the state of the record's key is, and what its key says of the row."""
-        task = self.task_of(record)
-        if record.key is None:
+        """Return the cells of the record's task, and the part of a row's name that the record's key gives."""
+        task, key = self.task_of(record), record.key
+        if key is None:
             raise ValueError(f"{self._name} keeps state by key, and this record has no key")
-        return task, rest_of(record.key)
+        return task, rest_of(key)
 
     def _aged(self, below: Cells, now_ms: int) -> Cells:
         return Aged(below, self.ttls, now_ms) if self.ttls else below
 
     def times_of(self, records: Iterable[Record]) -> dict[int, int]:
-        """By the record's id: the time of its task once it is its turn. Empty where time does not matter."""
+        """Return the time of each record's task at that record, by the record's id; nothing without a time-to-live.
+
+        The times assume that all records before it in `records` succeed.
+        """
         times: dict[int, int] = {}
         latest: dict[int, int] = {}
         for record in records if self.ttls else ():
@@ -128,69 +159,82 @@ class Stores:
 
     def single(self, function: Callable[..., Any]) -> Callable[[Record, Any, Finish], Any]:
         """Calls a function of one record with the state of its key."""
-        held = [make() for make in self._makes]
+        place, kinds, ttls = self._place, self._kinds, self.ttls
 
         def run(record: Record, given: Any, finish: Finish) -> Any:
-            task, rest = self._place(record)
+            task, rest = place(record)
             cells: Cells = task
-            if self.ttls:
-                task.time_ms = task.at(record.timestamp)
-                cells = Aged(task, self.ttls, task.time_ms)
-            for one in held:
-                one._enter(cells, rest)
+            if ttls:
+                now = task.at(record.timestamp)
+                cells = Aged(task, ttls, now)
+            held = []
+            for kind, compiled in kinds:  # a comprehension would be a call for each record
+                held.append(kind(compiled, cells, rest))
+            changes: list[Change] = []
             try:
                 outputs = finish(record, function(given, *held))
-                changes = [change for one in held for change in one._changes()]
+                for one in held:
+                    changes += one._changes()
             finally:
                 for one in held:
                     one._leave()
             for cell, value in changes:
                 cells.put(cell, value)
+            if ttls:
+                task.time_ms = now
             return outputs
 
         return run
 
     def batch(self, function: Callable[..., Any]) -> Callable[[list[Record], Callable[[Any], list[Any]]], list[Any]]:
-        """Calls a function of many records with the states of their keys, for each partition by itself: the same key in
-        another one has a state of its own. All of what they changed counts, or nothing."""
+        """Call a function of many records with the states of their keys, for each partition by itself: the same key in
+        another one has a state of its own. All of what the calls changed counts, or nothing."""
 
         def run(records: list[Record], finish: Callable[[Any], list[Any]]) -> list[Any]:
             outputs: list[Any] = []
-            changed: list[tuple[Cells, Iterable[Change]]] = []
-            of_partition: dict[int, list[Record]] = {}
+            of_partition: dict[int, tuple[Kept, list[Record]]] = {}
             for record in records:
-                of_partition.setdefault(record.partition, []).append(record)
-            for few in of_partition.values():
-                outputs += self._one_partition(function, few, finish, changed)
-            for cells, changes in changed:
-                for cell, value in changes:
-                    cells.put(cell, value)
+                if record.partition not in of_partition:
+                    of_partition[record.partition] = Kept(self.task_of(record), {}), []
+                of_partition[record.partition][1].append(record)
+            times = self.times_of(records)
+            for kept, few in of_partition.values():
+                for cut in cuts(few, times):
+                    outputs += self._one_call(function, cut, finish, kept, times)
+            for kept, few in of_partition.values():
+                kept.settle()
+                if times:
+                    self.task_of(few[-1]).time_ms = times[id(few[-1])]
             return outputs
 
         return run
 
-    def _one_partition(
+    def _one_call(
         self,
         function: Callable[..., Any],
         records: list[Record],
         finish: Callable[[Any], list[Any]],
-        changed: list[tuple[Cells, Iterable[Change]]],
+        kept: Kept,
+        times: Mapping[int, int],
     ) -> list[Any]:
-        rests = {record.key: self._place(record)[1] for record in records}
-        task = self.task_of(records[0])
-        if self.ttls:
-            task.time_ms = max(task.at(record.timestamp) for record in records)
-        cells = self._aged(task, task.time_ms)
-        held: list[dict[bytes | None, Any]] = [{key: make() for key in rests} for make in self._makes]
-        every = [(key, one) for by_key in held for key, one in by_key.items()]
-        for key, one in every:
-            one._enter(cells, rests[key])
+        """Call the function with records of which each key has one time, and put what it changed into `kept`."""
+        of_key = {record.key: record for record in records}
+        cells = {
+            key: (self._aged(kept, times.get(id(record), 0)), self._place(record)[1]) for key, record in of_key.items()
+        }
+        held: list[dict[bytes | None, Any]] = [
+            {key: kind(compiled, *where) for key, where in cells.items()} for kind, compiled in self._kinds
+        ]
+        every = [(cells[key][0], one) for by_key in held for key, one in by_key.items()]
         try:
             outputs = finish(function(records, *map(dict, held)))
-            changed += [(cells, one._changes()) for _, one in every]
+            changed = [(seen, one._changes()) for seen, one in every]
         finally:
             for _, one in every:
                 one._leave()
+        for seen, changes in changed:
+            for cell, value in changes:
+                seen.put(cell, value)
         return outputs
 
     def concurrent(
@@ -203,9 +247,7 @@ class Stores:
             task, rest = self._place(record)
             kept = Kept(task, {} if before is None else dict(before.own))
             seen = self._aged(kept, now)
-            held = [make() for make in self._makes]
-            for one in held:
-                one._enter(seen, rest)
+            held = [kind(compiled, seen, rest) for kind, compiled in self._kinds]
             try:
                 outputs = finish(record, await function(given, *held))
                 changes = [change for one in held for change in one._changes()]

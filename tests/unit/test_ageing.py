@@ -81,7 +81,7 @@ class Model:
         assert record.key is not None
         assert record.value is not None
         key, page = record.key, record.value.decode()
-        self.time = now = max(self.time, record.timestamp)
+        now = max(self.time, record.timestamp)
         times, at = self.times.get(key, (0, 0))
         times = times if now < at + 10 else 0
         pages = {p: (n, at) for p, (n, at) in self.pages.get(key, {}).items() if now < at + 10}
@@ -89,6 +89,7 @@ class Model:
         all_ = self.all.get(key, 0) + 1
         if page == "bad":
             return None
+        self.time = now
         if page != "look":
             times = 1 if page == "same" else times + 1
             pages[page] = 1 if page == "same" else pages.get(page, (0, 0))[0] + 1, now
@@ -244,23 +245,137 @@ def test_async_and_batch_functions_have_the_time_of_their_records() -> None:
     assert at("one", (b"a", "slow", 100), (b"b", "x", 101), (b"b", "x", 102), (b"a", "x", 110)) == [
         b"1", b"1", b"2", b"1",
     ]  # fmt: skip
-    # The time of one that fails counts; and what was made behind it is kept.
-    assert at("one", (b"a", "x", 100), (b"b", "bad", 110), (b"a", "x", 101)) == [b"1", b"1"]
+    # The time of a record that fails does not count, though the last record ran beside it.
+    assert at("one", (b"a", "x", 100), (b"b", "bad", 110), (b"a", "x", 101)) == [b"1", b"2"]
+    # Nor does it for further records of the last one's key.
+    assert at("one", (b"a", "x", 100), (b"b", "bad", 110), (b"a", "x", 101), (b"a", "x", 110)) == [b"1", b"2", b"3"]
 
 
-def test_a_batch_is_at_the_time_of_its_latest_record() -> None:
-    app, task = App("shop"), Task(ttls={b"times": 10})
+def failing_apps() -> list[App]:
+    single, many, one_async = App("shop"), App("shop"), App("shop")
 
-    @app.process_batch("in", to="out", ttl=TTL)
-    def many(records: list[Record], times: dict[bytes, State[int]]) -> list[Out]:
-        for state in times.values():
-            state.set(state.get(0) + 1)
-        return [records[0].out(times[b"a"].get())]
+    @single.process("in", to="out", ttl=TTL)
+    def single_record(page: str, times: State[int]) -> object:
+        times.set(1)
+        return object() if page == "unsendable" else 1 / (page != "bad")
 
+    @many.process_batch("in", to="out", ttl=TTL)
+    def batch(records: list[Record], times: dict[bytes, State[int]]) -> Any:
+        times[b"a"].set(1)
+        return [object() if records[0].value == b"unsendable" else records[0].out(1 / (records[0].value != b"bad"))]
+
+    @one_async.process("in", to="out", ttl=TTL)
+    async def async_record(page: str, times: State[int]) -> object:
+        times.set(1)
+        return object() if page == "unsendable" else 1 / (page != "bad")
+
+    return [single, many, one_async]
+
+
+@pytest.mark.parametrize("app", failing_apps(), ids=lambda app: app.routes["in"].name)
+@pytest.mark.parametrize("page", [b"bad", b"unsendable", b"unstorable"])
+def test_failed_record_moves_no_time_and_touches_no_task(
+    app: App, page: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Task(ttls={b"times": 10})
+    route = app.routes["in"].bound(cells_of=lambda _: task)
+
+    def run(at: int, value: bytes) -> None:
+        route.outputs(Record("in", 0, 0, at, b"a", value))
+
+    if page == b"unstorable":
+        monkeypatch.setattr(State, "set", lambda state, value: setattr(state, "_value", object()))
+    with pytest.raises((TypeError, ZeroDivisionError)):
+        run(100, page)
+    assert (task.time_ms, task.touched) == (0, False)
+    monkeypatch.undo()
+    run(90, b"x")
+    assert (task.time_ms, task.touched) == (90, True)
+
+
+def batch_app(calls: list[int]) -> App:
+    app = App("shop")
+
+    @app.process_batch("in", to="out", ttl={"times": TTL, "pages": TTL, "last": TTL})
+    def visit(
+        records: list[Record],
+        times: dict[bytes, State[int]],
+        pages: dict[bytes, MapState[str, int]],
+        last: dict[bytes, ListState[str]],
+        all: dict[bytes, State[int]],
+    ) -> list[Out]:
+        calls.append(len(records))
+        outs = []
+        for record in records:
+            key, page = record.key or b"", (record.value or b"").decode()
+            all[key].set(all[key].get(0) + 1)
+            if page != "look":
+                times[key].set(times[key].get(0) + 1)
+                pages[key][page] = pages[key].get(page, 0) + 1
+                last[key].append(page)
+            outs.append(record.out(f"{times[key].get()} {dict(pages[key])} {list(last[key])} {all[key].get()}"))
+            if page == "bad":
+                raise ValueError(page)
+        return outs
+
+    return app
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from([b"a", b"b", b"c"]), st.sampled_from(["x", "y", "look"]), st.integers(-8, 12)),
+        min_size=1,
+        max_size=30,
+    ),
+    data=st.data(),
+)
+def test_batch_with_ttl_gives_what_its_records_give_one_by_one(
+    steps: list[tuple[bytes, str, int]], data: st.DataObject
+) -> None:
+    now, records = 100, []
+    for number, (key, page, later) in enumerate(steps):
+        now += later
+        records.append(Record("in", number % 2, number, now, key, page.encode()))
+    found = []
+    for fetched in (1, len(records), data.draw(st.integers(1, len(records)))):
+        app = batch_app([])
+        tasks_ = [Task(ttls=app.routes["in"].ttls) for _ in range(2)]
+        bound = app.routes["in"].bound(cells_of=lambda record, tasks_=tasks_: tasks_[record.partition])
+        sends: list[list[Any]] = [[], []]
+        for at in range(0, len(records), fetched):
+            for partition in (0, 1):
+                some = [record for record in records[at : at + fetched] if record.partition == partition]
+                sends[partition] += bound.outputs_batch(some) if some else []
+        found.append((sends, [(task.changed, task.time_ms) for task in tasks_]))
+    assert found[0] == found[1] == found[2]
+
+
+def test_batch_is_cut_only_where_a_key_comes_again_later() -> None:
+    def calls(ttl: bool, *records: tuple[bytes, int]) -> list[int]:
+        found: list[int] = []
+        app = batch_app(found)
+        if not ttl:
+            app.routes["in"].stores = tuple(store._replace(ttl_ms=None) for store in app.routes["in"].stores)
+        task = Task(ttls=app.routes["in"].ttls)
+        bound = app.routes["in"].bound(cells_of=lambda _: task)
+        bound.outputs_batch([Record("in", 0, n, at, key, b"x") for n, (key, at) in enumerate(records)])
+        return found
+
+    repeated = (b"a", 100), (b"a", 100), (b"b", 101), (b"a", 90), (b"a", 102), (b"b", 102)
+    assert calls(True, *repeated) == [3, 1, 2]
+    assert calls(False, *repeated) == [6]
+    assert calls(True, *((b"%d" % n, 100 + n) for n in range(9))) == [9]
+
+
+def test_batch_that_fails_in_a_later_cut_changes_nothing() -> None:
+    found: list[int] = []
+    app = batch_app(found)
+    task = Task(ttls=app.routes["in"].ttls)
     bound = app.routes["in"].bound(cells_of=lambda _: task)
-    for latest, count in ((100, b"1"), (109, b"2"), (119, b"1")):
-        ((_, value, *_),) = bound.outputs_batch([Record("in", 0, 0, ms, b"a", b"x") for ms in (90, latest, 80)])
-        assert value == count
+    with pytest.raises(ValueError, match="bad"):
+        bound.outputs_batch([Record("in", 0, n, 100 + n, b"a", page) for n, page in enumerate([b"x", b"y", b"bad"])])
+    assert found == [1, 1, 1]
+    assert (task.changed, task.touched) == ({}, False)
 
 
 def test_what_is_left_of_a_run_is_what_is_not_over() -> None:

@@ -226,7 +226,7 @@ def test_state_is_there_while_its_function_runs_and_nowhere_else() -> None:
         kept.append(seen)
 
     run(keeps, ("in", "x", "a"))
-    with pytest.raises(IllegalState, match="the state seen is there while its function runs"):
+    with pytest.raises(IllegalState, match="the state seen was used after its function had returned"):
         kept[0].get()
 
     lists: list[ListState[int]] = []
@@ -235,7 +235,7 @@ def test_state_is_there_while_its_function_runs_and_nowhere_else() -> None:
         lists.append(seen)
 
     run(keeps_a_list, ("in", "x", "a"))
-    with pytest.raises(IllegalState, match="the state seen is there while its function runs"):
+    with pytest.raises(IllegalState, match="the state seen was used after its function had returned"):
         lists[0].append(1)
     app = App("bank")
     app.process("in", to="out")(count)

@@ -19,7 +19,7 @@ import eos.testing
 from eos import App, ListState, MapState, Out, Record, State
 from eos.app import state
 from eos.app.cells import cell_of, rest_of
-from eos.app.state import Span, Store
+from eos.app.state import CompiledStore, Span, Store
 from eos.errors import ConfigurationError, IllegalState, Temporary
 from eos.state import values
 from eos.state.engines import ENGINES
@@ -63,7 +63,7 @@ def test_a_map_is_a_dict_that_is_read_in_order(
     folder = None if where == "memory" else InFolder.of(base, "t", "id", engine=ENGINES[where])
     task = Task(InMemory() if folder is None else folder)
     row_key = data.draw(st.sampled_from([b"k", b"\xff" * 40, b"a key that is too long for a name of LMDB's" * 9]))
-    seen: MapState[Any, list[int]] = MapState(Store("seen", MapState, (kind, list[int])))
+    compiled = CompiledStore(Store("seen", MapState, (kind, list[int])))
     committed: dict[Any, list[int]] = {}
     open_: dict[Any, list[int]] = {}
     for step in data.draw(st.lists(STEPS, max_size=25)):
@@ -71,7 +71,7 @@ def test_a_map_is_a_dict_that_is_read_in_order(
             (lambda: task.committed(0.0) if step == "commit" else task.undone())()
             committed, open_ = (open_, open_) if step == "commit" else (committed, committed)
             continue
-        seen._enter(task, rest_of(row_key))
+        seen: MapState[Any, list[int]] = MapState(compiled, task, rest_of(row_key))
         now = {key: value.copy() for key, value in open_.items()}
         for _ in range(data.draw(st.integers(1, 3))):
             touch(step, data, seen, now, KEYS[kind])
@@ -89,13 +89,13 @@ def test_a_map_is_a_dict_that_is_read_in_order(
 def test_a_part_of_a_map_begins_with_its_start_and_ends_before_its_stop(where: str, tmp_path: Path) -> None:
     folder = None if where == "memory" else InFolder.of(tmp_path, "t", "id", engine=ENGINES[where])
     task = Task(InMemory() if folder is None else folder)
-    seen: MapState[str, int] = MapState(Store("seen", MapState, (str, int)))
-    seen._enter(task, rest_of(b"k"))
+    compiled = CompiledStore(Store("seen", MapState, (str, int)))
+    seen: MapState[str, int] = MapState(compiled, task, rest_of(b"k"))
     seen.update(a=1, b=2, c=3)
     for cell, value in seen._changes():
         task.put(cell, value)
     task.committed(0.0)
-    seen._enter(task, rest_of(b"k"))
+    seen = MapState(compiled, task, rest_of(b"k"))
     for start, stop, keys in (("a", "c", "ab"), ("b", None, "bc"), (None, "b", "a"), ("b", "b", ""), ("aa", "bb", "b")):
         assert "".join(key for key, _ in seen.range(start, stop)) == keys
         assert "".join(key for key, _ in seen.range(start, stop, reverse=True)) == keys[::-1]
@@ -235,17 +235,121 @@ def test_what_a_map_cannot_hold_is_the_records_failure() -> None:
     assert ran.states["bad"]["seen"] == {b"a": {"x" * 400: 1}}
 
 
-def test_a_range_that_is_read_behind_its_functions_end_is_refused() -> None:
-    kept: list[Any] = []
+USES: list[Callable[[State[int], MapState[str, int], ListState[int], dict[str, Any]], object]] = [
+    lambda one, each, every, iterators: one.get(),
+    lambda one, each, every, iterators: one.set(9),
+    lambda one, each, every, iterators: one.delete(),
+    lambda one, each, every, iterators: each.get("x"),
+    lambda one, each, every, iterators: each.update(x=9),
+    lambda one, each, every, iterators: each.pop("x"),
+    lambda one, each, every, iterators: each.clear(),
+    lambda one, each, every, iterators: list(each.items()),
+    lambda one, each, every, iterators: every.append(9),
+    lambda one, each, every, iterators: every.popleft(),
+    lambda one, each, every, iterators: every.clear(),
+    lambda one, each, every, iterators: len(every),
+    lambda one, each, every, iterators: next(iterators["range"].pop()),
+    lambda one, each, every, iterators: next(iterators["keys"].pop()),
+    lambda one, each, every, iterators: next(iterators["list"].pop()),
+]
 
-    def keeps(value: str, seen: MapState[int, str]) -> None:
-        seen[1] = seen[2] = value
-        kept.append(seen.range())
-        assert next(kept[-1]) == (1, value)
 
-    run(keeps, *of_key("a", "x"))
-    with pytest.raises(IllegalState, match="the state seen is there while its function runs"):
-        next(kept[0])
+@pytest.mark.parametrize("shape", ["single", "batch", "async"])
+def test_kept_state_raises_while_another_record_runs(shape: str) -> None:
+    kept: list[tuple[Any, ...]] = []
+    raised: list[str] = []
+
+    def use() -> None:
+        for keeping in USES:
+            with pytest.raises(IllegalState, match="was used after its function had returned") as error:
+                keeping(*kept[0])
+            raised.append(str(error.value))
+
+    def visit(value: str, one: State[int], each: MapState[str, int], every: ListState[int]) -> str:
+        if value == "keep":
+            one.set(1)
+            each.update(x=1, y=1)
+            every.extend([1, 2])
+            iterators = {
+                "range": [each.range() for _ in range(4)],
+                "keys": [iter(each) for _ in range(4)],
+                "list": [iter(every) for _ in range(4)],
+            }
+            assert [next(some[0]) for some in iterators.values()] == [("x", 1), "x", 1]
+            kept.append((one, each, every, iterators))
+        else:
+            use()
+            thread = threading.Thread(target=use)
+            thread.start()
+            thread.join()
+        return f"{one.get()} {dict(each)} {list(every)}"
+
+    async def visit_async(value: str, one: State[int], each: MapState[str, int], every: ListState[int]) -> str:
+        if value != "keep":
+            while not kept:
+                await asyncio.sleep(0)
+        result = visit(value, one, each, every)
+        await asyncio.sleep(0)
+        return result
+
+    def batch(
+        records: list[Record],
+        one: dict[bytes, State[int]],
+        each: dict[bytes, MapState[str, int]],
+        every: dict[bytes, ListState[int]],
+    ) -> list[Out]:
+        (record,) = records
+        key, value = record.key or b"", (record.value or b"").decode()
+        return [record.out(visit(value, one[key], each[key], every[key]))]
+
+    app = App("bank")
+    if shape == "batch":
+        app.process_batch("in", to="out")(batch)
+    else:
+        app.process("in", to="out")(visit if shape == "single" else visit_async)
+    task = Task()
+    bound = app.routes["in"].bound(cells_of=lambda _: task)
+    outputs = [
+        bound.outputs(Record("in", 0, n, key=key, value=value))[0][1]
+        for n, (key, value) in enumerate([(b"a", b"keep"), (b"b", b"use"), (b"a", b"use")])
+    ]
+    before = b"1 {'x': 1, 'y': 1} [1, 2]"
+    assert outputs == [before, b"None {} []", before]
+    assert len(raised) == 4 * len(USES)
+
+
+def test_kept_state_of_an_async_record_raises_beside_the_others() -> None:
+    kept: list[State[int]] = []
+
+    async def visit(value: str, seen: State[int]) -> str:
+        if value == "keep":
+            kept.append(seen)
+            return "kept"
+        await asyncio.sleep(0.001)
+        with pytest.raises(IllegalState, match="was used after its function had returned"):
+            kept[0].set(9)
+        return f"{seen.get()}"
+
+    ran = run(visit, ("in", "keep", "a"), ("in", "use", "b"), ("in", "use", "a"))
+    assert (ran.values("out"), ran.states["visit"]["seen"]) == ([b"kept", b"None", b"None"], {})
+
+
+@pytest.mark.parametrize("where", ["memory", *ENGINES])
+def test_kept_iterator_raises_before_it_reads_the_engine(where: str, tmp_path: Path) -> None:
+    folder = None if where == "memory" else InFolder.of(tmp_path, "t", "id", engine=ENGINES[where])
+    task = Task(InMemory() if folder is None else folder)
+    compiled = CompiledStore(Store("seen", MapState, (int, int)))
+    task.values.apply({compiled.begin + rest_of(b"k") + compiled.field(n): b"1" for n in range(9)}, 1, 0.0)
+    seen: MapState[int, int] = MapState(compiled, task, rest_of(b"k"))
+    begun, not_begun = seen.range(), seen.range(reverse=True)
+    assert next(begun) == (0, 1)
+    seen._leave()
+    task.values.apply({cell_of("seen", b"other"): b"1"}, 2, 0.0)
+    for iterator in (begun, not_begun):
+        with pytest.raises(IllegalState, match="the state seen was used after its function had returned"):
+            next(iterator)
+    assert not list(tmp_path.glob("*/damaged"))
+    task.values.close()
 
 
 @pytest.mark.parametrize("where", ["memory", "folder"])
@@ -291,9 +395,9 @@ def test_a_list_grows_at_its_end_and_an_append_writes_its_own_value_only() -> No
         run(empty, *of_key("a", "x"))
 
     task = Task()
-    held: ListState[int] = ListState(Store("seen", ListState, (int,)))
+    compiled = CompiledStore(Store("seen", ListState, (int,)))
     for number in range(3):
-        held._enter(task, rest_of(b"k"))
+        held: ListState[int] = ListState(compiled, task, rest_of(b"k"))
         held.append(number)
         ((cell, value),) = held._changes()
         task.put(cell, value)
