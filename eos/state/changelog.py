@@ -179,7 +179,7 @@ def _unsettled(where: str, span: Span, at_least: int) -> EosError | None:
         return InputGone(
             f"state is gone: the changelog {where} ends at {span.end}, and went up to {at_least} when offsets of its "
             "source were committed, or its folder was written",
-            remedy="bring the topic back, or give the App another id to begin anew; `eos reset --group ... --topic "
-            "...` and an empty eos.state.dir go on without what was lost",
+            remedy="bring the topic back, or give the App another id to restart from nothing; with an empty "
+            "eos.state.dir `eos reset MODULE:APP --accept-changelog` goes on without what was lost",
         )
     return None

@@ -25,7 +25,7 @@ from eos.broker import LocalKafka
 from eos.testing.verify import verify
 from tests.support import forked
 from tests.support.killed import KILLED
-from tests.support.reading import configure, create_topic, settled_records, visible_records, wait_until
+from tests.support.reading import configure, create_topic, settled_records, stable_offset, visible_records, wait_until
 from tests.support.stepping_worker import counter_of
 
 if TYPE_CHECKING:
@@ -542,3 +542,25 @@ def test_state_that_is_gone_is_not_begun_anew_unasked(counting: Counting) -> Non
     assert "eos: state is gone: the changelog " in gone
     assert " ends at 0, and went up to " in gone
     assert counting.visible() == before, "nothing was handled"
+
+
+def test_deleted_changelog_is_seen_after_a_reset(counting: Counting) -> None:
+    """`--accept-changelog` goes on with what the changelog holds."""
+    counting.state_dir = ""
+    counting.load(20)
+    counting.run()
+    producer, skipped = Producer({"bootstrap.servers": counting.servers}), list[str]()
+    for partition in range(PARTITIONS):
+        offset = stable_offset(counting.servers, counting.id, counting.source, partition)
+        skipped += "--skip", f"{counting.source}[{partition}]@{offset}"
+        producer.produce(counting.source, b"not handled", b"k0", partition)
+    producer.flush()
+    eos_of(counting, "reset", "counting:app", *skipped, "--wait", "30", "--yes")
+    admin = AdminClient({"bootstrap.servers": counting.servers})
+    admin.delete_topics([counting.changelog])[counting.changelog].result(30)
+    counting.load(60)
+    assert f"eos: state is gone: the changelog {counting.changelog}[" in counting.run(ends=66)
+    accepted = eos_of(counting, "reset", "counting:app", "--accept-changelog", "--wait", "30", "--yes").stdout
+    assert "the next start takes what they hold as complete" in accepted
+    counting.run()
+    assert any(values.count("1") == 2 for values in counting.outputs().values()), "counted from 1 again"
