@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from eos import log
 from eos.app.cells import TIME, named
-from eos.app.routes import Route
+from eos.app.routes import Route, changelog_of
 from eos.errors import ConfigurationError, EosError, InputGone, Temporary, Unavailable
 from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
@@ -24,10 +24,6 @@ _TOMBSTONES_S = 86_400.0  # delete.retention.ms where the brokers do not say
 # Records are deleted by nothing but newer ones; where state has a time-to-live, their timestamps are the worker's.
 CONFIG = {"cleanup.policy": "compact", "message.timestamp.type": "CreateTime"}
 Rows = dict[str, list[tuple[bytes, bytes]]]
-
-
-def changelog_of(app_id: str, route: Route) -> str:
-    return f"{app_id}-{route.name.replace('.', '-')}-changelog"
 
 
 def changelogs_of(app_id: str, routes: Iterable[Route]) -> dict[str, str]:
