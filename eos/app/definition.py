@@ -18,7 +18,7 @@ from typing import Any, Concatenate, Final, TypeVar, cast
 
 from eos.app.ageing import TimeToLive, with_ttl
 from eos.app.policies import DEAD_LETTER_SUFFIX, Policy, dead_letter_topic, policy_of, stop
-from eos.app.routes import Route
+from eos.app.routes import Route, changelog_of
 from eos.app.serde import (
     annotation_name,
     checked_decoder,
@@ -81,11 +81,16 @@ class App:
         """The functions that have state."""
         return [route for route in self.functions if route.stores]
 
+    @property
+    def changelogs(self) -> set[str]:
+        """The topics that keep the state of its functions."""
+        return {changelog_of(self.id, route) for route in self.stateful}
+
     def matched(self, there: Iterable[str]) -> dict[str, Route]:
         """The topics among `there` that `take_in` would add, sorted, with their functions."""
         found: dict[str, Route] = {}
         # A destination of the App is never among them: a pattern that matches one is refused at its definition.
-        for topic in sorted(set(there) - self.routes.keys()):
+        for topic in sorted(set(there) - self.routes.keys() - self.changelogs):
             routes = list(dict.fromkeys(r for p, r in self.patterns.items() if _takes(p, topic)))
             if len(routes) > 1:
                 raise ConfigurationError(
@@ -104,7 +109,8 @@ class App:
     def take_in(self, there: Iterable[str]) -> list[str]:
         """Gives the topics among `there` that a pattern matches to its function; returns those that are new.
 
-        A topic that a function names stays that one's. Never taken: names that begin with `__`, and dead letters.
+        A topic that a function names stays that one's. Never taken: names that begin with `__`, dead letters, and the
+        App's own changelogs.
         Raises ConfigurationError, and takes nothing, when the patterns of two functions match one topic.
         """
         new = self.matched(there)
@@ -234,7 +240,15 @@ class App:
                     f"{route.name}: one function per topic, or two Apps"
                 )
         routes, patterns = kept | names, others | patterns
-        written = _written(routes, [*routes.values(), *patterns.values()])
+        functions = [*routes.values(), *patterns.values()]
+        written = _written(routes, functions)
+        for function in functions:
+            if function.stores and (changelog := changelog_of(self.id, function)) in written:
+                raise ConfigurationError(
+                    f"the App {self.id!r} writes to {changelog!r}, which keeps the state of {function.name}: a record "
+                    "that is not the state's would end every worker that restores it",
+                    remedy="write to another topic, or give the function another name",
+                )
         if circle := _circle(routes):
             raise ConfigurationError(
                 f"the App {self.id!r} reads and writes {' -> '.join(circle)}: a circle, in which records could come "

@@ -140,6 +140,11 @@ class Route:
         return f"<Route {self.name}: {', '.join(self.sources)} -> {', '.join(self.destinations) or 'nothing'}>"
 
 
+def changelog_of(app_id: str, route: Route) -> str:
+    """Return the name of the topic that keeps the state of an App's function."""
+    return f"{app_id}-{route.name.replace('.', '-')}-changelog"
+
+
 def is_async(function: Callable[..., object]) -> bool:
     """Whether calling it gives a coroutine or an async generator."""
     below = underlying(function)

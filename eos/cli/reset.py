@@ -1,16 +1,24 @@
-"""`eos reset MODULE:APP --from ...`: replay an App's input, or step past a record; only while no worker lives."""
+"""`eos reset MODULE:APP --from ...`: replay an App's input, or step past a record; only while no worker lives.
+
+Owns what becomes of the metadata of an offset that moves.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
+from eos.app import lineage
 from eos.cli.options import BootstrapServers, Set, Yes, confirm, load_settings, print_table
 from eos.errors import UsageError
-from eos.kafka.reset import GroupOffsets, Move, parse_skip, parse_target, require_one_each
+from eos.kafka.reset import STAY, GroupOffsets, Move, parse_skip, parse_target, require_one_each
 from eos.kafka.settings import Settings
+from eos.records import noted
+from eos.state import notes
 from eos.worker.loading import load_app
 from eos.worker.new_topics import require_topics, topic_names
 
@@ -33,6 +41,13 @@ def reset(
     ] = None,
     group: Annotated[str | None, typer.Option(help="A group, instead of an App; needs --topic.")] = None,
     topic: Annotated[list[str] | None, typer.Option(help="Only this topic of the App; repeatable.")] = None,
+    accept_changelog: Annotated[
+        bool,
+        typer.Option(
+            "--accept-changelog",
+            help="Go on with the state that the changelogs hold now, though they held more once; also without --from.",
+        ),
+    ] = False,
     wait: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="For members to be gone.")] = 0.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be moved.")] = False,
     yes: Yes = False,
@@ -42,24 +57,32 @@ def reset(
     """Move a group's committed offsets. Refuses while members live; asks before it acts."""
     if from_ and skip:
         raise UsageError("--from and --skip exclude each other")
-    where = parse_skip(skip) if skip else parse_target(from_ or [])
+    stays = accept_changelog and not from_ and not skip
+    where = STAY if stays else parse_skip(skip) if skip else parse_target(from_ or [])
     loaded = load_settings(bootstrap_servers, set_)
-    name, topics = _group(loaded, target, group, topic or [], skipping=bool(skip))
+    name, topics = _group(loaded, target, group, topic or [], moving=bool(from_))
     offsets = GroupOffsets(loaded, name, topics)
     offsets.require_nobody(wait)
-    moves = offsets.plan(where)
+    moves = [with_metadata(move, bool(skip), accept_changelog) for move in offsets.plan(where)]
+    if not moves:
+        raise UsageError(f"group {name} has no committed offset of {', '.join(topics)}")
     if skip:
         require_one_each(loaded, moves)
     print_table(_table(moves))
+    if accept_changelog:
+        print(
+            f"group {name}: the next start takes what the changelogs hold "
+            f"as complete (noted beside {len(moves)} offsets)"
+        )
     if dry_run:
         return
-    confirm(f"move {len(moves)} committed offsets of group {name}", yes)
+    confirm(f"set {len(moves)} committed offsets of group {name}", yes)
     offsets.commit(moves)
     print(f"group {name}: {len(moves)} offsets set")
 
 
 def _group(
-    loaded: Settings, target: str | None, group: str | None, topics: list[str], skipping: bool
+    loaded: Settings, target: str | None, group: str | None, topics: list[str], moving: bool
 ) -> tuple[str, list[str]]:
     if (target is None) == (group is None):
         raise UsageError("eos reset needs MODULE:APP, or --group with --topic")
@@ -70,7 +93,7 @@ def _group(
         return group, topics
     app = load_app(target)
     app.check()
-    if app.stateful and not skipping:
+    if app.stateful and moving:
         names = ", ".join(route.name for route in app.stateful)
         raise UsageError(
             f"{names} of {app.id} has state, which stays as it is: what is read again would change it once more",
@@ -84,6 +107,22 @@ def _group(
     if strangers:
         raise UsageError(f"--topic {strangers[0]}: not a source of {app.id} ({', '.join(app.topics)})")
     return app.id, topics or app.topics
+
+
+def with_metadata(move: Move, skipping: bool, accept_changelog: bool) -> Move:
+    """Return the move with the metadata that is true at its new offset. A record that `--skip` steps past counts as
+    handled without outputs; behind any other move lineage starts its count again."""
+    found = noted(move.metadata)
+    tally = lineage.tally_of(move.metadata)
+    if accept_changelog and (found or not move.metadata):  # what another program wrote stays
+        found[notes.KEY] = notes.ACCEPTED
+    if tally is not None and move.after != move.before:
+        del found[lineage.KEY]
+        if skipping:
+            found[lineage.KEY] = [tally.begin, tally.inputs + 1, tally.outputs]
+    if found == noted(move.metadata):
+        return move
+    return dataclasses.replace(move, metadata=json.dumps(found, separators=(",", ":")))
 
 
 def _table(moves: list[Move]) -> Table:

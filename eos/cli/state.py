@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from eos.app.definition import App
+from eos.app.routes import changelog_of
 from eos.app.serde import DecodeError
 from eos.app.state import Store
 from eos.app.stores import plain
@@ -96,7 +97,7 @@ class _Stateful:
         """By partition and key. Raises Unavailable, ConfigurationError."""
         route, wanted = self._routes[name], None if keys is None else {key.encode() for key in keys}
         stores = {store.name: store for store in route.stores}
-        for partition, kept in changelog.kept(settings, changelog.changelog_of(self._app_id, route)):
+        for partition, kept in changelog.kept(settings, changelog_of(self._app_id, route)):
             for key, state in kept:
                 if wanted is None or key in wanted:
                     known = {store: cells for store, cells in state.items() if store in stores}

@@ -8,10 +8,9 @@ import typer
 
 from eos.app.definition import App, is_pattern
 from eos.app.policies import dead_letter_topic
-from eos.app.routes import Route
+from eos.app.routes import Route, changelog_of
 from eos.app.serde import annotation_name
 from eos.cli.options import Target
-from eos.state.changelog import changelog_of
 from eos.worker.loading import load_app
 
 

@@ -354,8 +354,14 @@ class ClusterAdmin:
         return described
 
     def committed_metadata(self, group: str) -> list[str]:
-        """What the committers of a group's offsets wrote beside them."""
-        return [str(committed.metadata) for committed in self._committed(group).values() if committed.metadata]
+        """Return the metadata of the group's committed offsets."""
+        return list(self.metadata_by_partition(group).values())
+
+    def metadata_by_partition(self, group: str) -> dict[Partition, str]:
+        """Return the metadata of the group's committed offsets, without the NUL that confluent-kafka adds; partitions
+        without metadata are left out."""
+        found = {(at.topic, at.partition): str(one.metadata or "") for at, one in self._committed(group).items()}
+        return {partition: text.rstrip("\0") for partition, text in found.items() if text}
 
     def committed_topics(self, group: str) -> set[str]:
         """Of which the group has committed offsets; those that pend in an open transaction do not count."""

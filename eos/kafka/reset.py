@@ -1,8 +1,8 @@
-"""Moves a group's committed offsets while nobody is in it: replay, or step past a record that nobody can handle.
+"""Moves a group's committed offsets while the group has no members: replay, or step past a record.
 
 Owns the meaning of `--from` and the conditions under which offsets may be moved. It refuses while members live (the
 broker refuses too) and while a transaction pends on the offsets: its end would overwrite what was set. It never moves
-offsets that were not named.
+offsets that were not named. The metadata of an offset moves with it; only the caller may change it.
 """
 
 from __future__ import annotations
@@ -37,22 +37,28 @@ _PLACE = re.compile(r"([A-Za-z0-9._-]+)(?::(\d+):(\d+)|\[(\d+)\]@(\d+))")
 
 @dataclass(frozen=True)
 class Target:
-    """Where to go on: `earliest`, `latest`, the first record at or after `timestamp_ms`, or `offsets`, verbatim."""
+    """Says where to go on: `earliest`, `latest`, the first record at or after `timestamp_ms`, `offsets` verbatim, or
+    STAY, at the committed offset."""
 
     name: str
     timestamp_ms: int | None = None
     offsets: Mapping[Partition, int] | None = None
 
 
+STAY = Target("stay")
+
+
 @dataclass(frozen=True)
 class Move:
-    """One partition's committed offset before (None: none) and after, and the offsets that can be read there now."""
+    """Holds one partition's committed offset before (None: none) and after, the offsets that can be read there now, and
+    the metadata that is committed with the offset."""
 
     partition: Partition
     before: int | None
     after: int
     low: int
     end: int
+    metadata: str = ""
 
 
 def parse_target(texts: Sequence[str]) -> Target:
@@ -100,7 +106,7 @@ class GroupOffsets:
     ) -> None:
         self._world = world
         self.group, self._topics = group, sorted(topics)
-        self._client, self._servers = connect(settings, timeout_s, world), settings.bootstrap_servers
+        self._client, self._settings = connect(settings, timeout_s, world), settings
 
     def require_nobody(self, wait_s: float = 0.0) -> None:
         """Unavailable, naming the members, when the group still has some after `wait_s`."""
@@ -126,18 +132,20 @@ class GroupOffsets:
         return sorted(f"{m.group_instance_id or m.member_id} on {m.host.lstrip('/')}" for m in found.members)
 
     def plan(self, target: Target) -> list[Move]:
-        """What `commit` would do. Raises UsageError for a partition that is not the group's topics', ConfigurationError
-        for an offset that cannot be read, Unavailable while a transaction pends on the offsets."""
+        """Return what `commit` would do. Raises UsageError for a partition that is not of the group's topics,
+        ConfigurationError for an offset that cannot be read, Unavailable while a transaction pends on the offsets."""
         partitions = self._partitions()
         before = self._committed(partitions)
         low = self._ends(partitions, OffsetSpec.earliest())  # type: ignore[no-untyped-call]
         end = self._ends(partitions, OffsetSpec.latest())  # type: ignore[no-untyped-call]
-        after = self._after(target, partitions, low, end)
+        after = before if target == STAY else self._after(target, partitions, low, end)
         for partition, offset in after.items():
             if not low[partition] <= offset <= end[partition]:
                 held = f"holds offsets {low[partition]} to {end[partition]}"
                 raise ConfigurationError(f"{partition[0]}[{partition[1]}] {held}: it cannot go on at {offset}")
-        return [Move(p, before.get(p), offset, low[p], end[p]) for p, offset in sorted(after.items())]
+        with self._world.admin(self._settings) as admin:
+            kept = admin.metadata_by_partition(self.group)
+        return [Move(p, before.get(p), offset, low[p], end[p], kept.get(p, "")) for p, offset in sorted(after.items())]
 
     def _after(
         self, target: Target, partitions: list[Partition], low: dict[Partition, int], end: dict[Partition, int]
@@ -154,7 +162,7 @@ class GroupOffsets:
         return low if target.name == "earliest" else end
 
     def _partitions(self) -> list[Partition]:
-        known = metadata(self._client, self._servers, _ASK_S).topics
+        known = metadata(self._client, self._settings.bootstrap_servers, _ASK_S).topics
         found: list[Partition] = []
         for topic in self._topics:
             if topic not in known or known[topic].error is not None:
@@ -193,8 +201,8 @@ class GroupOffsets:
         return ends
 
     def commit(self, moves: Sequence[Move]) -> None:
-        """Writes the plan; the broker refuses it (Unavailable) when a member joined since."""
-        wanted = [TopicPartition(*m.partition, m.after) for m in moves]
+        """Write the plan. Raises Unavailable when a member joined since: the broker refuses it."""
+        wanted = [TopicPartition(*m.partition, m.after, m.metadata) for m in moves]
         request = [ConsumerGroupTopicPartitions(self.group, wanted)]
         try:
             answers = self._client.alter_consumer_group_offsets(request, request_timeout=_ASK_S)

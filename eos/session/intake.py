@@ -50,7 +50,7 @@ class Intake:
         self.by_pattern: set[str] = set()
         """Those of `topics` that nobody named."""
         self.positions: Positions[Record] = Positions()
-        self._came_later: set[str] = set()  # see Starts
+        self._from_beginning: set[str] = set()  # see Starts
         self._member_ids: set[str] = set()  # see Member
         self._membership: Membership | None = None
         self._finish: Finish | None = None
@@ -69,14 +69,16 @@ class Intake:
     # ---- life -------------------------------------------------------------------------------------------------
 
     def connect(self, destinations: Sequence[str], deadline: float) -> None:
-        """Raises Unavailable unless all topics are there by the deadline (World.now())."""
-        self._membership, self._destinations = self._made(), destinations
+        """Connect to the cluster. Raises Unavailable unless all topics are there by the deadline (World.now())."""
+        self._destinations = destinations
+        self._from_beginning |= set(self.topics).intersection(destinations)
+        self._membership = self._made()
         self._membership.check_topics([*self.topics, *destinations], deadline)
 
     def join(self, admin: ClusterAdmin) -> None:
         """Raises Stopped."""
         self.membership.member.make_way(admin, self.topics)
-        self._came_later |= self._came_without_us(admin)
+        self._from_beginning |= self._came_without_us(admin)
         if self._until_end:
             chained = set(self.topics).intersection(self._destinations)
             self._finish = Finish(self.membership.asking, self._settings, chained, self._world)
@@ -101,7 +103,7 @@ class Intake:
             stopping=self._stopping,
             rebalances=self._rebalances,
             member_ids=self._member_ids,
-            came_later=self._came_later,
+            from_beginning=self._from_beginning,
         )
 
     def begin_anew(self) -> None:
@@ -115,7 +117,7 @@ class Intake:
         self.positions.clear()
 
     def join_again(self) -> None:
-        if self._came_later:
+        if self._from_beginning:
             with contextlib.suppress(EosError), self._world.admin(self._settings, timeout_ms=5_000) as admin:
                 self.membership.member.make_way(admin, self.topics)
         self.membership.join()
@@ -130,7 +132,7 @@ class Intake:
     def note(self, topics: Sequence[str]) -> None:
         """Topics that are read from now on as well, by a consumer that takes this one's place too."""
         self.topics.extend(topics)
-        self._came_later |= set(topics)
+        self._from_beginning |= set(topics)
 
     def read_too(self) -> None:
         """The group is told of topics that were noted, and rebalances."""

@@ -55,10 +55,11 @@ class Membership:
         stopping: Callable[[], bool] = lambda: False,
         rebalances: dict[str, int] | None = None,
         member_ids: set[str] | None = None,
-        came_later: Collection[str] = (),
+        from_beginning: Collection[str] = (),
     ) -> None:
         """`stopping`: whether a stop was asked for, which ends what waits for the cluster. `rebalances` counts what was
-        "assigned", "revoked" and "lost". `member_ids`: those that were ours, see Member. `came_later`: see Starts."""
+        "assigned", "revoked" and "lost". `member_ids`: those that were ours, see Member. `from_beginning`: see Starts.
+        """
         self._world = world
         self._settings = settings
         self._topics = list(topics)
@@ -99,7 +100,7 @@ class Membership:
         except (KafkaException, TypeError, ValueError) as error:
             raise ConfigurationError(f"the consumer's settings were refused: {describe_error(error)}") from error
         self.asking = Asking(self.consumer, settings, self._topics, pulse or Pulse(world.now), world, stopping)
-        self.starts = Starts(self.asking, settings, came_later, world)
+        self.starts = Starts(self.asking, settings, from_beginning, world)
         self._unreadable = Unreadable(positions, self.asking)
         ids = set() if member_ids is None else member_ids
         self.member = Member(self.consumer, settings, configuration.get("group.instance.id"), ids, world)

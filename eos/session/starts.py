@@ -23,11 +23,11 @@ NEWER = "the place that another member committed just now"
 
 
 class Starts:
-    """`came_later`: topics that are younger than the group, read from their beginning, under `latest` too; more may
-    come into it."""
+    """Finds where partitions begin. `from_beginning`: topics that are read from their beginning under `latest` too,
+    because they are younger than the group or because the group itself writes them; the caller may add more."""
 
-    def __init__(self, asking: Asking, settings: Settings, came_later: Collection[str], world: World) -> None:
-        self._asking, self._settings, self._came_later, self._world = asking, settings, came_later, world
+    def __init__(self, asking: Asking, settings: Settings, from_beginning: Collection[str], world: World) -> None:
+        self._asking, self._settings, self._from_beginning, self._world = asking, settings, from_beginning, world
         self._group: str = settings["group.id"]
         self.known: dict[Partition, int] = {}
         """Where a consumer before this one began under `latest`, not committed yet: so does this one."""
@@ -84,9 +84,9 @@ class Starts:
         raise NotNow(NEWER)
 
     def _ends_to_begin_at(self, partitions: Collection[Partition]) -> dict[Partition, int]:
-        """Under `latest`: the ends of those that are not new. A partition that came later than the group's first commit
-        is new: its first records count too. Raises NotNow."""
-        known = dict.fromkeys(self._came_later, True)
+        """Return the ends of the partitions that begin there under `latest`. A partition that is younger than the
+        group's first commit of its topic begins at its beginning. Raises NotNow."""
+        known = dict.fromkeys(self._from_beginning, True)
         ends = {}
         for topic, partition in partitions:
             if (start := self.known.get((topic, partition))) is not None:

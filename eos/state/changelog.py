@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from eos import log
 from eos.app.cells import named
-from eos.app.routes import Route
+from eos.app.routes import Route, changelog_of
 from eos.errors import ConfigurationError, EosError, InputGone, Temporary
 from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
@@ -23,10 +23,6 @@ _FEW_TOMBSTONES_S = 3_600.0  # below it: warned of
 # Records are deleted by nothing but newer ones; where state has a time-to-live, their timestamps are the worker's.
 CONFIG = {"cleanup.policy": "compact", "message.timestamp.type": "CreateTime"}
 Rows = dict[str, list[tuple[bytes, bytes]]]
-
-
-def changelog_of(app_id: str, route: Route) -> str:
-    return f"{app_id}-{route.name.replace('.', '-')}-changelog"
 
 
 def changelogs_of(app_id: str, routes: Iterable[Route]) -> dict[str, str]:
@@ -146,8 +142,8 @@ def unsettled(where: str, span: Span, at_least: int) -> EosError | None:
         return InputGone(
             f"state is gone: the changelog {where} ends at {span.end}, and went up to {at_least} when offsets of its "
             "source were committed, or its folder was written",
-            remedy="bring the topic back, or give the App another id to begin anew; `eos reset --group ... --topic "
-            "...` and an empty eos.state.dir go on without what was lost",
+            remedy="bring the topic back, or give the App another id to restart from nothing; with an empty "
+            "eos.state.dir `eos reset MODULE:APP --accept-changelog` goes on without what was lost",
         )
     return None
 
@@ -158,7 +154,7 @@ def beginning_removed(where: str, low: int) -> InputGone:
         f"state is gone: the changelog {where} begins at {low}, so values that did not change since are missing from "
         "it, and no folder here holds them (cleanup.policy=delete, or records that were deleted by hand)",
         remedy="set cleanup.policy=compact; a worker on the machine that had this partition last still has the values "
-        "in its eos.state.dir",
+        "in its eos.state.dir; `eos reset MODULE:APP --accept-changelog` goes on without what was lost",
     )
 
 
@@ -169,11 +165,14 @@ class Start(NamedTuple):
     keeps: bool
 
 
-def start_of(position: int, as_of: float, held: Span, tombstones_s: float, now: float) -> Start | None:
+def start_of(
+    position: int, as_of: float, held: Span, tombstones_s: float, now: float, accepts: bool = False
+) -> Start | None:
     """Return where to read from, given how far the values stand; None if the values are no use and the changelog's
-    beginning was removed. Values are no use if they stand before or after all of it, or if they are so old that
-    compaction may have removed the tombstones of what was deleted since; a transaction's marker is nothing new."""
+    beginning was removed, unless the caller `accepts` the changelog as it is. Values are no use if they stand before or
+    after all of it, or if they are so old that compaction may have removed the tombstones of what was deleted since. A
+    transaction's marker is nothing new."""
     missed = held.end - position > 1 and now - as_of > tombstones_s
     if held.low <= position <= held.end and not missed:
         return Start(position, keeps=True)
-    return Start(held.low, keeps=False) if held.low == 0 else None
+    return Start(held.low, keeps=False) if held.low == 0 or accepts else None

@@ -36,7 +36,7 @@ class Engine(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """On disk."""
+        """Return the size on disk; 0 where somebody deleted the folder."""
 
     def __len__(self) -> int:
         """How many values; RocksDB only knows about how many."""
@@ -80,7 +80,9 @@ class Lmdb:
 
     @property
     def size_bytes(self) -> int:
-        return self._file.stat().st_blocks * 512
+        with contextlib.suppress(FileNotFoundError):
+            return self._file.stat().st_blocks * 512
+        return 0
 
     def __len__(self) -> int:
         return int(self._reader.stat(self._values)["entries"])
@@ -165,9 +167,10 @@ class RocksDb:
     @property
     def size_bytes(self) -> int:
         found = 0
-        for file in self._path.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # compaction deletes files meanwhile
-                found += file.stat().st_blocks * 512
+        with contextlib.suppress(FileNotFoundError):
+            for file in self._path.iterdir():
+                with contextlib.suppress(FileNotFoundError):  # compaction deletes files meanwhile
+                    found += file.stat().st_blocks * 512
         return found
 
     def __len__(self) -> int:

@@ -25,7 +25,7 @@ from eos.records import Committed, Record, metadata_of, place_of
 from eos.state import changelog
 from eos.state.engines import ENGINES, check_engine
 from eos.state.folders import InFolder, check_folder, clean_up
-from eos.state.notes import Beside, beside_of, check_partitions, header_of, never_committed
+from eos.state.notes import Beside, accepts, beside_of, check_partitions, header_of, never_committed
 from eos.state.restoring import Restoring
 from eos.state.tasks import Task
 from eos.state.values import InMemory, Values
@@ -140,8 +140,7 @@ class Keeper:
                     continue
                 self._uncommitted -= {(source, number) for number in new}
                 self._uncommitted |= {(source, number) for number in new} & set(uncommitted)
-                noted = {number: beside_of(metadata_of(starts[source, number]), route.name) for number in new}
-                ends = {number: 0 if beside is None else beside.end for number, beside in noted.items()}
+                ends = {number: _at_least(starts[source, number], route.name) for number in new}
                 self._restoring[source].append(self._restoring_of(route, self._topics[source], ends))
         for source, restorings in self._restoring.items():
             for restoring in restorings:
@@ -176,7 +175,7 @@ class Keeper:
             raise
         return Task(values, route.ttls, self._world.unix, header.encoded())
 
-    def _restoring_of(self, route: Route, topic: str, ends: Mapping[int, int]) -> Restoring:
+    def _restoring_of(self, route: Route, topic: str, ends: Mapping[int, int | None]) -> Restoring:
         def values(partition: int, whichever: bool) -> Values | None:
             if self._folder is None:
                 return InMemory(ageing=route.ttls)
@@ -237,3 +236,10 @@ class Keeper:
     def undone(self) -> None:
         for task in self._tasks.values():
             task.undone()
+
+
+def _at_least(start: Committed, function: str) -> int | None:
+    """Return how far the changelog went by what stands beside the offset; None: whatever it holds now is right."""
+    metadata = metadata_of(start)
+    beside = beside_of(metadata, function)
+    return None if accepts(metadata) else 0 if beside is None else beside.end

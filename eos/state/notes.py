@@ -17,6 +17,9 @@ from eos.errors import ConfigurationError, InputGone
 from eos.records import noted, place_of
 
 KEY: Final = "state"
+ACCEPTED: Final = "accepted"
+"""Beside an offset in place of a Beside: what the changelog holds is taken as complete (`eos reset
+--accept-changelog`)."""
 HEADER_FORMAT: Final = 1
 
 
@@ -38,6 +41,10 @@ def beside_of(metadata: str | None, function: str) -> Beside | None:
         case [str(name), int(end), int(partitions)] if name == function:
             return Beside(name, end, partitions)
     return None
+
+
+def accepts(metadata: str | None) -> bool:
+    return noted(metadata).get(KEY) == ACCEPTED
 
 
 def check_partitions(beside: Beside, source: str, partitions: int) -> None:

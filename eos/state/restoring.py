@@ -42,8 +42,8 @@ _MOST_READ = 1_000
 class _Partition:
     """How far one partition is."""
 
-    at_least: int
-    """Up to where its changelog goes at least."""
+    at_least: int | None
+    """Up to where its changelog goes at least; None: what it holds is taken as complete, whatever is missing."""
     values: Values | None = None
     """None while its folder is another process's."""
     end: int | None = None
@@ -60,15 +60,16 @@ class _Partition:
 
 
 class Restoring:
-    """Some partitions of one function. `partitions`: up to where the changelog of each goes at least. `open_values`: a
-    partition's, None while its folder is another process's; told whether any folder will do."""
+    """Some partitions of one function. `partitions`: up to where the changelog of each goes at least; None: what it
+    holds is taken as complete. `open_values`: a partition's, None while its folder is another process's; told whether
+    any folder will do."""
 
     def __init__(
         self,
         settings: Settings,
         topic: str,
         route: Route,
-        partitions: Mapping[int, int],
+        partitions: Mapping[int, int | None],
         open_values: Callable[[int, bool], Values | None],
         tombstones_s: float,
         world: World,
@@ -167,11 +168,14 @@ class Restoring:
             if isinstance(answer, Unavailable):
                 self._waits(partition, one, answer)
                 continue
-            why = changelog.unsettled(where, answer, max(one.values.position, one.at_least))
+            accepts = one.at_least is None
+            at_least = 0 if one.at_least is None else max(one.values.position, one.at_least)
+            why = changelog.unsettled(where, answer, at_least)
             if why is not None:
                 self._waits(partition, one, why)
                 continue
-            start = changelog.start_of(one.values.position, one.values.as_of, answer, self._tombstones_s, now)
+            values = one.values
+            start = changelog.start_of(values.position, values.as_of, answer, self._tombstones_s, now, accepts)
             if start is None:
                 raise changelog.beginning_removed(where, answer.low)
             if not start.keeps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,8 +12,12 @@ from pathlib import Path
 
 import pytest
 from confluent_kafka import Consumer
+from kafka import KafkaConsumer
+from kafka import TopicPartition as Place
+from kafka.structs import OffsetAndMetadata
 
 from eos.broker import LocalKafka
+from eos.testing.verify import verify
 from tests.support.life import POISON, Life
 from tests.support.raw import raw_producer
 from tests.support.reading import create_topic, wait_until
@@ -123,6 +128,32 @@ def test_the_group_of_an_at_least_once_consumer_is_adopted_where_it_stands(life:
     consumer.close()
     assert life.run().returncode == 0
     assert life.settled() == [b"a"]
+
+
+def test_reset_keeps_offset_metadata(life: Life) -> None:
+    """Also with `--group`; metadata of other programs is kept byte for byte."""
+    life.load([b"a", POISON, b"b"])
+    lineage = ("-X", "eos.lineage=true")
+    assert life.run(*lineage).returncode == 65
+    other = KafkaConsumer(bootstrap_servers=life.servers, group_id=life.app, enable_auto_commit=False)
+    before = other.committed(Place(life.input, 0), metadata=True)
+    assert json.loads(before.metadata.rstrip("\0"))["lineage"] == [0, 1, 1]
+    assert life.reset("--skip", f"{life.input}[0]@1", "--yes", "--wait", "30").returncode == 0
+    after = other.committed(Place(life.input, 0), metadata=True)
+    assert after.offset == 2
+    notes = json.loads(before.metadata.rstrip("\0"))
+    assert json.loads(after.metadata.rstrip("\0")) == notes | {"lineage": [0, 2, 1]}
+    assert life.run(*lineage).returncode == 0
+    found = verify(life.servers, [life.input], [life.output], life.app)
+    assert (found.report.ok, found.inputs, found.outputs) == (True, 3, 2), str(found.report)
+    for text in ("AQAAAZ", "x" * 40):
+        other.commit({Place(life.input, 0): OffsetAndMetadata(3, text, -1)})
+        group = ("--group", life.app, "--topic", life.input)
+        assert life.eos("reset", *group, "--from", f"{life.input}[0]@1", "--yes").returncode == 0
+        assert life.eos("reset", *group, "--accept-changelog", "--yes").returncode == 0
+        after = other.committed(Place(life.input, 0), metadata=True)
+        assert (after.offset, after.metadata.rstrip("\0")) == (1, text)
+    other.close()
 
 
 @pytest.mark.parametrize("more", [(), ("-X", "partition.assignment.strategy=range")])

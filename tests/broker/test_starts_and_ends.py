@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,7 +20,8 @@ from eos.broker import LocalKafka
 from eos.broker.node import free_ports
 from eos.session import loop
 from eos.session.participants import Listener
-from tests.support.reading import configure, took_under, wait_until
+from tests.support.life import Life
+from tests.support.reading import configure, create_topic, took_under, wait_until
 
 if TYPE_CHECKING:  # pytest imports it as a plugin, so that its asserts explain themselves
     from tests.support.pipeline import Pipelines
@@ -37,6 +40,27 @@ app = App({app!r})
 def copy(record: Record) -> Out:
     return Out(record.value)
 """
+
+CHAIN = """
+from eos import App
+
+app = App({app!r})
+
+
+@app.process({source!r}, to={between!r})
+def first(value: bytes) -> bytes:
+    return value
+
+
+@app.process({between!r}, to={to!r})
+def second(value: bytes) -> bytes:
+    return value
+"""
+
+
+@pytest.fixture
+def life(kafka: LocalKafka, tmp_path: Path, names: Callable[[str], str]) -> Life:
+    return Life(kafka, tmp_path, names("app"))
 
 
 # Where it begins.
@@ -68,6 +92,18 @@ def test_a_partition_that_is_added_later_begins_at_its_beginning_even_with_lates
     worker.terminate()
     assert worker.wait() == 0
     pipeline.verify()
+
+
+def test_latest_reads_topics_between_functions_whole(kafka: LocalKafka, life: Life) -> None:
+    """What one function wrote before the other one's partition began counts."""
+    between = create_topic(kafka.bootstrap_servers, f"{life.app}-between")
+    (life.path / "theapp.py").write_text(CHAIN.format(app=life.app, source=life.input, between=between, to=life.output))
+    life.load([b"before the group", b"also"])
+    life.load([b"1", b"2", b"3"], topic=between)
+    assert life.run("-X", "auto.offset.reset=latest").returncode == 0
+    life.load([b"4"])
+    assert life.run("-X", "auto.offset.reset=latest").returncode == 0
+    assert life.settled() == [b"1", b"2", b"3", b"4"]
 
 
 def test_a_committed_offset_that_is_gone_stops_the_worker_with_66(kafka: LocalKafka, pipelines: Pipelines) -> None:

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -25,7 +26,7 @@ from eos.broker import LocalKafka
 from eos.testing.verify import verify
 from tests.support import forked
 from tests.support.killed import KILLED
-from tests.support.reading import configure, create_topic, settled_records, visible_records, wait_until
+from tests.support.reading import configure, create_topic, settled_records, stable_offset, visible_records, wait_until
 from tests.support.stepping_worker import counter_of
 
 if TYPE_CHECKING:
@@ -169,9 +170,9 @@ class Counting:
         return ended.stderr
 
     @contextmanager
-    def worker(self, instance: str) -> Iterator[subprocess.Popen[bytes]]:
+    def worker(self, instance: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
         with (self.folder / f"{instance}.log").open("wb") as log:
-            command = self.command("--instance", instance, "-X", "session.timeout.ms=6000")
+            command = self.command("--instance", instance, "-X", "session.timeout.ms=6000", *arguments)
             worker = forked.Popen[bytes](command, cwd=self.folder, env=self.environment, stderr=log)
             try:
                 yield worker
@@ -193,6 +194,11 @@ class Counting:
     def counted(self) -> dict[str, list[int]]:
         """The same, of functions that count."""
         return {key: [int(value or -1) for value in values] for key, values in self.outputs().items()}
+
+    @property
+    def expected(self) -> int:
+        """How many outputs there are once all is handled."""
+        return sum(value not in ("bad", "large", "forget") for _, value in self.sent)
 
     def visible(self) -> int:
         """How many outputs; transactions may be open."""
@@ -353,6 +359,26 @@ def test_a_folder_that_cannot_be_written_any_more_ends_the_worker_and_loses_noth
     counting.check()
 
 
+@pytest.mark.parametrize("engine", ["lmdb", "rocksdb"])
+def test_deleted_folder_does_not_stop_watched_workers(counting: Counting, engine: str) -> None:
+    counting.engine = engine
+    counting.load(200)
+    with counting.worker("one", "--workers", "2", "--http-port", "0") as worker:
+        wait_until("both work", lambda: counting.log("one").count("partitions assigned") == 2, 60)
+        wait_until("all is handled", lambda: counting.visible() >= counting.expected, 60)
+        shutil.rmtree(counting.state_dir)
+        for _ in range(3):
+            counting.load(200)
+            wait_until("the rest is handled", lambda: counting.visible() >= counting.expected, 60)
+        worker.terminate()
+        assert worker.wait(60) == 0, counting.log("one")
+    assert "exit=70" not in counting.log("one")
+    counting.check()
+    counting.load(200)
+    counting.run()
+    counting.check()
+
+
 @pytest.mark.parametrize("where", ["memory", "folder"])
 def test_maps_lists_batches_and_async_functions_go_on_behind_a_kill(
     counting: Counting, names: Names, where: str
@@ -459,8 +485,7 @@ def test_partitions_that_change_hands_take_their_state_along(kafka: LocalKafka, 
         second.send_signal(signal.SIGKILL)
         second.wait()
         counting.load(500)
-        wanted = sum(value not in ("bad", "large", "forget") for _, value in counting.sent)
-        wait_until("all is handled", lambda: counting.visible() >= wanted, 90)
+        wait_until("all is handled", lambda: counting.visible() >= counting.expected, 90)
         counting.check()
 
 
@@ -546,3 +571,25 @@ def test_state_that_is_gone_is_not_begun_anew_unasked(counting: Counting) -> Non
     assert "eos: state is gone: the changelog " in gone
     assert " ends at 0, and went up to " in gone
     assert counting.visible() == before, "nothing was handled"
+
+
+def test_deleted_changelog_is_seen_after_a_reset(counting: Counting) -> None:
+    """`--accept-changelog` goes on with what the changelog holds."""
+    counting.state_dir = ""
+    counting.load(20)
+    counting.run()
+    producer, skipped = Producer({"bootstrap.servers": counting.servers}), list[str]()
+    for partition in range(PARTITIONS):
+        offset = stable_offset(counting.servers, counting.id, counting.source, partition)
+        skipped += "--skip", f"{counting.source}[{partition}]@{offset}"
+        producer.produce(counting.source, b"not handled", b"k0", partition)
+    producer.flush()
+    eos_of(counting, "reset", "counting:app", *skipped, "--wait", "30", "--yes")
+    admin = AdminClient({"bootstrap.servers": counting.servers})
+    admin.delete_topics([counting.changelog])[counting.changelog].result(30)
+    counting.load(60)
+    assert f"eos: state is gone: the changelog {counting.changelog}[" in counting.run(ends=66)
+    accepted = eos_of(counting, "reset", "counting:app", "--accept-changelog", "--wait", "30", "--yes").stdout
+    assert "the next start takes what they hold as complete" in accepted
+    counting.run()
+    assert any(values.count("1") == 2 for values in counting.outputs().values()), "counted from 1 again"

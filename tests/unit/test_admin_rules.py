@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import ssl
 import threading
@@ -10,10 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from eos.cli.reset import with_metadata
 from eos.errors import ConfigurationError, Unavailable, UsageError
 from eos.kafka.cluster import ClusterAdmin, Listed, OpenProducer
 from eos.kafka.ownership import ABORTING
-from eos.kafka.reset import parse_skip, parse_target
+from eos.kafka.reset import Move, parse_skip, parse_target
 from eos.kafka.security import configuration, login_refused
 from eos.kafka.settings import Settings
 from eos.kafka.transactions import ENDED, ENDING, Verdict, judge, partition_of
@@ -80,6 +82,33 @@ def test_where_a_reset_cannot_go_is_a_usage_error(texts: list[str]) -> None:
 def test_only_a_record_can_be_skipped(text: str) -> None:
     with pytest.raises(UsageError, match=f"^--skip {re.escape(text)}: expected TOPIC"):
         parse_skip([text])
+
+
+NOTES = {"v": 1, "instance": "a-one", "lineage": [2, 10, 7], "state": ["count", 40, {"seen": "State"}]}
+
+
+@pytest.mark.parametrize(
+    ("after", "skipping", "accepting", "changed"),
+    [
+        (12, False, False, {}),
+        (12, False, True, {"state": "accepted"}),
+        (13, True, False, {"lineage": [2, 11, 7]}),
+        (13, True, True, {"lineage": [2, 11, 7], "state": "accepted"}),
+        (0, False, False, {"lineage": None}),
+    ],
+)
+def test_reset_keeps_what_is_true_of_metadata(
+    after: int, skipping: bool, accepting: bool, changed: dict[str, object]
+) -> None:
+    moved = with_metadata(Move(("in", 0), 12, after, 0, 20, json.dumps(NOTES)), skipping, accepting)
+    expected = {name: value for name, value in (NOTES | changed).items() if value is not None}
+    assert json.loads(moved.metadata) == expected
+
+
+@pytest.mark.parametrize("metadata", ["AQAAAZ", '["a list"]'])
+def test_reset_keeps_metadata_of_other_programs(metadata: str) -> None:
+    move = Move(("in", 0), 12, 13, 0, 20, metadata)
+    assert with_metadata(move, True, True) == move
 
 
 # ---- the rest -------------------------------------------------------------------------------------------------

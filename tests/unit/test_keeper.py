@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
+import shutil
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
@@ -581,6 +583,25 @@ def test_a_folder_is_not_thrown_away_where_none_can_be_opened(tmp_path: Path, en
         opened(failing)
     again = opened(ENGINES[engine])
     assert (again.get(CELL), again.position) == (b"1", 7)
+    again.close()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_deleted_folder_does_not_stop_its_worker(tmp_path: Path, engine: str) -> None:
+    """It goes on or ends with 75, and the next start restores it from the changelog."""
+    folder = folders.InFolder.of(tmp_path, "t", "id", engine=ENGINES[engine])
+    assert folder is not None
+    folder.apply({CELL: b"1"}, 7, 1.5)
+    assert folder.size_bytes > 0
+    shutil.rmtree(tmp_path / "t.0")
+    assert folder.size_bytes == 0
+    with contextlib.suppress(Temporary):
+        folder.apply({CELL: b"2"}, 8, 1.5)
+        assert folder.get(CELL) == b"2"
+    folder.close()
+    again = folders.InFolder.of(tmp_path, "t", "id", engine=ENGINES[engine])
+    assert again is not None
+    assert (again.get(CELL), again.position) == (None, 0)
     again.close()
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException
 
 from eos.errors import NotAuthorised, Unavailable
 from eos.kafka import places
@@ -19,6 +19,8 @@ from eos.session import asking
 from eos.session import membership as membership_module
 from eos.session.asking import Stopped, check_topics
 from eos.session.membership import Membership
+from eos.session.participants import Listener
+from eos.session.parts import Parts
 from eos.session.positions import Positions
 
 SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t"}
@@ -200,13 +202,29 @@ def test_a_group_that_cannot_be_described_is_joined_all_the_same() -> None:
     _of(_Cluster(), **{"group.instance.id": "one"}).member.make_way(admin, ["in"])
 
 
-def test_a_topic_that_came_later_begins_at_its_beginning_under_latest() -> None:
+def test_a_topic_that_from_beginning_begins_at_its_beginning_under_latest() -> None:
     group = _Cluster()
     membership = _of(group, **{"auto.offset.reset": "latest", "eos.places.topic": ""})
     group.committed = lambda partitions, timeout: partitions  # type: ignore[method-assign]
     assert [tp.offset for tp in membership.starts.resolve([("in", 0)]).values()] == [5]
-    membership.starts._came_later = {"in"}
+    membership.starts._from_beginning = {"in"}
     assert [tp.offset for tp in membership.starts.resolve([("in", 0)]).values()] == [-2]
+
+
+def test_latest_reads_topics_between_functions_from_their_beginning() -> None:
+    """Every consumer of the session does, one that takes another one's place too."""
+    group = _Cluster()
+    group.committed = lambda partitions, timeout: partitions  # type: ignore[method-assign]
+    there = dict.fromkeys("abc", SimpleNamespace(error=None, partitions={0: None}))
+    group.list_topics = lambda *_, timeout: SimpleNamespace(topics=there)  # type: ignore[method-assign, misc]
+    world = World(consumer=lambda _: group, background=lambda name, run: None)  # type: ignore[arg-type, return-value]
+    settings = Settings({**SETTINGS, "auto.offset.reset": "latest", "eos.places.topic": ""})
+    parts = Parts(settings, ["a", "b"], [], Listener(), until_end=False, together=1, stopping=bool, world=world)
+    parts.intake.connect(["b", "c"], world.now())
+    for _ in range(2):
+        begin = parts.intake.membership.starts.resolve([("a", 0), ("b", 0)])
+        assert [tp.offset for tp in begin.values()] == [5, OFFSET_BEGINNING]
+        parts.intake.begin_anew()
 
 
 def test_a_start_that_is_not_committed_is_kept_though_the_group_has_committed_others_of_its_topic() -> None:

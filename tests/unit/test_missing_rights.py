@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -191,7 +192,9 @@ class Offsets:
 def test_of_a_groups_topics_the_one_that_may_not_be_read_is_named(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reset, "connect", lambda *_: Offsets(call, "b"))
     monkeypatch.setattr(reset, "describe_topic", lambda *_: Topic(exists=None))
-    offsets = GroupOffsets(Settings(), "g", ["a", "b"])
+    admin = SimpleNamespace(metadata_by_partition=lambda _: {})
+    world = World(admin=lambda _: contextlib.nullcontext(admin))  # type: ignore[arg-type, return-value]
+    offsets = GroupOffsets(Settings(), "g", ["a", "b"], world=world)
     with pytest.raises(NotAuthorised) as raised:
         offsets.commit(offsets.plan(parse_target(["earliest"])))
     assert str(raised.value) == said("topic b", "READ")

@@ -347,7 +347,7 @@ def test_a_new_topic_is_subscribed_behind_the_commit_on_its_way(monkeypatch: pyt
     session._loop._try(session._loop._gather)
     assert membership.calls == ["commit waited for", ["in", "new"]]
     assert session.topics == ["in", "new"], "a consumer that takes this one's place reads it too"
-    assert session._parts.intake._came_later == {"new"}
+    assert session._parts.intake._from_beginning == {"new"}
 
 
 def test_a_consumer_that_takes_no_subscription_any_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,6 +268,34 @@ def test_what_is_wrong_with_a_definition_is_said_where_it_is_defined() -> None:
     assert "has state, and reads ^in.*" in refused("^in.*", count)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_app_refuses_to_write_to_its_own_changelog(first: bool) -> None:
+    app = App("bank")
+    changelog = "bank-count-changelog"
+
+    def copy(record: Record) -> Out:
+        return Out(record.value, topic=changelog)
+
+    definitions = [("in", "out", count), ("raw", ["out", changelog], copy)]
+    (source, to, function), (other, others, last) = definitions if first else definitions[::-1]
+    app.process(source, to=to)(function)
+    with pytest.raises(ConfigurationError, match="'bank-count-changelog', which keeps the state of count"):
+        app.process(other, to=others)(last)
+    assert app.topics == [source]
+    with pytest.raises(ConfigurationError, match="which keeps the state of count"):
+        App("bank").process("in", to=changelog)(count)
+
+
+def test_pattern_does_not_take_changelogs_of_its_app() -> None:
+    app = App("bank")
+    app.process("in", to="out")(count)
+
+    @app.process("^bank-.*")
+    def read(record: Record) -> None: ...
+
+    assert app.take_in(["bank-a", "bank-count-changelog", "bank-other-changelog"]) == ["bank-a", "bank-other-changelog"]
+
+
 def test_a_task_knows_its_own_changes_and_forgets_those_of_an_aborted_transaction() -> None:
     task, cell = Task(), cell_of("s", b"k")
     task.put(cell, b"1")
