@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewPartitions
 
 import eos
@@ -108,6 +108,24 @@ def count(value: str, seen: State[int], ever: State[int]) -> str:
     seen.set(seen.get(0) + 1)
     return f"{{seen.get()}} of {{ever.get()}}"
 """
+HANGS = """
+import os, sys, time
+from datetime import timedelta
+import eos
+
+app = eos.App({id!r})
+
+@app.process({source!r}, to={out!r}, ttl=timedelta(seconds=60), on_error=eos.skip)
+def count(record: eos.Record, seen: eos.State[int]) -> str:
+    seen.set(seen.get(0) + 1)
+    if record.value == b"hang" and os.environ.get("HANG"):
+        print("HANGS", file=sys.stderr, flush=True)
+        while not os.path.exists("go"):
+            time.sleep(0.05)
+        print("RAISES", file=sys.stderr, flush=True)
+        raise TimeoutError("the service did not answer")
+    return f"{{seen.get()}}"
+"""
 # A worker that does not learn how some of its commits ended: they came to pass, or they never arrived.
 UNKNOWN = """
 import sys
@@ -172,7 +190,9 @@ class Counting:
     @contextmanager
     def worker(self, instance: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
         with (self.folder / f"{instance}.log").open("wb") as log:
-            command = self.command("--instance", instance, "-X", "session.timeout.ms=6000", *arguments)
+            # The brokers decide on it under the other protocol.
+            session = () if "group.protocol=consumer" in arguments else ("-X", "session.timeout.ms=6000")
+            command = self.command("--instance", instance, *session, *arguments)
             worker = forked.Popen[bytes](command, cwd=self.folder, env=self.environment, stderr=log)
             try:
                 yield worker
@@ -204,8 +224,8 @@ class Counting:
         """How many outputs; transactions may be open."""
         return sum(map(len, visible_records(self.servers, self.out).values()))
 
-    def check(self) -> int:
-        """Outputs and changelog say of every key what an independent count says; how many values there are."""
+    def check_outputs(self) -> tuple[Counter[str], dict[str, str]]:
+        """Compare the outputs of every key with an independent count. Returns what each key must have in its state."""
         counts: Counter[str] = Counter()
         outputs: defaultdict[str, list[int]] = defaultdict(list)
         last: dict[str, str] = {}
@@ -219,6 +239,11 @@ class Counting:
                 outputs[key].append(counts[key])
                 last[key] = value
         assert self.counted() == outputs
+        return counts, last
+
+    def check(self) -> int:
+        """Outputs and changelog say of every key what an independent count says; how many values there are."""
+        counts, last = self.check_outputs()
         state: dict[tuple[str, bytes], bytes] = {}
         for messages in settled_records(self.servers, self.changelog).values():
             for message in messages:
@@ -590,6 +615,90 @@ def test_deleted_changelog_is_seen_after_a_reset(counting: Counting) -> None:
     counting.load(60)
     assert f"eos: state is gone: the changelog {counting.changelog}[" in counting.run(ends=66)
     accepted = eos_of(counting, "reset", "counting:app", "--accept-changelog", "--wait", "30", "--yes").stdout
-    assert "the next start takes what they hold as complete" in accepted
+    assert "the next start takes what the changelogs hold as complete" in accepted
     counting.run()
     assert any(values.count("1") == 2 for values in counting.outputs().values()), "counted from 1 again"
+
+
+def test_changelog_without_its_beginning_ends_the_worker(counting: Counting) -> None:
+    """Retention removed records under cleanup.policy=delete, and nobody saw it. The folder still has their values."""
+    counting.load(200)
+    counting.run()
+    admin = AdminClient({"bootstrap.servers": counting.servers})
+    configure(counting.servers, counting.changelog, "cleanup.policy", "delete")
+    removed = admin.delete_records([TopicPartition(counting.changelog, 1, 10)])
+    assert [future.result(30).low_watermark for future in removed.values()] == [10]
+    configure(counting.servers, counting.changelog, "cleanup.policy", "compact")
+    counting.load(200)
+    folder, counting.state_dir = counting.state_dir, str(counting.folder / "empty")
+    before = counting.visible()
+    assert f"state is gone: the changelog {counting.changelog}[1] begins at 10, so values " in counting.run(ends=66)
+    assert counting.visible() == before, "nothing was handled"
+    counting.state_dir = folder
+    counting.run()
+    counting.check_outputs()
+
+
+def test_changelog_of_others_ends_the_worker(counting: Counting) -> None:
+    """Of a group that was deleted, and with a record of another program: neither is the failure of an input record."""
+    counting.load(60)
+    counting.run()
+    counting.load(60)
+    before = counting.visible()
+    admin = AdminClient({"bootstrap.servers": counting.servers})
+    admin.delete_consumer_groups([counting.id])[counting.id].result(30)
+    without_notes = "-X", "eos.places.topic="
+    forgotten = counting.run(*without_notes, ends=66)
+    assert f"has no committed offset, and the changelog {counting.changelog}[" in forgotten
+    assert counting.visible() == before, "nothing is counted again"
+    producer = Producer({"bootstrap.servers": counting.servers})
+    producer.produce(counting.changelog, b"{}", b"hello", 2)
+    producer.flush()
+    counting.state_dir = ""
+    strange = counting.run(*without_notes, ends=78)
+    assert re.search(rf"the changelog record {counting.changelog}\[2\]@\d+ was written by another program", strange)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
+def test_member_that_lost_its_partition_writes_no_state(counting: Counting, protocol: str) -> None:
+    """Its function hangs past max.poll.interval.ms and then raises. Meanwhile the new owner counts an expired key
+    again, and a tombstone of the old owner would delete that count."""
+    (counting.folder / "counting.py").write_text(HANGS.format(**vars(counting)))
+    began = int(time.time() * 1000) - 600_000
+    producer = Producer({"bootstrap.servers": counting.servers, "partitioner": "murmur2_random"})
+
+    def send(key: str, value: str, at: int) -> None:
+        producer.produce(counting.source, value, key, 0, timestamp=began + at)
+        producer.flush()
+
+    group = "-X", f"group.protocol={protocol}"
+    os.environ["HANG"] = "1"
+    try:
+        first = counting.worker("one", *group, "-X", "max.poll.interval.ms=6000")
+        with first as one:
+            send("k", "x", 0)
+            wait_until("it has counted k", lambda: counting.outputs().get("k") == ["1"], 30)
+            send("h", "hang", 61_000)
+            wait_until("it hangs", lambda: "HANGS" in counting.log("one"), 30)
+            del os.environ["HANG"]
+            counting.state_dir = str(counting.folder / "elsewhere")
+            with counting.worker("two", *group):
+                wait_until("the other has the partition", lambda: counting.outputs().get("h") == ["1"], 60)
+                send("k", "x", 62_000)
+                wait_until("it counts k from 1 again", lambda: counting.outputs().get("k") == ["1", "1"], 30)
+                (counting.folder / "go").touch()
+                wait_until("the function has raised", lambda: "RAISES" in counting.log("one"), 30)
+                wait_until("the first one is done with it", lambda: one.poll() is not None or _again(counting), 30)
+        counting.state_dir = ""
+        send("k", "x", 63_000)
+        counting.run()
+        assert counting.outputs()["k"] == ["1", "1", "2"]
+    finally:
+        os.environ.pop("HANG", None)
+
+
+def _again(counting: Counting) -> bool:
+    """The first worker aborted, or joined the group again."""
+    lines = counting.log("one").rpartition("RAISES")[2]
+    return "transaction aborted" in lines or "joined the group again" in lines or "stopped" in lines
