@@ -114,6 +114,7 @@ class Action(Enum):
     UNAUTHORISED = "stop: not authorised"
     MISCONFIGURED = "stop: the configuration is wrong"
     FENCED = "stop: a newer instance took over"
+    LOOK = "stop if a topic that the session keeps for itself was deleted or recreated; else as REBUILD"
     REJOIN = "find out who owns the transactional.id; if it is ours still, join the group with a new consumer"
     INTERRUPTED = "give up whatever was under way, and begin at what is committed with new clients"
     BUG = "stop: a call in the wrong order, which our own guard should have refused"

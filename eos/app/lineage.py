@@ -77,6 +77,7 @@ class Ledger:
     """Counts per input partition, committed and of the open transaction. A Participant
     (eos/session/participants.py)."""
 
+    topics: Collection[str] = ()
     pipelines = False  # outputs are counted up to each commit, which a transaction that begins before it cannot know
 
     def __init__(self) -> None:

@@ -228,6 +228,13 @@ class ClusterAdmin:
             described = self._client.describe_topics(sorted(set(topics)))
         return {topic["name"]: str(topic["topic_id"]) for topic in described if not topic["error_code"]}
 
+    def missing_topics(self, topics: Iterable[str]) -> set[str]:
+        """Return those of the topics that the broker that is asked does not know."""
+        with _translated("Metadata"):
+            described = self._client.describe_topics(sorted(set(topics)))
+        unknown = kafka_errors.UnknownTopicOrPartitionError.errno
+        return {topic["name"] for topic in described if topic["error_code"] == unknown}
+
     def open_producers(self, partitions: Mapping[Partition, int] | Iterable[Partition]) -> list[OpenProducer]:
         """Producers with an open transaction on these partitions; one without a leader is left out."""
         if not isinstance(partitions, Mapping):

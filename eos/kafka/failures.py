@@ -90,6 +90,27 @@ TABLE: dict[tuple[Call | Literal["*"], int], Action] = {
     (ANY, _K._AUTHENTICATION): Action.UNAUTHORISED,
 }
 
+# code -> action for a record of a changelog, a topic that the session keeps for itself. Only a value that is too large
+# is an input record's. What has no row is decided as for any other topic.
+TABLE_OF_CHANGELOGS: dict[int, Action] = {
+    _K.MSG_SIZE_TOO_LARGE: Action.POISON,
+    # The topic may have been deleted or recreated, or the client's metadata are older than its partitions.
+    _K._UNKNOWN_PARTITION: Action.LOOK,
+    _K._UNKNOWN_TOPIC: Action.LOOK,
+    _K.UNKNOWN_TOPIC_OR_PART: Action.LOOK,
+    _K.UNKNOWN_TOPIC_ID: Action.LOOK,
+    _K.INCONSISTENT_TOPIC_ID: Action.LOOK,
+    # The broker refuses every record like it.
+    _K._INVALID_ARG: Action.MISCONFIGURED,
+    _K.INVALID_MSG: Action.MISCONFIGURED,
+    _K.INVALID_RECORD: Action.MISCONFIGURED,
+    _K.INVALID_TIMESTAMP: Action.MISCONFIGURED,
+    _K.INVALID_REQUIRED_ACKS: Action.MISCONFIGURED,
+    _K.POLICY_VIOLATION: Action.MISCONFIGURED,
+    _K.TOPIC_EXCEPTION: Action.MISCONFIGURED,
+    _K.UNSUPPORTED_COMPRESSION_TYPE: Action.MISCONFIGURED,
+}
+
 
 # Without flags these calls change nothing by failing, so trying again is safe.
 _DEFAULTS: dict[Call, Action] = {
@@ -99,13 +120,16 @@ _DEFAULTS: dict[Call, Action] = {
 }
 
 
-def classify(call: Call, error: KafkaError) -> Action:
-    """The action for `error` raised by (or, for "delivery", reported after) `call`.
+def classify(call: Call, error: KafkaError, of_changelog: bool = False) -> Action:
+    """Return the action for `error` raised by (or, for "delivery", reported after) `call`. `of_changelog`: the error is
+    about a record of a changelog.
 
     Order: the table; what the call defaults to; librdkafka's flags; and an error without any flag ends this
     producer, whose successor starts from what is committed.
     """
     code = error.code()
+    if of_changelog and code in TABLE_OF_CHANGELOGS:
+        return TABLE_OF_CHANGELOGS[code]
     row = TABLE.get((call, code)) or TABLE.get((ANY, code))
     if row is not None:
         return row

@@ -1,7 +1,9 @@
-"""Notices that a source topic was deleted and made anew under a running worker (KIP-516: a topic has an id of its own).
+"""Notices that a topic was deleted and recreated under a running worker (KIP-516: a topic has an id of its own).
 
-The client goes on at the old topic's offset in the new one: what the new topic holds before it would be skipped without
-a word (measured: librdkafka 2.16 on 4.3.1). Owns the looking, once a second on a thread of its own, and the sentence.
+A source: the client goes on at the old topic's offset in the new one, and what the new topic holds before it would be
+skipped without a word (measured: librdkafka 2.16 on 4.3.1). A changelog: the state that the App kept is gone, and what
+it changes from then on would be all that a restore finds. One that is deleted and not recreated is noticed too; without
+its source a worker ends by itself. Owns the looking, once a second on a thread of its own, and the sentence.
 It never touches the consumer; what to do about it is the caller's.
 
 It asks with kafka-python, which asks any broker and waits between two attempts to connect. librdkafka's AdminClient
@@ -13,8 +15,9 @@ killed, 3,500 attempts and 0.4 s of CPU a second, and no answer until it is back
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from eos import log
 from eos.errors import ConfigurationError, EosError, InputGone
@@ -23,11 +26,13 @@ from eos.kafka.settings import Settings
 from eos.kafka.world import REAL, World
 
 INTERVAL_S = 1.0
+_DELETED_S, _PAUSE_S = 5.0, 0.2  # a broker that has just started may not know a topic yet
 _ASK_S = 5.0
 
 
 class TopicIds:
-    """Looks at the ids of `topics` until `stop`; calls `changed` once, from its thread."""
+    """Looks at the ids of `topics` and `changelogs` until `stop`; calls `changed` once, from its thread. `known` has
+    the ids of an earlier look, to which later ones are added."""
 
     def __init__(
         self,
@@ -35,15 +40,38 @@ class TopicIds:
         topics: Iterable[str],
         changed: Callable[[InputGone], None],
         world: World = REAL,
+        changelogs: Collection[str] = (),
+        known: dict[str, str] | None = None,
     ) -> None:
         self._world = world
-        self._settings, self._topics, self._changed = settings, sorted(topics), changed
-        self._known: dict[str, str] = {}
+        self._settings, self._changed, self._changelogs = settings, changed, frozenset(changelogs)
+        self._known: dict[str, str] = {} if known is None else known
+        self._missing_since: dict[str, float] = {}
         self._stopped = threading.Event()
+        self.watch(topics)
 
     def watch(self, topics: Iterable[str]) -> None:
-        """Looks at these from its next look on."""
-        self._topics = sorted(topics)
+        """Look at these topics, and the changelogs, from the next look on."""
+        self._topics = sorted(self._changelogs.union(topics))
+
+    def note(self, admin: ClusterAdmin) -> None:
+        """Learn the ids of changelogs, as far as the cluster answers."""
+        if self._changelogs:
+            with contextlib.suppress(EosError):
+                self._look(admin)
+
+    def look_now(self) -> None:
+        """Look on the caller's thread. Raises InputGone; waits a moment for a changelog that is missing. Returns where
+        nothing changed or the cluster does not answer."""
+        try:
+            with self._world.admin(self._settings, timeout_ms=round(_ASK_S * 1000)) as admin:
+                while (gone := self._look(admin)) is None and self._missing_since:
+                    self._world.sleep(_PAUSE_S)
+        except EosError as error:
+            log.debug("topic ids unavailable", error=str(error))
+            return
+        if gone is not None:
+            raise gone
 
     def start(self) -> None:
         self._world.background("eos-topic-ids", self._run)
@@ -78,12 +106,33 @@ class TopicIds:
         return None
 
     def _look(self, admin: ClusterAdmin) -> InputGone | None:
-        # A topic that is missing for now is left out.
-        for topic, now in admin.topic_ids(self._topics).items():
-            if self._known.setdefault(topic, now) != now:
-                return InputGone(
-                    f"the input is gone: topic {topic} was deleted and made anew while this worker ran (its id was "
-                    f"{self._known[topic]}, is {now}), and offsets of the old one mean nothing in it; "
-                    "`eos reset --from earliest` reads the new one from its beginning"
-                )
+        # A source that is missing for now is left out.
+        found = admin.topic_ids(self._topics)
+        for topic, now in found.items():
+            if (known := self._known.setdefault(topic, now)) != now:
+                return self._recreated(topic, f"its id was {known}, is {now}")
+        unseen = (self._changelogs & self._known.keys()) - found.keys()
+        missing = admin.missing_topics(unseen) if unseen else set[str]()
+        now_s = self._world.now()
+        self._missing_since = {topic: self._missing_since.get(topic, now_s) for topic in missing}
+        for topic, since in self._missing_since.items():
+            if now_s - since >= _DELETED_S:
+                return _state_gone(f"the changelog {topic} was deleted while this worker ran")
         return None
+
+    def _recreated(self, topic: str, ids: str) -> InputGone:
+        if topic in self._changelogs:
+            what = f"the changelog {topic} was deleted and recreated while this worker ran ({ids})"
+            return _state_gone(what, "delete the new topic, then ")
+        return InputGone(
+            f"the input is gone: topic {topic} was deleted and recreated while this worker ran ({ids}), and offsets of "
+            "the old one mean nothing in it; `eos reset --from earliest` reads the new one from its beginning"
+        )
+
+
+def _state_gone(what: str, first: str = "") -> InputGone:
+    return InputGone(
+        f"state is gone: {what}",
+        remedy=f"{first}bring the old one back, or go on without what was lost by `eos reset MODULE:APP "
+        "--accept-changelog`",
+    )

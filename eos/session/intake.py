@@ -52,6 +52,7 @@ class Intake:
         self.positions: Positions[Record] = Positions()
         self._from_beginning: set[str] = set()  # see Starts
         self._member_ids: set[str] = set()  # see Member
+        self._topic_ids: dict[str, str] = {}  # see TopicIds
         self._membership: Membership | None = None
         self._finish: Finish | None = None
         self._destinations: Sequence[str] = ()
@@ -78,6 +79,7 @@ class Intake:
     def join(self, admin: ClusterAdmin) -> None:
         """Raises Stopped."""
         self.membership.member.make_way(admin, self.topics)
+        self.membership.note_topics(admin)
         self._from_beginning |= self._came_without_us(admin)
         if self._until_end:
             chained = set(self.topics).intersection(self._destinations)
@@ -104,6 +106,8 @@ class Intake:
             rebalances=self._rebalances,
             member_ids=self._member_ids,
             from_beginning=self._from_beginning,
+            changelogs=[topic for participant in self._participants for topic in participant.topics],
+            topic_ids=self._topic_ids,
         )
 
     def begin_anew(self) -> None:

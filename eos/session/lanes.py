@@ -9,7 +9,7 @@ that did not commit takes the one behind it down: that one is given up unsent, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +48,8 @@ class UnderWay:
 
 
 class Lanes:
-    def __init__(self, settings: Settings, pulse: Pulse, world: World) -> None:
-        self._settings, self._pulse, self._world = settings, pulse, world
+    def __init__(self, settings: Settings, pulse: Pulse, world: World, changelogs: Collection[str] = ()) -> None:
+        self._settings, self._pulse, self._world, self._changelogs = settings, pulse, world, changelogs
         self.transactional_id: str = settings["transactional.id"]
         self.producers: list[TransactionalProducer] = []
         """Whose turn it is comes first."""
@@ -76,7 +76,14 @@ class Lanes:
                 second.close()
 
     def _producer(self, transactional_id: str, alternate: bool = False) -> TransactionalProducer:
-        return TransactionalProducer(self._settings, transactional_id, alternate, pulse=self._pulse, world=self._world)
+        return TransactionalProducer(
+            self._settings,
+            transactional_id,
+            alternate,
+            pulse=self._pulse,
+            world=self._world,
+            changelogs=self._changelogs,
+        )
 
     @property
     def turn(self) -> TransactionalProducer:

@@ -14,7 +14,8 @@ from typing import Any
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from eos import hotloop, log
-from eos.errors import Action, CallFailed, ConfigurationError, InputGone, describe_error
+from eos.errors import Action, CallFailed, ConfigurationError, describe_error
+from eos.kafka.cluster import ClusterAdmin
 from eos.kafka.failures import classify
 from eos.kafka.overdue import OverdueWatch
 from eos.kafka.raising import guarded, raising
@@ -56,9 +57,12 @@ class Membership:
         rebalances: dict[str, int] | None = None,
         member_ids: set[str] | None = None,
         from_beginning: Collection[str] = (),
+        changelogs: Collection[str] = (),
+        topic_ids: dict[str, str] | None = None,
     ) -> None:
         """`stopping`: whether a stop was asked for, which ends what waits for the cluster. `rebalances` counts what was
         "assigned", "revoked" and "lost". `member_ids`: those that were ours, see Member. `from_beginning`: see Starts.
+        `changelogs`, `topic_ids` (known before): see TopicIds.
         """
         self._world = world
         self._settings = settings
@@ -80,7 +84,7 @@ class Membership:
         own = str(settings.get("transactional.id", ""))
         self._overdue = OverdueWatch(settings, self.group, own, world) if own else None
         self._rebalanced = False
-        self._topic_ids = TopicIds(settings, self._topics, self._topic_made_anew, world)
+        self._topic_ids = TopicIds(settings, self._topics, self._latch, world, changelogs, topic_ids)
         self._rebalances = {} if rebalances is None else rebalances
         self._lag = Lag(positions, self.group, world)
         self._unheard = Unheard(settings, self.group, world)
@@ -110,6 +114,14 @@ class Membership:
     def check_topics(self, topics: Iterable[str], deadline: float) -> None:
         """Every topic named exists, or Unavailable with the name; so does an unreachable cluster."""
         check_topics(self.consumer, self._settings.bootstrap_servers, topics, deadline, self._world)
+
+    def note_topics(self, admin: ClusterAdmin) -> None:
+        """Note the ids of changelogs before anything is restored from them."""
+        self._topic_ids.note(admin)
+
+    def look_for_topics(self) -> None:
+        """Raise InputGone if a topic was deleted or recreated."""
+        self._topic_ids.look_now()
 
     def join(self) -> None:
         self._topic_ids.start()
@@ -160,9 +172,6 @@ class Membership:
     def _latch(self, error: BaseException) -> None:
         """Raised by the poll in which it came, or by the next one."""
         self._latched = self._latched or error
-
-    def _topic_made_anew(self, gone: InputGone) -> None:
-        self._latch(gone)
 
     def _client_error(self, error: KafkaError) -> None:
         log.debug("client error", error=describe_error(error))

@@ -36,6 +36,10 @@ class Participant(Protocol):
     pipelines: bool
     """Whether its next transaction may begin before it is told how this one ended; else one producer works."""
 
+    @property
+    def topics(self) -> Collection[str]:
+        """Topics that it alone writes: an error about one of them is never an input record's."""
+
     def forget(self, gone: Collection[Partition]) -> None:
         """These are not ours any more; no transaction is open. Said also of those that come back at once, and of those
         that never began."""

@@ -55,7 +55,8 @@ class Parts:
         self.positions = self.intake.positions
         self.successor = Successor(settings, world)
         self.offsets = Offsets(settings, self.positions, participants, self.successor, world)
-        self.lanes = Lanes(settings, self.pulse, world)
+        changelogs = {topic for participant in participants for topic in participant.topics}
+        self.lanes = Lanes(settings, self.pulse, world, changelogs)
         self.claim = Claim(
             settings, self.successor.told, lambda: self.membership.member.nobody_took_our_place(), self.pulse, world
         )

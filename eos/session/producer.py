@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
@@ -48,6 +48,7 @@ class TransactionalProducer:
     """Drives one transactional.id: start, then begin/send/flush/send_offsets/commit or abort, replace, close. It is the
     Sink of what is fed to it (eos/records.py).
 
+    `changelogs`: topics that no function writes; an error about one of them is not an input record's.
     With `reports` every record's delivery is reported (to `send`'s callback). With `alternate`, a replacement goes on
     under a second transactional.id (and a start fences both). Needed for brokers before 4.0: there a late
     TxnOffsetCommit of the fenced epoch deletes the new epoch's pending offsets (measured on 3.9.2, 6 of 6), but not
@@ -62,8 +63,9 @@ class TransactionalProducer:
         reports: bool = False,
         pulse: Pulse | None = None,
         world: World = REAL,
+        changelogs: Collection[str] = (),
     ) -> None:
-        self._settings, self._world = settings, world
+        self._settings, self._world, self._changelogs = settings, world, changelogs
         self._reports = reports
         self._pulse = pulse or Pulse(world.now)
         self._ids = [transactional_id, alternate_of(transactional_id)] if alternate else [transactional_id]
@@ -349,7 +351,7 @@ class TransactionalProducer:
             self.poll(0.02)
         if client.delivery_error is not None:
             refusal, where = client.delivery_error
-            raise self._fail("delivery", classify("delivery", refusal), KafkaException(refusal), where)
+            raise self._failed("delivery", KafkaException(refusal), topic=where.rsplit("[", 1)[0], where=where)
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Serves callbacks. A fatal error that poll raises shows again, with flags, at the next transactional call."""
@@ -503,8 +505,8 @@ class TransactionalProducer:
                     told = now
                     log.warning("waiting for the cluster", call=name, error=describe_error(error), **self.who())
 
-    def _failed(self, call: Call, error: KafkaException, topic: str = "") -> CallFailed:
-        return self._fail(call, classify(call, error.args[0]), error, topic=topic)
+    def _failed(self, call: Call, error: KafkaException, topic: str = "", where: str = "") -> CallFailed:
+        return self._fail(call, classify(call, error.args[0], topic in self._changelogs), error, where, topic)
 
     def _fail(self, call: Call, action: Action, error: BaseException, where: str = "", topic: str = "") -> CallFailed:
         """Moves the machine to where the action leaves it; returns the exception to raise."""
@@ -520,10 +522,13 @@ class TransactionalProducer:
             self._machine.fire(Event.FAIL)
             action = Action.REBUILD
         self._spent = self._spent or f"failure: {call} raised"
-        topic = topic or where.rsplit("[", 1)[0]
         group: str = self._settings.get("group.id", "")
         right = denied(error, group=group, transactional_id=self.transactional_id, topic=topic)
-        failure = CallFailed(call, action, error, right or missing(error, topic))
+        known = missing(error, topic)
+        if topic in self._changelogs:
+            refuses = ": its settings, or the brokers', refuse a record of the state"
+            known = f"the changelog {topic} cannot be written{refuses if action is Action.MISCONFIGURED else ''}"
+        failure = CallFailed(call, action, error, right or known)
         if where:
             failure.args = (f"{failure} at {where}",)
         return failure

@@ -22,6 +22,7 @@ class Step(Enum):
     ASK_OWNER = "whose the transactional.id is: a newer instance's, and this one stops, or still ours"
     REPLACE = "a new producer, whose init ends what was open"
     RESOLVE = "the group's stable committed offsets tell how the transaction ended; the consumer goes back behind them"
+    LOOK = "the cluster tells whether a topic was deleted or recreated: then the session stops"
     REJOIN = "a new consumer joins the group and begins at what is committed; the producer is new as well"
 
 
@@ -30,6 +31,7 @@ PLAN: Mapping[Action, tuple[Step, ...]] = {
     Action.ABORT: (Step.ABORT, Step.REWIND),
     Action.POISON: (Step.ABORT, Step.REWIND, Step.ISOLATE),
     Action.REBUILD: (Step.REPLACE, Step.RESOLVE),
+    Action.LOOK: (Step.LOOK, Step.REPLACE, Step.RESOLVE),
     Action.SETTLE: (Step.ASK_OWNER, Step.REPLACE, Step.RESOLVE),
     Action.REJOIN: (Step.ASK_OWNER, Step.REJOIN),
     Action.INTERRUPTED: (Step.REJOIN,),

@@ -35,6 +35,7 @@ class Recovery:
             Step.ISOLATE: self._isolate,
             Step.ASK_OWNER: self._ask_owner,
             Step.REPLACE: self._replace,
+            Step.LOOK: self._look,
             Step.RESOLVE: self._resolve,
             Step.REJOIN: self._rejoin,
         }
@@ -73,6 +74,9 @@ class Recovery:
 
     def _ask_owner(self, trouble: Trouble) -> None:
         trouble.owner = self._claim.settle(self._lanes.turn, str(trouble.failure)).value
+
+    def _look(self, trouble: Trouble) -> None:
+        self._intake.membership.look_for_topics()
 
     def _replace(self, trouble: Trouble) -> None:
         self._count_rebuild(trouble)

@@ -43,6 +43,7 @@ class Keeper:
         self._app_id, self._settings, self._world = app.id, settings, world
         self._routes = {route.sources[0]: route for route in app.stateful}
         self._topics = changelog.changelogs_of(app.id, app.stateful)
+        self.topics = frozenset(self._topics.values())
         self._tasks: dict[Partition, Task] = {}  # those that are ready
         self._restoring: dict[str, list[Restoring]] = {source: [] for source in self._routes}
         self._uncommitted: set[Partition] = set()  # of those that are restored: the group has no offset of them

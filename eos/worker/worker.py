@@ -57,6 +57,9 @@ class Worker(Listener):
         if app.stateful:
             from eos.state.keeper import Keeper  # not before: most Apps have none, and start without LMDB
 
+            if "allow.auto.create.topics" not in self.settings.values:
+                # A producer that finds its topic missing would recreate a changelog, without what it held.
+                self.settings = self.settings.with_values(**{"allow.auto.create.topics": False})
             self._keeper = Keeper(app, self.settings, world)
         cells_of = None if self._keeper is None else self._keeper.cells_of
         self._concurrent_most: int = self.settings["eos.async.max.records"]

@@ -11,7 +11,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from kafka import errors as kafka_errors
 
-from eos.errors import CallFailed, NotAuthorised, stop_error
+from eos.errors import Action, CallFailed, NotAuthorised, stop_error
 from eos.kafka import fence as fencing
 from eos.kafka import reset
 from eos.kafka.cluster import ClusterAdmin, OpenProducer
@@ -140,6 +140,42 @@ def test_an_output_that_the_client_knows_to_be_forbidden_is_named() -> None:
     stopped = stop_error(raised.value)
     assert isinstance(stopped, NotAuthorised)
     assert str(stopped).startswith(said("topic out", "WRITE"))
+
+
+@pytest.mark.parametrize(
+    ("code", "action", "sentence"),
+    [
+        (KafkaError._UNKNOWN_PARTITION, Action.LOOK, "the changelog log cannot be written"),
+        (KafkaError.UNKNOWN_TOPIC_OR_PART, Action.LOOK, "the changelog log cannot be written"),
+        (KafkaError.INVALID_RECORD, Action.MISCONFIGURED, "the changelog log cannot be written"),
+        (KafkaError.POLICY_VIOLATION, Action.MISCONFIGURED, "the changelog log cannot be written"),
+        (KafkaError.TOPIC_AUTHORIZATION_FAILED, Action.UNAUTHORISED, said("topic log", "WRITE")),
+        (KafkaError.MSG_SIZE_TOO_LARGE, Action.POISON, "the changelog log cannot be written"),
+    ],
+)
+@pytest.mark.parametrize("call", ["produce", "delivery"])
+def test_changelog_error_is_no_input_records(call: str, code: int, action: Action, sentence: str) -> None:
+    """Only a value that is too large is. An error about an output stays what it was."""
+    transactional = TransactionalProducer(Settings(), "t", changelogs={"log"})
+    raised = KafkaException(KafkaError(code)) if call == "produce" else None
+
+    def produce(*_: object) -> None:
+        if raised is not None:
+            raise raised
+
+    client: Any = SimpleNamespace(
+        producer=SimpleNamespace(produce=produce, flush=lambda _: 0),
+        callback_error=None,
+        delivery_error=None if raised else (KafkaError(code), "log[1]"),
+    )
+    transactional._client = client
+    transactional._machine.fire(Event.INITIALISED)
+    transactional._machine.fire(Event.BEGIN)
+    with pytest.raises(CallFailed) as failed:
+        transactional.send("log", b"value")
+        transactional.flush()
+    assert (failed.value.call, failed.value.action) == (call, action)
+    assert str(failed.value).startswith(sentence)
 
 
 # ---- eos reset ------------------------------------------------------------------------------------------------------

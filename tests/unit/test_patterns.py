@@ -15,7 +15,7 @@ import pytest
 import eos
 import eos.testing
 from eos import App, Out, Record, TransactSession
-from eos.errors import CallFailed, ConfigurationError, NotAuthorised, Unavailable
+from eos.errors import CallFailed, ConfigurationError, InputGone, NotAuthorised, Unavailable
 from eos.kafka.settings import Settings
 from eos.kafka.topic_ids import TopicIds
 from eos.kafka.world import REAL, World
@@ -294,7 +294,31 @@ def test_a_topic_that_was_taken_in_is_looked_at_whether_it_is_made_anew() -> Non
     watch.watch(["in", "new"])
     assert watch._look(admin) is None
     ids["new"] = "2"
-    assert "topic new was deleted and made anew" in str(watch._look(admin))
+    assert "topic new was deleted and recreated" in str(watch._look(admin))
+
+
+def test_missing_changelog_is_gone_after_a_moment() -> None:
+    """A broker that has just started may not know it, and one that may not be seen is not missing."""
+    ids, clock, unknown = {"in": "1", "log": "1"}, SimpleNamespace(now=0.0), {"log"}
+    admin: Any = SimpleNamespace(topic_ids=lambda topics: ids, missing_topics=lambda topics: unknown & set(topics))
+    world = World(
+        now=lambda: clock.now,
+        sleep=lambda seconds: vars(clock).update(now=clock.now + seconds),
+        admin=lambda settings, timeout_ms: contextlib.nullcontext(admin),
+    )
+    watch = TopicIds(Settings({}), ["in"], lambda gone: None, world, changelogs=["log"])
+    watch.note(admin)
+    ids = {}
+    unknown = set()
+    watch.look_now()
+    unknown = {"log"}
+    assert watch._look(admin) is None
+    with pytest.raises(InputGone, match=r"the changelog log was deleted while this worker ran: .*--accept-changelog"):
+        watch.look_now()
+    assert 4 < clock.now < 6
+    ids = {"log": "2"}
+    with pytest.raises(InputGone, match="the changelog log was deleted and recreated"):
+        watch.look_now()
 
 
 # ---- the session -----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ STEPS = {
     Action.ABORT: "abort rewind",
     Action.POISON: "abort rewind isolate",
     Action.REBUILD: "replace resolve",
+    Action.LOOK: "look replace resolve",
     Action.SETTLE: "ask_owner replace resolve",
     Action.REJOIN: "ask_owner rejoin",
     Action.INTERRUPTED: "rejoin",

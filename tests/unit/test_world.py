@@ -16,6 +16,7 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 import eos
 from eos import Transaction, TransactSession
+from eos.errors import InputGone
 from eos.kafka.ownership import Described
 from eos.kafka.watchdog import Job
 from eos.kafka.world import World
@@ -93,6 +94,7 @@ class Script:
             members=lambda group: [],
             committed_metadata=lambda group: [],
             remove_member=lambda group, member: None,
+            topic_ids=lambda topics: dict.fromkeys(topics, "id"),
         )
         self.world = World(
             consumer=lambda configuration: ScriptedConsumer(self),  # type: ignore[arg-type, return-value]
@@ -236,6 +238,8 @@ class ScriptedProducer:
         self.sent, self.offset = [], None
 
     def produce(self, topic: str, value: bytes, *others: object) -> None:
+        if topic == "changelog":
+            self.script.call("changelog")
         self.sent.append(value)
 
     def flush(self, timeout_s: float) -> int:
@@ -265,10 +269,11 @@ ALL = [b"%d" % number for number in range(10)]
 class Follows:
     """A participant that notes what it is told; it is ready for a partition when it is asked for the third time."""
 
-    pipelines = True
+    pipelines, topics = True, ("changelog",)
 
     def __init__(self) -> None:
         self.told: list[str] = []
+        self.sends = False
         self._asked = 0
 
     def forget(self, gone: Collection[tuple[str, int]]) -> None:
@@ -287,7 +292,9 @@ class Follows:
     def writes(self) -> Collection[tuple[str, int]]:
         return ()
 
-    def last_sends(self, send: Callable[..., None], partitions: Collection[tuple[str, int]]) -> None: ...
+    def last_sends(self, send: Callable[..., None], partitions: Collection[tuple[str, int]]) -> None:
+        if self.sends:
+            send("changelog", b"state", b"key", 0, 0)
 
     def beside(self, partition: tuple[str, int]) -> Mapping[str, object]:
         self.told.append("beside")
@@ -376,6 +383,24 @@ def test_what_another_member_committed_is_not_taken_for_ours() -> None:
     copied(script)
     assert script.outcomes == ["unknown", "committed"]
     assert script.follows.told == ["restore 0", "beside", "undone", "beside", "committed"]
+
+
+@pytest.mark.parametrize("recreated", [False, True])
+def test_changelog_error_is_looked_into_and_not_handed_to_a_policy(recreated: bool) -> None:
+    """Its client's metadata may be old, which a new one cures; a topic that was recreated stops the session."""
+    script = Script()
+    script.follows.sends = True
+    script.fails["changelog"] = KafkaError(KafkaError._UNKNOWN_PARTITION), False
+    if recreated:
+        script.when["changelog"] = lambda: vars(script.admin).update(topic_ids=lambda _: {"changelog": "another id"})
+        with pytest.raises(InputGone, match="the changelog changelog was deleted and recreated"):
+            copied(script)
+        assert script.visible == []
+        return
+    session = copied(script)
+    assert [value for value in script.visible if value != b"state"] == ALL
+    assert (session.counters.rebuilds, session.counters.aborts) == (1, 0)
+    assert script.outcomes == ["aborted", "committed", "committed"]
 
 
 def test_of_two_under_way_the_second_is_given_up_whatever_became_of_the_first() -> None:
