@@ -37,7 +37,7 @@ from tests.containers.matrix.faults import (
     Faults,
 )
 from tests.containers.matrix.stage_worker import Orders
-from tests.containers.matrix.transaction_log import Written, read_transaction_log
+from tests.containers.matrix.transaction_log import Written, fenced_state, read_transaction_log
 from tests.support.pipeline import CommitWatcher, WorkerProcess, counts_of
 from tests.support.reading import TooSlow, wait_until
 
@@ -515,6 +515,8 @@ class Run:
         )
         if self._cell.stages > 1:
             report = Report((*report.verdicts, self._middle_offsets()))
+        if self._cell.state:
+            report = Report((*report.verdicts, fenced_state(self._transaction_log())))
         explanation = ""
         if not report.ok:
             explanation = self._explain(inputs, outputs, seen, series, report)

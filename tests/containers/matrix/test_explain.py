@@ -13,7 +13,7 @@ from eos.testing.checker import CommitSeries, Inputs, Outputs, check
 from tests.containers.matrix.explain import count_in_transaction, explain
 from tests.containers.matrix.faults import Fault
 from tests.containers.matrix.stage_worker import ENTRY, STEPS
-from tests.containers.matrix.transaction_log import Written, decode
+from tests.containers.matrix.transaction_log import Written, decode, fenced_state
 
 KEY = struct.pack(">hh", 0, 5) + b"g-one"
 T0_MS = 1_795_000_000_000
@@ -41,6 +41,17 @@ def test_both_versions_of_a_coordinators_record_are_read(version: int) -> None:
 def test_a_transactional_id_without_a_transaction_has_no_partitions() -> None:
     empty = struct.pack(">hqhibBqqB", 1, 1001, 0, 10_000, 0, 0, T0_MS, -1, 0)
     assert decode(KEY, empty, "there") == Written(T0_MS, "g-one", 1001, 0, "Empty", -1, (), "there")
+
+
+def test_state_without_offsets_in_its_transaction_is_a_violation() -> None:
+    def committed(*partitions: str, state: str = "PrepareCommit") -> Written:
+        return Written(T0_MS, "g-one", 1001, 7, state, T0_MS, partitions, "there")
+
+    offsets, state = "__consumer_offsets[3]", "g-count-changelog[1]"
+    good = [committed("out[0]", offsets, state), committed("out[0]"), committed(state, state="PrepareAbort")]
+    assert (fenced_state(good).holds, fenced_state(good).examined) == (True, 1)
+    assert not fenced_state([*good, committed("out[0]", state)]).holds
+    assert not fenced_state([committed("out[0]", offsets)]).holds, "what examines nothing shows nothing"
 
 
 def test_a_version_that_nobody_here_knows_is_not_guessed() -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from eos.testing.checker import Verdict, verdict
 from eos.testing.history import read_topic
 
 TOPIC = "__transaction_state"
@@ -56,6 +58,25 @@ def read_transaction_log(servers: str) -> list[Written]:
         if key is not None and value is not None:
             found.append(decode(key, value, f"{TOPIC}[{log.partition[row]}]@{log.offset[row]}"))
     return sorted(found, key=lambda written: written.at_ms)
+
+
+def fenced_state(log: Sequence[Written]) -> Verdict:
+    """Judge that every committed transaction that wrote to a changelog committed offsets too: only then the group
+    refused it if another member owned the partition."""
+    wrote = [
+        written for written in log if written.state == "PrepareCommit" and any(map(_is_changelog, written.partitions))
+    ]
+    examples = [str(written) for written in wrote if not any(map(_is_offsets, written.partitions))]
+    what, good = "committed transactions with state", "each committed offsets"
+    return verdict("fenced_state", len(wrote), what, len(examples), examples, good)
+
+
+def _is_changelog(partition: str) -> bool:
+    return partition.rpartition("[")[0].endswith("-changelog")
+
+
+def _is_offsets(partition: str) -> bool:
+    return partition.startswith("__consumer_offsets[")
 
 
 def decode(key: bytes, value: bytes, where: str) -> Written:
