@@ -97,7 +97,7 @@ def write(settings: Settings, group: str, partitions: Collection[Partition], wor
     if not count:
         brokers = len(facts.metadata(client, settings.bootstrap_servers, _ASK_S).brokers)
         facts.create_topics(settings, {topic: PARTITIONS}, brokers, config=CONFIG, world=world)
-        count = facts.describe_topic(client, topic).partitions
+        count = facts.describe_topic(client, topic).partitions or PARTITIONS  # a broker may not know of it yet
     failed: list[KafkaError] = []
 
     def delivered(error: KafkaError | None, _: Message) -> None:

@@ -33,6 +33,7 @@ from eos.state.values import InMemory, Values
 Partition = tuple[str, int]
 _ASK_S = 10.0
 _CLEAN_UP_S = 600.0
+_AGAIN_S = 0.2
 _CHECKED_S = 10.0  # a check of the changelogs is good for this long
 
 
@@ -59,7 +60,16 @@ class Keeper:
     def prepare(self) -> None:
         """Before the start: the changelogs are there. Raises ConfigurationError, NotAuthorised, Unavailable."""
         self._check_folder()
-        self._require()
+        deadline = self._world.now() + self._settings["eos.startup.timeout.ms"] / 1000
+        while True:
+            try:
+                self._require()
+                return
+            except Unavailable as error:  # a cluster that has just started has no coordinators yet
+                if self._world.now() >= deadline:
+                    raise
+                log.debug("changelogs not checked", error=str(error))
+                self._world.sleep(_AGAIN_S)
 
     def _require(self) -> None:
         routes = list(self._routes.values())

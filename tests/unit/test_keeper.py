@@ -625,6 +625,16 @@ def test_a_folder_that_cannot_be_is_said_before_the_first_record(tmp_path: Path)
         folders.check_folder(tmp_path / "file" / "x")
 
 
+def test_keeper_waits_for_the_coordinator_of_a_new_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Exception | None] = [Unavailable("NotCoordinatorError"), None]
+    monkeypatch.setattr(Keeper, "_require", lambda _: _raised(answers.pop(0)))
+    Keeper(app_of(), SETTINGS).prepare()
+    assert answers == []
+    answers += [Unavailable("NotCoordinatorError")] * 20
+    with pytest.raises(Unavailable, match="NotCoordinatorError"):
+        Keeper(app_of(), Settings({"eos.state.dir": "", "eos.startup.timeout.ms": "1000"})).prepare()
+
+
 def test_where_the_usual_folder_cannot_be_values_are_in_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
