@@ -2,7 +2,7 @@
 
 Owns which files are sent with the query, and what an executor's failure to import is called. It must never send what
 is installed (site-packages, the standard library): compiled packages cannot be sent so, and the executors' Python must
-have msgspec, pyarrow and kafka-python.
+have msgspec, sortedcontainers, pyarrow and kafka-python.
 """
 
 from __future__ import annotations

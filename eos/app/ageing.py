@@ -13,7 +13,8 @@ from datetime import timedelta
 from typing import Final
 
 from eos.app.cells import store_of
-from eos.app.state import Cells, Span, Store
+from eos.app.layers import Bounds, Span, Value
+from eos.app.state import Cells, Store
 from eos.errors import ConfigurationError
 
 TimeToLive = timedelta | Mapping[str, timedelta]
@@ -74,14 +75,21 @@ class Aged:
         value, ttl_ms = self._below.get(cell), self._ttls.get(store_of(cell))
         return value if value is None or ttl_ms is None else living(value, ttl_ms, self._now_ms)
 
-    def put(self, cell: bytes, value: bytes | None) -> None:
+    def put(self, cell: bytes, value: Value) -> None:
         if value is not None and store_of(cell) in self._ttls:
             value = stamped(self._now_ms, value)
         self._below.put(cell, value)
 
-    def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
+    def write(self, row: bytes, changes: Mapping[bytes, Value], bounds: Bounds | None) -> None:
+        if store_of(row) in self._ttls:
+            changes = {f: None if value is None else stamped(self._now_ms, value) for f, value in changes.items()}
+        self._below.write(row, changes, bounds)
+
+    def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, Value]]:
         found, ttl_ms = self._below.scan(row, span), self._ttls.get(store_of(row))
         if ttl_ms is None:
             return found
-        ages = ((field, living(value, ttl_ms, self._now_ms)) for field, value in found)
-        return ((field, value) for field, value in ages if value is not None)
+        return ((field, value and living(value, ttl_ms, self._now_ms)) for field, value in found)
+
+    def bounds(self, row: bytes) -> Bounds | None:
+        return self._below.bounds(row)

@@ -19,6 +19,7 @@ from typing import Any, cast
 from eos import hotloop
 from eos.app import concurrent
 from eos.app.ageing import ttls_of
+from eos.app.layers import Layer
 from eos.app.policies import Policy, stop
 from eos.app.results import Hints, Normalise, encoded, normaliser, out_converter, target_of
 from eos.app.serde import (
@@ -31,7 +32,7 @@ from eos.app.serde import (
     without_none,
 )
 from eos.app.state import Store
-from eos.app.stores import CellsOf, Finish, Kept, Stores
+from eos.app.stores import CellsOf, Finish, Stores
 from eos.errors import ConfigurationError, IllegalState
 from eos.hotloop.python import Target
 from eos.records import Each, Fed, Feed, Out, Record, Send, Sink
@@ -356,17 +357,18 @@ def _compile_keyed(
     def made(record: Record, result: Any) -> Sequence[Send]:
         return normalise(record, result if finish is None else finish(result))
 
-    async def one(record: Record, before: Kept | None, now: int) -> tuple[Any, Kept]:
-        return await run(record, record if decode is None else decode(record.value), made, before, now)
+    async def one(record: Record, seen: Layer, now: int) -> tuple[Any, list[Any]]:
+        return await run(record, record if decode is None else decode(record.value), made, seen, now)
 
     async def chain(records: list[Record], known: dict[int, concurrent.Outcome], times: Mapping[int, int]) -> None:
-        before: Kept | None = None
+        seen = Layer(stores.task_of(records[0]))
         for record in records:
+            now = times.get(id(record), 0)
             if id(record) not in known:
-                known[id(record)] = await concurrent.outcome_of(one(record, before, times.get(id(record), 0)))
+                known[id(record)] = await concurrent.outcome_of(one(record, seen, now))
             if isinstance(outcome := known[id(record)], Exception):
                 return
-            _, before = outcome
+            stores.write(outcome[1], seen, now)
 
     def each(records: list[Record]) -> Iterator[Sequence[Send]]:
         wanted = set(map(id, records))
@@ -396,10 +398,11 @@ def _compile_keyed(
                 if later:
                     ahead[:] = [(other, known[id(other)], times.get(id(other), 0)) for other in later]
                 raise outcome
-            sends, kept = outcome
-            kept.settle()
+            sends, held = outcome
+            task = stores.task_of(record)
+            stores.write(held, task, times.get(id(record), 0))
             if times:
-                stores.task_of(record).time_ms = times[id(record)]
+                task.time_ms = times[id(record)]
             yield sends
 
     def outputs(record: Record) -> Sequence[Send]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar, overload
 
 from eos.app.cells import begin_of, named
+from eos.app.layers import AFTER_FIELDS, Below, Bounds, Overlay, Span, Value
 from eos.app.serde import DecodeError, annotation_name, codec, encode
 from eos.errors import ConfigurationError, IllegalState
 
@@ -25,9 +26,6 @@ T = TypeVar("T")
 D = TypeVar("D")
 K = TypeVar("K", str, bytes, int)
 V = TypeVar("V")
-X = TypeVar("X")
-Change = tuple[bytes, bytes | None]
-"""A cell, and the value's bytes; None: there is none any more."""
 Offer = tuple[Any, bytes | None]
 """A default that was given, and what tells whether it was changed since."""
 
@@ -45,18 +43,20 @@ class _Mark:
 
 
 _UNREAD, _ABSENT = _Mark("UNREAD"), _Mark("ABSENT")
+_NOWHERE: Final = (_ABSENT, None)  # a value that is not there, and its bytes
 
 
-class Cells(Protocol):
+class Cells(Below, Protocol):
     """Values of one task (a function and a partition), as the open transaction sees them."""
 
-    def get(self, cell: bytes) -> bytes | None: ...
+    def put(self, cell: bytes, value: Value) -> None:
+        """Change a cell that is not read in order."""
 
-    def put(self, cell: bytes, value: bytes | None) -> None:
-        """None: there is no value any more."""
+    def write(self, row: bytes, changes: Mapping[bytes, Value], bounds: Bounds | None) -> None:
+        """Change fields of a row. `bounds`: the row's with these changes; None: the writer does not know them."""
 
-    def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
-        """Fields and values in the order of the fields; what is put meanwhile may be missing."""
+    def bounds(self, row: bytes) -> Bounds | None:
+        """Return the row's bounds; None: nothing is known."""
 
 
 class TaskCells(Cells, Protocol):
@@ -67,17 +67,6 @@ class TaskCells(Cells, Protocol):
 
     def at(self, timestamp_ms: int) -> int:
         """What that is with one more record, of which the timestamp may be unknown (-1)."""
-
-
-class Span(NamedTuple):
-    """Fields from `start` on, before `stop` if there is one; `back`: from the end."""
-
-    start: bytes = b""
-    stop: bytes | None = None
-    back: bool = False
-
-    def __contains__(self, field: object) -> bool:
-        return isinstance(field, bytes) and self.start <= field and (self.stop is None or field < self.stop)
 
 
 class Store(NamedTuple):
@@ -127,8 +116,12 @@ class _Held:
     def _leave(self) -> None:
         self._cells = None
 
-    def _changes(self) -> Iterable[Change]:
-        """What is another value than before. Raises TypeError for what cannot be kept."""
+    def _encode(self) -> None:
+        """Encode what the function left. Raises TypeError for a value that cannot be kept."""
+        raise NotImplementedError
+
+    def _write(self, cells: Cells) -> None:
+        """Write there what `_encode` found to be another value than before."""
         raise NotImplementedError
 
     def _open(self) -> Cells:
@@ -185,7 +178,7 @@ class State(_Held, Generic[T]):
     and str are kept as they are. Do not keep the object: it raises IllegalState once its function has returned.
     """
 
-    __slots__ = ("_before", "_offered", "_value")
+    __slots__ = ("_after", "_before", "_offered", "_value")
 
     _deleting = "delete()"
 
@@ -230,14 +223,15 @@ class State(_Held, Generic[T]):
         self._open()
         self._value, self._offered = _ABSENT, None
 
-    def _changes(self) -> Iterable[Change]:
+    def _encode(self) -> None:
         value = self._value
         if self._offered:
             value = _changed_one(self._compiled.store, self._offered, value)
-        if value is _UNREAD:
-            return ()
-        after = self._encoded(value, self._before)
-        return () if after == self._before else ((self._row, after),)
+        self._after: Any = _UNREAD if value is _UNREAD else self._encoded(value, self._before)
+
+    def _write(self, cells: Cells) -> None:
+        if self._after != self._before:
+            cells.put(self._row, self._after)
 
 
 class MapState(_Held, MutableMapping[K, V]):
@@ -247,28 +241,35 @@ class MapState(_Held, MutableMapping[K, V]):
     default too. Do not keep the object: it raises IllegalState once its function has returned.
     """
 
-    __slots__ = ("_offered", "_own", "_seen")
+    __slots__ = ("_bounds", "_changed", "_offered", "_own", "_seen")
 
     _deleting = "`del` of its key"
 
     def __init__(self, compiled: CompiledStore, cells: Cells, rest: bytes) -> None:
-        super().__init__(compiled, cells, rest)
-        # field -> the value and its bytes before, or _ABSENT and None, or _UNREAD
-        self._seen: dict[bytes, tuple[Any, Any]] = {}
-        self._own: dict[bytes, Any] = {}  # field -> what the function set, or _ABSENT
+        self._compiled, self._cells, self._row = compiled, cells, compiled.begin + rest
+        # field -> the value and its bytes below, or _NOWHERE
+        self._seen: dict[bytes, tuple[Any, bytes | None]] = {}
+        self._own: Overlay[Any] = Overlay()  # field -> what the function set, or _ABSENT
         self._offered: dict[bytes, list[Offer]] = {}
+        self._bounds: Bounds | None = None  # once it was read in order
+
+    def _below(self, field: bytes) -> tuple[Any, bytes | None]:
+        if field not in self._seen:
+            kept = self._open().get(self._row + field)
+            self._seen[field] = _NOWHERE if kept is None else self._read(kept)
+        return self._seen[field]
 
     def _value(self, field: bytes) -> Any:
         """Or _ABSENT."""
-        cells = self._open()
+        self._open()
         if field in self._offered:
             self._take_changed_default(field)
-        if field in self._own:
-            return self._own[field]
-        if field not in self._seen:
-            kept = cells.get(self._row + field)
-            self._seen[field] = (_ABSENT, None) if kept is None else self._read(kept)
-        return self._seen[field][0]
+        return self._own[field] if field in self._own else self._below(field)[0]
+
+    def _set(self, field: bytes, value: Any) -> None:
+        self._own.put(field, value)
+        if self._bounds is not None:
+            self._bounds = self._bounds.set(field)
 
     def __getitem__(self, key: K) -> V:
         value = self._value(self._compiled.field(key))
@@ -294,37 +295,63 @@ class MapState(_Held, MutableMapping[K, V]):
         self._settable(value)
         field = self._compiled.field(key)
         self._offered.pop(field, None)
-        self._own[field] = value
+        self._set(field, value)
 
     def __delitem__(self, key: K) -> None:
-        if key not in self:
-            raise KeyError(key)
         field = self._compiled.field(key)
+        if self._value(field) is _ABSENT:
+            raise KeyError(key)
         self._offered.pop(field, None)
-        self._own[field] = _ABSENT
+        if self._below(field) is _NOWHERE:
+            self._own.drop(field)
+        else:
+            self._own.put(field, _ABSENT)
+        if self._bounds is not None:
+            self._bounds = self._bounds.deleted(field)
 
     def range(self, start: K | None = None, stop: K | None = None, *, reverse: bool = False) -> Iterator[tuple[K, V]]:
         """Keys from `start` on and before `stop`, with their values, in order; all of them without either. What is set
         or deleted while it runs may or may not be met."""
-        cells = self._open()
-        self._take_changed_defaults()
         field_of = self._compiled.field
-        span = Span(b"" if start is None else field_of(start), None if stop is None else field_of(stop), reverse)
-        own = {field: None if value is _ABSENT else field for field, value in self._own.items()}
-        found = overlaid(cells.scan(self._row, span), own, span)
-        while True:
-            self._open()  # before the cells are read: after the function they may be another transaction's
-            if (entry := next(found, None)) is None:
-                return
-            field, kept = entry
-            if field not in self._own and field not in self._seen:
+        return self._entries(
+            b"" if start is None else field_of(start), None if stop is None else field_of(stop), reverse
+        )
+
+    def _entries(self, start: bytes, stop: bytes | None, back: bool) -> Iterator[tuple[K, Any]]:
+        cells, own, seen, unfield = self._open(), self._own, self._seen, self._compiled.unfield
+        if self._offered:
+            self._take_changed_defaults()
+        if self._bounds is None:
+            self._bounds = self._read_bounds(cells)
+        bounds = self._bounds
+        start, stop = max(start, bounds.low), min(stop or AFTER_FIELDS, bounds.high)
+        if start >= stop:
+            return
+        passed = stop if back else start
+        for field, kept in own.over(cells.scan(self._row, Span(start, stop, back)), b"", Span(start, stop, back)):
+            if field in own:
+                value = own[field]
+            elif field in seen:
+                value = seen[field][0]
+            elif kept is None:
+                value = _ABSENT
+            else:
                 value, before = self._read(kept)
                 if type(value) not in _FIXED:
-                    self._seen[field] = value, before
-            else:
-                value = self._value(field)
+                    seen[field] = value, before
+            after = field + b"\0"
+            self._bounds = self._bounds.met(passed, after if (value is _ABSENT) is not back else field, back)
+            passed = field if back else after
             if value is not _ABSENT:
-                yield self._compiled.unfield(field), value
+                yield unfield(field), value
+                self._open()  # before the cells are read: after the function they may be another transaction's
+        self._bounds = self._bounds.ended(passed, start if back else stop, back)
+
+    def _read_bounds(self, cells: Cells) -> Bounds:
+        bounds = cells.bounds(self._row) or Bounds()
+        for field, value in self._own.items():
+            bounds = bounds if value is _ABSENT else bounds.set(field)
+        return bounds
 
     def __iter__(self) -> Iterator[K]:
         return (key for key, _ in self.range())
@@ -334,7 +361,7 @@ class MapState(_Held, MutableMapping[K, V]):
         return sum(1 for _ in self.range())
 
     def clear(self) -> None:
-        for key in list(self):
+        for key in self:
             del self[key]
 
     def _take_changed_defaults(self) -> None:
@@ -342,23 +369,28 @@ class MapState(_Held, MutableMapping[K, V]):
             self._take_changed_default(field)
 
     def _take_changed_default(self, field: bytes) -> None:
-        """Sets the default of this field that was changed in place, if one was."""
+        """Set the default of this field that was changed in place, if one was."""
         offered, before = self._offered[field], self._own.get(field, _ABSENT)
         if (value := _changed_one(self._compiled.store, offered, before)) is not before:
-            self._own[field] = value
+            self._set(field, value)
         if not offered:
             del self._offered[field]
 
-    def _changes(self) -> Iterable[Change]:
+    def _encode(self) -> None:
         self._take_changed_defaults()
-        now = {field: value for field, (value, _) in self._seen.items() if value is not _ABSENT} | self._own
-        changes = []
+        now = {field: value for field, (value, _) in self._seen.items() if type(value) not in _FIXED} | self._own
+        self._changed: dict[bytes, bytes | None] = {}
         for field, value in now.items():
+            if value is _ABSENT and field not in self._own:
+                continue
             before = self._seen.get(field, (None, _UNREAD))[1]
             after = self._encoded(value, before)
             if after != before or (self._compiled.renews and field in self._own and after is not None):
-                changes.append((self._row + field, after))
-        return changes
+                self._changed[field] = after
+
+    def _write(self, cells: Cells) -> None:
+        if self._changed or self._bounds is not None:
+            cells.write(self._row, self._changed, self._bounds)
 
 
 class ListState(_Held, Generic[T]):
@@ -367,18 +399,14 @@ class ListState(_Held, Generic[T]):
     IllegalState once its function has returned.
     """
 
-    __slots__ = ("_map", "_next")
+    __slots__ = ("_map",)
 
     def __init__(self, compiled: CompiledStore, cells: Cells, rest: bytes) -> None:
         super().__init__(compiled, cells, rest)
         self._map = _Numbered(compiled, cells, rest)
-        self._next: int | None = None
 
     def append(self, value: T) -> None:
-        if self._next is None:
-            self._next = 1 + next((number for number, _ in self._map.range(reverse=True)), -1)
-        self._map[self._next] = value
-        self._next += 1
+        self._map.append(value)
 
     def extend(self, values: Iterable[T]) -> None:
         for value in values:
@@ -408,30 +436,29 @@ class ListState(_Held, Generic[T]):
     def _leave(self) -> None:
         self._map._leave()
 
-    def _changes(self) -> Iterable[Change]:
-        return self._map._changes()
+    def _encode(self) -> None:
+        self._map._encode()
+
+    def _write(self, cells: Cells) -> None:
+        self._map._write(cells)
 
 
 class _Numbered(MapState[int, Any]):
     __slots__ = ()
     _deleting = "popleft() or clear()"
 
-
-def overlaid(below: Iterator[tuple[bytes, X]], own: Mapping[bytes, X | None], span: Span) -> Iterator[tuple[bytes, X]]:
-    """What is below, with `own` in place of it; None of those is none. Both in the order of the span."""
-    mine = sorted((field for field in own if field in span), reverse=span.back)
-    at = 0
-    for field, value in below:
-        while at < len(mine) and (mine[at] > field if span.back else mine[at] < field):
-            if (found := own[mine[at]]) is not None:
-                yield mine[at], found
-            at += 1
-        if at < len(mine) and mine[at] == field:
-            continue  # the next turn gives it, or it is none
-        yield field, value
-    for field in mine[at:]:
-        if (found := own[field]) is not None:
-            yield field, found
+    def append(self, value: Any) -> None:
+        """Set the value after the last one."""
+        cells = self._open()
+        self._settable(value)
+        if self._bounds is None:
+            self._bounds = self._read_bounds(cells)
+        if self._bounds.high == AFTER_FIELDS:
+            next(self._entries(b"", None, back=True), None)
+        high = self._bounds.high  # the last number, with a zero byte; a number that is free again; nothing
+        field = self._compiled.field(self._compiled.unfield(high[:8]) + len(high) - 8 if high else 0)
+        self._seen.setdefault(field, _NOWHERE)
+        self._set(field, value)
 
 
 # ---- a map's own keys ------------------------------------------------------------------------------------------------

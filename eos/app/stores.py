@@ -15,19 +15,17 @@ from typing import Any, Final
 
 from eos.app.ageing import Aged, ttls_of
 from eos.app.cells import rest_of
+from eos.app.layers import Layer
 from eos.app.serde import annotation_name, decoder, function_name, resolved
 from eos.app.state import (
     FIELDS,
     Cells,
-    Change,
     CompiledStore,
     ListState,
     MapState,
-    Span,
     State,
     Store,
     TaskCells,
-    overlaid,
 )
 from eos.errors import ConfigurationError, IllegalState
 from eos.records import Record
@@ -36,6 +34,8 @@ CellsOf = Callable[[Record], TaskCells]
 """The cells of the record's task."""
 Finish = Callable[[Record, Any], Any]
 """Makes outputs of what a function gave for a record; what it raises is the function's failure."""
+_Written = tuple[Record, int, list[Any]]
+"""States with what a function left in them, a record of their key, and the time of the task at that record."""
 
 _KINDS: Final = (State, MapState, ListState)
 _MAPPINGS: Final = (dict, collections.abc.Mapping)
@@ -170,16 +170,15 @@ class Stores:
             held = []
             for kind, compiled in kinds:  # a comprehension would be a call for each record
                 held.append(kind(compiled, cells, rest))
-            changes: list[Change] = []
             try:
                 outputs = finish(record, function(given, *held))
                 for one in held:
-                    changes += one._changes()
+                    one._encode()
             finally:
                 for one in held:
                     one._leave()
-            for cell, value in changes:
-                cells.put(cell, value)
+            for one in held:
+                one._write(cells)
             if ttls:
                 task.time_ms = now
             return outputs
@@ -192,19 +191,19 @@ class Stores:
 
         def run(records: list[Record], finish: Callable[[Any], list[Any]]) -> list[Any]:
             outputs: list[Any] = []
-            of_partition: dict[int, tuple[Kept, list[Record]]] = {}
+            written: list[_Written] = []
+            of_partition: dict[int, list[Record]] = {}
             for record in records:
-                if record.partition not in of_partition:
-                    of_partition[record.partition] = Kept(self.task_of(record), {}), []
-                of_partition[record.partition][1].append(record)
+                of_partition.setdefault(record.partition, []).append(record)
             times = self.times_of(records)
-            for kept, few in of_partition.values():
-                for cut in cuts(few, times):
-                    outputs += self._one_call(function, cut, finish, kept, times)
-            for kept, few in of_partition.values():
-                kept.settle()
-                if times:
-                    self.task_of(few[-1]).time_ms = times[id(few[-1])]
+            for few in of_partition.values():
+                seen = Layer(self.task_of(few[0]))  # later calls see what earlier ones changed
+                for part in cuts(few, times):
+                    outputs += self._one_call(function, part, finish, seen, times, written)
+            for record, now, held in written:
+                self.write(held, self.task_of(record), now)
+            for few in of_partition.values() if times else ():
+                self.task_of(few[-1]).time_ms = times[id(few[-1])]
             return outputs
 
         return run
@@ -214,70 +213,55 @@ class Stores:
         function: Callable[..., Any],
         records: list[Record],
         finish: Callable[[Any], list[Any]],
-        kept: Kept,
+        seen: Layer,
         times: Mapping[int, int],
+        written: list[_Written],
     ) -> list[Any]:
-        """Call the function with records of which each key has one time, and put what it changed into `kept`."""
+        """Call the function with records of which each key has one time, and write what it changed into `seen`."""
         of_key = {record.key: record for record in records}
-        cells = {
-            key: (self._aged(kept, times.get(id(record), 0)), self._place(record)[1]) for key, record in of_key.items()
-        }
-        held: list[dict[bytes | None, Any]] = [
-            {key: kind(compiled, *where) for key, where in cells.items()} for kind, compiled in self._kinds
+        rests = {key: self._place(record)[1] for key, record in of_key.items()}
+        nows = {key: times.get(id(record), 0) for key, record in of_key.items()}
+        cells = {key: self._aged(seen, now) for key, now in nows.items()}
+        by_store: list[dict[bytes | None, Any]] = [
+            {key: kind(compiled, cells[key], rest) for key, rest in rests.items()} for kind, compiled in self._kinds
         ]
-        every = [(cells[key][0], one) for by_key in held for key, one in by_key.items()]
+        every = [(key, one) for by_key in by_store for key, one in by_key.items()]
         try:
-            outputs = finish(function(records, *map(dict, held)))
-            changed = [(seen, one._changes()) for seen, one in every]
+            outputs = finish(function(records, *map(dict, by_store)))
+            for _, one in every:
+                one._encode()
         finally:
             for _, one in every:
                 one._leave()
-        for seen, changes in changed:
-            for cell, value in changes:
-                seen.put(cell, value)
+        for key, one in every:
+            if times:
+                one._write(cells[key])
+            written.append((of_key[key], nows[key], [one]))
         return outputs
 
     def concurrent(
         self, function: Callable[..., Awaitable[Any]]
-    ) -> Callable[[Record, Any, Finish, Kept | None, int], Awaitable[tuple[Any, Kept]]]:
-        """Calls an async function of one record, at a time of its task. What it changed is not put, but returned
-        beside its outputs; it is told what the records of its key before it changed, and have not put either."""
+    ) -> Callable[[Record, Any, Finish, Layer, int], Awaitable[tuple[Any, list[Any]]]]:
+        """Call an async function of one record, at a time of its task. What it changed is not written, but returned
+        with its outputs. `seen`: the cells with the changes of its key's records before it."""
 
-        async def run(record: Record, given: Any, finish: Finish, before: Kept | None, now: int) -> tuple[Any, Kept]:
-            task, rest = self._place(record)
-            kept = Kept(task, {} if before is None else dict(before.own))
-            seen = self._aged(kept, now)
-            held = [kind(compiled, seen, rest) for kind, compiled in self._kinds]
+        async def run(record: Record, given: Any, finish: Finish, seen: Layer, now: int) -> tuple[Any, list[Any]]:
+            _, rest = self._place(record)
+            cells = self._aged(seen, now)
+            held = [kind(compiled, cells, rest) for kind, compiled in self._kinds]
             try:
                 outputs = finish(record, await function(given, *held))
-                changes = [change for one in held for change in one._changes()]
+                for one in held:
+                    one._encode()
             finally:
                 for one in held:
                     one._leave()
-            for cell, value in changes:
-                seen.put(cell, value)
-            return outputs, kept
+            return outputs, held
 
         return run
 
-
-class Kept:
-    """Cells, and what was changed in them and is not put there yet."""
-
-    def __init__(self, below: Cells, own: dict[bytes, bytes | None]) -> None:
-        self._below, self.own = below, own
-
-    def get(self, cell: bytes) -> bytes | None:
-        return self.own[cell] if cell in self.own else self._below.get(cell)
-
-    def put(self, cell: bytes, value: bytes | None) -> None:
-        self.own[cell] = value
-
-    def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
-        own = {cell[len(row) :]: value for cell, value in self.own.items() if cell.startswith(row)}
-        return overlaid(self._below.scan(row, span), own, span)
-
-    def settle(self) -> None:
-        """All of it is put."""
-        for cell, value in self.own.items():
-            self._below.put(cell, value)
+    def write(self, held: Iterable[Any], cells: Cells, now: int) -> None:
+        """Write what a function left in its states, at a time of its task."""
+        aged = self._aged(cells, now)
+        for one in held:
+            one._write(aged)

@@ -156,9 +156,10 @@ class RocksDb:
     folder = "rocksdb"
 
     def __init__(self, path: Path, memory_bytes: int) -> None:
-        from rocksdict import Rdict, WriteBatch
+        from rocksdict import Rdict, ReadOptions, WriteBatch
 
         self._path, self._batch = path, functools.partial(WriteBatch, raw_mode=True)
+        self._read_options = ReadOptions
         try:
             self._db = Rdict(str(path), _options(memory_bytes))
         except Exception as error:  # RocksDB's have no class of their own
@@ -184,19 +185,26 @@ class RocksDb:
         return self.get(_NOTE + name)
 
     def scan(self, low: bytes, high: bytes, back: bool) -> Iterator[tuple[bytes, bytes]]:
-        at = self._db.iter()
-        if back:
+        # Without a bound, RocksDB walks over all deleted values up to a live one, of other rows too. rocksdict 0.3.29
+        # points to the bytes of the bound: `high` must outlive the iterator. Its set_iterate_lower_bound sets the upper
+        # one, so a scan from the end looks for the first value, and stops there.
+        options = self._read_options()
+        options.set_iterate_upper_bound(high)
+        at = self._db.iter(options)
+        at.seek(low)
+        first = at.key()
+        if back and at.valid():
             at.seek_for_prev(high)
-            if at.valid() and at.key() == high:
-                at.prev()
-            while at.valid() and (name := at.key()) >= low:
-                yield name, at.value()
-                at.prev()
-        else:
-            at.seek(low)
-            while at.valid() and (name := at.key()) < high:
-                yield name, at.value()
+        while at.valid():
+            name = at.key()
+            yield name, at.value()
+            if not back:
                 at.next()
+            elif name == first:
+                break
+            else:
+                at.prev()
+        at.status()  # raises what ended it, if that was no end
 
     def notes(self, begin: bytes) -> Iterator[tuple[bytes, bytes]]:
         for name, value in self.scan(_NOTE + begin, _BEHIND_NOTES, back=False):

@@ -25,10 +25,9 @@ from typing import Any
 from eos import log
 from eos.app.ageing import TIME_BYTES, apart
 from eos.app.cells import row_length, store_of
-from eos.app.state import Span
+from eos.app.layers import Span, Value
 from eos.errors import ConfigurationError, Temporary
 from eos.state.engines import Engine, EngineFailed, Lmdb
-from eos.state.values import Value
 
 _FORMAT = 4  # docs/reference/formats.md
 _NOTED = b"noted"
@@ -160,8 +159,8 @@ class InFolder:
 
     def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
         base = _name(row)
-        high = _behind(base) if span.stop is None else base + span.stop
-        found = self._reading(self._engine.scan(base + span.start, high, span.back))
+        low, high = span.names(base)
+        found = self._reading(self._engine.scan(low, high, span.back))
         return ((name[len(base) :], value) for name, value in found)
 
     def oldest(self, store: bytes) -> Iterator[tuple[bytes, int]]:
@@ -274,12 +273,6 @@ def _names(changes: Mapping[bytes, Value]) -> Mapping[bytes, Value]:
 
 def _digest(name: bytes) -> bytes:
     return hashlib.blake2b(name, digest_size=16).digest()
-
-
-def _behind(base: bytes) -> bytes:
-    """The first name behind all that begin so."""
-    kept = base.rstrip(b"\xff")
-    return kept[:-1] + bytes([kept[-1] + 1])
 
 
 def check_folder(folder: Path) -> None:

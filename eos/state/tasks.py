@@ -6,15 +6,17 @@ A task is a function and a partition of its source.
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 
 from eos.app.ageing import apart
-from eos.app.cells import HEADER, TIME, row_length, store_of
-from eos.app.state import Span, overlaid
+from eos.app.cells import HEADER, TIME, store_of
+from eos.app.layers import Bounds, Layer, Overlay
 from eos.state.values import InMemory, Value, Values, own_entries
 
 # So much of what is over goes with a transaction, or twice what it changed: it neither grows too long nor falls behind.
 _MOST_OVER = 1_000
+_MOST_BOUNDS = 4_096  # of a task, about 1 MB
 
 
 # A plain tuple: one for each key that a transaction changed.
@@ -22,7 +24,7 @@ Sent = tuple[bytes, Value, int]
 """What the changelog is to hold of a cell: the cell, its value, and a timestamp; 0: the time of producing."""
 
 
-class Task:
+class Task(Layer):
     """`ttls`: by the name of a store, in milliseconds. `clock`: gives the time now, of which the task is never ahead:
     a record from the future must not make it forget what is young."""
 
@@ -35,12 +37,11 @@ class Task:
     ) -> None:
         self.values: Values = InMemory() if values is None else values
         """What is committed."""
+        super().__init__(self.values)
+        self._committed_bounds: OrderedDict[bytes, Bounds] = OrderedDict()
         self._ttls, self._clock = ttls or {}, clock
         self._header = None if header == self.values.get(HEADER) else header  # that is to be written
         self.time_ms = self._committed_ms = int(self.values.get(TIME) or 0)
-        self.changed: dict[bytes, Value] = {}
-        """By the open transaction."""
-        self._fields: dict[bytes, dict[bytes, Value]] | None = None  # the same by row and field, once one was scanned
         self.aborted = False
         """Whether aborted records may lie in the changelog after the values' position."""
         self._passed = self.values.position
@@ -56,25 +57,8 @@ class Task:
         """Whether the open transaction handled records here that left anything to note."""
         return bool(self.changed) or self.time_ms > self._committed_ms
 
-    def get(self, cell: bytes) -> bytes | None:
-        return self.changed[cell] if cell in self.changed else self.values.get(cell)
-
-    def put(self, cell: bytes, value: Value) -> None:
-        self.changed[cell] = value
-        if self._fields is not None:
-            self._note(cell, value)
-
-    def _note(self, cell: bytes, value: Value) -> None:
-        assert self._fields is not None
-        end = row_length(cell)
-        self._fields.setdefault(cell[:end], {})[cell[end:]] = value
-
-    def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
-        if self._fields is None:
-            self._fields = {}
-            for cell, value in self.changed.items():
-                self._note(cell, value)
-        return overlaid(self.values.scan(row, span), self._fields.get(row, {}), span)
+    def bounds(self, row: bytes) -> Bounds | None:
+        return self._bounds.get(row) or self._committed_bounds.get(row)
 
     def at(self, timestamp_ms: int) -> int:
         if self._clock is not None:
@@ -94,7 +78,7 @@ class Task:
                 if written_ms + ttl_ms > self.time_ms:
                     break
                 if cell not in self.changed:
-                    self.put(cell, None)
+                    self.changed.put(cell, None)
 
     def to_send(self) -> Iterator[Sent]:
         for cell, value in self.changed.items():
@@ -124,6 +108,11 @@ class Task:
             if self._header is not None or self.time_ms > self._committed_ms:
                 self._header, self._own_entries = None, own_entries(self.values)
         self._committed_ms = self.time_ms
+        for row, bounds in self._bounds.items():
+            self._committed_bounds[row] = bounds
+            self._committed_bounds.move_to_end(row)
+        while len(self._committed_bounds) > _MOST_BOUNDS:
+            self._committed_bounds.popitem(last=False)
         self._drop()
 
     def undone(self) -> None:
@@ -131,5 +120,5 @@ class Task:
         self._drop()
 
     def _drop(self) -> None:
-        self.changed, self._fields, self.time_ms = {}, None, self._committed_ms
+        self.changed, self._bounds, self.time_ms = Overlay(), {}, self._committed_ms
         self._passed = self.values.position

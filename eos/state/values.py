@@ -6,16 +6,14 @@ here needs an engine: Spark's executors and tests without a broker have none.
 
 from __future__ import annotations
 
-import bisect
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from eos.app.ageing import TIME_BYTES, apart
-from eos.app.cells import HEADER, TIME, row_length, store_of
-from eos.app.state import Span
-
-Value = bytes | None
-"""None: there is none, and the changelog has a tombstone."""
+from eos.app.cells import HEADER, TIME, store_of
+from eos.app.layers import Span, sorted_list
+from eos.app.layers import Value as Value
 
 
 class Values(Protocol):
@@ -62,8 +60,8 @@ class InMemory:
     def __init__(self, values: Mapping[bytes, bytes] | None = None, ageing: Collection[bytes] = ()) -> None:
         self._values = dict(values or {})
         # In the order of their writes, which is that of their times, or nearly where a time-to-live is new.
-        self._written: dict[bytes, dict[bytes, None]] = {store: {} for store in ageing}
-        self._fields: dict[bytes, list[bytes]] | None = None  # of each row, in order, once one was scanned
+        self._written: dict[bytes, OrderedDict[bytes, None]] = {store: OrderedDict() for store in ageing}
+        self._names: dict[bytes, Any] = {}  # a SortedList of the cells of each store that was scanned
 
     def __len__(self) -> int:
         return len(self._values)
@@ -75,36 +73,29 @@ class InMemory:
         return self._values.items()
 
     def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
-        if self._fields is None:
-            self._fields = {}
-            for cell in sorted(self._values):
-                end = row_length(cell)
-                self._fields.setdefault(cell[:end], []).append(cell[end:])
-        fields = self._fields.get(row, [])
-        stop = len(fields) if span.stop is None else bisect.bisect_left(fields, span.stop)
-        few = fields[bisect.bisect_left(fields, span.start) : stop]
-        return ((field, self._values[row + field]) for field in (reversed(few) if span.back else few))
+        store, (low, high) = store_of(row), span.names(row)
+        if store not in self._names:
+            self._names[store] = sorted_list()(cell for cell in self._values if cell.startswith(store + b"\0"))
+        found = self._names[store].irange(low, high, (True, False), span.back)
+        return ((cell[len(row) :], self._values[cell]) for cell in found)
 
-    def _note_fields(self, rows: dict[bytes, list[bytes]], changes: Mapping[bytes, Value]) -> None:
+    def _note_names(self, changes: Mapping[bytes, Value]) -> None:
+        new = defaultdict(list)
         for cell, value in changes.items():
-            if (value is None) is not (cell in self._values):
-                continue  # it was there and is, or was not and is not
-            end = row_length(cell)
-            fields = rows.setdefault(cell[:end], [])
-            at = bisect.bisect_left(fields, cell[end:])
-            if value is not None:
-                fields.insert(at, cell[end:])
-            elif len(fields) > 1:
-                del fields[at]
-            else:
-                del rows[cell[:end]]
+            if (value is None) is (cell in self._values) and (store := store_of(cell)) in self._names:
+                if value is None:
+                    self._names[store].remove(cell)
+                else:
+                    new[store].append(cell)
+        for store, cells in new.items():
+            self._names[store].update(cells)
 
     def oldest(self, store: bytes) -> Iterator[tuple[bytes, int]]:
         return ((cell, apart(self._values[cell])[0]) for cell in self._written[store])
 
     def apply(self, changes: Mapping[bytes, Value], position: int, as_of: float) -> None:
-        if self._fields is not None:
-            self._note_fields(self._fields, changes)
+        if self._names:
+            self._note_names(changes)
         for cell, value in changes.items():
             if value is None:
                 self._values.pop(cell, None)
@@ -122,8 +113,8 @@ class InMemory:
                     written[cell] = None
 
     def clear(self) -> None:
-        self._values, self._fields, self.position = {}, None, 0
-        self._written = {store: {} for store in self._written}
+        self._values, self._names, self.position = {}, {}, 0
+        self._written = {store: OrderedDict() for store in self._written}
 
     def sync(self) -> None: ...
 

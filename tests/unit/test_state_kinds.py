@@ -19,7 +19,8 @@ import eos.testing
 from eos import App, ListState, MapState, Out, Record, State
 from eos.app import state
 from eos.app.cells import cell_of, rest_of
-from eos.app.state import CompiledStore, Span, Store
+from eos.app.layers import Span
+from eos.app.state import CompiledStore, Store
 from eos.errors import ConfigurationError, IllegalState, Temporary
 from eos.state import values
 from eos.state.engines import ENGINES
@@ -75,11 +76,10 @@ def test_a_map_is_a_dict_that_is_read_in_order(
         now = {key: value.copy() for key, value in open_.items()}
         for _ in range(data.draw(st.integers(1, 3))):
             touch(step, data, seen, now, KEYS[kind])
-        changes = list(seen._changes())
+        seen._encode()
         seen._leave()
         if step != "fail":
-            for cell, value in changes:
-                task.put(cell, value)
+            seen._write(task)
             open_ = now
     if folder is not None:
         folder.close()
@@ -92,8 +92,8 @@ def test_a_part_of_a_map_begins_with_its_start_and_ends_before_its_stop(where: s
     compiled = CompiledStore(Store("seen", MapState, (str, int)))
     seen: MapState[str, int] = MapState(compiled, task, rest_of(b"k"))
     seen.update(a=1, b=2, c=3)
-    for cell, value in seen._changes():
-        task.put(cell, value)
+    seen._encode()
+    seen._write(task)
     task.committed(0.0)
     seen = MapState(compiled, task, rest_of(b"k"))
     for start, stop, keys in (("a", "c", "ab"), ("b", None, "bc"), (None, "b", "a"), ("b", "b", ""), ("aa", "bb", "b")):
@@ -399,8 +399,8 @@ def test_a_list_grows_at_its_end_and_an_append_writes_its_own_value_only() -> No
     for number in range(3):
         held: ListState[int] = ListState(compiled, task, rest_of(b"k"))
         held.append(number)
-        ((cell, value),) = held._changes()
-        task.put(cell, value)
+        held._encode()
+        held._write(task)
     assert sorted(task.changed.values()) == [b"0", b"1", b"2"]
 
 
