@@ -64,10 +64,12 @@ matrix: $(STAMP)
 
 # Random faults from a seed on three brokers until the time is up; report and plot in build/soak.
 MINUTES ?= 60
+PROTOCOL ?= classic-4.4.0
+ENGINE ?= lmdb
 
 soak: $(STAMP)
 	@$(IMAGES)
-	$(BIN)/python -m tests.containers.matrix.soak --minutes $(MINUTES) --seed $(SEED) $(if $(STATE),--state)
+	$(BIN)/python -m tests.containers.matrix.soak --minutes $(MINUTES) --seed $(SEED) --protocol $(PROTOCOL) $(if $(STATE),--state --engine $(ENGINE))
 
 # 20,000 transactions of eight clients with 2,000 faults on both sides of the shim, kills of the shim among them; about
 # ten minutes. Kafka is read at the end: 0 lost, 0 doubled, 0 torn, or it fails.

@@ -10,7 +10,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,10 +180,18 @@ class Run:
     """One cell on one cluster; every name starts with `prefix`."""
 
     def __init__(
-        self, cluster: Cluster, cell: Cell, seed: int, prefix: str, directory: Path, breakage: str | None = None
+        self,
+        cluster: Cluster,
+        cell: Cell,
+        seed: int,
+        prefix: str,
+        directory: Path,
+        breakage: str | None = None,
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         self._cluster, self._cell, self._directory = cluster, cell, directory
         self._breakage, self._breakage_name = ALL[breakage] if breakage else None, breakage
+        self._settings = settings or {}
         self._chance = random.Random(f"{cell.name} {seed}")
         self._servers = self._workers_servers = cluster.bootstrap_servers
         middle = [f"{prefix}-middle-{stage}" for stage in range(1, cell.stages)]
@@ -225,6 +233,7 @@ class Run:
                 # Both strategies that are supported, by the cell's seed.
                 "partition.assignment.strategy": "cooperative-sticky" if self._cell.stages == 3 else "range",
             }
+        settings |= self._settings
         if self._breakage is not None:
             settings |= self._breakage.settings
         return Orders(

@@ -25,6 +25,7 @@ from types import TracebackType
 import psutil
 from rich.console import Console
 
+from eos.state.engines import ENGINES
 from eos.testing.clusters import choose
 from tests.containers.matrix.__main__ import CONFIG, try_to
 from tests.containers.matrix.cells import PROTOCOLS, STAGES, Cell
@@ -163,6 +164,7 @@ def main() -> int:
     parser.add_argument("--protocol", choices=PROTOCOLS, default="classic-4.4.0")
     parser.add_argument("--stages", type=int, choices=STAGES, default=1)
     parser.add_argument("--state", action="store_true", help="the last stage's function counts by key")
+    parser.add_argument("--engine", choices=sorted(ENGINES), default="lmdb", help="what keeps that state in its folder")
     parser.add_argument("--kafka", help="container or jvm; default: containers where they can run")
     options = parser.parse_args()
     console = Console()
@@ -176,7 +178,8 @@ def main() -> int:
     # As an interrupt: what was started is ended, and what there is, is told.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with choice.cluster(3, cell.version, CONFIG) as cluster:
-        run = Run(cluster, cell, options.seed, f"s{uuid.uuid4().hex[:8]}", directory)
+        settings = {"eos.state.engine": options.engine}
+        run = Run(cluster, cell, options.seed, f"s{uuid.uuid4().hex[:8]}", directory, settings=settings)
         with Sampler(run) as sampler:
             try:
                 outcome = run.play(Size(0, 1, options.minutes, options.records_per_s))
