@@ -274,6 +274,8 @@ class Follows:
     def __init__(self) -> None:
         self.told: list[str] = []
         self.sends = False
+        self.writing: list[tuple[str, int]] = []
+        self.fenced: list[set[tuple[str, int]]] = []
         self._asked = 0
 
     def forget(self, gone: Collection[tuple[str, int]]) -> None:
@@ -290,9 +292,10 @@ class Follows:
         return starts.keys()
 
     def writes(self) -> Collection[tuple[str, int]]:
-        return ()
+        return self.writing
 
     def last_sends(self, send: Callable[..., None], partitions: Collection[tuple[str, int]]) -> None:
+        self.fenced.append(set(partitions))
         if self.sends:
             send("changelog", b"state", b"key", 0, 0)
 
@@ -302,6 +305,7 @@ class Follows:
 
     def committed(self) -> None:
         self.told.append("committed")
+        self.writing = []
 
     def undone(self) -> None:
         self.told.append("undone")
@@ -339,6 +343,24 @@ def test_a_session_commits_in_a_world_without_a_broker() -> None:
     assert (session.counters.transactions, session.counters.records_in, session.counters.aborts) == (2, 10, 0)
     assert script.outcomes == ["committed"] * 2
     assert script.follows.told == ["restore 0", *["beside", "committed"] * 2]
+
+
+def test_participant_that_writes_alone_commits_the_unmoved_offset() -> None:
+    """As a timer does. Without an offset the group would not refuse a member that lost the partition."""
+    script = Script()
+    in_order = script.follows.committed
+
+    def then_write_alone() -> None:
+        in_order()
+        if script.committed == 10 and len(script.follows.fenced) == 2:
+            script.follows.writing = [("in", 0), ("not ours", 0)]
+            script.committed = 9  # of the script: so that the loop goes on
+
+    script.follows.committed = then_write_alone  # type: ignore[method-assign]
+    copied(script)
+    assert (script.visible, script.committed) == (ALL, 10)
+    assert script.follows.fenced == [{("in", 0)}] * 3
+    assert script.calls[-4:] == ["begin", "flush", "offsets", "commit"]
 
 
 def test_it_is_counted_how_long_commits_took_and_how_old_their_first_records_were_by_then() -> None:
