@@ -7,8 +7,10 @@ read the same row again and again. It must never know what a value is.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+
+from eos.app.cells import row_length
 
 X = TypeVar("X")
 Y = TypeVar("Y")
@@ -78,62 +80,58 @@ class Below(Protocol):
 
 
 class Overlay(dict[bytes, X], Generic[X]):
-    """Changes by name. What is set as in any dict may be missing where the changes are `ordered`, and is not met by an
-    iteration that has begun; `put` is for all others."""
+    """Fields of a row with what changed there, which can be read in order. `put` and `drop` change it."""
 
     _names: Any = None  # a SortedList, once there are many and somebody read them in order
-    _version = 0
+    _dropped = 0
 
-    def put(self, name: bytes, value: X) -> None:
-        if name not in self:
-            self._version += 1
-            if self._names is not None:
-                self._names.add(name)
-        self[name] = value
+    def put(self, field: bytes, value: X) -> None:
+        if self._names is not None and field not in self:
+            self._names.add(field)
+        self[field] = value
 
-    @property
-    def ordered(self) -> bool:
-        return self._names is not None
-
-    def drop(self, name: bytes) -> None:
-        """Forget the change. Raises KeyError where there is none."""
-        del self[name]
-        self._version += 1
+    def drop(self, field: bytes) -> None:
+        """Forget the field. Raises KeyError where it is not there."""
+        del self[field]
+        self._dropped += 1
         if self._names is not None:
-            self._names.discard(name)
+            self._names.remove(field)
 
-    def over(self, below: Iterator[tuple[bytes, Y]], row: bytes, span: Span) -> Iterator[tuple[bytes, X | Y]]:
-        """Yield fields of the row and values in the order of the span: the changes, and what is below where there is no
-        change. Changes that `put` and `drop` make meanwhile are met, if they lie ahead."""
-        (low, high), back, prefix, version = span.names(row), span.back, len(row), -1
+    def fields(self, span: Span) -> Iterator[bytes]:
+        """Return its fields in the order of the span; not beyond the next change."""
+        low, high, back = span
+        high = AFTER_FIELDS if high is None else high
+        if self._names is None:
+            if len(self) <= _FEW:
+                return iter(sorted([field for field in self if low <= field < high], reverse=back))
+            self._names = _sorted_list()(self)
+        found: Iterator[bytes] = self._names.irange(low, high, (True, False), back)
+        return found
+
+    def over(self, below: Iterator[tuple[bytes, Y]], span: Span) -> Iterator[tuple[bytes, X | Y]]:
+        """Yield fields and values in the order of the span: the changes, and what is below where there is no change.
+        Changes that are made meanwhile are met, if they lie ahead."""
+        low, high, back = span
         theirs: tuple[bytes, Y] | None = None
-        field, used = None, True  # nothing is read below before it is needed
+        field, used, version = None, True, -1  # nothing is read below before it is needed
         while True:
-            if version != self._version:
+            now = len(self) + 2 * self._dropped  # each new field and each dropped one makes it more
+            if version != now:
                 if field is not None:
-                    low, high = (low, row + field) if back else (row + field + b"\0", high)
-                version, ahead = self._version, self._between(low, high, back)
+                    low, high = (low, field) if back else (field + b"\0", high)
+                version, ahead = now, self.fields(Span(low, high, back))
                 mine = next(ahead, None)
             if used:
                 theirs, used = next(below, None), False
-            field = None if mine is None else mine[prefix:]
-            if theirs is not None and (field is None or (theirs[0] > field if back else theirs[0] < field)):
+            if theirs is not None and (mine is None or (theirs[0] > mine if back else theirs[0] < mine)):
                 field, used = theirs[0], True
                 yield theirs
-            elif mine is not None and field is not None:
-                used = theirs is not None and theirs[0] == field
-                value, mine = self[mine], next(ahead, None)
-                yield field, value
+            elif mine is not None:
+                field, used = mine, theirs is not None and theirs[0] == mine
+                mine = next(ahead, None)
+                yield field, self[field]
             else:
                 return
-
-    def _between(self, low: bytes, high: bytes, back: bool) -> Iterator[bytes]:
-        if self._names is None:
-            if len(self) <= _FEW:
-                return iter(sorted([name for name in self if low <= name < high], reverse=back))
-            self._names = sorted_list()(self)
-        found: Iterator[bytes] = self._names.irange(low, high, (True, False), back)
-        return found
 
 
 class Layer:
@@ -141,7 +139,8 @@ class Layer:
 
     def __init__(self, below: Below) -> None:
         self._below = below
-        self.changed: Overlay[Value] = Overlay()
+        self.changed: dict[bytes, Value] = {}
+        self._rows: dict[bytes, Overlay[Value]] | None = None  # the same by row and field, once one was read in order
         self._bounds: dict[bytes, Bounds] = {}  # of rows that were read in order
 
     def get(self, cell: bytes) -> Value:
@@ -149,21 +148,31 @@ class Layer:
 
     def put(self, cell: bytes, value: Value) -> None:
         """Change a cell that is not read in order."""
-        if value is None and cell in self.changed and self._below.get(cell) is None:
+        if value is None and self._came(cell):
             del self.changed[cell]
         else:
             self.changed[cell] = value
 
+    def _came(self, cell: bytes) -> bool:
+        """Whether it is there by these changes alone: then nothing is to be deleted below."""
+        return cell in self.changed and self._below.get(cell) is None
+
     def write(self, row: bytes, changes: Mapping[bytes, Value], bounds: Bounds | None) -> None:
         """Change fields of a row. `bounds`: the row's with these changes; None: the writer does not know them."""
-        changed = self.changed
-        put = changed.put if changed.ordered else changed.__setitem__
+        if self._rows is None:
+            own = None
+        elif (own := self._rows.get(row)) is None:
+            own = self._rows[row] = Overlay()
         for field, value in changes.items():
             cell = row + field
-            if value is None and cell in changed and self._below.get(cell) is None:
-                changed.drop(cell)  # it came and went: nothing is to be deleted
-            else:
-                put(cell, value)
+            if value is None and self._came(cell):
+                del self.changed[cell]
+                if own is not None:
+                    own.drop(field)
+                continue
+            self.changed[cell] = value
+            if own is not None:
+                own.put(field, value)
         if bounds is None and (bounds := self.bounds(row)) is not None:
             for field, value in changes.items():
                 bounds = bounds if value is None else bounds.set(field)
@@ -171,16 +180,26 @@ class Layer:
             self._bounds[row] = bounds
 
     def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, Value]]:
-        below = self._below.scan(row, span)
-        return self.changed.over(below, row, span) if self.changed else below
+        if self._rows is None:
+            self._rows = by_row(self.changed.items())
+        own, below = self._rows.get(row), self._below.scan(row, span)
+        return own.over(below, span) if own else below
 
     def bounds(self, row: bytes) -> Bounds | None:
         """Return the row's bounds; None: nothing is known."""
         return self._bounds.get(row)
 
 
+def by_row(cells: Iterable[tuple[bytes, X]]) -> dict[bytes, Overlay[X]]:
+    rows: dict[bytes, Overlay[X]] = {}
+    for cell, value in cells:
+        end = row_length(cell)
+        rows.setdefault(cell[:end], Overlay()).put(cell[end:], value)
+    return rows
+
+
 @functools.cache
-def sorted_list() -> Any:
+def _sorted_list() -> Any:
     """Return sortedcontainers' SortedList: Apps without state must not wait for its import."""
     from sortedcontainers import SortedList
 

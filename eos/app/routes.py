@@ -368,7 +368,8 @@ def _compile_keyed(
                 known[id(record)] = await concurrent.outcome_of(one(record, seen, now))
             if isinstance(outcome := known[id(record)], Exception):
                 return
-            stores.write(outcome[1], seen, now)
+            if record is not records[-1]:
+                stores.write(outcome[1], seen, now)
 
     def each(records: list[Record]) -> Iterator[Sequence[Send]]:
         wanted = set(map(id, records))

@@ -261,14 +261,17 @@ class MapState(_Held, MutableMapping[K, V]):
 
     def _value(self, field: bytes) -> Any:
         """Or _ABSENT."""
-        self._open()
-        if field in self._offered:
+        if self._cells is None:
+            self._open()
+        if self._offered and field in self._offered:
             self._take_changed_default(field)
-        return self._own[field] if field in self._own else self._below(field)[0]
+        return self._own[field] if field in self._own else (self._seen.get(field) or self._below(field))[0]
 
     def _set(self, field: bytes, value: Any) -> None:
-        self._own.put(field, value)
-        if self._bounds is not None:
+        if self._bounds is None:
+            self._own[field] = value
+        else:
+            self._own.put(field, value)
             self._bounds = self._bounds.set(field)
 
     def __getitem__(self, key: K) -> V:
@@ -291,10 +294,12 @@ class MapState(_Held, MutableMapping[K, V]):
         return default
 
     def __setitem__(self, key: K, value: V) -> None:
-        self._open()
-        self._settable(value)
+        if self._cells is None or value is None:
+            self._open()
+            self._settable(value)
         field = self._compiled.field(key)
-        self._offered.pop(field, None)
+        if self._offered:
+            self._offered.pop(field, None)
         self._set(field, value)
 
     def __delitem__(self, key: K) -> None:
@@ -328,7 +333,8 @@ class MapState(_Held, MutableMapping[K, V]):
         if start >= stop:
             return
         passed = stop if back else start
-        for field, kept in own.over(cells.scan(self._row, Span(start, stop, back)), b"", Span(start, stop, back)):
+        span = Span(start, stop, back)
+        for field, kept in own.over(cells.scan(self._row, span), span):
             if field in own:
                 value = own[field]
             elif field in seen:
@@ -339,8 +345,9 @@ class MapState(_Held, MutableMapping[K, V]):
                 value, before = self._read(kept)
                 if type(value) not in _FIXED:
                     seen[field] = value, before
-            after = field + b"\0"
-            self._bounds = self._bounds.met(passed, after if (value is _ABSENT) is not back else field, back)
+            after, bounds = field + b"\0", self._bounds
+            if bounds.high <= passed if back else passed <= bounds.low:
+                self._bounds = bounds.met(passed, after if (value is _ABSENT) is not back else field, back)
             passed = field if back else after
             if value is not _ABSENT:
                 yield unfield(field), value
@@ -377,16 +384,19 @@ class MapState(_Held, MutableMapping[K, V]):
             del self._offered[field]
 
     def _encode(self) -> None:
-        self._take_changed_defaults()
-        now = {field: value for field, (value, _) in self._seen.items() if type(value) not in _FIXED} | self._own
-        self._changed: dict[bytes, bytes | None] = {}
-        for field, value in now.items():
-            if value is _ABSENT and field not in self._own:
-                continue
-            before = self._seen.get(field, (None, _UNREAD))[1]
+        if self._offered:
+            self._take_changed_defaults()
+        own, seen, renews = self._own, self._seen, self._compiled.renews
+        changed: dict[bytes, bytes | None] = {}
+        for field, value in own.items():
+            before = seen[field][1] if field in seen else _UNREAD
             after = self._encoded(value, before)
-            if after != before or (self._compiled.renews and field in self._own and after is not None):
-                self._changed[field] = after
+            if after != before or (renews and after is not None):
+                changed[field] = after
+        for field, (value, kept) in seen.items():
+            if type(value) not in _FIXED and field not in own and (after := self._encoded(value, kept)) != kept:
+                changed[field] = after
+        self._changed = changed
 
     def _write(self, cells: Cells) -> None:
         if self._changed or self._bounds is not None:

@@ -48,8 +48,8 @@ class Engine(Protocol):
     def scan(self, low: bytes, high: bytes, back: bool) -> Iterator[tuple[bytes, bytes]]:
         """Values from `low` on and before `high`, in the order of their names; not beyond the next `write`."""
 
-    def notes(self, begin: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Those whose names begin so, in order; as `scan`."""
+    def notes(self, low: bytes, high: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Yield notes from `low` on and before `high`, in the order of their names; as `scan`."""
 
     def write(self, values: Mapping[bytes, Value], notes: Mapping[bytes, Value]) -> None:
         """All or nothing. Raises EngineFailed."""
@@ -106,10 +106,10 @@ class Lmdb:
                 yield name, cursor.value()
                 found = cursor.next()
 
-    def notes(self, begin: bytes) -> Iterator[tuple[bytes, bytes]]:
+    def notes(self, low: bytes, high: bytes) -> Iterator[tuple[bytes, bytes]]:
         cursor = self._reader.cursor(self._notes)
-        found = cursor.set_range(begin)
-        while found and (name := cursor.key()).startswith(begin):
+        found = cursor.set_range(low)
+        while found and (name := cursor.key()) < high:
             yield name, cursor.value()
             found = cursor.next()
 
@@ -148,8 +148,10 @@ class Lmdb:
         self._environment.close()
 
 
-# Names of what RocksDB has one table for: no name of a value begins so (eos/app/cells.py, folders.py).
-_NOTE, _BEHIND_NOTES = b"\xfe", b"\xff"
+# RocksDB has one table for both: no name of a value begins so (eos/app/cells.py, folders.py).
+_NOTE = b"\xfe"
+# A file in which so many of so many neighbours are deleted is compacted soon: a scan walks over them until then.
+_NEIGHBOURS, _DELETED = 1_000, 500
 
 
 class RocksDb:
@@ -206,11 +208,8 @@ class RocksDb:
                 at.prev()
         at.status()  # raises what ended it, if that was no end
 
-    def notes(self, begin: bytes) -> Iterator[tuple[bytes, bytes]]:
-        for name, value in self.scan(_NOTE + begin, _BEHIND_NOTES, back=False):
-            if not name.startswith(begin, 1):
-                return
-            yield name[1:], value
+    def notes(self, low: bytes, high: bytes) -> Iterator[tuple[bytes, bytes]]:
+        return ((name[1:], value) for name, value in self.scan(_NOTE + low, _NOTE + high, back=False))
 
     def write(self, values: Mapping[bytes, Value], notes: Mapping[bytes, Value]) -> None:
         with self._writing() as batch:
@@ -262,6 +261,7 @@ def _options(memory_bytes: int) -> Any:
     options.set_write_buffer_manager(
         WriteBufferManager.new_write_buffer_manager_with_cache(memory_bytes // 2, False, cache)
     )
+    options.add_compact_on_deletion_collector_factory(_NEIGHBOURS, _DELETED, 0.5)
     options.increase_parallelism(2)
     options.set_keep_log_file_num(2)
     return options

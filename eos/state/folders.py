@@ -79,6 +79,8 @@ class InFolder:
     ) -> None:
         self._folder, self._lock = folder, lock
         self._ageing = {store: _digest(store) for store in ageing}
+        # No store has notes before these names: RocksDB would walk over all that are deleted.
+        self._oldest: dict[bytes, bytes] = {}
         self._whose = {
             "v": _FORMAT,
             "boot": _boot_id(),
@@ -165,7 +167,11 @@ class InFolder:
 
     def oldest(self, store: bytes) -> Iterator[tuple[bytes, int]]:
         begin = self._ageing[store]
-        return ((cell, apart(name[len(begin) :])[0]) for name, cell in self._reading(self._engine.notes(begin)))
+        high = begin + b"\xff" * 25  # after any time and digest
+        low, self._oldest[begin] = self._oldest.get(begin, begin), high
+        for name, cell in self._reading(self._engine.notes(low, high)):
+            self._oldest[begin] = min(name, self._oldest[begin])
+            yield cell, apart(name[len(begin) :])[0]
 
     def _written(self, changes: Mapping[bytes, Value]) -> Iterator[tuple[bytes, Value]]:
         """Notes of when what has a time-to-live was written, before it is: a digest of the store, the time, a digest of
@@ -176,7 +182,9 @@ class InFolder:
                 if (before := self.get(cell)) is not None:
                     yield store + before[:TIME_BYTES] + digest, None
                 if value is not None:
-                    yield store + value[:TIME_BYTES] + digest, cell
+                    note = store + value[:TIME_BYTES] + digest
+                    self._oldest[store] = min(note, self._oldest.get(store, store))
+                    yield note, cell
 
     def apply(self, changes: Mapping[bytes, Value], position: int, as_of: float) -> None:
         notes = dict(self._written(changes)) if self._ageing else {}

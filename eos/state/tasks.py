@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from eos.app.ageing import apart
 from eos.app.cells import HEADER, TIME, store_of
-from eos.app.layers import Bounds, Layer, Overlay
+from eos.app.layers import Bounds, Layer
 from eos.state.values import InMemory, Value, Values, own_entries
 
 # So much of what is over goes with a transaction, or twice what it changed: it neither grows too long nor falls behind.
@@ -78,7 +78,8 @@ class Task(Layer):
                 if written_ms + ttl_ms > self.time_ms:
                     break
                 if cell not in self.changed:
-                    self.changed.put(cell, None)
+                    self.changed[cell] = None
+        self._rows = None  # they do not have what was just deleted
 
     def to_send(self) -> Iterator[Sent]:
         for cell, value in self.changed.items():
@@ -120,5 +121,5 @@ class Task(Layer):
         self._drop()
 
     def _drop(self) -> None:
-        self.changed, self._bounds, self.time_ms = Overlay(), {}, self._committed_ms
+        self.changed, self._rows, self._bounds, self.time_ms = {}, None, {}, self._committed_ms
         self._passed = self.values.position

@@ -6,14 +6,16 @@ here needs an engine: Spark's executors and tests without a broker have none.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Final, Protocol
 
 from eos.app.ageing import TIME_BYTES, apart
-from eos.app.cells import HEADER, TIME, store_of
-from eos.app.layers import Span, sorted_list
+from eos.app.cells import HEADER, TIME, row_length, store_of
+from eos.app.layers import Overlay, Span, by_row
 from eos.app.layers import Value as Value
+
+_EMPTY: Final[Overlay[bytes]] = Overlay()
 
 
 class Values(Protocol):
@@ -61,7 +63,8 @@ class InMemory:
         self._values = dict(values or {})
         # In the order of their writes, which is that of their times, or nearly where a time-to-live is new.
         self._written: dict[bytes, OrderedDict[bytes, None]] = {store: OrderedDict() for store in ageing}
-        self._names: dict[bytes, Any] = {}  # a SortedList of the cells of each store that was scanned
+        self._scanned: set[bytes] = set()  # stores of which the values are in rows too
+        self._rows: dict[bytes, Overlay[bytes]] = {}
 
     def __len__(self) -> int:
         return len(self._values)
@@ -73,29 +76,32 @@ class InMemory:
         return self._values.items()
 
     def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
-        store, (low, high) = store_of(row), span.names(row)
-        if store not in self._names:
-            self._names[store] = sorted_list()(cell for cell in self._values if cell.startswith(store + b"\0"))
-        found = self._names[store].irange(low, high, (True, False), span.back)
-        return ((cell[len(row) :], self._values[cell]) for cell in found)
+        if (store := store_of(row)) not in self._scanned:
+            self._scanned.add(store)
+            self._rows |= by_row(found for found in self._values.items() if store_of(found[0]) == store)
+        fields = self._rows.get(row, _EMPTY)
+        return ((field, fields[field]) for field in fields.fields(span))
 
-    def _note_names(self, changes: Mapping[bytes, Value]) -> None:
-        new = defaultdict(list)
+    def _note_fields(self, changes: Mapping[bytes, Value]) -> None:
         for cell, value in changes.items():
-            if (value is None) is (cell in self._values) and (store := store_of(cell)) in self._names:
-                if value is None:
-                    self._names[store].remove(cell)
-                else:
-                    new[store].append(cell)
-        for store, cells in new.items():
-            self._names[store].update(cells)
+            if store_of(cell) not in self._scanned:
+                continue
+            end = row_length(cell)
+            fields = self._rows.get(cell[:end]) or Overlay()
+            if value is not None:
+                self._rows[cell[:end]] = fields
+                fields.put(cell[end:], value)
+            elif cell[end:] in fields:
+                fields.drop(cell[end:])
+                if not fields:
+                    del self._rows[cell[:end]]
 
     def oldest(self, store: bytes) -> Iterator[tuple[bytes, int]]:
         return ((cell, apart(self._values[cell])[0]) for cell in self._written[store])
 
     def apply(self, changes: Mapping[bytes, Value], position: int, as_of: float) -> None:
-        if self._names:
-            self._note_names(changes)
+        if self._scanned:
+            self._note_fields(changes)
         for cell, value in changes.items():
             if value is None:
                 self._values.pop(cell, None)
@@ -113,7 +119,7 @@ class InMemory:
                     written[cell] = None
 
     def clear(self) -> None:
-        self._values, self._names, self.position = {}, {}, 0
+        self._values, self._scanned, self._rows, self.position = {}, set(), {}, 0
         self._written = {store: OrderedDict() for store in self._written}
 
     def sync(self) -> None: ...

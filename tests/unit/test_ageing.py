@@ -423,3 +423,32 @@ def test_a_folder_of_another_time_to_live_is_begun_anew(tmp_path: Path) -> None:
         folder.apply({cell_of("s", b"k"): stamped(5, b"v")}, 1, 0.0)
         assert list(folder.oldest(b"s") if ageing else ()) == [(cell_of("s", b"k"), 5)] * len(ageing)
         folder.close()
+
+
+@pytest.mark.parametrize("where", ENGINES)
+def test_oldest_entries_are_looked_for_where_the_last_were_found(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = values_in(where, tmp_path, {b"s": 10})
+    assert isinstance(folder, InFolder)
+    starts: list[bytes] = []
+    notes = folder._engine.notes
+    monkeypatch.setattr(folder._engine, "notes", lambda low, high: (starts.append(low), notes(low, high))[1])
+
+    def oldest() -> list[int]:
+        return [at for _, at in folder.oldest(b"s")]
+
+    def write(*times: int) -> None:
+        folder.apply({cell_of("s", b"%d" % at): stamped(at, b"") for at in times}, 0, 0.0)
+
+    write(*range(5, 100))
+    for at in range(5, 100):
+        assert next(folder.oldest(b"s"))[1] == at
+        folder.apply({cell_of("s", b"%d" % at): None}, 0, 0.0)
+    assert len({start[-24:-16] for start in starts}) == 95, "from the last one that was found"
+    assert (oldest(), oldest()) == ([], [])
+    assert starts[-1] > starts[-2], "after all that are deleted"
+    write(50, 60)
+    write(40)
+    assert oldest() == [40, 50, 60]
+    folder.close()
