@@ -147,6 +147,13 @@ def metadata(client: Any, servers: str, timeout_s: float) -> Any:
         raise Unavailable(f"{servers} cannot be reached any more: {describe_error(error)}") from error
 
 
+def leaderless(client: Any, topic: str, timeout_s: float) -> frozenset[int]:
+    """Return the topic's partitions without a leader, as any broker says: `describe_topic` asks one that may be away.
+    Raises Unavailable."""
+    found = metadata(client, "the cluster", timeout_s).topics.get(topic)
+    return frozenset() if found is None else frozenset(p.id for p in found.partitions.values() if p.leader < 0)
+
+
 def _telling(errors: list[KafkaError]) -> KafkaError | None:
     """Of what the client reported the error that says most: `_ALL_BROKERS_DOWN` and timeouts are only its echo."""
     first = (KafkaError._AUTHENTICATION, KafkaError._SSL, KafkaError._TRANSPORT, KafkaError._RESOLVE)

@@ -109,21 +109,15 @@ def held(client: Any, topic: str, partitions: Iterable[int]) -> dict[int, Span]:
 
 
 def each_held(client: Any, topic: str, partitions: Iterable[int]) -> dict[int, Span | Unavailable]:
-    """Return the same of each partition by itself, or why it is not known: one without a leader keeps the others from
-    nothing."""
-    # Asked about one without a leader, the client waits for it as long as it may, and answers about none.
-    leaderless = set(facts.describe_topic(client, topic).leaderless)
-    why = "its partition has no leader"
-    found: dict[int, Span | Unavailable] = {
-        partition: Unavailable(f"the offsets of {place_of(topic, partition)} are unavailable: {why}")
-        for partition in leaderless.intersection(partitions)
-    }
-    places = [TopicPartition(topic, partition) for partition in partitions if partition not in leaderless]
+    """Return the same of each partition by itself, or why it is not known. A client that is asked about one without a
+    leader waits for that leader, and answers about none meanwhile."""
+    places = [TopicPartition(topic, partition) for partition in partitions]
     latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
     low = _ends(client, places, OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)  # type: ignore[no-untyped-call]
     # In this order: ends only grow, so the later answer can never lie below the earlier one.
     stable = _ends(client, places, latest, IsolationLevel.READ_COMMITTED)
     end = _ends(client, places, latest, IsolationLevel.READ_UNCOMMITTED)
+    found: dict[int, Span | Unavailable] = {}
     for partition in low:
         try:
             found[partition] = Span(*(_all({0: ask[partition]})[0] for ask in (low, stable, end)))

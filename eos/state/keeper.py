@@ -20,6 +20,7 @@ from eos.app.stores import CellsOf
 from eos.errors import ConfigurationError, Unavailable
 from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
+from eos.kafka.watchdog import Job, Watchdog
 from eos.kafka.world import REAL, World
 from eos.records import Committed, Record, metadata_of, place_of
 from eos.state import changelog
@@ -50,6 +51,8 @@ class Keeper:
         self._uncommitted: set[Partition] = set()  # of those that are restored: the group has no offset of them
         self._fits: dict[str, changelog.Fit] = {}  # of changelogs, by their names
         self._checked_at = world.now()
+        self._thread: Watchdog | None = None  # that checks them again
+        self._checking: Job | None = None
         self._client: Any = None  # made when an end of a changelog must be asked for
         self._next_clean_up = world.now() + _CLEAN_UP_S / 10
         self._sent_at = 0.0  # World.unix() before the open transaction's offsets are sent
@@ -102,7 +105,9 @@ class Keeper:
             task.values.close()
         for restoring in self._all_restoring():
             restoring.close()
-        self._tasks = {}
+        if self._thread is not None:
+            self._thread.close()
+        self._tasks, self._thread = {}, None
 
     def cells_of(self, route: Route) -> CellsOf:
         def cells(record: Record) -> TaskCells:
@@ -147,7 +152,7 @@ class Keeper:
             known = {partition for restoring in self._restoring[source] for partition in restoring.partitions}
             ours = {partition for topic, partition in starts if topic == source} - known
             if new := sorted(partition for partition in ours if (source, partition) not in self._tasks):
-                if not self._fits_now(new[-1] >= self._fits[self._topics[source]].partitions):
+                if not self._are_checked(new[-1] >= self._fits[self._topics[source]].partitions):
                     continue
                 self._uncommitted -= {(source, number) for number in new}
                 self._uncommitted |= {(source, number) for number in new} & set(uncommitted)
@@ -160,16 +165,27 @@ class Keeper:
             self._restoring[source] = [restoring for restoring in restorings if not restoring.done]
         return {partition for partition in starts if partition in self._tasks or partition[0] not in self._routes}
 
-    def _fits_now(self, grown: bool) -> bool:
-        """Check the changelogs again, unless that was done a moment ago and no source has `grown`: meanwhile somebody
-        may have changed their configuration. Raises ConfigurationError. False: nobody can say at the moment."""
-        if not grown and self._world.now() - self._checked_at < _CHECKED_S:
-            return True
-        try:
-            self._require()
-        except Unavailable as error:
-            log.debug("the changelogs cannot be looked at", error=str(error))
+    def _are_checked(self, grown: bool) -> bool:
+        """Return whether the changelogs fit; they are checked again on another thread, unless that was done a moment
+        ago and no source has `grown`: somebody may have changed their configuration since. Raises ConfigurationError,
+        NotAuthorised."""
+        job, now = self._checking, self._world.now()
+        if job is None:
+            if not grown and now - self._checked_at < _CHECKED_S:
+                return True
+            self._thread = self._thread or self._world.caller("eos-state")
+            self._checking = self._thread.start(self._require)
             return False
+        if not job.done.is_set():
+            return False
+        self._checking = None
+        if isinstance(job.error, Unavailable):
+            # What the check is for shows in the changelog too: its beginning is missing. Growth shows nowhere else.
+            log.debug("changelogs not checked", error=str(job.error))
+            self._checked_at = now
+            return not grown
+        if job.error is not None:
+            raise job.error
         return True
 
     def _task(self, partition: Partition, values: Values) -> Task:

@@ -191,7 +191,11 @@ class Restoring:
     def _held(self, partitions: Collection[int]) -> Mapping[int, tail.Span | Unavailable]:
         try:
             self._client = self._client or facts.connect(self._settings, _ASK_S, self._world)
-            return tail.each_held(self._client, self._topic, partitions)
+            leaderless = facts.leaderless(self._client, self._topic, _ASK_S)
+            led = [partition for partition in partitions if partition not in leaderless]
+            held = tail.each_held(self._client, self._topic, led) if led else {}
+            why = Unavailable("it has no leader")
+            return {partition: held.get(partition, why) for partition in partitions}
         except Unavailable as error:
             return dict.fromkeys(partitions, error)
 

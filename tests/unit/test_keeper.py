@@ -30,6 +30,7 @@ from eos.state.keeper import Keeper
 from eos.state.notes import Beside, check_partitions
 from eos.state.tasks import Task
 from eos.state.values import InMemory
+from tests.support.reading import wait_until
 
 SETTINGS = Settings({"eos.state.dir": ""})
 CELL = cell_of("seen", b"k")
@@ -63,6 +64,7 @@ def keeper_on(monkeypatch: pytest.MonkeyPatch, *lives: Sequence[Record], folder:
     READER.starts, READER.low = [], 0
     monkeypatch.setattr(facts, "connect", lambda *_: None)
     monkeypatch.setattr(tail, "each_held", held)
+    monkeypatch.setattr(facts, "leaderless", lambda *_: frozenset())
     monkeypatch.setattr(tail, "TopicReader", READER)
     monkeypatch.setattr(restoring, "_PATIENCE_S", 0.0)
     keeper = Keeper(app_of(), SETTINGS if folder is None else Settings({"eos.state.dir": str(folder)}))
@@ -208,6 +210,7 @@ def restoring_of(
 
     monkeypatch.setattr(facts, "connect", lambda *_: None)
     monkeypatch.setattr(tail, "each_held", held)
+    monkeypatch.setattr(facts, "leaderless", lambda *_: frozenset())
     monkeypatch.setattr(tail, "TopicReader", Skipping())
     ends = dict.fromkeys(answers, at_least)
     route = app_of().routes["in"]
@@ -248,7 +251,8 @@ def test_restore_waits_for_a_leader_that_does_not_know_the_end_yet(monkeypatch: 
 def test_restore_of_a_leaderless_partition_does_not_stop_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one, now = restoring_of(monkeypatch, {0: [Unavailable("no leader")], 1: [Span(0, 7, 7)]})
+    one, now = restoring_of(monkeypatch, {0: [], 1: [Span(0, 7, 7)]})
+    monkeypatch.setattr(facts, "leaderless", lambda *_: frozenset({0}))  # the client would wait for it
     assert until_ready(one, now, 300.0) == {1}
     assert (list(one.partitions), one.done) == ([0], False)
     waits = [line for line in caplog.messages if "restoring state waits" in line]
@@ -418,13 +422,27 @@ def test_a_source_that_grew_under_a_running_worker_is_refused_with_its_new_parti
     monkeypatch.setattr(changelog, "require", require)
     new = {("in", 1): SimpleNamespace(offset=0, metadata="")}
     with pytest.raises(ConfigurationError, match="has 1 partitions, and in has 2"):
-        keeper.restore(new, new)
+        wait_until("it is checked again", lambda: keeper.restore(new, new))
 
     def away(*_: object) -> None:
         raise Unavailable("no broker")
 
     monkeypatch.setattr(changelog, "require", away)
-    assert keeper.restore(new, new) == set(), "asked again in a moment"
+    asked: list[int] = []
+
+    def asks() -> None:
+        asked.append(1)
+        away()
+
+    monkeypatch.setattr(keeper, "_require", asks)
+    wait_until("it is asked again and again", lambda: len(asked) > 2 or keeper.restore(new, new))
+    assert keeper.restore(new, new) == set()
+    # Without growth the partitions begin: what is wrong with a changelog shows in it.
+    keeper = keeper_on(monkeypatch, [])
+    keeper._checked_at -= 60.0
+    monkeypatch.setattr(keeper, "_require", away)
+    restore(keeper)
+    keeper.close()
 
 
 def test_a_restore_waits_for_a_broker_that_is_away_while_it_reads(
