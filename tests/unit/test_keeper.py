@@ -746,3 +746,15 @@ def test_folder_deleted_while_it_is_locked_has_no_two_owners(monkeypatch: pytest
     owned = folders._own(tmp_path, "t", True)
     assert owned is not None
     assert owned[0] == tmp_path / "t.0"
+
+
+def test_changelog_with_short_lived_tombstones_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(facts, "connect", lambda *_: None)
+    for tombstones_s in (3_599.0, 3_600.0):
+        fit = changelog.Fit("shop-count-changelog", 1, tombstones_s=tombstones_s)
+        monkeypatch.setattr(changelog, "fit_of", lambda *_, fit=fit: fit)
+        changelog.require(SETTINGS, "shop", app_of().stateful)
+    (line,) = [line for line in caplog.messages if "changelog keeps tombstones for a short time" in line]
+    assert "topic=shop-count-changelog delete_retention_ms=3599000" in line
