@@ -1,4 +1,4 @@
-"""Changes that lie on top of other entries, and are read in order together with them.
+"""Keeps changes on top of other entries, and reads both together in order.
 
 Owns the order: nothing is sorted before somebody reads in order, and what is sorted then is kept so, because functions
 read the same row again and again. It must never know what a value is.
@@ -18,7 +18,7 @@ Value = bytes | None
 """None: the entry is deleted."""
 
 AFTER_FIELDS: Final = b"\xff" * 9  # of any row: the fields of int keys have 8 bytes, others begin with a zero byte
-_FEW: Final = 32  # so few names are sorted faster than they are kept sorted
+_FEW: Final = 32  # up to this many names are sorted at each scan, which is faster than keeping them sorted
 
 
 class Span(NamedTuple):
@@ -34,10 +34,10 @@ class Span(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """A row's live fields are from `low` on and before `high`; with `low` at `high` or above there are none.
+    """Say where a row has live fields: from `low` on and before `high`, and nowhere if `low` is at `high` or above.
 
-    They are kept in memory, and spare reading entries that are deleted or expired again and again, where a row is
-    deleted from an end. Bounds that are too wide only cost time.
+    Bounds are kept in memory. A scan between them does not read deleted and expired entries again and again where a row
+    is deleted from an end. Bounds that are too wide only cost time.
     """
 
     low: bytes = b""
@@ -71,7 +71,7 @@ class Bounds(NamedTuple):
 
 
 class Below(Protocol):
-    """Entries that changes can lie on."""
+    """Give entries that changes can lie on."""
 
     def get(self, cell: bytes) -> Value: ...
 
@@ -80,7 +80,7 @@ class Below(Protocol):
 
 
 class Overlay(dict[bytes, X], Generic[X]):
-    """Fields of a row with what changed there, which can be read in order. `put` and `drop` change it."""
+    """Hold the changed fields of one row. Change it by `put` and `drop`: it may be sorted already."""
 
     _names: Any = None  # a SortedList, once there are many and somebody read them in order
     _dropped = 0
@@ -135,7 +135,7 @@ class Overlay(dict[bytes, X], Generic[X]):
 
 
 class Layer:
-    """Changes of cells on top of others, which they leave as they are."""
+    """Hold changes of cells on top of others, and leave those as they are."""
 
     def __init__(self, below: Below) -> None:
         self._below = below
@@ -154,7 +154,7 @@ class Layer:
             self.changed[cell] = value
 
     def _came(self, cell: bytes) -> bool:
-        """Whether it is there by these changes alone: then nothing is to be deleted below."""
+        """Return whether these changes alone made the cell: then nothing is to be deleted below."""
         return cell in self.changed and self._below.get(cell) is None
 
     def write(self, row: bytes, changes: Mapping[bytes, Value], bounds: Bounds | None) -> None:
@@ -191,6 +191,7 @@ class Layer:
 
 
 def by_row(cells: Iterable[tuple[bytes, X]]) -> dict[bytes, Overlay[X]]:
+    """Sort cells into rows."""
     rows: dict[bytes, Overlay[X]] = {}
     for cell, value in cells:
         end = row_length(cell)
