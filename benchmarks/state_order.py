@@ -1,4 +1,4 @@
-"""Ordered access to the state of one key: microseconds per record with 1,000, 10,000 and 100,000 entries behind it.
+"""Measure ordered access to the state of one key, in microseconds per record, with 1,000 to 100,000 entries there.
 
 Each shape runs on values in memory, in LMDB and in RocksDB, without a broker: `python -m benchmarks.state_order`, or
 with names of shapes and engines. The time is that of the function, its state and the commit into the values.
@@ -114,7 +114,7 @@ def values_of(engine: str, base: Path) -> Values:
 
 
 def fill(values: Values, entries: int, left: int) -> None:
-    """Write so many, and delete all but the last `left`."""
+    """Write `entries` entries and delete all but the last `left`."""
     cells = [cell_of("held", b"hot", _NUMBER(number)) for number in range(entries)]
     for at in range(0, entries, _PER_FILL):
         values.apply(dict.fromkeys(cells[at : at + _PER_FILL], b"1"), 0, 0.0)

@@ -133,8 +133,7 @@ class _Held:
         return self._cells
 
     def _read(self, kept: bytes) -> tuple[Any, bytes]:
-        """Decode a value; return it with the bytes that it has while nobody changes it: a set comes back in another
-        order."""
+        """Decode a value. Return it with the bytes that it encodes to if it is not changed: a set has another order."""
         compiled = self._compiled
         try:
             value = compiled.decode(kept)

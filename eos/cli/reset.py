@@ -111,7 +111,7 @@ def _group(
 
 def with_metadata(move: Move, skipping: bool, accept_changelog: bool) -> Move:
     """Return the move with the metadata that is true at its new offset. A record that `--skip` steps past counts as
-    handled without outputs; behind any other move lineage starts its count again."""
+    handled without outputs; after any other move lineage starts its count again."""
     found = noted(move.metadata)
     tally = lineage.tally_of(move.metadata)
     if accept_changelog and (found or not move.metadata):  # what another program wrote stays

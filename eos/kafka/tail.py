@@ -120,7 +120,7 @@ def each_held(client: Any, topic: str, partitions: Iterable[int]) -> dict[int, S
     found: dict[int, Span | Unavailable] = {}
     for partition in low:
         try:
-            found[partition] = Span(*(_all({0: ask[partition]})[0] for ask in (low, stable, end)))
+            found[partition] = Span(*(_known(ends[partition]) for ends in (low, stable, end)))
         except Unavailable as error:
             found[partition] = error
     return found
@@ -170,12 +170,13 @@ def _ends(client: Any, places: list[TopicPartition], spec: Any, level: Isolation
 
 def _all(found: Mapping[int, T | Unavailable]) -> dict[int, T]:
     """Return what is known of every partition. Raises the first Unavailable."""
-    known: dict[int, T] = {}
-    for partition, answer in found.items():
-        if isinstance(answer, Unavailable):
-            raise answer
-        known[partition] = answer
-    return known
+    return {partition: _known(answer) for partition, answer in found.items()}
+
+
+def _known(answer: T | Unavailable) -> T:
+    if isinstance(answer, Unavailable):
+        raise answer
+    return answer
 
 
 @dataclass

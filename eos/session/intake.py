@@ -52,6 +52,7 @@ class Intake:
         self.positions: Positions[Record] = Positions()
         self._from_beginning: set[str] = set()  # see Starts
         self._member_ids: set[str] = set()  # see Member
+        self._chained: set[str] = set()  # those that the session itself writes
         self._topic_ids: dict[str, str] = {}  # see TopicIds
         self._membership: Membership | None = None
         self._finish: Finish | None = None
@@ -72,7 +73,8 @@ class Intake:
     def connect(self, destinations: Sequence[str], deadline: float) -> None:
         """Connect to the cluster. Raises Unavailable unless all topics are there by the deadline (World.now())."""
         self._destinations = destinations
-        self._from_beginning |= set(self.topics).intersection(destinations)
+        self._chained = set(self.topics).intersection(destinations)
+        self._from_beginning |= self._chained
         self._membership = self._made()
         self._membership.check_topics([*self.topics, *destinations], deadline)
 
@@ -82,8 +84,7 @@ class Intake:
         self.membership.note_topics(admin)
         self._from_beginning |= self._came_without_us(admin)
         if self._until_end:
-            chained = set(self.topics).intersection(self._destinations)
-            self._finish = Finish(self.membership.asking, self._settings, chained, self._world)
+            self._finish = Finish(self.membership.asking, self._settings, self._chained, self._world)
         self.membership.join()
 
     def _came_without_us(self, admin: ClusterAdmin) -> set[str]:
@@ -121,7 +122,7 @@ class Intake:
         self.positions.clear()
 
     def join_again(self) -> None:
-        if self._from_beginning:
+        if self._from_beginning - self._chained:
             with contextlib.suppress(EosError), self._world.admin(self._settings, timeout_ms=5_000) as admin:
                 self.membership.member.make_way(admin, self.topics)
         self.membership.join()

@@ -47,12 +47,15 @@ class Offsets:
         """Return the offsets that the open transaction commits: the next one of each partition that it took records
         of, the unmoved one of each that a participant writes for and, when they have been due for `patience_s`, those
         of all other partitions. `new_starts` are the membership's."""
-        places = self._positions.places()
         offsets = dict(new_starts) | self._positions.offsets()
-        for participant in self._participants:
-            written = participant.writes()
-            offsets = {partition: places[partition] for partition in written if partition in places} | offsets
-        return offsets if self._world.now() < self._due + patience_s else places | offsets
+        unmoved = {
+            partition for participant in self._participants for partition in participant.writes()
+        } - offsets.keys()
+        due = self._world.now() >= self._due + patience_s
+        if not (due or unmoved):
+            return offsets
+        places = self._positions.places()
+        return {partition: at for partition, at in places.items() if due or partition in unmoved} | offsets
 
     def commits_of(self, offsets: Mapping[Partition, int], producer: TransactionalProducer) -> list[TopicPartition]:
         self._number += 1

@@ -150,7 +150,7 @@ class Lmdb:
 
 # RocksDB has one table for both: no name of a value begins so (eos/app/cells.py, folders.py).
 _NOTE = b"\xfe"
-# A file in which so many of so many neighbours are deleted is compacted soon: a scan walks over them until then.
+# RocksDB soon compacts a file in which this many of this many neighbours are deleted; until then scans walk over them.
 _NEIGHBOURS, _DELETED = 1_000, 500
 
 

@@ -106,13 +106,11 @@ class InFolder:
                 mark.unlink(missing_ok=True)
             log.warning("state is restored anew", folder=folder, why=f"it cannot be read: {error}")
             noted = None
-        of_this_boot = noted is not None and noted.get("boot") == self._whose["boot"]
-        if synced and noted is not None:
-            noted["boot"] = self._whose["boot"]
-        if noted is not None and noted.items() >= self._whose.items():
+        required = {name: value for name, value in self._whose.items() if not (synced and name == "boot")}
+        if noted is not None and noted.items() >= required.items():
             self.position, self.as_of = int(noted["position"]), float(noted["as_of"])
-            if not of_this_boot:
-                self.apply({}, self.position, self.as_of)  # what is written from now on is of this one
+            if noted.get("boot") != self._whose["boot"]:
+                self.apply({}, self.position, self.as_of)  # what is written from now on is of this boot
             return
         if noted is not None:
             why = "another boot of this machine, another changelog, or a time-to-live that is new or gone"

@@ -48,7 +48,8 @@ class Keeper:
         self.topics = frozenset(self._topics.values())
         self._tasks: dict[Partition, Task] = {}  # those that are ready
         self._restoring: dict[str, list[Restoring]] = {source: [] for source in self._routes}
-        self._uncommitted: set[Partition] = set()  # of those that are restored: the group has no offset of them
+        # When they came the group had no offset of them: under `latest` it may have one before they are restored.
+        self._uncommitted: set[Partition] = set()
         self._fits: dict[str, changelog.Fit] = {}  # of changelogs, by their names
         self._checked_at = world.now()
         self._thread: Watchdog | None = None  # that checks them again
@@ -116,7 +117,7 @@ class Keeper:
         return cells
 
     def _clean_up(self) -> None:
-        """Now and then: a volume must not fill with folders that nobody will use again."""
+        """Delete folders that are unused for long, every ten minutes: else they fill the volume."""
         unused_s = self._settings["eos.state.cleanup.delay.ms"] / 1000
         if self._folder is None or not unused_s or self._world.now() < self._next_clean_up:
             return
@@ -154,8 +155,8 @@ class Keeper:
             if new := sorted(partition for partition in ours if (source, partition) not in self._tasks):
                 if not self._are_checked(new[-1] >= self._fits[self._topics[source]].partitions):
                     continue
-                self._uncommitted -= {(source, number) for number in new}
-                self._uncommitted |= {(source, number) for number in new} & set(uncommitted)
+                places = {(source, number) for number in new}
+                self._uncommitted = (self._uncommitted - places) | places.intersection(uncommitted)
                 ends = {number: _at_least(starts[source, number], route.name) for number in new}
                 self._restoring[source].append(self._restoring_of(route, self._topics[source], ends))
         for source, restorings in self._restoring.items():
@@ -220,25 +221,24 @@ class Keeper:
 
     def last_sends(self, send: Callable[..., None], partitions: Collection[Partition]) -> None:
         self._sent_at = self._world.unix()
-        self._pass_aborted([partition for partition in self.writes() if partition in partitions])
+        aborted: dict[str, list[int]] = {}
         for source, partition in self.writes():
             task = self._tasks[source, partition]
             if (source, partition) not in partitions:
                 task.undone()  # the group does not check this transaction for it: another member may own it
                 continue
+            if task.aborted and self._folder is not None:
+                aborted.setdefault(source, []).append(partition)
             task.expire()
             for cell, value, timestamp_ms in task.to_send():
                 send(self._topics[source], value, cell, partition, timestamp_ms)
+        self._pass_aborted(aborted)
 
-    def _pass_aborted(self, partitions: Collection[Partition]) -> None:
-        """Ask where changelogs end in which a transaction of ours was aborted: else a restart would read the changes
-        since then again, as many as it left there."""
-        if self._folder is None:
-            return
-        for source in self._routes:
-            numbers = [number for topic, number in partitions if topic == source and self._tasks[topic, number].aborted]
-            if not numbers:
-                continue
+    def _pass_aborted(self, partitions: Mapping[str, list[int]]) -> None:
+        """Ask where these partitions' changelogs end, in which a transaction of ours was aborted: else a restart would
+        read again what was written since. The open transaction's records lie after the answer, which is a last stable
+        offset."""
+        for source, numbers in partitions.items():
             try:
                 self._client = self._client or facts.connect(self._settings, _ASK_S, self._world)
                 stable = tail.stable_ends(self._client, self._topics[source], numbers)

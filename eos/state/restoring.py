@@ -1,8 +1,8 @@
 """Restores tasks: reads what of their changelog they do not have yet, a moment at a time. In between the session polls
 its group and works on the partitions that are ready.
 
-Owns the steps of each partition: a folder that nobody else has, the predecessor's transaction decided in the changelog
-too, then all that is committed there. A partition that waits keeps no other one waiting. What is read is written by
+Owns the steps of each partition: lock a folder, wait until the predecessor's transaction is decided in the changelog,
+then read all that is committed there. A partition that waits keeps no other one waiting. What is read is written by
 bytes, each time with the position that it stands for: a restart goes on there.
 """
 
@@ -31,7 +31,7 @@ _PAUSE_S = 0.05
 _ASK_S = 10.0
 _LOOK_S = 1.0  # how often partitions that wait are looked at while others are read
 _TELL_S = 5.0
-# A transaction that is decided is not visible where its markers are under way; nobody else writes there.
+# After a transaction is decided its markers take a moment to arrive; nothing else is open in a changelog.
 _SETTLED_S = 30.0
 _MOST_BYTES = 8 << 20  # that were read and not written, of all partitions
 _FIRST_READ = 16  # records: how large they are is not known yet
@@ -163,30 +163,32 @@ class Restoring:
             return
         now = self._world.unix()
         for partition, answer in self._held(asked).items():
-            one, where = asked[partition], place_of(self._topic, partition)
-            assert one.values is not None
-            if isinstance(answer, Unavailable):
-                self._waits(partition, one, answer)
-                continue
-            accepts = one.at_least is None
-            at_least = 0 if one.at_least is None else max(one.values.position, one.at_least)
-            why = changelog.unsettled(where, answer, at_least)
-            if why is not None:
-                self._waits(partition, one, why)
-                continue
-            values = one.values
-            start = changelog.start_of(values.position, values.as_of, answer, self._tombstones_s, now, accepts)
-            if start is None:
-                raise changelog.beginning_removed(where, answer.low)
-            if not start.keeps:
-                one.values.clear()
-            one.at, one.end, one.end_as_of = start.offset, answer.end, now
-            # What is read from the beginning has its tombstones for long enough from now on (KIP-534).
-            one.as_of = one.values.as_of if start.keeps and start.offset else now
-            if one.at < one.end:
-                self._ends[partition] = one.end
-            else:
-                self._finish(partition, one)
+            self._settle(partition, asked[partition], answer, now)
+
+    def _settle(self, partition: int, one: _Partition, held: tail.Span | Unavailable, now: float) -> None:
+        """Begin to read a partition, given what its changelog held at `now`, or wait for it."""
+        assert one.values is not None
+        values, accepts = one.values, one.at_least is None
+        where = place_of(self._topic, partition)
+        at_least = 0 if one.at_least is None else max(values.position, one.at_least)
+        if isinstance(held, Unavailable):
+            self._waits(partition, one, held)
+            return
+        if (why := changelog.unsettled(where, held, at_least)) is not None:
+            self._waits(partition, one, why)
+            return
+        start = changelog.start_of(values.position, values.as_of, held, self._tombstones_s, now, accepts)
+        if start is None:
+            raise changelog.beginning_removed(where, held.low)
+        if not start.keeps:
+            values.clear()
+        one.at, one.end, one.end_as_of = start.offset, held.end, now
+        # What is read from the beginning has its tombstones for long enough from now on (KIP-534).
+        one.as_of = values.as_of if start.keeps and start.offset else now
+        if one.at < one.end:
+            self._ends[partition] = one.end
+        else:
+            self._finish(partition, one)
 
     def _held(self, partitions: Collection[int]) -> Mapping[int, tail.Span | Unavailable]:
         try:
@@ -205,7 +207,7 @@ class Restoring:
         now = self._world.now()
         if type(why) is not one.waits_for:
             one.waits_for, one.since = type(why), now
-        # What is missing is not waited for as long: only a new leader is behind.
+        # What is missing is not waited for as long: only a new leader does not know it yet.
         more_s = 0 if isinstance(why, InputGone) else self._settings.transaction_timeout_ms / 1000
         if not isinstance(why, Unavailable) and now > one.since + _SETTLED_S + more_s:
             raise why
@@ -246,8 +248,8 @@ class Restoring:
                 where = place_of(self._topic, record.partition, record.offset)
                 raise ConfigurationError(
                     f"the changelog record {where} was written by another program: {error}",
-                    remedy=f"let nobody else write to {self._topic}; a tombstone of the same key and a compaction "
-                    "remove the record",
+                    remedy=f"stop the program that writes to {self._topic}; a tombstone of the same key and a "
+                    "compaction remove the record",
                 ) from error
             size += len(cell) + len(value or b"")
             if ageing and value is not None and store_of(cell) in ageing:

@@ -98,8 +98,8 @@ class Task(Layer):
         return self._passed + (len(self.changed) + 1 if self.changed else 0)
 
     def passed(self, stable: int) -> None:
-        """Take in that all of the changelog before this offset is decided and known here, if the open transaction is
-        committed: until then nobody but this task wrote there."""
+        """Count the changelog before this offset as known, if the open transaction is committed. Its commit shows that
+        only this task had written there."""
         self._passed, self.aborted = max(self._passed, stable), False
 
     def committed(self, as_of: float) -> None:

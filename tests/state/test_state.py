@@ -621,7 +621,7 @@ def test_deleted_changelog_is_seen_after_a_reset(counting: Counting) -> None:
 
 
 def test_changelog_without_its_beginning_ends_the_worker(counting: Counting) -> None:
-    """Retention removed records under cleanup.policy=delete, and nobody saw it. The folder still has their values."""
+    """Retention removed records while cleanup.policy was delete. The folder still has their values."""
     counting.load(200)
     counting.run()
     admin = AdminClient({"bootstrap.servers": counting.servers})

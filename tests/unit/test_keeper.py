@@ -499,7 +499,7 @@ def test_restart_after_aborts_reads_nothing_that_it_has(monkeypatch: pytest.Monk
     kept(keeper, b"5")
     send(keeper)
     keeper.undone()
-    assert task.values.position == 5, "until a commit shows that nobody else wrote, the answer is not believed"
+    assert task.values.position == 5, "the answer counts only after a commit, which shows that no other member wrote"
     kept(keeper, b"6")
     commit(keeper)
     assert (task.values.position, asked) == (9 + 1 + 1, [[0], [0]])

@@ -11,29 +11,20 @@ from typing import Any
 import pytest
 
 import eos
-from benchmarks.state_order import SHAPES, Shape
+from benchmarks.state_order import SHAPES, Shape, values_of
 from eos import App, ListState, MapState, Record, State
 from eos.app.cells import cell_of, rest_of
 from eos.app.layers import Bounds, Overlay, Span, Value
 from eos.app.state import CompiledStore, Store
 from eos.state import tasks
 from eos.state.engines import ENGINES
-from eos.state.folders import InFolder
 from eos.state.tasks import Task
-from eos.state.values import InMemory, Values
+from eos.state.values import InMemory
 from eos.worker.handling import Handler, Kept
 
 MAP = CompiledStore(Store("map", MapState, (int, int)))
 LIST = CompiledStore(Store("list", ListState, (int,)))
 ROW = cell_of("map", b"k")
-
-
-def values_of(where: str, base: Path) -> Values:
-    if where == "memory":
-        return InMemory()
-    folder = InFolder.of(base, "t", "id", engine=ENGINES[where])
-    assert folder is not None
-    return folder
 
 
 # ---- the same as a dict and a list -----------------------------------------------------------------------------------
@@ -211,7 +202,7 @@ class Walked(InMemory):
 
 
 def walked(shape: Shape, entries: int) -> tuple[int, int]:
-    """Names passed and scans of 200 records, in one transaction, with so many entries before."""
+    """Return the names passed and the scans of 200 records in one transaction, after this many entries."""
     app, values = App("order"), Walked()
     app.process("in", to="out")(shape.function)
     cells = [cell_of("held", b"hot", MAP.field(number)) for number in range(entries)]
