@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from eos.app.definition import App
-from eos.errors import EosError, ImportFailed, UsageError
+from eos.errors import EosError, ImportFailed, UsageError, raise_if_interrupted, safe_str
 from eos.kafka.settings import Settings
 
 
@@ -33,8 +33,9 @@ def load_app(target: str) -> App:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise UsageError(f"there is no module {name} (looked in {os.getcwd()} and the Python path)") from error
         raise UsageError(f"{name} needs the module {error.name}, which is not installed") from error
-    except Exception as error:
-        raise ImportFailed(f"{name} could not be imported: {type(error).__name__}: {error}") from error
+    except BaseException as error:
+        raise_if_interrupted(error)
+        raise ImportFailed(f"{name} could not be imported: {type(error).__name__}: {safe_str(error)}") from error
     found = getattr(module, attribute, None)
     if not isinstance(found, App):
         what = "is missing" if found is None else f"is a {type(found).__name__}, not an App"
