@@ -18,15 +18,14 @@ from eos.app.routes import Route
 from eos.app.state import TaskCells
 from eos.app.stores import CellsOf
 from eos.errors import ConfigurationError, Unavailable
-from eos.kafka import facts, tail
+from eos.kafka import facts, preflight, tail
 from eos.kafka.settings import Settings
 from eos.kafka.watchdog import Job, Watchdog
 from eos.kafka.world import REAL, World
 from eos.records import Committed, Record, metadata_of, place_of
-from eos.state import changelog
+from eos.state import changelog, notes
 from eos.state.engines import ENGINES, check_engine
 from eos.state.folders import InFolder, check_folder, clean_up
-from eos.state.notes import Beside, accepts, beside_of, check_partitions, header_of, never_committed
 from eos.state.restoring import Restoring
 from eos.state.tasks import Task
 from eos.state.values import InMemory, Values
@@ -34,7 +33,6 @@ from eos.state.values import InMemory, Values
 Partition = tuple[str, int]
 _ASK_S = 10.0
 _CLEAN_UP_S = 600.0
-_AGAIN_S = 0.2
 _CHECKED_S = 10.0  # a check of the changelogs is good for this long
 
 
@@ -64,27 +62,17 @@ class Keeper:
     def prepare(self) -> None:
         """Before the start: the changelogs are there. Raises ConfigurationError, NotAuthorised, Unavailable."""
         self._check_folder()
-        deadline = self._world.now() + self._settings["eos.startup.timeout.ms"] / 1000
-        while True:
-            try:
-                self._require()
-                return
-            except Unavailable as error:  # a cluster that has just started has no coordinators yet
-                if self._world.now() >= deadline:
-                    raise
-                log.debug("changelogs not checked", error=str(error))
-                self._world.sleep(_AGAIN_S)
+        preflight.patient(self._settings, self._require, self._world)
 
     def _require(self) -> None:
-        routes = list(self._routes.values())
-        self._fits = changelog.require(self._settings, self._app_id, routes, self._world)
         with self._world.admin(self._settings) as admin:
+            committed = admin.metadata_by_partition(self._app_id)
+            # First: of a function that was renamed no changelog must be made.
+            kept = notes.all_kept(self._routes, committed)
+            self._fits = changelog.require(self._settings, self._app_id, list(self._routes.values()), self._world)
             self._ids = admin.topic_ids(self._fits)
-            committed = admin.committed_metadata(self._app_id)
-        for source, route in self._routes.items():
-            partitions = self._fits[self._topics[source]].partitions
-            for beside in filter(None, (beside_of(metadata, route.name) for metadata in committed)):
-                check_partitions(beside, source, partitions)
+        for source, beside in kept:
+            notes.check_partitions(beside, source, self._fits[self._topics[source]].partitions)
         self._checked_at = self._world.now()
 
     def _check_folder(self) -> None:
@@ -155,9 +143,7 @@ class Keeper:
             if new := sorted(partition for partition in ours if (source, partition) not in self._tasks):
                 if not self._are_checked(new[-1] >= self._fits[self._topics[source]].partitions):
                     continue
-                places = {(source, number) for number in new}
-                self._uncommitted = (self._uncommitted - places) | places.intersection(uncommitted)
-                ends = {number: _at_least(starts[source, number], route.name) for number in new}
+                ends = {number: self._at_least((source, number), starts, uncommitted) for number in new}
                 self._restoring[source].append(self._restoring_of(route, self._topics[source], ends))
         for source, restorings in self._restoring.items():
             for restoring in restorings:
@@ -165,6 +151,22 @@ class Keeper:
                     self._tasks[source, number] = self._task((source, number), values)
             self._restoring[source] = [restoring for restoring in restorings if not restoring.done]
         return {partition for partition in starts if partition in self._tasks or partition[0] not in self._routes}
+
+    def _at_least(
+        self, partition: Partition, starts: Mapping[Partition, Committed], uncommitted: Collection[Partition]
+    ) -> int | None:
+        """Return how far the partition's changelog went, by what stands beside the offset; None: whatever it holds now
+        is right. Raises ConfigurationError."""
+        self._uncommitted.discard(partition)
+        beside = None
+        if partition not in uncommitted:
+            beside = notes.kept_by(self._routes[partition[0]], metadata_of(starts[partition]))
+            if beside is None:
+                return None
+        if beside is None or beside.end == notes.UNSEEN:
+            self._uncommitted.add(partition)
+            return 0
+        return beside.end
 
     def _are_checked(self, grown: bool) -> bool:
         """Return whether the changelogs fit; they are checked again on another thread, unless that was done a moment
@@ -196,8 +198,8 @@ class Keeper:
         try:
             before = values.get(HEADER)
             if before is not None and partition in self._uncommitted:
-                raise never_committed(route.name, partition, where)
-            header = header_of(self._app_id, route, where, before)
+                raise notes.never_committed(route.name, partition, where)
+            header = notes.header_of(self._app_id, route, where, before)
         except BaseException:
             values.close()
             raise
@@ -249,11 +251,12 @@ class Keeper:
                 self._tasks[source, number].passed(end)
 
     def beside(self, partition: Partition) -> Mapping[str, object]:
-        if (task := self._tasks.get(partition)) is None:
+        if (route := self._routes.get(partition[0])) is None:
             return {}
-        source, _ = partition
-        topic, function = self._topics[source], self._routes[source].name
-        return Beside(function, task.end, self._fits[topic].partitions).noted()
+        task = self._tasks.get(partition)  # None: where it begins is committed before its changelog was looked at
+        end = notes.UNSEEN if task is None else task.end
+        partitions = self._fits[self._topics[partition[0]]].partitions
+        return notes.noted_of(route, end, partitions).noted()
 
     def committed(self) -> None:
         for task in self._tasks.values():
@@ -263,10 +266,3 @@ class Keeper:
     def undone(self) -> None:
         for task in self._tasks.values():
             task.undone()
-
-
-def _at_least(start: Committed, function: str) -> int | None:
-    """Return how far the changelog went by what stands beside the offset; None: whatever it holds now is right."""
-    metadata = metadata_of(start)
-    beside = beside_of(metadata, function)
-    return None if accepts(metadata) else 0 if beside is None else beside.end
