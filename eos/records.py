@@ -8,13 +8,20 @@ from __future__ import annotations
 import enum
 import json
 import re
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, cast, final
 
 import msgspec
 
 from eos.errors import CallFailed
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    V = TypeVar("V", covariant=True, default=bytes | None)
+else:
+    V = typing.TypeVar("V", covariant=True)
 Header = tuple[str, bytes | None]
 
 
@@ -79,16 +86,17 @@ KEEP: Final = Keep.KEEP
 # One Record per message at millions per second: positional, and invisible to the cyclic collector (gc=False).
 # Frozen: nothing that a function does to a record may change what its outputs keep of it.
 @final
-class Record(msgspec.Struct, frozen=True, gc=False):
+class Record(msgspec.Struct, Generic[V], frozen=True, gc=False):
     """A record as it was read. `timestamp`: milliseconds since the epoch, -1 when unknown. `value` None: a
-    tombstone. `headers`: (name, bytes or None) pairs, an empty sequence when there are none."""
+    tombstone. `headers`: (name, bytes or None) pairs, an empty sequence when there are none. As the annotation of a
+    function's parameter `Record[Order]` is a record of which the value is decoded to an Order."""
 
     topic: str
     partition: int
     offset: int
     timestamp: int = -1
     key: bytes | None = None
-    value: bytes | None = None
+    value: V = cast("V", None)
     headers: Sequence[Header] = ()
 
     def __init_subclass__(cls) -> None:

@@ -26,6 +26,7 @@ from eos.app.serde import (
     checked_encoder,
     function_name,
     parameter_annotation,
+    takes_record_too,
 )
 from eos.app.state import Store
 from eos.app.stores import stores_of, with_names
@@ -147,11 +148,13 @@ class App:
         `^` is a pattern: a regular expression of Python's `re` that must match the whole name.
         Topics that match are read, those too that come while a worker runs.
 
-        Further parameters that are annotated `State[T]`, `MapState[K, V]` or `ListState[T]` are state, kept by the
-        record's key and committed with outputs and offsets (docs/howto/state.md). `ttl=timedelta(days=7)`, or
-        `ttl={"seen": timedelta(days=7)}`: a value is forgotten so long after its last write, by the records' time. The
-        state is kept under the names of the function and of the parameters: after a change in the code `name="count"`
-        gives the function the name that it had, and `was={"total": "seen"}` says that `total` was named `seen`.
+        A second parameter that is annotated `Record` gets the record: `def f(order: Order, record: Record)`. One
+        parameter `Record[Order]` gets the record with its value decoded. Further parameters that are annotated
+        `State[T]`, `MapState[K, V]` or `ListState[T]` are state, kept by the record's key and committed with outputs
+        and offsets (docs/howto/state.md). `ttl=timedelta(days=7)`, or `ttl={"seen": timedelta(days=7)}`: a value is
+        forgotten so long after its last write, by the records' time. The state is kept under the names of the
+        function and of the parameters: after a change in the code `name="count"` gives the function the name that it
+        had, and `was={"total": "seen"}` says that `total` was named `seen`.
 
         An `async def` runs on many records at once (`eos.async.max.records`); outputs keep the input's order.
         `on_error`: eos.stop, eos.skip, eos.dlq or eos.retry(n, then=...); see docs/howto/failures.md.
@@ -165,11 +168,13 @@ class App:
         def register(function: Function) -> Function:
             frame = sys._getframe(1)
             stores = _stores(function, sources, frame, ttl, was)
-            annotation = _annotation(function, Record if decode is None else object, frame, len(stores))
+            record_too = takes_record_too(function, frame)
+            default = Record if decode is None and not record_too else object
+            annotation = _annotation(function, default, frame, len(stores) + record_too)
             _check_destination(function, destinations)
             coders = (checked_decoder(decode, annotation), checked_encoder(encode))
-            route = Route(function, annotation, sources, destinations, False, policy, *coders, stores=stores, name=name)
-            self._add(route)
+            more: dict[str, Any] = {"stores": stores, "name": name, "record_too": record_too}
+            self._add(Route(function, annotation, sources, destinations, False, policy, *coders, **more))
             return function
 
         return register
@@ -203,8 +208,8 @@ class App:
             annotation = _annotation(function, list[Record], frame, len(stores))
             _check_destination(function, destinations)
             coders = (None, checked_encoder(encode))
-            route = Route(function, annotation, sources, destinations, True, policy, *coders, stores=stores, name=name)
-            self._add(route)
+            more: dict[str, Any] = {"stores": stores, "name": name}
+            self._add(Route(function, annotation, sources, destinations, True, policy, *coders, **more))
             return function
 
         return register
@@ -368,10 +373,10 @@ def _check_pattern(source: str) -> None:
         raise ConfigurationError(f"the pattern {source!r} is not a regular expression: {error}") from error
 
 
-def _annotation(function: Callable[..., object], default: object, frame: types.FrameType, states: int = 0) -> object:
+def _annotation(function: Callable[..., object], default: object, frame: types.FrameType, more: int = 0) -> object:
     if not callable(function):
         raise ConfigurationError(f"{function!r} is not a function")
-    return parameter_annotation(function, default, frame, states)
+    return parameter_annotation(function, default, frame, more)
 
 
 def _stores(

@@ -16,6 +16,8 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+import msgspec
+
 from eos import hotloop
 from eos.app import concurrent
 from eos.app.ageing import ttls_of
@@ -56,7 +58,7 @@ class Route:
 
     __slots__ = (
         "annotation", "batch", "concurrent", "decode", "destinations", "each", "encode", "feed", "function", "name",
-        "on_error", "outputs", "outputs_batch", "passing", "sources", "stores",
+        "on_error", "outputs", "outputs_batch", "passing", "record_too", "sources", "stores",
     )  # fmt: skip
 
     feed: Feed
@@ -78,8 +80,9 @@ class Route:
         stores: tuple[Store, ...] = (),
         cells_of: CellsOf | None = None,
         name: str | None = None,
+        record_too: bool = False,
     ) -> None:
-        self.passing, self.stores = passing, stores
+        self.passing, self.stores, self.record_too = passing, stores, record_too
         self.function, self.annotation, self.name = function, annotation, name or function_name(function)
         self.sources, self.destinations, self.batch, self.on_error = sources, destinations, batch, on_error
         self.decode, self.encode, self.concurrent = decode, encode, is_async(function)
@@ -96,7 +99,9 @@ class Route:
             self.outputs = lambda record: outputs_batch([record])
             self.each = _one_by_one(self.outputs)
             return
-        decoded = _record_decoder(annotation, self.name, decode)
+        decoded, typed = _record_decoder(annotation, self.name, decode)
+        if typed or record_too:
+            function, decoded = _of_record(function, decoded, typed, record_too), None
         normalise = normaliser(self.name, destinations, hints, passing)
         if self.concurrent:
             compile_ = functools.partial(_compile_keyed, kept) if stores else _compile_concurrent
@@ -126,6 +131,7 @@ class Route:
         "passing",
         "stores",
         "name",
+        "record_too",
     )
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -158,22 +164,40 @@ def is_async(function: Callable[..., object]) -> bool:
     return inspect.iscoroutinefunction(below) or inspect.isasyncgenfunction(below)
 
 
-def _record_decoder(annotation: object, name: str, decode: Decode | None) -> Decode | None:
-    """The decoder for a function of one record; None: it gets the Record itself."""
-    if without_none(annotation)[0] is Record:
+def _record_decoder(annotation: object, name: str, decode: Decode | None) -> tuple[Decode | None, bool]:
+    """Return the decoder for a function of one record (None: it gets the Record itself), and whether the function gets
+    a Record with the decoded value."""
+    kind, _ = without_none(annotation)
+    if kind is Record:
         if decode is not None:
             raise ConfigurationError(
                 f"{name} gets the Record as it is, so decode= has nothing to do: annotate its result"
             )
-        return None
+        return None, False
+    if typing.get_origin(kind) is Record:
+        return decode or decoder(typing.get_args(kind)[0]), True
     if decode is not None:
-        return decode
+        return decode, False
     if Record in _mentioned(annotation):
         raise ConfigurationError(
             f"{name} is annotated {annotation_name(annotation)}, but gets one record at a time: annotate Record, or "
             "decorate with process_batch"
         )
-    return decoder(annotation)
+    return decoder(annotation), False
+
+
+def _of_record(
+    function: Callable[..., Any], decode: Decode | None, typed: bool, record_too: bool
+) -> Callable[..., Any]:
+    """Return a function of the Record for one that gets its decoded value: alone, beside it, or in it."""
+
+    def run(record: Record, *states: Any) -> Any:
+        given = record if decode is None else decode(record.value)
+        if typed:
+            given = msgspec.structs.replace(record, value=given)
+        return function(given, record, *states) if record_too else function(given, *states)
+
+    return run
 
 
 def _mentioned(annotation: object) -> set[object]:

@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 import msgspec
 
 from eos.errors import ConfigurationError, raise_if_interrupted, safe_str
+from eos.records import Record
 
 Decode = Callable[[bytes | None], Any]
 Encode = Callable[[Any], bytes | None]
@@ -39,28 +40,40 @@ class DecodeError(ValueError):
 
 
 def parameter_annotation(
-    function: Callable[..., object], default: object, frame: types.FrameType | None, states: int = 0
+    function: Callable[..., object], default: object, frame: types.FrameType | None, more: int = 0
 ) -> object:
     """What the first parameter of `function` is annotated with, resolved; `default` without annotation.
 
     `frame` is where the decorator was applied: under `from __future__ import annotations` a type that is local
     to a function can be found only there. Raises ConfigurationError for a function that cannot be called with
-    one positional argument and `states` more, and for an annotation that cannot be resolved.
+    one positional argument and `more` (its record, its state), and for an annotation that cannot be resolved.
     """
     name = function_name(function)
     try:
         signature = inspect.signature(function)
-        signature.bind(*[None] * (1 + states))
+        signature.bind(*[None] * (1 + more))
     except (TypeError, ValueError) as error:
-        beside = " (beside those that are annotated State[...])" if states else ""
         raise ConfigurationError(
-            f"{name} must be callable with exactly one positional argument{beside}: {error}"
+            f"{name} must be callable with exactly one positional argument, besides a second one that is annotated "
+            f"Record and those that are annotated State[...]: {error}"
         ) from error
     except NameError as error:  # Python >= 3.14 evaluates annotations here
         raise ConfigurationError(f"an annotation of {name} cannot be resolved: {error}") from error
 
     annotation = next(iter(signature.parameters.values())).annotation
     return default if annotation is inspect.Parameter.empty else resolved(function, annotation, frame)
+
+
+def takes_record_too(function: Callable[..., object], frame: types.FrameType | None) -> bool:
+    """Return whether the second parameter is annotated Record: it gets the record, the first one the decoded value."""
+    try:
+        _, *rest = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError, NameError):
+        return False  # said by whoever looks at the first parameter
+    if not rest or rest[0].annotation is inspect.Parameter.empty:
+        return False
+    annotation = resolved(function, rest[0].annotation, frame)
+    return annotation is Record or typing.get_origin(annotation) is Record
 
 
 def resolved(function: Callable[..., object], annotation: Any, frame: types.FrameType | None) -> Any:

@@ -19,10 +19,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import eos.testing
 from eos.app.definition import App
 from eos.app.policies import dlq, stop
 from eos.app.routes import Route
 from eos.app.serde import DecodeError
+from eos.app.state import State
 from eos.errors import ConfigurationError, IllegalState
 from eos.records import KEEP, Fed, Out, Record, Send
 
@@ -842,3 +844,68 @@ def test_a_cell_that_is_run_again_replaces_its_function_and_its_hook(monkeypatch
     main.__file__ = "script.py"
     with pytest.raises(ConfigurationError, match="'in' has two functions, f and f"):
         cell("in", "out", 6)
+
+
+def beside_record(flight: Flight, record: Record) -> str:
+    return f"{flight.number} {record.offset}"
+
+
+def in_record(record: Record[Flight]) -> Out:
+    return record.out(record.value.number, key=record.value.carrier)
+
+
+def in_record_or_none(record: Record[Flight | None]) -> str:
+    return "gone" if record.value is None else record.value.carrier
+
+
+async def at_once(flight: Flight, record: Record) -> str:
+    return f"{flight.number} {record.offset}"
+
+
+def each(flight: Flight, record: Record) -> Iterator[str]:
+    yield f"{flight.number} {record.offset}"
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "key"),
+    [
+        (beside_record, b"7 42", b"key"),
+        (at_once, b"7 42", b"key"),
+        (each, b"7 42", b"key"),
+        (in_record, b"7", b"UA"),
+        (in_record_or_none, b"UA", b"key"),
+    ],
+)
+def test_record_is_there_beside_its_decoded_value(function: Callable[..., Any], value: bytes, key: bytes) -> None:
+    made = pickle.loads(pickle.dumps(route(function)))
+    assert [send[:3] for send in made.outputs(RECORD)] == [("out", value, key)]
+    sent: list[Any] = []
+    sink = SimpleNamespace(produce=lambda *send: sent.append(send[:3]), refused=None)
+    assert made.feed([RECORD], sink).error is None
+    assert sent == [("out", value, key)]
+    wrong = msgspec.structs.replace(RECORD, value=b"{}")
+    with pytest.raises(DecodeError):
+        made.outputs(wrong)
+
+
+def test_record_is_there_beside_value_and_state() -> None:
+    app = App("app")
+
+    @app.process("in", to="out")
+    def count(value: str, record: Record, seen: State[int]) -> str:
+        seen.set(seen.get(0) + 1)
+        return f"{value} {record.offset} {seen.get()}"
+
+    ran = eos.testing.run(app, [("in", "a", "k"), ("in", "b", "k")])
+    assert ran.values("out") == [b"a 0 1", b"b 1 2"]
+
+
+def test_tombstone_and_own_decoder_beside_the_record() -> None:
+    assert route(in_record_or_none).outputs(msgspec.structs.replace(RECORD, value=None))[0][1] == b"gone"
+    app = App("app")
+
+    @app.process("in", to="out", decode=lambda value: len(value))
+    def length(given: int, record: Record) -> str:
+        return f"{given} {record.offset}"
+
+    assert app.routes["in"].outputs(RECORD)[0][1] == b"44 42"

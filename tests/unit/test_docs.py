@@ -185,6 +185,8 @@ GIVEN: dict[str, dict[str, list[Any]]] = {
     "docs/howto/functions.md shop.py": {
         "items": [{"cents": 1, "quantity": 2}],
         "orders": [{"cents": 1, "quantity": 2}],
+        "returns": [{"cents": 1, "quantity": 2}],
+        "visits": [{"cents": 1, "quantity": 2}],
     },
     "docs/howto/state.md counter.py": {"words": ["to"]},
     "docs/howto/state.md shop.py": {"clicks": ["home"] * 5, "sales": ["3", "4"], "logins": ["failed"] * 3},
