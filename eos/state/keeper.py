@@ -25,7 +25,7 @@ from eos.kafka.world import REAL, World
 from eos.records import Committed, Record, metadata_of, place_of
 from eos.state import changelog, notes
 from eos.state.engines import ENGINES, check_engine
-from eos.state.folders import InFolder, check_folder, clean_up
+from eos.state.folders import InFolder, check_folder, clean_up, folder_of
 from eos.state.restoring import Restoring
 from eos.state.tasks import Task
 from eos.state.values import InMemory, Values
@@ -56,8 +56,11 @@ class Keeper:
         self._next_clean_up = world.now() + _CLEAN_UP_S / 10
         self._sent_at = 0.0  # World.unix() before the open transaction's offsets are sent
         self._ids: dict[str, str] = {}  # of changelogs
-        folder: str = settings["eos.state.dir"]
-        self._folder = Path(folder).expanduser() / app.id if folder else None
+        self._folder: Path | None = None
+        try:
+            self._folder = folder_of(settings["eos.state.dir"], app.id)
+        except ConfigurationError as error:
+            self._go_without_folder(error)
 
     def prepare(self) -> None:
         """Before the start: the changelogs are there. Raises ConfigurationError, NotAuthorised, Unavailable."""
@@ -76,17 +79,20 @@ class Keeper:
         self._checked_at = self._world.now()
 
     def _check_folder(self) -> None:
-        """One that was asked for is there; the usual one need not be."""
         if self._folder is None:
             return
         check_engine(self._settings["eos.state.engine"])
         try:
             check_folder(self._folder)
         except ConfigurationError as error:
-            if "eos.state.dir" in self._settings.values:
-                raise
-            log.warning("state is kept in memory, and read anew at each start", why=str(error))
-            self._folder = None
+            self._go_without_folder(error)
+
+    def _go_without_folder(self, error: ConfigurationError) -> None:
+        """One that was asked for is there; the usual one need not be."""
+        if "eos.state.dir" in self._settings.values:
+            raise error
+        log.warning("state is kept in memory, and read anew at each start", why=str(error))
+        self._folder = None
 
     def close(self) -> None:
         for task in self._tasks.values():

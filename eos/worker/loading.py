@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from eos import log
 from eos.app.definition import App
 from eos.errors import EosError, ImportFailed, UsageError, raise_if_interrupted, safe_str
 from eos.kafka.settings import Settings
@@ -36,6 +37,8 @@ def load_app(target: str) -> App:
     except BaseException as error:
         raise_if_interrupted(error)
         raise ImportFailed(f"{name} could not be imported: {type(error).__name__}: {safe_str(error)}") from error
+    finally:
+        log.enable()
     found = getattr(module, attribute, None)
     if not isinstance(found, App):
         what = "is missing" if found is None else f"is a {type(found).__name__}, not an App"

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import os
 import shutil
 import time
 from collections.abc import Collection, Sequence
@@ -22,6 +23,7 @@ from eos.app.ageing import stamped
 from eos.app.cells import HEADER, cell_of
 from eos.app.routes import Route
 from eos.app.state import Store
+from eos.broker.jars import cache_directory
 from eos.errors import ConfigurationError, InputGone, Temporary, Unavailable
 from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
@@ -388,6 +390,23 @@ def test_start_committed_before_the_restore_is_still_checked(monkeypatch: pytest
     there = [note(b"1"), Record("", 0, 0, key=HEADER, value=HEADER_VALUE)]
     with pytest.raises(InputGone, match="has no committed offset"):
         restore(keeper_on(monkeypatch, there), unseen)
+
+
+def test_user_without_a_home_keeps_state_in_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert Keeper(app_of(), Settings({}))._folder is None
+    assert "state is kept in memory" in caplog.text
+    with pytest.raises(ConfigurationError, match="~/state cannot be found: this user has no home folder: set it, or"):
+        Keeper(app_of(), Settings({"eos.state.dir": "~/state"}))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(ConfigurationError, match="no home folder: set HOME or XDG_CACHE_HOME"):
+        cache_directory()
 
 
 def header(**more: object) -> bytes:
