@@ -131,8 +131,6 @@ async def outcome_of(coroutine: Coroutine[Any, Any, Any]) -> Outcome:
     """Of one that runs under `run_all`."""
     try:
         return await coroutine
-    except asyncio.CancelledError:
-        return RuntimeError("the coroutine was cancelled from within")
     except BaseException as error:  # noqa: BLE001 - it is the caller's to know
         if (interruption := interruption_of(error)) is not None:
             _end_with(interruption)  # at once: the others may go on for as long as they like

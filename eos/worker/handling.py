@@ -301,7 +301,7 @@ class Handler:
             return error
         where = place_of(*_place(record))
         temporary = Temporary(
-            f"{route.name} ran out of room on {where}: {class_name(error)}: {message_of(error)}",
+            f"{route.name} ran out of room on {where}: {_named(class_name(error), error)}",
             remedy="the record counts as unread; give the process more of what it names (memory, files, threads, disk)",
         )
         temporary.__cause__ = error
@@ -363,7 +363,7 @@ def spans_of(records: list[Record]) -> dict[Partition, tuple[int, int]]:
 
 def _poison(route: Route, record: Record, error: BaseException) -> PoisonRecord:
     where = place_of(*_place(record))
-    sentence = f"{route.name} failed on {where}: {type(error).__name__}: {message_of(error)}"
+    sentence = f"{route.name} failed on {where}: {_named(type(error).__name__, error)}"
     return _because(PoisonRecord(sentence, record.topic, record.partition, record.offset), error)
 
 
@@ -371,13 +371,16 @@ def _poison_batch(route: Route, records: list[Record], error: BaseException) -> 
     """A batch function fails for a range: policy stop does not run it again to find which record it was."""
     spans = spans_of(records).items()
     where = ", ".join(f"{topic}[{partition}]@{first}..{last}" for (topic, partition), (first, last) in spans)
-    sentence = (
-        f"{route.name} failed on one of {len(records)} records ({where}): {type(error).__name__}: {message_of(error)}"
-    )
+    sentence = f"{route.name} failed on one of {len(records)} records ({where}): {_named(type(error).__name__, error)}"
     head = records[0]
     poison = PoisonRecord(sentence, head.topic, head.partition, head.offset)
     poison.remedy = "which one it is an on_error= finds out (docs/howto/failures.md)"
     return _because(poison, error)
+
+
+def _named(name: str, error: BaseException) -> str:
+    """Return how a failure is called, and what it says, if anything."""
+    return f"{name}: {message}" if (message := message_of(error)) else name
 
 
 def _because(poison: PoisonRecord, error: BaseException) -> PoisonRecord:
@@ -395,7 +398,7 @@ class _Told:
         self._since, self._lines = 0.0, 0
         self._places: set[tuple[object, ...]] = set()
         self._untold: dict[str, int] = {}  # by event
-        self._last: tuple[Record, str, str] | None = None  # of them
+        self._last: tuple[Record, str] | None = None  # of them
 
     def line(self, event: str, record: Record, error: BaseException, frames: list[Frame], **more: object) -> None:
         self.tick()
@@ -403,14 +406,14 @@ class _Told:
         self._lines += 1
         if not first and self._lines > _LINES:
             self._untold[event] = self._untold.get(event, 0) + 1
-            self._last = record, class_name(error), message_of(error)
+            self._last = record, _named(class_name(error), error)
             return
         if first and frames:
             more["trace"] = text_of(frames, " > ")
         elif frames:
             more["at"] = f"{frames[-1].file}:{frames[-1].line}"
         where = {"topic": record.topic, "partition": record.partition, "offset": record.offset}
-        log.warning(event, **where, error=f"{class_name(error)}: {message_of(error)}", **more)
+        log.warning(event, **where, error=_named(class_name(error), error), **more)
 
     def _is_first(self, place: tuple[object, ...]) -> bool:
         """Of a place that was not told of yet."""
@@ -429,10 +432,8 @@ class _Told:
     def tell_rest(self) -> None:
         if self._last is None:
             return
-        record, kind, message = self._last
+        record, error = self._last
         last = place_of(*_place(record))
         each = ", ".join(f"{event}: {count}" for event, count in self._untold.items())
-        log.warning(
-            "more records failed", not_told=sum(self._untold.values()), of=each, last=last, error=f"{kind}: {message}"
-        )
+        log.warning("more records failed", not_told=sum(self._untold.values()), of=each, last=last, error=error)
         self._untold, self._last = {}, None

@@ -29,10 +29,12 @@ def test_the_query_of_the_page_counts(
     for written, here in changes.items():
         assert written in program
         program = program.replace(written, here)
+    spark.conf.set("spark.sql.shuffle.partitions", "2")  # as a checkpoint begins; 200 tasks per batch otherwise
     exec(compile(program, "totals.py", "exec"), {})
     (query,) = spark.streams.active
     try:
         query.processAllAvailable()
     finally:
         query.stop()
+        spark.conf.unset("spark.sql.shuffle.partitions")
     assert sorted(visible_values(kafka.bootstrap_servers, totals)[0]) == [b"1", b"2"]

@@ -188,7 +188,7 @@ def test_a_coroutine_that_is_cancelled_from_within_fails_as_its_record() -> None
     async def f(value: bytes) -> None:
         raise asyncio.CancelledError
 
-    assert isinstance(feed(route(f), records(b"a"))[1].error, RuntimeError)
+    assert isinstance(feed(route(f), records(b"a"))[1].error, asyncio.CancelledError)
 
 
 class Stop(Interruption):

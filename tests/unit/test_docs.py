@@ -155,7 +155,7 @@ RUN_BY: dict[str, dict[str, str]] = {
     "README.md": {"hello.py": "here"},
     "docs/howto/functions.md": {"shop.py": "here", "test_shop.py": "broker/test_pages.py"},
     "docs/howto/state.md": {
-        **dict.fromkeys(("counter.py", "shop.py", "towns.py"), "here"),
+        **dict.fromkeys(("counter.py", "shop.py", "towns.py", "renamed.py"), "here"),
         "test_counter.py": "broker/test_pages.py",
     },
     "docs/howto/joins.md": {"named.py": "here", "test_named.py": "broker/test_pages.py"},
@@ -191,6 +191,7 @@ GIVEN: dict[str, dict[str, list[Any]]] = {
     "docs/howto/state.md counter.py": {"words": ["to"]},
     "docs/howto/state.md shop.py": {"clicks": ["home"] * 5, "sales": ["3", "4"], "logins": ["failed"] * 3},
     "docs/howto/state.md towns.py": {"sales": [{"town": "Bern", "cents": 5}]},
+    "docs/howto/state.md renamed.py": {"orders": [5]},
     "docs/howto/joins.md named.py": {"people": [{"id": "a", "name": "Ann"}], "orders": [{"number": 1, "person": "a"}]},
     "docs/tutorial/worker.md transfers.py": {"transfers": [{"from": "alice", "to": "bob", "cents": 5}]},
     "docs/tutorial/state.md balances.py": {"bookings": [5]},

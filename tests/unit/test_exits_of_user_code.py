@@ -155,6 +155,11 @@ def test_dead_letter_of_an_exit_says_class_message_and_line(way: Way) -> None:
     assert b"raise error" in (headers["eos-dlq-trace"] or b"")
 
 
+def test_failure_without_a_text_is_told_by_its_class() -> None:
+    with pytest.raises(PoisonRecord, match=r"f failed on in\[0\]@0: CancelledError$"):
+        eos.testing.run(app_of(coroutine, asyncio.CancelledError()), [BAD])
+
+
 def test_exit_of_a_task_that_nobody_awaits_fails_no_record() -> None:
     app = App("app")
 

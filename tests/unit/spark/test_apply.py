@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -149,6 +150,23 @@ def test_a_poison_record_reaches_the_driver_with_its_place_and_the_user_s_own_tr
     assert str(error).endswith("picky failed on in[0]@13: ValueError: not\nthis } one")
     assert "in picky" in trace
     assert "eos/app/routes.py" not in trace
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_exit_of_a_task_s_function_is_a_poison_record_too(asynchronous: bool) -> None:
+    app = App("leaves")
+
+    async def leaves_later(order: Order) -> str:
+        sys.exit(0)
+
+    def leaves(order: Order) -> str:
+        sys.exit(0)
+
+    app.process("in", to="out")(leaves_later if asynchronous else leaves)
+    error, trace = failure_of(app, *numbered("in", 2))
+    assert isinstance(error, PoisonRecord)
+    assert str(error).endswith("failed on in[0]@10: SystemExit: 0")
+    assert "sys.exit(0)" in trace
 
 
 def test_a_value_that_does_not_decode_and_a_failing_batch_are_named_too() -> None:
