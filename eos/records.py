@@ -9,13 +9,32 @@ import enum
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import Any, Final, NamedTuple, NoReturn, Protocol, final
 
 import msgspec
 
 from eos.errors import CallFailed
 
 Header = tuple[str, bytes | None]
+
+
+class UnreadableHeaders(Sequence[Header]):
+    """The headers of a record with a header name that is not UTF-8: reading them raises a ValueError that says `why`.
+
+    `readable`: the other headers, in order."""
+
+    def __init__(self, readable: Sequence[Header], why: str) -> None:
+        self.readable, self.why = readable, why
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise ValueError(self.why)
+
+    __len__ = __getitem__ = __iter__ = __contains__ = _refuse
+
+
+def readable(headers: Sequence[Header]) -> Sequence[Header]:
+    """Return the headers that can be read, for whoever shows or keeps a record in spite of the others."""
+    return headers.readable if isinstance(headers, UnreadableHeaders) else headers
 
 
 # What an engine hands to its producer: (topic, value, key, partition, timestamp_ms, headers).
