@@ -31,6 +31,7 @@ class Pacing:
         """Records that the next transaction takes at most; shrinks while one that the broker refuses is being found,
         and where more of them cannot be sent in time."""
         self.aborts_in_a_row = 0
+        self._timed_out = False  # a transaction, and since then none took the most
         self._chunk = _SMALLEST_CHUNK
         self._suspects = 0  # the next so many records have the refused one among them
         self._began_at = 0.0
@@ -96,20 +97,24 @@ class Pacing:
     # ---- how transactions ended -------------------------------------------------------------------------------
 
     def committed(self, taken: int, open_s: float = 0.0, sending_s: float = 0.0) -> None:
-        """It was open for `open_s`, of which its outputs were sent for `sending_s`. Twice as many records are tried
-        only where they will take no more than half of the time; where sending takes more, fewer are."""
+        """It was open for `open_s`, of which its outputs were sent for `sending_s`. More records are tried only where a
+        quarter of the time was enough; where sending took more than half of it, fewer are."""
         self.aborts_in_a_row = 0
         self._suspects = max(0, self._suspects - taken)
         if self._suspects:
             self.limit = max(1, self._suspects // 2)
         elif open_s < self._timeout_s / 4:
-            self.limit = min(self._most, self.limit * 2)
+            # After a time-out slowly: a quota is about an average, so that what one could send the next may not.
+            grown = self.limit + self.limit // 4 + 1 if self._timed_out else self.limit * 2
+            self.limit = min(self._most, grown)
+            self._timed_out = self._timed_out and self.limit < self._most
         elif sending_s > self._timeout_s / 2:
             self.limit = max(1, min(self.limit, taken) // 2)
 
     def timed_out(self, taken: int, delivered: float) -> bool:
         """A transaction took longer than it may; `delivered` is the share of its outputs that arrived. The next one
         takes half of what would have gone through. Returns whether it can take fewer at all."""
+        self._timed_out = True
         self.limit = max(1, int(taken * min(1.0, delivered) / 2))
         return taken > 1
 

@@ -95,7 +95,8 @@ def test_limit_is_half_of_what_was_delivered_in_time_and_grows_back() -> None:
     pacing = Pacing(0.1, 1_000, timeout_s=10.0)
     assert pacing.timed_out(800, delivered=0.25)
     assert pacing.limit == 100
-    assert limits(pacing, 5, open_s=0.2, sending_s=0.1) == [200, 400, 800, 1_000, 1_000]
+    assert limits(pacing, 4, open_s=0.2, sending_s=0.1) == [126, 158, 198, 248]
+    assert limits(pacing, 8, open_s=0.2, sending_s=0.1)[-2:] == [1_000, 1_000]
 
 
 def test_limit_neither_grows_nor_shrinks_while_half_of_the_time_is_enough() -> None:
