@@ -97,6 +97,22 @@ def configure(log_format: str = "human", level: str = "info", stream: Any = None
     client_logger.setLevel(logging.DEBUG if level.lower() == "debug" else _SILENT)
 
 
+def last_words(message: str, **fields: Any) -> None:
+    """Log an error though the program that was run has turned logging off."""
+    more = {"event": message, "fields": fields}
+    record = logger.makeRecord(logger.name, logging.ERROR, "", 0, message, (), None, extra=more)
+    for handler in logger.handlers:
+        handler.handle(record)
+
+
+def enable() -> None:
+    """Let events through again: logging.config.dictConfig and fileConfig disable every logger that is there already,
+    unless they are told not to."""
+    for name, found in list(logging.root.manager.loggerDict.items()):
+        if isinstance(found, logging.Logger) and name.partition(".")[0] == logger.name:
+            found.disabled = False
+
+
 def for_machines() -> bool:
     """The command line was asked for JSON: its last words are a line of it too."""
     return any(isinstance(handler.formatter, JsonFormatter) for handler in logger.handlers)

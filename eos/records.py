@@ -179,6 +179,13 @@ class Committed(Protocol):
     def metadata(self) -> str | None: ...
 
 
+def metadata_with(metadata: str, entries: Mapping[str, object]) -> str:
+    """Return the JSON beside an offset with these entries, without those that are None. What another program wrote
+    there is replaced."""
+    found = {name: value for name, value in {**noted(metadata), **entries}.items() if value is not None}
+    return json.dumps(found, separators=(",", ":")) if found else ""
+
+
 def metadata_of(committed: Committed) -> str | None:
     """What its committer wrote beside the offset; None where nobody can tell.
 

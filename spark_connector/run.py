@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from confluent_kafka.admin import AdminClient
+from pyspark import cloudpickle
 
 from eos import log
 from eos.app.definition import App
+from eos.app.serde import function_name
 from eos.errors import ConfigurationError, EosError, Fenced, InputGone, NotAuthorised, Temporary, Unavailable
 from eos.kafka.settings import Settings
 from eos.session.asking import check_topics
@@ -118,6 +120,10 @@ def check(run: Run) -> None:
         raise ConfigurationError(
             f"no function of the App {run.app.id!r} names a destination with to=: there is nothing to send exactly once"
         )
+    for route in run.app.functions:
+        _check_sendable(route.name, route)
+    for hook in (*run.app.start_hooks, *run.app.stop_hooks):
+        _check_sendable(function_name(hook), hook)
     for route in run.app.stateful:
         if route.ttls:
             raise ConfigurationError(
@@ -143,6 +149,17 @@ def check(run: Run) -> None:
     client = AdminClient(configuration)
     topics = [*run.app.topics, *sorted(run.app.destinations)]
     check_topics(client, run.settings.bootstrap_servers, topics, deadline)
+
+
+def _check_sendable(name: str, what: object) -> None:
+    """Raise ConfigurationError for what cannot be pickled for the executors."""
+    try:
+        cloudpickle.dumps(what)  # type: ignore[no-untyped-call]
+    except Exception as error:  # whatever the user's own objects raise
+        raise ConfigurationError(
+            f"{name} cannot be sent to Spark's executors: {error}",
+            remedy="what it uses must be pickled: open connections, files and locks in on_start, not at the import",
+        ) from error
 
 
 def outputs(run: Run, spark: SparkSession) -> DataFrame:

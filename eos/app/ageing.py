@@ -60,8 +60,8 @@ def with_ttl(function: str, stores: tuple[Store, ...], ttl: TimeToLive | None) -
 
 
 def ttls_of(stores: Iterable[Store]) -> dict[bytes, int]:
-    """Of those that have one: by their names, in milliseconds."""
-    return {store.name.encode(): store.ttl_ms for store in stores if store.ttl_ms is not None}
+    """Return the time-to-live of those that have one, in milliseconds, by their names in the changelog."""
+    return {store.kept_as.encode(): store.ttl_ms for store in stores if store.ttl_ms is not None}
 
 
 class Aged:

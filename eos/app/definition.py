@@ -14,6 +14,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Concatenate, Final, TypeVar, cast
 
 from eos.app.ageing import TimeToLive, with_ttl
@@ -27,7 +28,7 @@ from eos.app.serde import (
     parameter_annotation,
 )
 from eos.app.state import Store
-from eos.app.stores import stores_of
+from eos.app.stores import stores_of, with_names
 from eos.errors import ConfigurationError
 from eos.records import Record, is_topic_name
 
@@ -132,6 +133,8 @@ class App:
         decode: Callable[[bytes], Any] | None = None,
         encode: Callable[[Any], bytes] | None = None,
         ttl: TimeToLive | None = None,
+        name: str | None = None,
+        was: Mapping[str, str] = MappingProxyType({}),
     ) -> Callable[[Function], Function]:
         """Decorate a function that gets one record of `topics` (what of it: by its annotation) and returns None, a
         value, an Out, or a list, tuple or generator of those. The first of `to` is where values go. The function
@@ -146,7 +149,9 @@ class App:
 
         Further parameters that are annotated `State[T]`, `MapState[K, V]` or `ListState[T]` are state, kept by the
         record's key and committed with outputs and offsets (docs/howto/state.md). `ttl=timedelta(days=7)`, or
-        `ttl={"seen": timedelta(days=7)}`: a value is forgotten so long behind its last write, by the records' time.
+        `ttl={"seen": timedelta(days=7)}`: a value is forgotten so long after its last write, by the records' time. The
+        state is kept under the names of the function and of the parameters: after a change in the code `name="count"`
+        gives the function the name that it had, and `was={"total": "seen"}` says that `total` was named `seen`.
 
         An `async def` runs on many records at once (`eos.async.max.records`); outputs keep the input's order.
         `on_error`: eos.stop, eos.skip, eos.dlq or eos.retry(n, then=...); see docs/howto/failures.md.
@@ -154,14 +159,17 @@ class App:
         makes the bytes of every value that is not None. What they raise is treated as if the function had raised it.
         """
         sources, destinations, policy = _definition(topics, to, on_error)
+        if name is not None:
+            _check_name(name, "the name of a function")
 
         def register(function: Function) -> Function:
             frame = sys._getframe(1)
-            stores = _stores(function, sources, frame, ttl)
+            stores = _stores(function, sources, frame, ttl, was)
             annotation = _annotation(function, Record if decode is None else object, frame, len(stores))
             _check_destination(function, destinations)
             coders = (checked_decoder(decode, annotation), checked_encoder(encode))
-            self._add(Route(function, annotation, sources, destinations, False, policy, *coders, stores=stores))
+            route = Route(function, annotation, sources, destinations, False, policy, *coders, stores=stores, name=name)
+            self._add(route)
             return function
 
         return register
@@ -174,24 +182,29 @@ class App:
         on_error: Policy | str = stop,
         encode: Callable[[Any], bytes] | None = None,
         ttl: TimeToLive | None = None,
+        name: str | None = None,
+        was: Mapping[str, str] = MappingProxyType({}),
     ) -> Callable[[BatchFunction], BatchFunction]:
         """Decorate a function that gets a `list[Record]` and returns an iterable of Out, for speed: made by
         `record.out(value)`, which keeps that record's key and timestamp, or by `Out(value, key=...)`, which has the
         time of producing unless it says another. The function stays as it is.
 
-        `topics`, `on_error`, `encode`, `ttl`: as for `process`. A batch function that raises is run again record by
-        record, unless the policy is stop, which names the range. State is annotated `dict[bytes, State[T]]`: it has the
-        state of each key in the batch, which is of one partition then.
+        `topics`, `on_error`, `encode`, `ttl`, `name`, `was`: as for `process`. A batch function that raises is run
+        again record by record, unless the policy is stop, which names the range. State is annotated
+        `dict[bytes, State[T]]`: it has the state of each key in the batch, which is of one partition then.
         """
         sources, destinations, policy = _definition(topics, to, on_error)
+        if name is not None:
+            _check_name(name, "the name of a function")
 
         def register(function: BatchFunction) -> BatchFunction:
             frame = sys._getframe(1)
-            stores = _stores(function, sources, frame, ttl, batch=True)
+            stores = _stores(function, sources, frame, ttl, was, batch=True)
             annotation = _annotation(function, list[Record], frame, len(stores))
             _check_destination(function, destinations)
             coders = (None, checked_encoder(encode))
-            self._add(Route(function, annotation, sources, destinations, True, policy, *coders, stores=stores))
+            route = Route(function, annotation, sources, destinations, True, policy, *coders, stores=stores, name=name)
+            self._add(route)
             return function
 
         return register
@@ -366,9 +379,11 @@ def _stores(
     sources: Sequence[str],
     frame: types.FrameType,
     ttl: TimeToLive | None,
+    was: Mapping[str, str],
     batch: bool = False,
 ) -> tuple[Store, ...]:
     stores = with_ttl(function_name(function), stores_of(function, frame, batch), ttl)
+    stores = with_names(function_name(function), stores, was)
     if stores and (len(sources) > 1 or is_pattern(sources[0])):
         raise ConfigurationError(
             f"{function_name(function)} has state, and reads {', '.join(sources)}: a function with state reads one "

@@ -75,9 +75,10 @@ class Route:
         passing: frozenset[str] = frozenset(),
         stores: tuple[Store, ...] = (),
         cells_of: CellsOf | None = None,
+        name: str | None = None,
     ) -> None:
         self.passing, self.stores = passing, stores
-        self.function, self.annotation, self.name = function, annotation, function_name(function)
+        self.function, self.annotation, self.name = function, annotation, name or function_name(function)
         self.sources, self.destinations, self.batch, self.on_error = sources, destinations, batch, on_error
         self.decode, self.encode, self.concurrent = decode, encode, is_async(function)
         # An encoder of the user's own is a part of the function: the way of all others stays as short as it is.
@@ -120,11 +121,12 @@ class Route:
         "encode",
         "passing",
         "stores",
+        "name",
     )
 
     def __reduce__(self) -> tuple[object, ...]:
         # msgspec decoders and closures cannot be pickled; Spark ships routes to its executors: compile again there.
-        return Route, tuple(getattr(self, part) for part in self._PARTS)
+        return functools.partial(Route, **{part: getattr(self, part) for part in self._PARTS}), ()
 
     def bound(self, passing: Iterable[str] = (), cells_of: CellsOf | None = None) -> Route:
         """The same for one engine. Outputs get the input's headers of the `passing` names, unless an Out has its own of

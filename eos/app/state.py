@@ -78,7 +78,14 @@ class Store(NamedTuple):
     many: bool = False
     """A mapping from keys to it, for a batch function."""
     ttl_ms: int | None = None
-    """For how long a value is there behind its last write."""
+    """How long a value is there after its last write."""
+    was: str | None = None
+    """The name that it was first kept under, if that is another one."""
+
+    @property
+    def kept_as(self) -> str:
+        """Its name in the changelog."""
+        return self.was or self.name
 
     @property
     def shape(self) -> str:
@@ -94,7 +101,7 @@ class CompiledStore:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.decode, self.encode, self.sure, self.unordered = codec(store.annotations[-1])
-        self.begin = begin_of(store.name)
+        self.begin = begin_of(store.kept_as)
         self.renews = store.ttl_ms is not None  # setting an equal value is a change, because it lives longer
         self.field, self.unfield = FIELDS[store.annotations[0] if store.kind is MapState else int]
 

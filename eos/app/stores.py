@@ -94,6 +94,22 @@ def _store(function: str, name: str, annotation: Any, batch: bool) -> Store | No
     return Store(name, origin, inner, many)
 
 
+def with_names(function: str, stores: tuple[Store, ...], was: Mapping[str, str]) -> tuple[Store, ...]:
+    """Return the stores with the names that `was=` of the function says. Raises ConfigurationError."""
+    names = [store.name for store in stores]
+    for name, before in was.items():
+        if name not in names:
+            its = f"its state is {', '.join(names)}" if names else "it has no state"
+            raise ConfigurationError(f"was= of {function} names {name!r}, and {its}")
+        if not (isinstance(before, str) and before.isidentifier()):
+            raise ConfigurationError(f"was= of {function} says {before!r} of {name}: it must be the name that it had")
+    named = tuple(store._replace(was=was.get(store.name)) for store in stores)
+    kept = [store.kept_as for store in named]
+    if twice := [name for name in kept if kept.count(name) > 1]:
+        raise ConfigurationError(f"was= of {function} gives the name {twice[0]} to two of its states")
+    return named
+
+
 def plain(store: Store, values: Iterable[tuple[bytes, bytes]]) -> Any:
     """What a key has there, given its fields and values in order, as plain Python: a value, a dict, a list."""
     decode = decoder(store.annotations[-1])

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from eos.broker.jars import DEFAULT_VERSION, kafka_jars, parse_version
+from eos.broker.jars import DEFAULT_VERSION, folder_of_user, kafka_jars, parse_version
 from eos.broker.java import find_java
 from eos.broker.local import choose_ports, heap_for, persistent_cluster_id
 from eos.broker.node import STOP_TIMEOUT_S, Node, format_all, is_free, require_free, wait_until_ready
@@ -57,8 +57,7 @@ class NodeStatus:
 
 
 def default_directory() -> Path:
-    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(base) / "eos" / "broker"
+    return folder_of_user("XDG_DATA_HOME", ".local/share") / "eos" / "broker"
 
 
 class Detached:

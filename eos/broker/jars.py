@@ -102,8 +102,17 @@ def maven_jars(
 
 
 def cache_directory() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "eos" / "kafka-jars"
+    return folder_of_user("XDG_CACHE_HOME", ".cache") / "eos" / "kafka-jars"
+
+
+def folder_of_user(variable: str, below_home: str) -> Path:
+    """Return the folder that the variable names, or the one in the user's home. Raises ConfigurationError."""
+    if named := os.environ.get(variable):
+        return Path(named)
+    try:
+        return Path.home() / below_home
+    except RuntimeError as error:  # no HOME, and a user that /etc/passwd does not know
+        raise ConfigurationError(f"this user has no home folder: set HOME or {variable}") from error
 
 
 def _record_path(name: str) -> Path:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
-import logging
+import os
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
@@ -115,7 +115,18 @@ _ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.
 
 def main() -> None:
     """The `eos` program; also `python -m eos`."""
+    _prepare_streams()
     sys.exit(invoke(sys.argv[1:]))
+
+
+def _prepare_streams() -> None:
+    """What a terminal's encoding does not have is escaped; a stream that is closed swallows what is written to it."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - it also keeps sockets off the descriptor
+        elif stream.encoding.lower() != "utf-8":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def invoke(arguments: list[str]) -> int:
@@ -157,7 +168,7 @@ def invoke(arguments: list[str]) -> int:
 def _tell_end(sentence: str, code: int, trace: str) -> None:
     """The last words: for people the traceback and below it the sentence, for machines one line as all others."""
     if log.for_machines():
-        log.event(logging.ERROR, "ended", error=sentence, exit_code=code, **({"traceback": trace} if trace else {}))
+        log.last_words("ended", error=sentence, exit_code=code, **({"traceback": trace} if trace else {}))
         return
     print(log.printable(f"{trace}eos: {sentence}", "\n\t"), file=sys.stderr)
 

@@ -19,7 +19,7 @@ from eos.kafka.preflight import Finding, Level, Need
 from eos.kafka.settings import Settings
 from eos.kafka.transactions import OpenTransaction, Verdict, find_open
 from eos.records import place_of
-from eos.state import changelog
+from eos.state import changelog, notes
 from eos.worker.loading import load_app
 from eos.worker.new_topics import lacking, require_topics, topic_names, why_not_read
 
@@ -73,6 +73,9 @@ def _states(loaded: Settings, app: App) -> list[Finding]:
     found: list[Finding] = []
     try:
         changelog.changelogs_of(app.id, app.stateful)
+        if app.stateful:
+            with ClusterAdmin(loaded) as admin:
+                notes.all_kept({route.sources[0]: route for route in app.stateful}, admin.metadata_by_partition(app.id))
         client = facts.connect(loaded, _TIMEOUT_S) if app.stateful else None
         for route in app.stateful:
             fit = changelog.fit_of(client, app.id, route)

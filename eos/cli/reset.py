@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from eos.app import lineage
+from eos.app.definition import App
+from eos.app.routes import changelog_of
 from eos.cli.options import BootstrapServers, Set, Yes, confirm, load_settings, print_table
 from eos.errors import UsageError
-from eos.kafka.reset import STAY, GroupOffsets, Move, parse_skip, parse_target, require_one_each
+from eos.kafka.facts import connect, describe_topic
+from eos.kafka.reset import STAY, GroupOffsets, Move, Target, parse_skip, parse_target, require_one_each
 from eos.kafka.settings import Settings
-from eos.records import noted
+from eos.kafka.tail import spans_by
+from eos.records import metadata_with, noted
 from eos.state import notes
+from eos.state.anew import Anew
 from eos.worker.loading import load_app
 from eos.worker.new_topics import require_topics, topic_names
 
@@ -48,6 +53,13 @@ def reset(
             help="Go on with the state that the changelogs hold now, though they held more once; also without --from.",
         ),
     ] = False,
+    with_state: Annotated[
+        bool,
+        typer.Option(
+            "--with-state",
+            help="With --from: begin the App anew. Its state and the topics between its functions are emptied.",
+        ),
+    ] = False,
     wait: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="For members to be gone.")] = 0.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be moved.")] = False,
     yes: Yes = False,
@@ -57,10 +69,16 @@ def reset(
     """Move a group's committed offsets. Refuses while members live; asks before it acts."""
     if from_ and skip:
         raise UsageError("--from and --skip exclude each other")
+    if with_state:
+        if target is None or not from_ or skip or topic or accept_changelog:
+            raise UsageError("--with-state begins all of an App anew: it takes MODULE:APP and --from alone")
+        _begin_anew(load_settings(bootstrap_servers, set_), _app(target), parse_target(from_), wait, dry_run, yes)
+        return
     stays = accept_changelog and not from_ and not skip
     where = STAY if stays else parse_skip(skip) if skip else parse_target(from_ or [])
     loaded = load_settings(bootstrap_servers, set_)
-    name, topics = _group(loaded, target, group, topic or [], moving=bool(from_))
+    app = None if target is None else _app(target)
+    name, topics = _group(loaded, app, group, topic or [])
     offsets = GroupOffsets(loaded, name, topics)
     offsets.require_nobody(wait)
     moves = [with_metadata(move, bool(skip), accept_changelog) for move in offsets.plan(where)]
@@ -68,6 +86,8 @@ def reset(
         raise UsageError(f"group {name} has no committed offset of {', '.join(topics)}")
     if skip:
         require_one_each(loaded, moves)
+    if app is not None and from_:
+        moves = [_with_state_of(loaded, app, move) for move in moves]
     print_table(_table(moves))
     if accept_changelog:
         print(
@@ -81,32 +101,77 @@ def reset(
     print(f"group {name}: {len(moves)} offsets set")
 
 
-def _group(
-    loaded: Settings, target: str | None, group: str | None, topics: list[str], moving: bool
-) -> tuple[str, list[str]]:
-    if (target is None) == (group is None):
+def _begin_anew(loaded: Settings, app: App, where: Target, wait: float, dry_run: bool, yes: bool) -> None:
+    if not app.stateful and not app.chained:
+        raise UsageError(f"{app.id} has no state, and no topic between its functions: --from alone begins it anew")
+    _take_in(loaded, app)
+    offsets = GroupOffsets(loaded, app.id, set(app.topics) - app.chained)
+    offsets.require_nobody(wait)
+    plan = Anew(loaded, app, where, offsets)
+    print_table(_table(plan.moves))
+    for topic in plan.changelogs:
+        print(f"will be emptied: {topic}, which keeps state")
+    for topic in plan.between:
+        print(f"will be emptied: {topic}, between functions")
+    if outputs := sorted(app.destinations - app.chained):
+        print(f"stays as it is: {', '.join(outputs)}; its readers get the outputs of {plan.again} input records again")
+    if dry_run:
+        return
+    confirm(f"delete the state of {app.id} and handle its input again", yes)
+    plan.carry_out()
+    print(f"{app.id} begins anew at its next start")
+
+
+def _app(target: str) -> App:
+    app = load_app(target)
+    app.check()
+    return app
+
+
+def _take_in(loaded: Settings, app: App) -> None:
+    if app.patterns:
+        app.take_in(topic_names(loaded, _TIMEOUT_S))
+        require_topics(app, loaded.bootstrap_servers)
+
+
+def _group(loaded: Settings, app: App | None, group: str | None, topics: list[str]) -> tuple[str, list[str]]:
+    if (app is None) == (group is None):
         raise UsageError("eos reset needs MODULE:APP, or --group with --topic")
-    if target is None:
+    if app is None:
         assert group is not None
         if not topics:
             raise UsageError("--group needs --topic: which of its offsets are to be moved")
         return group, topics
-    app = load_app(target)
-    app.check()
-    if app.stateful and moving:
-        names = ", ".join(route.name for route in app.stateful)
-        raise UsageError(
-            f"{names} of {app.id} has state, which stays as it is: what is read again would change it once more",
-            remedy="give the App another id to begin anew; --skip steps past a record; `eos reset --group` moves the "
-            "offsets alone",
-        )
-    if app.patterns:
-        app.take_in(topic_names(loaded, _TIMEOUT_S))
-        require_topics(app, loaded.bootstrap_servers)
+    _take_in(loaded, app)
     strangers = sorted(set(topics) - set(app.topics))
     if strangers:
         raise UsageError(f"--topic {strangers[0]}: not a source of {app.id} ({', '.join(app.topics)})")
     return app.id, topics or app.topics
+
+
+def _with_state_of(loaded: Settings, app: App, move: Move) -> Move:
+    """Return the move with what a worker notes that has handled nothing yet, where its function has state. Raises
+    UsageError where it handled records."""
+    (topic, partition), route = move.partition, app.routes[move.partition[0]]
+    if not route.stores:
+        return move
+    changelog = changelog_of(app.id, route)
+    client = connect(loaded, _TIMEOUT_S)
+    if move.before is None and not _has_records(loaded, client, changelog, partition):
+        note = notes.noted_of(route, 0, describe_topic(client, topic).partitions).noted()
+        return dataclasses.replace(move, metadata=metadata_with(move.metadata, note))
+    raise UsageError(
+        f"{route.name} of {app.id} has state, which stays as it is: what is read again would change it once more",
+        remedy="--with-state empties the state too; --skip steps past a record; `eos reset --group` moves the offsets "
+        "alone",
+    )
+
+
+def _has_records(loaded: Settings, client: Any, topic: str, partition: int) -> bool:
+    if not describe_topic(client, topic).exists:
+        return False
+    span = spans_by(client, loaded, topic).get(partition)
+    return span is not None and span.low < span.end
 
 
 def with_metadata(move: Move, skipping: bool, accept_changelog: bool) -> Move:

@@ -184,7 +184,7 @@ def _supervise(
     with contextlib.ExitStack() as around:
         supervisor = Supervisor(
             names,
-            lambda name: [sys.executable, "-m", "eos", *command, "--instance", name],
+            lambda name: [sys.executable, "-P", "-m", "eos", *command, "--instance", name],
             stop_s=loaded["eos.shutdown.timeout.ms"] / 1000,
             forward=show,
             keep=bool(watched),

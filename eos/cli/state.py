@@ -1,6 +1,7 @@
-"""`eos state show | export`: what the functions of an App remember, read from their changelogs.
+"""`eos state show | export | begin`: what the functions of an App remember, read from their changelogs.
 
-Owns the options and what is printed. It reads what is committed, joins no group and changes nothing; a worker may run.
+Owns the options and what is printed. All but `begin` read what is committed, join no group and change nothing; a worker
+may run.
 """
 
 from __future__ import annotations
@@ -18,11 +19,24 @@ from eos.app.routes import changelog_of
 from eos.app.serde import DecodeError
 from eos.app.state import Store
 from eos.app.stores import plain
-from eos.cli.options import BootstrapServers, Json, Set, Target, load_settings, print_json, print_table, until_hung_up
+from eos.cli.options import (
+    BootstrapServers,
+    Json,
+    Set,
+    Target,
+    Yes,
+    confirm,
+    load_settings,
+    print_json,
+    print_table,
+    until_hung_up,
+)
 from eos.cli.written import json_of, text_of
 from eos.errors import ConfigurationError, UsageError
+from eos.kafka.reset import GroupOffsets
 from eos.kafka.settings import Settings
 from eos.state import changelog
+from eos.state.begin import Beginning
 from eos.worker.loading import load_app
 
 _SHOWN = 20
@@ -86,6 +100,35 @@ def export(
                 print_json(row._asdict() | {"key": json_of(row.key)})
 
 
+@app.command()
+def begin(
+    target: Target,
+    function: Annotated[str, typer.Argument(metavar="FUNCTION", help="A function with state.")],
+    wait: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="For members to be gone.")] = 0.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be done.")] = False,
+    yes: Yes = False,
+    bootstrap_servers: BootstrapServers = None,
+    set_: Set = None,
+) -> None:
+    """Begin a function's new states empty, on purpose, and delete those that it has no more. Refuses while members
+    live; asks before it acts."""
+    settings, loaded = load_settings(bootstrap_servers, set_), load_app(target)
+    (route,) = [route for route in loaded.stateful if route.name in _functions(loaded, [function]).names]
+    offsets = GroupOffsets(settings, loaded.id, route.sources)
+    offsets.require_nobody(wait)
+    plan = Beginning(settings, loaded, route, offsets)
+    for name in plan.fresh:
+        print(f"{name} of {function} will begin empty")
+    for name in plan.gone:
+        print(f"{name} of {function} will be deleted")
+    print(f"{plan.topic}: {plan.entries} entries to delete; noted beside {plan.partitions} offsets")
+    if dry_run:
+        return
+    confirm(f"change the state of {function}", yes)
+    plan.carry_out()
+    print(f"{function}: done")
+
+
 class _Stateful:
     """Some functions of an App."""
 
@@ -96,7 +139,7 @@ class _Stateful:
     def rows(self, name: str, settings: Settings, keys: list[str] | None) -> Iterator[Row]:
         """By partition and key. Raises Unavailable, ConfigurationError."""
         route, wanted = self._routes[name], None if keys is None else {key.encode() for key in keys}
-        stores = {store.name: store for store in route.stores}
+        stores = {store.kept_as: store for store in route.stores}
         for partition, kept in changelog.kept(settings, changelog_of(self._app_id, route)):
             for key, state in kept:
                 if wanted is None or key in wanted:

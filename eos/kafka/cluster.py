@@ -362,13 +362,13 @@ class ClusterAdmin:
 
     def committed_metadata(self, group: str) -> list[str]:
         """Return the metadata of the group's committed offsets."""
-        return list(self.metadata_by_partition(group).values())
+        return list(filter(None, self.metadata_by_partition(group).values()))
 
     def metadata_by_partition(self, group: str) -> dict[Partition, str]:
-        """Return the metadata of the group's committed offsets, without the NUL that confluent-kafka adds; partitions
-        without metadata are left out."""
-        found = {(at.topic, at.partition): str(one.metadata or "") for at, one in self._committed(group).items()}
-        return {partition: text.rstrip("\0") for partition, text in found.items() if text}
+        """Return the metadata of each of the group's committed offsets ("": it has none), without the NUL that
+        confluent-kafka adds."""
+        found = self._committed(group).items()
+        return {(at.topic, at.partition): str(one.metadata or "").rstrip("\0") for at, one in found}
 
     def committed_topics(self, group: str) -> set[str]:
         """Of which the group has committed offsets; those that pend in an open transaction do not count."""

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
-from confluent_kafka.admin import ConfigResource, NewTopic
+from confluent_kafka.admin import ConfigResource, ConfigSource, NewTopic
 
 from eos import log
 from eos.errors import ConfigurationError, EosError, NotAuthorised, Unavailable, describe_error
@@ -215,6 +215,18 @@ def configs(
         if asked := late:
             world.sleep(0.05)
     return found
+
+
+def set_on_topic(client: Any, topic: str) -> Config:
+    """Return what was configured of the topic itself; nothing where that may not be read."""
+    (future,) = client.describe_configs([ConfigResource(ConfigResource.Type.TOPIC, topic)]).values()
+    try:
+        found = _answer(future)
+    except KafkaException as error:
+        log.debug("a configuration cannot be read", resource=topic, error=describe_error(error))
+        return {}
+    of_topic = ConfigSource.DYNAMIC_TOPIC_CONFIG.value
+    return {name: entry.value for name, entry in found.items() if entry.source == of_topic}
 
 
 def offsets_kept_minutes(client: Any, servers: str, world: World = REAL) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeVar
 
 from eos import log
 from eos.errors import ConfigurationError, EosError, NotAuthorised, Unavailable, missing_right
@@ -18,6 +19,7 @@ from eos.kafka.facts import NEW_TOPIC_S, OFFSETS_KEPT, Config, Facts, Topic, ask
 from eos.kafka.settings import Settings
 from eos.kafka.world import REAL, World
 
+T = TypeVar("T")
 # What a session cannot do without; each came with the Kafka version beside it.
 REQUIRED_APIS = {
     "DescribeTransactions": "3.0",
@@ -28,6 +30,7 @@ REQUIRED_APIS = {
 }
 SAFE_COPIES, SAFE_IN_SYNC = 3, 2
 _DAY_MINUTES = 1_440
+_AGAIN_S = 0.2
 
 
 class Level(Enum):
@@ -395,6 +398,20 @@ def require(settings: Settings, need: Need, world: World = REAL) -> None:
         world.sleep(0.1)
         facts = ask(*asked)
     raise_first(judge(need, facts))
+
+
+def patient(settings: Settings, call: Callable[[], T], world: World = REAL) -> T:
+    """Return what a call before the start returns, which is tried again for eos.startup.timeout.ms while it raises
+    Unavailable: a cluster that has just started has no coordinators yet."""
+    deadline = world.now() + settings["eos.startup.timeout.ms"] / 1000
+    while True:
+        try:
+            return call()
+        except Unavailable as error:
+            if world.now() >= deadline:
+                raise
+            log.debug("asked again", error=str(error))
+            world.sleep(_AGAIN_S)
 
 
 def raise_first(findings: Sequence[Finding]) -> None:

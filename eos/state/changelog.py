@@ -20,6 +20,7 @@ from eos.records import is_topic_name, place_of
 _ASK_S = 10.0
 _TOMBSTONES_S = 86_400.0  # delete.retention.ms where the brokers do not say
 _FEW_TOMBSTONES_S = 3_600.0  # below it: warned of
+FROM_RECORDS = "`eos reset MODULE:APP --from earliest --with-state` makes the state again from the records"
 # Records are deleted by nothing but newer ones; where state has a time-to-live, their timestamps are the worker's.
 CONFIG = {"cleanup.policy": "compact", "message.timestamp.type": "CreateTime"}
 Rows = dict[str, list[tuple[bytes, bytes]]]
@@ -64,8 +65,7 @@ def fit_of(client: Any, app_id: str, route: Route, world: World = REAL) -> Fit:
         raise ConfigurationError(
             f"the state of {route.name} cannot be found: its changelog {topic} has {there.partitions} partitions, "
             f"and {source} has {wanted}, so keys are in other partitions now",
-            remedy="write the source's records to a topic with as many partitions as before, or begin anew under "
-            "another App id",
+            remedy=f"{FROM_RECORDS}, or write the source's records to a topic with as many partitions as before",
         )
     config = facts.configs(client, [topic], world=world).get(("topic", topic), {})
     needed = {"cleanup.policy": "the state of keys that do not change"}
@@ -142,8 +142,8 @@ def unsettled(where: str, span: Span, at_least: int) -> EosError | None:
         return InputGone(
             f"state is gone: the changelog {where} ends at {span.end}, and went up to {at_least} when offsets of its "
             "source were committed, or its folder was written",
-            remedy="bring the topic back, or give the App another id to restart from nothing; with an empty "
-            "eos.state.dir `eos reset MODULE:APP --accept-changelog` goes on without what was lost",
+            remedy=f"bring the topic back; {FROM_RECORDS}; with an empty eos.state.dir `eos reset MODULE:APP "
+            "--accept-changelog` goes on without what was lost",
         )
     return None
 

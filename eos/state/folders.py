@@ -281,6 +281,16 @@ def _digest(name: bytes) -> bytes:
     return hashlib.blake2b(name, digest_size=16).digest()
 
 
+def folder_of(state_dir: str, app_id: str) -> Path | None:
+    """Return the folder of an App below eos.state.dir; None: state is kept in memory. Raises ConfigurationError."""
+    try:
+        return Path(state_dir).expanduser() / app_id if state_dir else None
+    except RuntimeError as error:  # no HOME, and a user that /etc/passwd does not know
+        raise ConfigurationError(
+            f"eos.state.dir={state_dir} cannot be found: this user has no home folder", remedy="set it, or HOME"
+        ) from error
+
+
 def check_folder(folder: Path) -> None:
     """Raises ConfigurationError for a folder in which no state can be kept."""
     try:

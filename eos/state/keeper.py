@@ -18,16 +18,15 @@ from eos.app.routes import Route
 from eos.app.state import TaskCells
 from eos.app.stores import CellsOf
 from eos.errors import ConfigurationError, Unavailable
-from eos.kafka import facts, tail
+from eos.kafka import facts, preflight, tail
 from eos.kafka.settings import Settings
 from eos.kafka.watchdog import Job, Watchdog
 from eos.kafka.world import REAL, World
 from eos.records import Committed, Record, metadata_of, place_of
-from eos.state import changelog
+from eos.state import changelog, notes
 from eos.state.engines import ENGINES, check_engine
 from eos.state.files import allow_open_files
-from eos.state.folders import InFolder, check_folder, clean_up
-from eos.state.notes import Beside, accepts, beside_of, check_partitions, header_of, never_committed
+from eos.state.folders import InFolder, check_folder, clean_up, folder_of
 from eos.state.restoring import Restoring
 from eos.state.tasks import Task
 from eos.state.values import InMemory, Values
@@ -35,7 +34,6 @@ from eos.state.values import InMemory, Values
 Partition = tuple[str, int]
 _ASK_S = 10.0
 _CLEAN_UP_S = 600.0
-_AGAIN_S = 0.2
 _OTHER_FILES = 250  # connections, libraries, what a function opens
 _CHECKED_S = 10.0  # a check of the changelogs is good for this long
 
@@ -60,47 +58,43 @@ class Keeper:
         self._next_clean_up = world.now() + _CLEAN_UP_S / 10
         self._sent_at = 0.0  # World.unix() before the open transaction's offsets are sent
         self._ids: dict[str, str] = {}  # of changelogs
-        folder: str = settings["eos.state.dir"]
-        self._folder = Path(folder).expanduser() / app.id if folder else None
+        self._folder: Path | None = None
+        try:
+            self._folder = folder_of(settings["eos.state.dir"], app.id)
+        except ConfigurationError as error:
+            self._go_without_folder(error)
 
     def prepare(self) -> None:
         """Before the start: the changelogs are there. Raises ConfigurationError, NotAuthorised, Unavailable."""
         self._check_folder()
-        deadline = self._world.now() + self._settings["eos.startup.timeout.ms"] / 1000
-        while True:
-            try:
-                self._require()
-                return
-            except Unavailable as error:  # a cluster that has just started has no coordinators yet
-                if self._world.now() >= deadline:
-                    raise
-                log.debug("changelogs not checked", error=str(error))
-                self._world.sleep(_AGAIN_S)
+        preflight.patient(self._settings, self._require, self._world)
 
     def _require(self) -> None:
-        routes = list(self._routes.values())
-        self._fits = changelog.require(self._settings, self._app_id, routes, self._world)
         with self._world.admin(self._settings) as admin:
+            committed = admin.metadata_by_partition(self._app_id)
+            # First: of a function that was renamed no changelog must be made.
+            kept = notes.all_kept(self._routes, committed)
+            self._fits = changelog.require(self._settings, self._app_id, list(self._routes.values()), self._world)
             self._ids = admin.topic_ids(self._fits)
-            committed = admin.committed_metadata(self._app_id)
-        for source, route in self._routes.items():
-            partitions = self._fits[self._topics[source]].partitions
-            for beside in filter(None, (beside_of(metadata, route.name) for metadata in committed)):
-                check_partitions(beside, source, partitions)
+        for source, beside in kept:
+            notes.check_partitions(beside, source, self._fits[self._topics[source]].partitions)
         self._checked_at = self._world.now()
 
     def _check_folder(self) -> None:
-        """One that was asked for is there; the usual one need not be."""
         if self._folder is None:
             return
         check_engine(self._settings["eos.state.engine"])
         try:
             check_folder(self._folder)
         except ConfigurationError as error:
-            if "eos.state.dir" in self._settings.values:
-                raise
-            log.warning("state is kept in memory, and read anew at each start", why=str(error))
-            self._folder = None
+            self._go_without_folder(error)
+
+    def _go_without_folder(self, error: ConfigurationError) -> None:
+        """One that was asked for is there; the usual one need not be."""
+        if "eos.state.dir" in self._settings.values:
+            raise error
+        log.warning("state is kept in memory, and read anew at each start", why=str(error))
+        self._folder = None
 
     def close(self) -> None:
         for task in self._tasks.values():
@@ -157,9 +151,7 @@ class Keeper:
             if new := sorted(partition for partition in ours if (source, partition) not in self._tasks):
                 if not self._are_checked(new[-1] >= self._fits[self._topics[source]].partitions):
                     continue
-                places = {(source, number) for number in new}
-                self._uncommitted = (self._uncommitted - places) | places.intersection(uncommitted)
-                ends = {number: _at_least(starts[source, number], route.name) for number in new}
+                ends = {number: self._at_least((source, number), starts, uncommitted) for number in new}
                 self._allow_files_of(len(new))
                 self._restoring[source].append(self._restoring_of(route, self._topics[source], ends))
         for source, restorings in self._restoring.items():
@@ -184,6 +176,22 @@ class Keeper:
                 f"this process may open {allowed}",
                 remedy="raise its limit (ulimit -n, LimitNOFILE= of systemd), or run more workers",
             )
+
+    def _at_least(
+        self, partition: Partition, starts: Mapping[Partition, Committed], uncommitted: Collection[Partition]
+    ) -> int | None:
+        """Return how far the partition's changelog went, by what stands beside the offset; None: whatever it holds now
+        is right. Raises ConfigurationError."""
+        self._uncommitted.discard(partition)
+        beside = None
+        if partition not in uncommitted:
+            beside = notes.kept_by(self._routes[partition[0]], metadata_of(starts[partition]))
+            if beside is None:
+                return None
+        if beside is None or beside.end == notes.UNSEEN:
+            self._uncommitted.add(partition)
+            return 0
+        return beside.end
 
     def _are_checked(self, grown: bool) -> bool:
         """Return whether the changelogs fit; they are checked again on another thread, unless that was done a moment
@@ -215,8 +223,8 @@ class Keeper:
         try:
             before = values.get(HEADER)
             if before is not None and partition in self._uncommitted:
-                raise never_committed(route.name, partition, where)
-            header = header_of(self._app_id, route, where, before)
+                raise notes.never_committed(route.name, partition, where)
+            header = notes.header_of(self._app_id, route, where, before)
         except BaseException:
             values.close()
             raise
@@ -268,11 +276,12 @@ class Keeper:
                 self._tasks[source, number].passed(end)
 
     def beside(self, partition: Partition) -> Mapping[str, object]:
-        if (task := self._tasks.get(partition)) is None:
+        if (route := self._routes.get(partition[0])) is None:
             return {}
-        source, _ = partition
-        topic, function = self._topics[source], self._routes[source].name
-        return Beside(function, task.end, self._fits[topic].partitions).noted()
+        task = self._tasks.get(partition)  # None: where it begins is committed before its changelog was looked at
+        end = notes.UNSEEN if task is None else task.end
+        partitions = self._fits[self._topics[partition[0]]].partitions
+        return notes.noted_of(route, end, partitions).noted()
 
     def committed(self) -> None:
         for task in self._tasks.values():
@@ -282,10 +291,3 @@ class Keeper:
     def undone(self) -> None:
         for task in self._tasks.values():
             task.undone()
-
-
-def _at_least(start: Committed, function: str) -> int | None:
-    """Return how far the changelog went by what stands beside the offset; None: whatever it holds now is right."""
-    metadata = metadata_of(start)
-    beside = beside_of(metadata, function)
-    return None if accepts(metadata) else 0 if beside is None else beside.end

@@ -119,14 +119,14 @@ def _read_again(app: App, sends: Iterable[Send], offsets: defaultdict[str, int])
 
 def states_of(route: Route, task: Task) -> dict[str, dict[bytes, Any]]:
     """What is left there: by the name of the state and by key."""
-    left: dict[str, dict[bytes, list[tuple[bytes, bytes]]]] = {store.name: {} for store in route.stores}
+    left: dict[str, dict[bytes, list[tuple[bytes, bytes]]]] = {store.kept_as: {} for store in route.stores}
     seen = Aged(task, route.ttls, task.time_ms)
     for cell in sorted(task.changed):  # nothing is ever committed here
         store, key, field = named(cell)
         if (value := seen.get(cell)) is not None:
             left[store].setdefault(key, []).append((field, value))
     return {
-        store.name: {key: plain(store, values) for key, values in left[store.name].items()} for store in route.stores
+        store.name: {key: plain(store, values) for key, values in left[store.kept_as].items()} for store in route.stores
     }
 
 

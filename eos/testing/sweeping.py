@@ -367,7 +367,7 @@ class Sweeper:
             values |= {"session.timeout.ms": "6000", "heartbeat.interval.ms": "500"}
         count = min(map(len, self._records.values()))
         values |= {"eos.transaction.max.records": str(max(1, count // 10))} | self._more
-        command = [sys.executable, "-m", "eos", "run", self._target, "--instance", self._instance]
+        command = [sys.executable, "-P", "-m", "eos", "run", self._target, "--instance", self._instance]
         command += ["--bootstrap-servers", servers, "--until-end", "--log-level", "debug"]
         command += [part for name, value in values.items() for part in ("-X", f"{name}={value}")]
         codes: list[int] = []

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from eos import log
 from eos.app.definition import App
 from eos.errors import EosError, ImportFailed, UsageError
 from eos.kafka.settings import Settings
@@ -35,6 +36,8 @@ def load_app(target: str) -> App:
         raise UsageError(f"{name} needs the module {error.name}, which is not installed") from error
     except Exception as error:
         raise ImportFailed(f"{name} could not be imported: {type(error).__name__}: {error}") from error
+    finally:
+        log.enable()
     found = getattr(module, attribute, None)
     if not isinstance(found, App):
         what = "is missing" if found is None else f"is a {type(found).__name__}, not an App"

@@ -11,6 +11,7 @@ from eos.app.definition import App
 from eos.kafka import preflight
 from eos.kafka.settings import Settings, settings_of
 from eos.session.stopping import StopSignals
+from eos.worker import chains
 from eos.worker.loading import refuse_ids
 from eos.worker.worker import Worker
 
@@ -38,3 +39,4 @@ def prepare(worker: Worker) -> None:
     worker.find_topics()
     app, values = worker.app, worker.settings
     preflight.require(values, preflight.need_of(values, app.topics, app.destinations))
+    chains.require_own(values, app)

@@ -547,6 +547,8 @@ def test_while_a_partition_waits_for_its_state_the_group_is_polled_and_others_ar
 def test_what_does_not_fit_the_state_is_said_before_the_first_record(counting: Counting) -> None:
     counting.load(20)
     counting.run()
+    reset = eos_of(counting, "reset", "counting:app", "--from", "earliest", "--yes", ends=64)
+    assert reset.stderr.startswith(f"eos: count of {counting.id} has state, which stays as it is")
     admin = AdminClient({"bootstrap.servers": counting.servers})
     configure(counting.servers, counting.changelog, "cleanup.policy", "delete")
     assert f"the changelog {counting.changelog} has cleanup.policy=delete" in counting.run(ends=78)
@@ -568,19 +570,6 @@ def test_what_does_not_fit_the_state_is_said_before_the_first_record(counting: C
     # The changelog grows too: keys would begin again in another partition.
     admin.create_partitions([NewPartitions(counting.changelog, PARTITIONS + 1)])[counting.changelog].result(30)
     assert "and its changelog had 3 partitions when it was kept, and have 4" in counting.run(ends=78)
-    reset = eos_of(counting, "reset", "counting:app", "--from", "earliest", "--yes", ends=64)
-    assert reset.stderr.startswith(f"eos: count of {counting.id} has state, which stays as it is")
-
-
-def test_a_function_of_another_name_begins_anew(counting: Counting) -> None:
-    counting.load(40)
-    counting.run()
-    source = counting.folder / "counting.py"
-    source.write_text(source.read_text().replace("def count(", "def counts("))
-    counting.load(40)
-    counting.run()
-    ones = [values for values in counting.outputs().values() if values.count("1") == 2]
-    assert ones, "a key that came in both runs was counted from 1 twice"
 
 
 @pytest.mark.deep

@@ -17,10 +17,11 @@ import pytest
 from confluent_kafka import libversion
 
 import eos
-from eos import cli
+from eos import cli, log
 from eos.cli import COMMANDS
 from eos.cli.run import remedy_of
 from eos.errors import PoisonRecord
+from eos.worker.loading import load_app
 from tests.support.forked import environment
 from tests.support.forked import eos as program
 
@@ -332,6 +333,49 @@ def test_with_json_every_line_is_json_the_last_words_and_those_of_supervised_wor
     assert (last["error"], last["exit_code"]) == ("bad could not be imported: ValueError: boom", 64)
     assert last["traceback"].endswith('    raise ValueError("boom")\nValueError: boom\n')
     assert last.get("worker") in ({"w-0", "w-1"} if workers else {None})
+
+
+@pytest.mark.parametrize(
+    "configures",
+    [
+        'logging.config.dictConfig({"version": 1, "root": {"level": "INFO"}})',  # disables the loggers that are there
+        "logging.disable(logging.CRITICAL)",
+    ],
+)
+def test_last_words_are_written_though_the_app_configures_logging(here: Path, configures: str) -> None:
+    (here / "own.py").write_text(f"import logging, logging.config\n{configures}\n{APP}")
+    arguments = "--bootstrap-servers", "127.0.0.1:1", "-X", "eos.startup.timeout.ms=1000", "--log-format", "json"
+    ended = program(here, "run", "own:app", "--instance", "w", *arguments)
+    assert ended.returncode == 69, ended.stderr
+    assert json.loads(ended.stderr.splitlines()[-1])["exit_code"] == 69
+
+
+def test_loggers_that_an_app_disabled_are_enabled_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (here / "disables.py").write_text(f"import logging\nlogging.getLogger('eos').disabled = True\n{APP}")
+    load_app("disables:app")
+    assert not log.logger.disabled
+
+
+def test_supervised_workers_take_no_file_of_the_project_for_the_standard_library(here: Path) -> None:
+    for name in ("queue", "types", "logging", "kafka"):
+        (here / f"{name}.py").write_text("raise RuntimeError('not the one that was meant')\n")
+    arguments = "--bootstrap-servers", "127.0.0.1:1", "-X", "eos.startup.timeout.ms=1000"
+    assert "cannot be reached" in refused(69, here, "run", "good:app", "--workers", "2", "--instance", "w", *arguments)
+
+
+def test_output_is_escaped_where_the_terminal_cannot_show_it(here: Path) -> None:
+    (here / "good.py").write_text(APP.replace("def copy", "def größe"))
+    ended = started(here, "topology", "good:app", PYTHONIOENCODING="ascii")
+    assert (ended.returncode, "gr\\xf6\\xdfe" in ended.stdout) == (0, True), ended.stderr
+
+
+@pytest.mark.parametrize(("closed", "code"), [(">&-", 0), (">&- 2>&-", 0), ("nope >&- 2>&-", 64)])
+def test_closed_output_is_no_error(here: Path, closed: str, code: int) -> None:
+    command = ["sh", "-c", f'exec "$0" -m eos topology good:app {closed}', sys.executable]
+    ended = subprocess.run(command, cwd=here, env=environment({"PYTHONPATH": str(ROOT)}), timeout=60, check=False)
+    assert ended.returncode == code
 
 
 # ---- the cluster: 69 ---------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import os
 import shutil
 import time
 from collections.abc import Collection, Sequence
@@ -20,14 +21,18 @@ import pytest
 from eos import App, Record, State
 from eos.app.ageing import stamped
 from eos.app.cells import HEADER, cell_of
+from eos.app.routes import Route
+from eos.app.state import Store
+from eos.broker.jars import cache_directory
 from eos.errors import ConfigurationError, InputGone, Temporary, Unavailable
 from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
 from eos.kafka.tail import Seen, Span
+from eos.kafka.world import REAL
 from eos.state import changelog, folders, restoring
 from eos.state.engines import ENGINES, EngineFailed
 from eos.state.keeper import Keeper
-from eos.state.notes import Beside, check_partitions
+from eos.state.notes import Beside, check_partitions, header_now, noted_of
 from eos.state.tasks import Task
 from eos.state.values import InMemory
 from tests.support.reading import wait_until
@@ -112,9 +117,12 @@ class Reader:
 READER = Reader()
 
 
-def restore(keeper: Keeper, beside: object = None, uncommitted: Collection[tuple[str, int]] = ()) -> None:
+NOTE = {"state": ["count", 0, 1, ["seen"]]}
+
+
+def restore(keeper: Keeper, beside: object = NOTE, uncommitted: Collection[tuple[str, int]] = ()) -> None:
     keeper.forget([("in", 0)])
-    start = SimpleNamespace(offset=5, metadata="" if beside is None else json.dumps(beside))
+    start = SimpleNamespace(offset=5, metadata=json.dumps(beside))
     deadline = time.monotonic() + 5
     while ("in", 0) not in keeper.restore({("in", 0): start, ("elsewhere", 0): start}, uncommitted):
         assert time.monotonic() < deadline
@@ -341,15 +349,64 @@ def test_keeper_notes_the_changelogs_end_beside_the_offset(monkeypatch: pytest.M
         said.append(keeper.beside(("in", 0)))
         keeper.committed() if committed else keeper.undone()
     # What was read, and for each transaction with changes their records and its marker; the header is one.
-    assert said == [{"state": ["count", end, 1]} for end in (5, 5, 5, 7)]
+    assert said == [{"state": ["count", end, 1, ("seen",)]} for end in (5, 5, 5, 7)]
     asked: list[int] = []
     unsettled = changelog.unsettled
     monkeypatch.setattr(changelog, "unsettled", lambda *a: asked.append(a[2]) or unsettled(*a))
     restore(keeper, said[-1])
-    # Another function's, which had a changelog of its own, and what nobody of ours wrote.
-    for strange in ({"state": ["counts", 9, 1]}, {"state": 7}, {"state": ["count", "x", 3]}, {"state": []}, [5]):
-        restore(keeper_on(monkeypatch, [note(b"1")]), strange)
-    assert asked == [7, 0, 0, 0, 0, 0]
+    restore(keeper_on(monkeypatch, [note(b"1")] * 9), {"state": ["count", 9, 1]})  # of an earlier version
+    assert asked == [7, 9]
+
+
+@pytest.mark.parametrize(
+    ("beside", "sentence"),
+    [
+        ({"state": ["counts", 9, 1]}, 'by the function counts, which kept state, .* name="counts" in the decorator of'),
+        (
+            {"state": ["count", 9, 1, ["a", "old"]]},
+            r'count kept the state a, old, and the code has seen in its place, .*was=\{"seen": "a"\}',
+        ),
+        ({"state": ["count", 9, 1, ["old", "seen"]]}, "count kept the state old, and the code has it no more"),
+        *[
+            (other, "count has state now, and handled records of in before without it")
+            for other in ({"state": 7}, {"state": ["count", "x", 3]}, {"state": []}, [5], {})
+        ],
+    ],
+)
+def test_keeper_refuses_what_was_handled_with_other_state(
+    monkeypatch: pytest.MonkeyPatch, beside: object, sentence: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        restore(keeper_on(monkeypatch, [note(b"1")] * 9), beside)
+
+
+def test_start_committed_before_the_restore_is_still_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under auto.offset.reset=latest a start is committed at once, maybe before its changelog was looked at."""
+    keeper = keeper_on(monkeypatch, [])
+    unseen = keeper.beside(("in", 0))
+    assert unseen == {"state": ["count", -1, 1, ("seen",)]}
+    restore(keeper, unseen)
+    assert keeper.beside(("in", 0)) == {"state": ["count", 0, 1, ("seen",)]}
+    there = [note(b"1"), Record("", 0, 0, key=HEADER, value=HEADER_VALUE)]
+    with pytest.raises(InputGone, match="has no committed offset"):
+        restore(keeper_on(monkeypatch, there), unseen)
+
+
+def test_user_without_a_home_keeps_state_in_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert Keeper(app_of(), Settings({}))._folder is None
+    assert "state is kept in memory" in caplog.text
+    with pytest.raises(ConfigurationError, match="~/state cannot be found: this user has no home folder: set it, or"):
+        Keeper(app_of(), Settings({"eos.state.dir": "~/state"}))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(ConfigurationError, match="no home folder: set HOME or XDG_CACHE_HOME"):
+        cache_directory()
 
 
 def header(**more: object) -> bytes:
@@ -367,6 +424,12 @@ def header(**more: object) -> bytes:
         (header(app="shop-count"), r"belongs to the App shop-count, and App shop would write to it"),
         (header(function="counts"), r"belongs to the function counts, and function count would write to it"),
         (header(v=2), r"is of format 2, and this version of eos reads formats up to 1: run the newer version"),
+        (
+            header(stores={"gone": "State"}),
+            r'count kept the state gone, and the code has seen in its place, .* was=\{"seen": "gone"\}',
+        ),
+        (header(stores={"gone": "State", "seen": "State"}), "count kept the state gone, and the code has it no more"),
+        (header(stores={}), "the state seen of count is new, and would begin empty"),
         (b"{}", r"the header of the changelog shop-count-changelog\[0\] cannot be read"),
     ],
 )
@@ -375,23 +438,12 @@ def test_keeper_refuses_a_changelog_by_its_header(monkeypatch: pytest.MonkeyPatc
         restore(keeper_on(monkeypatch, [Record("", 0, 0, key=HEADER, value=there)]))
 
 
-def test_header_keeps_stores_that_the_function_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    had = header(stores={"gone": "ListState"})
-    keeper = keeper_on(monkeypatch, [Record("", 0, 0, key=HEADER, value=had)])
-    restore(keeper)
-    kept(keeper, b"1")
-    ((_, value),) = [entry for entry in send(keeper) if entry[0] == HEADER]
-    assert json.loads(value or b"")["stores"] == {"gone": "ListState", "seen": "State"}
-
-
-def test_header_of_ninety_stores_fits_where_metadata_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_ninety_states_are_in_the_header_alone() -> None:
     """Brokers take 4,096 bytes beside an offset."""
-    stores = {f"a-long-name-of-a-store-{number}": "MapState[bytes]" for number in range(90)}
-    keeper = keeper_on(monkeypatch, [Record("", 0, 0, key=HEADER, value=header(stores=stores))])
-    restore(keeper)
-    kept(keeper, b"1")
-    send(keeper)
-    assert len(json.dumps(keeper.beside(("in", 0)))) < 100
+    stores = tuple(Store(f"a_long_name_of_a_state_{number}", State, (int,)) for number in range(90))
+    route = Route(lambda value: None, str, ("in",), (), False, stores=stores, name="count")
+    assert noted_of(route, 7, 1) == Beside("count", 7, 1)
+    assert len(header_now("shop", route).stores) == 90
 
 
 def test_keeper_refuses_state_that_no_offset_was_committed_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,12 +467,14 @@ def test_a_source_that_grew_under_a_running_worker_is_refused_with_its_new_parti
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keeper = keeper_on(monkeypatch)
+    admin = SimpleNamespace(metadata_by_partition=lambda _: {})
+    keeper._world = dataclasses.replace(REAL, admin=lambda _: contextlib.nullcontext(admin))  # type: ignore[arg-type]
 
     def require(*_: object) -> None:
         raise ConfigurationError("has 1 partitions, and in has 2")
 
     monkeypatch.setattr(changelog, "require", require)
-    new = {("in", 1): SimpleNamespace(offset=0, metadata="")}
+    new = {("in", 1): SimpleNamespace(offset=0, metadata=json.dumps(NOTE))}
     with pytest.raises(ConfigurationError, match="has 1 partitions, and in has 2"):
         wait_until("it is checked again", lambda: keeper.restore(new, new))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
@@ -43,6 +44,18 @@ def test_what_a_query_does_not_do_is_said_before_spark_is_started() -> None:
     ):
         with pytest.raises(ConfigurationError, match=said):
             check(Run(app, Settings({"bootstrap.servers": "127.0.0.1:9"})))
+
+
+def test_function_that_cannot_be_pickled_is_named_before_spark_is_started() -> None:
+    lock, app = threading.Lock(), App("app")
+
+    @app.process("in", to="out")
+    def guarded(value: str) -> str:
+        with lock:
+            return value
+
+    with pytest.raises(ConfigurationError, match="guarded cannot be sent to Spark's executors: cannot pickle"):
+        check(Run(app, Settings({"bootstrap.servers": "127.0.0.1:9"})))
 
 
 DATA_LOSS = """Job aborted due to stage failure: Task 1 in stage 4.0 failed 1 times, most recent failure: Lost task 1.0

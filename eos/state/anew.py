@@ -1,0 +1,131 @@
+"""Begins an App anew with its state: `eos reset --from ... --with-state`, while the group has no members.
+
+Owns the order of the steps. A crash at any of them leaves an App that refuses to start; the same command then does the
+rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
+
+from eos.app import lineage
+from eos.app.definition import App
+from eos.app.routes import changelog_of
+from eos.errors import Unavailable, UsageError, describe_error, not_authorised
+from eos.kafka import facts, tail
+from eos.kafka.reset import STAY, GroupOffsets, Move, Target
+from eos.kafka.settings import Settings
+from eos.kafka.world import REAL, World
+from eos.records import metadata_with, place_of
+from eos.state import changelog, notes
+
+_ASK_S, _DELETE_S = 10.0, 30.0
+_DENIED = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
+
+
+class Anew:
+    """What `eos reset --with-state` does: the App's input is read again from `where`, its state is empty and what is in
+    the topics between its functions is gone. Nothing is changed before `carry_out`. Raises UsageError,
+    ConfigurationError, Unavailable, NotAuthorised."""
+
+    def __init__(self, settings: Settings, app: App, where: Target, offsets: GroupOffsets, world: World = REAL) -> None:
+        """`offsets`: of all sources of the App, without those between its functions."""
+        self._settings, self._app, self._world = settings, app, world
+        self._client = facts.connect(settings, _ASK_S, world)
+        self._all = GroupOffsets(settings, app.id, app.topics, world=world)
+        self.moves = offsets.plan(where)
+        """Of the input."""
+        named = {move.partition for move in self.moves}
+        if missing := [move.partition for move in offsets.plan(Target("earliest")) if move.partition not in named]:
+            raise UsageError(f"--with-state begins all anew: --from must name a place in {place_of(*missing[0])} too")
+        self.between = {topic: tail.spans(settings, topic, _ASK_S, world) for topic in sorted(app.chained)}
+        """The topics between functions."""
+        for topic, spans in self.between.items():
+            for partition, span in spans.items():
+                if span.stable < span.end:
+                    raise Unavailable(
+                        f"{place_of(topic, partition)} has an open transaction: wait for its timeout",
+                        remedy="`eos txn find-hanging` names it",
+                    )
+        self.changelogs = [changelog_of(app.id, route) for route in app.stateful]
+        self._check_rights()
+
+    def _check_rights(self) -> None:
+        for topic in [*self.changelogs, *self.between]:
+            operations = facts.describe_topic(self._client, topic).operations
+            if operations is not None and "DELETE" not in operations:
+                raise not_authorised(f"topic {topic}", "DELETE")
+
+    @property
+    def again(self) -> int:
+        """How many offsets of the input are read again."""
+        return sum(max((move.low if move.before is None else move.before) - move.after, 0) for move in self.moves)
+
+    def carry_out(self) -> None:
+        """First it is noted beside the offsets that a reset is under way: no worker starts until the last step."""
+        marked = self._all.plan(STAY)
+        there = {move.partition for move in marked}
+        marked += [dataclasses.replace(move, after=move.low) for move in self.moves if move.partition not in there]
+        self._all.commit([_with(move, {notes.KEY: notes.RESETTING}) for move in marked])
+        for topic in self.changelogs:
+            self._delete_changelog(topic)
+        changelog.require(self._settings, self._app.id, self._app.stateful, self._world)
+        ends = {topic: self._empty(topic, spans) for topic, spans in self.between.items()}
+        after = [move for topic in ends for move in self._at_end(topic, ends[topic])]
+        self._all.commit([self._begun(move) for move in [*self.moves, *after]])
+
+    def _begun(self, move: Move) -> Move:
+        """Return the move with what a worker notes that has handled nothing yet."""
+        topic, _ = move.partition
+        route, note = self._app.routes[topic], None
+        if route.stores:
+            note = notes.noted_of(route, 0, facts.describe_topic(self._client, topic).partitions).noted()[notes.KEY]
+        return _with(move, {notes.KEY: note, lineage.KEY: None})
+
+    def _at_end(self, topic: str, ends: Mapping[int, int]) -> Sequence[Move]:
+        target = Target("end", offsets={(topic, partition): end for partition, end in ends.items()})
+        return GroupOffsets(self._settings, self._app.id, [topic], world=self._world).plan(target)
+
+    def _delete_changelog(self, topic: str) -> None:
+        """Brokers delete no records of a compacted topic, so it is made again, as it was configured."""
+        there = facts.describe_topic(self._client, topic)
+        if not there.exists:
+            return
+        config = {**changelog.CONFIG, **facts.set_on_topic(self._client, topic)}
+        (source,) = (route.sources[0] for route in self._app.stateful if changelog_of(self._app.id, route) == topic)
+        wanted = {topic: facts.describe_topic(self._client, source).partitions}
+        _result(self._client.delete_topics([topic], operation_timeout=_DELETE_S)[topic], topic)
+        deadline = self._world.now() + _DELETE_S
+        # Until the brokers have forgotten the old one, there is a topic of this name.
+        while not facts.create_topics(self._settings, wanted, there.replicas, config=config, world=self._world):
+            if self._world.now() > deadline:
+                raise Unavailable(f"topic {topic} was deleted, and is still there after {_DELETE_S:.0f} s")
+            self._world.sleep(0.1)
+
+    def _empty(self, topic: str, spans: Mapping[int, tail.Span]) -> dict[int, int]:
+        """Return where its partitions end. A compacted topic keeps its records; the group goes on after them."""
+        ends = {partition: span.end for partition, span in spans.items()}
+        asked = self._client.delete_records([TopicPartition(topic, partition, end) for partition, end in ends.items()])
+        for future in asked.values():
+            _result(future, topic, but=KafkaError.POLICY_VIOLATION)
+        return ends
+
+
+def _with(move: Move, entries: Mapping[str, object]) -> Move:
+    return dataclasses.replace(move, metadata=metadata_with(move.metadata, entries))
+
+
+def _result(future: Any, topic: str, but: int | None = None) -> None:
+    """Wait for it. Raises NotAuthorised, Unavailable, unless it failed with the code `but`."""
+    try:
+        future.result(_DELETE_S)
+    except KafkaException as error:
+        code = error.args[0].code()
+        if code in _DENIED:
+            raise not_authorised(f"topic {topic}", "DELETE") from error
+        if code != but:
+            raise Unavailable(f"topic {topic} cannot be emptied: {describe_error(error)}") from error

@@ -1,0 +1,152 @@
+"""Begins some of a function's state empty on purpose: `eos state begin`, while the group has no members.
+
+A function that was renamed, or that has other states than it kept, ends a worker with 78; this says that it is meant.
+Entries of states that it has no more are deleted, so that they do not come back under a state of the same name. A crash
+at any step leaves a function that is refused as before; the same command then does the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from confluent_kafka import KafkaError, Message
+
+from eos import log
+from eos.app.cells import HEADER, named
+from eos.app.definition import App
+from eos.app.routes import Route, changelog_of
+from eos.errors import ConfigurationError, Unavailable, UsageError, describe_error, not_authorised
+from eos.kafka import facts, tail
+from eos.kafka.failures import denied
+from eos.kafka.reset import STAY, GroupOffsets, Move
+from eos.kafka.settings import Settings
+from eos.kafka.world import REAL, World
+from eos.records import metadata_with, place_of
+from eos.state import changelog, notes
+
+_ASK_S, _WRITE_S = 10.0, 60.0
+
+
+class _Left(NamedTuple):
+    """What a partition of the changelog holds of states that the function does not have: their cells. `header`: one is
+    there."""
+
+    cells: list[bytes]
+    header: bool
+
+
+class Beginning:
+    """What `eos state begin` does with one function: `fresh` begins empty, the entries of `gone` are deleted. Nothing
+    is changed before `carry_out`. Raises ConfigurationError, InputGone, Temporary, Unavailable, NotAuthorised, and
+    UsageError where the function has the states that it kept."""
+
+    def __init__(self, settings: Settings, app: App, route: Route, offsets: GroupOffsets, world: World = REAL) -> None:
+        self._settings, self._app_id, self._route, self._offsets, self._world = settings, app.id, route, offsets, world
+        self.topic = changelog_of(app.id, route)
+        client = facts.connect(settings, _ASK_S, world)
+        self._fit = changelog.fit_of(client, app.id, route, world)
+        self._moves = offsets.plan(STAY)
+        notes.check_not_interrupted(move.metadata for move in self._moves)
+        spans = {} if self._fit.missing else tail.spans(settings, self.topic, _ASK_S, world)
+        self._check_whole(spans)
+        kept: dict[str, str] = {}
+        self._left = {partition: self._look(partition, span, kept) for partition, span in sorted(spans.items())}
+        have = notes.header_now(app.id, route).stores
+        self.gone = sorted(name for name, shape in kept.items() if have.get(name) != shape)
+        self.fresh = sorted(name for name, shape in have.items() if kept.get(name) != shape)
+        if not self.gone and not self.fresh and all(map(self._is_known, self._moves)):
+            raise UsageError(
+                f"{route.name} has the states that it kept ({', '.join(have)}): nothing is to begin empty",
+                remedy="`eos reset MODULE:APP --from earliest --with-state` empties them and handles the input again",
+            )
+
+    @property
+    def entries(self) -> int:
+        """How many entries are deleted."""
+        return sum(len(left.cells) for left in self._left.values())
+
+    @property
+    def partitions(self) -> int:
+        return len(self._moves)
+
+    def _is_known(self, move: Move) -> bool:
+        try:
+            notes.kept_by(self._route, move.metadata)
+        except ConfigurationError:
+            return False
+        return True
+
+    def _check_whole(self, spans: Mapping[int, tail.Span]) -> None:
+        """What is written beside the offsets here must not hide that a part of the changelog is lost."""
+        ends = {}
+        for move in self._moves:
+            beside = notes.beside_of(move.metadata)
+            if beside is not None and beside.function == self._route.name:
+                ends[move.partition[1]] = beside.end
+        nothing = tail.Span(0, 0, 0)
+        for partition in ends.keys() | spans.keys():
+            where, span = place_of(self.topic, partition), spans.get(partition, nothing)
+            if (error := changelog.unsettled(where, span, ends.get(partition, 0))) is not None:
+                raise error
+
+    def _look(self, partition: int, span: tail.Span, kept: dict[str, str]) -> _Left:
+        """Find the cells of states that the function does not have, and note in `kept` of which kind each state was."""
+        have, found, header = notes.header_now(self._app_id, self._route).stores, dict[bytes, None](), None
+        if span.low < span.stable:
+            starts, ends = {partition: span.low}, {partition: span.stable}
+            with tail.TopicReader(self._settings, self.topic, starts, uncommitted=False, world=self._world) as reader:
+                for seen in tail.read_until(reader, ends):
+                    cell, value = seen.record.key or b"", seen.record.value
+                    if cell == HEADER:
+                        header = value
+                    elif value is None:
+                        found.pop(cell, None)
+                    else:
+                        found[cell] = None
+        if header is None:
+            return _Left([], header=False)
+        stores = notes.owned(self._app_id, self._route, place_of(self.topic, partition), header).stores
+        kept.update(stores)
+        gone = {name for name, shape in stores.items() if have.get(name) != shape}
+        return _Left([cell for cell in found if named(cell)[0] in gone], header=True)
+
+    def carry_out(self) -> None:
+        """The entries first: a crash leaves a header that names their states, and offsets that do."""
+        if self._fit.missing:
+            changelog.require(self._settings, self._app_id, [self._route], self._world)
+        self._write(((p, cell, None) for p, left in self._left.items() for cell in left.cells))
+        header = notes.header_now(self._app_id, self._route).encoded()
+        self._write(((p, HEADER, header) for p, left in self._left.items() if left.header))
+        spans = tail.spans(self._settings, self.topic, _ASK_S, self._world)
+        self._offsets.commit([self._noted(move, spans) for move in self._moves])
+
+    def _noted(self, move: Move, spans: Mapping[int, tail.Span]) -> Move:
+        note = notes.noted_of(self._route, spans[move.partition[1]].stable, len(spans)).noted()
+        return dataclasses.replace(move, metadata=metadata_with(move.metadata, note))
+
+    def _write(self, entries: Iterable[tuple[int, bytes, bytes | None]]) -> None:
+        failed: list[KafkaError] = []
+
+        def delivered(error: KafkaError | None, _: Message) -> None:
+            if error is not None:
+                failed.append(error)
+
+        producer = self._world.producer(
+            self._settings.admin() | {"enable.idempotence": True, "logger": log.client_logger}
+        )
+        for partition, cell, value in entries:
+            while not failed:
+                try:
+                    producer.produce(self.topic, value, cell, partition, delivered)
+                    break
+                except BufferError:
+                    producer.poll(0.1)
+            producer.poll(0)
+        if producer.flush(_WRITE_S):
+            failed.append(KafkaError(KafkaError._TIMED_OUT))
+        if failed:
+            if denied(failed[0], topic=self.topic):
+                raise not_authorised(f"topic {self.topic}", "WRITE")
+            raise Unavailable(f"topic {self.topic} could not be written: {describe_error(failed[0])}")

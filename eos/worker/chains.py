@@ -1,0 +1,56 @@
+"""Topics between two functions of an App: what another group's functions wrote there must not be handled as its own."""
+
+from __future__ import annotations
+
+from eos.app.definition import App
+from eos.errors import ConfigurationError
+from eos.kafka import preflight, tail
+from eos.kafka.reset import STAY, GroupOffsets
+from eos.kafka.settings import Settings
+from eos.kafka.world import REAL, World
+from eos.state import notes
+
+_ASK_S = 10.0
+
+
+def require_own(settings: Settings, app: App, world: World = REAL) -> None:
+    """Raise ConfigurationError if a topic between functions holds records, and nothing says that the App's group wrote
+    them: it has committed no offset there, and none of what the writing functions read. They would count twice under a
+    new id of the App, whose functions write them again. Raises Unavailable, NotAuthorised."""
+    if app.chained:
+        preflight.patient(settings, lambda: _require_own(settings, app, world), world)
+
+
+def _require_own(settings: Settings, app: App, world: World) -> None:
+    with world.admin(settings) as admin:
+        committed = admin.metadata_by_partition(app.id)
+    notes.check_not_interrupted(committed.values())
+    known = {topic for topic, _ in committed}
+    for topic in sorted(app.chained):
+        related = {topic, *_before(app, topic)}
+        if known & related or not _holds_records(settings, topic, world):
+            continue
+        # Asked last: the first commit of another member may have made them readable meanwhile.
+        if not GroupOffsets(settings, app.id, related, world=world).plan(STAY):
+            raise ConfigurationError(
+                f"the topic {topic} between functions of {app.id} holds records, and the group {app.id} has no offset "
+                "there: what another App's functions wrote would be handled together with what these write",
+                remedy=f"`eos reset MODULE:APP --topic {topic} --from latest` leaves them out, `--from earliest` "
+                "handles them; to handle an App's input again keep its id and use `--from earliest --with-state`",
+            )
+
+
+def _before(app: App, topic: str) -> set[str]:
+    """Return the sources of the functions that write the topic."""
+    return {source for source, route in app.routes.items() if topic in route.destinations}
+
+
+def _holds_records(settings: Settings, topic: str, world: World) -> bool:
+    """Return whether it has committed ones; transactions that were aborted take offsets too."""
+    spans = tail.spans(settings, topic, _ASK_S, world)
+    starts = {partition: span.low for partition, span in spans.items() if span.low < span.stable}
+    if not starts:
+        return False
+    ends = {partition: spans[partition].stable for partition in starts}
+    with tail.TopicReader(settings, topic, starts, uncommitted=False, world=world) as reader:
+        return next(iter(tail.read_until(reader, ends)), None) is not None
