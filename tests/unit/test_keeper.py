@@ -833,6 +833,6 @@ def test_too_few_open_files_are_told_with_the_number_that_is_needed(
         rf"state of 10 partitions needs about {needed} open files with eos.state.engine={engine}, and this .* open"
     )
     with pytest.raises(ConfigurationError, match=f"{sentence} {needed - 1}: raise its limit"):
-        keeper.restore(starts, ())
+        keeper.restore(starts, starts)
     assert asked == [2 * needed]
     assert list(tmp_path.iterdir()) == []
