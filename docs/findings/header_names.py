@@ -19,7 +19,7 @@ for message in consumer.consume(2, timeout=20):
     except Exception as error:
         print(f"headers: {error!r}, caused by {error.__cause__!r}", flush=True)
     print(f"a second call: {len(message.headers())} headers", flush=True)
-    print(f"the first one: {message.headers()[0]}", flush=True)
+    print(f"the first name: {message.headers()[0][0]}", flush=True)
 """
 
 
@@ -32,7 +32,8 @@ class Raw(str):
 
 with LocalKafka(version=sys.argv[1] if len(sys.argv) > 1 else DEFAULT_VERSION) as kafka:
     servers = kafka.bootstrap_servers
-    AdminClient({"bootstrap.servers": servers}).create_topics([NewTopic("in", 1)])["in"].result()
+    admin = AdminClient({"bootstrap.servers": servers})
+    admin.create_topics([NewTopic("in", 1)])["in"].result()
     producer = KafkaProducer(bootstrap_servers=servers)
     for name in ("one\0two", "größe"):
         producer.send("in", b"value", headers=[(Raw(name), b"12")]).get(20)

@@ -66,9 +66,9 @@ class Recovery:
         """What took too long in it, and which settings are about that."""
         limit = f"transaction.timeout.ms={self._settings.transaction_timeout_ms}"
         if trouble.is_of_handling:
-            return f"handling {trouble.taken} records took {trouble.handling_s:.1f} s, longer than {limit}: raise it"
+            return f"handling {_records(trouble.taken)} took {trouble.handling_s:.1f} s, longer than {limit}: raise it"
         return (
-            f"sending the outputs of {trouble.taken} records took longer than {limit} "
+            f"sending the outputs of {_records(trouble.taken)} took longer than {limit} "
             f"({trouble.delivered:.0%} of them arrived): raise it, or lower eos.transaction.max.records"
         )
 
@@ -155,3 +155,7 @@ def _cause(failure: CallFailed) -> str:
     if failure.action is not Action.ABORT:
         return failure.call
     return {"abort": "application", "send_offsets": "rebalance"}.get(failure.call, failure.call)
+
+
+def _records(count: int) -> str:
+    return "one record" if count == 1 else f"{count} records"
