@@ -19,8 +19,12 @@ never talk to Kafka. Importing it loads no Kafka client: a Spark executor that r
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
     from confluent_kafka import KafkaError
@@ -100,6 +104,60 @@ class Fenced(EosError):
     exit_code = 79
 
 
+class Interruption(BaseException):
+    """Raised by a signal handler of this package into whatever runs.
+
+    A BaseException, so that no `except Exception` of a user's function swallows it.
+    """
+
+
+_MOST_CAUSES: Final = 1_000
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception, then the members of groups and what each was raised for or while handling, nearest first."""
+    waiting = deque([error])
+    for _ in range(_MOST_CAUSES):
+        if not waiting:
+            return
+        one = waiting.popleft()
+        yield one
+        if isinstance(one, BaseExceptionGroup):
+            waiting.extend(one.exceptions)
+        if (cause := one.__cause__ or (None if one.__suppress_context__ else one.__context__)) is not None:
+            waiting.append(cause)
+
+
+def interruption_of(error: BaseException) -> BaseException | None:
+    """Return what ends the run from outside, if `error` is or hides it: an Interruption, or Ctrl-C in this thread.
+
+    Everything else that a user's code raises is a failure of that code: SystemExit, CancelledError, and a
+    KeyboardInterrupt where Ctrl-C has another handler than Python's.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        in_main = threading.current_thread() is threading.main_thread()
+        return error if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler else None
+    return next((one for one in causes(error) if isinstance(one, Interruption)), None)
+
+
+def raise_if_interrupted(error: BaseException) -> None:
+    """Raise the interruption that a user's code let through, see `interruption_of`."""
+    if (interruption := interruption_of(error)) is not None:
+        raise interruption
+
+
+def safe_str(error: BaseException) -> str:
+    """Return the text of an exception, with the texts of a group's members. Never raise what its `__str__` raises."""
+    try:
+        text = str(error)
+        if isinstance(error, BaseExceptionGroup):
+            text += ": " + "; ".join(f"{type(one).__name__}: {safe_str(one)}" for one in error.exceptions)
+    except BaseException as failure:  # noqa: BLE001 - a user's own
+        raise_if_interrupted(failure)
+        return f"(its __str__ raised {type(failure).__name__})"
+    return text
+
+
 class Action(Enum):
     """What the caller of a failed call must do; the only answer that `classify` gives."""
 
@@ -174,7 +232,7 @@ def describe_error(error: BaseException | KafkaError) -> str:
         error = error.args[0]
     if isinstance(error, KafkaError):
         return f"{error.name()} ({error.str()})"
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {safe_str(error) if isinstance(error, BaseException) else error}"
 
 
 def stop_error(failure: CallFailed) -> EosError:

@@ -71,7 +71,7 @@ class Fed(NamedTuple):
 
     sent: int
     handled: int
-    error: Exception | None
+    error: BaseException | None
     culprit: Record | None = None
 
     @property

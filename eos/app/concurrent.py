@@ -10,11 +10,20 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterable
-from typing import Any
+from typing import Any, cast
 
-from eos.errors import ConfigurationError, EosError, IllegalState, Temporary
+from eos import log
+from eos.errors import (
+    ConfigurationError,
+    EosError,
+    IllegalState,
+    Temporary,
+    interruption_of,
+    raise_if_interrupted,
+    safe_str,
+)
 
-Outcome = Any  # what a coroutine returned, or the Exception it raised
+Outcome = Any  # what a coroutine returned, or the exception it raised
 
 
 class _Here(threading.local):
@@ -26,9 +35,9 @@ _here = _Here()
 
 
 def run_all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Outcome]:
-    """Runs all at once; what each returned or which Exception it raised, in their order.
+    """Runs all at once; what each returned or which exception it raised, in their order.
 
-    Raises what is no Exception (a signal's): the others are then left as they are, and `abandon()` must come next.
+    Raises an interruption (eos/errors.py): the others are then left as they are, and `abandon()` must come next.
     Raises an EosError where they could not be run: that is about this thread, never about what they were given.
     """
     given = list(coroutines)
@@ -38,13 +47,24 @@ def run_all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Outcome]:
         for coroutine in given:
             coroutine.close()
         raise
-    try:
-        return runner.run(_gather(given))
-    except RuntimeError as error:
-        fatal, _here.fatal = _here.fatal, None
-        if fatal is None:
-            raise IllegalState(f"the event loop of async functions does not run any more: {error}") from error
-        raise fatal from None
+    running: list[asyncio.Task[list[Outcome]]] = []
+    coroutine = _gather(given, running)
+    while True:
+        try:
+            return runner.run(coroutine)
+        except RuntimeError as error:
+            fatal, _here.fatal = _here.fatal, None
+            if fatal is None:
+                raise IllegalState(f"the event loop of async functions does not run any more: {error}") from error
+            raise fatal from None
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise_if_interrupted(error)
+            # Of a task or a callback that a function started: asyncio stops its loop for these two, whoever awaits
+            # the task gets them too.
+            log.warning(
+                "a task of an async function stopped the event loop", error=f"{type(error).__name__}: {safe_str(error)}"
+            )
+            coroutine = _rest_of(running[0])
 
 
 def prepare() -> None:
@@ -78,7 +98,7 @@ def _running() -> asyncio.Runner:
 def run_one(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """The coroutine's result or exception."""
     (outcome,) = run_all([coroutine])
-    if isinstance(outcome, Exception):
+    if isinstance(outcome, BaseException):
         raise outcome
     return outcome
 
@@ -95,21 +115,28 @@ def abandon() -> None:
     _here.runner = None
 
 
-async def _gather(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Outcome]:
+async def _gather(
+    coroutines: list[Coroutine[Any, Any, Any]], running: list[asyncio.Task[list[Outcome]]]
+) -> list[Outcome]:
+    """Run all; `running` gets the task that does."""
+    running.append(cast("asyncio.Task[list[Outcome]]", asyncio.current_task()))
     return await asyncio.gather(*map(outcome_of, coroutines))
+
+
+async def _rest_of(task: asyncio.Task[list[Outcome]]) -> list[Outcome]:
+    return await task
 
 
 async def outcome_of(coroutine: Coroutine[Any, Any, Any]) -> Outcome:
     """Of one that runs under `run_all`."""
     try:
         return await coroutine
-    except Exception as error:  # noqa: BLE001 - it is the caller's to know
-        return error
     except asyncio.CancelledError:
-        return RuntimeError("the coroutine was cancelled from within")  # a CancelledError is no Exception
-    except BaseException as error:  # noqa: BLE001 - raised by run_all
-        _end_with(error)  # at once: the others may go on for as long as they like
-        return RuntimeError(f"ended by {error!r}")
+        return RuntimeError("the coroutine was cancelled from within")
+    except BaseException as error:  # noqa: BLE001 - it is the caller's to know
+        if (interruption := interruption_of(error)) is not None:
+            _end_with(interruption)  # at once: the others may go on for as long as they like
+        return error
 
 
 def _end_with(error: BaseException) -> None:
@@ -120,7 +147,8 @@ def _end_with(error: BaseException) -> None:
 def _on_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """A signal's exception that asyncio caught in a callback of its own must not be lost: the loop ends with it."""
     error = context.get("exception")
-    if isinstance(error, BaseException) and not isinstance(error, Exception):
-        _end_with(error)
+    interruption = interruption_of(error) if isinstance(error, BaseException) else None
+    if interruption is not None:
+        _end_with(interruption)
     else:
         loop.default_exception_handler(context)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from eos.app.frames import Frame, text_of
 from eos.app.lineage import HEADER as LINEAGE
 from eos.app.policies import dead_letter_topic
+from eos.errors import safe_str
 from eos.records import Header, Record, Send, readable
 
 PREFIX = "eos-dlq-"
@@ -71,10 +72,10 @@ def class_name(error: BaseException) -> str:
     kind = type(error)
     module = "eos" if kind.__module__ == "eos.errors" else kind.__module__
     name = f"{module}.{kind.__qualname__}"
-    return kind.__qualname__ if kind.__module__ == "builtins" else _AS_WRITTEN.get(name, name)
+    return kind.__qualname__ if kind.__module__ in ("builtins", None) else _AS_WRITTEN.get(name, name)
 
 
 def message_of(error: BaseException) -> str:
     """What the exception says, cut to MESSAGE_BYTES: for a dead letter, and wherever else a failing record is told."""
-    whole = str(error).encode(errors="replace")
+    whole = safe_str(error).encode(errors="replace")
     return whole.decode() if len(whole) <= MESSAGE_BYTES else whole[:MESSAGE_BYTES].decode(errors="ignore") + "..."

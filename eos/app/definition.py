@@ -187,7 +187,7 @@ class App:
     ) -> Callable[[BatchFunction], BatchFunction]:
         """Decorate a function that gets a `list[Record]` and returns an iterable of Out, for speed: made by
         `record.out(value)`, which keeps that record's key and timestamp, or by `Out(value, key=...)`, which has the
-        time of producing unless it says another. The function stays as it is.
+        latest timestamp of the batch unless it says another. The function stays as it is.
 
         `topics`, `on_error`, `encode`, `ttl`, `name`, `was`: as for `process`. A batch function that raises is run
         again record by record, unless the policy is stop, which names the range. State is annotated

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import CodeType
 from typing import NamedTuple
 
+from eos.errors import causes
+
 INNERMOST = 5  # so many frames
 TEXT_BYTES = 1_000  # of them all; a line of code may be long
 _LINE_CHARACTERS = 200
@@ -43,7 +45,7 @@ def _written(frame: Frame) -> str:
 def frames_of(error: BaseException) -> list[Frame]:
     """The last frames of the user's own code, the innermost last; those of what caused it if it has none of them, as
     where a decoder of the user's raised. A program that is installed as a library is the user's too."""
-    for cause in islice(_causes(error), _CAUSES):
+    for cause in islice(causes(error), _CAUSES):
         theirs = list(_outside_of(cause))
         own = [frame for frame in theirs if not _is_library(frame[0].co_filename)] or theirs
         if own:
@@ -62,12 +64,6 @@ def text_of(frames: Sequence[Frame], separator: str = "\n") -> str:
             break
         lines.append(line)
     return separator.join(reversed(lines))
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _outside_of(error: BaseException) -> Iterator[tuple[CodeType, int]]:

@@ -22,6 +22,7 @@ from eos.app.serde import (
     encode,
     encode_key,
     function_name,
+    may_return_none,
     underlying,
 )
 from eos.errors import ConfigurationError
@@ -32,7 +33,9 @@ from eos.records import KEEP, Header, Headers, Keep, Out, Record, Send
 Normalise = Callable[["Record", object], Sequence[Send]]
 
 
-def target_of(name: str, destinations: tuple[str, ...], passing: frozenset[str] = frozenset()) -> Target | None:
+def target_of(
+    name: str, destinations: tuple[str, ...], hints: Hints, passing: frozenset[str] = frozenset()
+) -> Target | None:
     """Where the hot loop sends what is usual; without a destination nothing is."""
     if not destinations:
         return None
@@ -49,7 +52,7 @@ def target_of(name: str, destinations: tuple[str, ...], passing: frozenset[str] 
     def key_of(key: object) -> bytes | None:
         return _key(key, name)
 
-    return destinations[0], frozenset(destinations), passing or None, Out, KEEP, value_of, key_of
+    return destinations[0], frozenset(destinations), passing or None, Out, KEEP, value_of, key_of, hints.none_is_usual
 
 
 def encoded(encode: Encode, result: Any) -> Any:
@@ -73,9 +76,9 @@ def normaliser(name: str, destinations: tuple[str, ...], hints: Hints, passing: 
 
     def one(record: Record, item: object) -> Send:
         if type(item) is Out:
-            send = convert(item, record)
+            send = convert(item, record, record.timestamp)
         elif topic is None:
-            send = convert(Out(item), record)  # raises: nowhere to send to
+            send = convert(Out(item), record, 0)  # raises: nowhere to send to
         else:
             value = item if type(item) is bytes else _value(item, name)
             send = topic, value, record.key, -1, _time(max(record.timestamp, 0), name), None
@@ -83,8 +86,10 @@ def normaliser(name: str, destinations: tuple[str, ...], hints: Hints, passing: 
 
     def normalise(record: Record, result: object) -> Sequence[Send]:
         if result is None:
-            if record.value is None and destinations:
+            if destinations and record.value is None:
                 hints.tombstone(record)
+            elif not hints.none_is_usual:
+                hints.nothing(record)
             return ()
         if not HOLDS_SEVERAL[type(result)]:
             return (one(record, result),)
@@ -108,15 +113,16 @@ def _with_passed(send: Send, headers: Sequence[Header], passing: frozenset[str])
     return (*send[:5], passed + own) if passed else send
 
 
-def out_converter(name: str, destinations: tuple[str, ...]) -> Callable[[Out, Record | None], Send]:
-    """Out -> Send by the rules in full; the record is what KEEP refers to, None in a batch function.
+def out_converter(name: str, destinations: tuple[str, ...]) -> Callable[[Out, Record | None, int], Send]:
+    """Out -> Send by the rules in full; KEEP refers to the key of the record (None in a batch function) and to the
+    timestamp that is given, that of the record or the latest of the batch.
 
     ConfigurationError for what is wrong with the function and not with the record: no policy skips that.
     """
     allowed = frozenset(destinations)
     default = destinations[0] if destinations else None
 
-    def convert(out: Out, record: Record | None) -> Send:
+    def convert(out: Out, record: Record | None, kept_ms: int) -> Send:
         topic = default if out.topic is None else out.topic
         if topic is None:
             raise ConfigurationError(f"{name} gave something to send, but no destination: name it with to=")
@@ -127,11 +133,8 @@ def out_converter(name: str, destinations: tuple[str, ...]) -> Callable[[Out, Re
             )
         value, key, timestamp = out.value, out.key, out.timestamp
         if key is KEEP:
-            key = (record or _nothing_to_keep(name, "key")).key
-        if timestamp is KEEP:
-            timestamp_ms = _time(max((record or _nothing_to_keep(name, "timestamp")).timestamp, 0), name)
-        else:
-            timestamp_ms = _time(timestamp, name)
+            key = (record or _no_key(name)).key
+        timestamp_ms = _time(max(kept_ms, 0) if timestamp is KEEP else timestamp, name)
         return (
             topic,
             value if type(value) is bytes else _value(value, name),
@@ -144,10 +147,10 @@ def out_converter(name: str, destinations: tuple[str, ...]) -> Callable[[Out, Re
     return convert
 
 
-def _nothing_to_keep(name: str, what: str) -> NoReturn:
+def _no_key(name: str) -> NoReturn:
     raise ConfigurationError(
-        f"{name} gave an Out without a {what}: in a batch function no input says what to keep; use record.out(value), "
-        "or Out(value, key=..., timestamp=...) with the timestamp 0 for the time of producing"
+        f"{name} gave an Out without a key: in a batch function no input says which one to keep",
+        remedy="return record.out(value), or Out(value, key=...) with the key None for a record without one",
     )
 
 
@@ -236,6 +239,10 @@ _TOMBSTONE = (
     "the function returned None for a record whose value is None, and None means no output: to pass tombstones on "
     "return Out(None), or record.out(record.value); to drop them without this line return ()"
 )
+_NOTHING = (
+    "its return annotation has no None, so a `return` may be missing: records that it returns None for lead to no "
+    "output; where that is meant annotate `| None`"
+)
 _PAIR = (
     "each item of a returned tuple is a record of its own: for one record with a key return Out(value, key=key); for "
     "several without this line return a list"
@@ -248,12 +255,17 @@ class Hints:
     def __init__(self, function: Callable[..., Any]) -> None:
         code = getattr(underlying(function), "__code__", None)
         self._name = function_name(function)
+        self.none_is_usual = may_return_none(function)
         self._done: set[str] = set()  # what needs no look at more than this
         self._defined = (self._name, getattr(code, "co_filename", ""), getattr(code, "co_firstlineno", 0))
 
     def tombstone(self, record: Record) -> None:
         """None came of a record without a value."""
         self._say("a tombstone led to no output", _TOMBSTONE, record)
+
+    def nothing(self, record: Record) -> None:
+        """Warn that a function returned None against its annotation."""
+        self._say("a function returned None against its annotation", _NOTHING, record)
 
     def pair(self, record: Record) -> None:
         """A tuple was returned that looks like a key and a value."""

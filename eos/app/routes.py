@@ -33,9 +33,11 @@ from eos.app.serde import (
 )
 from eos.app.state import Store
 from eos.app.stores import CellsOf, Finish, Stores
-from eos.errors import ConfigurationError, IllegalState
+from eos.errors import ConfigurationError, IllegalState, raise_if_interrupted
 from eos.hotloop.python import END_OF_TIME, Target
 from eos.records import Each, Fed, Feed, Out, Record, Send, Sink
+
+_timestamp = operator.attrgetter("timestamp")
 
 
 class Route:
@@ -84,28 +86,30 @@ class Route:
         # An encoder of the user's own is a part of the function: the way of all others stays as short as it is.
         finish = None if encode is None else functools.partial(encoded, encode)
         kept = Stores(self.name, stores, cells_of)
+        hints = Hints(function)
         if batch:
             _check_batch_annotation(annotation, self.name)
             run = _blocking(function) if self.concurrent else function
-            compiled = _compile_batch(run, finish, self.name, destinations, Hints(function), kept if stores else None)
+            compiled = _compile_batch(run, finish, self.name, destinations, hints, kept if stores else None)
             self.outputs_batch, self.feed = compiled
             outputs_batch = self.outputs_batch
             self.outputs = lambda record: outputs_batch([record])
             self.each = _one_by_one(self.outputs)
             return
         decoded = _record_decoder(annotation, self.name, decode)
-        normalise = normaliser(self.name, destinations, Hints(function), passing)
+        normalise = normaliser(self.name, destinations, hints, passing)
         if self.concurrent:
             compile_ = functools.partial(_compile_keyed, kept) if stores else _compile_concurrent
             self.outputs, self.each = compile_(function, decoded, finish, normalise)
             self.feed = feed_each(self.each)
         elif stores:
-            target = target_of(self.name, destinations, passing)
+            target = target_of(self.name, destinations, hints, passing)
             self.outputs, self.feed = _compile_stateful(kept.single(function), decoded, finish, normalise, target)
             self.each = _one_by_one(self.outputs)
         else:
             run = function if finish is None else lambda given: finish(function(given))
-            self.outputs, self.feed = _compile_single(run, self.name, decoded, normalise, destinations, passing)
+            target = target_of(self.name, destinations, hints, passing)
+            self.outputs, self.feed = _compile_single(run, decoded, normalise, target)
             self.each = _one_by_one(self.outputs)
         # No loop in its place: an error out of it could not say which record it is about.
         self.outputs_batch = functools.partial(_not_a_batch_route, self.name)
@@ -188,15 +192,9 @@ def _check_batch_annotation(annotation: object, name: str) -> None:
 
 
 def _compile_single(
-    function: Callable[[Any], Any],
-    name: str,
-    decode: Decode | None,
-    normalise: Normalise,
-    destinations: tuple[str, ...],
-    passing: frozenset[str],
+    function: Callable[[Any], Any], decode: Decode | None, normalise: Normalise, target: Target | None
 ) -> tuple[Callable[[Record], Sequence[Send]], Feed]:
     """`outputs` and `feed` of a function of one record."""
-    target = target_of(name, destinations, passing)
 
     def outputs(record: Record) -> Sequence[Send]:
         return normalise(record, function(record if decode is None else decode(record.value)))
@@ -221,6 +219,8 @@ def feed_by(function: Callable[[Any], Any], decode: Decode | None, target: Targe
             return len(sends)
 
         sent, handled, error = hotloop.feed_values(records, function, decode, target, produce, refused, other)
+        if error is not None:
+            raise_if_interrupted(error)
         return Fed(sent + partly, handled, error, None if error is None else records[handled])
 
     return feed
@@ -247,7 +247,7 @@ def _compile_stateful(
 
     def usual(record: Record, result: Any) -> bytes | _Made | None:
         if finish is None and target is not None and record.timestamp < END_OF_TIME:
-            if type(result) is bytes or (result is None and record.value is not None):
+            if type(result) is bytes or (result is None and record.value is not None and target[-1]):
                 return result
             if type(result) is str:
                 return result.encode()
@@ -293,7 +293,8 @@ def feed_each(each: Each) -> Feed:
                 for send in sends:
                     put(send, sink)
                     sent += 1
-        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+        except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
+            raise_if_interrupted(error)
             handled = len(records) - operator.length_hint(coming) - 1
             return Fed(sent, handled, error, records[handled])
         return Fed(sent, len(records), None)
@@ -326,7 +327,7 @@ def _compile_concurrent(
         known |= zip(map(id, unknown), concurrent.run_all(map(run, unknown)) if unknown else (), strict=True)
         for number, record in enumerate(records):
             outcome = known[id(record)]
-            if isinstance(outcome, Exception):
+            if isinstance(outcome, BaseException):
                 if behind := [(later, known[id(later)]) for later in records[number + 1 :]]:
                     ahead[:] = behind  # in place of older ones: those may never come again
                 raise outcome
@@ -368,7 +369,7 @@ def _compile_keyed(
             now = times.get(id(record), 0)
             if id(record) not in known:
                 known[id(record)] = await concurrent.outcome_of(one(record, seen, now))
-            if isinstance(outcome := known[id(record)], Exception):
+            if isinstance(outcome := known[id(record)], BaseException):
                 return
             if record is not records[-1]:
                 stores.write(outcome[1], seen, now)
@@ -392,11 +393,11 @@ def _compile_keyed(
             chain(few, known, times) for few in chains.values() if any(id(record) not in known for record in few)
         ]
         for outcome in concurrent.run_all(waiting) if waiting else ():
-            if isinstance(outcome, Exception):
+            if isinstance(outcome, BaseException):
                 raise outcome  # not the function's: the chain keeps those
         for number, record in enumerate(records):
             outcome = known[id(record)]
-            if isinstance(outcome, Exception):
+            if isinstance(outcome, BaseException):
                 later = [other for other in records[number + 1 :] if id(other) in known]
                 if later:
                     ahead[:] = [(other, known[id(other)], times.get(id(other), 0)) for other in later]
@@ -435,49 +436,56 @@ def _compile_batch(
 ) -> tuple[Callable[[list[Record]], list[Send]], Feed]:
     """`outputs_batch` and `feed` of a function of many records."""
     convert = out_converter(name, destinations)
-    target = target_of(name, destinations)
+    target = target_of(name, destinations, hints)
 
     def run(records: list[Record]) -> list[Any]:
-        return checked(function(records.copy()))  # the list is the function's to change
+        return checked(function(records.copy()), records)  # the list is the function's to change
 
-    def checked(result: Any) -> list[Any]:
+    def checked(result: Any, records: list[Record]) -> list[Any]:
         if result is None:
+            if not hints.none_is_usual:
+                hints.nothing(records[0])
             return []
         if isinstance(result, (Out, str, bytes, bytearray, Mapping)) or not isinstance(result, Iterable):
             raise TypeError(
                 f"{name} returned a {type(result).__name__}: a batch function returns an iterable of Out, made by "
-                "record.out(value) or Out(value, key=..., timestamp=...)"
+                "record.out(value) or Out(value, key=...)"
             )
         outs = result if type(result) is list else list(result)
         return outs if finish is None else cast("list[Any]", finish(outs))
 
-    def converted(outs: list[Any]) -> list[Send]:
+    def converted(outs: list[Any], latest_ms: int) -> list[Send]:
         sends: list[Send] = []
         for out in outs:
             if type(out) is Out:
-                sends.append(convert(out, None))
+                sends.append(convert(out, None, latest_ms))
             elif out is not None:
                 raise TypeError(
                     f"{name} gave a bare {type(out).__name__}: in a batch function no input says what its key is; "
-                    "use record.out(value) or Out(value, key=..., timestamp=...)"
+                    "use record.out(value) or Out(value, key=...)"
                 )
         return sends
 
     def outputs_batch(records: list[Record]) -> list[Send]:
-        return converted(run(records))
+        return converted(run(records), _latest_ms(records))
 
     def feed(records: list[Record], sink: Sink) -> Fed:
         sent, culprit = 0, records[0] if len(records) == 1 else None
         try:
             outs = run(records)
             # Looked through before the first is sent: all of the batch's outputs go out, or none.
-            if target is not None and (fed := hotloop.feed_outs(outs, target, sink.produce, sink.refused)) is not None:
+            latest_ms = _latest_ms(records)
+            fed = None
+            if target is not None:
+                fed = hotloop.feed_outs(outs, target, latest_ms, sink.produce, sink.refused)
+            if fed is not None:
                 sent, failed = fed
                 return Fed(sent, len(records), None) if failed is None else Fed(sent, 0, failed, culprit)
-            for send in converted(outs):
+            for send in converted(outs, latest_ms):
                 put(send, sink)
                 sent += 1
-        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+        except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
+            raise_if_interrupted(error)
             return Fed(sent, 0, error, culprit)
         return Fed(sent, len(records), None)
 
@@ -486,18 +494,24 @@ def _compile_batch(
     keyed = stores.batch(function)
 
     def outputs_keyed(records: list[Record]) -> list[Send]:
-        return keyed(records, lambda result: converted(checked(result)))
+        return keyed(records, lambda result: converted(checked(result, records), _latest_ms(records)))
 
     def feed_keyed(records: list[Record], sink: Sink) -> Fed:
         try:
             sends = outputs_keyed(records)
-        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+        except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
+            raise_if_interrupted(error)
             return Fed(0, 0, error, records[0] if len(records) == 1 else None)
         for send in sends:
             put(send, sink)
         return Fed(len(sends), len(records), None)
 
     return outputs_keyed, feed_keyed
+
+
+def _latest_ms(records: list[Record]) -> int:
+    """Return the timestamp of a batch function's outputs that have none of their own, 0 for the time of producing."""
+    return max(0, max(map(_timestamp, records), default=0))
 
 
 def _not_a_batch_route(name: str, records: list[Record]) -> list[Send]:

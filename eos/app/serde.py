@@ -9,16 +9,18 @@ Alone (or as `| None`), `bytes` and `str` mean the raw value; every other annota
 
 from __future__ import annotations
 
+import collections.abc
 import functools
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import msgspec
 
-from eos.errors import ConfigurationError
+from eos.errors import ConfigurationError, raise_if_interrupted, safe_str
 
 Decode = Callable[[bytes | None], Any]
 Encode = Callable[[Any], bytes | None]
@@ -91,6 +93,34 @@ def underlying(function: Callable[..., object]) -> Callable[..., object]:
     if inspect.isroutine(function) or isinstance(function, type):
         return getattr(function, "__func__", function)
     return getattr(type(function), "__call__", function)  # noqa: B004 (wanted: the method, not callability)
+
+
+# None, or what a None is one of.
+_NONE: Final = (None, types.NoneType, Any, object, collections.abc.Hashable, typing.NoReturn, typing.Never)
+_NAMES_NONE: Final = re.compile(r"\b(?:None|Optional|Any|object|Hashable|NoReturn|Never)\b")
+
+
+def may_return_none(function: Callable[..., object]) -> bool:
+    """Tell whether a function's annotation allows the result None; without an annotation every result is allowed."""
+    try:
+        annotation = inspect.signature(function).return_annotation
+        return annotation is inspect.Signature.empty or _allows_none(resolved(function, annotation, None))
+    except ConfigurationError:
+        # It names what is imported for type checkers only, or local to another function.
+        return not isinstance(annotation, str) or _NAMES_NONE.search(annotation) is not None
+    except (TypeError, ValueError, NameError):
+        return True  # said by whoever looks at its parameters
+
+
+def _allows_none(annotation: Any) -> bool:
+    if isinstance(annotation, TypeVar) or any(annotation is one for one in _NONE):
+        return True
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _allows_none(inner[0])
+    if origin in (typing.Union, types.UnionType, typing.Literal):
+        return any(map(_allows_none, inner))
+    return hasattr(annotation, "__value__") and _allows_none(annotation.__value__)  # type Total = int | None
 
 
 def function_name(function: Callable[..., object]) -> str:
@@ -255,8 +285,9 @@ class _OwnDecoder:
             raise _tombstone(self._name)
         try:
             return self._decode(value)
-        except Exception as error:
-            raise DecodeError(f"{function_name(self._decode)}: {type(error).__name__}: {error}") from error
+        except BaseException as error:
+            raise_if_interrupted(error)
+            raise DecodeError(f"{function_name(self._decode)}: {type(error).__name__}: {safe_str(error)}") from error
 
 
 class _OwnEncoder:

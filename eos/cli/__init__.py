@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from eos import log
-from eos.errors import EosError, ImportFailed, PoisonRecord
+from eos.errors import EosError, ImportFailed, Interruption, PoisonRecord
 from eos.worker.hooks import HookFailed
 
 # In the order of the help. A command is the function of its name in its module, a group the module's `app`.
@@ -142,7 +142,7 @@ def invoke(arguments: list[str]) -> int:
     except _ClickException as error:
         error.show()
         return USAGE
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort, Interruption):
         # Outside a worker, which ends on a signal with 0: whatever was under way was not done.
         print("eos: interrupted", file=sys.stderr)
         return TEMPORARY

@@ -29,7 +29,7 @@ from eos.cli.options import (
     check_log,
     flags_of,
 )
-from eos.errors import PoisonRecord, UsageError
+from eos.errors import Interruption, PoisonRecord, UsageError
 from eos.health.board import Board
 from eos.health.observer import Observer
 from eos.health.report import Reporter, pipe_of_supervisor
@@ -116,8 +116,8 @@ def remedy_of(poison: PoisonRecord, target: str, servers: str | None = None) -> 
     return f"`{skip}` steps past it, on_error=eos.dlq keeps such records apart (docs/howto/failures.md)"
 
 
-class _StoppedEarly(BaseException):
-    """Asked to stop while there was nothing to finish. No Exception, so that no `except` of a user's swallows it."""
+class _StoppedEarly(Interruption):
+    """Asked to stop while there was nothing to finish."""
 
 
 @contextlib.contextmanager

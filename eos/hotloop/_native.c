@@ -53,9 +53,9 @@ static PyObject *get(const Field *field, PyObject *object) {
 
 /* ---- exceptions as values ---------------------------------------------------------------------------------------- */
 
-/* The exception that is set, cleared; NULL, and it stays set, for one that is no Exception (an interrupt). */
-static PyObject *caught(void) {
-    if (!PyErr_ExceptionMatches(PyExc_Exception)) return NULL;
+/* The exception that is set, cleared; NULL, and it stays set, for one of another kind. */
+static PyObject *caught(PyObject *kind) {
+    if (!PyErr_ExceptionMatches(kind)) return NULL;
 #if PY_VERSION_HEX >= 0x030C0000
     return PyErr_GetRaisedException();
 #else
@@ -173,7 +173,7 @@ static PyObject *headers_of(const Getters *getters, PyObject *message, PyObject 
     PyObject *headers = ask(getters, message, HEADERS);
     if (PyErr_Occurred()) { /* confluent-kafka's getter may return a list all the same, which must not be read */
         Py_CLEAR(headers);
-        PyObject *error = caught();
+        PyObject *error = caught(PyExc_Exception);
         if (error == NULL) return NULL;
         headers = PyObject_CallFunctionObjArgs(unreadable, message, error, NULL);
         Py_DECREF(error);
@@ -334,7 +334,7 @@ static PyObject *called_with(PyObject *function, PyObject *call) {
 static int put(PyObject *produce, PyObject *refused, PyObject *call) {
     PyObject *result = called_with(produce, call);
     if (result == NULL) {
-        PyObject *error = caught();
+        PyObject *error = caught(PyExc_Exception);
         if (error == NULL) return -1;
         PyObject *send = send_of(call);
         if (send != NULL) {
@@ -360,6 +360,8 @@ static int put_all(PyObject *produce, PyObject *refused, PyObject *calls, Py_ssi
 
 typedef struct {
     PyObject *topic, *destinations, *passing, *out_type, *keep, *value_of, *key_of;
+    PyObject *latest; /* the time of a batch; NULL where each output has its record's */
+    int none_is_usual;
     int known; /* whether the fields are */
     Field value, key, out_topic, headers, partition, timestamp;
 } Target;
@@ -376,8 +378,8 @@ static int target_of(PyObject *given, Target *target) {
         return -1;
     }
     if (!PyArg_ParseTuple(
-            given, "OOOO!OOO", &target->topic, &target->destinations, &target->passing, &PyType_Type, &target->out_type,
-            &target->keep, &target->value_of, &target->key_of
+            given, "OOOO!OOOp", &target->topic, &target->destinations, &target->passing, &PyType_Type, &target->out_type,
+            &target->keep, &target->value_of, &target->key_of, &target->none_is_usual
         ))
         return -1;
     if (target->passing == Py_None) target->passing = NULL;
@@ -517,7 +519,7 @@ static int pass_on(const Target *target, const Input *input, PyObject *record, P
 
 /* Each part of an Out in its usual form; 0: it has none, or raised. */
 static int normalise(const Target *target, const Input *input, PyObject *record, Parts *parts) {
-    if (record == NULL && (parts->key == target->keep || parts->timestamp == target->keep)) return 0;
+    if (record == NULL && parts->key == target->keep) return 0;
     if (parts->topic == Py_None) {
         Py_SETREF(parts->topic, Py_NewRef(target->topic));
     } else if (parts->topic != target->topic) {
@@ -532,9 +534,9 @@ static int normalise(const Target *target, const Input *input, PyObject *record,
     }
     Py_SETREF(parts->key, parts->key == target->keep ? get(&input->key, record) : text_of(parts->key, target->key_of));
     if (parts->key == NULL) return 0;
-    if (parts->timestamp == target->keep) Py_SETREF(parts->timestamp, time_of(input, record));
-    else if (!is_int(parts->timestamp, END_OF_TIME - 1)) return 0;
-    if (parts->timestamp == NULL) return 0;
+    if (parts->timestamp == target->keep)
+        Py_SETREF(parts->timestamp, record == NULL ? Py_NewRef(target->latest) : time_of(input, record));
+    if (parts->timestamp == NULL || !is_int(parts->timestamp, END_OF_TIME - 1)) return 0;
     if (pass_on(target, input, record, parts) < 0) return 0;
     Py_SETREF(parts->value, text_of(parts->value, target->value_of));
     return parts->value != NULL;
@@ -575,7 +577,7 @@ static PyObject *packed(Parts *parts) {
     return call;
 }
 
-/* What one item leads to; `record` NULL: nothing can be kept of one. */
+/* What one item leads to; `record` NULL: of a batch, whose latest time alone can be kept. */
 static PyObject *call_of(Target *target, const Input *input, PyObject *record, PyObject *item) {
     Parts parts = {NULL};
     int usual = 0;
@@ -667,7 +669,7 @@ static int feed_one(Values *to, PyObject *record, PyObject *result, Py_ssize_t *
 
 static int feed_result(Values *to, PyObject *record, PyObject *result, Py_ssize_t *sent) {
     if (result == Py_None) {
-        int unusual = is_tombstone(to, record);
+        int unusual = to->has_target && !to->target.none_is_usual ? 1 : is_tombstone(to, record);
         return unusual <= 0 ? unusual : feed_other(to, record, result, sent);
     }
     if (!to->has_target) return feed_other(to, record, result, sent);
@@ -712,11 +714,7 @@ static PyObject *feed_values(PyObject *Py_UNUSED(self), PyObject *const *args, P
         int done = feed_value(&to, record, &sent);
         Py_DECREF(record);
         if (done < 0) {
-            error = caught();
-            if (error == NULL) {
-                Py_DECREF(records);
-                return NULL;
-            }
+            error = caught(PyExc_BaseException);
             break;
         }
     }
@@ -724,20 +722,21 @@ static PyObject *feed_values(PyObject *Py_UNUSED(self), PyObject *const *args, P
     return error == NULL ? Py_BuildValue("nnO", sent, i, Py_None) : Py_BuildValue("nnN", sent, i, error);
 }
 
-/* ---- feed_outs(outs, target, produce, refused) --------------------------------------------------------------------- */
+/* ---- feed_outs(outs, target, latest, produce, refused) ------------------------------------------------------------- */
 
 static PyObject *feed_outs(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
-    if (count != 4 || !PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "feed_outs takes a list and 3 more");
+    if (count != 5 || !PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "feed_outs takes a list and 4 more");
     Target target;
     const Input none = {{0}};
     if (target_of(args[1], &target) < 0) return NULL;
+    target.latest = args[2];
     PyObject *calls = calls_of(&target, &none, NULL, args[0]);
     if (calls == NULL) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     Py_ssize_t sent = 0;
-    int done = put_all(args[2], args[3], calls, &sent);
+    int done = put_all(args[3], args[4], calls, &sent);
     Py_DECREF(calls);
     if (done == 0) return Py_BuildValue("nO", sent, Py_None);
-    PyObject *error = caught();
+    PyObject *error = caught(PyExc_Exception);
     return error == NULL ? NULL : Py_BuildValue("nN", sent, error);
 }
 

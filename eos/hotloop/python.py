@@ -17,9 +17,9 @@ _NO_HEADERS = ()  # CPython has one empty tuple; another empty sequence only tak
 Header = tuple[str, bytes | None]
 # Where usual results of a function go: the topic of those that name none, all topics that may be named, the names of
 # headers that are passed on (None: none are), the type Out, what stands for "the record's" in it (KEEP), and what makes
-# bytes, or None, of a value and of a key that is no text.
+# bytes, or None, of a value and of a key that is no text; whether the result None is usual.
 Encode = Callable[[Any], bytes | None]
-Target = tuple[str, frozenset[str], frozenset[str] | None, type[Any], object, Encode, Encode]
+Target = tuple[str, frozenset[str], frozenset[str] | None, type[Any], object, Encode, Encode, bool]
 # What `produce` is given: topic, value and key; where it takes more, partition, two callbacks that are None and the
 # timestamp; where there are some, headers.
 Call = tuple[Any, ...]
@@ -75,20 +75,20 @@ def feed_values(
     produce: Callable[..., object],
     refused: Callable[[Exception, Any], object],
     other: Callable[[Any, Any], int],
-) -> tuple[int, int, Exception | None]:
+) -> tuple[int, int, BaseException | None]:
     """(outputs sent, records handled, what the next record failed of): a function of one record on many.
 
     A usual result is sent to `target`: a value, or an Out whose fields are of the usual types, or several of them in a
-    list, a tuple or a generator, none before all of them are made. None of a record that has a value is no output. All
-    else is for `other`, which returns how many outputs it sent; with `target` None whatever is to be sent. `refused`
-    gets what `produce` raised, with the output.
+    list, a tuple or a generator, none before all of them are made. None of a record that has a value is no output,
+    where it is usual. All else is for `other`, which returns how many outputs it sent; with `target` None whatever is
+    to be sent. `refused` gets what `produce` raised, with the output.
     """
     sent = 0
     coming = iter(records)
     try:
         for record in coming:
             result = function(record if decode is None else decode(record.value))
-            if result is None and record.value is not None:
+            if result is None and record.value is not None and (target is None or target[-1]):
                 continue
             if target is None or result is None:
                 sent += other(record, result)
@@ -108,19 +108,23 @@ def feed_values(
                 for call in calls or ():
                     _put(call, produce, refused)
                     sent += 1
-    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+    except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
         return sent, len(records) - operator.length_hint(coming) - 1, error
     return sent, len(records), None
 
 
 def feed_outs(
-    outs: list[Any], target: Target, produce: Callable[..., object], refused: Callable[[Exception, Any], object]
+    outs: list[Any],
+    target: Target,
+    latest_ms: int,
+    produce: Callable[..., object],
+    refused: Callable[[Exception, Any], object],
 ) -> tuple[int, Exception | None] | None:
     """(how many were sent, what `refused` raised): the outputs of a batch function, if all are usual; else None, and
-    nothing was sent."""
+    nothing was sent. `latest_ms`: the timestamp of those that keep theirs, the latest of the batch."""
     sent = 0
     try:
-        calls = [_call_of(out, None, target) for out in outs if out is not None]
+        calls = [_call_of(out, None, target, latest_ms) for out in outs if out is not None]
     except _Unusual:
         return None
     try:
@@ -166,13 +170,13 @@ def looks_like_a_pair(items: Sequence[Any], out_type: type[Any]) -> bool:
     return len(items) == 2 and isinstance(items[0], (str, bytes)) and type(items[1]) is not out_type
 
 
-def _call_of(item: Any, record: Any, target: Target) -> Call:
+def _call_of(item: Any, record: Any, target: Target, latest_ms: int = 0) -> Call:
     """For `produce`; without a record nothing can be kept of it. Raises _Unusual."""
-    topic, destinations, passing, out_type, keep, value_of, key_of = target
+    topic, destinations, passing, out_type, keep, value_of, key_of, _ = target
     value, key, timestamp, partition, headers = item, keep, keep, -1, None
     if type(item) is out_type:
         value, key, timestamp = item.value, item.key, item.timestamp
-    if record is None and (key is keep or timestamp is keep):
+    if record is None and key is keep:
         raise _Unusual
     if type(item) is out_type:
         if item.topic is not None:
@@ -190,7 +194,7 @@ def _call_of(item: Any, record: Any, target: Target) -> Call:
     elif key is not None and type(key) is not bytes:
         key = _text(key, key_of)
     if timestamp is keep:
-        timestamp = record.timestamp if record.timestamp > 0 else 0
+        timestamp = latest_ms if record is None else max(record.timestamp, 0)
     if type(timestamp) is not int or not 0 <= timestamp < END_OF_TIME:
         raise _Unusual
     if passing is not None and record is not None and record.headers is not _NO_HEADERS:

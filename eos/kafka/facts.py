@@ -28,6 +28,7 @@ NEW_TOPIC_S = 2.0  # each broker learns of a new topic at a moment of its own, a
 _ASK_S = 5.0
 OFFSETS_KEPT, _KEPT_MINUTES = "offsets.retention.minutes", 10_080
 _ANSWER_S = _ASK_S + 5.0
+_KEPT = {"retention.ms": "-1", "retention.bytes": "-1"}
 _UNKNOWN = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
 _DENIED = (
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
@@ -263,14 +264,19 @@ def create_topics(
     brokers: int,
     timeout_s: float = 30.0,
     config: Config = MappingProxyType({}),
+    between: Collection[str] = (),
     world: World = REAL,
 ) -> set[str]:
     """Creates topics (name -> partitions, -1 the broker's default) with this config, and as many copies as losing a
-    broker asks for; returns those that were not there."""
+    broker asks for; returns those that were not there. `between`: those of them that one function writes and another
+    one reads. They keep their records, which have the timestamps of an input that may be older than any retention."""
     client = connect(settings, timeout_s, world)
     replicas = min(3, brokers)
     safe = {"min.insync.replicas": "2"} if replicas >= 3 else {}
-    new = [NewTopic(name, count, replicas, config={**config, **safe}) for name, count in wanted.items()]
+    new = [
+        NewTopic(name, count, replicas, config={**config, **safe, **(_KEPT if name in between else {})})
+        for name, count in wanted.items()
+    ]
     asked = client.create_topics(new, request_timeout=timeout_s)
     created = {name for name, future in asked.items() if _created(name, future.result)}
     deadline = world.now() + timeout_s

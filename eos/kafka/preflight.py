@@ -381,9 +381,9 @@ def look(settings: Settings, need: Need, timeout_s: float) -> Facts:
     return ask(settings, need.topics, need.group, need.transactional_ids, timeout_s)
 
 
-def require(settings: Settings, need: Need, world: World = REAL) -> None:
+def require(settings: Settings, need: Need, world: World = REAL) -> Facts:
     """Before the first record: raises the first failure, logs the others and the warnings. Creates missing topics
-    first when eos.create.topics says so."""
+    first when eos.create.topics says so. Returns what the cluster said."""
     check_clients(settings, world)
     timeout_s = settings["eos.startup.timeout.ms"] / 1000
     asked = settings, need.topics, need.group, need.transactional_ids, timeout_s, world
@@ -391,13 +391,15 @@ def require(settings: Settings, need: Need, world: World = REAL) -> None:
     patience_s = NEW_TOPIC_S
     if settings["eos.create.topics"] and (missing := [t for t in need.topics if facts.topics[t].exists is False]):
         most = max((facts.topics[t].partitions for t in need.inputs), default=0)
-        create_topics(settings, dict.fromkeys(missing, most or -1), facts.brokers, world=world)
+        between = frozenset(need.inputs).intersection(need.outputs)
+        create_topics(settings, dict.fromkeys(missing, most or -1), facts.brokers, between=between, world=world)
         facts, patience_s = ask(*asked), timeout_s
     deadline = world.now() + patience_s
     while any(facts.topics[name].exists is False for name in need.topics) and world.now() < deadline:
         world.sleep(0.1)
         facts = ask(*asked)
     raise_first(judge(need, facts))
+    return facts
 
 
 def patient(settings: Settings, call: Callable[[], T], world: World = REAL) -> T:

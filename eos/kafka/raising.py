@@ -9,7 +9,7 @@ whatever runs next ends with a SystemError in its place.
 confluent-kafka lets an exception of a callback out of the call that served it: `consume` then destroys the messages
 that it had already taken (the position is behind them: a silent loss), and `commit_transaction` raises before it
 committed. So each callback that a user gives is `guarded`: what it raises is kept and raised later, where nothing is on
-its way. A signal's exception (no `Exception`) still passes at once; who polls must be ready for it.
+its way. An Interruption still passes at once; who polls must be ready for it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 from confluent_kafka import KafkaException
 
 from eos import log
+from eos.errors import describe_error, raise_if_interrupted
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,8 +62,8 @@ def _kept(callback: Callable[..., Any], keep: Callable[[Exception], None]) -> Ca
     def call(*args: Any) -> None:
         try:
             callback(*args)
-        except Exception as error:  # noqa: BLE001 - must not pass through C frames
-            keep(error)
+        except BaseException as error:  # noqa: BLE001 - must not pass through C frames
+            keep(_failure_of(error))
 
     return call
 
@@ -75,8 +76,21 @@ def _token_of(callback: Callable[[str], Any]) -> Callable[[str], Any]:
             if not (isinstance(token, tuple) and 2 <= len(token) <= 4 and isinstance(token[0], str)):
                 raise TypeError("oauth_cb must return (token, seconds since the epoch at which it expires[, ...])")
             return (token[0], float(token[1]), *token[2:])
-        except Exception as error:
-            log.warning("oauth_cb failed: no token, the client asks again", error=f"{type(error).__name__}: {error}")
-            raise
+        except BaseException as error:  # noqa: BLE001 - must not pass through C frames
+            failure = _failure_of(error)
+            log.warning("oauth_cb failed: no token, the client asks again", error=describe_error(failure))
+            raise failure from error.__cause__
 
     return call
+
+
+def _failure_of(error: BaseException) -> Exception:
+    """Return what a callback raised, SystemExit and the like as a RuntimeError: they would end the program in silence.
+
+    Raise an interruption."""
+    raise_if_interrupted(error)
+    if isinstance(error, Exception):
+        return error
+    failure = RuntimeError(f"a callback raised {describe_error(error)}")
+    failure.__cause__ = error
+    return failure

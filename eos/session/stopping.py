@@ -9,16 +9,13 @@ import signal
 from typing import Any, Protocol
 
 from eos import log
-from eos.errors import Temporary
+from eos.errors import Interruption, Temporary
 from eos.kafka.settings import Settings
 from eos.signals import Handlers
 
 
-class ShutdownExpired(BaseException):
-    """Raised by a signal handler into whatever runs: the stop took too long, or was asked for twice.
-
-    A BaseException, so that no `except Exception` of a user's function swallows it.
-    """
+class ShutdownExpired(Interruption):
+    """Raised when a stop took too long, or was asked for twice."""
 
 
 def took_too_long(expired: ShutdownExpired) -> Temporary:

@@ -218,6 +218,6 @@ def never_committed(function: str, source: tuple[str, int], changelog: str) -> I
     return InputGone(
         f"{where} has no committed offset, and the changelog {changelog} holds state of {function}: from "
         "auto.offset.reset the records that this state counts already would be handled again",
-        remedy=f"set where it goes on (`eos reset --group ... --topic {source[0]} --from ... --accept-changelog`), or delete the topic "
-        "of the changelog to begin without state",
+        remedy=f"set where it goes on (`eos reset --group ... --topic {source[0]} --from ... --accept-changelog`), or "
+        "delete the topic of the changelog to begin without state",
     )

@@ -8,10 +8,12 @@ cluster can do is not shown: records are never refused, transactions never abort
 from __future__ import annotations
 
 import copy
+import random
+import typing
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from eos.app.ageing import Aged
 from eos.app.cells import named
@@ -65,16 +67,25 @@ class Ran:
         return [sent.value for sent in self.to(topic)]
 
 
-def run(app: App, records: Iterable[Record | tuple[Any, ...]]) -> Ran:
-    """Runs the App's functions on the records in their order, `on_start` and `on_stop` too; retries do not wait.
+Order = Literal["given", "shuffled"]
+
+
+def run(app: App, records: Iterable[Record | tuple[Any, ...]], *, order: Order = "given", seed: int = 0) -> Ran:
+    """Runs the App's functions on the records, `on_start` and `on_stop` too; retries do not wait.
+
+    `order`: "given" is the records' own; "shuffled" keeps the order within each partition of a topic and no other, as
+    Kafka does, in a way that `seed` decides.
 
     A record is a Record, or `(topic, value)` or `(topic, value, key)`, made a record of partition 0 with the next
     offset of its topic; value and key by the rule of outputs (bytes, str as UTF-8, None, else JSON). Outputs to a topic
-    that a function reads are handled behind them.
+    that a function reads are handled behind them, or shuffled among them.
     Raises PoisonRecord where the policy is stop, ConfigurationError for a record of a topic without a function,
     HookFailed.
     """
     app.check()
+    if order not in typing.get_args(Order):
+        raise ConfigurationError(f'order={order!r} does not exist: it is "given" or "shuffled"')
+    draw = random.Random(seed) if order == "shuffled" else None
     offsets: defaultdict[str, int] = defaultdict(int)
     given = records_of(records, offsets)
     app = copy.copy(app)
@@ -89,13 +100,14 @@ def run(app: App, records: Iterable[Record | tuple[Any, ...]]) -> Ran:
     try:
         hooks.start()
         while given:
+            part, given = (given, []) if draw is None else _part_of_one_partition(given, draw)
             at, before = 0, len(kept.sends)
-            while (halt := handler.handle(kept, given[at:])) is not None:
+            while (halt := handler.handle(kept, part[at:])) is not None:
                 if halt.error is not None:
                     raise halt.error
                 at += halt.handled
                 ran.retries += 1
-            given = _read_again(app, kept.sends[before:], offsets)
+            given += _read_again(app, kept.sends[before:], offsets)
         finished = True
     finally:
         handler.end()
@@ -104,6 +116,18 @@ def run(app: App, records: Iterable[Record | tuple[Any, ...]]) -> Ran:
     ran.sent += map(sent_of, kept.sends)
     ran.states = {route.name: states_of(route, tasks[route.sources[0]]) for route in app.stateful}
     return ran
+
+
+def _part_of_one_partition(waiting: list[Record], draw: random.Random) -> tuple[list[Record], list[Record]]:
+    """Split off the first records of a partition, any number of them from 1 to all; keep the others in their order."""
+    place = draw.choice(sorted({(record.topic, record.partition) for record in waiting}))
+    count = draw.randint(1, sum((record.topic, record.partition) == place for record in waiting))
+    part: list[Record] = []
+    rest: list[Record] = []
+    for record in waiting:
+        is_next = len(part) < count and (record.topic, record.partition) == place
+        (part if is_next else rest).append(record)
+    return part, rest
 
 
 def _read_again(app: App, sends: Iterable[Send], offsets: defaultdict[str, int]) -> list[Record]:

@@ -52,7 +52,7 @@ def run_on(
         wanted[record.topic] = max(wanted[record.topic], record.partition + 1)
     missing = {topic: count for topic, count in wanted.items() if not facts.describe_topic(client, topic).exists}
     if missing:  # where all are there no right to CREATE is needed
-        facts.create_topics(loaded, missing, brokers=1)
+        facts.create_topics(loaded, missing, brokers=1, between=app.chained)
     _begin_behind(client, app.id, _ends(client, loaded, app.topics))
     before = _ends(client, loaded, sorted(app.destinations))
     _load(loaded, app.id, given)

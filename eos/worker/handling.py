@@ -26,7 +26,7 @@ from eos.app.policies import Policy, stop
 from eos.app.routes import Route, feed_each
 from eos.app.serde import DecodeError
 from eos.app.stores import CellsOf
-from eos.errors import EosError, PoisonRecord, Temporary
+from eos.errors import EosError, PoisonRecord, Temporary, causes, safe_str
 from eos.records import Each, Fed, Feed, Header, Record, Send, place_of
 
 Partition = tuple[str, int]
@@ -44,7 +44,6 @@ _OF_THE_MACHINE = frozenset(
     )
 )
 _NO_THREAD = "can't start new thread"  # a RuntimeError without a kind of its own
-_CHAIN = 10  # causes that are followed
 
 
 class RecordRefused(Exception):
@@ -146,7 +145,7 @@ class Handler:
         # Records that are not run like all others when they come again: refused ones have their error (until their
         # offset is committed: two of them in one transaction must not make each other forgotten), those that are tried
         # again None. While there are any, records take the longer way.
-        self._special: dict[Place, Exception | None] = {}
+        self._special: dict[Place, BaseException | None] = {}
         self._dead: set[Place] = set()  # whose dead letters the last call of `handle` sent
         self._told = _Told(now)
         # When the first output of the open transaction was sent, at the earliest; and its `waited_s` then.
@@ -263,7 +262,7 @@ class Handler:
 
     # ---- a record that failed -----------------------------------------------------------------------------------
 
-    def _by_policy(self, txn: Feeds, route: Route, record: Record, error: Exception) -> Halt | None:
+    def _by_policy(self, txn: Feeds, route: Route, record: Record, error: BaseException) -> Halt | None:
         """What the route's policy makes of a record whose outputs cannot be sent; None: the next one is due."""
         if isinstance(error, EosError):
             return Halt(0, error)  # not about the record: the App is wrong (a destination that was not named, ...)
@@ -296,11 +295,11 @@ class Handler:
     def _policy_of(self, route: Route) -> Policy:
         return route.on_error if self._policy is None else self._policy
 
-    def _of_whom(self, route: Route, record: Record, error: Exception) -> Exception:
+    def _of_whom(self, route: Route, record: Record, error: BaseException) -> BaseException:
         """What this process or its machine lacks (memory, files, threads, a disk that can be written) is no failure of
         the record: a policy would skip it, and the next one. It is Temporary, unless the policy names it, or what the
         function made of it."""
-        cause = next((one for one in _causes(error) if _is_the_machines(one)), None)
+        cause = next((one for one in causes(error) if _is_the_machines(one)), None)
         named = self._policy_of(route).on
         if cause is None or isinstance(error, named) or isinstance(cause, named):
             return error
@@ -313,27 +312,23 @@ class Handler:
         return temporary
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it was raised for or while it was dealt with, as a traceback shows them."""
-    cause: BaseException | None = error
-    for _ in range(_CHAIN):
-        if cause is None:
-            return
-        yield cause
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
-
-
 def _is_the_machines(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in _OF_THE_MACHINE
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and str(error) == _NO_THREAD)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and safe_str(error) == _NO_THREAD)
 
 
-def _is_tried_again(policy: Policy, error: Exception) -> bool:
+def _is_tried_again(policy: Policy, error: BaseException) -> bool:
     """Bytes that do not decode will not do so the next time; a decoder of the user's may have asked somebody else."""
     if isinstance(error, DecodeError):
-        return isinstance(error, policy.on) or isinstance(error.__cause__, policy.on)
-    return not policy.on or isinstance(error, policy.on)
+        return _is_or_holds(error, policy.on) or _is_or_holds(error.__cause__, policy.on)
+    return not policy.on or _is_or_holds(error, policy.on)
+
+
+def _is_or_holds(error: BaseException | None, kinds: tuple[type[Exception], ...]) -> bool:
+    """Tell whether an exception is one of `kinds`, or a group with one of them in it."""
+    group = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return isinstance(error, kinds) or any(_is_or_holds(one, kinds) for one in group)
 
 
 def _place(record: Record) -> Place:
@@ -370,13 +365,13 @@ def spans_of(records: list[Record]) -> dict[Partition, tuple[int, int]]:
     return spans
 
 
-def _poison(route: Route, record: Record, error: Exception) -> PoisonRecord:
+def _poison(route: Route, record: Record, error: BaseException) -> PoisonRecord:
     where = place_of(*_place(record))
     sentence = f"{route.name} failed on {where}: {type(error).__name__}: {message_of(error)}"
     return _because(PoisonRecord(sentence, record.topic, record.partition, record.offset), error)
 
 
-def _poison_batch(route: Route, records: list[Record], error: Exception) -> PoisonRecord:
+def _poison_batch(route: Route, records: list[Record], error: BaseException) -> PoisonRecord:
     """A batch function fails for a range: policy stop does not run it again to find which record it was."""
     spans = spans_of(records).items()
     where = ", ".join(f"{topic}[{partition}]@{first}..{last}" for (topic, partition), (first, last) in spans)
@@ -389,7 +384,7 @@ def _poison_batch(route: Route, records: list[Record], error: Exception) -> Pois
     return _because(poison, error)
 
 
-def _because(poison: PoisonRecord, error: Exception) -> PoisonRecord:
+def _because(poison: PoisonRecord, error: BaseException) -> PoisonRecord:
     poison.__cause__ = error
     return poison
 
@@ -406,7 +401,7 @@ class _Told:
         self._untold: dict[str, int] = {}  # by event
         self._last: tuple[Record, str, str] | None = None  # of them
 
-    def line(self, event: str, record: Record, error: Exception, frames: list[Frame], **more: object) -> None:
+    def line(self, event: str, record: Record, error: BaseException, frames: list[Frame], **more: object) -> None:
         self.tick()
         first = self._is_first((type(error), *frames[-1:]))
         self._lines += 1

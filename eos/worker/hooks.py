@@ -16,7 +16,7 @@ from eos.app import concurrent
 from eos.app.definition import App
 from eos.app.routes import is_async
 from eos.app.serde import function_name
-from eos.errors import Temporary
+from eos.errors import Temporary, raise_if_interrupted, safe_str
 
 
 class HookFailed(Temporary):
@@ -67,6 +67,7 @@ def _run(which: str, hook: Callable[[], Any]) -> None:
         result = hook()
         if inspect.iscoroutine(result):
             concurrent.run_one(result)
-    except Exception as error:
-        sentence = f"{which}: {function_name(hook)} raised {type(error).__name__}: {error}"
+    except BaseException as error:
+        raise_if_interrupted(error)
+        sentence = f"{which}: {function_name(hook)} raised {type(error).__name__}: {safe_str(error)}"
         raise HookFailed(sentence) from error

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from eos import log
 from eos.app.definition import App
-from eos.errors import EosError, ImportFailed, UsageError
+from eos.errors import EosError, ImportFailed, UsageError, raise_if_interrupted, safe_str
 from eos.kafka.settings import Settings
 
 
@@ -34,8 +34,9 @@ def load_app(target: str) -> App:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise UsageError(f"there is no module {name} (looked in {os.getcwd()} and the Python path)") from error
         raise UsageError(f"{name} needs the module {error.name}, which is not installed") from error
-    except Exception as error:
-        raise ImportFailed(f"{name} could not be imported: {type(error).__name__}: {error}") from error
+    except BaseException as error:
+        raise_if_interrupted(error)
+        raise ImportFailed(f"{name} could not be imported: {type(error).__name__}: {safe_str(error)}") from error
     finally:
         log.enable()
     found = getattr(module, attribute, None)

@@ -38,5 +38,6 @@ def prepare(worker: Worker) -> None:
     """Finds the topics of patterns, and looks whether the cluster is fit. Raises the first thing that is not."""
     worker.find_topics()
     app, values = worker.app, worker.settings
-    preflight.require(values, preflight.need_of(values, app.topics, app.destinations))
+    seen = preflight.require(values, preflight.need_of(values, app.topics, app.destinations))
     chains.require_own(values, app)
+    worker.warn_of_retention(seen.topics)

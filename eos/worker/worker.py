@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from eos import log
@@ -28,10 +28,12 @@ from eos.session.transaction import Transaction
 from eos.worker.handling import Halt, Handler, by_route
 from eos.worker.hooks import Hooks
 from eos.worker.new_topics import NewTopics
+from eos.worker.retention import Retention
 from eos.worker.slowness import Slowness
 from eos.worker.spans import Spans
 
 if TYPE_CHECKING:
+    from eos.kafka.facts import Topic
     from eos.state.keeper import Keeper
 
 _SLICE_TARGET_S = 0.005
@@ -87,6 +89,7 @@ class Worker(Listener):
         self._not_before = 0.0  # World.now() at which a record that failed may be tried again
         self.on_tick: Callable[[], None] = lambda: None
         """Called after each transaction, and about every 100 ms while there is nothing to do."""
+        self._retention: Retention | None = None
         self._spans: Spans | None = None
         if self.settings["eos.otel.spans"]:
             whose = {"eos.transactional_id": self.session.transactional_id, "messaging.consumer.group.name": app.id}
@@ -100,6 +103,10 @@ class Worker(Listener):
         names = self.app.take_in(self._new_topics.now())
         self._found_topics = True
         self.session.read(self.app.topics, sorted(self.app.destinations), names)
+
+    def warn_of_retention(self, topics: Mapping[str, Topic]) -> None:
+        """Log one warning for input that is older than these topics, as the preflight saw them, keep its outputs."""
+        self._retention = Retention(self.app, topics)
 
     def run(self) -> None:
         session = self.session
@@ -216,6 +223,8 @@ class Worker(Listener):
                 batch = batch[:size]
                 if not batch:
                     return Halt(0)
+            if self._retention is not None and self._retention.is_exceeded(batch[0], self._world.unix()):
+                self._retention = None
             if self._spans is not None:
                 self._spans.took(txn, batch)
             began = self._world.now()

@@ -43,6 +43,17 @@ def file_of(block: str) -> str:
     return named[1] if named else ""
 
 
+def files_of(page: Path) -> dict[str, str]:
+    """Return the files that a page's blocks of Python are: one without a name goes on with the file before it."""
+    files: dict[str, str] = {}
+    name = ""
+    for language, block in blocks_of(page.read_text()):
+        if language == "python":
+            name = file_of(block) or name
+            files[name] = f"{files[name]}\n\n{block}" if name in files else block
+    return files
+
+
 def steps_of(page: Path) -> Iterator[Step]:
     step = Step()
     for language, block in blocks_of(page.read_text()):

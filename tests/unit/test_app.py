@@ -520,7 +520,7 @@ def test_a_batch_function_gets_the_list_of_records_and_sends_what_it_yields() ->
     ]
 
 
-def test_in_a_batch_an_out_needs_a_key_and_a_timestamp() -> None:
+def test_in_a_batch_an_out_needs_a_key() -> None:
     assert outputs_batch([Out("v", key=None, timestamp=0)]) == [sent(b"v", key=None, timestamp=0)]
     assert outputs_batch([Out(b"v", key="k", timestamp=5, partition=1)]) == [
         sent(b"v", key=b"k", timestamp=5, partition=1)

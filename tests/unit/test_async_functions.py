@@ -20,7 +20,7 @@ from eos import App, Out, Record, Settings, dlq, retry, skip
 from eos.app import concurrent
 from eos.app.lineage import HEADER, Ledger, decode, each_with_lineage
 from eos.app.routes import Route, feed_each
-from eos.errors import ConfigurationError, IllegalState, PoisonRecord, Temporary
+from eos.errors import ConfigurationError, IllegalState, Interruption, PoisonRecord, Temporary
 from eos.records import Fed
 from eos.worker.handling import Halt, Handler, Kept
 from eos.worker.worker import Worker
@@ -191,7 +191,7 @@ def test_a_coroutine_that_is_cancelled_from_within_fails_as_its_record() -> None
     assert isinstance(feed(route(f), records(b"a"))[1].error, RuntimeError)
 
 
-class Stop(BaseException):
+class Stop(Interruption):
     pass
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
+import functools
 import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -16,8 +19,12 @@ from benchmarks.shapes import SHAPES
 from eos import errors
 from eos.cli import COMMANDS
 from eos.kafka.settings import OPTIONS
+from eos.testing.clusters import Cluster
+from eos.testing.pytest_plugin import StartCluster
+from eos.testing.sweeping import sweep
 from tests.suites.table import SUITES
-from tests.support.pages import blocks_of
+from tests.support.migrations import OURS, THEIRS
+from tests.support.pages import files_of
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -29,10 +36,6 @@ TEST_FOLDERS = "(?:unit|broker|containers|shim|spark|state)"
 
 def names(paths: list[Path]) -> list[str]:
     return [path.name for path in paths]
-
-
-def code_blocks(text: str, language: str) -> list[str]:
-    return [block for its, block in blocks_of(text) if its == language]
 
 
 def anchors(text: str) -> set[str]:
@@ -147,19 +150,122 @@ def test_every_shape_of_function_that_is_documented_has_a_row_in_the_benchmark()
     assert shown >= {*results[1:], *named, "`@app.process_batch`", "`record.out(value)`"}
 
 
-def test_every_python_example_compiles() -> None:
-    blocks = [(path.name, block) for path in DOCUMENTS for block in code_blocks(path.read_text(), "python")]
-    assert len(blocks) >= 8
-    for name, block in blocks:
-        compile(block, name, "exec")
+# Which test runs a page's file. "here": one of those below.
+RUN_BY: dict[str, dict[str, str]] = {
+    "README.md": {"hello.py": "here"},
+    "docs/howto/functions.md": {"shop.py": "here", "test_shop.py": "broker/test_pages.py"},
+    "docs/howto/state.md": {
+        **dict.fromkeys(("counter.py", "shop.py", "towns.py"), "here"),
+        "test_counter.py": "broker/test_pages.py",
+    },
+    "docs/howto/joins.md": {"named.py": "here", "test_named.py": "broker/test_pages.py"},
+    "docs/howto/own-loop.md": dict.fromkeys(
+        ("hello_loop.py", "hello_again.py", "test_hello_loop.py", "nightly_load.py"), "broker/test_pages.py"
+    ),
+    "docs/howto/shim.md": {"sweep_flights.py": "here"},
+    "docs/howto/test-clusters.md": {"test_my_service.py": "here"},
+    "docs/howto/spark.md": {"totals.py": "spark/test_pages.py"},
+    "docs/tutorial/worker.md": {"transfers.py": "here", "check.py": "broker/test_tutorials.py"},
+    "docs/tutorial/state.md": {"balances.py": "here"},
+    "docs/tutorial/spark.md": {
+        "fees.py": "here",
+        **dict.fromkeys(("totals.py", "newest.py"), "spark/test_tutorial.py"),
+    },
+    **{
+        f"docs/howto/migrate/{page}.md": {
+            OURS: "unit/test_migration_pages.py",
+            **({theirs: "broker/test_migrations.py"} if theirs.endswith(".py") else {}),
+        }
+        for page, theirs in THEIRS.items()
+    },
+}
+# What each App of these files is given: values by topic. All have the key "key".
+GIVEN: dict[str, dict[str, list[Any]]] = {
+    "README.md hello.py": {"words": ["to be"]},
+    "docs/howto/functions.md shop.py": {
+        "items": [{"cents": 1, "quantity": 2}],
+        "orders": [{"cents": 1, "quantity": 2}],
+    },
+    "docs/howto/state.md counter.py": {"words": ["to"]},
+    "docs/howto/state.md shop.py": {"clicks": ["home"] * 5, "sales": ["3", "4"], "logins": ["failed"] * 3},
+    "docs/howto/state.md towns.py": {"sales": [{"town": "Bern", "cents": 5}]},
+    "docs/howto/joins.md named.py": {"people": [{"id": "a", "name": "Ann"}], "orders": [{"number": 1, "person": "a"}]},
+    "docs/tutorial/worker.md transfers.py": {"transfers": [{"from": "alice", "to": "bob", "cents": 5}]},
+    "docs/tutorial/state.md balances.py": {"bookings": [5]},
+    "docs/tutorial/spark.md fees.py": {"transfers": [{"cents": 500}]},
+}
+
+
+def test_every_python_block_of_a_document_is_run_by_a_test() -> None:
+    found = {str(page.relative_to(ROOT)): set(files_of(page)) for page in DOCUMENTS}
+    assert {page: files for page, files in found.items() if files} == {page: {*RUN_BY[page]} for page in RUN_BY}
+    elsewhere = {test for files in RUN_BY.values() for test in files.values()} - {"here"}
+    assert [test for test in elsewhere if not (TESTS / test).exists()] == []
+    here = {f"{page} {file}" for page, files in RUN_BY.items() for file, test in files.items() if test == "here"}
+    assert here == {*GIVEN, *DOUBLED}
+
+
+@pytest.mark.parametrize("named", GIVEN)
+def test_every_function_of_a_page_handles_its_records(named: str, caplog: pytest.LogCaptureFixture) -> None:
+    page, _, file = named.partition(" ")
+    program = vars(_module(page, file, {}))
+    (app,) = [value for value in program.values() if isinstance(value, eos.App)]
+    topics = GIVEN[named]
+    assert topics.keys() == set(app.topics) - app.chained
+    ran = eos.testing.run(app, [(topic, value, "key") for topic, values in topics.items() for value in values])
+    assert (ran.dead_letters, ran.skipped, caplog.messages) == (0, 0, [])
+    silent = {topic for route in app.functions for topic in route.destinations}.difference(
+        sent.topic for sent in ran.sent
+    )
+    assert silent == set()
+
+
+def _module(page: str, file: str, names: dict[str, Any]) -> types.ModuleType:
+    """Run a file of a page as an import does, with these names in it."""
+    module = types.ModuleType(file.removesuffix(".py"))
+    vars(module).update(names)
+    exec(compile(files_of(ROOT / page)[file], f"{page} {file}", "exec"), vars(module))
+    return module
+
+
+# ---- examples that need more clusters and minutes than a test may have: each call fits what it calls ----------------
+
+
+def _sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    swept = create_autospec(sweep)
+    monkeypatch.setattr(eos.testing, "sweep", swept, raising=False)
+    _module("docs/howto/shim.md", "sweep_flights.py", {"bootstrap_servers": "127.0.0.1:9092", "values": [b"1"]})
+    swept.assert_called_once()
+
+
+def _breaks_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = create_autospec(Cluster, instance=True)
+    cluster.bootstrap_servers = "127.0.0.1:9092"
+    start = create_autospec(StartCluster.__call__, return_value=cluster)
+    tests = vars(_module("docs/howto/test-clusters.md", "test_my_service.py", {}))
+    tests["test_my_service_survives_the_leader"](cluster)
+    tests["test_on_the_old_version"](functools.partial(start, None))
+    cluster.kill.assert_called_once_with(cluster.leader_of.return_value)
+    start.assert_called_once()
+
+
+DOUBLED = {
+    "docs/howto/shim.md sweep_flights.py": _sweeps,
+    "docs/howto/test-clusters.md test_my_service.py": _breaks_clusters,
+}
+
+
+@pytest.mark.parametrize("named", DOUBLED)
+def test_calls_of_large_examples_fit_what_they_call(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    DOUBLED[named](monkeypatch)
 
 
 def test_the_examples_of_pages_for_users_pass_mypy_strictly(tmp_path: Path) -> None:
-    """The blocks of a page are one program, in their order."""
-    for page in (README, *(HOWTO / f"{name}.md" for name in ("functions", "own-loop", "state", "spark"))):
-        blocks = [block for block in code_blocks(page.read_text(), "python") if "\ndef test_" not in block]
-        assert blocks
-        (tmp_path / f"{page.stem.lower()}.py").write_text("\n".join(blocks))
+    for page in (README, *(HOWTO / f"{name}.md" for name in ("functions", "own-loop", "state", "joins", "spark"))):
+        files = {name: text for name, text in files_of(page).items() if not name.startswith("test_")}
+        assert files
+        for name, text in files.items():
+            (tmp_path / f"{page.stem.lower().replace('-', '_')}_{name}").write_text(text)
     checked = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir", str(ROOT / "build" / "mypy"), "."],
         cwd=tmp_path,
@@ -172,12 +278,5 @@ def test_the_examples_of_pages_for_users_pass_mypy_strictly(tmp_path: Path) -> N
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_hello_world_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (hello,) = [block for block in code_blocks(README.read_text(), "python") if block.startswith("# hello.py\n")]
-    assert 8 <= len(hello.splitlines()) <= 15
-    (tmp_path / "hello.py").write_text(hello)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "hello", raising=False)
-    app = importlib.import_module("hello").app
-    monkeypatch.delitem(sys.modules, "hello")
-    assert eos.testing.run(app, [("words", "to be")]).values("loud-words") == [b"TO BE"]
+def test_hello_world_is_short() -> None:
+    assert 8 <= len(files_of(README)["hello.py"].splitlines()) <= 15

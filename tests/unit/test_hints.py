@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any, Optional
 
 import pytest
 
 import eos.testing
-from eos import App, Out, Record
+from eos import App, Out, Record, State
 from eos.app import results
 from eos.testing.offline import Ran
 
 SWALLOWED = "a tombstone led to no output"
 PAIR = "a tuple is not a key and a value"
+NOTHING = "a function returned None against its annotation"
 
 
 @pytest.fixture(autouse=True)
@@ -116,4 +117,100 @@ def test_other_results_of_several_are_told_nothing(result: Any, caplog: pytest.L
         return result
 
     run(several, b"a")
+    assert caplog.messages == []
+
+
+# ---- a function without its return -----------------------------------------------------------------------------------
+
+
+class Total:
+    """A type of this module."""
+
+
+def forgets(value: str) -> str:  # type: ignore[return]
+    value.upper()
+
+
+def forgets_several(value: str) -> list[Out]:  # type: ignore[return]
+    value.upper()
+
+
+def forgets_a_type_of_its_own(value: str) -> Total:  # type: ignore[return]
+    value.upper()
+
+
+def forgets_what_only_type_checkers_import(value: str) -> Elsewhere:  # type: ignore[name-defined]  # noqa: F821
+    value.upper()
+
+
+def forgets_its_state(value: str, seen: State[int]) -> str:  # type: ignore[return]
+    seen.set(1)
+
+
+async def forgets_later(value: str) -> str:  # type: ignore[return]
+    value.upper()
+
+
+async def forgets_its_state_later(value: str, seen: State[int]) -> str:  # type: ignore[return]
+    seen.set(1)
+
+
+FORGETFUL = [
+    *(forgets, forgets_several, forgets_a_type_of_its_own, forgets_what_only_type_checkers_import),
+    *(forgets_its_state, forgets_later, forgets_its_state_later),
+]
+
+
+@pytest.mark.parametrize("function", FORGETFUL, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("more", [{}, {"encode": str.encode}], ids=["", "encode"])
+def test_a_function_without_its_return_is_warned_of_once(
+    function: Callable[..., Any], more: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert run(function, "a", "b", "c", **more).sent == []
+    (line,) = [line for line in caplog.messages if line.startswith(NOTHING)]
+    assert f"function={function.__name__} topic=in partition=0 offset=0 " in line
+    assert "a `return` may be missing" in line
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_a_batch_function_without_its_return_is_warned_of_once(state: bool, caplog: pytest.LogCaptureFixture) -> None:
+    app = App("app")
+
+    def plain(records: list[Record]) -> list[Out]:  # type: ignore[return]
+        len(records)
+
+    def with_state(records: list[Record], seen: dict[bytes, State[int]]) -> list[Out]:  # type: ignore[return]
+        len(records)
+
+    app.process_batch("in", to="out")(with_state if state else plain)
+    eos.testing.run(app, [("in", b"a", b"k"), ("in", b"b", b"k")])
+    assert [line.partition(" function=")[0] for line in caplog.messages] == [NOTHING]
+
+
+Sometimes = str | None
+
+
+def filters(value: str) -> str | None: ...
+def filters_optionally(value: str) -> Optional[str]: ...  # noqa: UP045
+def filters_by_an_alias(value: str) -> Sometimes: ...
+def filters_annotated(value: str) -> Annotated[str | None, "a note"]: ...
+def filters_anything(value: str) -> Any: ...
+def filters_objects(value: str) -> object: ...
+def filters_what_only_type_checkers_import(value: str) -> Elsewhere | None: ...  # type: ignore[name-defined]  # noqa: F821
+def filters_without_an_annotation(value): ...  # type: ignore[no-untyped-def]
+def ends_nowhere(value: str) -> None: ...
+def gives_nothing(value: str) -> Iterator[str]:
+    yield from ()
+
+
+FILTERS = [
+    *(filters, filters_optionally, filters_by_an_alias, filters_annotated, filters_anything, filters_objects),
+    *(filters_what_only_type_checkers_import, filters_without_an_annotation, ends_nowhere, gives_nothing),
+]
+
+
+@pytest.mark.parametrize("function", FILTERS, ids=lambda function: function.__name__)
+def test_a_filter_is_not_warned_of(function: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    decode = {"decode": bytes.decode} if function is filters_without_an_annotation else {}
+    assert run(function, "a", "b", **decode).sent == []
     assert caplog.messages == []

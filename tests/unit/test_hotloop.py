@@ -347,13 +347,14 @@ class Case:
         results: list[tuple[Record, tuple[str, list[Any]]]],
         *,
         target: bool = True,
+        none: bool = True,
         decodes: bool = False,
         passing: frozenset[str] | None = None,
     ) -> None:
         self.calls: list[Any] = []
         self.records = [record for record, _ in results]
         self.target = (
-            ("out", frozenset({"out", "more"}), passing, Out, KEEP, self.encode, self.encode) if target else None
+            ("out", frozenset({"out", "more"}), passing, Out, KEEP, self.encode, self.encode, none) if target else None
         )
         self.decode = self._decode if decodes else None
         self._results = iter(results)
@@ -398,7 +399,7 @@ class Case:
     def run_batch(self, loop: Any) -> tuple[object, ...] | None:
         outs = [item for _, made_of in self._results for item in made_of[1]]
         try:
-            fed = loop.feed_outs(outs, self.target, self.produce, self.refused)
+            fed = loop.feed_outs(outs, self.target, 7, self.produce, self.refused)
         except (TypeError, ValueError) as error:
             return type(error), str(error), self.calls
         return fed and (fed[0], type(fed[1]), str(fed[1]), self.calls)
@@ -414,9 +415,10 @@ passing_names = st.sampled_from([None, PASSING, frozenset({"a"})])
 
 @compiled
 @settings(max_examples=300)
-@given(st.lists(st.tuples(inputs, results)), st.booleans(), st.booleans(), passing_names)
-def test_both_feeds_do_the_same(made: Any, target: bool, decodes: bool, passing: frozenset[str] | None) -> None:
-    both = [Case(made, target=target, decodes=decodes, passing=passing).run(loop) for loop in (native, python)]
+@given(st.lists(st.tuples(inputs, results)), st.booleans(), st.booleans(), st.booleans(), passing_names)
+def test_both_feeds_do_the_same(made: Any, target: bool, decodes: bool, none: bool, passing: Any) -> None:
+    given = {"target": target, "decodes": decodes, "none": none, "passing": passing}
+    both = [Case(made, **given).run(loop) for loop in (native, python)]
     assert both[0] == both[1]
 
 
@@ -528,7 +530,8 @@ def test_none_of_a_record_without_a_value_is_for_other_to_judge(loop: Any) -> No
 
 @both
 @pytest.mark.parametrize("where", ["function", "produce", "refused", "other", "decode", "encode"])
-def test_an_interrupt_passes_through_a_feed(loop: Any, where: str) -> None:
+def test_what_is_no_exception_is_given_to_the_caller_too(loop: Any, where: str) -> None:
+    """A function's SystemExit is its record's failure, a signal's exception ends the run: the caller knows which."""
     made = usual({"other": Out(b"v", topic="unnamed"), "refused": b"refuse", "encode": 5}.get(where, b"v"))
     case = Case(made, decodes=True)
 
@@ -537,9 +540,8 @@ def test_an_interrupt_passes_through_a_feed(loop: Any, where: str) -> None:
 
     setattr(case, where, interrupt)
     if where == "encode":
-        case.target = (*case.target[:5], interrupt, interrupt)  # type: ignore[index, assignment]
-    with pytest.raises(Interrupt):
-        case.run(loop)
+        case.target = (*case.target[:5], interrupt, interrupt, True)  # type: ignore[index, assignment]
+    assert case.run(loop)[:3] == (0, 0, Interrupt)
 
 
 @both
@@ -569,10 +571,17 @@ def test_records_that_are_plain_objects_are_read_by_name(loop: Any) -> None:
 @both
 def test_what_of_a_batch_is_not_usual_sends_nothing(loop: Any) -> None:
     fine = Out(b"v", b"k", timestamp=0)
-    for odd in (Out(b"v", b"k"), Out(b"v", timestamp=0), Out(b"v", b"k", "unnamed", timestamp=0), b"v"):
+    for odd in (Out(b"v"), Out(b"v", timestamp=0), Out(b"v", b"k", "unnamed", timestamp=0), b"v"):
         case = Case([(Record("in", 0, 0), ("list", [fine, odd]))])
         assert case.run_batch(loop) is None, odd
         assert case.calls == []
+
+
+@both
+def test_an_output_of_a_batch_that_keeps_its_time_has_the_batch_s(loop: Any) -> None:
+    case = Case([(Record("in", 0, 0), ("list", [Out(b"a", b"k"), Out(b"b", b"k", timestamp=0)]))])
+    assert case.run_batch(loop) == (2, type(None), "None", case.calls)
+    assert case.calls == [("produce", "out", b"a", b"k", -1, None, None, 7), ("produce", "out", b"b", b"k")]
 
 
 @both
@@ -602,17 +611,17 @@ def test_a_list_that_shrinks_while_it_is_fed_ends_early() -> None:
         outs.clear()
         return b"5"
 
-    target = ("out", frozenset({"out"}), None, Out, KEEP, encode, encode)
+    target = ("out", frozenset({"out"}), None, Out, KEEP, encode, encode, True)
     put: list[object] = []
-    assert native.feed_outs(outs, target, lambda *call: put.append(call), never) == (1, None)
+    assert native.feed_outs(outs, target, 0, lambda *call: put.append(call), never) == (1, None)
     assert put == [("out", b"5", b"k")]
 
 
 @compiled
-@pytest.mark.parametrize("target", [(), ("out",) * 7, "out", ("out", 1, 2, Out, KEEP, print)])
+@pytest.mark.parametrize("target", [(), ("out",) * 8, "out", ("out", 1, 2, Out, KEEP, print, print)])
 def test_a_target_of_another_shape_is_refused(target: Any) -> None:
     with pytest.raises(TypeError):
-        native.feed_outs([], target, never, never)
+        native.feed_outs([], target, 0, never, never)
     with pytest.raises(TypeError):
         native.feed_values([], never, None, target, never, never, never)
 
@@ -634,7 +643,7 @@ def never(*_: object) -> Any:
     raise AssertionError("refused")
 
 
-TARGET = ("out", frozenset({"out", "more"}), None, Out, KEEP, never, never)
+TARGET = ("out", frozenset({"out", "more"}), None, Out, KEEP, never, never, True)
 
 
 @both
@@ -647,7 +656,7 @@ def test_the_client_takes_what_it_has_room_for_and_the_rest_is_refused(loop: Any
         Out(b"d", b"l", timestamp=0),
         Out(b"e", b"l", timestamp=6),
     ]
-    assert loop.feed_outs(outs, TARGET, producer.produce, lambda *call: refused.append(call)) == (5, None)
+    assert loop.feed_outs(outs, TARGET, 0, producer.produce, lambda *call: refused.append(call)) == (5, None)
     assert [(type(error), send) for error, send in refused] == [
         (BufferError, ("out", b"d", b"l", -1, 0, None)),
         (BufferError, ("out", b"e", b"l", -1, 6, None)),
@@ -660,7 +669,7 @@ def test_the_client_has_in_its_queue_what_was_put(loop: Any) -> None:
     producer = client(1_000, lambda _, message: given.append((message.topic(), message.key(), message.value())))
     outs = [Out(b"%d" % n, b"k%d" % n if n % 2 else None, timestamp=n if n % 3 else 0) for n in range(9)]
     for topic in ("out", "more"):
-        assert loop.feed_outs(outs, (topic, *TARGET[1:]), producer.produce, never) == (9, None)
+        assert loop.feed_outs(outs, (topic, *TARGET[1:]), 0, producer.produce, never) == (9, None)
     producer.purge()
     producer.flush(5)
     wanted = [(topic, out.key, out.value) for topic in ("out", "more") for out in outs]
@@ -671,9 +680,9 @@ def test_the_client_has_in_its_queue_what_was_put(loop: Any) -> None:
 def test_other_builtin_functions_get_their_arguments_too(loop: Any) -> None:
     """They are told apart by how they take them."""
     outs, refused = [Out(b"v", b"k", timestamp=0)], []
-    assert loop.feed_outs(outs, TARGET, "{} {} {}".format, never) == (1, None)
-    assert loop.feed_outs(outs, TARGET, max, lambda error, _: refused.append(error)) == (1, None)
-    assert loop.feed_outs(outs, TARGET, [].append, lambda error, _: refused.append(error)) == (1, None)
+    assert loop.feed_outs(outs, TARGET, 0, "{} {} {}".format, never) == (1, None)
+    assert loop.feed_outs(outs, TARGET, 0, max, lambda error, _: refused.append(error)) == (1, None)
+    assert loop.feed_outs(outs, TARGET, 0, [].append, lambda error, _: refused.append(error)) == (1, None)
     assert [type(error) for error in refused] == [TypeError, TypeError]
 
 
@@ -715,7 +724,7 @@ def test_no_reference_is_lost_and_none_kept() -> None:
         native.runs_of(runs)
         with pytest.raises(AttributeError):
             native.runs_of([*runs, made])
-        native.feed_outs(outs, TARGET, lambda *_: None, never)
+        native.feed_outs(outs, TARGET, 0, lambda *_: None, never)
 
     kinds = [Out, Record, Collected, Checked]
     given_records = [record for record, _ in made]
@@ -730,8 +739,8 @@ def test_the_client_s_produce_loses_no_reference_and_keeps_none() -> None:
     full.produce("queue", b"is full")
 
     def turn() -> None:
-        native.feed_outs(outs, (topic, *TARGET[1:]), full.produce, lambda *_: None)
-        native.feed_outs(outs, (topic, *TARGET[1:]), producer.produce, never)
+        native.feed_outs(outs, (topic, *TARGET[1:]), 0, full.produce, lambda *_: None)
+        native.feed_outs(outs, (topic, *TARGET[1:]), 0, producer.produce, never)
         producer.purge()
         producer.poll(0)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -14,6 +14,7 @@ from eos.errors import ConfigurationError
 from eos.plain import PlainTransaction
 from eos.session.states import State
 from eos.session.transaction import Transaction
+from eos.worker.handling import Kept
 
 
 class Point(msgspec.Struct):
@@ -115,13 +116,34 @@ def test_record_out_says_key_and_timestamp_in_a_batch_function_too() -> None:
     assert batch_of(lambda records: [records[0].out("v")])([INPUT]) == [("out", b"v", b"input", -1, 1_000, None)]
 
 
-@pytest.mark.parametrize(
-    ("out", "lacks"), [(Out("v"), "key"), (Out("v", timestamp=0), "key"), (Out(b"v", b"k"), "timestamp")]
-)
-def test_an_out_of_a_batch_function_keeps_nothing_and_the_refusal_names_what_does(out: Out, lacks: str) -> None:
+@pytest.mark.parametrize("out", [Out("v"), Out("v", timestamp=0)])
+def test_out_without_a_key_in_a_batch_is_refused_with_what_has_one(out: Out) -> None:
     run = batch_of(lambda records: [records[0].out("v"), out])
-    with pytest.raises(ConfigurationError, match=rf"an Out without a {lacks}: .* use record\.out\(value\), or Out\("):
+    with pytest.raises(
+        ConfigurationError, match=r"an Out without a key: .* return record\.out\(value\), or Out\(value, key"
+    ):
         run([INPUT])
+
+
+@pytest.mark.parametrize(("times", "latest"), [((1_000, 3_000, 2_000), 3_000), ((-1, 5), 5), ((-1, -1), 0)])
+@pytest.mark.parametrize("usual", [True, False])
+def test_out_without_a_timestamp_in_a_batch_gets_the_latest_of_its_batch(
+    times: tuple[int, ...], latest: int, usual: bool
+) -> None:
+    """`usual`: through the hot loop; else by the rules in full."""
+    headers = () if usual else MappingProxyType({"h": b"x"})
+    records = [Record("in", 0, at, ms, b"key", b"v") for at, ms in enumerate(times)]
+
+    def f(given: list[Record]) -> list[Out]:
+        given.pop()  # the list is the function's
+        return [Out("v", key="k", headers=headers), given[0].out("w"), Out("x", key=None, timestamp=0)]
+
+    app = App("app")
+    app.process_batch("in", to="out")(f)
+    kept = Kept()
+    app.routes["in"].feed(records, kept)
+    assert kept.sends == app.routes["in"].outputs_batch(records)
+    assert [send[4] for send in kept.sends] == [latest, max(times[0], 0), 0]
 
 
 def test_an_out_of_a_batch_function_says_key_and_timestamp() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 
 import eos
@@ -23,3 +26,64 @@ def test_a_topic_that_the_app_never_writes_to_is_an_error_and_not_an_empty_answe
             ConfigurationError, match=r"no output goes to 'pricedd', they go to audit, orders\.dlq, priced$"
         ):
             asked("pricedd")
+
+
+# ---- the order of records --------------------------------------------------------------------------------------------
+
+
+def seen_by(app: eos.App, order: Any, seed: int) -> list[str]:
+    records = [
+        *(("a", f"a{n}") for n in range(3)),
+        *(eos.Record("b", partition, n, value=f"b{partition}{n}".encode()) for partition in (0, 1) for n in range(2)),
+    ]
+    ran = eos.testing.run(app, records, order=order, seed=seed)
+    return [(value or b"").decode() for value in ran.values("out")]
+
+
+def both_topics(batch: bool) -> eos.App:
+    app = eos.App("both")
+    if batch:
+        app.process_batch(["a", "b"], to="out")(lambda records: [record.out(record.value) for record in records])
+    else:
+        app.process(["a", "b"], to="out")(lambda record: record.value)
+    return app
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_shuffled_order_keeps_that_of_each_partition_and_no_other(batch: bool) -> None:
+    found = {tuple(seen_by(both_topics(batch), "shuffled", seed)) for seed in range(200)}
+    assert len(found) > 50
+    for seen in found:
+        assert len(seen) == 7
+        for partition in ("a", "b0", "b1"):
+            own = [value for value in seen if value.startswith(partition)]
+            assert own == sorted(own)
+    firsts = {(seen.index("a0") < seen.index("b00"), seen.index("b00") < seen.index("b10")) for seen in found}
+    assert firsts == set(itertools.product((True, False), repeat=2))
+    assert any(seen[:3] == ("a0", "a1", "a2") for seen in found), "one topic's backlog comes first"
+
+
+def test_seed_decides_the_order_and_the_given_one_stays_the_default() -> None:
+    app = both_topics(batch=False)
+    assert seen_by(app, "shuffled", 7) == seen_by(app, "shuffled", 7)
+    given = ["a0", "a1", "a2", "b00", "b01", "b10", "b11"]
+    assert seen_by(app, "given", 7) == given
+    assert [value.decode() for value in eos.testing.run(app, [("a", "x"), ("b", "y")]).values("out") if value] == [
+        "x",
+        "y",
+    ]
+    with pytest.raises(ConfigurationError, match="order='sorted' does not exist"):
+        seen_by(app, "sorted", 7)
+
+
+def test_shuffled_order_mixes_topics_between_functions_with_the_input() -> None:
+    app = eos.App("chain")
+    app.process("in", to="between")(lambda record: record.value)
+    app.process("between", to="out")(lambda record: record.value)
+
+    def order_of(seed: int) -> tuple[str, ...]:
+        ran = eos.testing.run(app, [("in", "1"), ("in", "2"), ("in", "3")], order="shuffled", seed=seed)
+        assert ran.values("out") == [b"1", b"2", b"3"]
+        return tuple(sent.topic for sent in ran.sent)
+
+    assert len({order_of(seed) for seed in range(50)}) == 5, "every way in which 3 can follow 3"
