@@ -181,6 +181,16 @@ def missing(error: BaseException | KafkaError, topic: str) -> str:
     return f"topic {topic} does not exist: `eos topic create {topic}` makes it"
 
 
+def refused_timestamp(error: BaseException | KafkaError) -> str:
+    """Why a topic refuses an output's timestamp; "" for another error."""
+    if _code(error) != _K.INVALID_TIMESTAMP:
+        return ""
+    return (
+        "a timestamp is too far ahead of the broker's clock, by default more than an hour "
+        "(message.timestamp.after.max.ms), or too old for the topic (message.timestamp.before.max.ms)"
+    )
+
+
 def other_strategy(error: KafkaError, group: str) -> str:
     """What to do about members that share a group's partitions in another way; "" for another error."""
     if error.code() != _K.INCONSISTENT_GROUP_PROTOCOL:
