@@ -42,12 +42,14 @@ def test_what_comes_out():  # without a broker
 # docker run -e KAFKA_BOOTSTRAP_SERVERS=broker:9092 -e EOS_INSTANCE=$name-0 $name
 ARG PYTHON=python:3.13-slim
 FROM $${PYTHON}
-RUN pip install --no-cache-dir 'eos-kafka[metrics]==$version'
+WORKDIR /app
+# No package index has eos-kafka yet: `EOS_PURE_PYTHON=1 pip wheel --no-deps -w . CHECKOUT` puts its wheel here.
+COPY eos.toml *.whl ./
+RUN pip install --no-cache-dir --find-links . 'eos-kafka[metrics]==$version'
 # State that functions remember: a volume there makes restarts fast (docs/howto/state.md).
 RUN useradd --uid 1000 --create-home worker && install -d -o worker /var/lib/eos
 USER worker
-WORKDIR /app
-COPY --chown=worker app.py eos.toml ./
+COPY app.py ./
 ENV EOS_STATE_DIR=/var/lib/eos PYTHONUNBUFFERED=1
 EXPOSE 8080
 HEALTHCHECK --interval=10s --timeout=5s --retries=3 CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8080/livez')"]
@@ -74,6 +76,7 @@ def init(
     print(
         f"{name}/ has {', '.join(FILES)}. Try it:\n"
         f"  cd {name}\n"
+        "  pip install pytest\n"
         "  python -m pytest                       # without a broker\n"
         "  eos broker start                       # a real Kafka on this machine: pip install 'eos-kafka[embedded]'\n"
         "  eos run app:app --create-topics\n"

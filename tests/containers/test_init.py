@@ -52,20 +52,22 @@ def build(image: str, folder: Path, *options: str) -> None:
     )
 
 
-def make_base(image: str, folder: Path) -> None:
-    """For the Python of the base image, not for the one that runs here."""
+def make_base(image: str, folder: Path) -> Path:
+    """For the Python of the base image, not for the one that runs here. Returns the wheel of eos, which it lacks."""
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
     pure = os.environ | {"EOS_PURE_PYTHON": "1"}
     subprocess.run([*pip, "wheel", "--no-deps", "-w", folder / "wheels", ROOT], env=pure, check=True)
     (wheel,) = (folder / "wheels").iterdir()
     for_it = ["--only-binary=:all:", "--implementation", "cp", "--python-version", "3.11"]
     subprocess.run([*pip, "download", "-d", folder / "wheels", *for_it, f"{wheel}[metrics]"], check=True)
+    ours = wheel.rename(folder.parent / wheel.name)
     found = importlib.util.find_spec("pip")
     assert found is not None
     assert found.origin is not None
     shutil.copytree(Path(found.origin).parent, folder / "pip", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "Dockerfile").write_text(BASE)
     build(image, folder)
+    return ours
 
 
 def written(servers: str) -> list[bytes | None]:
@@ -81,9 +83,10 @@ def test_the_image_of_a_new_app_is_a_healthy_worker_that_is_not_root_and_stops_i
         pytest.skip(f"not run: {choice.reason}")
     python, image = images
     (tmp_path / "base").mkdir()
-    make_base(python, tmp_path / "base")
+    wheel = make_base(python, tmp_path / "base")
     monkeypatch.chdir(tmp_path)
     assert cli.invoke(["init", "shop"]) == 0
+    shutil.copy(wheel, "shop")
     build(image, tmp_path / "shop", "--build-arg", f"PYTHON={python}")
 
     with choice.cluster(1, "4.4.0") as cluster:

@@ -1,17 +1,22 @@
-"""The examples in docs/deploy are read: YAML without a second meaning, and a unit that systemd takes."""
+"""The examples in docs/deploy: strict YAML, a command line that is accepted, and a unit that systemd takes."""
 
 from __future__ import annotations
 
 import ipaddress
+import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from eos import cli
+from eos.cli.init import FILES
 from eos.health.server import parse_address
 from eos.kafka.settings import OPTIONS
 
@@ -53,9 +58,56 @@ def test_the_statefulset_gives_workers_stable_names_probes_and_time_to_stop() ->
     assert worker["readinessProbe"]["httpGet"]["path"] == "/readyz"
     (port,) = worker["ports"]
     assert {worker[probe]["httpGet"]["port"] for probe in ("livenessProbe", "readinessProbe")} == {port["name"]}
-    assert worker["args"][worker["args"].index("--http-port") + 1] == str(port["containerPort"])
+    program, *command = [*entrypoint(), *worker["args"]]
+    assert program == "eos"
+    assert command[command.index("--http-port") + 1] == str(port["containerPort"])
     known = {name.upper().replace(".", "_") for name in OPTIONS} | {"KAFKA_BOOTSTRAP_SERVERS"}
     assert environment.keys() <= known
+
+
+def entrypoint() -> list[str]:
+    """Return the ENTRYPOINT of the Dockerfile that `eos init` makes; Kubernetes appends `args` to it."""
+    (found,) = re.findall(r"^ENTRYPOINT (.*)$", FILES["Dockerfile"], re.MULTILINE)
+    return [str(word) for word in json.loads(found)]
+
+
+def test_the_pods_command_line_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole command runs in the folder of `eos init`, with the yaml's environment, until it finds no broker."""
+    (worker,) = documents()["StatefulSet"]["spec"]["template"]["spec"]["containers"]
+    monkeypatch.chdir(tmp_path)
+    assert cli.invoke(["init", "flights"]) == 0
+    given = {item["name"]: item.get("value", "flights-0") for item in worker["env"]}
+    given |= {"KAFKA_BOOTSTRAP_SERVERS": "127.0.0.1:1", "EOS_STARTUP_TIMEOUT_MS": "1000"}
+    given["EOS_STATE_DIR"] = str(tmp_path)
+    _, *command = [word.replace("8080", "127.0.0.1:0") for word in [*entrypoint(), *worker["args"]]]
+    ran = subprocess.run(
+        [sys.executable, "-m", "eos", *command],
+        cwd=tmp_path / "flights",
+        env=os.environ | given,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 69, ran.stderr
+    last = json.loads(ran.stderr.splitlines()[-1])
+    assert "127.0.0.1:1 cannot be reached" in last["error"]
+
+
+def test_a_pod_keeps_state_on_a_volume_that_its_user_can_write() -> None:
+    found = documents()["StatefulSet"]["spec"]
+    pod = found["template"]["spec"]
+    (worker,) = pod["containers"]
+    (claim,) = found["volumeClaimTemplates"]
+    (mount,) = worker["volumeMounts"]
+    assert mount["name"] == claim["metadata"]["name"]
+    assert {"name": "EOS_STATE_DIR", "value": mount["mountPath"]} in worker["env"]
+    dockerfile = FILES["Dockerfile"]
+    (uid,) = re.findall(r"useradd --uid (\d+)", dockerfile)
+    assert pod["securityContext"].items() >= {"runAsUser": int(uid), "fsGroup": int(uid)}.items()
+    assert f"EOS_STATE_DIR={mount['mountPath']}" in dockerfile
 
 
 def test_a_key_that_is_there_twice_is_refused() -> None:
@@ -77,6 +129,7 @@ def test_the_unit_gives_a_worker_time_to_stop_and_restarts_only_what_a_restart_c
     environment = dict(value.split("=", 1) for value in found["Environment"])
     assert int(found["TimeoutStopSec"][0]) >= int(environment["EOS_SHUTDOWN_TIMEOUT_MS"]) / 1000 + 10
     assert "%i" in environment["EOS_INSTANCE"]
+    assert found["StateDirectory"] == [environment["EOS_STATE_DIR"].removeprefix("/var/lib/")]
     assert found["Restart"] == ["on-failure"]
     never = set(map(int, found["RestartPreventExitStatus"][0].split()))
     assert never == {64, 65, 66, 70, 77, 78, 79}

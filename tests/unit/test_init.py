@@ -31,6 +31,9 @@ def test_what_is_made_passes_its_own_test_and_is_an_app(
     monkeypatch.chdir(made)
     assert cli.invoke(["topology", "app:app"]) == 0
     assert "writes  my-shop.v1-out" in capsys.readouterr().out
+    commands = re.findall(r"^  ([^#\n]*)", told, re.MULTILINE)
+    installed = {package for line in commands if line.startswith("pip install") for package in line.split()[2:]}
+    assert {word.split()[2] for word in commands if word.startswith("python -m")} == installed
     for command in re.findall(r"^  eos (\w+)", told, re.MULTILINE):
         assert command in cli.COMMANDS
 
