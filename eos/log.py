@@ -41,6 +41,20 @@ def debug(message: str, **fields: Any) -> None:
     event(logging.DEBUG, message, **fields)
 
 
+def hold_back(library: str) -> None:
+    """Drop what a library logs below INFO, whatever level it or the root logger has: passwords and tokens are in it.
+
+    Call it before the library gets a secret: it is about the loggers that are there, and new ones below them."""
+    if (own := logging.getLogger(library)).isEnabledFor(logging.DEBUG):
+        own.setLevel(logging.INFO)  # not where it would say more than before
+    for name in [name for name in logging.root.manager.loggerDict if f"{name}.".startswith(f"{library}.")]:
+        logging.getLogger(name).addFilter(_is_no_detail)
+
+
+def _is_no_detail(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.INFO
+
+
 def printable(text: str, keep: str = "") -> str:
     """For people: what would move a terminal's cursor, colour it or rename its window is escaped, but `keep`.
 

@@ -10,7 +10,7 @@ import json
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, cast, final
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, NoReturn, Protocol, cast, final
 
 import msgspec
 
@@ -23,6 +23,25 @@ if TYPE_CHECKING:
 else:
     V = typing.TypeVar("V", covariant=True)
 Header = tuple[str, bytes | None]
+
+
+class UnreadableHeaders(Sequence[Header]):
+    """The headers of a record with a header name that is not UTF-8: reading them raises a ValueError that says `why`.
+
+    `readable`: the other headers, in order."""
+
+    def __init__(self, readable: Sequence[Header], why: str) -> None:
+        self.readable, self.why = readable, why
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise ValueError(self.why)
+
+    __len__ = __getitem__ = __iter__ = __contains__ = _refuse
+
+
+def readable(headers: Sequence[Header]) -> Sequence[Header]:
+    """Return the headers that can be read, for whoever shows or keeps a record in spite of the others."""
+    return headers.readable if isinstance(headers, UnreadableHeaders) else headers
 
 
 # What an engine hands to its producer: (topic, value, key, partition, timestamp_ms, headers).

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from eos import log
 from eos.errors import ConfigurationError
 from spark_connector.java_settings import java_consumer
 
@@ -55,6 +56,7 @@ def read_committed(
         raise ConfigurationError("read_committed needs at least one topic")
     more = dict(options or {})
     _check(more)
+    log.hold_back("py4j")  # it logs what it passes to Java: the options, and with them passwords
     reader: Any = (spark.readStream if streaming else spark.read).format("kafka")
     java = java_consumer({**(settings or {}), "bootstrap.servers": bootstrap_servers})
     values = {f"kafka.{name}": value for name, value in java.items()} | {

@@ -20,7 +20,7 @@ from eos.app.frames import Frame, text_of
 from eos.app.lineage import HEADER as LINEAGE
 from eos.app.policies import dead_letter_topic
 from eos.errors import safe_str
-from eos.records import Header, Record, Send
+from eos.records import Header, Record, Send, readable
 
 PREFIX = "eos-dlq-"
 MESSAGE_BYTES = 1_000  # of the exception's message; a message may quote the whole record
@@ -42,7 +42,7 @@ def dead_letter(
     if trace := text_of(frames):
         why["trace"] = trace
     # Lineage of the record itself is about an earlier step; this one's is written when the letter is sent.
-    headers: list[Header] = [header for header in record.headers if header[0] != LINEAGE]
+    headers: list[Header] = [header for header in readable(record.headers) if header[0] != LINEAGE]
     headers += [(PREFIX + name, text.encode(errors="replace")) for name, text in why.items()]
     return dead_letter_topic(record.topic), record.value, record.key, -1, 0, headers
 

@@ -7,6 +7,7 @@ loop (eos/hotloop) knows the usual ones by itself and asks here for the rest.
 
 from __future__ import annotations
 
+import datetime
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn, cast
@@ -80,8 +81,7 @@ def normaliser(name: str, destinations: tuple[str, ...], hints: Hints, passing: 
             send = convert(Out(item), record, 0)  # raises: nowhere to send to
         else:
             value = item if type(item) is bytes else _value(item, name)
-            timestamp = record.timestamp
-            send = topic, value, record.key, -1, timestamp if timestamp > 0 else 0, None
+            send = topic, value, record.key, -1, _time(max(record.timestamp, 0), name), None
         return _with_passed(send, record.headers, passing) if record.headers and passing else send
 
     def normalise(record: Record, result: object) -> Sequence[Send]:
@@ -134,10 +134,7 @@ def out_converter(name: str, destinations: tuple[str, ...]) -> Callable[[Out, Re
         value, key, timestamp = out.value, out.key, out.timestamp
         if key is KEEP:
             key = (record or _no_key(name)).key
-        if timestamp is KEEP:
-            timestamp_ms = max(kept_ms, 0)
-        else:
-            timestamp_ms = _integer(timestamp, END_OF_TIME, "timestamp (milliseconds since the epoch)", name)
+        timestamp_ms = _time(max(kept_ms, 0) if timestamp is KEEP else timestamp, name)
         return (
             topic,
             value if type(value) is bytes else _value(value, name),
@@ -166,7 +163,7 @@ def send_of(
         value if type(value) is bytes else _value(value, name),
         key if type(key) is bytes else _key(key, name),
         -1 if partition is None else _integer(partition, 2**31, "partition", name),
-        _integer(timestamp_ms, END_OF_TIME, "timestamp (milliseconds since the epoch)", name) if timestamp_ms else 0,
+        _time(timestamp_ms, name) if timestamp_ms else 0,
         _headers(headers, name) if headers else None,
     )
 
@@ -200,6 +197,25 @@ def _integer(number: object, end: int, what: str, name: str) -> int:
     return result
 
 
+def _time(timestamp: object, name: str) -> int:
+    """Return the timestamp of an output. Raises ValueError for one that the brokers refuse in any case: they do not say
+    which record of a batch it is, and finding it takes many transactions."""
+    if type(timestamp) is int and timestamp >= END_OF_TIME:
+        raise ValueError(
+            f"{name}: the timestamp {timestamp} lies after the year 9999 in milliseconds{_in_another_unit(timestamp)}: "
+            "give milliseconds since the epoch, or timestamp=0 for the time of producing"
+        )
+    return _integer(timestamp, END_OF_TIME, "timestamp (milliseconds since the epoch)", name)
+
+
+def _in_another_unit(timestamp: int) -> str:
+    for unit, per_s in (("microseconds", 10**6), ("nanoseconds", 10**9)):
+        if timestamp // per_s < END_OF_TIME // 1000:
+            moment = datetime.datetime.fromtimestamp(timestamp // per_s, datetime.UTC)
+            return f" (in {unit} it is {moment:%Y-%m-%d %H:%M:%S} UTC)"
+    return ""
+
+
 def _headers(headers: Headers, name: str) -> list[Header]:
     result: list[Header] = []
     for pair in headers.items() if isinstance(headers, Mapping) else headers:
@@ -208,7 +224,10 @@ def _headers(headers: Headers, name: str) -> list[Header]:
         header, value = pair
         if value is not None and not isinstance(value, (str, bytes, bytearray, memoryview)):
             raise TypeError(f"{name} gave the header {header!r} a {type(value).__name__}, not bytes, str or None")
-        header.encode()  # a name that UTF-8 cannot hold raises here
+        if b"\0" in header.encode():  # a name that UTF-8 cannot hold raises here
+            raise ValueError(
+                f"{name} gave the header {header!r}: a name ends at a NUL for Kafka's client, so none may be in it"
+            )
         result.append((header, encode(value)))
     return result
 

@@ -36,7 +36,7 @@ from eos.app.serde import (
 from eos.app.state import Store
 from eos.app.stores import CellsOf, Finish, Stores
 from eos.errors import ConfigurationError, IllegalState, raise_if_interrupted
-from eos.hotloop.python import Target
+from eos.hotloop.python import END_OF_TIME, Target
 from eos.records import Each, Fed, Feed, Out, Record, Send, Sink
 
 _timestamp = operator.attrgetter("timestamp")
@@ -275,7 +275,7 @@ def _compile_stateful(
         return cast("Sequence[Send]", run(record, record if decode is None else decode(record.value), made))
 
     def usual(record: Record, result: Any) -> bytes | _Made | None:
-        if finish is None and target is not None:
+        if finish is None and target is not None and record.timestamp < END_OF_TIME:
             if type(result) is bytes or (result is None and record.value is not None and target[-1]):
                 return result
             if type(result) is str:

@@ -114,7 +114,7 @@ def _is_header(given: object) -> bool:
 
 
 def _is_text(given: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in given)
+    return not any(character == "\0" or "\ud800" <= character <= "\udfff" for character in given)
 
 
 def _read(name: str, given: object) -> bytes | None:

@@ -20,6 +20,7 @@ from eos.kafka.settings import Settings
 from eos.kafka.transactions import OpenTransaction, Verdict, find_open
 from eos.records import place_of
 from eos.state import changelog, notes
+from eos.worker import chains
 from eos.worker.loading import load_app
 from eos.worker.new_topics import lacking, require_topics, topic_names, why_not_read
 
@@ -64,7 +65,7 @@ def _findings(loaded: Settings, app: App | None) -> list[Finding]:
     except (Unavailable, NotAuthorised) as error:
         check = "brokers" if isinstance(error, Unavailable) else "authorised"
         return [Finding(check, Level.FAILED, str(error.args[0]), error.remedy, type(error))]
-    states = [] if app is None else _states(loaded, app)
+    states = [] if app is None else [*_states(loaded, app), *_between(loaded, app)]
     return [*preflight.judge(need, known), *by_pattern, *states, *_transactions(loaded, need, known)]
 
 
@@ -84,6 +85,17 @@ def _states(loaded: Settings, app: App) -> list[Finding]:
     except (ConfigurationError, Unavailable, NotAuthorised) as error:
         found.append(Finding("state", Level.FAILED, str(error.args[0]), error.remedy, type(error)))
     return found
+
+
+def _between(loaded: Settings, app: App) -> list[Finding]:
+    """Of topics between two functions: whether their records are this App's."""
+    if not app.chained:
+        return []
+    try:
+        chains.check_own(loaded, app)
+    except (ConfigurationError, Unavailable, NotAuthorised) as error:
+        return [Finding("between", Level.FAILED, str(error.args[0]), error.remedy, type(error))]
+    return [Finding("between", Level.OK, f"{', '.join(sorted(app.chained))}: written by this App alone, or empty")]
 
 
 def _take_in(loaded: Settings, app: App) -> list[Finding]:

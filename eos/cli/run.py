@@ -37,6 +37,7 @@ from eos.health.status import Status
 from eos.kafka import settings
 from eos.records import place_of
 from eos.session.stopping import StopSignals
+from eos.signals import Handlers
 from eos.worker.loading import load_app, refuse_ids
 from eos.worker.running import prepare
 from eos.worker.supervisor import Supervisor, own_name, prefix_own_output
@@ -133,14 +134,11 @@ def _stop_before_the_start() -> Iterator[Callable[[], None]]:
         nonlocal waiting
         waiting = False
 
-    before = {number: signal.signal(number, asked) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield begun
-    except _StoppedEarly as stopped:
-        log.info("stopped before it began", signal=str(stopped))
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with Handlers(asked):
+        try:
+            yield begun
+        except _StoppedEarly as stopped:
+            log.info("stopped before it began", signal=str(stopped))
 
 
 def _run_worker(

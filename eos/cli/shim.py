@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,6 +36,8 @@ from eos.shim.settings import (
 )
 from eos.shim.trace import History, TraceJob, page, text
 from eos.shim.trace.printer import Printer
+from eos.signals import Handlers
+from eos.state.files import allow_open_files
 
 _PAGE_INTERVAL_S = 2.0
 # Ports, files, the page and whoever asks for health.
@@ -173,18 +173,14 @@ def shim(
 
 def _with_descriptors(wanted: int, plan: Plan | None) -> int:
     """So many connections as there are descriptors for: two for each, in each of the shims that faults stand in."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     each = 2 * (1 if plan is None else 3)
     needed = wanted * each + _OTHER_DESCRIPTORS
-    if soft == resource.RLIM_INFINITY or soft >= needed:
+    limit = allow_open_files(needed)
+    if limit >= needed:
         return wanted
-    enough = hard == resource.RLIM_INFINITY or hard >= needed
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed if enough else hard, hard))
-    if enough:
-        return wanted
-    allowed = max(1, (hard - _OTHER_DESCRIPTORS) // each)
+    allowed = max(1, (limit - _OTHER_DESCRIPTORS) // each)
     log.warning(
-        "fewer connections than --max-connections", connections=allowed, reason=f"{hard} open files are allowed"
+        "fewer connections than --max-connections", connections=allowed, reason=f"{limit} open files are allowed"
     )
     return allowed
 
@@ -192,9 +188,19 @@ def _with_descriptors(wanted: int, plan: Plan | None) -> int:
 async def _serve(
     server: Chain, html: _Page | None, health: Address | None, sources: Callable[[Chain], Sources]
 ) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    # Not the loop's own handlers: a forked child would wake this process through their pipe.
+    with Handlers(lambda *_: loop.call_soon_threadsafe(stop.set)):
+        await _serve_until(stop, server, html, health, sources)
+
+
+async def _serve_until(
+    stop: asyncio.Event,
+    server: Chain,
+    html: _Page | None,
+    health: Address | None,
+    sources: Callable[[Chain], Sources],
+) -> None:
     # Before the brokers are asked: a shim that waits for them is alive and not ready.
     http = None
     if health is not None:

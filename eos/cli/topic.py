@@ -34,7 +34,7 @@ from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
 from eos.kafka.tail import Mark, Seen
 from eos.plain import Delivery, transaction
-from eos.records import Header, is_topic_name, place_of
+from eos.records import Header, UnreadableHeaders, is_topic_name, place_of, readable
 
 _TIMEOUT_S = 5.0
 _TOLD = 10
@@ -269,7 +269,9 @@ def _show(seen: Seen) -> None:
     mark = "" if seen.mark is Mark.COMMITTED else f"  ({seen.mark.value})"
     key = "-" if record.key is None else text_of(record.key)
     value = "(tombstone)" if record.value is None else text_of(record.value)
-    headers = "".join(f"  {said}" for said in headers_text(record.headers))
+    given = record.headers
+    said = [*headers_text(readable(given)), *([f"({given.why})"] if isinstance(given, UnreadableHeaders) else [])]
+    headers = "".join(f"  {one}" for one in said)
     print(
         f"{place_of(record.topic, record.partition, record.offset)}  {moment}  {key}  {value}{headers}{mark}",
         flush=True,
@@ -278,6 +280,7 @@ def _show(seen: Seen) -> None:
 
 def _show_json(seen: Seen) -> None:
     record = seen.record
+    unreadable = {"unreadable": record.headers.why} if isinstance(record.headers, UnreadableHeaders) else {}
     print_json(
         {
             "topic": record.topic,
@@ -286,7 +289,8 @@ def _show_json(seen: Seen) -> None:
             "timestamp": record.timestamp,
             "key": json_of(record.key),
             "value": json_of(record.value),
-            "headers": [[name, header_json(name, value)] for name, value in record.headers],
+            "headers": [[name, header_json(name, value)] for name, value in readable(record.headers)],
+            **unreadable,
             "state": seen.mark.value,
         }
     )

@@ -12,8 +12,12 @@ from rich.progress import Progress, TaskID
 from eos.cli.options import BootstrapServers, Set, load_settings
 from eos.errors import EosError, UsageError
 from eos.kafka import facts
+from eos.worker.loading import load_app, refuse_ids
+from eos.worker.new_topics import NewTopics
 
 if TYPE_CHECKING:
+    from eos.app.definition import App
+    from eos.kafka.settings import Settings
     from eos.testing.verify import Verification
 
 
@@ -24,9 +28,14 @@ class NothingToExamine(EosError):
 
 
 def verify(
-    input: Annotated[list[str], typer.Option(help="A source topic; repeatable.")],
-    output: Annotated[list[str], typer.Option(help="A topic the outputs went to; repeatable.")],
-    group: Annotated[str, typer.Option(help="The consumer group: the App's id.")],
+    target: Annotated[
+        str | None, typer.Argument(metavar="[MODULE:APP]", help="The App to check: all of its topics, and its group.")
+    ] = None,
+    input: Annotated[list[str] | None, typer.Option(help="Without an App: a source topic; repeatable.")] = None,
+    output: Annotated[
+        list[str] | None, typer.Option(help="Without an App: a topic the outputs went to; repeatable.")
+    ] = None,
+    group: Annotated[str | None, typer.Option(help="Without an App: its id, the consumer group.")] = None,
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
 ) -> int:
@@ -35,9 +44,14 @@ def verify(
         from eos.testing.verify import verify as verify_cluster
     except ImportError as error:
         raise UsageError(f"eos verify needs {error.name}: pip install 'eos-kafka[verify]'") from error
+    named = (input, output, group)
+    if any(named) if target else not all(named):
+        raise UsageError("eos verify needs MODULE:APP, or --input, --output and --group, and not both")
     loaded = load_settings(bootstrap_servers, set_)
+    app = None if target is None else load_app(target)
     # Reading goes on for as long as a broker that was killed may need; whether one is there at all is known sooner.
     facts.connect(loaded, loaded["eos.startup.timeout.ms"] / 1000)
+    inputs, outputs, group_id = (input or [], output or [], group or "") if app is None else _topics(loaded, app)
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bars:
         tasks: dict[str, TaskID] = {}
@@ -48,18 +62,28 @@ def verify(
             bars.update(tasks[what], completed=done, total=total)
 
         found = verify_cluster(
-            *(loaded.bootstrap_servers, input, output, group, loaded.connection()),
+            *(loaded.bootstrap_servers, inputs, outputs, group_id, loaded.connection()),
             progress=progress,
             waits=lambda sentence: console.print(f"eos: {sentence}", markup=False, highlight=False, soft_wrap=True),
         )
-    return _tell(found, group, output)
+    return _tell(found, group_id, outputs, app)
 
 
-def _tell(found: Verification, group: str, outputs: list[str]) -> int:
+def _topics(loaded: Settings, app: App) -> tuple[list[str], list[str], str]:
+    """Return the topics that a worker of the App reads now, those it writes, and its group."""
+    app.check()
+    refuse_ids(loaded, "eos verify")
+    if app.patterns:
+        app.take_in(NewTopics(loaded.without("eos.create.topics"), app).now())
+    return app.topics, sorted(app.destinations), app.id
+
+
+def _tell(found: Verification, group: str, outputs: list[str], app: App | None) -> int:
     notes = found.notes
-    if "no_losses" in found.report.violated:
+    if app is None and "no_losses" in found.report.violated:
         notes += (
-            f"looked for in {', '.join(outputs)} alone: does the App write to another topic too? --output names it",
+            f"looked for in {', '.join(outputs)} alone: does the App write to another topic too? --output names it, "
+            "or `eos verify MODULE:APP` takes them all",
         )
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

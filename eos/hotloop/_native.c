@@ -17,7 +17,8 @@ static const char *const texts[NAMES] = {
     "topic", "partition", "offset", "timestamp", "key", "value", "headers", "error",
 };
 static PyObject *names[NAMES]; /* of `texts` */
-static PyObject *empty, *zero, *minus_one;
+static PyObject *empty, *zero, *minus_one, *end_of_time;
+#define END_OF_TIME 253402300800000LL /* as in python.py */
 
 /* ---- fields of Record and Out ------------------------------------------------------------------------------------ */
 
@@ -68,7 +69,7 @@ static PyObject *caught(PyObject *kind) {
 #endif
 }
 
-/* ---- records_of(messages, record_type) --------------------------------------------------------------------------- */
+/* ---- records_of(messages, record_type, unreadable) -------------------------------------------------------------- */
 
 typedef struct {
     PyTypeObject *type;      /* of messages that have these */
@@ -168,8 +169,16 @@ static PyObject *timestamp_of(const Getters *getters, PyObject *message) {
     return asked_timestamp(getters, message);
 }
 
-static PyObject *headers_of(const Getters *getters, PyObject *message) {
+static PyObject *headers_of(const Getters *getters, PyObject *message, PyObject *unreadable) {
     PyObject *headers = ask(getters, message, HEADERS);
+    if (PyErr_Occurred()) { /* confluent-kafka's getter may return a list all the same, which must not be read */
+        Py_CLEAR(headers);
+        PyObject *error = caught(PyExc_Exception);
+        if (error == NULL) return NULL;
+        headers = PyObject_CallFunctionObjArgs(unreadable, message, error, NULL);
+        Py_DECREF(error);
+        return headers;
+    }
     if (headers == NULL) return NULL;
     int some = PyObject_IsTrue(headers);
     if (some > 0) return headers;
@@ -211,23 +220,23 @@ static PyObject *called(Maker *maker, PyObject *const *values) {
     return record;
 }
 
-static PyObject *value_of(const Getters *getters, PyObject *message, enum name which) {
+static PyObject *value_of(const Getters *getters, PyObject *message, enum name which, PyObject *unreadable) {
     if (which == TIMESTAMP) return timestamp_of(getters, message);
-    if (which == HEADERS) return headers_of(getters, message);
+    if (which == HEADERS) return headers_of(getters, message, unreadable);
     return ask(getters, message, which);
 }
 
-static PyObject *record_of(const Getters *getters, PyObject *message, Maker *maker) {
+static PyObject *record_of(const Getters *getters, PyObject *message, Maker *maker, PyObject *unreadable) {
     PyObject *values[FIELDS], *record = NULL;
     int known = 0;
-    while (known < FIELDS && (values[known] = value_of(getters, message, known)) != NULL) known++;
+    while (known < FIELDS && (values[known] = value_of(getters, message, known, unreadable)) != NULL) known++;
     if (known == FIELDS) record = maker->fills ? filled(maker, values) : called(maker, values);
     while (known) Py_DECREF(values[--known]);
     return record;
 }
 
 static PyObject *records_of(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count) {
-    if (count != 2) return PyErr_Format(PyExc_TypeError, "records_of takes 2 arguments");
+    if (count != 3) return PyErr_Format(PyExc_TypeError, "records_of takes 3 arguments");
     PyObject *messages = PySequence_Fast(args[0], "messages");
     if (messages == NULL) return NULL;
     PyObject *records = PyList_New(0);
@@ -242,7 +251,7 @@ static PyObject *records_of(PyObject *Py_UNUSED(self), PyObject *const *args, Py
         PyObject *message = Py_NewRef(PySequence_Fast_GET_ITEM(messages, i));
         PyObject *error = ask(&getters, message, ERROR);
         if (error == Py_None) {
-            PyObject *record = record_of(&getters, message, &maker);
+            PyObject *record = record_of(&getters, message, &maker, args[2]);
             if (record == NULL || PyList_Append(records, record) < 0) Py_CLEAR(records);
             Py_XDECREF(record);
         } else if (error == NULL) {
@@ -397,7 +406,9 @@ static PyObject *text_of(PyObject *value, PyObject *other) {
 }
 
 static PyObject *header_of(PyObject *name, PyObject *value) {
-    int is_name = PyUnicode_CheckExact(name) && PyUnicode_AsUTF8(name) != NULL; /* or it raises, as encode() does */
+    Py_ssize_t length;
+    const char *utf8 = PyUnicode_CheckExact(name) ? PyUnicode_AsUTF8AndSize(name, &length) : NULL; /* or it raises */
+    int is_name = utf8 != NULL && memchr(utf8, 0, length) == NULL;
     PyObject *text = is_name ? text_of(value, NULL) : NULL, *header = NULL;
     Py_INCREF(name); /* making a tuple may run the collector, and with it anybody's code */
     if (text != NULL) header = PyTuple_Pack(2, name, text);
@@ -486,11 +497,12 @@ static int taken_apart(Target *target, PyObject *out, Parts *parts) {
     return 0;
 }
 
-/* The record's own time, or 0 for none. Raises. */
+/* The record's own time, or 0 for none; NULL: raised, or it is not usual. */
 static PyObject *time_of(const Input *input, PyObject *record) {
     PyObject *timestamp = get(&input->timestamp, record);
     int known = timestamp == NULL ? -1 : PyObject_RichCompareBool(timestamp, zero, Py_GT);
-    if (known <= 0) Py_CLEAR(timestamp);
+    int usual = known > 0 ? PyObject_RichCompareBool(timestamp, end_of_time, Py_LT) : 0;
+    if (usual <= 0) Py_CLEAR(timestamp);
     return known == 0 ? Py_NewRef(zero) : timestamp;
 }
 
@@ -524,8 +536,7 @@ static int normalise(const Target *target, const Input *input, PyObject *record,
     if (parts->key == NULL) return 0;
     if (parts->timestamp == target->keep)
         Py_SETREF(parts->timestamp, record == NULL ? Py_NewRef(target->latest) : time_of(input, record));
-    else if (!is_int(parts->timestamp, INT64_MAX)) return 0;
-    if (parts->timestamp == NULL) return 0;
+    if (parts->timestamp == NULL || !is_int(parts->timestamp, END_OF_TIME - 1)) return 0;
     if (pass_on(target, input, record, parts) < 0) return 0;
     Py_SETREF(parts->value, text_of(parts->value, target->value_of));
     return parts->value != NULL;
@@ -744,7 +755,8 @@ PyMODINIT_FUNC PyInit__native(void) {
     empty = PyTuple_New(0);
     zero = PyLong_FromLong(0);
     minus_one = PyLong_FromLong(-1);
-    if (empty == NULL || zero == NULL || minus_one == NULL) return NULL;
+    end_of_time = PyLong_FromLongLong(END_OF_TIME);
+    if (empty == NULL || zero == NULL || minus_one == NULL || end_of_time == NULL) return NULL;
     PyObject *made = PyModule_Create(&module);
     if (made == NULL) return NULL;
     PyObject *source = PyLong_FromLongLong(EOS_SOURCE); // of build.py: source.py's checksum of this file

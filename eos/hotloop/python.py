@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import GeneratorType
 from typing import Any, NoReturn
 
-END_OF_TIME = 2**63  # milliseconds in Kafka's int64
+END_OF_TIME = 253_402_300_800_000  # the year 10000 in milliseconds: what is later was meant in another unit
 _END_OF_PARTITIONS = 2**31
 _NO_HEADERS = ()  # CPython has one empty tuple; another empty sequence only takes the longer way
 
@@ -33,13 +33,26 @@ class _Unusual(Exception):
     """What is left to the caller."""
 
 
-def records_of(messages: Iterable[Any], record_type: Callable[..., Any]) -> list[Any]:
-    """A record of each of the client's messages, in order, without those that are errors."""
-    return [
-        record_type(m.topic(), m.partition(), m.offset(), m.timestamp()[1], m.key(), m.value(), m.headers() or ())
-        for m in messages
-        if m.error() is None
-    ]
+# Not `m.headers()`: CPython calls that without a look whether the method left an exception behind beside its result.
+headers_of = operator.methodcaller("headers")
+
+
+def records_of(
+    messages: Iterable[Any], record_type: Callable[..., Any], unreadable: Callable[[Any, Exception], Any]
+) -> list[Any]:
+    """A record of each of the client's messages, in order, without those that are errors. Where a message raises when
+    it is asked for its headers, `unreadable` gets it with what it raised, and returns the record's."""
+    records = []
+    for m in messages:
+        if m.error() is None:
+            try:
+                headers = headers_of(m) or ()
+            except Exception as error:  # noqa: BLE001 - `unreadable` tells which it takes
+                headers = unreadable(m, error)
+            records.append(
+                record_type(m.topic(), m.partition(), m.offset(), m.timestamp()[1], m.key(), m.value(), headers)
+            )
+    return records
 
 
 def runs_of(records: Sequence[Any]) -> list[int]:
@@ -80,7 +93,9 @@ def feed_values(
             if target is None or result is None:
                 sent += other(record, result)
             elif (
-                type(result) is bytes and (target[2] is None or record.headers is _NO_HEADERS) and record.timestamp > 0
+                type(result) is bytes
+                and (target[2] is None or record.headers is _NO_HEADERS)
+                and 0 < record.timestamp < END_OF_TIME
             ):
                 # As below, without a call: bytes are a function's usual result by far.
                 _put((target[0], result, record.key, -1, None, None, record.timestamp), produce, refused)
@@ -180,7 +195,7 @@ def _call_of(item: Any, record: Any, target: Target, latest_ms: int = 0) -> Call
         key = _text(key, key_of)
     if timestamp is keep:
         timestamp = latest_ms if record is None else max(record.timestamp, 0)
-    elif type(timestamp) is not int or not 0 <= timestamp < END_OF_TIME:
+    if type(timestamp) is not int or not 0 <= timestamp < END_OF_TIME:
         raise _Unusual
     if passing is not None and record is not None and record.headers is not _NO_HEADERS:
         own = headers or []
@@ -210,7 +225,8 @@ def _headers(headers: Any) -> list[Header]:
         if type(pair) is not tuple or len(pair) != 2 or type(pair[0]) is not str:
             raise _Unusual
         name, value = pair
-        name.encode()  # what UTF-8 cannot hold raises
+        if b"\0" in name.encode():  # what UTF-8 cannot hold raises
+            raise _Unusual
         if value is not None and type(value) is not bytes:
             value = _text(value, _no_text)
         result.append((name, value))

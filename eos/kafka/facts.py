@@ -198,7 +198,8 @@ def configs(
     client: Any, topics: Collection[str], broker: int | None = None, world: World = REAL
 ) -> dict[tuple[str, str], Config]:
     """Of topics that are there and of one broker, by ("topic" or "broker", name); what may not be read is left out."""
-    asked = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in topics]
+    # A broker refuses the whole request where a topic is named twice.
+    asked = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in dict.fromkeys(topics)]
     if broker is not None:
         asked.append(ConfigResource(ConfigResource.Type.BROKER, str(broker)))
     found: dict[tuple[str, str], Config] = {}

@@ -192,6 +192,16 @@ def too_large(error: BaseException | KafkaError, call: Call, topic: str, size: i
     return f"a record of {size} bytes, or its batch, exceeds max.message.bytes of topic {topic}: raise it there"
 
 
+def refused_timestamp(error: BaseException | KafkaError) -> str:
+    """Why a topic refuses an output's timestamp; "" for another error."""
+    if _code(error) != _K.INVALID_TIMESTAMP:
+        return ""
+    return (
+        "a timestamp is too far ahead of the broker's clock, by default more than an hour "
+        "(message.timestamp.after.max.ms), or too old for the topic (message.timestamp.before.max.ms)"
+    )
+
+
 def other_strategy(error: KafkaError, group: str) -> str:
     """What to do about members that share a group's partitions in another way; "" for another error."""
     if error.code() != _K.INCONSISTENT_GROUP_PROTOCOL:

@@ -20,6 +20,7 @@ from typing import Any
 
 from kafka.net.sasl.oauth import AbstractTokenProvider
 
+from eos import log
 from eos.errors import ConfigurationError, NotAuthorised, Unavailable, no_broker
 from eos.kafka.settings import Settings
 
@@ -35,14 +36,14 @@ _HANDSHAKE_S = 5.0
 _PROBE = "probe"  # a CA's location that means: where this system keeps its own, as Python's default context does
 _CLIENT_CREDENTIALS = "client_credentials"
 
-# kafka-python writes its whole configuration, passwords too, into its debug log; and without a handler Python prints
-# a library's warnings on stderr, where our own sentences stand.
-logging.getLogger("kafka.admin.client").setLevel(logging.INFO)
+# Without a handler Python prints a library's warnings on stderr, where our own sentences stand.
 logging.getLogger("kafka").addHandler(logging.NullHandler())
 
 
 def configuration(settings: Settings, timeout_ms: int) -> dict[str, Any]:
     """The arguments of a kafka-python client that connects as the worker's clients do."""
+    # It logs its configuration, and each request with its bytes: a login's are the password, or the token.
+    log.hold_back("kafka")
     values = settings.connection()
     told: dict[str, Any] = {new: values[old] for old, new in _SASL.items() if old in values}
     protocol = str(values.get("security.protocol", "plaintext")).upper()

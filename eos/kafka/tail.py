@@ -25,6 +25,7 @@ from eos import hotloop, log
 from eos.errors import Action, CallFailed, InputGone, Unavailable, describe_error, stop_error
 from eos.kafka import facts
 from eos.kafka.failures import classify, denied
+from eos.kafka.headers import unreadable
 from eos.kafka.raising import raising
 from eos.kafka.settings import Settings
 from eos.kafka.world import REAL, World
@@ -246,7 +247,7 @@ class TopicReader:
 
     def _poll(self, consumer: Consumer, position: str, timeout_s: float) -> list[Record]:
         messages = raising(consumer.consume, self.most, timeout_s)
-        records: list[Record] = hotloop.records_of(messages, Record)
+        records: list[Record] = hotloop.records_of(messages, Record, unreadable)
         for partition, offset in {record.partition: record.offset for record in records}.items():  # the last of each
             setattr(self._lanes[partition], position, offset + 1)
         again = False

@@ -29,7 +29,7 @@ _PAUSE_S = 0.05
 
 class Intake:
     """`stopping`: whether the session is to stop. `rebalances` counts what the group gave and took. `participants` are
-    told where partitions begin."""
+    told where partitions begin. `on_unreadable`: see Listener.unreadable."""
 
     def __init__(
         self,
@@ -43,10 +43,11 @@ class Intake:
         rebalances: dict[str, int],
         pulse: Pulse,
         world: World,
+        on_unreadable: Callable[[str, int, int, str], None],
     ) -> None:
         self._settings, self.topics, self._pacing, self._participants = settings, list(topics), pacing, participants
         self._until_end, self._stopping, self._rebalances = until_end, stopping, rebalances
-        self._pulse, self._world = pulse, world
+        self._pulse, self._world, self._on_unreadable = pulse, world, on_unreadable
         self.by_pattern: set[str] = set()
         """Those of `topics` that nobody named."""
         self.positions: Positions[Record] = Positions()
@@ -109,6 +110,7 @@ class Intake:
             from_beginning=self._from_beginning,
             changelogs=[topic for participant in self._participants for topic in participant.topics],
             topic_ids=self._topic_ids,
+            on_unreadable=self._on_unreadable,
         )
 
     def begin_anew(self) -> None:

@@ -151,6 +151,7 @@ class Loop:
         self._failure = self._membership.lost_sentence = self._given_up = None
         now, under_way = self._world.now(), self._lanes.under_way
         begun = Transaction(self, now, self._pacing.began(now), self._positions.first_timestamp_ms)
+        begun.waited_before = self.waited_s
         self._endings.begun(begun, None if under_way is None else under_way.transaction)
         self._open = begun
 
@@ -232,6 +233,8 @@ class Loop:
         return gone and (self._lanes.in_turn or self._await_commit())
 
     def _flush(self, offsets: Mapping[Partition, int]) -> None:
+        assert self._open is not None
+        self._open.handling_s = self._handling_s(self._open)
         # First: what failed for a lost partition is not ours to look into.
         self._membership.check_not_lost()
         for participant in self._parts.participants:
@@ -241,6 +244,12 @@ class Loop:
         self._world.step("flush")
         self._producer.flush(lambda: self._intake.ahead(self._positions.taken))
         self._world.step("flushed")
+
+    def _handling_s(self, transaction: Transaction) -> float:
+        """For how long its records have been handled, or were."""
+        if transaction.handling_s is not None:
+            return transaction.handling_s
+        return self._world.now() - transaction.began_at - (self.waited_s - transaction.waited_before)
 
     def _set_out(self, offsets: Mapping[Partition, int], group_metadata: Any) -> None:
         """The flushed transaction's commit is sent on its way."""
@@ -270,14 +279,15 @@ class Loop:
         self._lanes.ended(commit)
         if not isinstance(error, CallFailed):
             raise error
-        self._carry_out(error, commit.offsets)
+        self._carry_out(error, commit.offsets, commit.transaction)
         return False
 
     def _arrived(self, commit: UnderWay) -> None:
         self._positions.arrived()
         self._lanes.ended(commit)
         self._recovery.rebuilds_in_a_row = 0
-        self._pacing.committed(commit.taken)
+        open_s = commit.job.result - commit.transaction.began_at
+        self._pacing.committed(commit.taken, open_s, open_s - (commit.transaction.handling_s or 0.0))
         self._parts.successor.ours("our last commit")
         self._offsets.committed(commit)
         self._endings.committed(commit)
@@ -319,8 +329,14 @@ class Loop:
         """Carries out what a failed call asks for; returns when the loop can go on, raises when it must stop."""
         if not self._await_commit() and failure.call != "consume":
             return  # the transaction before failed and took the open one with it; the consumer's failure remains
-        self._carry_out(failure, self._membership.starts.uncommitted | self._positions.offsets())
+        self._carry_out(failure, self._membership.starts.uncommitted | self._positions.offsets(), self._open)
 
-    def _carry_out(self, failure: CallFailed, offsets: Mapping[Partition, int]) -> None:
+    def _carry_out(
+        self, failure: CallFailed, offsets: Mapping[Partition, int], transaction: Transaction | None = None
+    ) -> None:
+        trouble = Trouble(failure, self._positions.taken, self._positions.last_taken, offsets)
+        if transaction is not None:
+            trouble.open_s = self._world.now() - transaction.began_at
+            trouble.handling_s, trouble.delivered = self._handling_s(transaction), self._producer.delivered
         self._open = None
-        self._recovery.carry_out(Trouble(failure, self._positions.taken, self._positions.last_taken, offsets))
+        self._recovery.carry_out(trouble)

@@ -17,13 +17,14 @@ from eos import hotloop, log
 from eos.errors import Action, CallFailed, ConfigurationError, describe_error
 from eos.kafka.cluster import ClusterAdmin
 from eos.kafka.failures import classify
+from eos.kafka.headers import unreadable
 from eos.kafka.overdue import OverdueWatch
 from eos.kafka.raising import guarded, raising
 from eos.kafka.settings import Settings
 from eos.kafka.topic_ids import TopicIds
 from eos.kafka.watchdog import CallHung
 from eos.kafka.world import REAL, World
-from eos.records import Record
+from eos.records import Record, UnreadableHeaders
 from eos.session.asking import Asking, NotNow, check_topics
 from eos.session.lag import Lag, decode_statistics
 from eos.session.member import Member
@@ -59,10 +60,11 @@ class Membership:
         from_beginning: Collection[str] = (),
         changelogs: Collection[str] = (),
         topic_ids: dict[str, str] | None = None,
+        on_unreadable: Callable[[str, int, int, str], None] = lambda topic, partition, offset, why: None,
     ) -> None:
         """`stopping`: whether a stop was asked for, which ends what waits for the cluster. `rebalances` counts what was
         "assigned", "revoked" and "lost". `member_ids`: those that were ours, see Member. `from_beginning`: see Starts.
-        `changelogs`, `topic_ids` (known before): see TopicIds.
+        `changelogs`, `topic_ids` (known before): see TopicIds. `on_unreadable`: see Listener.unreadable.
         """
         self._world = world
         self._settings = settings
@@ -81,6 +83,7 @@ class Membership:
         self._told_waiting = 0.0
         self._waiting_since = 0.0
         self._latched: BaseException | None = None  # out of a callback
+        self._on_unreadable = on_unreadable
         own = str(settings.get("transactional.id", ""))
         self._overdue = OverdueWatch(settings, self.group, own, world) if own else None
         self._rebalanced = False
@@ -207,7 +210,7 @@ class Membership:
         except KafkaException as error:
             failed, self._adrift = error.args[0], True
         # Before anything is raised: what was fetched does not come a second time to who goes on all the same.
-        records = hotloop.records_of(messages, Record)
+        records = hotloop.records_of(messages, Record, self._note_unreadable)
         told = self._positions.repeated
         self._positions.fetched(records)
         if not told and self._positions.repeated:
@@ -222,6 +225,11 @@ class Membership:
         if len(records) < len(messages):
             for message in messages:
                 self._note_error(message)
+
+    def _note_unreadable(self, message: Any, error: Exception) -> UnreadableHeaders:
+        headers = unreadable(message, error)
+        self._on_unreadable(message.topic(), message.partition(), message.offset(), headers.why)
+        return headers
 
     def _check_heard(self) -> None:
         """CallFailed: the group gave this member partitions, and its consumer, which will never hear of them, must be

@@ -6,6 +6,8 @@ I/O and has no clock: it is told the time (World.now(), in seconds) and what hap
 
 from __future__ import annotations
 
+import math
+
 # Of one poll on a backlog: what stays in a processor's cache until it is handled, and while it runs the producer has
 # nothing to send. Fewer records cost a call for each few of them.
 _CHUNK, _SMALLEST_CHUNK, _CHUNK_BYTES = 1_000, 100, 256_000
@@ -21,13 +23,15 @@ _LONGEST_PAUSE_S, _PAUSE_S, _DOUBLINGS = 5.0, 0.05, 7  # behind an abort
 
 class Pacing:
     """`most`: records of one transaction. `together`: how many the application handles at once; a poll of a backlog
-    takes whole batches of them."""
+    takes whole batches of them. `timeout_s`: how long the sends of a transaction may take."""
 
-    def __init__(self, interval_s: float, most: int, together: int = 1) -> None:
-        self.interval_s, self._most, self.together = interval_s, most, together
+    def __init__(self, interval_s: float, most: int, together: int = 1, timeout_s: float = math.inf) -> None:
+        self.interval_s, self._most, self.together, self._timeout_s = interval_s, most, together, timeout_s
         self.limit = most
-        """Records that the next transaction takes at most; shrinks while one that the broker refuses is being found."""
+        """Records that the next transaction takes at most; shrinks while one that the broker refuses is being found,
+        and where more of them cannot be sent in time."""
         self.aborts_in_a_row = 0
+        self._timed_out = False  # a transaction, and since then none took the most
         self._chunk = _SMALLEST_CHUNK
         self._suspects = 0  # the next so many records have the refused one among them
         self._began_at = 0.0
@@ -92,10 +96,27 @@ class Pacing:
 
     # ---- how transactions ended -------------------------------------------------------------------------------
 
-    def committed(self, taken: int) -> None:
+    def committed(self, taken: int, open_s: float = 0.0, sending_s: float = 0.0) -> None:
+        """It was open for `open_s`, of which its outputs were sent for `sending_s`. More records are tried only where a
+        quarter of the time was enough; where sending took more than half of it, fewer are."""
         self.aborts_in_a_row = 0
         self._suspects = max(0, self._suspects - taken)
-        self.limit = max(1, self._suspects // 2) if self._suspects else min(self._most, self.limit * 2)
+        if self._suspects:
+            self.limit = max(1, self._suspects // 2)
+        elif open_s < self._timeout_s / 4:
+            # After a time-out slowly: a quota is about an average, so that what one could send the next may not.
+            grown = self.limit + self.limit // 4 + 1 if self._timed_out else self.limit * 2
+            self.limit = min(self._most, grown)
+            self._timed_out = self._timed_out and self.limit < self._most
+        elif sending_s > self._timeout_s / 2:
+            self.limit = max(1, min(self.limit, taken) // 2)
+
+    def timed_out(self, taken: int, delivered: float) -> bool:
+        """A transaction took longer than it may; `delivered` is the share of its outputs that arrived. The next one
+        takes half of what would have gone through. Returns whether it can take fewer at all."""
+        self._timed_out = True
+        self.limit = max(1, int(taken * min(1.0, delivered) / 2))
+        return taken > 1
 
     def aborted(self, now: float) -> None:
         """The group or the cluster needs a moment; without a pause this would spin through aborts."""

@@ -84,6 +84,10 @@ class Listener:
         """Called once for each transaction, in order; with two producers the one behind it may have begun. What is
         said to be committed then (`TransactSession.committed`) is."""
 
+    def unreadable(self, topic: str, partition: int, offset: int, why: str) -> None:
+        """The record at this offset was fetched, and its headers cannot be read (records.UnreadableHeaders). It is
+        handed out as all others are, to a loop that may do without them."""
+
     def refused(self, record: Record, failure: CallFailed) -> None:
         """An output of this record was refused for good, by the client or the cluster. Its transaction is aborted, and
         its records come again unless this raises, as it does where it is not overridden."""

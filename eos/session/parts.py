@@ -38,7 +38,8 @@ class Parts:
         self.group: str = settings["group.id"]
         self.pulse = Pulse(world.now)
         interval_s = settings["eos.transaction.interval.ms"] / 1000
-        self.pacing = Pacing(interval_s, settings["eos.transaction.max.records"], together)
+        timeout_s = settings.transaction_timeout_ms / 1000
+        self.pacing = Pacing(interval_s, settings["eos.transaction.max.records"], together, timeout_s)
         self.endings = Endings(participants, listener, world)
         self.counters = self.endings.counters
         self.intake = Intake(
@@ -51,6 +52,7 @@ class Parts:
             rebalances=self.counters.rebalances,
             pulse=self.pulse,
             world=world,
+            on_unreadable=listener.unreadable,
         )
         self.positions = self.intake.positions
         self.successor = Successor(settings, world)

@@ -17,7 +17,7 @@ from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 
 from eos import log
 from eos.errors import Action, Call, CallFailed, Unavailable, describe_error, no_broker, stop_error
-from eos.kafka.failures import classify, denied, missing, too_large
+from eos.kafka.failures import classify, denied, missing, refused_timestamp, too_large
 from eos.kafka.ownership import Identity, Reach, Situation
 from eos.kafka.raising import raising
 from eos.kafka.settings import Settings, alternate_of
@@ -443,9 +443,13 @@ class TransactionalProducer:
         if self._machine.state is State.READY or not (self._produced or self._offsets_sent):
             return Reach.NOTHING
         self.poll(0)
-        client = self.client
-        confirmed = self._produced - len(client.producer) - client.delivery_errors
-        return Reach.ACKNOWLEDGED if self._offsets_sent or confirmed > 0 else Reach.SENT
+        return Reach.ACKNOWLEDGED if self._offsets_sent or self.delivered > 0 else Reach.SENT
+
+    @property
+    def delivered(self) -> float:
+        """The share of the transaction's records that the brokers have, as far as is known; 1 where there are none."""
+        confirmed = self._produced - len(self.client.producer) - self.client.delivery_errors
+        return confirmed / self._produced if self._produced else 1.0
 
     def identity(self, timeout_s: float = _IDENTITY_S, fresh: bool = False) -> Identity | None:
         """Producer id and epoch of our init, from the statistics; None if they never came.
@@ -527,7 +531,8 @@ class TransactionalProducer:
         self._spent = self._spent or f"failure: {call} raised"
         group: str = self._settings.get("group.id", "")
         right = denied(error, group=group, transactional_id=self.transactional_id, topic=topic)
-        known = missing(error, topic) or too_large(error, call, topic, size, self._settings.get("message.max.bytes"))
+        limit = self._settings.get("message.max.bytes")
+        known = missing(error, topic) or refused_timestamp(error) or too_large(error, call, topic, size, limit)
         if topic in self._changelogs:
             refuses = ": its settings, or the brokers', refuse a record of the state"
             known = f"the changelog {topic} cannot be written{refuses if action is Action.MISCONFIGURED else ''}"

@@ -54,14 +54,28 @@ class Trouble:
     last: Record | None
     offsets: Mapping[Partition, int]
     """What its commit says: where these are committed, it came to pass."""
+    open_s: float = 0.0
+    """For how long it was open, of which its records were handled for `handling_s`: without what sends waited."""
+    handling_s: float = 0.0
+    delivered: float = 1.0
+    """The share of its outputs that arrived."""
     first: CallFailed = field(init=False)
     """The failure that it began with; `failure` is the last one."""
     owner: str = ""
     """What the coordinator said of the transactional.id."""
     counted: bool = False
+    too_slow: str = ""
+    """What took too long in it, where it failed of that; then `next_is_smaller` says whether the next transaction takes
+    fewer records."""
+    next_is_smaller: bool = False
 
     def __post_init__(self) -> None:
         self.first = self.failure
+
+    @property
+    def is_of_handling(self) -> bool:
+        """Whether handling its records took most of the time."""
+        return self.handling_s > self.open_s / 2
 
     @property
     def reason(self) -> str:

@@ -15,6 +15,9 @@ from eos.session.recovery import Step, Trouble, carry_out
 
 MOST_REBUILDS = 5  # without a commit in between; then a supervisor's back-off is the better place to wait
 _ABORTS_TO_WARN_OF = 3  # in a row, by rebalances: one or two are what a member that comes or goes costs
+# By which actions and calls a transaction that was open for too long shows it.
+_BY_TIME = frozenset({Action.ABORT, Action.REBUILD, Action.SETTLE, Action.LOOK, Action.RETRY})
+_NOT_BY_TIME = frozenset({"abort", "consume"})
 _CAUSES = {
     Action.POISON: "refused",
     Action.SETTLE: "timeout",
@@ -42,7 +45,32 @@ class Recovery:
 
     def carry_out(self, trouble: Trouble) -> None:
         """Returns when the loop can go on, raises when it must stop."""
+        if self._timed_out(trouble):
+            trouble.too_slow = self._too_slow(trouble)
+            # What was handled too slowly may not have been sent yet: that says nothing of how much can be.
+            trouble.next_is_smaller = self._pacing.timed_out(
+                trouble.taken, 1.0 if trouble.is_of_handling else trouble.delivered
+            )
+            at_most = self._pacing.limit
+            log.warning("transaction timed out", why=trouble.too_slow, next_at_most=at_most, **self._lanes.turn.who())
         carry_out(trouble, self.steps)
+
+    def _timed_out(self, trouble: Trouble) -> bool:
+        """Whether it failed because its records, or their transaction, had no more time. Judged by the clock: the
+        client has an error of its own for each call in which it may learn that."""
+        failure, timeout_ms = trouble.failure, self._settings.transaction_timeout_ms
+        limit_ms = min(int(self._settings.get("message.timeout.ms", timeout_ms)), timeout_ms)
+        return failure.action in _BY_TIME and failure.call not in _NOT_BY_TIME and trouble.open_s * 1000 >= limit_ms
+
+    def _too_slow(self, trouble: Trouble) -> str:
+        """What took too long in it, and which settings are about that."""
+        limit = f"transaction.timeout.ms={self._settings.transaction_timeout_ms}"
+        if trouble.is_of_handling:
+            return f"handling {_records(trouble.taken)} took {trouble.handling_s:.1f} s, longer than {limit}: raise it"
+        return (
+            f"sending the outputs of {_records(trouble.taken)} took longer than {limit} "
+            f"({trouble.delivered:.0%} of them arrived): raise it, or lower eos.transaction.max.records"
+        )
 
     def _abort(self, trouble: Trouble) -> None:
         self._lanes.turn.abort()
@@ -108,15 +136,15 @@ class Recovery:
         if trouble.counted:
             return
         trouble.counted = True
-        self.rebuilds_in_a_row += 1
+        self.rebuilds_in_a_row += not trouble.next_is_smaller  # a smaller one has its own chance
         self._endings.counters.rebuilds += 1
         add(self._endings.counters.rebuilds_by_cause, _cause(trouble.failure))
         if self.rebuilds_in_a_row > MOST_REBUILDS:
+            rebuilds = f"{self.rebuilds_in_a_row} rebuilds without one commit, the last because of: {trouble.reason}"
+            if trouble.too_slow:
+                raise Temporary(f"{rebuilds}; {trouble.too_slow}")
             raise Temporary(
-                f"{self.rebuilds_in_a_row} rebuilds without one commit, the last because of: {trouble.reason}. If "
-                f"handling {trouble.taken} records takes longer than transaction.timeout.ms="
-                f"{self._settings.transaction_timeout_ms}, raise it; if two processes share "
-                f"{self._settings['transactional.id']}, give each its own --instance"
+                f"{rebuilds}. If two processes share {self._settings['transactional.id']}, give each its own --instance"
             )
 
 
@@ -127,3 +155,7 @@ def _cause(failure: CallFailed) -> str:
     if failure.action is not Action.ABORT:
         return failure.call
     return {"abort": "application", "send_offsets": "rebalance"}.get(failure.call, failure.call)
+
+
+def _records(count: int) -> str:
+    return "one record" if count == 1 else f"{count} records"

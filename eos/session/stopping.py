@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from eos import log
 from eos.errors import Interruption, Temporary
 from eos.kafka.settings import Settings
+from eos.signals import Handlers
 
 
 class ShutdownExpired(Interruption):
@@ -36,28 +37,25 @@ class StopSignals:
     def __init__(self, session: Stoppable) -> None:
         self._session = session
         self._timeout_s: float = session.settings["eos.shutdown.timeout.ms"] / 1000
-        self._before: dict[int, Any] = {}
+        self._handlers = Handlers(self._asked)
         # Of whoever had the timer before. None: no signal was heard, though `stop_requested` may be set by the code.
         self._timer: tuple[float, float] | None = None
 
     def __enter__(self) -> StopSignals:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._asked)
+        self._handlers.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._timer is not None:
             signal.setitimer(signal.ITIMER_REAL, *self._timer)
-        for number, handler in self._before.items():
-            if handler is not None:  # None: it is not Python's, and cannot be set from here
-                signal.signal(number, handler)
+        self._handlers.__exit__()
 
     def _asked(self, number: int, _: Any) -> None:
         if self._timer is not None:
             raise ShutdownExpired("asked a second time")
         self._session.stop_requested = True
         log.info("stopping", signal=signal.Signals(number).name)
-        self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._expired)
+        self._handlers.take(signal.SIGALRM, self._expired)
         # setitimer(0) would switch the timer off instead of firing it.
         self._timer = signal.setitimer(signal.ITIMER_REAL, max(0.001, self._timeout_s))
 

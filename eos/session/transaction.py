@@ -57,7 +57,7 @@ class Transaction:
 
     __slots__ = (
         "_ahead", "_loop", "_records", "_until",
-        "began_at", "dead_letters", "first_timestamp_ms", "sent", "set_out", "skipped",
+        "began_at", "dead_letters", "first_timestamp_ms", "handling_s", "sent", "set_out", "skipped", "waited_before",
     )  # fmt: skip
 
     def __init__(self, loop: Turns, began_at: float, until: float, first_timestamp_ms: int) -> None:
@@ -66,6 +66,8 @@ class Transaction:
         self.began_at, self._until = began_at, until
         self.first_timestamp_ms = first_timestamp_ms  # of the first record that waited when it began
         self.set_out = False  # its commit was asked for
+        self.handling_s: float | None = None  # once all of its records are handled; without what sends waited for room
+        self.waited_before = 0.0  # `waited_s` when it began
         self._records: Iterator[Record] | None = None
         self._ahead = 0  # taken by `records`, but not handed out yet
         self.sent = self.skipped = self.dead_letters = 0

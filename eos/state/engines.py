@@ -30,6 +30,8 @@ class EngineFailed(Exception):
 class Engine(Protocol):
     folder: str
     """Its name below a task's."""
+    files: int
+    """How many files it has open, as a rule."""
 
     def __init__(self, path: Path, memory_bytes: int) -> None:
         """Raises EngineFailed for what cannot be read."""
@@ -64,7 +66,7 @@ class Engine(Protocol):
 
 
 class Lmdb:
-    folder = "values"
+    folder, files = "values", 2
 
     def __init__(self, path: Path, memory_bytes: int) -> None:
         options: dict[str, Any] = {"map_size": _MOST_BYTES, "max_dbs": 2, "sync": False, "metasync": False}
@@ -155,7 +157,7 @@ _NEIGHBOURS, _DELETED = 1_000, 500
 
 
 class RocksDb:
-    folder = "rocksdb"
+    folder, files = "rocksdb", 6
 
     def __init__(self, path: Path, memory_bytes: int) -> None:
         from rocksdict import Rdict, ReadOptions, WriteBatch

@@ -25,6 +25,7 @@ from eos.kafka.world import REAL, World
 from eos.records import Committed, Record, metadata_of, place_of
 from eos.state import changelog, notes
 from eos.state.engines import ENGINES, check_engine
+from eos.state.files import allow_open_files
 from eos.state.folders import InFolder, check_folder, clean_up, folder_of
 from eos.state.restoring import Restoring
 from eos.state.tasks import Task
@@ -33,6 +34,7 @@ from eos.state.values import InMemory, Values
 Partition = tuple[str, int]
 _ASK_S = 10.0
 _CLEAN_UP_S = 600.0
+_OTHER_FILES = 250  # connections, libraries, what a function opens
 _CHECKED_S = 10.0  # a check of the changelogs is good for this long
 
 
@@ -150,6 +152,7 @@ class Keeper:
                 if not self._are_checked(new[-1] >= self._fits[self._topics[source]].partitions):
                     continue
                 ends = {number: self._at_least((source, number), starts, uncommitted) for number in new}
+                self._allow_files_of(len(new))
                 self._restoring[source].append(self._restoring_of(route, self._topics[source], ends))
         for source, restorings in self._restoring.items():
             for restoring in restorings:
@@ -157,6 +160,22 @@ class Keeper:
                     self._tasks[source, number] = self._task((source, number), values)
             self._restoring[source] = [restoring for restoring in restorings if not restoring.done]
         return {partition for partition in starts if partition in self._tasks or partition[0] not in self._routes}
+
+    def _allow_files_of(self, new: int) -> None:
+        """Raise this process's limit of open files for its tasks and the new ones. Raises ConfigurationError."""
+        if self._folder is None:
+            return
+        engine: str = self._settings["eos.state.engine"]
+        coming = ((source, n) for source, few in self._restoring.items() for one in few for n in one.partitions)
+        tasks = len(self._tasks.keys() | set(coming)) + new
+        needed = tasks * (ENGINES[engine].files + 1) + _OTHER_FILES  # one more: the lock of its folder
+        allowed = allow_open_files(2 * needed)  # RocksDB's grow with what is kept
+        if allowed < needed:
+            raise ConfigurationError(
+                f"state of {tasks} partitions needs about {needed} open files with eos.state.engine={engine}, and "
+                f"this process may open {allowed}",
+                remedy="raise its limit (ulimit -n, LimitNOFILE= of systemd), or run more workers",
+            )
 
     def _at_least(
         self, partition: Partition, starts: Mapping[Partition, Committed], uncommitted: Collection[Partition]

@@ -32,8 +32,9 @@ from numpy.typing import NDArray
 from eos.errors import Action, ConfigurationError, EosError, InputGone, NotAuthorised, Unavailable
 from eos.kafka import facts
 from eos.kafka.failures import classify
+from eos.kafka.headers import headers_of
 from eos.kafka.names import CONSUMER_ONLY
-from eos.records import metadata_of
+from eos.records import metadata_of, readable
 from eos.testing.checker import Ends, Inputs, Outputs
 from eos.testing.lineage import unstamp_many
 
@@ -452,7 +453,7 @@ class _Reading:
 
 def _last_header(message: Message, name: str) -> bytes | None:
     """The last one of that name, as Kafka's own `lastHeader`."""
-    given = cast("list[tuple[str, bytes | None]]", message.headers() or [])
+    given = readable(headers_of(message))
     return next((value for found, value in reversed(given) if found == name), None)
 
 

@@ -1,25 +1,29 @@
 """Runs an App on a real broker and tells what it led to: the same result as `eos.testing.run`, by the real worker.
 
-Owns what isolates one run on a broker that many tests share: a group of its own that begins behind what is there, and
-outputs counted from where their topics ended before. It must never decide what a record leads to.
+Owns what isolates one run on a broker that many tests share: a group of its own, and topics that the run creates and
+removes. It must never write to a topic that was there before, nor decide what a record leads to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
+from confluent_kafka import KafkaError, KafkaException
 
 from eos.app.definition import App
-from eos.errors import ConfigurationError, Unavailable
+from eos.app.routes import Route, changelog_of
+from eos.app.stores import plain
+from eos.errors import ConfigurationError, Unavailable, describe_error
 from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
 from eos.plain import transaction
 from eos.records import Record
+from eos.state import changelog
 from eos.testing.offline import Ran, Sent, records_of, written_by
 from eos.worker.worker import Worker
 
@@ -30,11 +34,12 @@ Place = tuple[str, int]
 def run_on(
     bootstrap: str, app: App, records: Iterable[Record | tuple[Any, ...]], settings: Mapping[str, Any] | None = None
 ) -> Ran:
-    """Writes the records, runs the App on them until they are handled, and reads what became visible.
+    """Creates the App's topics, writes the records, runs the App on them until they are handled, reads what became
+    visible, and removes the topics.
 
     `records` as for `eos.testing.run`; a Record's partition and timestamp are kept, its offset is the broker's.
-    Topics that are missing are created, with one partition unless a record needs more. `Ran.sent` is in order per
-    topic and partition. Raises what a worker raises (PoisonRecord, ...), and Unavailable.
+    Topics have one partition unless a record needs more. `Ran.sent` is in order per topic and partition. Raises what a
+    worker raises (PoisonRecord, ...), ConfigurationError where one of the topics exists, and Unavailable.
     """
     app.check()
     given = records_of(records)
@@ -45,23 +50,58 @@ def run_on(
     app.patterns = {}
     if not app.topics:
         raise ConfigurationError("no function gets any of these records: no pattern matches the topic of one")
-    loaded = Settings({"eos.instance": "test", "eos.state.dir": "", **(settings or {}), "bootstrap.servers": bootstrap})
-    client = facts.connect(loaded, _TIMEOUT_S)
+    places = f"{app.id}-places"
+    defaults = {"eos.instance": "test", "eos.state.dir": "", "eos.places.topic": places}
+    fixed = {"bootstrap.servers": bootstrap, "auto.offset.reset": "earliest"}
+    loaded = Settings({**defaults, **(settings or {}), **fixed})
     wanted = dict.fromkeys((*app.topics, *app.destinations), 1)
     for record in given:
         wanted[record.topic] = max(wanted[record.topic], record.partition + 1)
-    missing = {topic: count for topic, count in wanted.items() if not facts.describe_topic(client, topic).exists}
-    if missing:  # where all are there no right to CREATE is needed
-        facts.create_topics(loaded, missing, brokers=1, between=app.chained)
-    _begin_behind(client, app.id, _ends(client, loaded, app.topics))
-    before = _ends(client, loaded, sorted(app.destinations))
-    _load(loaded, app.id, given)
-    _ends(client, loaded, app.topics)  # what the worker takes for the end is what is readable when it starts
-    worker = Worker(app, loaded, until_end=True)
-    worker.run()
+    with _topics_of_its_own(loaded, wanted, app.chained, [*app.changelogs, places]) as client:
+        _load(loaded, app.id, given)
+        _ends(client, loaded, app.topics)  # what the worker takes for the end is what is readable when it starts
+        worker = Worker(app, loaded, until_end=True)
+        worker.run()
+        sent = _read(loaded, _ends(client, loaded, sorted(app.destinations)))
+        _ends(client, loaded, sorted(app.changelogs))
+        states = {route.name: _state_of(loaded, app, route) for route in app.stateful}
     counters = worker.session.counters
-    sent = _read(loaded, before, _ends(client, loaded, sorted(app.destinations)))
-    return Ran(sent, counters.skipped, counters.dead_letters, counters.retries, written_by(app))
+    return Ran(sent, counters.skipped, counters.dead_letters, counters.retries, written_by(app), states)
+
+
+@contextlib.contextmanager
+def _topics_of_its_own(
+    settings: Settings, wanted: Mapping[str, int], between: Collection[str], by_worker: Collection[str]
+) -> Iterator[Any]:
+    """Create the wanted topics, and remove them at the end, with those that the worker creates."""
+    client = facts.connect(settings, _TIMEOUT_S)
+    brokers = len(facts.metadata(client, settings.bootstrap_servers, _TIMEOUT_S).brokers)
+    created = facts.create_topics(settings, wanted, brokers, between=between)
+    try:
+        if there := sorted(wanted.keys() - created):
+            raise ConfigurationError(
+                f"the topic {there[0]} exists at {settings.bootstrap_servers}: a test would write its records into it",
+                remedy="run the test on a broker of its own (without --eos-kafka pytest starts one), or delete the "
+                "topic if a test that was killed left it",
+            )
+        yield client
+    finally:
+        _remove(client, [*created, *by_worker])
+
+
+def _remove(client: Any, topics: Sequence[str]) -> None:
+    """Delete those of the topics that exist, and wait until they are gone: the next test may create them again."""
+    for topic, done in client.delete_topics(topics, request_timeout=_TIMEOUT_S).items():
+        try:
+            done.result(_TIMEOUT_S)
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.UNKNOWN_TOPIC_OR_PART:
+                raise Unavailable(f"topic {topic} cannot be removed: {describe_error(error)}") from error
+    deadline = time.monotonic() + _TIMEOUT_S
+    while left := [topic for topic in topics if facts.describe_topic(client, topic).exists]:
+        if time.monotonic() > deadline:
+            raise Unavailable(f"topic {left[0]} was removed and is still there after {_TIMEOUT_S:g} s")
+        time.sleep(0.02)
 
 
 def _ends(client: Any, settings: Settings, topics: Sequence[str]) -> dict[Place, int]:
@@ -86,12 +126,6 @@ def _ends(client: Any, settings: Settings, topics: Sequence[str]) -> dict[Place,
         time.sleep(0.02)
 
 
-def _begin_behind(client: Any, group: str, ends: Mapping[Place, int]) -> None:
-    offsets = [TopicPartition(*place, end) for place, end in ends.items()]
-    (done,) = client.alter_consumer_group_offsets([ConsumerGroupTopicPartitions(group, offsets)]).values()
-    done.result(_TIMEOUT_S)
-
-
 def _load(settings: Settings, group: str, records: Sequence[Record]) -> None:
     with transaction(settings.with_values(**{"transactional.id": f"{group}-load"})) as txn:
         for record in records:
@@ -105,10 +139,21 @@ def _load(settings: Settings, group: str, records: Sequence[Record]) -> None:
             )
 
 
-def _read(settings: Settings, before: Mapping[Place, int], ends: Mapping[Place, int]) -> list[Sent]:
+def _read(settings: Settings, ends: Mapping[Place, int]) -> list[Sent]:
     found: list[Record] = []
     for topic in dict.fromkeys(topic for topic, _ in ends):
-        stops = {p: end for (t, p), end in ends.items() if t == topic and end > before[t, p]}
-        with tail.TopicReader(settings, topic, {p: before[topic, p] for p in stops}, uncommitted=False) as reader:
+        stops = {p: end for (t, p), end in ends.items() if t == topic and end > 0}
+        with tail.TopicReader(settings, topic, dict.fromkeys(stops, 0), uncommitted=False) as reader:
             found += sorted((s.record for s in tail.read_until(reader, stops)), key=lambda r: (r.partition, r.offset))
     return [Sent(r.topic, r.value, r.key, r.partition, r.timestamp, list(r.headers)) for r in found]
+
+
+def _state_of(settings: Settings, app: App, route: Route) -> dict[str, dict[bytes, Any]]:
+    """Return what is committed of a function's state: by the name of the state and by key."""
+    stores = {store.kept_as: store for store in route.stores}
+    found: dict[str, dict[bytes, Any]] = {store.name: {} for store in route.stores}
+    for _, rows in changelog.kept(settings, changelog_of(app.id, route)):
+        for key, state in rows:
+            for kept_as, cells in state.items():
+                found[stores[kept_as].name][key] = plain(stores[kept_as], cells)
+    return found

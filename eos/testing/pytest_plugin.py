@@ -131,7 +131,8 @@ def _eos_broker(pytestconfig: pytest.Config) -> Iterator[str]:
 
 @pytest.fixture
 def eos_run(_eos_broker: str) -> RunOnBroker:
-    """Runs an App on a real broker: `eos_run(app, [("topic", {"value": 1})]).values("out")`."""
+    """Runs an App on a real broker, on topics that it creates and removes:
+    `eos_run(app, [("topic", {"value": 1})]).values("out")`."""
     from eos.testing.online import run_on
 
     def run(app: App, records: Iterable[Record | tuple[Any, ...]], settings: Mapping[str, Any] | None = None) -> Ran:

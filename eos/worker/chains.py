@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eos.app.definition import App
 from eos.errors import ConfigurationError
-from eos.kafka import preflight, tail
+from eos.kafka import facts, preflight, tail
 from eos.kafka.reset import STAY, GroupOffsets
 from eos.kafka.settings import Settings
 from eos.kafka.world import REAL, World
@@ -14,14 +14,15 @@ _ASK_S = 10.0
 
 
 def require_own(settings: Settings, app: App, world: World = REAL) -> None:
+    """Wait for the cluster, then do as `check_own`."""
+    if app.chained:
+        preflight.patient(settings, lambda: check_own(settings, app, world), world)
+
+
+def check_own(settings: Settings, app: App, world: World = REAL) -> None:
     """Raise ConfigurationError if a topic between functions holds records, and nothing says that the App's group wrote
     them: it has committed no offset there, and none of what the writing functions read. They would count twice under a
     new id of the App, whose functions write them again. Raises Unavailable, NotAuthorised."""
-    if app.chained:
-        preflight.patient(settings, lambda: _require_own(settings, app, world), world)
-
-
-def _require_own(settings: Settings, app: App, world: World) -> None:
     with world.admin(settings) as admin:
         committed = admin.metadata_by_partition(app.id)
     notes.check_not_interrupted(committed.values())
@@ -47,7 +48,10 @@ def _before(app: App, topic: str) -> set[str]:
 
 def _holds_records(settings: Settings, topic: str, world: World) -> bool:
     """Return whether it has committed ones; transactions that were aborted take offsets too."""
-    spans = tail.spans(settings, topic, _ASK_S, world)
+    client = facts.connect(settings, _ASK_S, world)
+    if not facts.describe_topic(client, topic).exists:
+        return False
+    spans = tail.spans_by(client, settings, topic)
     starts = {partition: span.low for partition, span in spans.items() if span.low < span.stable}
     if not starts:
         return False

@@ -189,6 +189,10 @@ class Handler:
             self._special = {p: error for p, error in self._special.items() if _is_due(p, owned, committed)}
             self._failures = {p: times for p, times in self._failures.items() if _is_due(p, owned, committed)}
 
+    def unreadable(self, place: Place, why: str) -> None:
+        """This record was fetched and will be handed out; the function must not get it."""
+        self._special[place] = DecodeError(why)
+
     def refused(self, record: Record, failure: Exception) -> None:
         """An output of the record was refused; its transaction is aborted and all of its records come again."""
         place = _place(record)

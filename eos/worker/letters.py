@@ -36,7 +36,7 @@ from eos.kafka import facts, tail
 from eos.kafka.failures import classify
 from eos.kafka.settings import Settings
 from eos.kafka.world import REAL, World
-from eos.records import Header, Record, Send, noted, place_of
+from eos.records import Header, Record, Send, noted, place_of, readable
 
 _REPLAYS = "replays"
 _CONNECT_S = 10.0
@@ -96,7 +96,7 @@ def letter_of(read: Record) -> Letter:
 
     It goes back to the topic that it was dead-lettered from, whatever its headers say: they are who wrote the record's.
     """
-    headers, told = parts_of(read.headers)
+    headers, told = parts_of(readable(read.headers))
     record = Record(
         read.topic.removesuffix(DEAD_LETTER_SUFFIX),
         _number(told, "partition", read.partition),

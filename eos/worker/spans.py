@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eos.errors import ConfigurationError
-from eos.records import Record
+from eos.records import Record, readable
 from eos.session.participants import Outcome
 
 _LINKS = 32  # of one span, to so many traces
@@ -62,11 +62,13 @@ class Spans:
         opened = self._open[transaction]
         opened.records += len(records)
         for record in records:
-            if record.headers and len(opened.traces) < _LINKS:
+            if readable(record.headers) and len(opened.traces) < _LINKS:
                 self._link(opened, record)
 
     def _link(self, opened: _Open, record: Record) -> None:
-        carrier = {name: value.decode("latin-1") for name, value in record.headers if name in _TRACE and value}
+        carrier = {
+            name: value.decode("latin-1") for name, value in readable(record.headers) if name in _TRACE and value
+        }
         if (parent := carrier.get("traceparent")) is None or parent in opened.traces:
             return
         context = self._trace.get_current_span(

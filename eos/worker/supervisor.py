@@ -32,6 +32,7 @@ from eos.errors import EosError
 from eos.health.incidents import Incidents
 from eos.health.report import PIPE_VARIABLE
 from eos.health.status import Incident, Status, continued, judge_report
+from eos.signals import Handlers
 
 NAME_VARIABLE = "EOS_SUPERVISED_WORKER"
 MOST_RESTARTS = 8  # of one worker, without a life of SETTLED_S in between
@@ -386,12 +387,8 @@ class Supervisor:
         def asked(number: int, _: Any) -> None:
             self._signals.append(number)
 
-        before = {number: signal.signal(number, asked) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
+        with Handlers(asked):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def _code_words(code: int) -> str:

@@ -176,6 +176,9 @@ class Worker(Listener):
         if self._spans is not None:
             self._spans.ended(transaction, outcome)
 
+    def unreadable(self, topic: str, partition: int, offset: int, why: str) -> None:
+        self._handler.unreadable((topic, partition, offset), why)
+
     def refused(self, record: Record, failure: CallFailed) -> None:
         self._handler.refused(record, failure)
 

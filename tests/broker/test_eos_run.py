@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from confluent_kafka.admin import AdminClient
 
 import eos
 from eos.broker import LocalKafka
 from eos.broker.jars import maven_jars
+from eos.errors import ConfigurationError
+from eos.testing.history import end_offsets
 from eos.testing.online import run_on
+from tests.support.reading import create_topic
 from tests.support.users_pytest import run_pytest
 
 TEST = """
@@ -61,13 +66,53 @@ def test_a_record_that_stops_the_run_is_raised(eos_run):
     for run in (eos_run, eos.testing.run):
         with pytest.raises(PoisonRecord, match="refuse failed on orders.0.@.*: ValueError: no"):
             run(strict, RECORDS[:1])
+
+counting = eos.App("counting")
+
+@counting.process("orders", to="between")
+def pass_on(order: eos.Record):
+    return order.out(order.value)
+
+@counting.process("between", to="doubled", was={"total": "seen"})
+def count(order: eos.Record, total: eos.State[int], last: eos.MapState[str, int]):
+    total.set(total.get(0) + 1)
+    last["n"] = total.get()
+    return str(total.get())
+
+def test_states_are_told(eos_run):
+    given = [("orders", "x", "a"), ("orders", "y", "b"), ("orders", "z", "a")]
+    for run in (eos_run, eos.testing.run):
+        states = run(counting, given).states
+        assert states == {"count": {"total": {b"a": 2, b"b": 1}, "last": {b"a": {"n": 2}, b"b": {"n": 1}}}}
+    assert eos_run(counting, [given[0]]).states["count"]["total"] == {b"a": 1}
 """
 
 
 def test_the_fixture_runs_an_app_as_the_worker_does_and_each_run_is_its_own(kafka: LocalKafka, tmp_path: Path) -> None:
+    known = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
+    before = set(known.list_topics(timeout=10).topics)
     code, said = run_pytest(tmp_path, TEST, "-q", f"--eos-kafka={kafka.bootstrap_servers}")
     assert code == 0, said
-    assert "4 passed" in said
+    assert "5 passed" in said
+    of_brokers = {"__consumer_offsets", "__transaction_state"}
+    assert set(known.list_topics(timeout=10).topics) - of_brokers <= before
+
+
+def test_a_run_refuses_a_topic_that_exists_and_removes_the_others(
+    kafka: LocalKafka, names: Callable[[str], str]
+) -> None:
+    app = eos.App(names("app"))
+    there = create_topic(kafka.bootstrap_servers, names("out"))
+
+    @app.process(names("in"), to=there)
+    def copy(value: bytes) -> bytes:
+        return value
+
+    with pytest.raises(ConfigurationError, match=f"the topic {there} exists at "):
+        run_on(kafka.bootstrap_servers, app, [(names("in"), "a")])
+    known = AdminClient({"bootstrap.servers": kafka.bootstrap_servers}).list_topics(timeout=10).topics
+    assert (there in known, names("in") in known) == (True, False)
+    assert end_offsets(kafka.bootstrap_servers, there).log_end == {(there, 0): 0}
 
 
 BYTEMAN = "4.0.24"

@@ -29,6 +29,12 @@ PLAIN = {
     "sasl.username": "alice",
     "sasl.password": ALICE,
 }
+# As beginners have it: whatever a library says goes to stderr.
+LOGS_ALL = """import logging
+logging.basicConfig(level=logging.DEBUG)
+logging.getLogger("kafka.protocol.parser").setLevel(logging.DEBUG)
+"""
+UNSIGNED = "eyJhbGciOi"  # what a token of a test begins with
 TOKEN = {"security.protocol": "sasl_plaintext", "sasl.mechanism": "OAUTHBEARER"}
 
 
@@ -91,6 +97,8 @@ class Case:
             producer.produce(self.input, value)
         assert producer.flush(30) == 0
         write_app(directory, app, self.input, self.output)
+        module = directory / "theapp.py"
+        module.write_text(f"{LOGS_ALL}\n{module.read_text()}")
 
     def allow_all(self) -> None:
         """The least a worker needs; docs/howto/secure.md has the same list."""
@@ -107,7 +115,7 @@ class Case:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("EOS_", "KAFKA_"))}
         command = ["eos", *arguments, "--bootstrap-servers", self.kafka.servers[listener]]
         ended = forked.run(command, cwd=self.directory, env=inherited)
-        for secret in (ALICE, CLIENT_SECRET):
+        for secret in (ALICE, CLIENT_SECRET, UNSIGNED):
             assert secret not in ended.stdout + ended.stderr
         assert "Traceback" not in ended.stderr
         return ended

@@ -100,6 +100,9 @@ def test_latest_reads_topics_between_functions_whole(kafka: LocalKafka, life: Li
     (life.path / "theapp.py").write_text(CHAIN.format(app=life.app, source=life.input, between=between, to=life.output))
     life.load([b"before the group", b"also"])
     life.load([b"1", b"2", b"3"], topic=between)
+    # Else what is between would be taken for another App's.
+    moved = "--topic", life.input, "--from", "latest", "--yes"
+    wait_until("the first group has a coordinator", lambda: life.reset(*moved).returncode == 0, 30)
     assert life.run("-X", "auto.offset.reset=latest").returncode == 0
     life.load([b"4"])
     assert life.run("-X", "auto.offset.reset=latest").returncode == 0

@@ -33,6 +33,23 @@ def split(record: Record):
 """
 
 
+CHAIN = """
+from eos import App, dlq
+
+app = App({group!r})
+
+@app.process({source!r}, to={first!r}, on_error=dlq)
+def copy(value: str) -> str:
+    assert not value.endswith("000")
+    return value
+
+@app.process({first!r}, to={second!r}, on_error=dlq)
+def again(value: str) -> str:
+    assert not value.endswith("001")
+    return value
+"""
+
+
 OUTPUTS = sum(number // 7 % 3 for number in range(COUNT))
 
 
@@ -63,11 +80,15 @@ class Run:
     def committed(self) -> int:
         return sum(committed_offsets(self.servers, self.group, self.source).values())
 
-    def verify(self, *outputs: str, group: str | None = None) -> tuple[int, str]:
-        command = ["eos", "verify", "--bootstrap-servers", self.servers, "--input", self.source]
+    def verify(self, *outputs: str) -> tuple[int, str]:
+        named = ["--input", self.source, "--group", self.group]
         for topic in outputs or self.targets:
-            command += ["--output", topic]
-        done = forked.run([*command, "--group", group or self.group], env=os.environ | {"COLUMNS": "240"})
+            named += ["--output", topic]
+        return self.verified(*named)
+
+    def verified(self, *named: str) -> tuple[int, str]:
+        command = ["eos", "verify", "--bootstrap-servers", self.servers, *named]
+        done = forked.run(command, env=os.environ | {"COLUMNS": "240"})
         return done.returncode, done.stdout + done.stderr
 
     def copy(self, topic: str, change: Callable[[list[Message]], list[Message]]) -> str:
@@ -192,3 +213,15 @@ def test_without_lineage_nothing_is_decided_and_a_missing_topic_is_named(run: Ru
     code, told = run.verify("there-is-no-such-topic")
     assert code == 69, told
     assert "there-is-no-such-topic" in told
+
+
+def test_an_app_names_its_topics_between_functions_and_of_dead_letters(
+    kafka: LocalKafka, names: Callable[[str], str], tmp_path: Path
+) -> None:
+    run = Run(kafka, names, tmp_path, CHAIN)
+    assert run.worker("-X", "eos.lineage=true", "--create-topics").wait(120) == 0, (tmp_path / "worker.log").read_text()
+    code, told = run.verified(str(tmp_path / "app.py"))
+    assert code == 0, told
+    assert "note:" not in told
+    handled = 2 * COUNT - 11  # 1000, ..., 11000 are dead letters of the first function; the second reads the others
+    assert f"{handled:,} inputs and {handled:,} outputs of group {run.group} examined: holds\n" in told

@@ -95,8 +95,10 @@ def test_a_worker_paused_past_its_transaction_timeout_goes_on_by_itself(
 def test_a_worker_whose_every_transaction_outlives_its_timeout_gives_up_and_a_healthy_one_finishes(
     kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
+    """Of one record each: larger ones would be followed by smaller ones."""
     pipeline = pipelines.on(kafka, RECORDS)
     settings = {"transaction.timeout.ms": str(SHORT_MS), "session.timeout.ms": "10000"}
+    settings["eos.transaction.max.records"] = "1"
     times = range(1, MOST_REBUILDS + 2)
     worker = pipeline.worker(settings=settings, holds=[("flushed", nth) for nth in times])
     for nth in times:
@@ -105,6 +107,7 @@ def test_a_worker_whose_every_transaction_outlives_its_timeout_gives_up_and_a_he
         worker.go_on()
     assert worker.wait() == TEMPORARY, worker.last_words
     assert f"{len(times)} rebuilds without one commit" in worker.last_words
+    assert f"sending the outputs of one record took longer than transaction.timeout.ms={SHORT_MS}" in worker.last_words
     assert worker.log.count("rebuilt from the committed offsets") == MOST_REBUILDS
     pipeline.finish()
     pipeline.verify()

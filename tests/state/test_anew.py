@@ -16,7 +16,7 @@ from confluent_kafka.admin import AdminClient, NewPartitions
 import eos
 from eos import App, Out, State
 from eos.broker import LocalKafka
-from eos.errors import ConfigurationError, UsageError
+from eos.errors import ConfigurationError, InputGone, UsageError
 from eos.kafka.reset import GroupOffsets, parse_target
 from eos.kafka.settings import Settings, settings_of
 from eos.kafka.world import REAL
@@ -119,6 +119,11 @@ def test_renamed_state_and_function_keep_what_they_hold_or_begin_empty_on_purpos
     words.send()
     words.run(words.app(name="tally"))
     assert words.state("tally") == {"seen": WORDS}
+    admin, topic = AdminClient({"bootstrap.servers": words.servers}), f"{words.id}-tally-changelog"
+    admin.delete_topics([topic])[topic].result(30)
+    wait_until("it is gone everywhere", lambda: topic not in words.topics(), 30)
+    with pytest.raises(InputGone, match="state is gone"):
+        words.begin(words.app(name="tally", state="total"))
 
 
 def test_another_id_does_not_handle_what_is_between_functions_again(words: Words, tmp_path: Path) -> None:

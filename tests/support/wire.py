@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 from kafka.protocol.api_header import ResponseClassRegistry
+from kafka.protocol.producer import ProduceRequest
+from kafka.record.default_records import DefaultRecordBatchBuilder
 
 
 class Wire:
@@ -72,3 +75,44 @@ def decoded(api_key: int, version: int, frame: bytes) -> Any:
 
 def answer(request: Any, frame: bytes) -> Any:
     return decoded(request.API_KEY, request.API_VERSION, frame)
+
+
+class RawName:
+    """The name of a header in bytes, whatever they are."""
+
+    def __init__(self, name: bytes) -> None:
+        self._name = name
+
+    def encode(self, _: str) -> bytes:
+        return self._name
+
+
+Header = tuple[bytes, bytes | None]
+
+
+def produce_raw(address: str, topic: str, records: Sequence[tuple[bytes, Sequence[Header]]], timestamp: int) -> None:
+    """Write values with headers to partition 0 in one batch, as no client library would."""
+    builder = DefaultRecordBatchBuilder(
+        magic=2,
+        compression_type=0,
+        is_transactional=False,
+        producer_id=-1,
+        producer_epoch=-1,
+        base_sequence=-1,
+        batch_size=1 << 20,
+    )
+    for offset, (value, headers) in enumerate(records):
+        raw = [(RawName(name), content) for name, content in headers]
+        builder.append(offset, timestamp, b"k", value, raw)
+    data = ProduceRequest.TopicProduceData
+    batch = data.PartitionProduceData(index=0, records=bytes(builder.build()))
+    request = ProduceRequest(
+        version=7,
+        transactional_id=None,
+        acks=-1,
+        timeout_ms=10_000,
+        topic_data=[data(name=topic, partition_data=[batch])],
+    )
+    with Wire(address) as wire:
+        told = wire.ask(request)
+    assert told.responses[0].partition_responses[0].error_code == 0, told

@@ -26,6 +26,7 @@ from eos.app.routes import Route
 from eos.app.serde import DecodeError
 from eos.app.state import State
 from eos.errors import ConfigurationError, IllegalState
+from eos.hotloop.python import END_OF_TIME
 from eos.records import KEEP, Fed, Out, Record, Send
 
 
@@ -121,7 +122,10 @@ def sent(value: bytes | None, **changes: object) -> Send:
     return tuple({**send, **changes}.values())  # type: ignore[return-value]
 
 
-header_lists = st.lists(st.tuples(st.text(), st.none() | st.binary()), min_size=1)
+header_lists = st.lists(
+    st.tuples(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")), st.none() | st.binary()),
+    min_size=1,
+)
 
 
 # --------------------------------------------------------------------------------------------- Record and Out
@@ -306,7 +310,7 @@ def test_the_key_of_an_out_is_kept_null_or_encoded(key: object, encoded: bytes |
     assert outputs(Out(b"v", key=key)) == [sent(b"v", key=encoded)]
 
 
-@pytest.mark.parametrize(("timestamp", "expected"), [(KEEP, 1700), (0, 0), (5, 5), (2**63 - 1, 2**63 - 1)])
+@pytest.mark.parametrize(("timestamp", "expected"), [(KEEP, 1700), (0, 0), (5, 5), (END_OF_TIME - 1, END_OF_TIME - 1)])
 def test_the_timestamp_of_an_out_is_kept_or_its_own(timestamp: Any, expected: int) -> None:
     assert outputs(Out(b"v", timestamp=timestamp)) == [sent(b"v", timestamp=expected)]
 
@@ -321,7 +325,9 @@ def test_the_partition_of_an_out_is_its_own_or_the_partitioners(partition: int |
     [
         (Out(b"", timestamp=1.5), TypeError, "timestamp .* 1.5, which is not an int"),  # type: ignore[arg-type]
         (Out(b"", timestamp=-1), ValueError, "timestamp .* -1, which is not in"),
-        (Out(b"", timestamp=2**63), ValueError, "timestamp"),
+        (Out(b"", timestamp=2**70), ValueError, "lies after the year 9999 in milliseconds: give"),
+        (Out(b"", timestamp=1_700_000_000_000_000), ValueError, r"in microseconds it is 2023-11-14 22:13:20 UTC"),
+        (Out(b"", timestamp=1_700_000_000 * 10**9), ValueError, r"in nanoseconds it is 2023-11-14 22:13:20 UTC"),
         (Out(b"", timestamp=None), TypeError, "timestamp"),  # type: ignore[arg-type]
         (Out(b"", partition="1"), TypeError, "partition '1', which is not an int"),  # type: ignore[arg-type]
         (Out(b"", partition=-1), ValueError, "partition -1, which is not in"),
@@ -330,6 +336,7 @@ def test_the_partition_of_an_out_is_its_own_or_the_partitioners(partition: int |
         (Out(b"", headers=[(b"a", b"")]), TypeError, "header"),  # type: ignore[list-item]
         (Out(b"", headers={"a": 5}), TypeError, "header 'a' a int, not bytes, str or None"),  # type: ignore[dict-item]
         (Out(b"", headers=[("\ud800", b"")]), ValueError, "surrogates"),
+        (Out(b"", headers=[("a\0b", b"")]), ValueError, "ends at a NUL"),
         (Out(b"", key="\ud800"), ValueError, "surrogates"),
         (Out(object()), TypeError, "a object cannot be sent"),
         (Out(b"", key=object()), TypeError, "a object cannot be sent"),
@@ -402,7 +409,7 @@ def test_an_error_of_the_function_comes_out_as_it_is() -> None:
         route(f).outputs(RECORD)
 
 
-@given(st.lists(st.none() | st.binary() | st.text()), st.none() | st.binary(), st.integers(-1, 2**62))
+@given(st.lists(st.none() | st.binary() | st.text()), st.none() | st.binary(), st.integers(-1, END_OF_TIME - 1))
 def test_every_way_to_return_the_same_values_sends_the_same(
     values: list[bytes | str | None], key: bytes | None, timestamp: int
 ) -> None:

@@ -402,7 +402,13 @@ def test_a_good_app_gets_as_far_as_the_cluster_which_is_unreachable(here: Path) 
 def test_a_cluster_that_is_to_be_verified_and_is_unreachable_is_named_at_once(here: Path) -> None:
     examined = ("--input", "a", "--output", "b", "--group", "g")
     soon = ("--bootstrap-servers", "127.0.0.1:1", "-X", "eos.startup.timeout.ms=1000")
-    assert refused(69, here, "verify", *examined, *soon).startswith("eos: 127.0.0.1:1 cannot be reached: ")
+    for named in (examined, ("good:app",)):
+        assert refused(69, here, "verify", *named, *soon).startswith("eos: 127.0.0.1:1 cannot be reached: ")
+
+
+@pytest.mark.parametrize("named", [(), ("--input", "a", "--group", "g"), ("good:app", "--output", "b")])
+def test_verify_takes_an_app_or_topics_and_a_group(here: Path, named: tuple[str, ...]) -> None:
+    assert "needs MODULE:APP, or --input, --output and --group" in refused(64, here, "verify", *named)
 
 
 # ---- what is imported ----------------------------------------------------------------------------------------

@@ -48,6 +48,10 @@ def message(offset: int = 7, **fields: Any) -> Message:
     return Message(**(given | {"offset": offset, "headers": None, "error": None} | fields))
 
 
+def no_headers(message: Any, error: Exception) -> Any:
+    raise error
+
+
 # ---- records_of ---------------------------------------------------------------------------------------------------
 
 
@@ -55,11 +59,11 @@ def message(offset: int = 7, **fields: Any) -> Message:
 def test_messages_become_records_in_order_and_errors_none(loop: Any) -> None:
     error = message(1, error=KafkaError(KafkaError._PARTITION_EOF))
     headed = message(2, headers=[("h", b"x")], key=None, value=None, timestamp=(0, -1))
-    assert loop.records_of([message(0), error, headed], Record) == [
+    assert loop.records_of([message(0), error, headed], Record, no_headers) == [
         Record("in", 3, 0, 1_700_000_000_000, b"k", b"v", ()),
         Record("in", 3, 2, -1, None, None, [("h", b"x")]),
     ]
-    assert loop.records_of([], Record) == []
+    assert loop.records_of([], Record, no_headers) == []
 
 
 class Other:
@@ -77,8 +81,8 @@ class Other:
 @both
 def test_what_is_no_message_of_the_client_is_asked_by_name(loop: Any) -> None:
     mixed = [Other(message(0)), message(1), Other(message(2))]
-    assert [record.offset for record in loop.records_of(mixed, Record)] == [0, 1, 2]
-    assert loop.records_of(mixed[1:], Record) == python.records_of(mixed[1:], Record)
+    assert [record.offset for record in loop.records_of(mixed, Record, no_headers)] == [0, 1, 2]
+    assert loop.records_of(mixed[1:], Record, no_headers) == python.records_of(mixed[1:], Record, no_headers)
 
 
 class Heir(Message):
@@ -117,7 +121,7 @@ TIMES = st.integers(-(2**63), 2**63 - 1) | st.sampled_from([-1, 0, 1, 1_700_000_
 def test_timestamps_are_what_the_getter_says(loop: Any, made: list[tuple[type[Message], int, int]]) -> None:
     messages = [kind(topic="in", timestamp=(how, when)) for kind, how, when in made]
     before = Counted.made
-    records = loop.records_of(messages, Record)
+    records = loop.records_of(messages, Record, no_headers)
     assert Counted.made == before
     assert [record.timestamp for record in records] == [m.timestamp()[1] for m in messages]
 
@@ -176,17 +180,31 @@ def test_a_record_of_another_kind_is_made_by_calling_it(loop: Any, kind: Any) ->
         ("in", 3, 1, 1_700_000_000_000, None, b"v", [("h", b"x")]),
     ]
     made = [kind(*each) for each in fields]
-    assert loop.records_of(given, kind) == made
-    assert [*map(gc.is_tracked, loop.records_of(given, kind))] == [*map(gc.is_tracked, made)]
+    assert loop.records_of(given, kind, no_headers) == made
+    assert [*map(gc.is_tracked, loop.records_of(given, kind, no_headers))] == [*map(gc.is_tracked, made)]
     with pytest.raises(TypeError):
-        loop.records_of(given, Named)
+        loop.records_of(given, Named, no_headers)
 
 
 @both
 @pytest.mark.parametrize("fails", ["error", "topic", "timestamp", "value", "headers"])
 def test_a_getter_that_raises_raises(loop: Any, fails: str) -> None:
     with pytest.raises(ValueError, match=fails):
-        loop.records_of([message(0), Other(message(1), fails)], Record)
+        loop.records_of([message(0), Other(message(1), fails)], Record, no_headers)
+
+
+@both
+def test_a_record_whose_headers_raise_gets_others(loop: Any) -> None:
+    asked: list[tuple[object, str]] = []
+
+    def others(message: Any, error: Exception) -> list[tuple[str, bytes]]:
+        asked.append((message, str(error)))
+        return [("other", b"x")]
+
+    broken = Other(message(1), "headers")
+    records = loop.records_of([message(0), broken, message(2, headers=[("h", b"x")])], Record, others)
+    assert [record.headers for record in records] == [(), [("other", b"x")], [("h", b"x")]]
+    assert asked == [(broken, "headers")]
 
 
 @both
@@ -195,7 +213,7 @@ def test_a_record_type_that_raises_raises(loop: Any) -> None:
         raise LookupError("no record")
 
     with pytest.raises(LookupError):
-        loop.records_of([message()], never)
+        loop.records_of([message()], never, no_headers)
 
 
 # ---- runs_of ------------------------------------------------------------------------------------------------------
@@ -263,6 +281,7 @@ PARTS: dict[str, list[Any]] = {
         {"h": b"x", "pass": None, "t": "text"},
         {},
         [("\ud800", b"x")],
+        [("a\0b", b"x")],
         [("h", 5)],
         [["h", b"x"]],
         [("h",)],
@@ -270,7 +289,7 @@ PARTS: dict[str, list[Any]] = {
         types.MappingProxyType({"h": b"x"}),
     ],
     "partition": [None, 0, 2**31 - 1, 2**31, -1, True, "1"],
-    "timestamp": [KEEP, 0, 2**63 - 1, 2**63, -1, True, 1.5, 10**12],
+    "timestamp": [KEEP, 0, python.END_OF_TIME - 1, python.END_OF_TIME, 2**63, -1, True, 1.5, 10**12],
 }
 
 
@@ -310,7 +329,7 @@ odd_outs = st.builds(Out, **{name: st.sampled_from(values) for name, values in P
 values = st.sampled_from([b"v", "text", None, b"refuse", b"for good", 5, {"json": 1}, "\ud800", Texts("heir"), KEEP])
 items = values | usual_outs | odd_outs | st.just("raise")
 results = st.tuples(st.sampled_from(list(SHAPES)), st.lists(items, max_size=4))
-stamps = st.sampled_from([1_700_000_000_000, 0, -1])
+stamps = st.sampled_from([1_700_000_000_000, 0, -1, python.END_OF_TIME - 1, python.END_OF_TIME, 2**63 - 1])
 inputs = st.builds(
     lambda timestamp, key, value, headers: Record("in", 0, 7, timestamp, key, value, headers),
     stamps,
@@ -699,9 +718,9 @@ def test_no_reference_is_lost_and_none_kept() -> None:
         odd = types.SimpleNamespace(key=key, value=value, timestamp=5, headers=[("pass", value), ()])
         native.feed_values([odd], lambda r: r.value, None, Case([], passing=PASSING).target, never, never, never)
         for kind in (Record, Collected, Checked, Slots, list_of):
-            native.records_of(messages, kind)
+            native.records_of(messages, kind, no_headers)
         with pytest.raises(ValueError, match="headers"):
-            native.records_of(broken, Record)
+            native.records_of(broken, Record, no_headers)
         native.runs_of(runs)
         with pytest.raises(AttributeError):
             native.runs_of([*runs, made])

@@ -54,4 +54,5 @@ def intake_of(world: World, interval_s: float = 0.1, stopping: Callable[[], bool
         rebalances={},
         pulse=Pulse(world.now),
         world=world,
+        on_unreadable=lambda *_: None,
     )

@@ -812,3 +812,27 @@ def test_changelog_with_short_lived_tombstones_is_warned_of(
         changelog.require(SETTINGS, "shop", app_of().stateful)
     (line,) = [line for line in caplog.messages if "changelog keeps tombstones for a short time" in line]
     assert "topic=shop-count-changelog delete_retention_ms=3599000" in line
+
+
+@pytest.mark.parametrize(("engine", "needed"), [("lmdb", 280), ("rocksdb", 320)])
+def test_too_few_open_files_are_told_with_the_number_that_is_needed(
+    engine: str, needed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten partitions, before a folder of theirs is opened."""
+    asked: list[int] = []
+
+    def allows(wanted: int) -> int:
+        asked.append(wanted)
+        return needed - 1
+
+    monkeypatch.setattr("eos.state.keeper.allow_open_files", allows)
+    keeper = Keeper(app_of(), Settings({"eos.state.dir": str(tmp_path), "eos.state.engine": engine}))
+    keeper._fits = {"shop-count-changelog": changelog.Fit("shop-count-changelog", 10)}
+    starts: Any = {("in", number): SimpleNamespace(offset=5, metadata="") for number in range(10)}
+    sentence = (
+        rf"state of 10 partitions needs about {needed} open files with eos.state.engine={engine}, and this .* open"
+    )
+    with pytest.raises(ConfigurationError, match=f"{sentence} {needed - 1}: raise its limit"):
+        keeper.restore(starts, starts)
+    assert asked == [2 * needed]
+    assert list(tmp_path.iterdir()) == []

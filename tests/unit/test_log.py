@@ -132,3 +132,24 @@ def test_what_anybody_wrote_does_not_move_a_terminals_cursor(capsys: pytest.Capt
     assert "error=\\x1b[2J\\x1b]0;owned\\x07 \\u202e" in told.err
     assert "lines \\x1b[31m" in told.out
     assert "\x1b" not in told.err + told.out
+
+
+def test_details_of_a_library_are_held_back_whatever_levels_say(caplog: pytest.LogCaptureFixture) -> None:
+    """As a user's module sets them: on the root logger, or on the library's own."""
+    below = logging.getLogger("secretive.net.connection")
+    for name in (None, "secretive", "secretive.net.connection"):
+        caplog.set_level(logging.DEBUG, name)
+    log.hold_back("secretive")
+    below.debug("the password")
+    logging.getLogger("secretive.later").debug("the token")
+    caplog.set_level(logging.DEBUG, "secretive")
+    below.debug("the password again")
+    below.info("connected")
+    logging.getLogger("secretively").debug("another library")
+    assert caplog.messages == ["connected", "another library"]
+
+
+def test_library_says_no_more_than_before_it_was_held_back(caplog: pytest.LogCaptureFixture) -> None:
+    log.hold_back("reticent")
+    logging.getLogger("reticent").info("connected")
+    assert caplog.messages == []

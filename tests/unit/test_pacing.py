@@ -80,3 +80,36 @@ def test_the_pause_behind_aborts_grows_until_a_commit_and_records_that_come_agai
     assert pacing.gather_s(0.05) == 0
     pacing.committed(5)
     assert round(pacing.gather_s(0.05), 6) == 0.05
+
+
+def limits(pacing: Pacing, commits: int, open_s: float, sending_s: float) -> list[int]:
+    """The most records of the transactions after each of so many commits that took what they could."""
+    found = []
+    for _ in range(commits):
+        pacing.committed(pacing.limit, open_s, sending_s)
+        found.append(pacing.limit)
+    return found
+
+
+def test_limit_is_half_of_what_was_delivered_in_time_and_grows_back() -> None:
+    pacing = Pacing(0.1, 1_000, timeout_s=10.0)
+    assert pacing.timed_out(800, delivered=0.25)
+    assert pacing.limit == 100
+    assert limits(pacing, 4, open_s=0.2, sending_s=0.1) == [126, 158, 198, 248]
+    assert limits(pacing, 8, open_s=0.2, sending_s=0.1)[-2:] == [1_000, 1_000]
+
+
+def test_limit_neither_grows_nor_shrinks_while_half_of_the_time_is_enough() -> None:
+    pacing = Pacing(0.1, 1_000, timeout_s=10.0)
+    pacing.timed_out(800, delivered=1.0)
+    assert limits(pacing, 2, open_s=4.0, sending_s=3.9) == [400, 400]
+    assert limits(pacing, 2, open_s=6.0, sending_s=0.1) == [400, 400], "a slow function's time is its own"
+    assert limits(pacing, 3, open_s=6.0, sending_s=5.9) == [200, 100, 50]
+
+
+def test_limit_of_one_record_cannot_shrink() -> None:
+    pacing = Pacing(0.1, 1_000, timeout_s=10.0)
+    assert pacing.timed_out(2, delivered=0.0)
+    assert pacing.limit == 1
+    assert not pacing.timed_out(1, delivered=0.0)
+    assert pacing.limit == 1

@@ -8,6 +8,7 @@ import dataclasses
 import errno
 import logging
 import pickle
+import re
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from eos.app.lineage import HEADER, Ledger, decode
 from eos.app.policies import Policy, policy_of
 from eos.app.serde import DecodeError
 from eos.errors import Action, CallFailed, ConfigurationError, PoisonRecord, Temporary
-from eos.records import Fed, Feed, Send
+from eos.records import Fed, Feed, Send, UnreadableHeaders, readable
 from eos.worker.handling import DeadLetterRefused, Halt, Handler, RecordRefused
 
 
@@ -910,3 +911,74 @@ def test_own_decoders_survive_pickling_and_wrong_ones_are_refused() -> None:
 
         @App("app").process("in", decode=reversed_bytes)
         def whole(record: Record) -> None: ...
+
+
+# ---- a record that cannot be read or sent --------------------------------------------------------------------------
+
+WHY = "the name of header 1 of 2 is not UTF-8"
+
+
+def unreadable(policy: Policy) -> tuple[Txn, Halt | None]:
+    """What became of three records, of which the second one's headers cannot be read."""
+    handler, txn = Handler(app_of(on_error=policy)), Txn()
+    given = records(b"a", b"b", b"c")
+    given[1] = msgspec.structs.replace(given[1], headers=UnreadableHeaders([("b", b"2")], WHY))
+    handler.unreadable(("in", 0, 11), WHY)
+    return txn, handler.handle(txn, given)
+
+
+@pytest.mark.parametrize("policy", [dlq, retry(3, then=dlq)])
+def test_record_with_unreadable_headers_is_dead_lettered_with_the_others(policy: Policy) -> None:
+    txn, halt = unreadable(policy)
+    assert halt is None
+    assert txn.values == [b"A", b"b", b"C"]
+    headers = txn.sends[1][5]
+    assert headers is not None
+    assert headers[0] == ("b", b"2")
+    assert dict(headers)["eos-dlq-message"] == WHY.encode()
+
+
+def test_record_with_unreadable_headers_stops_at_its_offset() -> None:
+    txn, halt = unreadable(stop)
+    assert halt is not None
+    assert halt.handled == 1
+    assert re.search(r"failed on in\[0\]@11: DecodeError: the name of header 1 of 2", str(halt.error))
+    assert txn.values == [b"A"]
+
+
+def test_unreadable_headers_raise_in_a_loop_of_ones_own() -> None:
+    headers = UnreadableHeaders([("b", b"2")], WHY)
+    for read in (list, len, dict, lambda given: given[0], lambda given: ("b", b"2") in given):
+        with pytest.raises(ValueError, match="header 1 of 2"):
+            read(headers)
+    assert (readable(headers), readable(())) == ([("b", b"2")], ())
+
+
+MICROSECONDS = 1_700_000_000_000_000
+
+
+def keep(value: str) -> str:
+    return value
+
+
+def keep_and_count(value: bytes, seen: eos.State[int]) -> bytes:
+    seen.set(1)
+    return value
+
+
+async def keep_async(value: str) -> str:
+    return value
+
+
+def keep_many(given: list[Record]) -> list[Out]:
+    return [record.out(record.value) for record in given]
+
+
+@pytest.mark.parametrize("function", [keep, keep_and_count, keep_async, keep_many])
+def test_timestamp_in_microseconds_goes_by_policy_before_it_is_sent(function: Callable[..., Any]) -> None:
+    app = App("app")
+    (app.process_batch if function is keep_many else app.process)("in", to="out", on_error=dlq)(function)
+    given = [Record("in", 0, 0, 1_000, b"k", b"a"), Record("in", 0, 1, MICROSECONDS, b"k", b"b")]
+    ran = eos.testing.run(app, given)
+    assert (ran.values("out"), ran.values("in.dlq")) == ([b"a"], [b"b"])
+    assert b"in microseconds it is 2023-11-14 22:13:20 UTC" in dict(ran.to("in.dlq")[0].headers)["eos-dlq-message"]

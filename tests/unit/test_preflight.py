@@ -395,6 +395,18 @@ def test_a_topic_that_one_broker_does_not_know_yet_is_asked_about_again() -> Non
     assert client.asked == 3
 
 
+def test_a_configuration_is_asked_for_once_where_a_topic_is_named_twice() -> None:
+    asked: list[str] = []
+
+    class Client(Configured):
+        def describe_configs(self, resources: list[Any], request_timeout: float) -> dict[Any, Future[Any]]:
+            asked.extend(resource.name for resource in resources)
+            return super().describe_configs(resources, request_timeout)
+
+    assert set(asking.configs(Client(late=0), ["a", "b", "a"])) == {("topic", "a"), ("topic", "b")}
+    assert asked == ["a", "b"]
+
+
 def test_a_configuration_that_may_not_be_read_is_left_out_at_once_and_one_that_never_comes_in_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

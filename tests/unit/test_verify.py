@@ -445,7 +445,7 @@ def test_where_nothing_that_is_left_can_be_decided_there_is_no_verdict_and_nothi
     found = history.judged()
     assert (found.report.verdicts, len(found.notes)) == ((), 4)
     with pytest.raises(NothingToExamine):
-        _tell(found, "group", ["out"])
+        _tell(found, "group", ["out"], None)
 
 
 def test_inputs_that_are_all_gone_without_retention_are_a_violation(history: History) -> None:
@@ -618,7 +618,7 @@ def test_beside_a_record_without_lineage_nobody_says_that_there_is_no_stranger(
     (note,) = found.notes
     assert note.startswith("1 output carries no lineage (out[0]@9): something else wrote them")
     assert note.endswith("whether they are strangers is not decided")
-    assert _tell(found, "group", ["out"]) == 0
+    assert _tell(found, "group", ["out"], None) == 0
     assert "holds, as far as it could be decided" in " ".join(capsys.readouterr().out.split())
     cluster.strangers = 7
     assert "(out[0]@9, out[0]@10, out[0]@11, ...)" in verify("servers", ["in"], ["out"], "group").notes[0]

@@ -83,6 +83,7 @@ class Script:
         self.outcomes: list[str] = []
         self.owned: list[int] = []
         self.follows = Follows()
+        self.sending_s = 0.0  # of each record; a transaction has 10 s
         self.fails: dict[str, tuple[KafkaError, bool]] = {}
         self.when: dict[str, Callable[[], None]] = {}
         self.counts: Counter[str] = Counter()
@@ -244,6 +245,11 @@ class ScriptedProducer:
 
     def flush(self, timeout_s: float) -> int:
         self.script.call("flush")
+        needed_s = len(self.sent) * self.script.sending_s
+        self.script.passes(min(needed_s, 10.0))
+        if needed_s > 10.0:
+            timed_out = KafkaError(KafkaError._TIMED_OUT, "scripted", retriable=False, txn_requires_abort=True)
+            raise KafkaException(timed_out)
         return 0
 
     def send_offsets_to_transaction(self, offsets: list[TopicPartition], group: object, timeout_s: float) -> None:
@@ -384,6 +390,18 @@ def test_an_abort_in_it_hands_the_records_out_again() -> None:
     assert script.calls[2:9] == ["begin", "flush", "offsets", "abort", "init", "begin", "flush"]
     assert script.outcomes == ["aborted", "committed", "committed"]
     assert script.follows.told == ["restore 0", "beside", "undone", *["beside", "committed"] * 2]
+
+
+def test_transaction_that_times_out_is_followed_by_smaller_ones(caplog: pytest.LogCaptureFixture) -> None:
+    """Five records need 15 s of the 10 that they have, and two need 6: they are tried once, and not three."""
+    script = Script()
+    script.sending_s = 3.0
+    session = copied(script)
+    assert (script.visible, script.committed) == (ALL, 10)
+    assert (session.counters.aborts, session.counters.transactions) == (1, 9)
+    (line,) = [one.message for one in caplog.records if one.message.startswith("transaction timed out")]
+    assert "sending the outputs of 5 records took longer than transaction.timeout.ms=10000" in line
+    assert "raise it, or lower eos.transaction.max.records next_at_most=2" in line
 
 
 @pytest.mark.parametrize("came_to_pass", [False, True])

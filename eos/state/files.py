@@ -1,0 +1,15 @@
+"""How many files this process may have open."""
+
+from __future__ import annotations
+
+import resource
+
+
+def allow_open_files(wanted: int) -> int:
+    """Raise this process's own limit to what is wanted, or as near as the system lets it. Return the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return allowed

@@ -1,0 +1,74 @@
+"""A worker whose producer has a quota, as managed clusters give one: its backlog gets through all the same."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from confluent_kafka import Producer
+from kafka.protocol.admin.client_quotas import AlterClientQuotasRequest
+
+import eos
+from eos import App, Record
+from eos.broker import LocalKafka
+from eos.worker.worker import Worker
+from tests.support.reading import create_topic, visible_values
+from tests.support.wire import Wire
+
+VALUE_BYTES = 1_000
+
+
+def limit_producer(servers: str, client_id: str, bytes_per_s: float) -> None:
+    entry = AlterClientQuotasRequest.EntryData
+    request = AlterClientQuotasRequest(
+        version=0,
+        entries=[
+            entry(
+                entity=[entry.EntityData(entity_type="client-id", entity_name=client_id)],
+                ops=[entry.OpData(key="producer_byte_rate", value=bytes_per_s, remove=False)],
+            )
+        ],
+        validate_only=False,
+    )
+    with Wire(servers) as wire:
+        told = wire.ask(request)
+    assert [one.error_code for one in told.entries] == [0], told
+
+
+@pytest.mark.parametrize(
+    ("window", "bytes_per_s", "count", "more"),
+    [
+        # A quota is about the average of its window, 10 s by default: so much is free. All of it is one transaction.
+        pytest.param(
+            3, 200_000, 2_000, {"transaction.timeout.ms": 3_000, "eos.transaction.interval.ms": 1_500}, id="small"
+        ),
+        pytest.param(11, 200_000, 30_000, {}, id="default", marks=[pytest.mark.long, pytest.mark.timeout(500)]),
+    ],
+)
+def test_backlog_under_a_producer_quota_gets_through_with_smaller_transactions(
+    caplog: pytest.LogCaptureFixture, window: int, bytes_per_s: int, count: int, more: dict[str, int]
+) -> None:
+    """All of it at once takes longer than a transaction may."""
+    with LocalKafka(config={"quota.window.num": window}) as kafka:
+        servers, source, target, client = kafka.bootstrap_servers, "in", "out", "limited"
+        for topic in (source, target):
+            create_topic(servers, topic)
+        producer = Producer({"bootstrap.servers": servers})
+        values = [os.urandom(VALUE_BYTES) for _ in range(count)]  # nothing of it compresses
+        for value in values:
+            producer.produce(source, value)
+        assert producer.flush(30) == 0
+        limit_producer(servers, client, bytes_per_s)
+        app = App("app")
+
+        @app.process(source, to=target)
+        def copy(record: Record) -> bytes | None:
+            return record.value
+
+        settings = eos.Settings({"bootstrap.servers": servers, "eos.instance": "one", "client.id": client} | more)
+        worker = Worker(app, settings, until_end=True)
+        worker.run()
+        assert visible_values(servers, target)[0] == values
+    lines = [record.message for record in caplog.records if record.message.startswith("transaction timed out")]
+    assert 1 <= len(lines) <= 6
+    assert "sending the outputs of" in lines[0]
