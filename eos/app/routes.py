@@ -99,7 +99,7 @@ class Route:
             self.outputs = lambda record: outputs_batch([record])
             self.each = _one_by_one(self.outputs)
             return
-        decoded, typed = _record_decoder(annotation, self.name, decode)
+        decoded, typed = _record_decoder(annotation, self.name, decode, _first_parameter(function))
         if typed or record_too:
             function, decoded = _of_record(function, decoded, typed, record_too), None
         normalise = normaliser(self.name, destinations, hints, passing)
@@ -164,10 +164,15 @@ def is_async(function: Callable[..., object]) -> bool:
     return inspect.iscoroutinefunction(below) or inspect.isasyncgenfunction(below)
 
 
-def _record_decoder(annotation: object, name: str, decode: Decode | None) -> tuple[Decode | None, bool]:
+def _first_parameter(function: Callable[..., Any]) -> str:
+    return next(iter(inspect.signature(function).parameters))
+
+
+def _record_decoder(annotation: object, name: str, decode: Decode | None, parameter: str) -> tuple[Decode | None, bool]:
     """Return the decoder for a function of one record (None: it gets the Record itself), and whether the function gets
     a Record with the decoded value."""
     kind, _ = without_none(annotation)
+    of = f"the parameter {parameter} of {name}: "
     if kind is Record:
         if decode is not None:
             raise ConfigurationError(
@@ -175,7 +180,7 @@ def _record_decoder(annotation: object, name: str, decode: Decode | None) -> tup
             )
         return None, False
     if typing.get_origin(kind) is Record:
-        return decode or decoder(typing.get_args(kind)[0]), True
+        return decode or decoder(typing.get_args(kind)[0], of), True
     if decode is not None:
         return decode, False
     if Record in _mentioned(annotation):
@@ -183,7 +188,7 @@ def _record_decoder(annotation: object, name: str, decode: Decode | None) -> tup
             f"{name} is annotated {annotation_name(annotation)}, but gets one record at a time: annotate Record, or "
             "decorate with process_batch"
         )
-    return decoder(annotation), False
+    return decoder(annotation, of), False
 
 
 def _of_record(

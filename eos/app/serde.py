@@ -10,8 +10,10 @@ Alone (or as `| None`), `bytes` and `str` mean the raw value; every other annota
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import functools
 import inspect
+import json
 import re
 import types
 import typing
@@ -173,10 +175,11 @@ def without_none(annotation: object) -> tuple[object, bool]:
 # ------------------------------------------------------------------------------------------------ decoding
 
 
-def decoder(annotation: object) -> Decode:
+def decoder(annotation: object, of: str = "", kept: bool = False) -> Decode:
     """The decoder of a record's value (bytes, or None for a tombstone) for this annotation.
 
-    Raises ConfigurationError for what cannot be decoded. The decoder raises DecodeError for a value that is not
+    Raises ConfigurationError for what cannot be decoded. `of`: how its sentence names the parameter. `kept`: a value of
+    state is decoded, for which there is no decode=. The decoder raises DecodeError for a value that is not
     of that type, and for a tombstone unless the annotation is `T | None`.
     """
     inner, nullable = without_none(annotation)
@@ -187,24 +190,26 @@ def decoder(annotation: object) -> Decode:
     union = typing.get_origin(inner) in (typing.Union, types.UnionType)
     if union and {bytes, str}.intersection(typing.get_args(inner)):
         raise ConfigurationError(
-            f"the annotation {annotation_name(annotation)} is ambiguous: bytes and str mean the raw value when they "
-            "stand alone, the other types mean JSON; annotate Record or bytes and decode in the function"
+            f"{of}the annotation {annotation_name(annotation)} is ambiguous: bytes and str mean the raw value when "
+            "they stand alone, the other types mean JSON; annotate Record or bytes and decode in the function"
         )
-    return _json_decoder(annotation, nullable)
+    if inner in (bytearray, memoryview):
+        raise ConfigurationError(f"{of}{annotation_name(annotation)} would be read as JSON: annotate bytes")
+    return _json_decoder(annotation, nullable, of, kept)
 
 
-def _json_decoder(annotation: object, nullable: bool) -> Decode:
+def _json_decoder(annotation: object, nullable: bool, of: str, kept: bool) -> Decode:
     name = annotation_name(annotation)
     try:
         decode = msgspec.json.Decoder(annotation).decode
         foreign = _first(msgspec.inspect.CustomType, msgspec.inspect.type_info(annotation), set())
     except (TypeError, NameError, AttributeError, SyntaxError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"no decoder for the annotation {name}: {error}") from error
+        raise ConfigurationError(f"{of}no decoder for the annotation {name}: {error}") from error
     if foreign is not None:
         # msgspec takes any class and then refuses every value of it: say so now, not at the first record.
         raise ConfigurationError(
-            f"no decoder for the annotation {name}: msgspec cannot read {annotation_name(foreign.cls)} from JSON; use "
-            "Record, bytes, str, dict, a msgspec.Struct, a dataclass or another type that msgspec knows"
+            f"{of}no decoder for the annotation {name}: msgspec cannot read {annotation_name(foreign.cls)} from JSON",
+            remedy=_readable(foreign.cls, kept),
         )
 
     def from_json(value: bytes | None) -> Any:
@@ -218,6 +223,17 @@ def _json_decoder(annotation: object, nullable: bool) -> Decode:
             raise DecodeError(f"expected {name} as JSON: {error}") from error
 
     return from_json
+
+
+def _readable(kind: type, kept: bool) -> str:
+    """What to annotate in place of a class that msgspec does not know."""
+    if hasattr(kind, "model_validate_json"):
+        name = annotation_name(kind)
+        return "keep a dict, its model_dump()" if kept else f"pass decode={name}.model_validate_json"
+    if kind.__module__.partition(".")[0] == "numpy":
+        return "annotate int, float, bool or list"
+    known = "bytes, str, dict, a msgspec.Struct, a dataclass or another type that msgspec knows"
+    return f"use {known}" if kept else f"use Record, {known}, or pass decode="
 
 
 def _first(kinds: type[_Node] | tuple[type[_Node], ...], node: object, seen: set[int]) -> _Node | None:
@@ -325,7 +341,7 @@ def encode(value: object) -> bytes | None:
 
     Raises TypeError for a type that JSON cannot hold, ValueError for a str that UTF-8 cannot.
     """
-    return _encode(value, JSON)
+    return _encode(value, JSON, "sent")
 
 
 class Codec(NamedTuple):
@@ -369,18 +385,48 @@ IS_JSON = _IsJson()
 
 def encode_key(key: object) -> bytes | None:
     """A record's key, by the rule of `encode`; dicts and sets in it are sorted: equal keys give equal bytes."""
-    return _encode(key, _JSON_KEY)
+    return _encode(key, _JSON_KEY, "sent as a key")
 
 
-def _encode(value: object, json: msgspec.json.Encoder) -> bytes | None:
+_NO_NAN: Final = "JSON has no NaN and no infinity: use None or another value in its place"
+
+
+def remedy_of(value: object, kept: bool = False) -> str:
+    """Return what to do about a value that JSON cannot hold, by the first part of it that is in the way; "" where
+    nothing is known of it. `kept`: it is a value of state, and not sent."""
+    refused: list[Any] = []
+
+    def refuse(part: object) -> object:
+        refused.append(part)
+        raise NotImplementedError
+
+    plain: object = None
+    with contextlib.suppress(NotImplementedError, TypeError, ValueError, OverflowError, RecursionError):
+        plain = msgspec.to_builtins(value, enc_hook=refuse, str_keys=True)
+    if not refused:
+        try:
+            json.dumps(plain, allow_nan=False)
+        except ValueError:
+            return _NO_NAN
+        return ""
+    part = refused[0]
+    if hasattr(part, "model_dump_json"):
+        return 'use its model_dump(mode="json")' if kept or part is not value else "use its model_dump_json()"
+    if type(part).__module__ == "numpy":
+        return f"use its {'tolist' if getattr(part, 'ndim', 0) else 'item'}()"
+    return ""
+
+
+def _encode(value: object, encoder: msgspec.json.Encoder, use: str) -> bytes | None:
     if value is None or type(value) is bytes:
         return value
     if not IS_JSON[type(value)]:
         return value.encode() if isinstance(value, str) else bytes(cast("bytes | bytearray | memoryview", value))
     try:
-        return json.encode(value)
+        return encoder.encode(value)
     except TypeError as error:
-        raise TypeError(
-            f"a {type(value).__name__} cannot be sent ({error}): send bytes, str, or what JSON can hold "
-            "(a dict, a dataclass, a msgspec.Struct, a number, ...)"
-        ) from error
+        remedy = remedy_of(value) or (
+            "send bytes, str, or what JSON can hold (a dict, a dataclass, a msgspec.Struct, a number, ...)"
+        )
+        own = "" if encoder is _JSON_KEY else ", or pass encode="
+        raise TypeError(f"a {type(value).__name__} cannot be {use} ({error}): {remedy}{own}") from error

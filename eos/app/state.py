@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar,
 
 from eos.app.cells import begin_of, named
 from eos.app.layers import AFTER_FIELDS, Below, Bounds, Overlay, Span, Value
-from eos.app.serde import DecodeError, annotation_name, codec, encode
+from eos.app.serde import DecodeError, annotation_name, codec, encode, remedy_of
 from eos.errors import ConfigurationError, IllegalState
 
 T = TypeVar("T")
@@ -166,7 +166,9 @@ class _Held:
             if after != before and type(value) is not compiled.sure:
                 compiled.decode(after)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise TypeError(f"the state {compiled.store.name} cannot be {reprlib.repr(value)}: {error}") from error
+            remedy = remedy_of(value, kept=True)
+            told = f"the state {compiled.store.name} cannot be {reprlib.repr(value)}: {error}"
+            raise TypeError(f"{told}: {remedy}" if remedy else told) from error
         return after
 
     def _settable(self, value: object) -> None:

@@ -44,9 +44,10 @@ _MAPPINGS: Final = (dict, collections.abc.Mapping)
 def stores_of(function: Callable[..., Any], frame: types.FrameType | None, batch: bool = False) -> tuple[Store, ...]:
     """The parameters behind the first that are annotated as state. ConfigurationError for one that cannot be kept."""
     try:
-        parameters = list(inspect.signature(function).parameters.values())[1:]
+        first, *parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError, NameError):
         return ()  # said by whoever looks at the first parameter
+    _require_a_record(function_name(function), first, resolved(function, first.annotation, frame))
     found = []
     for parameter in parameters:
         if parameter.annotation is inspect.Parameter.empty:
@@ -60,6 +61,14 @@ def stores_of(function: Callable[..., Any], frame: types.FrameType | None, batch
             )
         found.append(store)
     return tuple(found)
+
+
+def _require_a_record(function: str, first: inspect.Parameter, annotation: Any) -> None:
+    if annotation in _KINDS or typing.get_origin(annotation) in _KINDS:
+        raise ConfigurationError(
+            f"the first parameter of {function}, {first.name}, is annotated as state",
+            remedy=f"the first one gets the record's value: def {function}(value: str, {first.name}: ...)",
+        )
 
 
 def _store(function: str, name: str, annotation: Any, batch: bool) -> Store | None:
@@ -88,9 +97,10 @@ def _store(function: str, name: str, annotation: Any, batch: bool) -> Store | No
     if origin is MapState and inner[0] not in FIELDS:
         raise ConfigurationError(
             f"the keys of the map {name} of {function} are {annotation_name(inner[0])}: they can be "
-            f"{', '.join(kind.__name__ for kind in FIELDS)}"
+            f"{', '.join(kind.__name__ for kind in FIELDS)}",
+            remedy="annotate str and use str(key)",
         )
-    decoder(inner[-1])  # raises for what cannot be decoded
+    decoder(inner[-1], f"the state {name} of {function}: ", kept=True)  # raises for what cannot be decoded
     return Store(name, origin, inner, many)
 
 

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,15 @@ from rich.console import Console
 from eos.broker.jars import DEFAULT_VERSION, folder_of_user, kafka_jars, parse_version
 from eos.broker.java import find_java
 from eos.broker.local import choose_ports, heap_for, persistent_cluster_id
-from eos.broker.node import STOP_TIMEOUT_S, Node, format_all, is_free, require_free, wait_until_ready
+from eos.broker.node import (
+    STOP_TIMEOUT_S,
+    Node,
+    format_all,
+    is_free,
+    require_free,
+    unknown_settings,
+    wait_until_ready,
+)
 from eos.broker.properties import HOST, LAID_OUT, NodePorts
 from eos.errors import ConfigurationError, Unavailable
 
@@ -118,7 +126,8 @@ class Detached:
             state = self._wanted(before, bool(up), nodes, version, port, config or {})
             down = [i for i in range(len(state.nodes)) if i not in up]
             if down:
-                self._start_nodes(state, down, console or Console(stderr=True))
+                new = (config or {}).keys() - (before.config if before else {}).keys()
+                self._start_nodes(state, down, new, console or Console(stderr=True))
             return down
 
     def _wanted(
@@ -157,9 +166,12 @@ class Detached:
         layout = _layout(count, first_port if port is None else port, before.nodes)
         return State(version or before.version, layout, {**before.config, **config})
 
-    def _start_nodes(self, state: State, down: list[int], console: Console) -> None:
+    def _start_nodes(self, state: State, down: list[int], new: Set[str], console: Console) -> None:
+        """`new`: names of settings that the data does not have yet."""
         require_free(state.nodes[i].client_port for i in down)
         java, jars = find_java(), kafka_jars(state.version, console)
+        if new and (unknown := unknown_settings(java, jars, new)):
+            raise ConfigurationError(f"--config {unknown[0]}: Kafka {state.version} has no setting of this name")
         ports = [NodePorts(node.client_port, node.controller_port) for node in state.nodes]
         nodes = [Node(i, self._node_directory(i), state.version, java, jars) for i in down]
         try:

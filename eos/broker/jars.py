@@ -171,6 +171,11 @@ def _resolve(
             for artifact in artifacts:
                 jars.append(_whole_jar(artifact))
                 progress.advance(overall)
+        except requests.exceptions.SSLError as error:
+            raise Unavailable(
+                f"the jars of {what} cannot be fetched: the certificate of the repository was refused ({error})",
+                remedy="where a proxy signs certificates, set REQUESTS_CA_BUNDLE to its CA",
+            ) from error
         except (requests.RequestException, OSError) as error:
             raise Unavailable(
                 f"the jars of {what} are not on this machine and cannot be fetched without a network "

@@ -22,7 +22,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from eos.broker.jars import cache_directory
-from eos.broker.properties import HOST, NodePorts, logging_options, render, server_properties
+from eos.broker.properties import (
+    HOST,
+    OF_AUTHORIZER,
+    UNLISTED,
+    NodePorts,
+    logging_options,
+    render,
+    server_properties,
+)
 from eos.broker.questions import metadata
 from eos.errors import ConfigurationError, Unavailable
 
@@ -209,6 +217,19 @@ class Node:
                 cause = f": {after.strip()}" if re.match(r"[\w.]+(Exception|Error)\b", after) else ""
                 return f"{line.strip()}{cause}"[:600]
         return _last_statement(_lines(self.stdout_path))
+
+
+def unknown_settings(java: Path, jars: Sequence[Path], names: Iterable[str]) -> list[str]:
+    """Return the names that are no setting of a broker, by Kafka's own list. Raises Unavailable.
+
+    A broker takes every name without a word, because a plug-in may read it; a local one has none."""
+    command = [str(java), "-Xmx128m", "-XX:TieredStopAtLevel=1", "-cp", os.pathsep.join(map(str, jars))]
+    command.append("kafka.server.KafkaConfig")  # prints the documentation of all settings
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=_FORMAT_TIMEOUT_S, check=False)
+    known = {*re.findall(r'id="brokerconfigs_([^"]+)"', listed.stdout), *OF_AUTHORIZER}
+    if len(known) == len(OF_AUTHORIZER):
+        raise Unavailable(f"Kafka does not list its settings: {_last_statement(listed.stderr.splitlines())}")
+    return sorted(name for name in names if name not in known and not name.startswith(UNLISTED))
 
 
 def jvm_options() -> list[str]:

@@ -67,6 +67,11 @@ def _listeners(ports: NodePorts) -> dict[str, object]:
 LAID_OUT = _layout(0, [NodePorts(0, 0)], Path()).keys()
 """What nodes, ports and directories say, and nobody else."""
 
+OF_AUTHORIZER = ("super.users", "allow.everyone.if.no.acl.found")
+"""Settings of Kafka's StandardAuthorizer, which the brokers' list lacks."""
+UNLISTED = ("listener.name.", "unstable.")
+"""How names begin that the list lacks: settings of one listener, and those that Kafka keeps to itself."""
+
 
 def _replication(nodes: int) -> dict[str, object]:
     copies, in_sync = (1, 1) if nodes == 1 else (3, 2)

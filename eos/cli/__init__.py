@@ -23,7 +23,7 @@ from eos.worker.hooks import HookFailed
 COMMANDS = {
     "init": "A new folder with an App, its test, its settings and a Dockerfile.",
     "broker": "A real Kafka in a local JVM.",
-    "topic": "Topics of any cluster: list, create, read and write them.",
+    "topic": "Topics of any cluster: list, create, change, read and write them.",
     "dlq": "Dead letters: what lies there and why, and bring them back exactly once.",
     "state": "What the functions of an App remember, by key.",
     "topology": "Functions, topics and state of an App, as text or as Mermaid.",

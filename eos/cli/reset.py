@@ -72,10 +72,10 @@ def reset(
     if with_state:
         if target is None or not from_ or skip or topic or accept_changelog:
             raise UsageError("--with-state begins all of an App anew: it takes MODULE:APP and --from alone")
-        _begin_anew(load_settings(bootstrap_servers, set_), _app(target), parse_target(from_), wait, dry_run, yes)
+        _begin_anew(load_settings(bootstrap_servers, set_), _app(target), where_to_go(from_), wait, dry_run, yes)
         return
     stays = accept_changelog and not from_ and not skip
-    where = STAY if stays else parse_skip(skip) if skip else parse_target(from_ or [])
+    where = STAY if stays else parse_skip(skip) if skip else where_to_go(from_ or [])
     loaded = load_settings(bootstrap_servers, set_)
     app = None if target is None else _app(target)
     name, topics = _group(loaded, app, group, topic or [])
@@ -99,6 +99,14 @@ def reset(
     confirm(f"set {len(moves)} committed offsets of group {name}", yes)
     offsets.commit(moves)
     print(f"group {name}: {len(moves)} offsets set")
+
+
+def where_to_go(from_: list[str]) -> Target:
+    """Return what `--from` says, and print the moment of a time: one without a zone is in this machine's."""
+    where = parse_target(from_)
+    if where.timestamp_ms is not None:
+        print(f"from {where.name}")
+    return where
 
 
 def _begin_anew(loaded: Settings, app: App, where: Target, wait: float, dry_run: bool, yes: bool) -> None:

@@ -1,4 +1,4 @@
-"""`eos topic list | create | tail | send`: the topics of any cluster, for people and machines.
+"""`eos topic list | create | partitions | delete | tail | send`: the topics of any cluster, for people and machines.
 
 Owns the options and what is printed; eos.kafka.tail reads, and `send` is a transaction as `eos.transaction` makes it.
 """
@@ -20,6 +20,8 @@ from eos.cli.options import (
     BootstrapServers,
     Json,
     Set,
+    Yes,
+    confirm,
     load_settings,
     named_value,
     print_json,
@@ -27,7 +29,7 @@ from eos.cli.options import (
     until_hung_up,
 )
 from eos.cli.written import header_json, headers_text, json_of, text_of
-from eos.errors import UsageError
+from eos.errors import Unavailable, UsageError, not_authorised
 from eos.kafka import facts, tail
 from eos.kafka.settings import Settings
 from eos.kafka.tail import Mark, Seen
@@ -38,7 +40,7 @@ _TIMEOUT_S = 5.0
 _TOLD = 10
 _LAST = 10
 
-app = typer.Typer(no_args_is_help=True, help="Topics of any cluster: list, create, read and write them.")
+app = typer.Typer(no_args_is_help=True, help="Topics of any cluster: list, create, change, read and write them.")
 Topic = Annotated[str, typer.Argument(metavar="TOPIC")]
 
 
@@ -94,6 +96,62 @@ def create_and_tell(settings: Settings, names: list[str], partitions: int, broke
     created = facts.create_topics(settings, dict.fromkeys(names, partitions), brokers)
     for name in dict.fromkeys(names):
         print(f"{name}: {f'created with {partitions} partitions' if name in created else 'exists'}")
+
+
+@app.command()
+def partitions(
+    topic: Topic,
+    count: Annotated[int, typer.Argument(metavar="N", min=1, help="How many it has then; never fewer.")],
+    yes: Yes = False,
+    bootstrap_servers: BootstrapServers = None,
+    set_: Set = None,
+) -> None:
+    """Give a topic more partitions. Keys may move to other partitions; asks before it acts."""
+    _check(topic)
+    client = facts.connect(load_settings(bootstrap_servers, set_), _TIMEOUT_S)
+    has = _there(client, topic).partitions
+    if count < has:
+        raise UsageError(f"{topic} has {has} partitions: Kafka takes none away")
+    if count == has:
+        print(f"{topic}: has {has} partitions")
+        return
+    print(
+        f"{topic}: a key's new records may go to another partition than its old ones. An App whose function with state "
+        "reads this topic ends with 78 then; `eos reset MODULE:APP --from ... --with-state` begins it again",
+        file=sys.stderr,
+    )
+    confirm(f"give {topic} {count} partitions instead of {has}", yes)
+    facts.add_partitions(client, topic, count)
+    print(f"{topic}: {has} partitions before, {count} now")
+
+
+@app.command()
+def delete(
+    names: Annotated[list[str], typer.Argument(metavar="TOPIC...")],
+    yes: Yes = False,
+    bootstrap_servers: BootstrapServers = None,
+    set_: Set = None,
+) -> None:
+    """Delete topics with all of their records; asks before it acts."""
+    names = list(dict.fromkeys(names))
+    for name in names:
+        _check(name)
+    client = facts.connect(load_settings(bootstrap_servers, set_), _TIMEOUT_S)
+    for name in names:
+        _there(client, name)
+    confirm(f"delete {', '.join(names)} with all records", yes)
+    for name in names:
+        facts.delete_topic(client, name)
+        print(f"{name}: deleted")
+
+
+def _there(client: Any, topic: str) -> facts.Topic:
+    found = facts.describe_topic(client, topic)
+    if found.exists is None:
+        raise not_authorised(f"topic {topic}", "DESCRIBE")
+    if not found.exists:
+        raise Unavailable(f"topic {topic} does not exist")
+    return found
 
 
 @app.command()

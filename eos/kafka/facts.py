@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
-from confluent_kafka.admin import ConfigResource, ConfigSource, NewTopic
+from confluent_kafka.admin import ConfigResource, ConfigSource, NewPartitions, NewTopic
 
 from eos import log
 from eos.errors import ConfigurationError, EosError, NotAuthorised, Unavailable, describe_error
@@ -28,6 +28,7 @@ NEW_TOPIC_S = 2.0  # each broker learns of a new topic at a moment of its own, a
 _ASK_S = 5.0
 OFFSETS_KEPT, _KEPT_MINUTES = "offsets.retention.minutes", 10_080
 _ANSWER_S = _ASK_S + 5.0
+_DELETED_S = 30.0
 _KEPT = {"retention.ms": "-1", "retention.bytes": "-1"}
 _UNKNOWN = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
 _DENIED = (
@@ -286,6 +287,38 @@ def create_topics(
             raise Unavailable(f"topic {missing[0]} was created and is not there after {timeout_s:.0f} s")
         world.sleep(0.05)
     return created
+
+
+def delete_topic(client: Any, name: str, world: World = REAL) -> None:
+    """Delete a topic, and wait until no broker that is asked knows of it. Raises Unavailable, NotAuthorised."""
+    _changed(
+        client.delete_topics([name], operation_timeout=_DELETED_S)[name], f"topic {name} cannot be deleted", "DELETE"
+    )
+    deadline = world.now() + _DELETED_S
+    while describe_topic(client, name).exists:
+        if world.now() > deadline:
+            raise Unavailable(f"topic {name} was deleted, and is still there after {_DELETED_S:.0f} s")
+        world.sleep(0.05)
+
+
+def add_partitions(client: Any, name: str, partitions: int, world: World = REAL) -> None:
+    """Give a topic this many partitions, more than it has. Raises Unavailable, NotAuthorised."""
+    asked = client.create_partitions([NewPartitions(name, partitions)], request_timeout=_ANSWER_S)
+    _changed(asked[name], f"topic {name} cannot have {partitions} partitions", "ALTER")
+    deadline = world.now() + _ANSWER_S
+    while describe_topic(client, name).partitions != partitions:
+        if world.now() > deadline:
+            raise Unavailable(f"topic {name} has no {partitions} partitions after {_ANSWER_S:.0f} s")
+        world.sleep(0.05)
+
+
+def _changed(future: Any, failure: str, operation: str) -> None:
+    try:
+        future.result()
+    except KafkaException as error:
+        if error.args[0].code() in _DENIED:
+            raise NotAuthorised(f"{failure}: not authorised to {operation} it") from error
+        raise Unavailable(f"{failure}: {describe_error(error)}") from error
 
 
 def _created(name: str, result: Callable[[], object]) -> bool:

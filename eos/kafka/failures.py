@@ -181,6 +181,17 @@ def missing(error: BaseException | KafkaError, topic: str) -> str:
     return f"topic {topic} does not exist: `eos topic create {topic}` makes it"
 
 
+def too_large(error: BaseException | KafkaError, call: Call, topic: str, size: int, limit: object) -> str:
+    """Say how large a refused record of `size` bytes is and which setting refuses it; "" for another error. `limit`:
+    the producer's message.max.bytes, None for its default."""
+    if _code(error) != _K.MSG_SIZE_TOO_LARGE or not size:
+        return ""
+    if call == "produce":
+        limit = 1_000_000 if limit is None else limit
+        return f"a record of {size} bytes for topic {topic} exceeds message.max.bytes={limit} of the producer: raise it"
+    return f"a record of {size} bytes, or its batch, exceeds max.message.bytes of topic {topic}: raise it there"
+
+
 def refused_timestamp(error: BaseException | KafkaError) -> str:
     """Why a topic refuses an output's timestamp; "" for another error."""
     if _code(error) != _K.INVALID_TIMESTAMP:

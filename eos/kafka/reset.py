@@ -37,8 +37,8 @@ _PLACE = re.compile(r"([A-Za-z0-9._-]+)(?::(\d+):(\d+)|\[(\d+)\]@(\d+))")
 
 @dataclass(frozen=True)
 class Target:
-    """Says where to go on: `earliest`, `latest`, the first record at or after `timestamp_ms`, `offsets` verbatim, or
-    STAY, at the committed offset."""
+    """Says where to go on, for people in `name`: `earliest`, `latest`, the first record at or after `timestamp_ms`,
+    `offsets` verbatim, or STAY, at the committed offset."""
 
     name: str
     timestamp_ms: int | None = None
@@ -92,10 +92,10 @@ def _single(text: str) -> Target | None:
     if text in ("earliest", "latest"):
         return Target(text)
     try:
-        moment = datetime.datetime.fromisoformat(text)
-    except ValueError:
+        moment = datetime.datetime.fromisoformat(text).astimezone()
+    except (ValueError, OverflowError):  # years that no clock has
         return None
-    return Target(text, timestamp_ms=round(moment.timestamp() * 1000))
+    return Target(moment.isoformat(), timestamp_ms=round(moment.timestamp() * 1000))
 
 
 class GroupOffsets:

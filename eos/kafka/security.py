@@ -10,6 +10,8 @@ import contextlib
 import json
 import logging
 import os
+import re
+import socket
 import ssl
 import tempfile
 import time
@@ -30,6 +32,7 @@ _SASL = {
 }
 _REFRESH_AT = 0.8  # of a token's life, as librdkafka does
 _TOKEN_TIMEOUT_S = 10.0
+_HANDSHAKE_S = 5.0
 _PROBE = "probe"  # a CA's location that means: where this system keeps its own, as Python's default context does
 _CLIENT_CREDENTIALS = "client_credentials"
 
@@ -72,11 +75,47 @@ def login_refused(settings: Settings, reason: str) -> NotAuthorised:
 
 
 def no_tls(settings: Settings, reason: str) -> Unavailable:
+    if (refused := _refused_certificate(settings, reason)) is not None:
+        return refused
     return Unavailable(
         f"no TLS connection to {settings.bootstrap_servers}: {reason}",
         remedy="check ssl.ca.location (who signed the brokers' certificates), ssl.certificate.location if they ask for "
         "one, and that bootstrap.servers names a TLS listener",
     )
+
+
+# OpenSSL's X509_V_ERR_*: what is wrong with a broker's certificate, and what to change.
+_UNTRUSTED = "was signed by a CA that is not trusted here", "set ssl.ca.location to the PEM file of that CA"
+_OTHER_NAME = "is for another host", "put a name that it holds into bootstrap.servers and advertised.listeners"
+_CERTIFICATES = {
+    9: ("is not valid yet", "check the clocks of this machine and of the broker"),
+    10: ("has expired", "renew it on the broker, or check this machine's clock"),
+    **dict.fromkeys((18, 19, 20, 21), _UNTRUSTED),
+    **dict.fromkeys((62, 64), _OTHER_NAME),
+}
+_ADDRESS = re.compile(r"ssl://(\S+?):(\d+)/")
+
+
+def _refused_certificate(settings: Settings, reason: str) -> Unavailable | None:
+    """Return what is wrong with a broker's certificate: librdkafka says only that it was refused, so Python looks."""
+    address = _ADDRESS.search(reason)
+    if address is None or "certificate verify failed" not in reason:
+        return None
+    host, port = address[1].strip("[]"), int(address[2])
+    try:
+        context = _tls(settings.connection())
+        with (
+            socket.create_connection((host, port), _HANDSHAKE_S) as plain,
+            context.wrap_socket(plain, server_hostname=host),
+        ):
+            return None
+    except ssl.SSLCertVerificationError as error:
+        if error.verify_code not in _CERTIFICATES:
+            return None
+        wrong, remedy = _CERTIFICATES[error.verify_code]
+        return Unavailable(f"the certificate of {host}:{port} {wrong} ({error.verify_message})", remedy=remedy)
+    except OSError:
+        return None  # it went away; librdkafka's own words are told
 
 
 def unreachable(settings: Settings, reason: str) -> Unavailable:

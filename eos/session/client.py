@@ -44,7 +44,7 @@ class Client:
         self.inits = 1
         """InitProducerId requests that were sent."""
         self.statistics_seen = 0
-        self.delivery_error: tuple[KafkaError, str] | None = None
+        self.delivery_error: tuple[KafkaError, str, int] | None = None  # where it was to go, bytes of key and value
         self.delivery_errors = 0
         self.callback_error: BaseException | None = None
         configuration = guarded(settings.producer(transactional_id), self._keep)
@@ -122,7 +122,12 @@ class Client:
             self.delivery_errors += 1
             if self.delivery_error is None:
                 partition = "" if message.partition() is None else f"[{message.partition()}]"
-                self.delivery_error = (error, f"{message.topic()}{partition}")
+                self.delivery_error = (error, f"{message.topic()}{partition}", size_of(message.key(), message.value()))
+
+
+def size_of(key: bytes | str | None, value: bytes | str | None) -> int:
+    """Return the bytes of a record, without its headers."""
+    return len(key or b"") + len(value or b"")
 
 
 def retire(client: Client) -> None:

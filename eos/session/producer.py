@@ -17,14 +17,14 @@ from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 
 from eos import log
 from eos.errors import Action, Call, CallFailed, Unavailable, describe_error, no_broker, stop_error
-from eos.kafka.failures import classify, denied, missing, refused_timestamp
+from eos.kafka.failures import classify, denied, missing, refused_timestamp, too_large
 from eos.kafka.ownership import Identity, Reach, Situation
 from eos.kafka.raising import raising
 from eos.kafka.settings import Settings, alternate_of
 from eos.kafka.watchdog import CallHung
 from eos.kafka.world import REAL, World
 from eos.records import Fed, Feed, Record, Send
-from eos.session.client import ABANDONED_POLL_S, Client, retire
+from eos.session.client import ABANDONED_POLL_S, Client, retire, size_of
 from eos.session.observe import Pulse
 from eos.session.states import OPEN, Event, Machine, State
 
@@ -342,7 +342,7 @@ class TransactionalProducer:
         assert isinstance(error, KafkaException)
         if classify("produce", error.args[0]) is Action.ABORT:
             self._raise_delivery_error(_REPORT_DELAY_S)  # what the transaction failed of, if it was a record
-        raise self._failed("produce", error, topic=record[0]) from error
+        raise self._failed("produce", error, topic=record[0], size=size_of(record[2], record[1])) from error
 
     def _raise_delivery_error(self, wait_s: float = 0.0) -> None:
         """Raises for the first record that could not be delivered, if its report is there or comes within `wait_s`."""
@@ -350,8 +350,9 @@ class TransactionalProducer:
         while client.delivery_error is None and self._world.now() < deadline:
             self.poll(0.02)
         if client.delivery_error is not None:
-            refusal, where = client.delivery_error
-            raise self._failed("delivery", KafkaException(refusal), topic=where.rsplit("[", 1)[0], where=where)
+            refusal, where, size = client.delivery_error
+            topic = where.rsplit("[", 1)[0]
+            raise self._failed("delivery", KafkaException(refusal), topic=topic, where=where, size=size)
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Serves callbacks. A fatal error that poll raises shows again, with flags, at the next transactional call."""
@@ -509,10 +510,12 @@ class TransactionalProducer:
                     told = now
                     log.warning("waiting for the cluster", call=name, error=describe_error(error), **self.who())
 
-    def _failed(self, call: Call, error: KafkaException, topic: str = "", where: str = "") -> CallFailed:
-        return self._fail(call, classify(call, error.args[0], topic in self._changelogs), error, where, topic)
+    def _failed(self, call: Call, error: KafkaException, topic: str = "", where: str = "", size: int = 0) -> CallFailed:
+        return self._fail(call, classify(call, error.args[0], topic in self._changelogs), error, where, topic, size)
 
-    def _fail(self, call: Call, action: Action, error: BaseException, where: str = "", topic: str = "") -> CallFailed:
+    def _fail(
+        self, call: Call, action: Action, error: BaseException, where: str = "", topic: str = "", size: int = 0
+    ) -> CallFailed:
         """Moves the machine to where the action leaves it; returns the exception to raise."""
         if action in (Action.SETTLE, Action.REJOIN, Action.FENCED):
             self._machine.fire(Event.FENCE)
@@ -528,7 +531,8 @@ class TransactionalProducer:
         self._spent = self._spent or f"failure: {call} raised"
         group: str = self._settings.get("group.id", "")
         right = denied(error, group=group, transactional_id=self.transactional_id, topic=topic)
-        known = missing(error, topic) or refused_timestamp(error)
+        limit = self._settings.get("message.max.bytes")
+        known = missing(error, topic) or refused_timestamp(error) or too_large(error, call, topic, size, limit)
         if topic in self._changelogs:
             refuses = ": its settings, or the brokers', refuse a record of the state"
             known = f"the changelog {topic} cannot be written{refuses if action is Action.MISCONFIGURED else ''}"

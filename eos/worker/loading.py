@@ -18,6 +18,7 @@ def load_app(target: str) -> App:
     given, _, attribute = target.partition(":")
     name, attribute = given, attribute or "app"
     sys.path.insert(0, os.getcwd())
+    path = None
     if name.endswith(".py"):
         path = Path(name)
         if not path.is_file():
@@ -41,6 +42,12 @@ def load_app(target: str) -> App:
         log.enable()
     found = getattr(module, attribute, None)
     if not isinstance(found, App):
+        path, taken = path or Path(f"{name.replace('.', '/')}.py"), getattr(module, "__file__", None)
+        if path.is_file() and (taken is None or not os.path.samefile(path, taken)):
+            where = taken or "built into Python"
+            raise UsageError(
+                f"{path} is not loaded, because another module is named {name} ({where})", remedy="rename it"
+            )
         what = "is missing" if found is None else f"is a {type(found).__name__}, not an App"
         there = [each for each, value in vars(module).items() if isinstance(value, App)]
         hint = f"; say {' or '.join(f'{given}:{each}' for each in there)}" if there else " and it has no App"

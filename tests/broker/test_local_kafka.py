@@ -176,7 +176,11 @@ def test_broker_start_status_and_stop_end_to_end(broker: Command, names: Callabl
     port = str(free_ports(1)[0])
     assert broker("status")[0] == 69
     assert broker("stop") == (0, "Kafka is not running\n")
-    code, said = broker("start", "--port", port, "--config", "num.partitions=5")
+    code, said = broker("start", "--port", port, "--config", "num.partitions=5", "--config", "no.such=1")
+    assert (code, "--config no.such: Kafka 4.4.0 has no setting of this name" in said) == (78, True), said
+    assert not broker.data.joinpath("node-0").exists()
+    settings = ("--config", "num.partitions=5", "--config", "super.users=User:a")
+    code, said = broker("start", "--port", port, *settings)
     assert (code, f"Kafka 4.4.0 is running: 127.0.0.1:{port}" in said) == (0, True), said
     assert "num.partitions=5\n" in (broker.data / "node-0" / "server.properties").read_text()
     code, said = broker("start")

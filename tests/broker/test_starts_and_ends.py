@@ -277,7 +277,10 @@ def test_an_output_that_is_too_large_stops_the_worker_with_65_naming_the_input(
     size = 2_000_000 if refused_by == "the-client" else 200_000
     topic, partition, offset = place = pipeline.record((pipeline.sources[0], 1), 70)
     worker = pipeline.worker(large_at=(*place, size))
-    worker.assert_ended(POISON, f"{topic}[{partition}]@{offset}", "MSG_SIZE_TOO_LARGE")
+    setting = (
+        "message.max.bytes=1000000 of the producer" if refused_by == "the-client" else "max.message.bytes of topic"
+    )
+    worker.assert_ended(POISON, f"{topic}[{partition}]@{offset}", "a record of ", setting, "MSG_SIZE_TOO_LARGE")
     pipeline.verify(complete=False)
     before = pipeline.record((topic, partition), 69)[2]
     assert before < pipeline.committed()[topic, partition] <= offset

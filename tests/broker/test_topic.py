@@ -51,6 +51,22 @@ def begun(kafka: LocalKafka, transactional_id: str) -> Producer:
     return producer
 
 
+def test_a_topic_gets_more_partitions_and_is_deleted(eos: Run, kafka: LocalKafka, names: Names) -> None:
+    topic, second = names("t"), names("u")
+    assert eos("create", topic, second, "--partitions", "2")[0] == 0
+    assert eos("partitions", topic, "1") == (64, "", f"eos: {topic} has 2 partitions: Kafka takes none away\n")
+    assert eos("partitions", topic, "2", "--yes")[:2] == (0, f"{topic}: has 2 partitions\n")
+    code, _, told = eos("partitions", topic, "4")
+    assert (code, "say --yes" in told, "--with-state" in told) == (64, True, True)
+    assert eos("partitions", topic, "4", "--yes")[:2] == (0, f"{topic}: 2 partitions before, 4 now\n")
+    assert eos("delete", topic, second)[0] == 64
+    assert {row["topic"] for row in json.loads(eos("list", "--json")[1])} >= {topic, second}
+    assert eos("delete", topic, second, topic, "--yes")[:2] == (0, f"{topic}: deleted\n{second}: deleted\n")
+    assert not {row["topic"] for row in json.loads(eos("list", "--json")[1])} & {topic, second}
+    for command in (["delete", topic], ["partitions", topic, "3"]):
+        assert eos(*command, "--yes") == (69, "", f"eos: topic {topic} does not exist\n")
+
+
 def test_a_topic_is_made_once_written_in_one_transaction_and_read(
     eos: Run, kafka: LocalKafka, names: Names, capfd: pytest.CaptureFixture[str]
 ) -> None:

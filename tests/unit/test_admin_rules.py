@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
+import socket
 import ssl
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from eos.cli.reset import with_metadata
+from eos.cli.reset import where_to_go, with_metadata
 from eos.errors import ConfigurationError, Unavailable, UsageError
 from eos.kafka.cluster import ClusterAdmin, Listed, OpenProducer
+from eos.kafka.facts import connect
 from eos.kafka.ownership import ABORTING
 from eos.kafka.reset import Move, parse_skip, parse_target
 from eos.kafka.security import configuration, login_refused
 from eos.kafka.settings import Settings
 from eos.kafka.transactions import ENDED, ENDING, Verdict, judge, partition_of
+from tests.support.secure import make_pki, openssl
 
 SEEN = OpenProducer(("t", 0), 7, 3, 100, 1_372_939_200_000, 0)
 KNOWN = Listed("id", 7, 3, "Ongoing", 0, 0, 10_000, frozenset({("t", 0)}))
@@ -57,6 +65,67 @@ def test_every_state_of_a_transaction_is_ended_ending_or_ongoing() -> None:
     assert len(ENDED | ENDING | {"Ongoing"}) == 8  # TransactionState.java
 
 
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pki(tmp_path_factory.mktemp("pki"))
+
+
+def certificate(pki: Path, name: str, holds: str, days: int = 2, ca: str = "ca") -> Path:
+    (pki / f"{name}.names").write_text(f"subjectAltName={holds}\n")
+    signer = ("-CA", str(pki / f"{ca}.pem"), "-CAkey", str(pki / f"{ca}.key"), "-CAcreateserial")
+    signed = ("-days", str(days), "-extfile", str(pki / f"{name}.names"), "-out", str(pki / f"{name}.pem"))
+    openssl("x509", "-req", "-in", str(pki / "server.csr"), *signer, *signed)
+    return pki / f"{name}.pem"
+
+
+@contextmanager
+def tls_server(pki: Path, pem: Path) -> Iterator[int]:
+    """Handshakes on a port, one after the other."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pem, pki / "server.key")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def accept() -> None:
+            while True:
+                with contextlib.suppress(ssl.SSLError, ConnectionError):
+                    plain, _ = server.accept()
+                    context.wrap_socket(plain, server_side=True).close()
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):  # the server's socket is closed
+                accept()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "holds", "days", "ca", "said"),
+    [
+        ("expired", "IP:127.0.0.1", -1, "ca", "has expired (certificate has expired): renew it on the broker"),
+        ("other-host", "DNS:kafka.example", 2, "ca", "is for another host (IP address mismatch, "),
+        ("other-ca", "IP:127.0.0.1", 2, "other", "was signed by a CA that is not trusted here (unable to get local"),
+    ],
+)
+def test_refused_certificate_says_what_is_wrong_with_it(
+    pki: Path, name: str, holds: str, days: int, ca: str, said: str
+) -> None:
+    authority = ("-keyout", str(pki / "other.key"), "-out", str(pki / "other.pem"))
+    openssl("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=other", *authority)
+    with tls_server(pki, certificate(pki, name, holds, days, ca)) as port:
+        settings = Settings(
+            {
+                "bootstrap.servers": f"127.0.0.1:{port}",
+                "security.protocol": "SSL",
+                "ssl.ca.location": str(pki / "ca.pem"),
+            }
+        )
+        with pytest.raises(Unavailable) as refused:
+            connect(settings, 20)
+    assert str(refused.value).startswith(f"the certificate of 127.0.0.1:{port} {said}")
+
+
 # ---- eos reset --from -----------------------------------------------------------------------------------------
 
 
@@ -69,9 +138,33 @@ def test_where_a_reset_goes() -> None:
     assert parse_skip(["a.b-c[3]@17"]).offsets == {("a.b-c", 3): 18}
 
 
+@pytest.mark.skipif(not hasattr(time, "tzset"), reason="the zone of this process cannot be changed")
+def test_reset_time_without_a_zone_names_the_one_it_took(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "JST-9")
+        time.tzset()
+        told = [where_to_go([text]).timestamp_ms for text in ("2013-07-04T12:00", "2013-07-04T12:00+00:00")]
+    time.tzset()
+    assert told == [1372906800000, 1372939200000]
+    assert capsys.readouterr().out == "from 2013-07-04T12:00:00+09:00\nfrom 2013-07-04T21:00:00+09:00\n"
+    where_to_go(["earliest"])
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize(
     "texts",
-    [[], ["yesterday"], ["earliest", "latest"], ["t:0:1", "earliest"], ["t:0"], ["t:0:-1"], ["t:0:1", "t[0]@2"]],
+    [
+        [],
+        ["yesterday"],
+        ["0001-01-01"],
+        ["earliest", "latest"],
+        ["t:0:1", "earliest"],
+        ["t:0"],
+        ["t:0:-1"],
+        ["t:0:1", "t[0]@2"],
+    ],
 )
 def test_where_a_reset_cannot_go_is_a_usage_error(texts: list[str]) -> None:
     with pytest.raises(UsageError, match="--from"):

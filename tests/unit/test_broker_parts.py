@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import requests
 
 from eos.broker import archive, jars, java, node
 from eos.broker.detached import Detached, NodeState, State, _wait_for_ports, command_line
@@ -243,6 +244,19 @@ def test_without_a_network_the_sentence_says_so_and_nothing_is_recorded(
     with pytest.raises(Unavailable, match=r"jars of Kafka 4\.3\.1 .* cannot be fetched without a network"):
         kafka_jars("4.3.1")
     assert not list(jars.cache_directory().glob("*.json"))
+
+
+def test_refused_certificate_of_the_repository_is_no_missing_network(
+    no_jars: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise requests.exceptions.SSLError("CERTIFICATE_VERIFY_FAILED")
+
+    monkeypatch.setattr(requests.Session, "request", refused)
+    with pytest.raises(
+        Unavailable, match=r"certificate .* refused \(CERTIFICATE_VERIFY_FAILED\): .*REQUESTS_CA_BUNDLE"
+    ):
+        kafka_jars("4.3.1")
 
 
 def test_a_record_counts_only_while_each_of_its_jars_is_there_in_full_length(tmp_path: Path) -> None:

@@ -350,6 +350,16 @@ def test_last_words_are_written_though_the_app_configures_logging(here: Path, co
     assert json.loads(ended.stderr.splitlines()[-1])["exit_code"] == 69
 
 
+@pytest.mark.parametrize(("target", "taken"), [("kafka:app", "site-packages/kafka/"), ("queue.py:app", "/queue.py")])
+def test_module_named_like_a_library_names_both_files(here: Path, target: str, taken: str) -> None:
+    file = target.split(":")[0].removesuffix(".py") + ".py"
+    (here / file).write_text(APP)
+    said = refused(64, here, "run", target)
+    assert said.startswith(f"eos: {file} is not loaded, because another module is named {file.removesuffix('.py')} (")
+    assert taken in said
+    assert said.endswith("): rename it\n")
+
+
 def test_loggers_that_an_app_disabled_are_enabled_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -158,6 +158,7 @@ RUN_BY: dict[str, dict[str, str]] = {
         **dict.fromkeys(("counter.py", "shop.py", "towns.py", "renamed.py"), "here"),
         "test_counter.py": "broker/test_pages.py",
     },
+    "docs/howto/clusters.md": {"models.py": "here"},
     "docs/howto/joins.md": {"named.py": "here", "test_named.py": "broker/test_pages.py"},
     "docs/howto/own-loop.md": dict.fromkeys(
         ("hello_loop.py", "hello_again.py", "test_hello_loop.py", "nightly_load.py"), "broker/test_pages.py"
@@ -188,6 +189,7 @@ GIVEN: dict[str, dict[str, list[Any]]] = {
         "returns": [{"cents": 1, "quantity": 2}],
         "visits": [{"cents": 1, "quantity": 2}],
     },
+    "docs/howto/clusters.md models.py": {"orders": [{"cents": 1, "quantity": 2}]},
     "docs/howto/state.md counter.py": {"words": ["to"]},
     "docs/howto/state.md shop.py": {"clicks": ["home"] * 5, "sales": ["3", "4"], "logins": ["failed"] * 3},
     "docs/howto/state.md towns.py": {"sales": [{"town": "Bern", "cents": 5}]},

@@ -166,7 +166,7 @@ def test_changelog_error_is_no_input_records(call: str, code: int, action: Actio
     client: Any = SimpleNamespace(
         producer=SimpleNamespace(produce=produce, flush=lambda _: 0),
         callback_error=None,
-        delivery_error=None if raised else (KafkaError(code), "log[1]"),
+        delivery_error=None if raised else (KafkaError(code), "log[1]", 5),
     )
     transactional._client = client
     transactional._machine.fire(Event.INITIALISED)

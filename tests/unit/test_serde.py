@@ -11,10 +11,12 @@ import typing
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eos import App
 from eos.app import serde
 from eos.app.serde import DecodeError, decoder, encode, encode_key
 from eos.errors import ConfigurationError
@@ -364,6 +366,55 @@ def test_everything_else_is_json(value: object, encoded: bytes) -> None:
 def test_what_json_cannot_hold_raises_a_type_error_with_a_sentence(value: object) -> None:
     with pytest.raises(TypeError, match=rf"a {type(value).__name__} cannot be sent .*: send bytes, str, or"):
         encode(value)
+
+
+class Model:
+    """A model of Pydantic's, as far as eos looks at one."""
+
+    @classmethod
+    def model_validate_json(cls, value: bytes) -> "Model":
+        return cls()
+
+    def model_dump_json(self) -> str:
+        return "{}"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (np.int64(3), r"use its item\(\)"),
+        ({"a": [np.float64(3)]}, r"use its item\(\)"),
+        (np.array([1]), r"use its tolist\(\)"),
+        (Model(), r"use its model_dump_json\(\)"),
+        ([Model()], r'use its model_dump\(mode="json"\)'),
+    ],
+)
+def test_refused_value_names_its_remedy(value: object, said: str) -> None:
+    kind = type(value).__name__
+    with pytest.raises(TypeError, match=rf"^a {kind} cannot be sent \(.*\): {said}, or pass encode=$"):
+        encode(value)
+    with pytest.raises(TypeError, match=rf"^a {kind} cannot be sent as a key \(.*\): {said}$"):
+        encode_key(value)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "said"),
+    [
+        (Model, "msgspec cannot read Model from JSON: pass decode=Model.model_validate_json"),
+        (list[np.float64], "msgspec cannot read float64 from JSON: annotate int, float, bool or list"),
+        (Foreign, "another type that msgspec knows, or pass decode="),
+        (bytearray, "bytearray would be read as JSON: annotate bytes"),
+        (memoryview | None, "would be read as JSON: annotate bytes"),
+        (str | int, "is ambiguous"),
+    ],
+)
+def test_refused_annotation_names_parameter_and_remedy(annotation: Any, said: str) -> None:
+    def price(item):  # type: ignore[no-untyped-def]
+        return item
+
+    price.__annotations__["item"] = annotation
+    with pytest.raises(ConfigurationError, match=f"^the parameter item of price: .*{said}"):
+        App("a").process("in", to="out")(price)
 
 
 def test_a_lone_surrogate_raises_a_value_error() -> None:

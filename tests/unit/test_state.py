@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NewType
 
 import msgspec
+import numpy as np
 import pytest
 
 import eos
@@ -172,7 +173,16 @@ def test_what_is_set_is_what_the_next_record_reads(kind: Any, value: Any) -> Non
     [
         (int, 1.5, "the state seen cannot be 1.5: expected int as JSON: Expected `int`, got `float`"),
         (int, True, "the state seen cannot be True: expected int as JSON: Expected `int`, got `bool`"),
-        (float, float("nan"), "the state seen cannot be nan: expected float as JSON: Expected `float`, got `null`"),
+        (
+            float,
+            float("nan"),
+            "the state seen cannot be nan: expected float as JSON: Expected `float`, got `null`: JSON has",
+        ),
+        (
+            int,
+            np.int64(3),
+            "the state seen cannot be np.int64(3): Encoding objects of type numpy.int64 is unsupported: use",
+        ),
         (str, 5, "the state seen cannot be 5: expected str, got int"),
         (str, "\ud800", "the state seen cannot be '\\ud800': 'utf-8' codec can't encode"),
         (bytes, "x", "the state seen cannot be 'x': expected bytes, got str"),

@@ -599,6 +599,12 @@ def test_what_is_wrong_with_a_kind_is_said_where_it_is_defined() -> None:
 
     def text(records: list[Record], seen: dict[str, State[int]]) -> None: ...
 
+    def alone(seen: State[int]) -> None: ...
+
+    def foreign(value: str, seen: State[object]) -> None: ...
+
+    assert "the first parameter of alone, seen, is annotated as state: the first one gets the rec" in refused(alone)
+    assert refused(foreign).startswith("the state seen of foreign: no decoder for the annotation object: ")
     assert "untyped has state seen of no type: annotate it MapState[str, int]" in refused(untyped)
     assert "the keys of the map seen of dated are float: they can be str, bytes, int" in refused(dated)
     assert refused(one, batch=True) == (
