@@ -318,16 +318,9 @@ class ClusterAdmin:
 
     def members(self, group: str) -> list[dict[str, Any]]:
         """Members of a classic group, as DescribeGroups shows them: their subscriptions while the group is stable."""
-        return list(self._classic_group(group)["members"])
-
-    def strategy(self, group: str) -> str:
-        """By which strategy the members of a classic group share partitions; "" unless the group is stable."""
-        return str(self._classic_group(group)["protocol_data"])
-
-    def _classic_group(self, group: str) -> dict[str, Any]:
         with _translated("DescribeGroups", f"group {group}", "DESCRIBE"):
             described: dict[str, Any] = self._client.describe_groups([group])[group]
-        return described
+        return list(described["members"])
 
     def given(self, group: str, member_id: str) -> frozenset[Partition]:
         """What a group with group.protocol=consumer gave to this member, if it knows it."""

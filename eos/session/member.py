@@ -12,7 +12,7 @@ from confluent_kafka import Consumer
 from eos import log
 from eos.errors import EosError
 from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.settings import STRATEGY, Settings
+from eos.kafka.settings import Settings
 from eos.kafka.world import World
 
 _LEAVE_MS = 5_000
@@ -55,8 +55,7 @@ class Member:
         return member_id != self._assigned_as
 
     def make_way(self, admin: ClusterAdmin, topics: Collection[str]) -> None:
-        """Takes a predecessor of our group.instance.id out of the group if it subscribed to other topics than these, or
-        shared partitions by another strategy: while it is there brokers refuse ours.
+        """Takes a predecessor of our group.instance.id out of the group if it subscribed to other topics than these.
 
         A static member that comes back gets the partitions of before without a rebalance, whatever it subscribes to
         now (4.3.1, measured): those of a topic that is new to it would be nobody's, and it would be handed records of
@@ -68,8 +67,7 @@ class Member:
             there = [m for m in admin.members(self._group) if m.get("group_instance_id") == self._instance_id]
             # In mid-rebalance nothing is told, and our own subscription will count.
             known = [m["member_metadata"]["topics"] for m in there if isinstance(m.get("member_metadata"), dict)]
-            ours = str(self._settings.consumer()[STRATEGY]).split(",")
-            if any(set(read) != set(topics) for read in known) or (known and admin.strategy(self._group) not in ours):
+            if any(set(read) != set(topics) for read in known):
                 admin.remove_member(self._group, self._instance_id)
         except EosError as error:
             # A group that nobody coordinates yet has no members.

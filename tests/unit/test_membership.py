@@ -171,17 +171,13 @@ def test_partitions_that_may_not_be_seen_are_a_missing_right_with_its_topic() ->
 class _Group:
     """A cluster in whose group the instance `one` subscribed to these topics (None: nothing is told)."""
 
-    def __init__(self, topics: list[str] | None, strategy: str = "cooperative-sticky") -> None:
-        self._strategy = strategy
+    def __init__(self, topics: list[str] | None) -> None:
         told: Any = b"" if topics is None else {"topics": topics}
         self._members = [{"group_instance_id": name, "member_metadata": told} for name in ("other", "one")]
         self.removed: list[str] = []
 
     def members(self, group: str) -> list[dict[str, Any]]:
         return self._members
-
-    def strategy(self, group: str) -> str:
-        return self._strategy
 
     def remove_member(self, group: str, instance: str) -> None:
         self.removed.append(instance)
@@ -196,23 +192,6 @@ def test_a_predecessor_that_read_other_topics_leaves_the_group_first(before: lis
         group: Any = _Group(before)
         _of(_Cluster(), **settings).member.make_way(group, ["in"])
         assert group.removed == (names if leaves else [])
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "leaves"),
-    [
-        ("cooperative-sticky", {}, False),
-        ("roundrobin", {}, True),
-        ("cooperative-sticky", {"partition.assignment.strategy": "roundrobin"}, True),
-        ("roundrobin", {"partition.assignment.strategy": "range,roundrobin"}, False),
-    ],
-)
-def test_a_predecessor_with_another_strategy_leaves_the_group_first(
-    before: str, now: dict[str, str], leaves: bool
-) -> None:
-    group: Any = _Group(["in"], before)
-    _of(_Cluster(), **{"group.instance.id": "one"}, **now).member.make_way(group, ["in"])
-    assert group.removed == (["one"] if leaves else [])
 
 
 def test_a_group_that_cannot_be_described_is_joined_all_the_same() -> None:
