@@ -7,6 +7,7 @@ rest.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,14 +77,16 @@ class Anew:
         changelog.require(self._settings, self._app.id, self._app.stateful, self._world)
         ends = {topic: self._empty(topic, spans) for topic, spans in self.between.items()}
         after = [move for topic in ends for move in self._at_end(topic, ends[topic])]
-        self._all.commit([self._begun(move) for move in [*self.moves, *after]])
+        moves = [*self.moves, *after]
+        partitions = Counter(move.partition[0] for move in moves)  # the plans have all of each topic
+        self._all.commit([self._begun(move, partitions[move.partition[0]]) for move in moves])
 
-    def _begun(self, move: Move) -> Move:
+    def _begun(self, move: Move, partitions: int) -> Move:
         """Return the move with what a worker notes that has handled nothing yet."""
         topic, _ = move.partition
         route, note = self._app.routes[topic], None
         if route.stores:
-            note = notes.noted_of(route, 0, facts.describe_topic(self._client, topic).partitions).noted()[notes.KEY]
+            note = notes.noted_of(route, 0, partitions).noted()[notes.KEY]
         return _with(move, {notes.KEY: note, lineage.KEY: None})
 
     def _at_end(self, topic: str, ends: Mapping[int, int]) -> Sequence[Move]:
