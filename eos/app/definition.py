@@ -64,6 +64,11 @@ class App:
         return list(self.routes)
 
     @property
+    def reads_several(self) -> bool:
+        """Whether there are several source topics, or may be: a pattern matches any number."""
+        return len(self.routes) > 1 or bool(self.patterns)
+
+    @property
     def destinations(self) -> set[str]:
         """All topics that may be written to, those of dead letters too."""
         return _written(self.routes, self.functions)

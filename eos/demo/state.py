@@ -81,7 +81,6 @@ def _worker(servers: str, instance: str, directory: Path, flights: int) -> Child
         "eos.state.dir": _folder(directory, instance),
         "eos.transaction.max.records": max(10, 2 * flights // _TRANSACTIONS),
         "group.instance.id": instance,  # a static member: a restart gets the partitions of before
-        "partition.assignment.strategy": "range",  # half of each topic for each worker
         # What is fetched is handled in its order: in small pieces both steps get on at once.
         "max.partition.fetch.bytes": 50_000,
         "queued.max.messages.kbytes": 500,

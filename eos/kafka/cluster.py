@@ -317,10 +317,15 @@ class ClusterAdmin:
         return int(features.get("transaction.version", {}).get("finalized", (0, 0))[1])
 
     def members(self, group: str) -> list[dict[str, Any]]:
-        """Members of a classic group, as DescribeGroups shows them: their subscriptions while the group is stable."""
+        """Return the members of a classic group; they have subscriptions only while the group is stable."""
+        return list(self.classic_group(group)["members"])
+
+    def classic_group(self, group: str) -> dict[str, Any]:
+        """Return what DescribeGroups says: `members`, and the assignment strategy as `protocol_data` ("" unless the
+        group is stable)."""
         with _translated("DescribeGroups", f"group {group}", "DESCRIBE"):
             described: dict[str, Any] = self._client.describe_groups([group])[group]
-        return list(described["members"])
+        return described
 
     def given(self, group: str, member_id: str) -> frozenset[Partition]:
         """What a group with group.protocol=consumer gave to this member, if it knows it."""

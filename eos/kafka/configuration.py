@@ -37,7 +37,8 @@ MEANINGS: dict[str, str] = {
     "linger.ms": "how long a record waits for others before it is sent; a transaction's end does not wait",
     "partitioner": "where a key goes: as Java's clients do it",
     "message.timeout.ms": "a record that was not acknowledged by then aborts the transaction",
-    "partition.assignment.strategy": "how a classic group shares partitions",
+    "partition.assignment.strategy": "how a classic group shares partitions; roundrobin where an App or a session "
+    "reads several topics, or a pattern",
     "session.timeout.ms": "classic group: a silent member is out after this long",
     "group.instance.id": "classic group: static membership, a restart within the session gets its partitions back",
     "statistics.interval.ms": "how often the client says what it sent: whether a request twice; after a slow call "

@@ -18,7 +18,7 @@ from confluent_kafka.admin import ConfigResource, ConfigSource, NewPartitions, N
 from eos import log
 from eos.errors import ConfigurationError, EosError, NotAuthorised, Unavailable, describe_error
 from eos.kafka.cluster import OFFSETS_LOG, TRANSACTION_LOG, ClusterAdmin
-from eos.kafka.security import login_refused, no_tls, unreachable
+from eos.kafka.security import login_refused, no_tls, require_reachable, unreachable
 from eos.kafka.settings import Settings
 from eos.kafka.world import REAL, World
 
@@ -116,7 +116,8 @@ def check_clients(settings: Settings, world: World = REAL) -> None:
 
 
 def connect(settings: Settings, timeout_s: float, world: World = REAL) -> Any:
-    """An AdminClient that has reached a broker. A refused login or handshake is told at once, not at the deadline."""
+    """Return an AdminClient that has reached a broker. A refused login or handshake, and brokers whose own addresses
+    cannot be reached, are reported at once, not at the deadline."""
     errors: list[KafkaError] = []
     values = settings.admin() | {"error_cb": errors.append, "logger": log.client_logger}
     client = world.client(values)
@@ -125,7 +126,7 @@ def connect(settings: Settings, timeout_s: float, world: World = REAL) -> Any:
     while True:
         left = deadline - world.now()
         try:
-            client.list_topics(timeout=max(0.1, min(1.0, left)))
+            require_reachable(settings.bootstrap_servers, client.list_topics(timeout=max(0.1, min(1.0, left))))
             return client
         except KafkaException as raised:
             client.poll(0.1)  # serves error_cb, which is told more than the caller

@@ -206,4 +206,7 @@ def other_strategy(error: KafkaError, group: str) -> str:
     """What to do about members that share a group's partitions in another way; "" for another error."""
     if error.code() != _K.INCONSISTENT_GROUP_PROTOCOL:
         return ""
-    return f"group {group} has members that share its partitions by another strategy: stop those consumers first"
+    return (
+        f"group {group} has members that share its partitions by another strategy: stop those consumers first, or set "
+        "partition.assignment.strategy to theirs"
+    )

@@ -16,6 +16,7 @@ import ssl
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from kafka.net.sasl.oauth import AbstractTokenProvider
@@ -119,8 +120,48 @@ def _refused_certificate(settings: Settings, reason: str) -> Unavailable | None:
 
 
 def unreachable(settings: Settings, reason: str) -> Unavailable:
+    servers = settings.bootstrap_servers
+    if (broker := _BROKER.search(reason)) and broker[1] not in _given(servers):
+        return _unreachable_as_advertised(servers, [f"{broker[1]} ({reason})"])
+    return Unavailable(f"{servers} cannot be reached: {reason}", remedy=no_broker(servers))
+
+
+_BROKER = re.compile(r"(?:\w+://)?([^\s/(]+:\d+)/\d+: ")
+"""librdkafka names a broker of bootstrap.servers `HOST:PORT/bootstrap`, one that it learned of `HOST:PORT/NODE_ID`."""
+
+
+def require_reachable(bootstrap_servers: str, metadata: Any) -> None:
+    """Raise Unavailable unless one of the brokers' own addresses can be connected to. Clients use bootstrap.servers for
+    the first connection only, and then wait without an error for the advertised addresses (in containers, often
+    `localhost` or a container's name)."""
+    advertised = frozenset((broker.host, broker.port) for broker in metadata.brokers.values())
+    if not advertised or _given(bootstrap_servers) & {f"{host}:{port}" for host, port in advertised}:
+        return  # one has just answered
+    _connect_to_any(bootstrap_servers, advertised)
+
+
+def _given(bootstrap_servers: str) -> set[str]:
+    return {server.rpartition("://")[2].strip() for server in bootstrap_servers.split(",")}
+
+
+@cache
+def _connect_to_any(bootstrap_servers: str, advertised: frozenset[tuple[str, int]]) -> None:
+    failures = []
+    for host, port in sorted(advertised):
+        try:
+            socket.create_connection((host, port), _HANDSHAKE_S).close()
+        except OSError as error:
+            failures.append(f"{host}:{port} ({error.strerror or error})")
+        else:
+            return
+    raise _unreachable_as_advertised(bootstrap_servers, failures)
+
+
+def _unreachable_as_advertised(bootstrap_servers: str, failures: list[str]) -> Unavailable:
     return Unavailable(
-        f"{settings.bootstrap_servers} cannot be reached: {reason}", remedy=no_broker(settings.bootstrap_servers)
+        f"{bootstrap_servers} answers, but its brokers cannot be reached at the addresses that they advertise: "
+        f"{', '.join(failures[:3])}",
+        remedy="set advertised.listeners on the brokers to addresses that this machine can reach",
     )
 
 

@@ -33,6 +33,7 @@ _MISSPELT = 0.9  # so much like a variable of ours that it was meant to be it
 # librdkafka takes a protocol before an address, but only one of these.
 _WEB = re.compile(r"\b(?!(?:plaintext|ssl|sasl_plaintext|sasl_ssl):)[a-z_]+://", re.IGNORECASE)
 # Kafka's settings whose numbers we reckon with ourselves, before a client could refuse what is none.
+STRATEGY = "partition.assignment.strategy"
 READ_HERE = ("max.poll.interval.ms", "session.timeout.ms", "topic.metadata.refresh.interval.ms")
 
 
@@ -190,9 +191,7 @@ REFUSALS: dict[str, Refusal] = {
     "enable.partition.eof": Refusal(_only("true", "false"), "it is set where it is needed"),
     "delivery.report.only.error": Refusal(_only("true"), "the session counts records itself"),
     "group.protocol": Refusal(_only("classic", "consumer"), "these are the group protocols there are"),
-    "partition.assignment.strategy": Refusal(
-        _only("cooperative-sticky", "range"), "these are the strategies that are tested"
-    ),
+    STRATEGY: Refusal(_only("cooperative-sticky", "range", "roundrobin"), "these are the strategies that are tested"),
     "enable.gapless.guarantee": Refusal(_only("false"), "it ends the producer where an abort suffices"),
 }
 
@@ -328,6 +327,18 @@ class Settings:
     def classic_group(self) -> bool:
         return str(self.get("group.protocol", "classic")) == "classic"
 
+    def for_several_topics(self) -> Settings:
+        """A copy whose group gives each member a part of every topic, unless the user chose a strategy.
+
+        cooperative-sticky counts partitions only: of two members one may get all partitions of one topic (measured: the
+        second one joins 3 s after the first). roundrobin deals the partitions of all topics one by one, so neither
+        the members' parts of a topic nor their totals differ by more than one. range gives each topic's first
+        partitions to the first member: of topics with fewer partitions than members the others get nothing.
+        """
+        if not self.classic_group or STRATEGY in self.values:
+            return self
+        return self.with_values(**{STRATEGY: "roundrobin"})
+
     def _client(self, defaults: Mapping[str, Any], not_for: frozenset[str]) -> dict[str, Any]:
         values = {**COMMON_DEFAULTS, **defaults}
         values |= {k: v for k, v in self.values.items() if not k.startswith("eos.") and k not in not_for}
@@ -344,7 +355,7 @@ class Settings:
             "auto.offset.reset": "error",
         }
         if self.classic_group:
-            values.setdefault("partition.assignment.strategy", "cooperative-sticky")
+            values.setdefault(STRATEGY, "cooperative-sticky")
             values.setdefault("session.timeout.ms", 10_000)
             # A restart within the session timeout gets its partitions back without a rebalance, and a newer
             # instance is told apart from an own timeout. In the consumer protocol (KIP-848) the older member
@@ -495,7 +506,7 @@ def _check(name: str, value: Any) -> None:
 def _values(name: str, value: Any) -> frozenset[str]:
     """The value, or the values of the one name among the refusals that takes a list."""
     text = str(value).strip().lower()
-    if name != "partition.assignment.strategy":
+    if name != STRATEGY:
         return frozenset([text])
     return frozenset(part.strip() for part in text.split(","))
 

@@ -17,6 +17,7 @@ from eos.kafka import tail
 from eos.kafka.cluster import ClusterAdmin
 from eos.kafka.facts import NEW_TOPIC_S, connect
 from eos.kafka.failures import classify, denied, other_strategy
+from eos.kafka.security import require_reachable
 from eos.kafka.settings import Settings
 from eos.kafka.transactions import why_unstable
 from eos.kafka.world import REAL, World
@@ -240,13 +241,15 @@ def check_topics(client: Any, servers: str, topics: Iterable[str], deadline: flo
 def _missing(client: Any, servers: str, topics: Iterable[str], timeout_s: float) -> str:
     """The sentence about the first topic that is not there, by the broker that is asked; "" when all are."""
     try:
-        known = client.list_topics(timeout=timeout_s).topics
+        found = client.list_topics(timeout=timeout_s)
     except KafkaException as error:
         action = classify("consume", error.args[0])
         if action is Action.UNAUTHORISED:
             raise stop_error(CallFailed("consume", action, error)) from error
         sentence = f"{servers} cannot be reached: {describe_error(error)}"
         raise Unavailable(sentence, remedy=no_broker(servers)) from error
+    require_reachable(servers, found)
+    known = found.topics
     for topic in topics:
         if topic not in known or known[topic].error is not None:
             detail = f" ({known[topic].error.str()})" if topic in known and known[topic].error else ""

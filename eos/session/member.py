@@ -10,9 +10,9 @@ from collections.abc import Collection
 from confluent_kafka import Consumer
 
 from eos import log
-from eos.errors import EosError
+from eos.errors import ConfigurationError, EosError
 from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.settings import Settings
+from eos.kafka.settings import STRATEGY, Settings
 from eos.kafka.world import World
 
 _LEAVE_MS = 5_000
@@ -55,23 +55,35 @@ class Member:
         return member_id != self._assigned_as
 
     def make_way(self, admin: ClusterAdmin, topics: Collection[str]) -> None:
-        """Takes a predecessor of our group.instance.id out of the group if it subscribed to other topics than these.
+        """Remove our predecessor from the group if brokers would give us its partitions or refuse us because of it.
 
-        A static member that comes back gets the partitions of before without a rebalance, whatever it subscribes to
-        now (4.3.1, measured): those of a topic that is new to it would be nobody's, and it would be handed records of
-        one that it does not read any more.
+        A static member that comes back gets its old partitions without a rebalance, whatever it subscribes to now
+        (4.3.1, measured): the partitions of a new topic would have no owner, and the member would get records of a
+        topic that it no longer reads. A predecessor with another assignment strategy makes brokers refuse ours.
+
+        Raises ConfigurationError if the group has a member that is not a worker. Its strategy may be one of ours
+        (librdkafka offers `roundrobin`, Java `cooperative-sticky`), so that brokers would let both share the topics.
         """
         if self._instance_id is None:
             return
         try:
-            there = [m for m in admin.members(self._group) if m.get("group_instance_id") == self._instance_id]
-            # In mid-rebalance nothing is told, and our own subscription will count.
-            known = [m["member_metadata"]["topics"] for m in there if isinstance(m.get("member_metadata"), dict)]
-            if any(set(read) != set(topics) for read in known):
+            group = admin.classic_group(self._group)
+            members, strategy = group["members"], group["protocol_data"]
+            predecessors = [m for m in members if m.get("group_instance_id") == self._instance_id]
+            # During a rebalance the group has no metadata, and our own subscription will count.
+            known = [m["member_metadata"]["topics"] for m in predecessors if isinstance(m["member_metadata"], dict)]
+            ours = str(self._settings.consumer()[STRATEGY]).split(",")
+            if any(set(read) != set(topics) for read in known) or (known and strategy not in ours):
                 admin.remove_member(self._group, self._instance_id)
         except EosError as error:
-            # A group that nobody coordinates yet has no members.
-            log.debug("the group's members cannot be had", error=str(error), group=self._group)
+            # A group without a coordinator has no members yet.
+            log.debug("group members unavailable", error=str(error), group=self._group)
+            return
+        if others := sorted({m["client_id"] for m in members if not m.get("group_instance_id")}):
+            raise ConfigurationError(
+                f"group {self._group} has members that are not workers of this App (client.id {', '.join(others)}): "
+                "stop those consumers first"
+            )
 
     def nobody_took_our_place(self) -> bool:
         """No other member of the group holds our group.instance.id; without one: we still have our member id, if we had

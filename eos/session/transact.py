@@ -70,6 +70,8 @@ class TransactSession:
         named = [t.strip() for t in self.settings["eos.input.topics"].split(",") if t.strip()]
         topics = list(topics) if topics is not None else named
         _check(self.settings, topics, topics_follow=listener is not None)
+        if len(topics) > 1:
+            self.settings = self.settings.for_several_topics()
         self.group: str = self.settings["group.id"]
         self.transactional_id: str = self.settings["transactional.id"]
         self.destinations = list(destinations)

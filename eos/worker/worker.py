@@ -54,6 +54,8 @@ class Worker(Listener):
         self.settings = settings.with_values(
             **{"group.id": app.id, "transactional.id": f"{app.id}-{settings.instance}"}
         )
+        if app.reads_several:  # however many topics match now: all members must share partitions by one strategy
+            self.settings = self.settings.for_several_topics()
         ledger = Ledger() if self.settings["eos.lineage"] else None
         self._keeper: Keeper | None = None
         if app.stateful:

@@ -31,8 +31,8 @@ pytest_plugins = ["tests.support.pipeline"]
 Names = Callable[[str], str]
 LATEST = {"auto.offset.reset": "latest"}
 PROTOCOLS = {
-    "cooperative-sticky": {},
-    "range": {"partition.assignment.strategy": "range"},
+    "cooperative-sticky": {"partition.assignment.strategy": "cooperative-sticky"},
+    "roundrobin": {},  # the default for a pattern
     "consumer": {"group.protocol": "consumer"},
 }
 SOON = {"topic.metadata.refresh.interval.ms": "300"}
@@ -49,12 +49,12 @@ TAKEN = "topic taken in"
     [
         ("cooperative-sticky", {}),
         ("cooperative-sticky", {"eos.producers": "2"}),
-        ("range", {}),
+        ("roundrobin", {}),
         ("consumer", {}),
         ("cooperative-sticky", LATEST),
         ("consumer", LATEST),
     ],
-    ids=["cooperative", "two producers", "range", "consumer", "latest", "consumer and latest"],
+    ids=["cooperative", "two producers", "roundrobin", "consumer", "latest", "consumer and latest"],
 )
 def test_a_topic_that_comes_under_a_running_worker_is_read_from_its_beginning_exactly_once(
     protocol: str, more: dict[str, str], kafka: LocalKafka, pipelines: Pipelines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,13 @@ from tests.support.raw import raw_producer
 from tests.support.reading import configure, create_topic, settled_values, took_under, transaction_of, wait_until
 
 Names = Callable[[str], str]
+OWN_LOOP = """
+from eos import TransactSession
+
+settings = {{"bootstrap.servers": "{servers}", "group.id": "own", "transactional.id": "own-one"}}
+with TransactSession(settings, ["{topic}"]):
+    pass
+"""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +40,7 @@ def kafka(request: pytest.FixtureRequest) -> Iterator[LocalKafka]:
         "transaction.state.log.replication.factor": 3,
         "transaction.state.log.min.isr": 2,
     }
-    yield from local_kafka(request, config=NO_VERIFICATION | unfit)
+    yield from local_kafka(request, config=NO_VERIFICATION | unfit, proxied_port=free_ports(1)[0])
 
 
 class Directory:
@@ -191,3 +199,23 @@ def test_an_older_broker_passes(kafka392: LocalKafka, here: Directory) -> None:
     ended = here.eos("run", "theapp.py:app", "--until-end", servers)
     assert ended.returncode == 0, ended.stderr
     assert failed(here.doctor(servers)) == []
+
+
+def test_brokers_that_advertise_an_unreachable_address_are_named_with_it(here: Directory, kafka: LocalKafka) -> None:
+    """As a container whose broker advertises an address of its own network: the first connection succeeds."""
+    create_topic(kafka.bootstrap_servers, here.input, 1)
+    create_topic(kafka.bootstrap_servers, here.output, 1)
+    bootstrap = "{}:{}".format(*kafka.proxied_upstream)
+    sentence = f"{bootstrap} answers, but its brokers cannot be reached at the addresses that they advertise: "
+    for command in (
+        ("run", "theapp.py:app", "--instance", "one"),
+        ("reset", "theapp.py:app", "--from", "earliest", "--yes"),
+        ("topic", "tail", here.input),
+    ):
+        ended = here.eos(*command, bootstrap)
+        assert ended.returncode == 69, ended.stderr
+        assert f"eos: {sentence}{kafka.proxied_servers} (" in ended.stderr.splitlines()[-1]
+        assert ": set advertised.listeners on the brokers" in ended.stderr.splitlines()[-1]
+    own_loop = [sys.executable, "-c", OWN_LOOP.format(servers=bootstrap, topic=here.input)]
+    ended = subprocess.run(own_loop, capture_output=True, text=True, timeout=60, check=False)
+    assert sentence + kafka.proxied_servers in ended.stderr

@@ -21,8 +21,10 @@ pytest_plugins = ["tests.support.pipeline"]
 
 SESSION_MS = 3_000
 PROTOCOLS = {
-    "cooperative-sticky": {"session.timeout.ms": str(SESSION_MS)},
-    "range": {"session.timeout.ms": str(SESSION_MS), "partition.assignment.strategy": "range"},
+    **{
+        strategy: {"session.timeout.ms": str(SESSION_MS), "partition.assignment.strategy": strategy}
+        for strategy in ("cooperative-sticky", "roundrobin")
+    },
     "consumer": {"group.protocol": "consumer"},
 }
 INSTANCES = ("a", "b", "c")
@@ -52,7 +54,7 @@ def test_members_that_come_and_go_while_records_flow_lose_and_double_nothing(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("protocol", ["cooperative-sticky", "range"])
+@pytest.mark.parametrize("protocol", ["cooperative-sticky", "roundrobin"])
 @pytest.mark.parametrize("repetition", range(1, 6))
 def test_members_that_come_and_go_on_a_broker_before_kip_890_lose_and_double_nothing(
     protocol: str, repetition: int, kafka392: LocalKafka, pipelines: Pipelines, chance: random.Random
@@ -130,7 +132,7 @@ def test_a_rebalance_waits_for_the_open_transaction_of_a_slow_member(
 
 @pytest.mark.parametrize(
     "protocol",
-    ["cooperative-sticky", *(pytest.param(name, marks=pytest.mark.long) for name in ("range", "consumer"))],
+    ["cooperative-sticky", *(pytest.param(name, marks=pytest.mark.long) for name in ("roundrobin", "consumer"))],
 )
 def test_partitions_revoked_in_mid_transaction_take_the_transaction_with_them(
     protocol: str, kafka: LocalKafka, pipelines: Pipelines
@@ -200,7 +202,7 @@ def stop_all(pipeline: Pipeline, *workers: WorkerProcess) -> None:
         ("consumer", "offsets sent", LONG_MS),
         pytest.param("cooperative-sticky", "flushed", SHORT_MS, marks=pytest.mark.long),
         pytest.param("cooperative-sticky", "offsets sent", LONG_MS, marks=pytest.mark.long),
-        pytest.param("range", "flushed", LONG_MS, marks=pytest.mark.long),
+        pytest.param("roundrobin", "flushed", LONG_MS, marks=pytest.mark.long),
         pytest.param("consumer", "flushed", LONG_MS, marks=pytest.mark.long),
         pytest.param("consumer", "offsets sent", SHORT_MS, marks=pytest.mark.long),
     ],

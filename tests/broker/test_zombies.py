@@ -269,7 +269,7 @@ def test_a_place_in_the_group_without_the_transactional_id_is_no_newer_instance(
                 "bootstrap.servers": pipeline.servers,
                 "group.id": pipeline.app,
                 "group.instance.id": f"{pipeline.app}-one",
-                "partition.assignment.strategy": "cooperative-sticky",
+                "partition.assignment.strategy": "roundrobin",
                 "enable.auto.commit": False,
             }
         )

@@ -54,10 +54,10 @@ DEEP: dict[str, dict[str, tuple[str, ...]]] = {
     "tests/broker/test_overdue.py": {"": ("3.9.2",)},
     "tests/broker/test_own_loop.py": {"aborts_at_random_places": ("consumer",)},
     "tests/broker/test_patterns.py": {
-        "a_topic_that_comes_under_a_running": ("two producers", "range", "cooperative*", "consumer", "latest"),
+        "a_topic_that_comes_under_a_running": ("two producers", "roundrobin", "cooperative*", "consumer", "latest"),
         "two_workers_under_a_supervisor": (),
         "dead_letters_of_new_topics_are_created": (),
-        "of_two_workers_one_is_killed": ("range", "consumer"),
+        "of_two_workers_one_is_killed": ("roundrobin", "consumer"),
         "a_worker_that_has_not_heard": ("cooperative-sticky",),
         "topics_that_come_on_three_brokers": (),
     },
@@ -72,9 +72,9 @@ DEEP: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "tests/broker/test_preflight.py": {"topics_that_can_lose_acknowledged": (), "an_older_broker": ()},
     "tests/broker/test_rebalances.py": {
-        "members_that_come_and_go_while": ("range*", "cooperative*"),
+        "members_that_come_and_go_while": ("roundrobin*", "cooperative*"),
         "a_member_that_loses_its_partitions": ("cooperative-sticky-flushed*", "consumer-offsets*"),
-        "a_rebalance_waits_for": ("range", "consumer"),
+        "a_rebalance_waits_for": ("roundrobin", "consumer"),
     },
     "tests/broker/test_reset.py": {
         "an_app_whose_sources_changed": ("more1",),

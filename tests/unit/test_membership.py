@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException
 
-from eos.errors import NotAuthorised, Unavailable
+from eos.errors import ConfigurationError, NotAuthorised, Unavailable
 from eos.kafka import places
 from eos.kafka.settings import Settings
 from eos.kafka.world import World
@@ -78,7 +78,7 @@ class _Heard:
 
     def list_topics(self, timeout: float) -> Any:
         known, self._known = self._known, True
-        return SimpleNamespace(topics={"in": SimpleNamespace(error=None)} if known else {})
+        return SimpleNamespace(brokers={}, topics={"in": SimpleNamespace(error=None)} if known else {})
 
 
 def test_a_topic_that_one_broker_has_not_heard_of_yet_is_asked_for_again() -> None:
@@ -100,7 +100,7 @@ class _Cluster:
     def list_topics(self, topic: str, timeout: float) -> Any:
         if self._errors:
             raise KafkaException(KafkaError(self._errors.pop(0)))
-        return SimpleNamespace(topics={topic: SimpleNamespace(partitions={0: None, 1: None})})
+        return SimpleNamespace(brokers={}, topics={topic: SimpleNamespace(partitions={0: None, 1: None})})
 
     def get_watermark_offsets(self, partition: Any, timeout: float) -> tuple[int, int]:
         return 0, 5
@@ -169,15 +169,18 @@ def test_partitions_that_may_not_be_seen_are_a_missing_right_with_its_topic() ->
 
 
 class _Group:
-    """A cluster in whose group the instance `one` subscribed to these topics (None: nothing is told)."""
+    """A cluster in whose group the instance `one` subscribed to these topics (None: the group has no metadata)."""
 
-    def __init__(self, topics: list[str] | None) -> None:
+    def __init__(self, topics: list[str] | None, strategy: str = "cooperative-sticky", instance: str = "other") -> None:
         told: Any = b"" if topics is None else {"topics": topics}
-        self._members = [{"group_instance_id": name, "member_metadata": told} for name in ("other", "one")]
+        self._members = [
+            {"group_instance_id": name, "client_id": "rdkafka", "member_metadata": told} for name in (instance, "one")
+        ]
+        self._strategy = strategy
         self.removed: list[str] = []
 
-    def members(self, group: str) -> list[dict[str, Any]]:
-        return self._members
+    def classic_group(self, group: str) -> dict[str, Any]:
+        return {"members": self._members, "protocol_data": self._strategy}
 
     def remove_member(self, group: str, instance: str) -> None:
         self.removed.append(instance)
@@ -194,11 +197,35 @@ def test_a_predecessor_that_read_other_topics_leaves_the_group_first(before: lis
         assert group.removed == (names if leaves else [])
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "leaves"),
+    [
+        ("cooperative-sticky", {}, False),
+        ("roundrobin", {}, True),
+        ("cooperative-sticky", {"partition.assignment.strategy": "roundrobin"}, True),
+        ("roundrobin", {"partition.assignment.strategy": "range,roundrobin"}, False),
+    ],
+)
+def test_a_predecessor_with_another_strategy_leaves_the_group_first(
+    before: str, now: dict[str, str], leaves: bool
+) -> None:
+    group: Any = _Group(["in"], before)
+    _of(_Cluster(), **{"group.instance.id": "one"}, **now).member.make_way(group, ["in"])
+    assert group.removed == (["one"] if leaves else [])
+
+
+def test_a_group_with_a_member_that_is_no_worker_is_not_joined() -> None:
+    group: Any = _Group(["in"], "roundrobin", instance="")
+    strategy = {"partition.assignment.strategy": "roundrobin"}
+    with pytest.raises(ConfigurationError, match=r"not workers of this App \(client.id rdkafka\): stop those"):
+        _of(_Cluster(), **{"group.instance.id": "one"}, **strategy).member.make_way(group, ["in"])
+
+
 def test_a_group_that_cannot_be_described_is_joined_all_the_same() -> None:
-    def members(group: str) -> None:
+    def classic_group(group: str) -> None:
         raise Unavailable("no coordinator yet")
 
-    admin: Any = SimpleNamespace(members=members)
+    admin: Any = SimpleNamespace(classic_group=classic_group)
     _of(_Cluster(), **{"group.instance.id": "one"}).member.make_way(admin, ["in"])
 
 
@@ -216,7 +243,7 @@ def test_latest_reads_topics_between_functions_from_their_beginning() -> None:
     group = _Cluster()
     group.committed = lambda partitions, timeout: partitions  # type: ignore[method-assign]
     there = dict.fromkeys("abc", SimpleNamespace(error=None, partitions={0: None}))
-    group.list_topics = lambda *_, timeout: SimpleNamespace(topics=there)  # type: ignore[method-assign, misc]
+    group.list_topics = lambda *_, timeout: SimpleNamespace(brokers={}, topics=there)  # type: ignore[method-assign, misc]
     world = World(consumer=lambda _: group, background=lambda name, run: None)  # type: ignore[arg-type, return-value]
     settings = Settings({**SETTINGS, "auto.offset.reset": "latest", "eos.places.topic": ""})
     parts = Parts(settings, ["a", "b"], [], Listener(), until_end=False, together=1, stopping=bool, world=world)

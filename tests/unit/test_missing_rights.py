@@ -189,7 +189,7 @@ class Offsets:
 
     def list_topics(self, timeout: float) -> Any:
         known = {"a", "b"} - ({self._denied[1]} if self._denied[0] == "list_topics" else set())
-        return SimpleNamespace(topics={name: SimpleNamespace(error=None, partitions=[0]) for name in known})
+        return SimpleNamespace(brokers={}, topics={name: SimpleNamespace(error=None, partitions=[0]) for name in known})
 
     def _error(self, call: str, topic: str) -> KafkaError | None:
         denied = self._denied == (call, topic)

@@ -16,6 +16,7 @@ from eos.kafka import facts as asking
 from eos.kafka.cluster import OFFSETS_LOG, TRANSACTION_LOG
 from eos.kafka.facts import Facts, Topic
 from eos.kafka.preflight import REQUIRED_APIS, Finding, Level, Need, judge, need_of, raise_first
+from eos.kafka.security import unreachable
 from eos.kafka.settings import Settings
 
 SAFE = {"min.insync.replicas": "2", "unclean.leader.election.enable": "false"}
@@ -417,3 +418,17 @@ def test_a_configuration_that_may_not_be_read_is_left_out_at_once_and_one_that_n
     never = Configured(late=1_000)
     assert asking.configs(never, ["old", "new"]) == {("topic", "old"): {"min.insync.replicas": "2"}}
     assert never.asked > 1
+
+
+@pytest.mark.parametrize(
+    ("failed", "said"),
+    [
+        ("kafka:9092/bootstrap: Connect to ipv4#10.0.0.1:9092 failed", "kafka:9092 cannot be reached: _TRANSPORT"),
+        ("kafka:9092/1: Connect to ipv4#10.0.0.1:9092 failed", "kafka:9092 cannot be reached: _TRANSPORT"),
+        ("localhost:9092/1: Connect to ipv4#127.0.0.1:9092 failed", "that they advertise: localhost:9092 (_TRANSPORT"),
+        ("ssl://10.0.0.7:9092/1: Connect to ipv4#10.0.0.7:9092 failed", "that they advertise: 10.0.0.7:9092 ("),
+    ],
+)
+def test_an_advertised_address_that_fails_is_told_apart_from_bootstrap_servers(failed: str, said: str) -> None:
+    settings = Settings({"bootstrap.servers": "PLAINTEXT://kafka:9092"})
+    assert said in str(unreachable(settings, f"_TRANSPORT ({failed})"))

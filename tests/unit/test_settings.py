@@ -40,7 +40,7 @@ CONTRADICTIONS = [
     ("delivery.report.only.error", "false", "counts records itself"),
     ("group.protocol", "share", "group protocols"),
     ("partition.assignment.strategy", "cooperative-sticky,mine", "tested"),
-    ("partition.assignment.strategy", "roundrobin", "tested"),
+    ("partition.assignment.strategy", "sticky", "tested"),
     ("enable.gapless.guarantee", "true", "where an abort suffices"),
 ]
 
@@ -404,6 +404,19 @@ def test_a_classic_member_is_static_and_cooperative_with_a_session_of_ten_second
     assert given["partition.assignment.strategy"] == "cooperative-sticky"
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "roundrobin"),
+        ({"partition.assignment.strategy": "range"}, "range"),
+        ({"group.protocol": "consumer"}, None),
+    ],
+)
+def test_members_share_each_of_several_topics_by_default(given: dict[str, str], expected: str | None) -> None:
+    consumer = Settings(given).for_several_topics().consumer()
+    assert consumer.get("partition.assignment.strategy") == expected
+
+
 def test_a_members_name_is_one_that_kafka_takes_and_another_for_each_transactional_id() -> None:
     """Kafka checks it as a topic's name; a transactional.id can be any text."""
     names = ["a", "a.b-c_d", "orders/eu", "orders:eu", "orders_eu", "ü", "..", ".", "x" * 249, "x" * 250, "x" * 251]
@@ -505,6 +518,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"group.protocol": "Consumer"},
     {"group.protocol": "consumer", "group.remote.assignor": "uniform"},
     {"partition.assignment.strategy": "range"},
+    {"partition.assignment.strategy": "range,roundrobin"},
     {"auto.offset.reset": "latest", "enable.partition.eof": True, "delivery.report.only.error": True},
     {"isolation.level": "read_committed", "enable.auto.commit": "false", "enable.auto.offset.store": "false"},
     {"enable.idempotence": "true", "acks": -1, "enable.gapless.guarantee": "false"},

@@ -93,6 +93,7 @@ class Script:
             describe_all=lambda ids: [],
             describe=lambda name: Described("CompleteCommit", 7, self.epochs[name]),
             members=lambda group: [],
+            classic_group=lambda group: {"members": [], "protocol_data": ""},
             committed_metadata=lambda group: [],
             remove_member=lambda group, member: None,
             topic_ids=lambda topics: dict.fromkeys(topics, "id"),
@@ -168,7 +169,9 @@ class ScriptedConsumer:
         self.reads = False
 
     def list_topics(self, topic: str = "", timeout: float = 0) -> Any:
-        return SimpleNamespace(topics=dict.fromkeys(("in", "out"), SimpleNamespace(error=None, partitions={0: None})))
+        return SimpleNamespace(
+            brokers={}, topics=dict.fromkeys(("in", "out"), SimpleNamespace(error=None, partitions={0: None}))
+        )
 
     def subscribe(self, topics: list[str], on_assign: Callable[..., None], **others: object) -> None:
         self.assign = on_assign

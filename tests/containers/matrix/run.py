@@ -230,8 +230,8 @@ class Run:
             settings |= {
                 "session.timeout.ms": f"{SESSION_TIMEOUT_S * 1000:.0f}",
                 "heartbeat.interval.ms": "1000",
-                # Both strategies that are supported, by the cell's seed.
-                "partition.assignment.strategy": "cooperative-sticky" if self._cell.stages == 3 else "range",
+                # One of the two default strategies, by the cell's seed.
+                "partition.assignment.strategy": "cooperative-sticky" if self._cell.stages == 3 else "roundrobin",
             }
         settings |= self._settings
         if self._breakage is not None:
