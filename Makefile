@@ -11,7 +11,7 @@ DOCS := $(VENV)/.docs
 # Where it is set, each of the thousands of processes that the suites start compiles the same sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-state demo-spark dist docs check test test-all test-ci flaky chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-state bench-state-order bench-restore bench-spark bench-far clean engine image own-images up down ps worker shim sweep bench-shim
+.PHONY: demo demo-state demo-spark dist docs reference check test test-all test-ci flaky chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-state bench-state-order bench-restore bench-spark bench-far clean engine image own-images up down ps worker shim sweep bench-shim
 
 demo: $(READY)
 	$(BIN)/eos demo
@@ -93,6 +93,11 @@ dist: $(STAMP)
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo build/site/index.html
+
+# The pages of docs/reference that are made from the code. A unit test fails while one is out of date.
+reference: $(STAMP)
+	$(BIN)/eos config --markdown > docs/reference/settings.md
+	$(BIN)/python docs/commands.py > docs/reference/commands.md
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.worker_speed

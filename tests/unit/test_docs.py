@@ -16,6 +16,7 @@ import pytest
 
 import eos.testing
 from benchmarks.shapes import SHAPES
+from docs import commands
 from eos import errors
 from eos.cli import COMMANDS
 from eos.kafka.settings import OPTIONS
@@ -28,7 +29,8 @@ from tests.support.pages import files_of
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+AT_ROOT = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CODE_OF_CONDUCT", "tests/README")]
+DOCUMENTS = [*AT_ROOT, *sorted((ROOT / "docs").rglob("*.md"))]
 HOWTO = ROOT / "docs" / "howto"
 TESTS = ROOT / "tests"
 TEST_FOLDERS = "(?:unit|broker|containers|shim|spark|state)"
@@ -125,6 +127,10 @@ def test_every_target_of_make_that_a_document_names_exists() -> None:
     named = {name for path in DOCUMENTS for name in re.findall(r"`make ([a-z-]+)", path.read_text())}
     assert len(named) > 10
     assert named <= targets
+
+
+def test_the_page_of_commands_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "reference" / "commands.md").read_text() == commands.page(), "run: make reference"
 
 
 def test_the_exit_codes_that_are_documented_are_those_of_the_errors() -> None:
