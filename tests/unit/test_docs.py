@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import os
 import re
@@ -19,6 +20,7 @@ from benchmarks.shapes import SHAPES
 from docs import commands
 from eos import errors
 from eos.cli import COMMANDS
+from eos.kafka.names import COMMON, CONSUMER_ONLY, PRODUCER_ONLY
 from eos.kafka.settings import OPTIONS
 from eos.testing.clusters import Cluster
 from eos.testing.pytest_plugin import StartCluster
@@ -102,6 +104,79 @@ def test_every_page_is_two_clicks_from_the_readme() -> None:
     first = linked(README)
     reached = first.union(*map(linked, first))
     assert {page.resolve() for page in (ROOT / "docs").rglob("*.md")} <= reached
+
+
+# Documents about the code, and dotted names in them that are not ours.
+OF_CODE = [
+    ROOT / "docs" / "DESIGN.md",
+    HOWTO.parent / "explanation" / "guarantees.md",
+    *(ROOT / "docs").glob("engineering/*.md"),
+]
+CODE = [file for name in ("eos", "spark_connector", "tests", "benchmarks") for file in (ROOT / name).rglob("*.py")]
+FOREIGN = {
+    "offsets.retention.minutes",
+    "spark.sql.execution.arrow.maxBytesPerBatch",
+    *OPTIONS,
+    *COMMON,
+    *CONSUMER_ONLY,
+    *PRODUCER_ONLY,
+}
+
+
+def defined_in(tree: ast.AST) -> set[str]:
+    """Return every name that a module or a class defines, those of attributes too."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return found
+
+
+def members_of(owner: str) -> set[str]:
+    """Return the names in every package, module and class of that name."""
+    found = set(eos.__all__) if owner == "eos" else set()
+    for file in CODE:
+        if file.parent.name == owner:
+            found.add(file.stem)
+        text = file.read_text()
+        if file.stem == owner:
+            found |= defined_in(ast.parse(text))
+        elif f"class {owner}" in text:
+            classes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
+            found = found.union(*(defined_in(node) for node in classes if node.name == owner))
+    return found
+
+
+def test_every_dotted_name_in_documents_about_the_code_exists() -> None:
+    unknown, checked = [], 0
+    files = {file.name for file in (ROOT / "eos").rglob("*.*")}
+    for document in OF_CODE:
+        for name in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)+)(?:\(\))?`", document.read_text()):
+            *_, owner, member = name.split(".")
+            checked += 1
+            if name not in FOREIGN and name not in files and member not in members_of(owner):
+                unknown.append(f"{document.name}: {name}")
+    assert unknown == []
+    assert checked > 20, checked
+
+
+def test_every_name_in_documents_is_in_the_file_that_is_named_with_it() -> None:
+    """As in "eos/state/notes.py `kept_by`, `check_stores`" and "`decide` in spark_connector/marker.py"."""
+    path, quoted = r"((?:eos|spark_connector|tests)/[\w/]+\.py)", r"((?:(?:,? )?`\w+`)+)"
+    unknown, checked = [], 0
+    for document in OF_CODE:
+        text = document.read_text()
+        after = re.findall(rf"{path} {quoted}", text)
+        before = [(file, named) for named, file in re.findall(rf"{quoted} in {path}", text)]
+        for file, named in after + before:
+            for name in re.findall(r"\w+", named):
+                checked += 1
+                if name not in defined_in(ast.parse((ROOT / file).read_text())):
+                    unknown.append(f"{document.name}: {name} in {file}")
+    assert unknown == []
+    assert checked > 30, checked
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names(DOCUMENTS))
