@@ -112,7 +112,6 @@ OF_CODE = [
     HOWTO.parent / "explanation" / "guarantees.md",
     *(ROOT / "docs").glob("engineering/*.md"),
 ]
-CODE = [file for name in ("eos", "spark_connector", "tests", "benchmarks") for file in (ROOT / name).rglob("*.py")]
 FOREIGN = {
     "offsets.retention.minutes",
     "spark.sql.execution.arrow.maxBytesPerBatch",
@@ -134,13 +133,18 @@ def defined_in(tree: ast.AST) -> set[str]:
     return found
 
 
+@functools.cache
+def sources() -> dict[Path, str]:
+    folders = (ROOT / name for name in ("eos", "spark_connector", "tests", "benchmarks"))
+    return {file: file.read_text() for folder in folders for file in folder.rglob("*.py")}
+
+
 def members_of(owner: str) -> set[str]:
     """Return the names in every package, module and class of that name."""
     found = set(eos.__all__) if owner == "eos" else set()
-    for file in CODE:
+    for file, text in sources().items():
         if file.parent.name == owner:
             found.add(file.stem)
-        text = file.read_text()
         if file.stem == owner:
             found |= defined_in(ast.parse(text))
         elif f"class {owner}" in text:
@@ -173,7 +177,7 @@ def test_every_name_in_documents_is_in_the_file_that_is_named_with_it() -> None:
         for file, named in after + before:
             for name in re.findall(r"\w+", named):
                 checked += 1
-                if name not in defined_in(ast.parse((ROOT / file).read_text())):
+                if name not in defined_in(ast.parse(sources()[ROOT / file])):
                     unknown.append(f"{document.name}: {name} in {file}")
     assert unknown == []
     assert checked > 30, checked
