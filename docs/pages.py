@@ -1,17 +1,15 @@
 """What `make docs` adds to the pages of this folder: README.md as the first page, CONTRIBUTING.md and its like,
-examples, and a reference of commands and Python that is made from the code.
+examples, and a reference of Python that is made from the code.
 
-A hook of mkdocs (mkdocs.yml). Pages are written for the repository, where a link leads to a file; here to a page.
+A hook of mkdocs (mkdocs.yml). Pages are written for the repository, where a link leads to a file. Here it leads to a
+page, or to the repository for a file that is no page.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
 import posixpath
 import re
-import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,9 @@ from mkdocs.structure.files import File, Files
 
 import eos
 from eos import errors
-from eos.cli import COMMANDS, invoke, program
 
 ROOT = Path(__file__).parents[1]
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 AT_ROOT = {"README.md": "index.md"} | {name: name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")}
 
 # What a section of the reference of Python is about, and the names in it. Of some what users call, all of the others.
@@ -53,7 +51,6 @@ def on_files(files: Files, config: Any) -> Files:
     pages["LICENSE.md"] = f"# Licence\n\n```text\n{(ROOT / 'LICENSE').read_text()}```\n"
     for example in (ROOT / "examples").glob("*.py"):
         pages[f"examples/{example.stem}.md"] = f"# {example.name}\n\n```python\n{example.read_text()}```\n"
-    pages["reference/commands.md"] = _commands()
     pages["reference/python.md"] = _python()
     for page, text in pages.items():
         files.append(File.generated(config, page, content=text))
@@ -70,7 +67,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         if not path or re.match(r"\w+:", path):
             return found[0]
         file = posixpath.normpath(posixpath.join(posixpath.dirname(written_at), path))
-        return f"]({posixpath.relpath(_page_of(file), posixpath.dirname(here) or '.')}{hash_}{anchor})"
+        there = _page_of(file)
+        target = files.get_file_from_path(there)
+        if target is None or target.inclusion.is_excluded():
+            return f"]({REPOSITORY}/blob/main/{file}{hash_}{anchor})"
+        return f"]({posixpath.relpath(there, posixpath.dirname(here) or '.')}{hash_}{anchor})"
 
     return re.sub(r"\]\(([^)\s]+)\)", lead, markdown)
 
@@ -81,23 +82,6 @@ def _page_of(file: str) -> str:
     if file.startswith("examples/"):
         return file.removesuffix(".py") + ".md"
     return AT_ROOT.get(file, f"{file}.md")
-
-
-def _commands() -> str:
-    """The help of each command, as the terminal shows it."""
-    os.environ |= {"TERMINAL_WIDTH": "100", "NO_COLOR": "1", "TERM": "dumb"}  # typer reads them at its first help
-    sys.argv[0] = "eos"  # the program's name in it
-    commands: list[list[str]] = [[]]
-    for name in COMMANDS:
-        commands.append([name])
-        commands += [[name, below] for below in getattr(program([name]).commands[name], "commands", {})]
-    text = "# Commands\n\nAs `eos COMMAND --help` shows them.\n"
-    for command in commands:
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            invoke([*command, "--help"])
-        level = "#" * (len(command) + 1) if command else "##"
-        text += f"\n{level} `{' '.join(['eos', *command])}`\n\n```text\n{printed.getvalue().strip()}\n```\n"
-    return text
 
 
 def _python() -> str:

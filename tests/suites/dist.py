@@ -19,7 +19,6 @@ from pathlib import Path
 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 MOST_BYTES = 60 << 20  # of an installation without extras, pip itself left out
-FOR_US = {"test", "bench", "docs"}  # extras that nobody installs who uses eos
 
 
 class Wrong(Exception):
@@ -69,7 +68,7 @@ def extras_of(wheel: Path) -> list[str]:
 
 def weigh(wheel: Path) -> None:
     """Each extra in an environment of its own."""
-    for extras in ("", *(extra for extra in extras_of(wheel) if extra not in FOR_US), "embedded,demo"):
+    for extras in ("", *extras_of(wheel), "embedded,demo"):
         with tempfile.TemporaryDirectory() as scratch:
             what = f"{wheel}[{extras}]" if extras else str(wheel)
             bin_ = environment_of(sys.executable, Path(scratch) / "env", what, {})

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_page_of_settings_is_up_to_date() -> None:
     page = (ROOT / "docs" / "reference" / "settings.md").read_text()
-    assert page == markdown(), "run: eos config --markdown > docs/reference/settings.md"
+    assert page == markdown(), "run: make reference"
 
 
 def test_every_setting_of_ours_and_every_default_is_on_the_page() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import os
 import re
@@ -16,8 +17,10 @@ import pytest
 
 import eos.testing
 from benchmarks.shapes import SHAPES
+from docs import commands
 from eos import errors
 from eos.cli import COMMANDS
+from eos.kafka.names import COMMON, CONSUMER_ONLY, PRODUCER_ONLY
 from eos.kafka.settings import OPTIONS
 from eos.testing.clusters import Cluster
 from eos.testing.pytest_plugin import StartCluster
@@ -28,7 +31,8 @@ from tests.support.pages import files_of
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+AT_ROOT = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CODE_OF_CONDUCT", "tests/README")]
+DOCUMENTS = [*AT_ROOT, *sorted((ROOT / "docs").rglob("*.md"))]
 HOWTO = ROOT / "docs" / "howto"
 TESTS = ROOT / "tests"
 TEST_FOLDERS = "(?:unit|broker|containers|shim|spark|state)"
@@ -102,6 +106,83 @@ def test_every_page_is_two_clicks_from_the_readme() -> None:
     assert {page.resolve() for page in (ROOT / "docs").rglob("*.md")} <= reached
 
 
+# Documents about the code, and dotted names in them that are not ours.
+OF_CODE = [
+    ROOT / "docs" / "DESIGN.md",
+    HOWTO.parent / "explanation" / "guarantees.md",
+    *(ROOT / "docs").glob("engineering/*.md"),
+]
+FOREIGN = {
+    "offsets.retention.minutes",
+    "spark.sql.execution.arrow.maxBytesPerBatch",
+    *OPTIONS,
+    *COMMON,
+    *CONSUMER_ONLY,
+    *PRODUCER_ONLY,
+}
+
+
+def defined_in(tree: ast.AST) -> set[str]:
+    """Return every name that a module or a class defines, those of attributes too."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return found
+
+
+@functools.cache
+def sources() -> dict[Path, str]:
+    folders = (ROOT / name for name in ("eos", "spark_connector", "tests", "benchmarks"))
+    return {file: file.read_text() for folder in folders for file in folder.rglob("*.py")}
+
+
+def members_of(owner: str) -> set[str]:
+    """Return the names in every package, module and class of that name."""
+    found = set(eos.__all__) if owner == "eos" else set()
+    for file, text in sources().items():
+        if file.parent.name == owner:
+            found.add(file.stem)
+        if file.stem == owner:
+            found |= defined_in(ast.parse(text))
+        elif f"class {owner}" in text:
+            classes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
+            found = found.union(*(defined_in(node) for node in classes if node.name == owner))
+    return found
+
+
+def test_every_dotted_name_in_documents_about_the_code_exists() -> None:
+    unknown, checked = [], 0
+    files = {file.name for file in (ROOT / "eos").rglob("*.*")}
+    for document in OF_CODE:
+        for name in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)+)(?:\(\))?`", document.read_text()):
+            *_, owner, member = name.split(".")
+            checked += 1
+            if name not in FOREIGN and name not in files and member not in members_of(owner):
+                unknown.append(f"{document.name}: {name}")
+    assert unknown == []
+    assert checked > 20, checked
+
+
+def test_every_name_in_documents_is_in_the_file_that_is_named_with_it() -> None:
+    """As in "eos/state/notes.py `kept_by`, `check_stores`" and "`decide` in spark_connector/marker.py"."""
+    path, quoted = r"((?:eos|spark_connector|tests)/[\w/]+\.py)", r"((?:(?:,? )?`\w+`)+)"
+    unknown, checked = [], 0
+    for document in OF_CODE:
+        text = document.read_text()
+        after = re.findall(rf"{path} {quoted}", text)
+        before = [(file, named) for named, file in re.findall(rf"{quoted} in {path}", text)]
+        for file, named in after + before:
+            for name in re.findall(r"\w+", named):
+                checked += 1
+                if name not in defined_in(ast.parse(sources()[ROOT / file])):
+                    unknown.append(f"{document.name}: {name} in {file}")
+    assert unknown == []
+    assert checked > 30, checked
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names(DOCUMENTS))
 def test_every_setting_and_command_that_a_document_names_exists(document: Path) -> None:
     text = document.read_text()
@@ -125,6 +206,10 @@ def test_every_target_of_make_that_a_document_names_exists() -> None:
     named = {name for path in DOCUMENTS for name in re.findall(r"`make ([a-z-]+)", path.read_text())}
     assert len(named) > 10
     assert named <= targets
+
+
+def test_the_page_of_commands_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "reference" / "commands.md").read_text() == commands.page(), "run: make reference"
 
 
 def test_the_exit_codes_that_are_documented_are_those_of_the_errors() -> None:
