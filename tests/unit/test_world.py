@@ -396,7 +396,7 @@ def test_an_abort_in_it_hands_the_records_out_again() -> None:
 
 
 def test_transaction_that_times_out_is_followed_by_smaller_ones(caplog: pytest.LogCaptureFixture) -> None:
-    """Five small records need 15 s of the 10 that they have: they are tried again once, and then two of them, in 6 s."""
+    """Five small records need 15 s of the 10 that they have: they are tried once more, and then two of them, in 6 s."""
     script = Script()
     script.sending_s = 3.0
     session = copied(script)
