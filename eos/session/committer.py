@@ -35,6 +35,16 @@ class Commit:
     job: Job
     """Its result is World.now() of the commit's answer."""
 
+    @property
+    def open_s(self) -> float:
+        """How long the transaction was open, once its commit was answered."""
+        return float(self.job.result) - self.transaction.began_at
+
+    @property
+    def sending_s(self) -> float:
+        """How long of that its outputs were sent."""
+        return self.open_s - (self.transaction.handling_s or 0.0)
+
 
 class Committer:
     def __init__(self, producer: TransactionalProducer, pulse: Pulse, world: World) -> None:

@@ -16,8 +16,10 @@ from eos.kafka.settings import Settings
 from eos.kafka.world import World
 from eos.records import Record
 from eos.session.asking import Finish
+from eos.session.committer import Commit
 from eos.session.membership import Membership
 from eos.session.observe import Pulse
+from eos.session.outcomes import Counters
 from eos.session.pacing import Pacing
 from eos.session.participants import Participant
 from eos.session.positions import Positions
@@ -28,7 +30,7 @@ _PAUSE_S = 0.05
 
 
 class Intake:
-    """`stopping`: whether the session is to stop. `rebalances` counts what the group gave and took. `participants` are
+    """`stopping`: whether the session is to stop. `participants` are
     told where partitions begin. `on_unreadable`: see Listener.unreadable."""
 
     def __init__(
@@ -40,13 +42,13 @@ class Intake:
         *,
         until_end: bool,
         stopping: Callable[[], bool],
-        rebalances: dict[str, int],
+        counters: Counters,
         pulse: Pulse,
         world: World,
         on_unreadable: Callable[[str, int, int, str], None],
     ) -> None:
         self._settings, self.topics, self._pacing, self._participants = settings, list(topics), pacing, participants
-        self._until_end, self._stopping, self._rebalances = until_end, stopping, rebalances
+        self._until_end, self._stopping, self._counters = until_end, stopping, counters
         self._pulse, self._world, self._on_unreadable = pulse, world, on_unreadable
         self.by_pattern: set[str] = set()
         """Those of `topics` that nobody named."""
@@ -105,7 +107,7 @@ class Intake:
             pulse=self._pulse,
             world=self._world,
             stopping=self._stopping,
-            rebalances=self._rebalances,
+            rebalances=self._counters.rebalances,
             member_ids=self._member_ids,
             from_beginning=self._from_beginning,
             changelogs=[topic for participant in self._participants for topic in participant.topics],
@@ -133,6 +135,11 @@ class Intake:
         if self._membership is not None:
             self._membership.close(leave_group)
             self._membership = None
+
+    def committed(self, commit: Commit) -> None:
+        self.positions.commit(commit.offsets)
+        self._counters.repeated = self.positions.repeated
+        self.membership.starts.committed()
 
     # ---- between transactions ---------------------------------------------------------------------------------
 

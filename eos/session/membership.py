@@ -420,8 +420,12 @@ class Membership:
     def _cannot_commit(self, sentence: str) -> CallFailed:
         return CallFailed("send_offsets", Action.ABORT, RuntimeError(sentence))
 
-    def check_not_lost(self) -> None:
-        """CallFailed(ABORT) if the open transaction took records of partitions that are gone since."""
+    def begun(self) -> None:
+        """Note that a transaction begins, which took no records yet."""
+        self.lost_sentence = None
+
+    def raise_if_lost(self) -> None:
+        """Raise CallFailed(ABORT) if the open transaction took records of partitions that were revoked since."""
         if self.lost_sentence is not None:
             raise self._cannot_commit(self.lost_sentence)
 

@@ -8,11 +8,11 @@ from eos.kafka.settings import Settings
 from eos.kafka.world import World
 from eos.session.claim import Claim
 from eos.session.committer import Committer
-from eos.session.endings import Endings
 from eos.session.intake import Intake
 from eos.session.membership import Membership
 from eos.session.observe import Pulse
 from eos.session.offsets import Offsets
+from eos.session.outcomes import Outcomes
 from eos.session.pacing import Pacing
 from eos.session.participants import Listener, Participant
 from eos.session.producer import TransactionalProducer
@@ -41,8 +41,8 @@ class Parts:
         interval_s = settings["eos.transaction.interval.ms"] / 1000
         timeout_s = settings.transaction_timeout_ms / 1000
         self.pacing = Pacing(interval_s, settings["eos.transaction.max.records"], together, timeout_s)
-        self.endings = Endings(participants, listener, world)
-        self.counters = self.endings.counters
+        self.outcomes = Outcomes(participants, listener, world)
+        self.counters = self.outcomes.counters
         self.intake = Intake(
             settings,
             topics,
@@ -50,7 +50,7 @@ class Parts:
             participants,
             until_end=until_end,
             stopping=stopping,
-            rebalances=self.counters.rebalances,
+            counters=self.counters,
             pulse=self.pulse,
             world=world,
             on_unreadable=listener.unreadable,
@@ -66,6 +66,15 @@ class Parts:
         self.claim = Claim(
             settings, self.successor.told, lambda: self.membership.member.nobody_took_our_place(), self.pulse, world
         )
+
+        self.counters.replacements = self.producer.replacements
+        for part in (
+            self.intake.committed,
+            lambda commit: self.pacing.committed(commit.taken, commit.open_s, commit.sending_s),
+            lambda commit: self.successor.ours("our last commit"),
+            self.offsets.committed,
+        ):
+            self.outcomes.follow(part)
 
     @property
     def membership(self) -> Membership:

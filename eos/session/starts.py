@@ -42,6 +42,10 @@ class Starts:
         """They are not ours any more: they begin where their next owner says."""
         self.uncommitted = {p: offset for p, offset in self.uncommitted.items() if p not in partitions}
 
+    def committed(self) -> None:
+        """Note that what was uncommitted is committed."""
+        self.uncommitted = {}
+
     def resolved(self, stable: Mapping[Partition, TopicPartition]) -> None:
         """These are the group's committed offsets now."""
         self.uncommitted = {p: offset for p, offset in self.uncommitted.items() if stable[p].offset < 0}

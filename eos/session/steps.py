@@ -8,6 +8,7 @@ from __future__ import annotations
 from eos import log
 from eos.errors import Action, CallFailed, PoisonRecord, Temporary
 from eos.kafka.failures import rebalanced
+from eos.session.committer import Commit
 from eos.session.observe import add
 from eos.session.participants import Outcome
 from eos.session.parts import Parts
@@ -30,9 +31,10 @@ class Recovery:
     def __init__(self, parts: Parts) -> None:
         self._settings, self._intake, self._claim = parts.settings, parts.intake, parts.claim
         self._producer = parts.producer
-        self._offsets, self._pacing, self._endings = parts.offsets, parts.pacing, parts.endings
+        self._offsets, self._pacing, self._outcomes = parts.offsets, parts.pacing, parts.outcomes
         self._listener, self._world, self._group = parts.listener, parts.world, parts.group
         self.rebuilds_in_a_row = 0
+        parts.outcomes.follow(self._committed)
         self.steps = {
             Step.ABORT: self._abort,
             Step.REWIND: self._rewind,
@@ -43,6 +45,9 @@ class Recovery:
             Step.RESOLVE: self._resolve,
             Step.REJOIN: self._rejoin,
         }
+
+    def _committed(self, _: Commit) -> None:
+        self.rebuilds_in_a_row = 0
 
     def carry_out(self, trouble: Trouble) -> None:
         """Returns when the loop can go on, raises when it must stop."""
@@ -75,12 +80,12 @@ class Recovery:
 
     def _abort(self, trouble: Trouble) -> None:
         self._producer.abort()
-        self._endings.ended(Outcome.ABORTED)
+        self._outcomes.ended(Outcome.ABORTED)
 
     def _rewind(self, trouble: Trouble) -> None:
         self._intake.membership.go_back(self._intake.positions.rewind)
         self._pacing.aborted(self._world.now())
-        counters = self._endings.counters
+        counters = self._outcomes.counters
         counters.aborts += 1
         add(counters.aborts_by_cause, _cause(trouble.failure))
         rebalance = rebalanced(trouble.failure)
@@ -115,7 +120,7 @@ class Recovery:
         membership, positions = self._intake.membership, self._intake.positions
         stable = membership.asking.stable_committed(list(trouble.offsets))
         outcome = self._offsets.outcome_of(trouble.offsets, stable)
-        self._endings.ended(outcome)
+        self._outcomes.ended(outcome)
         known = {p: tp.offset if tp.offset >= 0 else None for p, tp in stable.items()}
         membership.go_back(lambda: positions.resolve(known))
         membership.starts.resolved(stable)
@@ -126,7 +131,7 @@ class Recovery:
     def _rejoin(self, trouble: Trouble) -> None:
         self._count_rebuild(trouble)
         self._claim.confirm(self._producer, trouble.reason)
-        self._endings.ended(Outcome.UNKNOWN)  # while what is ours is known
+        self._outcomes.ended(Outcome.UNKNOWN)  # while what is ours is known
         self._intake.begin_anew()
         self._producer.replace(f"failure: {trouble.reason}")
         self._intake.join_again()
@@ -138,8 +143,8 @@ class Recovery:
             return
         trouble.counted = True
         self.rebuilds_in_a_row += not trouble.next_is_smaller  # a smaller one has its own chance
-        self._endings.counters.rebuilds += 1
-        add(self._endings.counters.rebuilds_by_cause, _cause(trouble.failure))
+        self._outcomes.counters.rebuilds += 1
+        add(self._outcomes.counters.rebuilds_by_cause, _cause(trouble.failure))
         if self.rebuilds_in_a_row > MOST_REBUILDS:
             rebuilds = f"{self.rebuilds_in_a_row} rebuilds without one commit, the last because of: {trouble.reason}"
             if trouble.too_slow:

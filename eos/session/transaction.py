@@ -6,12 +6,22 @@ What it means is eos/session/loop.py's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from enum import Enum
 from typing import Any, Protocol
 
 from eos.app.dead_letters import dead_letter
 from eos.app.frames import frames_of
 from eos.app.results import send_of
 from eos.records import Fed, Feed, Headers, Record
+
+
+class Phase(Enum):
+    """How far a transaction went."""
+
+    OPEN = "records are handed out and outputs sent"
+    COMMITTING = "its commit was started: nothing can be sent in it any more, however the commit ends"
+    ABORTED = "it was aborted before its commit was started"
+    GIVEN_UP = "as ABORTED, while the loop's body has it: until the next one begins the body's calls do nothing"
 
 
 class Turns(Protocol):
@@ -57,21 +67,46 @@ class Transaction:
 
     __slots__ = (
         "_ahead", "_loop", "_records", "_until",
-        "began_at", "commit_started", "dead_letters", "first_timestamp_ms", "handling_s", "sent", "skipped",
+        "began_at", "dead_letters", "first_timestamp_ms", "handling_s", "phase", "sent", "skipped",
         "waited_before",
     )  # fmt: skip
 
-    def __init__(self, loop: Turns, began_at: float, until: float, first_timestamp_ms: int) -> None:
+    def __init__(
+        self, loop: Turns, began_at: float, until: float, first_timestamp_ms: int, waited_before: float = 0.0
+    ) -> None:
         self._loop = loop
         # World.now(); behind `until` no more records are handed out.
         self.began_at, self._until = began_at, until
         self.first_timestamp_ms = first_timestamp_ms  # of the first record that waited when it began
-        self.commit_started = False
+        self.phase = Phase.OPEN
         self.handling_s: float | None = None  # once all of its records are handled; without what sends waited for room
-        self.waited_before = 0.0  # `waited_s` when it began
+        self.waited_before = waited_before  # `waited_s` when it began
         self._records: Iterator[Record] | None = None
         self._ahead = 0  # taken by `records`, but not handed out yet
         self.sent = self.skipped = self.dead_letters = 0
+
+    # ---- what the loop notes -----------------------------------------------------------------------------------
+
+    def handled(self, now: float) -> float:
+        """Note that all of its records are handled, unless that was noted; return how long that took."""
+        if self.handling_s is None:
+            self.handling_s = self.handling_until(now)
+        return self.handling_s
+
+    def handling_until(self, now: float) -> float:
+        """Return for how long its records were handled, without the time for which sends waited for room."""
+        if self.handling_s is not None:
+            return self.handling_s
+        return now - self.began_at - (self.waited_s - self.waited_before)
+
+    def starts_commit(self) -> None:
+        self.phase = Phase.COMMITTING
+
+    def aborted(self, under_its_body: bool = False) -> None:
+        if self.phase is not Phase.COMMITTING:
+            self.phase = Phase.GIVEN_UP if under_its_body else Phase.ABORTED
+
+    # ---- what the loop's body does with it ---------------------------------------------------------------------
 
     @property
     def records(self) -> Iterator[Record]:

@@ -144,7 +144,7 @@ def test_a_session_that_a_newer_instance_fenced_never_begins_again(half_way: boo
     """Nor where the loop was left half way, and a client of ours may have taken an epoch that nobody heard of."""
     one = TransactSession(SETTINGS, ["in"], world=WORLD)
     producer = one.producer
-    producer.may_have_bumped = one._loop._half_way = half_way
+    producer.may_have_bumped = one._loop._in_a_turn = half_way
     asked = Asked(monkeypatch, producer, Owner.NEWER, "flush")
     with pytest.raises(Fenced) as first:
         one._loop._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {}, None)

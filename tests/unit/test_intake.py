@@ -10,6 +10,7 @@ from eos.kafka.settings import Settings
 from eos.kafka.world import World
 from eos.session.intake import Intake
 from eos.session.observe import Pulse
+from eos.session.outcomes import Counters
 from eos.session.pacing import Pacing
 
 SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t", "auto.offset.reset": "latest"}
@@ -51,7 +52,7 @@ def intake_of(world: World, interval_s: float = 0.1, stopping: Callable[[], bool
         [],
         until_end=False,
         stopping=stopping,
-        rebalances={},
+        counters=Counters(),
         pulse=Pulse(world.now),
         world=world,
         on_unreadable=lambda *_: None,

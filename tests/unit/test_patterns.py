@@ -369,7 +369,8 @@ def taking(monkeypatch: pytest.MonkeyPatch, error: CallFailed | None = None) -> 
 
 def test_new_topic_is_subscribed_between_transactions(monkeypatch: pytest.MonkeyPatch) -> None:
     session, membership = taking(monkeypatch)
-    session._loop._try(session._loop._gather)
+    with session._loop._recovering():
+        session._loop._gather()
     assert membership.calls == [["in", "new"]]
     assert session.topics == ["in", "new"], "a consumer that takes this one's place reads it too"
     assert session._parts.intake._from_beginning == {"new"}
@@ -378,7 +379,8 @@ def test_new_topic_is_subscribed_between_transactions(monkeypatch: pytest.Monkey
 def test_a_consumer_that_takes_no_subscription_any_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = CallFailed("consume", eos.errors.Action.REJOIN, RuntimeError("fatal"))
     session, membership = taking(monkeypatch, failed)
-    session._loop._try(session._loop._gather)
+    with session._loop._recovering():
+        session._loop._gather()
     assert membership.calls[-1] is failed
 
 

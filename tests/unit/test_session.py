@@ -41,7 +41,8 @@ def rebuild(session: TransactSession, times: int) -> None:
 
 def commit_one(session: TransactSession, taken: int = 0) -> None:
     sent = Transaction(session, 0.0, 1.0, -1)
-    session._parts.endings.begun(sent)
+    sent.starts_commit()
+    session._parts.outcomes.begun(sent)
     job: Any = SimpleNamespace(result=2.0, error=None)
     offsets = session._parts.positions.offsets()
     session._loop._succeeded(Commit(sent, offsets, taken, 1.0, job))
@@ -49,7 +50,7 @@ def commit_one(session: TransactSession, taken: int = 0) -> None:
 
 def test_rebuilds_without_a_commit_between_them_come_to_an_end_and_a_commit_begins_the_count_anew() -> None:
     session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"])
-    session._parts.intake._membership = SimpleNamespace(starts=SimpleNamespace())  # type: ignore[assignment]
+    session._parts.intake._membership = SimpleNamespace(starts=SimpleNamespace(committed=lambda: None))  # type: ignore[assignment]
     rebuild(session, MOST_REBUILDS)
     commit_one(session)
     rebuild(session, MOST_REBUILDS)
@@ -84,7 +85,7 @@ def test_a_refused_record_is_found_by_halves(refused_at: int) -> None:
     session = TransactSession(settings, ["in"], listener=Finds())
     producer: Any = SimpleNamespace(abort=lambda: None, who=dict, replacements={})
     give_producer(session, producer)
-    membership: Any = SimpleNamespace(go_back=lambda rewind: rewind(), starts=SimpleNamespace())
+    membership: Any = SimpleNamespace(go_back=lambda rewind: rewind(), starts=SimpleNamespace(committed=lambda: None))
     session._parts.intake._membership = membership
     refusal = CallFailed("delivery", Action.POISON, RuntimeError("too large"))
     session._parts.positions.assigned({("in", 0): 0})

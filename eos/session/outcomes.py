@@ -1,22 +1,18 @@
-"""How transactions ended: counted, and told to who takes part in them and to who listens (eos/session/participants.py).
+"""The outcomes of transactions: who is notified of them, and in which order.
 
-Owns a session's counters and the order in which ends are told. It never decides how one ends.
+Owns a session's counters. It never decides how a transaction ends (eos/session/loop.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from eos import log
 from eos.kafka.world import World
 from eos.session.committer import Commit
 from eos.session.observe import COMMIT_BOUNDS_S, END_TO_END_BOUNDS_S, Histogram
 from eos.session.participants import Listener, Outcome, Participant
-
-if TYPE_CHECKING:
-    from eos.session.transaction import Transaction
+from eos.session.transaction import Phase, Transaction
 
 
 @dataclass
@@ -46,40 +42,52 @@ class Counters:
     """Once per transaction: the age of its first input record (by the record's timestamp) when it was committed."""
 
 
-class Endings:
+class Outcomes:
+    """The one place from which a session's parts, participants and listener learn how a transaction ended."""
+
     def __init__(self, participants: Sequence[Participant], listener: Listener, world: World) -> None:
         self.counters = Counters()
         self._participants, self._listener, self._world = participants, listener, world
-        self._begun: Transaction | None = None  # nobody was told of its end yet
+        self._parts: list[Callable[[Commit], None]] = []
+        self._begun: Transaction | None = None  # its outcome was not told yet
+
+    def follow(self, committed: Callable[[Commit], None]) -> None:
+        """Call `committed` with each commit that succeeded, before the participants learn of it. A call that was
+        interrupted is repeated."""
+        self._parts.append(committed)
 
     def begun(self, transaction: Transaction) -> None:
         self._begun = transaction
 
-    def ended(self, outcome: Outcome) -> None:
-        """Tell how the last transaction ended, if that was not told yet. One whose commit was not started is aborted,
-        whatever `outcome` says."""
+    def committed(self, commit: Commit) -> None:
+        """Tell everyone that this commit succeeded, and count it."""
+        for committed in self._parts:
+            committed(commit)
+        if self.ended(Outcome.COMMITTED):
+            self._count(commit)
+
+    def ended(self, outcome: Outcome) -> bool:
+        """Tell the outcome of the last transaction; return False if it was told before. A transaction whose commit was
+        not started is aborted, whatever `outcome` says."""
         transaction, self._begun = self._begun, None
         if transaction is None:
-            return
-        outcome = outcome if transaction.commit_started else Outcome.ABORTED
+            return False
+        outcome = outcome if transaction.phase is Phase.COMMITTING else Outcome.ABORTED
         for participant in self._participants:
             (participant.committed if outcome is Outcome.COMMITTED else participant.undone)()
         self._listener.ended(transaction, outcome)
+        return True
 
-    def committed(self, done: Commit, who: Mapping[str, object]) -> None:
-        """Tell that this commit succeeded, and count it. `who` is the producer's, for the log."""
-        transaction, counters = done.transaction, self.counters
-        self.ended(Outcome.COMMITTED)
+    def _count(self, commit: Commit) -> None:
+        transaction, counters = commit.transaction, self.counters
         counters.transactions += 1
-        counters.records_in += done.taken
+        counters.records_in += commit.taken
         counters.records_out += transaction.sent
         counters.skipped += transaction.skipped
         counters.dead_letters += transaction.dead_letters
-        ended_at: float = done.job.result
-        counters.commit_seconds.observe(ended_at - done.started_at)
-        if done.taken and transaction.first_timestamp_ms > 0:
+        ended_at: float = commit.job.result
+        counters.commit_seconds.observe(ended_at - commit.started_at)
+        if commit.taken and transaction.first_timestamp_ms > 0:
             ended_ms = (self._world.unix() - self._world.now() + ended_at) * 1000
-            # Clocks differ: a record from the future is no age below zero.
+            # Clocks differ: a record from the future has no negative age.
             counters.end_to_end_seconds.observe(max(0.0, (ended_ms - transaction.first_timestamp_ms) / 1000))
-        ms = round((ended_at - transaction.began_at) * 1000)
-        log.debug("committed", taken=done.taken, sent=transaction.sent, ms=ms, **who)
