@@ -1,12 +1,12 @@
-"""Spark for eos: a Kafka sink for Structured Streaming that is exactly-once, and Apps that run on Spark.
+"""Spark support of eos: an exactly-once Kafka sink for Structured Streaming, and Apps that run on Spark.
 
     spark_session(...)        a session with Spark's Kafka connector on its class path
     read_committed(...)       Spark's Kafka source with the settings that keep the guarantee
     exactly_once_sink(...)    for foreachBatch: each micro-batch is one transaction
     exactly_once_write(...)   one batch DataFrame in one transaction
 
-Names are imported at their first use: executors import this package too, and have neither need of the driver's half nor
-of a Kafka client.
+Names are imported when first used: executors import this package too, and need neither the driver's half nor a Kafka
+client.
 """
 
 from typing import TYPE_CHECKING, Any

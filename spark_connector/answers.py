@@ -1,7 +1,7 @@
-"""What each error code of a broker means for a transaction of the sink: data, no I/O.
+"""The meaning of each broker error code for a transaction of the sink: data, no I/O.
 
-Owns the one table; no other module of spark_connector may look at a code to decide what to do. Codes from Kafka's
-org.apache.kafka.common.protocol.Errors; what is retried, and when, follows its TransactionManager and Sender.
+Owns this one table; no other module of spark_connector may decide by a code. The codes come from Kafka's
+org.apache.kafka.common.protocol.Errors; which are retried, and when, follows Kafka's TransactionManager and Sender.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Answer(Enum):
-    """What to do with an answer."""
+    """The consequence of a broker's answer."""
 
     DONE = "carried out"
     RETRY = "the same request again, byte for byte, to whoever is responsible by then"
@@ -21,10 +21,10 @@ class Answer(Enum):
 
 
 _ROWS: dict[Answer, tuple[int, ...]] = {
-    # 46 DUPLICATE_SEQUENCE_NUMBER: it was appended, longer ago than the broker remembers offsets of.
+    # 46 DUPLICATE_SEQUENCE_NUMBER: the batch was appended, but the broker no longer remembers its offset.
     Answer.DONE: (0, 46),
     Answer.RETRY: (
-        3,  # UNKNOWN_TOPIC_OR_PARTITION: a broker that has not heard of it yet
+        3,  # UNKNOWN_TOPIC_OR_PARTITION: this broker does not know the topic yet
         5,  # LEADER_NOT_AVAILABLE
         6,  # NOT_LEADER_OR_FOLLOWER
         7,  # REQUEST_TIMED_OUT
@@ -34,7 +34,7 @@ _ROWS: dict[Answer, tuple[int, ...]] = {
         16,  # NOT_COORDINATOR
         19,  # NOT_ENOUGH_REPLICAS
         20,  # NOT_ENOUGH_REPLICAS_AFTER_APPEND
-        51,  # CONCURRENT_TRANSACTIONS: the coordinator is still completing the one before
+        51,  # CONCURRENT_TRANSACTIONS: the coordinator is still completing the previous transaction
         55,  # OPERATION_NOT_ATTEMPTED: another partition of the same request had the error
         56,  # KAFKA_STORAGE_ERROR
         74,  # FENCED_LEADER_EPOCH
@@ -57,12 +57,12 @@ _ANSWERS = {code: answer for answer, codes in _ROWS.items() for code in codes}
 
 
 def judge(code: int) -> Answer:
-    """A code without a row stops the batch: an unknown answer is never taken for success."""
+    """Return the consequence of an error code; an unknown code stops the batch and never counts as success."""
     return _ANSWERS.get(code, Answer.REFUSED)
 
 
 class Stopped(Exception):
-    """A transaction cannot go on; `answer` says what its owner must do, `args[0]` is one sentence."""
+    """A transaction cannot continue; `answer` says what its owner must do, `args[0]` is one sentence."""
 
     def __init__(self, answer: Answer, sentence: str) -> None:
         super().__init__(sentence)

@@ -1,9 +1,8 @@
-"""An App's functions over Arrow batches: what `mapInArrow` runs on the executors.
+"""Runs an App's functions over Arrow batches: the executor code for `mapInArrow`.
 
-Owns the way from rows of Spark's Kafka source to Records and from an App's outputs to rows of the sink. What a function
-gets and what becomes of its result is eos/app/routes.py's, what becomes of a record that fails
-eos/worker/handling.py's, the same as on a worker. It must never import a Kafka client, open a connection or decide what
-a micro-batch comes to: it gives rows or raises.
+Owns the conversion from rows of Spark's Kafka source to Records, and from an App's outputs to rows of the sink.
+eos/app/routes.py calls the function and eos/worker/handling.py handles failed records, as on a worker. This module must
+never import a Kafka client, open a connection or decide the outcome of a micro-batch: it yields rows or raises.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from eos.worker.hooks import Hooks
 from spark_connector.failures import to_line
 from spark_connector.workers import begin_task
 
-# What mapInArrow gives. `timestamp_ms` null: the time of producing; `partition` null: the partitioner decides. A task
-# reads a range of one partition of one topic, in order; the sink keeps the order of each task's rows.
+# The columns that mapInArrow yields. `timestamp_ms` null: the time of producing; `partition` null: the partitioner
+# decides. A task reads a range of one partition of one topic in order; the sink keeps the order of each task's rows.
 OUTPUTS = (
     "topic string, partition int, key binary, value binary, headers array<struct<key: string, value: binary>>, "
     "timestamp_ms bigint"
@@ -45,8 +44,11 @@ _SCHEMA = pa.schema(
 
 
 class OnSpark:
-    """One App on an executor; pickled with its functions. `batch_most`, `concurrent_most`: the settings
-    `eos.batch.max.records` and `eos.async.max.records`; `passing`: of `eos.headers.pass`."""
+    """One App on an executor, pickled with its functions.
+
+    `batch_most`, `concurrent_most`: the settings `eos.batch.max.records` and `eos.async.max.records`. `passing`: the
+    header names of `eos.headers.pass`.
+    """
 
     def __init__(self, app: App, batch_most: int, concurrent_most: int = 100, passing: Collection[str] = ()) -> None:
         self._app, self._batch_most, self._concurrent_most = app, batch_most, concurrent_most
@@ -58,10 +60,14 @@ class OnSpark:
 
 
 class Apply(OnSpark):
-    """Ready for `mapInArrow`. The App's hooks run around each task."""
+    """The function for `mapInArrow`; the App's hooks run around each task."""
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Raises ExecutorFailure for what ends the run: a record that its policy stops at, a wrong App, a hook."""
+        """Yield the outputs of the rows.
+
+        Raises ExecutorFailure for an error that ends the run: a record at which its policy stops, a wrong App, a failed
+        hook.
+        """
         prepare()
         handler = self._handler_of()
         hooks, finished = Hooks(self._app), False
@@ -79,14 +85,14 @@ class Apply(OnSpark):
 
 
 def prepare() -> None:
-    """Call it in a task before its first record."""
+    """Prepare the Python worker for a task; call this before the task's first record."""
     begin_task()
     if not log.logger.handlers:
-        log.configure(level="warning")  # skipped records and dead letters, in the executor's stderr
+        log.configure(level="warning")  # skipped records and dead letters appear in the executor's stderr
 
 
 def handle(handler: Handler, records: list[Record], most: int) -> Iterator[Sequence[Send]]:
-    """What the records lead to, `most` of them at a time. Raises EosError for what ends the run."""
+    """Yield the outputs of the records, `most` records at a time. Raise the EosError that ends the run."""
     at = 0
     while at < len(records):
         part = records[at : at + most]
@@ -98,11 +104,11 @@ def handle(handler: Handler, records: list[Record], most: int) -> Iterator[Seque
         if outputs.sends:
             yield outputs.sends
         if halt is not None:
-            time.sleep(halt.pause_s or 0.0)  # a record that is tried again
+            time.sleep(halt.pause_s or 0.0)  # a record that is retried
 
 
 def read(batch: pa.RecordBatch) -> list[Record]:
-    """Rows of Spark's Kafka source as Records. A timestamp that Kafka did not know is -1."""
+    """Return rows of Spark's Kafka source as Records; an unknown timestamp is -1."""
     columns = [
         batch.column("topic"),
         batch.column("partition"),
@@ -122,12 +128,12 @@ def read(batch: pa.RecordBatch) -> list[Record]:
 def _milliseconds(column: pa.Array) -> pa.Array:
     import pyarrow.compute as pc
 
-    # Spark's source turned milliseconds into microseconds; -1 (none) became -1000.
+    # Spark's source converts milliseconds to microseconds; -1 (unknown) becomes -1000.
     return pc.divide(column.cast(pa.int64()), 1000)
 
 
 def write(sends: Sequence[Send]) -> pa.RecordBatch:
-    """Outputs as rows, in order."""
+    """Return outputs as rows, in order."""
     topics, values, keys, partitions, timestamps, headers = zip(*sends, strict=True)
     columns: list[Any] = [
         pa.array(topics, pa.string()),

@@ -1,17 +1,17 @@
-"""One attempt at one batch under one epoch: the order of its steps, which is the guarantee.
+"""One attempt at one batch under one epoch: the order of its steps is the guarantee.
 
-    look       the first of this process only: a marker that refuses this batch for good, before anybody is fenced
-    init       InitProducerId: fences every earlier attempt, ends what it left open; behind a batch of this process the
-               coordinator refuses it if somebody else initialised meanwhile (KIP-360)
+    look       only at the first attempt of a process: refuse the batch if the marker rules it out, before fencing
+    init       InitProducerId: fences every earlier attempt and ends its open transaction; after a batch of this
+               process the coordinator refuses it if another process has initialised since (KIP-360)
     decide     the progress marker says whether this batch is in Kafka already (marker.py)
     add        AddPartitionsToTxn: all target partitions and the marker's
     produce    tasks write, each a share of the Kafka partitions, under this identity (task.py, claims.py); or the
-               driver a small batch, as one share
+               driver writes a small batch, as one share
     mark       the marker of this batch, in the same transaction
     commit     one EndTxn
 
-Owns that order and what a failure at each step means. It must never write outside the order, never abort once a commit
-was sent, and never initialise again before it is known that no newer instance owns the transactional.id.
+Owns this order and the consequence of a failure at each step. It must never write outside the order, never abort after
+a commit was sent, and never initialise again before it is known that no newer instance owns the transactional id.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 T = TypeVar("T")
-_PACKERS_PER_CORE = 4  # tasks; with one, the slowest would be waited for
+_PACKERS_PER_CORE = 4  # tasks; with only one per core, the slowest would delay the batch
 _LONGEST_PAUSE = 64  # batches
-_DRIVER_SHARES = 16  # times what one task may bring to the driver: so much may all of them
+_DRIVER_SHARES = 16  # all tasks together may bring this many times the bytes of one task to the driver
 _MAX_RESULT = "spark.driver.maxResultSize"
 
 
@@ -64,36 +64,40 @@ class Again(Exception):
 
 
 class Batch(Protocol):
-    """What is written: a micro-batch of a query, or a batch write."""
+    """The data to write: a micro-batch of a query, or a batch write."""
 
     name: str
     key: bytes | None
-    """The marker's key; None: nothing is to be remembered."""
+    """The marker's key; None: no marker is written."""
 
     def decide(self, found: Marker | None) -> Decision: ...
 
     def refuse(self, found: Marker | None) -> None:
-        """Raises WrongProgress for a marker that no transaction under way can make right."""
+        """Raise WrongProgress for a marker that no open transaction can correct."""
 
     def marker(self, found: Marker | None, decision: Decision, rows: int) -> Marker: ...
 
     def forgets(self, known: Mapping[bytes, int]) -> list[bytes]:
-        """Of the keys with a marker, and when each was written (Unix milliseconds): those that are not needed."""
+        """Return the marker keys that are no longer needed; `known` has each key's write time in Unix milliseconds."""
         ...
 
 
 @dataclass
 class Recent:
-    """What the last batches say of the next one. The first batch, also behind a failure, goes to the executors: it may
-    be a backlog."""
+    """The sizes of the last batches, from which the sink predicts whether the driver can write the next one.
+
+    The first batch, also after a failure, goes to the executors, because it may be a backlog.
+    """
 
     small: bool = False
-    """The driver could have written the last one, by the bytes of its record batches."""
+    """True if the driver could have written the last batch, judged by the bytes of its record batches."""
     pause: int = 0
-    """For so many batches the driver does not try after it gave one up; twice as many each time, because some are small
-    when they are compressed and too large before, for ever."""
+    """The number of batches for which the driver does not try after a batch was too large.
+
+    It doubles each time, because some batches are always too large uncompressed although they are small compressed.
+    """
     left: int = 0
-    """Of the pause."""
+    """The batches that are left of the pause."""
 
     @property
     def tries(self) -> bool:
@@ -111,7 +115,7 @@ class Recent:
 
 @dataclass(frozen=True)
 class Connected:
-    """What one transactional.id keeps from batch to batch while nothing fails."""
+    """The state that one transactional id keeps from batch to batch while nothing fails."""
 
     wire: Wire
     targets: Targets
@@ -123,11 +127,11 @@ class Connected:
 
     @classmethod
     def to(cls, options: Options) -> Connected:
-        """Raises what `translated` translates."""
+        """Connect and read the topics. Raise errors that `translated` converts."""
         wire, timeout_s = Wire(options.connection, options.timeout_s), options.timeout_s
         try:
             targets = Targets(wire, options.topics, timeout_s)
-            targets.read()  # what is wrong with the topics is said before anything is fenced
+            targets.read()  # reports wrong topics before anything is fenced
             count = ensure_marker_topic(wire, options.topics, timeout_s)
             name = pa.array([options.transactional_id.encode()], pa.binary())
             place = (murmur2_column(name)[0].as_py() & 0x7FFFFFFF) % count
@@ -142,7 +146,7 @@ class Connected:
 
 
 class Attempt:
-    """`run` is called once."""
+    """One attempt at one batch; `run` is called once."""
 
     def __init__(
         self, options: Options, connected: Connected, server: ClaimServer, df: DataFrame, batch: Batch
@@ -151,19 +155,22 @@ class Attempt:
         self._df, self._batch = df, batch
         self._transaction = connected.transaction
         self._seconds: dict[str, float] = {}
-        self._began: float | None = None  # of the transaction
+        self._began: float | None = None  # when the transaction began
         self._commit_sent = False
         self._by_tasks = True
 
     def run(self) -> Progress | None:
-        """What was written; None: the batch is in Kafka already. Raises Again, EosError, or what Spark raised."""
+        """Return the progress of the batch; None if it is in Kafka already.
+
+        Raises Again, an EosError, or an exception of Spark.
+        """
         try:
             return self._run()
         except WrongProgress as error:
             raise ConfigurationError(self._said(error)) from None
         except Unreachable as error:
             if self._commit_sent:
-                # Unknown: the next init ends the transaction either way, and the marker tells which.
+                # Unknown: the next init ends the transaction either way, and the marker shows the outcome.
                 raise self._settled(Exception(f"the commit's answer never came ({error})")) from error
             self._abort()
             raise Unavailable(self._said(error)) from error
@@ -184,7 +191,8 @@ class Attempt:
         if decision is Decision.ADOPT:
             log.warning("batch adopts what another sink wrote", **self._who())
         targets = self._timed("targets", connected.targets.read)
-        cores = self._cores()  # asks the JVM, so before anything is open that its end would leave open
+        # a call to the JVM, made before a transaction is open that a failing JVM would leave open
+        cores = self._cores()
         began = time.monotonic()
         gathered = self._gathered(targets, cores)
         gathering_s = time.monotonic() - began
@@ -206,7 +214,7 @@ class Attempt:
         return progress
 
     def _look(self) -> Marker | None:
-        """The marker while others may be at work. None also where one is in a transaction that is still open."""
+        """Return the marker, possibly while other instances are at work; None also if its transaction is still open."""
         try:
             return self._find_marker()
         except Stopped as stopped:
@@ -226,8 +234,10 @@ class Attempt:
             ) from error
 
     def _gathered(self, targets: Sequence[Target], cores: int | None) -> pa.RecordBatch | None:
-        """All rows, packed, for the driver to write, if the batch before was so small that it may; None: tasks write.
-        Nothing is written yet, and no transaction waits for it."""
+        """Return all rows, packed, for the driver to write, if the last batch was small enough; None: tasks write.
+
+        Nothing is written yet, and no transaction is open.
+        """
         if not self._connected.recent.tries:
             return None
         most = self._options.driver_bytes
@@ -235,14 +245,17 @@ class Attempt:
             return gather(self._df, targets, self._options.topic, self._packers(cores), most, self._driver_takes(most))
 
     def _driver_takes(self, of_each: int) -> int:
-        """Bytes of rows that all tasks together may bring to the driver. Spark fails a job above its own limit (0: it
-        has none), and half of that is for what comes with the rows."""
+        """Return how many bytes of rows all tasks together may bring to the driver.
+
+        Spark fails a job above its own limit (0: no limit). Half of that limit is kept for the data that comes with the
+        rows.
+        """
         java: Any = self._df.sparkSession.sparkContext._jsc
         limit = int(java.getConf().getSizeAsBytes(_MAX_RESULT, "1g"))
         return min(_DRIVER_SHARES * of_each, limit // 2) if limit else _DRIVER_SHARES * of_each
 
     def _partitions(self, targets: Sequence[Target], gathered: pa.RecordBatch | None) -> list[tuple[str, int]]:
-        """Those that the transaction writes, as far as that is known: each gets a control record."""
+        """Return the partitions that the transaction writes, as far as known: each of them gets a control record."""
         used = range(len(targets)) if gathered is None else sorted(targets_of(gathered) & set(range(len(targets))))
         partitions = [(targets[number].topic, targets[number].partition) for number in used]
         if self._batch.key is not None:
@@ -250,8 +263,10 @@ class Attempt:
         return partitions
 
     def _produce(self, targets: Sequence[Target], cores: int | None, gathered: pa.RecordBatch | None) -> list[Result]:
-        """Every row is acknowledged when this returns, each share of the partitions by one task; or all by the driver,
-        if they were gathered for it."""
+        """Write all rows and return once each is acknowledged.
+
+        One task writes each share of the partitions, or the driver writes gathered rows.
+        """
         claims, recent = self._server.claims, self._connected.recent
         tried, self._by_tasks = recent.tries, gathered is None
         claims.begin(self._transaction.identity)
@@ -276,14 +291,16 @@ class Attempt:
         return results
 
     def _by_driver(self, targets: Sequence[Target], rows: pa.RecordBatch) -> list[Result]:
-        # It need not be reachable for itself at the address that executors know.
+        # the driver calls its claims directly, since it may not be reachable at the address for executors
         job = replace(self._job(targets, 1), office=self._server.claims)
         result = write_rows(job, iter([rows]), lambda: self._connected.wire)
         return [] if result is None else [result]
 
     def _on_executors(self, targets: Sequence[Target], cores: int | None) -> list[Result]:
-        """No more tasks write than can run at once: others would only wait. Where Spark starts executors as tasks wait
-        for them, each partition is a share."""
+        """Write the rows with tasks, no more than can run at once: others would only wait.
+
+        With dynamic allocation Spark starts executors while tasks wait, so each partition is a share.
+        """
         from pyspark.sql.pandas.types import from_arrow_schema
 
         job = self._job(targets, len(targets) if cores is None else min(len(targets), cores))
@@ -306,11 +323,13 @@ class Attempt:
 
     @staticmethod
     def _packers(cores: int | None) -> int | None:
-        """A batch is not packed in many more tasks than can run at once, each of which starts with an overhead."""
+        """Return how many tasks pack a batch at most: few times more than run at once, since each starts with an
+        overhead.
+        """
         return None if cores is None else cores * _PACKERS_PER_CORE
 
     def _cores(self) -> int | None:
-        """How many tasks run at once; None: as many as there are."""
+        """Return how many tasks run at once; None with dynamic allocation, where it is not fixed."""
         session = self._df.sparkSession
         if str(session.conf.get("spark.dynamicAllocation.enabled", "false")).lower() == "true":
             return None
@@ -331,8 +350,11 @@ class Attempt:
         one.finish()
 
     def _abort(self) -> Stopped | None:
-        """So that readers need not wait for the transaction's timeout. No part of the guarantee: the next init aborts
-        what is left. Returns the coordinator's refusal, if it was one."""
+        """Abort the transaction, so that readers need not wait for its timeout; return the coordinator's refusal if
+        any.
+
+        The guarantee does not depend on it: the next init aborts an open transaction.
+        """
         if self._began is not None and not self._commit_sent:
             try:
                 self._transaction.end(commit=False)
@@ -342,20 +364,22 @@ class Attempt:
         return None
 
     def _public(self, stopped: Stopped) -> Exception:
-        """What `stopped` is called outside: Again, or one of eos.errors."""
+        """Return the exception for `stopped` that callers see: Again, or an error of eos.errors."""
         if stopped.answer is Answer.FENCED:
             return self._settled(stopped)
         refused = self._abort()
         if stopped.answer is Answer.RESTART:
-            # An attempt that is lost for another reason may have lost its epoch as well.
+            # An attempt that is lost for another reason may have lost its epoch too.
             fenced = refused is not None and refused.answer is Answer.FENCED
             return self._settled(stopped) if fenced else Again(str(stopped), outcome_unknown=self._commit_sent)
         kind = NotAuthorised if stopped.answer is Answer.UNAUTHORISED else ConfigurationError
         return kind(self._said(stopped))
 
     def _settled(self, error: Exception) -> Exception:
-        """Again, unless the epoch is somebody else's: the coordinator is asked, for an init to find out would fence the
-        newer instance."""
+        """Return Again, unless another instance owns the epoch.
+
+        The coordinator is queried, because an init would fence the newer instance.
+        """
         connected = self._connected
         age_ms = 0.0 if self._began is None else (elapsing() - self._began) * 1000
         reach = ownership.Reach.NOTHING if self._began is None else ownership.Reach.ACKNOWLEDGED
@@ -371,7 +395,7 @@ class Attempt:
                 "and the broker aborted it: raise that setting (the broker's transaction.max.timeout.ms allows "
                 f"{connected.longest_ms}), or give the source smaller batches (maxOffsetsPerTrigger)"
             )
-        # Without a group nobody says that no other driver is in the middle of its init.
+        # Without a group no check shows whether another driver is in the middle of its init.
         if owner in (ownership.Owner.NEWER, ownership.Owner.ABORTED_EARLY):
             newer = "" if answer is None else f" (epoch {answer.epoch} of producer {answer.producer_id} by now)"
             return Fenced(f"{self._said(error)}: another query, or another run of this one, took over{newer}")
@@ -412,7 +436,7 @@ class Attempt:
 
 
 def _check(results: Sequence[Result], granted: frozenset[int]) -> None:
-    """Raises Stopped or Unreachable unless every task that claimed a partition wrote all of its rows there."""
+    """Raise Stopped or Unreachable unless every task that claimed a share wrote all of its rows."""
     for answer in (Answer.FENCED, Answer.UNAUTHORISED, Answer.REFUSED, Answer.RESTART):
         for result in results:
             if result.answer == answer.name:
@@ -428,7 +452,9 @@ def _check(results: Sequence[Result], granted: frozenset[int]) -> None:
 
 
 def translated(error: Exception) -> Exception:
-    """What a failure outside an attempt's own steps is called: connecting, kafka-python's errors, a Python worker's."""
+    """Return the public error for a failure outside an attempt's steps: of the connection, kafka-python or a Python
+    worker.
+    """
     from pyspark.errors import PythonException
 
     if isinstance(error, PythonException):

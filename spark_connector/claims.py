@@ -1,15 +1,16 @@
-"""Each share of the Kafka partitions is written at most once per epoch: tasks ask the driver before their first record.
+"""Ensures that each share of the Kafka partitions is written at most once per epoch: tasks send a claim to the driver
+first.
 
-Owns the claims of the present attempt and the socket on which tasks ask. Why: a broker compares sequence numbers, not
-contents, so a second run of a task under the same (producer id, epoch) could be deduplicated in silence against other
-rows of the first; Spark runs a task again after a failure, a lost executor or a lost shuffle file, and does not say.
-A second claim poisons the epoch: the driver aborts the transaction and begins anew. It must never grant a share
-twice, and never answer for an attempt that is over.
+Owns the claims of the current attempt and the socket that receives them. A broker compares sequence numbers, not
+contents. So it could silently deduplicate a second run of a task under the same (producer id, epoch) against different
+rows of the first run. Spark runs a task again after a failure, a lost executor or a lost shuffle file, and does not
+report it. A second claim for a share poisons the epoch: the driver aborts the transaction and starts a new attempt.
+This module must never grant a share twice, and never answer for an attempt that has ended.
 
-The socket takes only who knows the key: question and answer each carry an HMAC over both sides' nonces. Nothing of a
-stranger's is read but a few hundred bytes, and only so many callers are heard at once: the others wait in the kernel's
-queue, and who is silent for a second makes room for them. A task that got no answer asks again, by the name of its
-call: what was granted to that call is granted to it again, and to nobody else.
+Only clients with the key are served: request and response each carry an HMAC over both sides' nonces. The server reads
+at most a few hundred bytes from an unauthenticated client, and serves a limited number of clients at once. The others
+wait in the kernel's queue, and a client that is silent for a second is disconnected. A task without a response repeats
+its request under the same call name. The same grant then goes to that call again, and to no other.
 """
 
 from __future__ import annotations
@@ -33,32 +34,32 @@ from eos.errors import ConfigurationError
 from eos.kafka.ownership import Identity
 from spark_connector.wire import Unreachable
 
-_BACKLOG = 4096  # callers that wait to be heard; the kernel's own limit is below or the same
+_BACKLOG = 4096  # clients that wait for a connection; the kernel's own limit is the same or lower
 _NONCE = 32
 _MAC = hashlib.sha256().digest_size
 _LENGTH = 4
-_LONGEST = 1 << 16  # of a question or an answer, in bytes
-_PATIENCE_S = 1.0  # with a caller: from its turn to its question's last byte
-_MOST = 64  # callers at once
-_PORTS = 16  # behind the one that was asked for, as spark.port.maxRetries
-_DEADLINE_S = 60.0  # of a claim
-_TRY_S = 10.0  # of one question: a full queue may have lost the connection, and only one side knows
+_LONGEST = 1 << 16  # bytes of a request or response
+_PATIENCE_S = 1.0  # for a client, from its connection to the last byte of its request
+_MOST = 64  # clients at once
+_PORTS = 16  # after the requested one, as spark.port.maxRetries
+_DEADLINE_S = 60.0  # for a claim
+_TRY_S = 10.0  # for one request: a full queue may have lost the connection, and only one side knows
 _PAUSE_S = 0.1
 
 
 class Office(Protocol):
-    """Where a claim is made: Claims in the driver, a ClaimOffice anywhere."""
+    """Receives claims: Claims in the driver, a ClaimOffice anywhere."""
 
     def claim(self, attempt: Identity, share: int, who: str) -> str | None: ...
 
 
 class Claims:
-    """Who may write what, without I/O."""
+    """The grants of the current attempt, without I/O."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._attempt: Identity | None = None
-        self._granted: dict[int, tuple[str, str | None]] = {}  # to whom, and to which call
+        self._granted: dict[int, tuple[str, str | None]] = {}  # the task and the call that the share is granted to
         self._poison: str | None = None
 
     def begin(self, attempt: Identity) -> None:
@@ -66,13 +67,16 @@ class Claims:
             self._attempt, self._granted, self._poison = attempt, {}, None
 
     def end(self) -> tuple[frozenset[int], str | None]:
-        """Nothing is granted any more. Returns the granted shares, and why they must not be committed if so."""
+        """End the attempt; return the granted shares, and why they must not be committed, if there is a reason."""
         with self._lock:
             self._attempt = None
             return frozenset(self._granted), self._poison
 
     def claim(self, attempt: Identity, share: int, who: str, call: str | None = None) -> str | None:
-        """None: granted. Else why not, one sentence. A `call` with a name may ask again; without one each is new."""
+        """Claim a share; return None if it is granted, else the reason in one sentence.
+
+        A named `call` may repeat its claim; without a name each claim is new.
+        """
         with self._lock:
             if attempt != self._attempt:
                 return f"epoch {attempt.epoch} of producer {attempt.producer_id} is over"
@@ -86,23 +90,24 @@ class Claims:
 
     @property
     def poison(self) -> str | None:
-        """Why the present epoch must not be committed, None while it may."""
+        """Return why the current epoch must not be committed; None if it may be."""
         with self._lock:
             return self._poison
 
 
 @dataclass(frozen=True)
 class ClaimOffice:
-    """Where a task asks; travels to the executors with the task."""
+    """The driver's address for claims; it travels to the executors with the task."""
 
     host: str
     port: int
     key: bytes
 
     def claim(self, attempt: Identity, share: int, who: str, deadline_s: float = _DEADLINE_S) -> str | None:
-        """As `Claims.claim`. Raises Unreachable when the driver gives no answer in that time.
+        """Claim a share as `Claims.claim` does. Raise Unreachable if the driver does not respond in time.
 
-        Asked until there is an answer: a driver that is busy, or has no file left, closes or loses connections.
+        The request is repeated until a response arrives: a driver that is busy or out of file descriptors closes or
+        loses connections.
         """
         call = secrets.token_hex(16)
         question = json.dumps([attempt.producer_id, attempt.epoch, share, who, call]).encode()
@@ -120,7 +125,7 @@ class ClaimOffice:
                 time.sleep(_PAUSE_S)
 
     def _ask(self, question: bytes, deadline: float) -> str | None:
-        """Raises OSError where no answer came, Unreachable for one of somebody else."""
+        """Send one request. Raise OSError without a response, Unreachable for a response from another program."""
         with socket.create_connection((self.host, self.port), _left(deadline)) as connection:
             theirs, ours = _received(connection, _NONCE, deadline), secrets.token_bytes(_NONCE)
             connection.sendall(ours + _sealed(self.key, b"question", ours + theirs, question))
@@ -137,7 +142,7 @@ def _left(deadline: float) -> float:
 
 
 def _received(connection: socket.socket, size: int, deadline: float) -> bytes:
-    """Raises OSError at the deadline, and for an end that comes too early."""
+    """Receive exactly `size` bytes. Raise OSError at the deadline, or if the connection ends early."""
     found = b""
     while len(found) < size:
         connection.settimeout(_left(deadline))
@@ -153,13 +158,16 @@ def _mac(key: bytes, what: bytes, nonces: bytes, text: bytes) -> bytes:
 
 
 def _sealed(key: bytes, what: bytes, nonces: bytes, text: bytes) -> bytes:
-    """Length, HMAC, text."""
+    """Return a message: length, HMAC, text."""
     return len(text).to_bytes(_LENGTH) + _mac(key, what, nonces, text) + text
 
 
 class ClaimServer:
-    """Answers claims on a thread of its own until `close`. `host`: this machine, as executors see it; `bind`: the
-    address to listen on; `port`: the first that is tried, 0: any. Raises ConfigurationError."""
+    """Answers claims on its own thread until `close`.
+
+    `host`: this machine's address for executors. `bind`: the address to listen on. `port`: the first port to try, 0:
+    any. Raises ConfigurationError.
+    """
 
     def __init__(self, host: str, bind: str, port: int = 0) -> None:
         self.claims = Claims()
@@ -172,7 +180,7 @@ class ClaimServer:
         threading.Thread(target=self._run, name="eos-claims", daemon=True).start()
 
     def close(self) -> None:
-        with contextlib.suppress(RuntimeError):  # closed already
+        with contextlib.suppress(RuntimeError):  # already closed
             self._loop.call_soon_threadsafe(self._serving.cancel)
 
     def _run(self) -> None:
@@ -192,7 +200,10 @@ class ClaimServer:
                     callers.create_task(self._hear(await self._accepted(listening), room))
 
     async def _accepted(self, listening: socket.socket) -> socket.socket:
-        """The next caller. One that has gone, or a process without files left, is not the end of it."""
+        """Accept the next client.
+
+        A client that disconnects, or a lack of file descriptors, does not stop the server.
+        """
         while True:
             try:
                 connection, _ = await self._loop.sock_accept(listening)
@@ -202,7 +213,7 @@ class ClaimServer:
                 await asyncio.sleep(_PAUSE_S)
 
     def _tell(self, error: OSError) -> None:
-        """One line in ten seconds: without files left each attempt to accept fails."""
+        """Log one line in ten seconds: without file descriptors each attempt to accept fails."""
         if self._loop.time() >= self._tell_again:
             self._tell_again = self._loop.time() + 10
             log.warning("tasks' claims wait", error=str(error))
@@ -213,7 +224,7 @@ class ClaimServer:
                 async with asyncio.timeout(_PATIENCE_S):
                     await self._answer(connection)
         except (OSError, EOFError, ValueError, TypeError):
-            pass  # not one of our tasks, or one that died, or that asks again; any other error would end the server
+            pass  # a foreign client, or a task that died or repeats its request; any other error would end the server
         finally:
             room.release()
 
@@ -257,8 +268,10 @@ def _listen(bind: str, port: int) -> socket.socket:
 
 
 def place_of(setting: Callable[[str], str | None]) -> tuple[str, str]:
-    """The driver's address as executors see it, and the one to listen on, by Spark's settings: where Spark's own driver
-    listens. Executors of a local master are threads of this process."""
+    """Return the driver's address for executors, and the address to listen on, from the settings of Spark's own driver.
+
+    Executors of a local master are threads of this process.
+    """
     if (setting("spark.master") or "").startswith("local") and "cluster" not in (setting("spark.master") or ""):
         return "127.0.0.1", "127.0.0.1"
     host = setting("spark.driver.host") or "127.0.0.1"

@@ -1,7 +1,7 @@
-"""An error of an App on its way from an executor to the driver: type, sentence, place and the user's traceback.
+"""Carries an App's error from an executor to the driver: its type, sentence, record position and the user's traceback.
 
 Owns the one line that carries it. Spark brings an exception of a Python task to the driver as text inside text
-(PythonException, SparkException, StreamingQueryException); this line is found again in it. It must never guess from
+(PythonException, SparkException, StreamingQueryException), in which this line is found again. It must never guess from
 words that Spark or a user wrote.
 """
 
@@ -16,7 +16,7 @@ import eos
 from eos.errors import ConfigurationError, EosError, IllegalState, PoisonRecord, Temporary
 
 _MARK = "eos-failure "
-# JSON in ASCII holds no line break of its own, so the line ends where the object does.
+# JSON in ASCII contains no line break, so the line ends where the object ends.
 _LINE = re.compile(re.escape(_MARK) + r"(\{.*\})")
 _TRACE_CHARACTERS = 8_000
 _OURS = tuple(str(Path(str(file)).parent) for file in (eos.__file__, __file__))
@@ -26,11 +26,11 @@ _KINDS: dict[str, type[EosError]] = {
 
 
 class ExecutorFailure(Exception):
-    """Raised in a task; its text is the line."""
+    """The exception that a task raises; its text is the line with the error."""
 
 
 def to_line(error: EosError) -> ExecutorFailure:
-    """What a task raises so that the driver can raise `error` again."""
+    """Return the exception that a task raises so that the driver can raise `error` again."""
     cause = error.__cause__
     kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS)
     fields: dict[str, object] = {"kind": kind, "sentence": str(error)}
@@ -42,7 +42,7 @@ def to_line(error: EosError) -> ExecutorFailure:
 
 
 def _trace(error: BaseException) -> str:
-    """The user's own frames only, as `eos run` shows them."""
+    """Return the traceback with the user's own frames only, as `eos run` shows it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OURS)]
     if not frames:
         return ""
@@ -51,7 +51,7 @@ def _trace(error: BaseException) -> str:
 
 
 def from_text(text: str) -> tuple[EosError, str] | None:
-    """The error that a task raised and the traceback of what the user's code raised, if `text` carries one."""
+    """Return the error that a task raised, and the traceback of the user's code; None if `text` carries none."""
     found = _LINE.search(text)
     if found is None:
         return None

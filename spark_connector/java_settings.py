@@ -1,7 +1,7 @@
-"""The worker's settings (librdkafka's names) for the Java client inside Spark's Kafka source.
+"""Translates the worker's settings (librdkafka's names) for the Java client inside Spark's Kafka source.
 
-Owns that translation, data and no I/O: what PEM files hold is passed on (pem.py), so that executors need no file. It
-must never drop a setting of security that it does not know: it raises.
+Owns this translation: data and no I/O. The contents of PEM files are passed on (pem.py), so that executors need no
+files. It must never drop an unknown security setting: it raises.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 from eos.errors import ConfigurationError
 from spark_connector.pem import FILES, contents
 
-# Same name, same meaning, for a consumer. What is not here (producer's and group settings, librdkafka's own tuning) has
-# no counterpart in Spark's source.
+# Settings with the same name and meaning for a Java consumer. Others (producer and group settings, librdkafka's own
+# tuning) have no counterpart in Spark's source.
 _SAME = frozenset(
     [
         "client.id",
@@ -54,7 +54,7 @@ _TRANSLATED = frozenset(
 
 
 def java_consumer(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Kafka's names for a Java consumer, without the prefix `kafka.`; names that have no counterpart are left out.
+    """Return the settings of a Java consumer, without the prefix `kafka.`; names without a counterpart are left out.
 
     Raises ConfigurationError for a setting of TLS or SASL that cannot be translated, or a file that cannot be read.
     """
@@ -67,7 +67,7 @@ def java_consumer(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def unused(settings: Mapping[str, Any]) -> list[str]:
-    """The settings of Kafka's that Spark's source does not use. Raises ConfigurationError for those of security."""
+    """Return the Kafka settings that Spark's source does not use. Raise ConfigurationError for security settings."""
     files = {location for location, text in FILES.items() if text in _PEM}
     known = _SAME | _PEM.keys() | files | _TRANSLATED
     left = sorted(name for name in settings if name not in known and not name.startswith("eos."))
@@ -108,5 +108,5 @@ def _sasl(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _quoted(text: str) -> str:
-    """As a JAAS configuration file spells a string."""
+    """Return a string in the syntax of a JAAS configuration file."""
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

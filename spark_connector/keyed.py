@@ -1,9 +1,9 @@
-"""Functions with state, over groups of records: what `applyInPandasWithState` runs on the executors.
+"""Runs functions with state over groups of records: the executor code for `applyInPandasWithState`.
 
-A group is what has state of its own on a worker too: the records of one key in one partition of a topic. Spark keeps
-its cells (eos/app/cells.py) as one value, in its checkpoint. Records are packed to one binary column before they are
-shuffled, and outputs are unpacked behind it, because each column of each group costs pandas more than a record does.
-It must never do what apply.py must not.
+A group is the unit that has its own state on a worker too: the records of one key in one partition of a topic. Spark
+keeps its cells (eos/app/cells.py) as one value in its checkpoint. Records are packed into one binary column before the
+shuffle, and outputs are unpacked after it, because each column of each group costs pandas more than a record does. The
+prohibitions of apply.py apply here too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _sends: Final = msgspec.msgpack.Decoder(list[Send]).decode
 
 
 def with_state(source: DataFrame, keyed: Keyed) -> DataFrame:
-    """The outputs of the App's functions with state, for rows of Spark's Kafka source; as Apply gives them."""
+    """Return the outputs of the App's functions with state, as Apply yields them, for rows of Spark's Kafka source."""
     groups = source.mapInArrow(pack, "place binary, record binary").groupBy("place")
     made = groups.applyInPandasWithState(keyed, "sends binary", "cells binary", "append", "NoTimeout")
     return made.mapInArrow(unpack, OUTPUTS)
@@ -57,18 +57,18 @@ def unpack(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 class Keyed(OnSpark):
-    """Ready for `applyInPandasWithState`. The App's `on_start` runs in each task."""
+    """The function for `applyInPandasWithState`; the App's `on_start` functions run in each task."""
 
-    _task: Task  # of the group that is handled
+    _task: Task  # of the current group
     _handler: Handler | None = None
 
     def __call__(
         self, place: tuple[bytes], frames: Iterator[pd.DataFrame], state: GroupState
     ) -> Iterator[pd.DataFrame]:
-        """Raises ExecutorFailure as Apply does."""
+        """Yield the outputs of one group's rows. Raise ExecutorFailure as Apply does."""
         import pandas as pd
 
-        # Behind a shuffle they come in any order.
+        # After a shuffle the rows come in any order.
         records = sorted((_record(packed) for frame in frames for packed in frame["record"]), key=attrgetter("offset"))
         values = InMemory(_cells(state.get[0]) if state.exists else {})
         self._task = Task(values)

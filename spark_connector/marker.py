@@ -1,13 +1,13 @@
-"""The progress marker: which batch of a sink is in Kafka, decided by Kafka itself.
+"""The progress marker: Kafka itself records which batch of a sink is committed.
 
-Owns the marker's record, the rule what a batch is compared with (`decide`, a pure function), and the reading of the
-compacted topic `__eos_sinks`. The marker is written in the same transaction as the batch's rows, so it is there exactly
-when they are. It must never take a record of an open or aborted transaction for a marker.
+Owns the marker's record, the rule that compares a batch with it (`decide`, a pure function), and the reading of the
+compacted topic `__eos_sinks`. The marker is written in the same transaction as the batch's rows, so it exists exactly
+when they do. It must never take a record of an open or aborted transaction for a marker.
 
-Reading goes to the high watermark and not only to the last stable offset: somebody else's hanging transaction in the
-same partition holds the last stable offset back, and a reader that stopped there could miss its own newest marker and
+The reader goes to the high watermark, not only to the last stable offset. A hanging transaction of another producer in
+the same partition holds the last stable offset back. A reader that stopped there could miss its own newest marker and
 write a batch twice. Below the last stable offset the broker's list of aborted transactions decides; above it the
-control records do, and no record of ours can be undecided there: InitProducerId has returned.
+control records do. No record of this sink can be undecided there, because InitProducerId has returned.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ TOPIC = "__eos_sinks"
 PARTITIONS = 8
 CONFIG = {
     "cleanup.policy": "compact",
-    # Small segments and eager cleaning: a sink's first read is the whole partition.
+    # Small segments and frequent cleaning, because a sink's first read covers the whole partition.
     "segment.bytes": str(4 * 1024 * 1024),
     "min.cleanable.dirty.ratio": "0.1",
 }
 
 _VERSION = 2  # of a marker's value: docs/reference/formats.md
-_FETCH_MAX_VERSION = 12  # by topic name
-_LIST_OFFSETS_MIN_VERSION, _LIST_OFFSETS_MAX_VERSION = 5, 7  # 5: a new leader says that it does not know (KIP-207)
+_FETCH_MAX_VERSION = 12  # requests by topic name
+# 5: a new leader reports that it does not know its high watermark yet (KIP-207)
+_LIST_OFFSETS_MIN_VERSION, _LIST_OFFSETS_MAX_VERSION = 5, 7
 _LATEST, _EARLIEST = -1, -2
 _READ_UNCOMMITTED, _READ_COMMITTED = 0, 1
 _FETCH_BYTES = 4 * 1024 * 1024
@@ -48,10 +49,10 @@ _FETCH_WAIT_MS = 100
 class Marker:
     """The last batch of a sink that is in Kafka.
 
-    `query`: the id of the streaming query (of its checkpoint), or "" for a batch write. `batch`: its number, or the
-    caller's batch_id. `offsets`: digest of the batch's source offsets. `adopted`: the adopt_at that was used up last.
-    `topics`: where the batch went, None in a marker of version 1. `run`: the id of the query's run, which a restart
-    changes, and behind a `/` which call of the sink it was.
+    `query`: the id of the streaming query (kept in its checkpoint), or "" for a batch write. `batch`: its number, or
+    the caller's batch_id. `offsets`: a digest of the batch's source offsets. `adopted`: the last adopt_at that was
+    used. `topics`: the topics that the batch was written to, None in a marker of version 1. `run`: the id of the
+    query's run, which a restart changes, then `/` and the id of the call of the sink.
     """
 
     query: str
@@ -67,7 +68,7 @@ class Marker:
 
     @classmethod
     def decode(cls, value: bytes) -> Marker:
-        """Raises ValueError for what is no marker of a version that is known here (docs/reference/formats.md)."""
+        """Return the marker in a value. Raise ValueError unless its version is known (docs/reference/formats.md)."""
         found = json.loads(value)
         version = found.get("version") if isinstance(found, dict) else None
         if version not in range(1, _VERSION + 1):
@@ -82,22 +83,22 @@ class Marker:
             raise ValueError(f"not a marker: {value[:80]!r}") from error
 
     def went_elsewhere(self, topics: Sequence[str]) -> str:
-        """Where this batch went, if that is not where the sink writes now; else ""."""
+        """Return the topics of this batch that the sink does not write to now, as text; "" if there are none."""
         return ", ".join(sorted(set(self.topics or ()) - set(topics)))
 
 
 def sink_key(transactional_id: str, batch_id: str | None = None) -> bytes:
-    """The marker's key: of a stream its transactional.id, of a batch write also its batch_id."""
+    """Return the marker's key: the transactional id, for a batch write with its batch_id."""
     name = {"sink": transactional_id} if batch_id is None else {"sink": transactional_id, "batch": batch_id}
     return json.dumps(name, sort_keys=True).encode()
 
 
 def is_of(key: bytes, transactional_id: str) -> bool:
-    """Whether it is this sink's: of its stream, or of one of its batch writes."""
+    """Return whether the key belongs to this sink: to its stream, or to one of its batch writes."""
     try:
         return bool(json.loads(key)["sink"] == transactional_id)
     except (ValueError, KeyError, TypeError):
-        return False  # no key of ours
+        return False  # another program's key
 
 
 def is_of_a_write(key: bytes) -> bool:
@@ -111,15 +112,15 @@ class Decision(Enum):
 
 
 class WrongProgress(Exception):
-    """The marker and the checkpoint do not belong together; `args[0]` is a sentence that says what to do."""
+    """The marker and the checkpoint do not belong together; `args[0]` is a sentence with the remedy."""
 
 
 def decide(
     marker: Marker | None, query: str, batch: int, offsets: str, adopt_at: int | None = None, topics: Sequence[str] = ()
 ) -> Decision:
-    """What to do with batch number `batch` of `query`, whose source offsets have this digest, for these topics.
+    """Decide about batch number `batch` of `query`; `offsets` is the digest of its source offsets.
 
-    Raises WrongProgress. `adopt_at` counts only where the batch would be refused, and once per query.
+    Raises WrongProgress. `adopt_at` applies only if the batch would be refused, and once per query.
     """
     refusal = _refusal(marker, query, batch, offsets, topics)
     if refusal is None:
@@ -166,12 +167,14 @@ def _refusal(marker: Marker | None, query: str, batch: int, offsets: str, topics
     )
 
 
-_Written = tuple[bytes | None, int]  # a marker, or None where it was forgotten; when, Unix milliseconds
+_Written = tuple[bytes | None, int]  # a marker, or None after its tombstone; and its time in Unix milliseconds
 
 
 class MarkerReader:
-    """The markers of one sink, from one partition of the topic, as of the last `read`. Reads on from where it was, and
-    keeps nothing of other sinks."""
+    """The markers of one sink, from one partition of the topic, as of the last `read`.
+
+    Each read continues at the position of the last one. Markers of other sinks are not kept.
+    """
 
     def __init__(self, wire: Wire, partition: int, timeout_s: float, transactional_id: str) -> None:
         self._wire, self.partition, self._timeout_s = wire, partition, timeout_s
@@ -181,18 +184,20 @@ class MarkerReader:
 
     @property
     def written(self) -> dict[bytes, int]:
-        """When each of the sink's markers was written, Unix milliseconds."""
+        """Return when each of the sink's markers was written, in Unix milliseconds."""
         return {key: at_ms for key, (value, at_ms) in self._markers.items() if value is not None}
 
     def read(self, key: bytes) -> Marker | None:
-        """The marker of `key`. Call it after InitProducerId has returned. Raises Unreachable, Stopped, ValueError."""
+        """Return the marker of `key`; call this after InitProducerId has returned. Raise Unreachable, Stopped,
+        ValueError.
+        """
         stable = self._offset(_LATEST, _READ_COMMITTED)
         end = self._offset(_LATEST, _READ_UNCOMMITTED)
-        if not 0 <= self._next <= end:  # the first read, or the topic was made anew
+        if not 0 <= self._next <= end:  # the first read, or the topic was recreated
             self._next, self._markers = self._offset(_EARLIEST, _READ_UNCOMMITTED), {}
         while self._next < stable:
             self._next = self._below_stable(self._next, stable)
-        # Above it nothing is decided for all: it is read again next time.
+        # Above the last stable offset not everything is decided, so the next read starts there again.
         value, _ = (self._markers | self._above_stable(self._next, end, key)).get(key, (None, 0))
         return None if value is None else Marker.decode(value)
 
@@ -203,7 +208,7 @@ class MarkerReader:
     def _below_stable(self, position: int, stable: int) -> int:
         answer = self._fetch(position, _READ_COMMITTED)
         if not answer.records:
-            # Nothing is left of what was here (compaction), or this leader does not know yet what is.
+            # Compaction has removed the records here, or a new leader does not know its end yet.
             first = next(iter(_batches(self._fetch(position, _READ_UNCOMMITTED, some=True).records)))
             return stable if first.base_offset >= stable else position
         aborted = sorted((t.first_offset, t.producer_id) for t in answer.aborted_transactions or [])
@@ -221,7 +226,7 @@ class MarkerReader:
         return position
 
     def _above_stable(self, position: int, end: int, key: bytes) -> dict[bytes, _Written]:
-        """What was committed in spite of somebody's open transaction, by the control records."""
+        """Return the markers committed above the last stable offset, by their control records."""
         decided: dict[bytes, _Written] = {}
         undecided: dict[int, dict[bytes, _Written]] = {}
         while position < end:
@@ -267,7 +272,7 @@ class MarkerReader:
         return self._wire.until(f"offsets of {TOPIC}-{self.partition}", attempt, self._timeout_s)
 
     def _fetch(self, position: int, isolation: int, some: bool = False) -> Any:
-        """The partition's part of an answer; with `some` one that has records: there are some, whoever leads by now."""
+        """Fetch from the partition; with `some` retry until there are records, since they exist whoever leads now."""
 
         def attempt() -> Any:
             answer = self._ask(

@@ -1,6 +1,6 @@
-"""What a sink was asked for, checked before anything is sent.
+"""The arguments of a sink, checked before anything is sent.
 
-Owns the refusals of arguments and settings. It must never talk to Kafka or Spark.
+Owns the refusal of arguments and settings. It must never connect to Kafka or Spark.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spark_connector.recordbatch import COMPRESSIONS
 
 _DELIVERY_TIMEOUT_MS = 120_000
 _CHECKSUM = "spark.sql.shuffle.orderIndependentChecksum."
-# Spark's setting, what it must not be, and why. A setting that this Spark does not know is not set.
+# Spark's setting, its forbidden value, and the reason. A setting that this version of Spark does not have is unset.
 _UNSAFE = (
     ("spark.speculation", "true", "runs a task twice at once, and two tasks must not write one partition"),
     (
@@ -43,7 +43,10 @@ def _nothing(_: str) -> None:
 
 
 def refuse_unsafe(settings: Callable[[str], str | None]) -> None:
-    """Raises ConfigurationError where the guarantee cannot be kept. `settings`: Spark's, None for what is not set."""
+    """Raise ConfigurationError for Spark settings under which the guarantee cannot hold.
+
+    `settings`: returns a Spark setting, None if it is not set.
+    """
     for name, unsafe, why in _UNSAFE:
         if str(settings(name)).lower() == unsafe:
             safe = "false" if unsafe == "true" else "true"
@@ -52,8 +55,11 @@ def refuse_unsafe(settings: Callable[[str], str | None]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """`topic` as the user gave it, `topics` as a tuple. `connection`: Kafka's names, for executors too: what the files
-    hold, and not where they are."""
+    """The checked arguments of a sink.
+
+    `topic` is as the user gave it, `topics` a tuple. `connection`: Kafka's settings, also for executors: with the
+    contents of files in place of their paths.
+    """
 
     topic: str | Sequence[str]
     topics: tuple[str, ...]
@@ -73,7 +79,7 @@ class Options:
         compression: str,
         on_step: Callable[[str], None] | None = None,
     ) -> Options:
-        """Raises ConfigurationError, also for a file of TLS that cannot be read."""
+        """Check the arguments of a sink. Raise ConfigurationError, also for a TLS file that cannot be read."""
         checked = Settings({**(settings or {}), "bootstrap.servers": bootstrap_servers})
         if compression == "none":
             compression = str(checked.values.get("compression.type", "none"))
@@ -92,27 +98,27 @@ class Options:
 
     @property
     def timeout_s(self) -> float:
-        """How long a request of the driver's is tried."""
+        """Return for how many seconds a request of the driver is retried."""
         return float(self.settings["eos.startup.timeout.ms"]) / 1000
 
     @property
     def delivery_s(self) -> float:
-        """How long one record batch may be in doubt."""
+        """Return for how many seconds one record batch may stay unacknowledged."""
         return int(self.settings.values.get("message.timeout.ms", _DELIVERY_TIMEOUT_MS)) / 1000
 
     @property
     def driver_bytes(self) -> int:
-        """Up to so many bytes of rows, as they are packed, in each of its tasks a batch is written by the driver."""
+        """Return up to how many bytes of packed rows per task the driver writes a batch itself."""
         return int(self.settings["eos.spark.driver.bytes"])
 
     @property
     def claims_port(self) -> int:
-        """The port on which executors' claims are listened for; 0: any."""
+        """Return the port on which the driver listens for executors' claims; 0: any."""
         return int(self.settings["eos.spark.claims.port"])
 
     @property
     def transaction_ms(self) -> int | None:
-        """The transaction.timeout.ms that was asked for; None: the broker's maximum."""
+        """Return the configured transaction.timeout.ms; None: the broker's maximum."""
         asked = self.settings.values.get("transaction.timeout.ms")
         return None if asked is None else int(asked)
 

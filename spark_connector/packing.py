@@ -1,8 +1,8 @@
-"""What goes through the shuffle: the rows of one writing task, a few thousand at a time, as one binary value.
+"""Packs rows for the shuffle: the rows of one writing task, a few thousand at a time, as one binary value.
 
-Owns the packing (map side), the unpacking (writing side) and the splitting of rows by a number. Why: Spark's shuffle
-and its sort take microseconds for each row, and Arrow nothing; the encoder wants columns anyway. It must never change
-the order of rows that go to the same place, and never copy more of a task's rows at once than 4 MB of them.
+Owns the packing (map side), the unpacking (writing side) and the splitting of rows by a number. Spark's shuffle and its
+sort take microseconds for each row; Arrow avoids that, and the encoder needs columns anyway. It must never change the
+order of rows with the same target, and never copy more than 4 MB of a task's rows at once.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from spark_connector.placing import TARGET, Places
 from spark_connector.workers import begin_task
 
 SHARE, ORDER, ROWS = "__eos_share", "__eos_order", "__eos_rows"
-TOO_MUCH = -1  # in place of a share: the task had more rows than were asked for
+TOO_MUCH = -1  # in place of a share: the task had more rows than allowed
 PACKED = pa.schema([(SHARE, pa.int32()), (ORDER, pa.int64()), (ROWS, pa.binary())])
-# Of one value, as well as can be told before it is compressed: above half a region of the JVM's heap (1 MB at the
-# smallest) an array costs the garbage collector more.
+# The size of one value, estimated before compression: above half a region of the JVM's heap (at least 1 MB) an array
+# costs the garbage collector more.
 _VALUE_BYTES = 400_000
-# Of Arrow's batches so much is packed at once: the copies that packing makes are of that.
+# This many bytes of Arrow's batches are packed at once, which bounds the copies that packing makes.
 SLICE_BYTES = 4_000_000
-# With so much for each target, a value holds the rows of one: the writing task need not take it apart again.
+# With this many bytes for each target, a value holds the rows of one target, and the writing task need not split it.
 _BYTES_OF_ONE_TARGET = 60_000
-# Each byte is copied a dozen times on its way through the JVM, the shuffle's own compression is one of them.
+# Each byte is copied a dozen times on its way through the JVM, once by the shuffle's own compression.
 _WRITE = pa.ipc.IpcWriteOptions(compression="lz4" if pa.Codec.is_available("lz4") else None, use_threads=False)
 _READ = pa.ipc.IpcReadOptions(use_threads=False)
 _PLACES = 33  # bits below the number of a Spark partition, as in monotonically_increasing_id
@@ -35,9 +35,11 @@ _PLACES = 33  # bits below the number of a Spark partition, as in monotonically_
 def packer(
     shares: int, places: Places, most_bytes: int | None = None
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """The function for mapInArrow: rows in, PACKED out. The values of a share in the order of ORDER hold
-    its rows in theirs: by Spark partition, and within it as they came. With `most_bytes` a task with more rows gives
-    TOO_MUCH alone."""
+    """Return the function for mapInArrow that packs rows into PACKED.
+
+    The values of a share, sorted by ORDER, hold its rows in order: by Spark partition, and within it as they came. With
+    `most_bytes` a task with more rows yields only TOO_MUCH.
+    """
 
     def pack(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext
@@ -53,7 +55,7 @@ def packer(
 
 
 def at_most(packed: Iterator[pa.RecordBatch], most_bytes: int) -> Iterator[pa.RecordBatch]:
-    """`packed`, unless it is more than that: then nothing of it, and the rest is not read."""
+    """Return `packed` if it has at most `most_bytes`; else only TOO_MUCH, without reading the rest."""
     held: list[pa.RecordBatch] = []
     for batch in packed:
         held.append(batch)
@@ -64,18 +66,18 @@ def at_most(packed: Iterator[pa.RecordBatch], most_bytes: int) -> Iterator[pa.Re
 
 
 def pack_partition(batches: Iterator[pa.RecordBatch], shares: int, number: int) -> Iterator[pa.RecordBatch]:
-    """The rows of Spark partition `number` as PACKED."""
+    """Yield the rows of Spark partition `number` as PACKED."""
     place, value_bytes = number << _PLACES, _VALUE_BYTES
     for rows in slices(batches):
         packed = pack_rows(rows, shares, place, value_bytes)
         place += packed.num_rows
-        # Rows are taken to be compressed as those before them: few large values cost less than many small ones.
+        # Estimates compression from the rows before: a few large values cost less than many small ones.
         value_bytes = max(_VALUE_BYTES * rows.nbytes // packed.nbytes, _VALUE_BYTES)
         yield packed
 
 
 def slices(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The rows of `batches` in their order, so many at a time as are packed at once."""
+    """Yield the rows of `batches` in order, in slices that are packed at once."""
     held: list[pa.RecordBatch] = []
     size = 0
     for batch in (batch for batch in batches if batch.num_rows):
@@ -98,7 +100,7 @@ def together(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
 
 
 def pack_rows(rows: pa.RecordBatch, shares: int, place: int, value_bytes: int = _VALUE_BYTES) -> pa.RecordBatch:
-    """`rows` as PACKED, ORDER from `place` on; `value_bytes` of a value before compression."""
+    """Return `rows` as PACKED, with ORDER from `place` on and `value_bytes` in a value before compression."""
     by = numbers(rows, TARGET)
     if np.count_nonzero(np.bincount(by)) * _BYTES_OF_ONE_TARGET > rows.nbytes:
         by = by % shares
@@ -119,25 +121,27 @@ def pack_rows(rows: pa.RecordBatch, shares: int, place: int, value_bytes: int = 
 
 
 def unpack(packed: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """The rows of each value, in order."""
+    """Yield the rows of each value, in order."""
     for value in packed.column(ROWS):
         with pa.ipc.open_stream(value.as_buffer(), options=_READ) as stream:
             yield from stream
 
 
 def targets_of(packed: pa.RecordBatch) -> set[int]:
-    """The targets that have rows."""
+    """Return the targets that have rows."""
     return {int(target) for rows in unpack(packed) for target in np.unique(numbers(rows, TARGET))}
 
 
 def split(rows: pa.RecordBatch, by: NDArray[np.int32]) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """(number, its rows in their order). Unless all have one number these are parts of one copy, and each keeps all of
-    it."""
+    """Yield each number with its rows, in their order.
+
+    Unless all rows have one number, the results are parts of one copy, and each keeps the whole copy in memory.
+    """
     lowest, highest = int(by.min()), int(by.max())
     if lowest == highest:
         yield lowest, rows
         return
-    # Numbers of 16 bits are sorted by counting, in a quarter of the time.
+    # NumPy sorts 16-bit numbers by counting, in a quarter of the time.
     order = np.argsort(by.astype(np.uint16) if highest < 1 << 16 else by, kind="stable")
     numbered = by[order]
     starts = np.flatnonzero(np.diff(numbered, prepend=numbered[0] - 1))

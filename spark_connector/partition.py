@@ -1,8 +1,8 @@
 """Writes record batches to one partition under a given (producer id, epoch): idempotent, acks=all, in order.
 
-Owns the sequence numbers and what is sent again. Rules, Kafka's own: at most five requests in flight; a batch that is
-in doubt is sent again byte for byte, the lowest sequence first, to whoever leads the partition by then. It must never
-make a batch anew, and never take an answer for another batch's.
+Owns the sequence numbers and the resends, by Kafka's own rules. At most five requests are in flight. An unacknowledged
+batch is sent again byte for byte, the lowest sequence first, to the current leader of the partition. It must never
+encode a batch a second time, and never take a response for another batch's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spark_connector.wire import Unreachable, Wire
 IN_FLIGHT = 5  # the broker remembers the last five batches of a producer per partition
 _BACKOFF_S = 0.05
 _BACKOFF_MAX_S = 1.0
-_WAIT_S = 60.0  # kafka-python gives up on a request long before
+_WAIT_S = 60.0  # kafka-python times out a request long before
 
 
 @dataclass
@@ -37,8 +37,11 @@ class _Sent:
 
 
 class PartitionWriter:
-    """`compression` none, gzip, snappy, lz4 or zstd; `max_bytes` the topic's max.message.bytes; `delivery_timeout_s`
-    how long one batch may be in doubt."""
+    """Writes to one partition.
+
+    `compression`: none, gzip, snappy, lz4 or zstd. `max_bytes`: the topic's max.message.bytes. `delivery_timeout_s`:
+    how long one batch may stay unacknowledged.
+    """
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class PartitionWriter:
         self.waited_s = 0.0
 
     def write(self, rows: pa.RecordBatch | pa.Table) -> None:
-        """Sends these rows (columns as in `recordbatch.encode`); returns before they are acknowledged.
+        """Send these rows (columns as in `recordbatch.encode`); return before they are acknowledged.
 
         Raises Stopped, Unreachable.
         """
@@ -83,20 +86,20 @@ class PartitionWriter:
 
     @property
     def unacknowledged(self) -> int:
-        """Record batches in flight or in doubt."""
+        """Return the number of record batches that are not acknowledged."""
         return len(self._sent)
 
     @property
     def unacknowledged_bytes(self) -> int:
-        """Of record batches that are kept, to be sent again if they must."""
+        """Return the bytes of the record batches kept for a resend."""
         return sum(sent.batch.size for sent in self._sent)
 
     def wait(self) -> None:
-        """Returns when the oldest batch in flight is acknowledged. Raises as `write`."""
+        """Wait until the oldest batch in flight is acknowledged. Raise as `write`."""
         self._take_answers(wait=True)
 
     def finish(self) -> None:
-        """Returns when everything is acknowledged."""
+        """Wait until everything is acknowledged."""
         while self._sent:
             self._take_answers(wait=True)
         if self.acknowledged != self.next_sequence:
@@ -112,7 +115,7 @@ class PartitionWriter:
         self._sent.append(_Sent(batch, self._start(batch)))
         self.next_sequence += batch.records
         self.bytes += batch.size
-        self._wire.turn()  # let it leave now; nothing else drives the loop while rows are being encoded
+        self._wire.turn()  # send it now; nothing else drives the loop while rows are encoded
         self._take_answers(wait=False)
 
     def _start(self, batch: Batch) -> Any:
@@ -123,7 +126,7 @@ class PartitionWriter:
         return self._wire.start(request, leader)
 
     def _take_answers(self, wait: bool) -> None:
-        """Takes the answers that are there, oldest first; waits for the oldest one if `wait`."""
+        """Handle the responses that have arrived, oldest first; with `wait`, wait for the oldest one."""
         if wait:
             started = time.monotonic()
             self._wire.wait(self._sent[0].future, _WAIT_S)
@@ -136,7 +139,7 @@ class PartitionWriter:
             self.acknowledged += self._sent.popleft().batch.records
 
     def _reason(self, future: Any) -> str | None:
-        """None when the batch is in Kafka, else why it must be sent again. Raises Stopped for every other answer."""
+        """Return why the batch must be sent again; None if it is in Kafka. Raise Stopped for every other answer."""
         if future.exception is not None:
             if isinstance(future.exception, kafka_errors.AuthorizationError):
                 raise Stopped(Answer.UNAUTHORISED, f"{self.topic}-{self.partition}: {future.exception}")
@@ -152,8 +155,11 @@ class PartitionWriter:
         raise Stopped(verdict, f"{self.topic}-{self.partition}: Produce was answered with {said}")
 
     def _send_again(self, reason: str) -> None:
-        """Until the oldest batch in doubt is acknowledged. Those behind it were refused for their sequence, or are in
-        doubt themselves: all are sent again, in order; the broker knows those that it has."""
+        """Resend until the oldest unacknowledged batch is acknowledged.
+
+        Later batches were refused for their sequence, or are unacknowledged themselves. All are sent again in order;
+        the broker recognises those that it has.
+        """
         deadline = time.monotonic() + self._delivery_timeout_s
         backoff = _BACKOFF_S
         while True:
@@ -175,7 +181,7 @@ class PartitionWriter:
             reason = again
 
     def _drain(self) -> None:
-        """Until no request is in flight: a copy that is still under way must not overtake the next one."""
+        """Wait until no request is in flight, so that an earlier copy cannot overtake the next one."""
         for sent in self._sent:
             self._wire.wait(sent.future, _WAIT_S)
 
@@ -183,14 +189,14 @@ class PartitionWriter:
 _ACKS_TIMEOUT_MS = 10_000
 _MAX_VERSION = 11
 _FRAME = struct.Struct(">i")
-# A request's last four bytes when its records have none: an int32, or since version 9 a varint of 1 and three empty
-# lists of tagged fields (the partition's, the topic's, the request's).
+# The last four bytes of a request without records: an int32, or since version 9 a varint of 1 and three empty lists of
+# tagged fields (of the partition, the topic and the request).
 _BEHIND = 4
 _TAGS = bytes(3)
 
 
 class Produce(ProduceRequest, init=False):  # type: ignore[call-arg, misc]
-    """One batch for one partition, acks=all, in a transaction. A log that prints it shows no records."""
+    """A Produce request with one batch for one partition, acks=all, in a transaction; its log line shows no records."""
 
     def __init__(self, transactional_id: str, topic: str, partition: int, batch: Batch) -> None:
         data = ProduceRequest.TopicProduceData
@@ -213,6 +219,6 @@ class Produce(ProduceRequest, init=False):  # type: ignore[call-arg, misc]
             length, tail = _FRAME.pack(size), b""
         front = memoryview(without)[:-_BEHIND]
         if framed:
-            itself = _FRAME.size  # is not counted
+            itself = _FRAME.size  # the frame length does not count itself
             _FRAME.pack_into(without, 0, len(front) - itself + len(length) + size + len(tail))
         return b"".join((front, length, *self.batch.pieces, tail))

@@ -1,6 +1,6 @@
-"""What the settings' PEM files hold, in place of where they are: executors run elsewhere and cannot see the files.
+"""Replaces the settings' PEM files by their contents, since executors run elsewhere and cannot read the files.
 
-Owns which settings name a file, and the reading. It must never log or show what a file holds.
+Owns which settings name a file, and the reading. It must never log or show the contents of a file.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ FILES = {
     "ssl.key.location": "ssl.key.pem",
     "https.ca.location": "https.ca.pem",
 }
-"""librdkafka's setting of a file, and its setting of what such a file holds."""
-_SYSTEMS_OWN = "probe"  # librdkafka's word for the certificates that the machine itself trusts
+"""librdkafka's setting for a file, and its setting for the contents of such a file."""
+_SYSTEMS_OWN = "probe"  # librdkafka's word for the machine's own trusted certificates
 
 
 def contents(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The same settings without a file. Raises ConfigurationError, with the setting, for one that cannot be read."""
+    """Return the settings with file contents in place of paths. Raise ConfigurationError for a file that cannot be
+    read.
+    """
     found = dict(settings)
     for location, text in FILES.items():
         path = found.get(location)
@@ -37,7 +39,7 @@ def contents(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> str:
-    """A folder of certificates (`c_rehash` has links to them in it, which are the same again) as one text."""
+    """Return a file, or all certificates of a folder, as one text; `c_rehash` adds links, which are skipped."""
     if not path.is_dir():
         return path.read_text()
     files = sorted({file.resolve() for file in path.iterdir() if file.is_file()})

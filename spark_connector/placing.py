@@ -1,9 +1,10 @@
-"""Which Kafka partition a row belongs to: Java's default partitioner, as the worker's, and Kafka's murmur2 in it.
+"""Chooses the Kafka partition of a row by Java's default partitioner, with Kafka's murmur2, as the worker does.
 
-Owns the number of a row's target, over Arrow columns and without a Python object per row: what Spark's own expressions
-need for it, a column more for Arrow and a copy of each key, costs several times as much. Must give what the Java client
-gives (org.apache.kafka.common.utils.Utils.murmur2): the partition of a key is part of a topic's contract. It must never
-compute a partition from anything but the row: a lost shuffle file is made again, and a row must land where it was.
+Owns the target number of a row, computed over Arrow columns without a Python object per row. Spark's own expressions
+would need one more column for Arrow and a copy of each key, at several times the cost. The result must equal the Java
+client's (org.apache.kafka.common.utils.Utils.murmur2), because the partition of a key is part of a topic's contract. It
+must never compute a partition from anything but the row: a lost shuffle file is computed again, and a row must get the
+same partition.
 """
 
 from __future__ import annotations
@@ -25,20 +26,26 @@ Int64s = NDArray[np.int64]
 UInt32s = NDArray[np.uint32]
 _SEED, _M = np.uint32(0x9747B28C), np.uint32(0x5BD1E995)
 _13, _15, _24 = np.uint32(13), np.uint32(15), np.uint32(24)
-_FIRST_BYTES = np.array([0, 0xFF, 0xFFFF, 0xFFFFFF], np.uint32)  # of a little endian word
+_FIRST_BYTES = np.array([0, 0xFF, 0xFFFF, 0xFFFFFF], np.uint32)  # of a little-endian word
 
 
 @dataclass(frozen=True)
 class Places:
-    """`topics`: (name, number of partitions) in the targets' order: target i is partition i of the first topic, or goes
-    on in the next. A row with a column `topic` goes to the topic it names, else to the first; one with a `partition`
-    to that; others where their key says, and without a key where their value does."""
+    """The targets of a sink, and the rule that assigns a row to one.
+
+    `topics`: (name, number of partitions) in the order of the targets: target i is a partition of the first topic,
+    later targets belong to the next ones. A row with a column `topic` goes to that topic, else to the first. A row with
+    a `partition` goes there, others to the partition of their key, and rows without a key to one chosen by their value.
+    """
 
     topics: tuple[tuple[str, int], ...]
 
     def place(self, rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-        """`rows` with TARGET, a key that may be null, and without `topic` and `partition`; those that belong nowhere
-        apart, with the number behind the last target, and with the reason in REFUSAL."""
+        """Yield `rows` with TARGET and a nullable key, without `topic` and `partition`.
+
+        Rows without a target come separately: their TARGET is the number after the last target, and REFUSAL has the
+        reason.
+        """
         keys = _keys(rows)
         target, nowhere = self._targets(rows, keys)
         names = [name for name in rows.schema.names if name not in (KEY, TOPIC, PARTITION)]
@@ -53,7 +60,7 @@ class Places:
         yield placed.filter(mask).append_column(REFUSAL, _said(rows.filter(mask)))
 
     def _targets(self, rows: pa.RecordBatch, keys: pa.Array) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """The number of each row's target, and which rows have none."""
+        """Return the number of each row's target, and which rows have none."""
         counts = np.array([count for _, count in self.topics])
         which, nowhere = np.zeros(rows.num_rows, np.int64), np.zeros(rows.num_rows, bool)
         if TOPIC in rows.schema.names:
@@ -68,7 +75,7 @@ class Places:
         return np.where(nowhere, counts.sum(), first[which] + within).astype(np.int32), nowhere
 
     def _topics(self, column: pa.Array) -> NDArray[np.int64]:
-        """The place of each row's topic among ours."""
+        """Return the index of each row's topic in `topics`."""
         encoded = column.dictionary_encode()
         ours = {name: place for place, (name, _) in enumerate(self.topics)}
         places = [ours.get(name, _NOWHERE) for name in encoded.dictionary.to_pylist()]
@@ -83,12 +90,12 @@ def _keys(rows: pa.RecordBatch) -> pa.Array:
     if KEY not in rows.schema.names:
         return pa.nulls(rows.num_rows, pa.binary())
     keys = rows.column(KEY)
-    # spark.sql.execution.arrow.useLargeVarTypes makes it another.
+    # spark.sql.execution.arrow.useLargeVarTypes changes the type.
     return keys if pa.types.is_binary(keys.type) else keys.cast(pa.binary())
 
 
 def _hashes(rows: pa.RecordBatch, keys: pa.Array) -> NDArray[np.int32]:
-    """Murmur2 of the key. Without one any number will do, but always the same one."""
+    """Return the murmur2 hash of each key, and for a row without a key a number that depends only on its value."""
     found: NDArray[np.int32] = pc.fill_null(murmur2_column(keys), 0).to_numpy(zero_copy_only=False)
     if keys.null_count:
         found = found.copy()
@@ -99,13 +106,13 @@ def _hashes(rows: pa.RecordBatch, keys: pa.Array) -> NDArray[np.int32]:
 
 
 def _said(rows: pa.RecordBatch) -> pa.Array:
-    """What each of these rows asked for."""
+    """Return the topic and partition that each of these rows names, as text."""
     asked = [rows.column(name).cast(pa.string()) for name in (TOPIC, PARTITION) if name in rows.schema.names]
     return pc.binary_join_element_wise(*asked, "-", null_handling="replace", null_replacement="null")
 
 
 def murmur2_column(keys: pa.Array) -> pa.Array:
-    """int32 hashes of a binary column; null for null."""
+    """Return the int32 hashes of a binary column; null for null."""
     if not len(keys):
         return pa.array([], pa.int32())
     offsets = np.frombuffer(keys.buffers()[1], np.int32, len(keys) + 1, keys.offset * 4)
@@ -116,7 +123,7 @@ def murmur2_column(keys: pa.Array) -> pa.Array:
 
 
 def _murmur2(data: memoryview, starts: Int64s, lengths: Int64s) -> UInt32s:
-    """Word by word of all keys at once, those with the most words first: the ones that still go on are in front."""
+    """Hash all keys at once, word by word; the keys with the most words come first, so unfinished ones are in front."""
     padded = b"".join((data, bytes(8)))
     words = np.ndarray(len(padded) - 3, np.dtype("<u4"), padded, strides=(1,))  # the word at each byte
     whole = lengths >> 2

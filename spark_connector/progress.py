@@ -1,7 +1,7 @@
-"""What one delivered batch was: rows, bytes, and the seconds of each step.
+"""The figures of one delivered batch: rows, bytes, and the seconds of each step.
 
-Owns the numbers' names in the log, in Spark's metrics and for callers. It must never decide anything, and a metrics
-system that refuses them must not fail a batch that is committed.
+Owns the names of these figures in the log, in Spark's metrics and for callers. It must never decide anything, and a
+metrics system that refuses them must not fail a committed batch.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ _ENABLED = "spark.sql.streaming.metricsEnabled"
 
 @dataclass(frozen=True)
 class Progress:
-    """A batch that this call committed. `batch`: "batch 7", or "write DAY"."""
+    """The figures of a batch that this call committed. `batch`: "batch 7", or "write DAY"."""
 
     transactional_id: str
     batch: str
     rows: int
     bytes: int
-    """Of record batches, compressed."""
+    """Bytes of record batches, compressed."""
     partitions: int
-    """That got rows."""
+    """The number of partitions that got rows."""
     tasks: int
-    """That wrote them; 0: the driver did."""
+    """The number of tasks that wrote; 0: the driver wrote."""
     resent: int
-    """Record batches that were in doubt and sent again."""
+    """The number of record batches that were sent again because their acknowledgement was missing."""
     seconds: Mapping[str, float]
-    """Of each step of the driver, in order: init, decide, targets, add, produce, mark, commit."""
+    """The seconds of each step of the driver, in order: init, decide, targets, add, produce, mark, commit."""
     tasks_s: float
-    """The sum of what the tasks took from their first row on."""
+    """The sum of the tasks' seconds since their first row."""
     waited_s: float
-    """Of these, for the brokers' answers."""
+    """The part of `tasks_s` spent waiting for the brokers."""
 
     def figures(self) -> dict[str, int]:
-        """All numbers by name; times in milliseconds."""
+        """Return all figures by name; times are in milliseconds."""
         counts = ("rows", "bytes", "partitions", "tasks", "resent")
         times = {"tasks": self.tasks_s, "tasks_waited": self.waited_s, **self.seconds}
         return {name: getattr(self, name) for name in counts} | {
@@ -50,14 +50,16 @@ class Progress:
 
 
 def to_spark_metrics(df: DataFrame, execution: Any, progress: Progress) -> None:
-    """Gauges `eos.NAME` beside Spark's own ones of this query, where `spark.sql.streaming.metricsEnabled` made those.
-    `execution`: Spark's StreamExecution."""
+    """Set gauges `eos.NAME` next to Spark's own of this query, if `spark.sql.streaming.metricsEnabled` is true.
+
+    `execution`: Spark's StreamExecution.
+    """
     from py4j.protocol import Py4JError
 
     try:
         if str(df.sparkSession.conf.get(_ENABLED, "false")).lower() != "true":
             return
-        # Spark's metrics system follows what is added to a registry that it has.
+        # Spark's metrics system picks up additions to a registry that it already has.
         registry = execution.streamMetrics().metricRegistry()
         for name, figure in progress.figures().items():
             registry.gauge(f"eos.{name}").setValue(figure)

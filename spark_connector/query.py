@@ -1,6 +1,6 @@
-"""What a foreachBatch function may know of the query that calls it: its id, and the source offsets of the batch.
+"""Finds the query that calls a foreachBatch function: its id, and the source offsets of the batch.
 
-Owns the looking into Spark's JVM for it. It must never change the query.
+Owns the access to Spark's JVM for this. It must never change the query.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ _STOPS = (
     "java.io.InterruptedIOException",
     "java.nio.channels.ClosedByInterruptException",
 )
-_LINES_BEFORE_OFFSETS = 2  # of the log's format, and metadata with times that a re-run may change
+_LINES_BEFORE_OFFSETS = 2  # the version of the log, and metadata with times that a re-run may change
 
 
 @dataclass(frozen=True)
 class Query:
-    """`id` is kept in the checkpoint, so it is the same after a restart; `run` is another one after each start;
-    `offsets` is a digest of the batch's end; `execution` is Spark's StreamExecution."""
+    """The query that calls a foreachBatch function.
+
+    `id` is kept in the checkpoint, so it stays the same after a restart. `run` changes at each start. `offsets` is a
+    digest of the batch's end offsets. `execution` is Spark's StreamExecution.
+    """
 
     id: str
     run: str
@@ -36,7 +39,7 @@ class Query:
 
 
 def current(df: DataFrame, batch: int) -> Query:
-    """The query on whose thread this is called. Raises ConfigurationError outside foreachBatch."""
+    """Return the query on whose thread this is called. Raise ConfigurationError outside foreachBatch."""
     frame: Any = df
     if not hasattr(frame, "_jdf"):
         raise ConfigurationError("Spark Connect is not supported: the sink runs in the driver's own process")
@@ -59,10 +62,11 @@ def current(df: DataFrame, batch: int) -> Query:
 
 
 def is_stop(df: DataFrame, error: Exception) -> bool:
-    """Whether `error` says that the query was stopped while a batch ran; takes the Java stack trace from it then.
+    """Return whether `error` says that the query was stopped during a batch; then also drop its Java stack trace.
 
-    Spark tells a stop from a failure by a regular expression over Python's traceback whose matcher recurses for each
-    character: with a job's stack traces in it the stream's thread overflows its stack instead of ending in peace.
+    Spark distinguishes a stop from a failure by a regular expression over Python's traceback, whose matcher recurses
+    for each character. With a job's stack traces in it the stream's thread would overflow its stack instead of ending
+    normally.
     """
     java: Any = getattr(error, "java_exception", None)
     if java is None or java.getClass().getName() not in _STOPS:
@@ -74,9 +78,9 @@ def is_stop(df: DataFrame, error: Exception) -> bool:
 
 @functools.cache
 def java_class(jvm: Any, name: str) -> Any:
-    """`jvm.a.b.C`, found once; its static methods and constructors can be called. `jvm`: of the SparkContext.
+    """Return `jvm.a.b.C`, looked up once, for calls of its static methods and constructors.
 
-    py4j asks the JVM for each part of a dotted name, at each use: half a dozen round trips that a small batch would
-    notice.
+    `jvm` belongs to the SparkContext. py4j queries the JVM for each part of a dotted name at each use: half a dozen
+    round trips, which are noticeable for a small batch.
     """
     return functools.reduce(getattr, name.split("."), jvm)

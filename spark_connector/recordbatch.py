@@ -1,12 +1,12 @@
 """Encodes Arrow columns as Kafka record batches (magic 2, KIP-98), without a Python object per record.
 
-Owns the batch layout: records, headers, compression, checksum, and where a batch is cut so that it stays below the
-topic's max.message.bytes. It must never do I/O and never know who sends the bytes: the same rows, sequence and identity
-always give the same bytes, and what was made once is sent again as it is.
+Owns the batch layout: records, headers, compression, checksum, and the division into batches below the topic's
+max.message.bytes. It must never do I/O, and does not depend on the sender of the bytes: the same rows, sequence and
+identity always give the same bytes, and an encoded batch is resent unchanged.
 
-How it is fast: every record is six pieces (lengths and deltas, key, a length, value, a count, headers). The varints of
-all records are made at once in NumPy, and one call of Arrow joins the pieces of all records; the joined column's data
-buffers, one for each part that the rows came in, are the batch's body.
+For speed, every record consists of six pieces (lengths and deltas, key, a length, value, a count, headers). NumPy
+computes the varints of all records at once, and one Arrow call joins the pieces of all records. The data buffers of the
+joined column, one for each chunk of the rows, are the batch's body.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _MAGIC = 2
 _TRANSACTIONAL = 0x10
 _XERIAL_HEADER = b"\x82SNAPPY\x00\x00\x00\x00\x01\x00\x00\x00\x01"
 _XERIAL_BLOCK = 32 * 1024
-_VARINT_BYTES = 10  # of a 64 bit number at most
+_VARINT_BYTES = 10  # of a 64-bit number at most
 _NOTHING = pa.scalar(b"", pa.binary())
-_MAX_SEQUENCE = 2**31 - 1  # behind it comes 0
+_MAX_SEQUENCE = 2**31 - 1  # the next sequence is 0
 
 
 class RecordRefused(ValueError):
@@ -48,7 +48,7 @@ class RecordRefused(ValueError):
 
 
 class RecordTooLarge(RecordRefused):
-    """One record that no batch of this topic may hold."""
+    """A record that exceeds the topic's max.message.bytes by itself."""
 
     def __init__(self, size: int, limit: int) -> None:
         super().__init__(
@@ -61,7 +61,7 @@ class RecordTooLarge(RecordRefused):
 class Batch:
     """One encoded record batch; `base_sequence` counts the records before it, without the wrap of Kafka's int32."""
 
-    pieces: tuple[Buffer, ...]  # its bytes, one behind the other: what sends them joins them anyway
+    pieces: tuple[Buffer, ...]  # its bytes in order; the sender joins them anyway
     base_sequence: int
     records: int
 
@@ -84,9 +84,9 @@ def encode(
     target_bytes: int = 1_000_000,
     now_ms: int = 0,
 ) -> Iterator[Batch]:
-    """Record batches of `rows`, in order, the first record with `first_sequence`.
+    """Yield the record batches of `rows`, in order; the first record has `first_sequence`.
 
-    Columns by name: `key` and `value` (binary, may be null), and, if there, `headers` (list of struct of `key` string
+    Columns by name: `key` and `value` (binary, may be null), and optionally `headers` (list of struct of `key` string
     and `value` binary) and `timestamp` (int64, ms since 1970; null: `now_ms`). A batch holds at most `target_bytes`
     before compression unless a single record is larger. Raises RecordTooLarge for a record whose own batch is larger
     than `max_bytes`, compressed.
@@ -100,8 +100,8 @@ def encode(
         header = _header(body, stop - start, stamps, identity, first_sequence + start, COMPRESSIONS[compression].code)
         batch = Batch((header, *body), first_sequence + start, stop - start)
         if batch.size > max_bytes:
-            # Only a record alone can be too large: several of them were cut by their size before compression, and
-            # what cannot be compressed grows by less than the reserve in `cuts`.
+            # Only a single record can be too large: several records were cut by their size before compression, and
+            # incompressible data grows by less than the reserve in `cuts`.
             if batch.records == 1:
                 raise RecordTooLarge(batch.size, max_bytes)
             raise AssertionError(f"{batch.records} records became {batch.size} bytes")
@@ -124,17 +124,17 @@ def _header(
     checksum = crc32c(after_crc)
     for piece in body:
         checksum = crc32c(piece, checksum)
-    # Base offset and leader epoch are the broker's to fill in; the checksum does not cover them.
+    # The broker fills in base offset and leader epoch; the checksum does not cover them.
     length = HEADER.size - 12 + sum(map(len, body))
     return struct.pack(">qiibI", 0, length, -1, _MAGIC, checksum) + after_crc
 
 
 @dataclass(frozen=True)
 class _Columns:
-    """What n records are made of, as far as it does not depend on the batch that a record comes into."""
+    """The parts of n records that do not depend on the batch of a record."""
 
-    key_varints: _Varints  # the last of what comes before `columns`
-    columns: list[Column]  # what each record goes on with: key, length, value, number of headers, headers if there
+    key_varints: _Varints  # the last part before `columns`
+    columns: list[Column]  # the rest of each record: key, length, value, number of headers, headers if present
     sizes: Int64s  # of the records without their own length and deltas
     timestamps: Int64s
 
@@ -143,7 +143,7 @@ class _Columns:
         keys, values = _binary(rows.column("key")), _binary(rows.column("value"))
         key_lengths, value_lengths = _lengths(keys), _lengths(values)
         key_varints, value_varints = _Varints.of(_zigzag(key_lengths)), _Varints.of(_zigzag(value_lengths))
-        sizes = 1 + key_varints.sizes + value_varints.sizes  # with the attributes
+        sizes = 1 + key_varints.sizes + value_varints.sizes  # 1 for the attributes
         sizes += np.maximum(key_lengths, 0) + np.maximum(value_lengths, 0)
         counts, headers = np.zeros(rows.num_rows, np.int64), []
         if "headers" in rows.schema.names:
@@ -159,9 +159,11 @@ class _Columns:
         return cls(key_varints, columns, sizes, stamps)
 
     def cuts(self, limit: int) -> Iterator[tuple[int, int]]:
-        """(start, stop) of consecutive slices whose encoded size is at most `limit` bytes, or one record."""
-        # Its own length of at most 5 bytes and the deltas (10 and 5); and 1/256 with what a compressor adds to
-        # incompressible bytes.
+        """Yield (start, stop) of consecutive slices whose encoded size is at most `limit` bytes, or that hold one
+        record.
+        """
+        # The reserve: 5 bytes for the record's own length, 10 and 5 for the deltas, and 1/256 for what a compressor
+        # adds to incompressible bytes.
         ends = np.cumsum((self.sizes + 20) * 257 // 256 + 1)
         limit -= 512
         start, count, done = 0, len(ends), 0
@@ -171,7 +173,7 @@ class _Columns:
             start, done = stop, int(ends[stop - 1])
 
     def body(self, start: int, stop: int) -> list[Buffer]:
-        """The records of this slice, one behind the other, in as many pieces as their columns are in."""
+        """Return the records of this slice in order, in as many pieces as their columns have chunks."""
         count = stop - start
         stamps = self.timestamps[start:stop]
         stamp_varints = _Varints.of(_zigzag(stamps - stamps[0]))
@@ -187,9 +189,9 @@ def _join(*pieces: Column) -> Column:
 
 
 def _headers(column: pa.ListArray) -> tuple[pa.Array, Int64s]:
-    """Each record's headers, encoded (binary, never null), and how many it has."""
+    """Return each record's encoded headers (binary, never null), and its number of headers."""
     lengths: Int64s = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64)
-    flat = column.flatten()  # without what lies behind null lists
+    flat = column.flatten()  # without the values of null lists
     names, values = _binary(flat.field("key")), _binary(flat.field("value"))
     if names.null_count:
         raise RecordRefused("a header has no key")
@@ -212,13 +214,13 @@ def _whole(column: Column) -> pa.Array:
 
 
 def _lengths(column: Column) -> Int64s:
-    """Bytes of each element; -1 for null."""
+    """Return the bytes of each element; -1 for null."""
     lengths: Int64s = pc.fill_null(_whole(pc.binary_length(column)), -1).to_numpy(zero_copy_only=False).astype(np.int64)
     return lengths
 
 
 def _data(column: Column) -> list[Buffer]:
-    """All elements, one behind the other; no copy."""
+    """Return all elements in order, without a copy."""
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     found: list[Buffer] = []
     for chunk in chunks:
@@ -232,7 +234,7 @@ def _zigzag(numbers: Int64s) -> NDArray[np.uint64]:
 
 
 class _Varints(NamedTuple):
-    """n varints: the bytes of number i are `digits[i, :sizes[i]]`."""
+    """The varints of n numbers; the bytes of number i are `digits[i, :sizes[i]]`."""
 
     digits: Bytes  # (n, longest)
     sizes: Int64s  # (n,)
@@ -258,7 +260,7 @@ class _Varints(NamedTuple):
 
 
 def _offsets(count: int) -> _Varints:
-    """Of 0, 1, 2 and so on."""
+    """Return the varints of 0, 1, 2, ..., `count` - 1."""
     if count > len(_OFFSETS.sizes):
         return _Varints.of(_zigzag(np.arange(count, dtype=np.int64)))
     longest = int(_OFFSETS.sizes[count - 1])
@@ -269,7 +271,7 @@ _OFFSETS = _Varints.of(_zigzag(np.arange(16_384, dtype=np.int64)))
 
 
 def _joined(*columns: _Varints) -> pa.Array:
-    """A binary column whose element i is varint i of each of `columns`, one behind the other."""
+    """Return a binary column whose element i joins varint i of each of `columns`."""
     digits = np.concatenate([c.digits for c in columns], axis=1)
     sizes = sum((c.sizes for c in columns[1:]), columns[0].sizes)
     if int(sizes.sum()) == digits.size:
@@ -284,15 +286,15 @@ def _joined(*columns: _Varints) -> pa.Array:
 
 
 def _lz4(body: Buffer) -> bytes:
-    # Kafka's readers refuse blocks that depend on each other. Level 1 is what the Java client does; cramjam's own 4
-    # takes six times as long for 8 % fewer bytes.
+    # Kafka's readers refuse blocks that depend on each other. Level 1 is the Java client's; cramjam's default 4 takes
+    # six times as long for 8 % fewer bytes.
     compressor: Any = cramjam.lz4.Compressor(level=1, block_linked=False)
-    compressor.compress(bytes(body))  # its class takes nothing else
+    compressor.compress(bytes(body))  # its class accepts nothing else
     return bytes(compressor.finish())
 
 
 def _snappy(body: Buffer) -> bytes:
-    """Blocks with their lengths behind a header, as the Java client's SnappyOutputStream writes them."""
+    """Compress to a header and blocks with their lengths, as the Java client's SnappyOutputStream does."""
     out = [_XERIAL_HEADER]
     for at in range(0, len(body), _XERIAL_BLOCK):
         block = bytes(cramjam.snappy.compress_raw(body[at : at + _XERIAL_BLOCK]))

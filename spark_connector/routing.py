@@ -1,8 +1,8 @@
-"""Brings all rows of one share of the Kafka partitions to one task, in order; or the few rows of a small batch to the
+"""Brings all rows of one share of the Kafka partitions to one task in order, or the rows of a small batch to the
 driver.
 
-Owns the DataFrame's columns, what they may be called and be of, and the order behind the shuffle. Which partition a row
-belongs to is placing.py's. It must never ask for an order or a distribution that a second run could not repeat.
+Owns the allowed columns and types of the DataFrame, and the order after the shuffle. placing.py owns which partition a
+row belongs to. It must never request an order or a distribution that a second run could not repeat.
 """
 
 from __future__ import annotations
@@ -35,29 +35,30 @@ _COLUMNS = {
 _AS_THEY_ARE = ("binary", "int", "smallint", "tinyint", _HEADERS)
 _ADAPTIVE = "spark.sql.adaptive.enabled"
 _BATCH_BYTES = "spark.sql.execution.arrow.maxBytesPerBatch"
-# Spark ends a batch behind the row that reaches it, and one slice should hold that.
+# Spark ends a batch after the row that reaches the limit, and one slice should hold the batch.
 _BATCH_BYTES_HERE = str(SLICE_BYTES * 7 // 8)
 
 
 def route(
     df: DataFrame, targets: Sequence[Target], topic: str | Sequence[str], shares: int, most_packers: int | None = None
 ) -> DataFrame:
-    """Packed rows (packing.py) with TARGET (int), `key` and `value` (binary), and `headers` and `timestamp` (ms) if
-    they were there.
+    """Return packed rows (packing.py) with TARGET (int), `key` and `value` (binary), and `headers` and `timestamp`
+    (ms).
 
-    Spark partition i holds the rows of share i, which are those of every `targets[n]` with n % `shares` = i, in the
-    order of their source. Target `len(targets)` has the rows without one, with the reason in REFUSAL.
+    `headers` and `timestamp` are present if `df` has them. Spark partition i holds the rows of share i, which are those
+    of every `targets[n]` with n % `shares` = i, in the order of their source. Target `len(targets)` has the rows
+    without a target, with the reason in REFUSAL.
 
-    `topic` a string: all rows go there, a `topic` column counts for nothing (as in Spark's own sink). A list: the
-    `topic` column chooses among them. `most_packers`: in how many tasks rows are packed at most, where that can be
-    known beforehand. Raises ConfigurationError.
+    `topic` a string: all rows go there, and a `topic` column is ignored (as in Spark's own sink). A list: the `topic`
+    column chooses among them. `most_packers`: the most tasks that pack rows, if that can be known in advance. Raises
+    ConfigurationError.
     """
     from pyspark.sql.pandas.types import from_arrow_schema
 
     rows, places = _placed(df, targets, topic, most_packers)
-    # A type, for the text of one would be parsed in the JVM.
+    # A type object, because the JVM would have to parse a string.
     packed = rows.mapInArrow(packer(shares, places), from_arrow_schema(PACKED))
-    # Sorted by Spark's partition and by the place in it, which is the source's order; a shuffle mixes its blocks.
+    # Sorted by Spark partition and by position in it, which is the order of the source; a shuffle mixes its blocks.
     return packed.repartitionById(shares, SHARE).sortWithinPartitions(ORDER)
 
 
@@ -69,16 +70,18 @@ def gather(
     most_bytes: int,
     most_in_all: int,
 ) -> pa.RecordBatch | None:
-    """All rows, packed as one share, in order: for a batch so small that a second stage of tasks would cost more than
-    its writing. None: a task has more than `most_bytes` of them, or than its share of `most_in_all`, and stopped there;
-    or nobody knows how many tasks there would be."""
+    """Return all rows, packed as one share in order, for a small batch that a second stage of tasks would slow down.
+
+    Returns None if a task has more than `most_bytes`, or more than its part of `most_in_all`, and stopped there; or if
+    the number of tasks is unknown.
+    """
     from pyspark.sql.pandas.types import from_arrow_schema
 
     given = _given(df)
     if given is not None:
         tasks = int(given.rdd().getNumPartitions())
     elif most_packers is not None:
-        df, tasks = df.coalesce(most_packers), most_packers  # or fewer: these stay as they are
+        df, tasks = df.coalesce(most_packers), most_packers  # or fewer, which stay as they are
     else:
         return None
     of_each = min(most_bytes, most_in_all // max(1, min(tasks, most_packers or tasks)))
@@ -94,11 +97,11 @@ def gather(
 def _placed(
     df: DataFrame, targets: Sequence[Target], topic: str | Sequence[str], most_packers: int | None
 ) -> tuple[DataFrame, Places]:
-    """The columns that are written, in the partitions in which they are packed; and where the packers put the rows."""
+    """Return the columns to write, in the partitions that pack them, and the rule that assigns rows to targets."""
     types = _check(df, topic)
     routed = not isinstance(topic, str) and TOPIC in types
-    # No column that is not needed, for Spark's way to Arrow costs for each; and all in one step, or in none, for Spark
-    # analyses a plan anew at each.
+    # Only needed columns, because Spark's conversion to Arrow costs for each. All in one step or none, because Spark
+    # analyses a plan again at each step.
     columns = {name: f"cast({name} as binary) as {name}" for name in (KEY, VALUE) if name in types}
     if "headers" in types:
         columns["headers"] = f"cast(headers as {_HEADERS}) as headers"
@@ -109,33 +112,33 @@ def _placed(
     rows = df if as_they_are else df.selectExpr(*columns.values())
     given = _given(df)
     if most_packers is not None and given is not None and given.rdd().getNumPartitions() > most_packers:
-        # A stateful query has spark.sql.shuffle.partitions of them, 200 by default, and each would pay for a task in
-        # Python. Partitions are read one behind the other, so what is ordered stays so.
+        # A stateful query has spark.sql.shuffle.partitions partitions, 200 by default, and each would pay for a Python
+        # task. Merged partitions are read one after the other, so order within them stays.
         rows = rows.coalesce(most_packers)
-    counts = Counter(target.topic for target in targets)  # in the targets' order
+    counts = Counter(target.topic for target in targets)  # in the order of the targets
     return rows, Places(tuple(counts.items()))
 
 
 @contextlib.contextmanager
 def planned_for_the_sink(df: DataFrame) -> Iterator[None]:
-    """What is run inside, on rows of `df`, is not planned again in mid-run and has small Arrow batches, if `df` is what
-    foreachBatch was given.
+    """Turn off adaptive execution and use small Arrow batches inside the block, if foreachBatch was given `df`.
 
-    Adaptive execution has nothing to gain there: the user's part of a streaming query is a plan of its own, with
-    adaptive execution if that is on, and ours has the partitions that it must have. It costs a second job and plans
-    twice, tens of milliseconds of each batch.
+    Adaptive execution gains nothing there. The user's part of a streaming query is a plan of its own, with adaptive
+    execution if that is on, and the sink's part needs fixed partitions. It would cost a second job and a second
+    planning, tens of milliseconds of each batch.
 
-    With small batches, unless the user set their size, a writing task reads one while the JVM makes the next, into
-    memory that is in use already. One of Spark's 64 MB it would have to wait for, and the kernel to clear the memory
-    first. Tasks learn the size from the job, so the user's own functions over Arrow get such batches too.
+    With small batches (unless the user set their size), a writing task reads one batch while the JVM makes the next, in
+    memory that is in use already. For one of Spark's 64 MB batches it would have to wait, and the kernel would have to
+    clear the memory first. Tasks learn the size from the job, so the user's own functions over Arrow get such batches
+    too.
     """
     if _given(df) is None:
         yield
         return
     from py4j.protocol import Py4JError
 
-    # The session is the streaming query's own copy of the user's, but two sinks may be at work in it at once: what
-    # another one has set is not ours to restore.
+    # The session is the streaming query's own copy of the user's, but two sinks may use it at once: restore only the
+    # settings that this one set.
     conf = df.sparkSession.conf
     before: dict[str, str | None] = {name: conf.get(name, None) for name in (_ADAPTIVE, _BATCH_BYTES)}
     ours: dict[str, str] = {}
@@ -149,7 +152,7 @@ def planned_for_the_sink(df: DataFrame) -> Iterator[None]:
         yield
     finally:
         for name in ours:
-            with contextlib.suppress(Py4JError, OSError):  # a JVM that is gone needs it no more
+            with contextlib.suppress(Py4JError, OSError):  # a JVM that has ended does not need it
                 if (was := before[name]) is None:
                     conf.unset(name)
                 else:
@@ -157,14 +160,14 @@ def planned_for_the_sink(df: DataFrame) -> Iterator[None]:
 
 
 def _given(df: DataFrame) -> Any:
-    """Spark's plan of `df` if that is rows which are made elsewhere, as what foreachBatch is given is; else None."""
+    """Return Spark's plan of `df` if its rows are made elsewhere, as foreachBatch's are; else None."""
     frame: Any = df
     plan = frame._jdf.queryExecution().analyzed()
     return plan if plan.getClass().getSimpleName() == "LogicalRDD" else None
 
 
 def _check(df: DataFrame, topic: str | Sequence[str]) -> dict[str, str]:
-    """The types of the columns, by name."""
+    """Return the types of the columns by name. Raise ConfigurationError for missing or wrong columns."""
     types = dict(df.dtypes)
     if "value" not in types:
         raise ConfigurationError(f"the DataFrame needs a column value; its columns are {', '.join(types)}")

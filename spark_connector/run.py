@@ -1,7 +1,8 @@
-"""Runs an App as a Structured Streaming query: `eos spark run`, and `run_app` for a driver program of one's own.
+"""Runs an App as a Structured Streaming query: `eos spark run`, and `run_app` for a driver program of your own.
 
-Owns the query around the sink: source, the App's functions, where the checkpoint is, signals, and which error ends the
-run. It must never decide commit or abort (spark_connector/sink.py does) and never look into a record.
+Owns the query around the sink: the source, the App's functions, the checkpoint location, signals, and the error that
+ends the run. It must never decide whether to commit or abort (spark_connector/sink.py does), and never inspect a
+record.
 """
 
 from __future__ import annotations
@@ -39,19 +40,22 @@ if TYPE_CHECKING:
     from spark_connector.sink import Stream
 
 DEFAULT_INSTANCE = "spark"
-_OF_THE_SINK = ("eos.spark.driver.bytes", "eos.spark.claims.port")  # those of our settings that are the sink's
+_OF_THE_SINK = ("eos.spark.driver.bytes", "eos.spark.claims.port")  # the settings of eos that apply to the sink
 MAX_RECORDS = 1_000_000
-"""Most input offsets of one micro-batch unless `eos.transaction.max.records` says otherwise: its whole computation
-must end within the transaction's timeout."""
+"""The most input offsets of one micro-batch unless `eos.transaction.max.records` is set: its whole computation must end
+within the transaction's timeout.
+"""
 _LOOK_S = 0.2
 _ABORT_S = 10.0
 
 
 @dataclass(frozen=True)
 class Run:
-    """One App as one query. `checkpoint`: a folder that a restart finds again; None: `checkpoints/TRANSACTIONAL_ID`
-    in the working directory. `options`: of Spark's Kafka source. `interval_ms`: time between the begins of two
-    micro-batches, 0: at once."""
+    """One App as one query.
+
+    `checkpoint`: a folder that a restart finds again; None: `checkpoints/TRANSACTIONAL_ID` in the working directory.
+    `options`: for Spark's Kafka source. `interval_ms`: time between the starts of two micro-batches, 0: none.
+    """
 
     app: App
     settings: Settings
@@ -62,7 +66,7 @@ class Run:
 
     @property
     def transactional_id(self) -> str:
-        """Stable without a host name in it: a driver is restarted anywhere."""
+        """Return an id without a host name, so that it stays the same wherever a driver is restarted."""
         return f"{self.app.id}-{self.settings['eos.instance'] or DEFAULT_INSTANCE}"
 
     @property
@@ -76,10 +80,10 @@ class Run:
 
 
 def run_app(run: Run, spark: SparkSession) -> None:
-    """Runs until it is stopped by a signal or, with `until_end`, until all that was readable at the start is handled.
+    """Run the query until a signal stops it or, with `until_end`, until all records readable at the start are handled.
 
-    Call it in the main thread, after `check`: it takes SIGTERM and SIGINT. Raises EosError's subclasses, as a worker
-    does.
+    Call it in the main thread, after `check`, because it handles SIGTERM and SIGINT. Raises EosError's subclasses, as a
+    worker does.
     """
     from py4j.protocol import Py4JError
 
@@ -91,10 +95,10 @@ def run_app(run: Run, spark: SparkSession) -> None:
         query = _start(run, spark, batches)
         with StopSignals(batches):
             _follow(query, batches)
-    except (Py4JError, ConnectionError) as error:  # the second: from Py4J's attempt to reach it once more
+    except (Py4JError, ConnectionError) as error:  # ConnectionError: from Py4J's attempt to reconnect
         raise Temporary(f"Spark's JVM is gone, or has stopped: {first_line(str(error))}") from error
     except ShutdownExpired as expired:
-        # The signal may have come in the middle of a call to the JVM: nothing can be asked of it any more.
+        # The signal may have interrupted a call to the JVM, so no further call is possible.
         kill(spark)
         _wait_for_abort(batches)
         raise took_too_long(expired) from expired
@@ -102,14 +106,16 @@ def run_app(run: Run, spark: SparkSession) -> None:
 
 
 def _wait_for_abort(batches: _Batches) -> None:
-    """Without its JVM the sink's call fails, and the sink aborts: else readers would wait for the timeout."""
+    """Wait for the sink's abort, which follows the JVM's end; otherwise readers would wait for the transaction's
+    timeout.
+    """
     deadline = time.monotonic() + _ABORT_S
     while batches.writing and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
 def check(run: Run) -> None:
-    """Before Spark is started: the App, the settings, the cluster, the topics. Raises EosError's subclasses."""
+    """Check the App, the settings, the cluster and the topics before Spark is started. Raise EosError's subclasses."""
     run.app.check()
     if run.app.patterns:
         raise ConfigurationError(
@@ -152,10 +158,10 @@ def check(run: Run) -> None:
 
 
 def _check_sendable(name: str, what: object) -> None:
-    """Raise ConfigurationError for what cannot be pickled for the executors."""
+    """Raise ConfigurationError for an object that cannot be pickled for the executors."""
     try:
         cloudpickle.dumps(what)  # type: ignore[no-untyped-call]
-    except Exception as error:  # whatever the user's own objects raise
+    except Exception as error:  # the user's objects may raise anything
         raise ConfigurationError(
             f"{name} cannot be sent to Spark's executors: {error}",
             remedy="what it uses must be pickled: open connections, files and locks in on_start, not at the import",
@@ -163,7 +169,7 @@ def _check_sendable(name: str, what: object) -> None:
 
 
 def outputs(run: Run, spark: SparkSession) -> DataFrame:
-    """The App's outputs as rows for the sink."""
+    """Return the App's outputs as rows for the sink."""
     remembering = [source for route in run.app.stateful for source in route.sources]
     without = [topic for topic in run.app.topics if topic not in remembering]
     how = run.settings["eos.batch.max.records"], run.settings["eos.async.max.records"], run.settings.passed_headers
@@ -205,7 +211,7 @@ def sink(run: Run) -> Stream:
 
 
 def _client_settings(settings: Settings) -> dict[str, str]:
-    """What was given, in Kafka's names; our own options are not for clients."""
+    """Return the given settings in Kafka's names, without those of eos."""
     return {name: str(value) for name, value in settings.values.items() if not name.startswith("eos.")}
 
 
@@ -228,15 +234,20 @@ def _start(run: Run, spark: SparkSession, batches: _Batches) -> StreamingQuery:
 
 
 class StopRequested(Exception):
-    """Out of foreachBatch, before the sink has begun anything: the only way to end a query between two batches."""
+    """Raised in foreachBatch before the sink has begun anything, which is the only way to end a query between two
+    batches.
+    """
 
 
 class BatchFailed(Exception):
-    """What Spark is given of an error; the error itself stays here."""
+    """The exception that Spark gets in place of an error, which stays in this process."""
 
 
 class _Batches:
-    """foreachBatch: the sink, until a stop is asked for. Remembers what the sink raised; Spark gives only its text."""
+    """The foreachBatch function: calls the sink until a stop is requested, and keeps the sink's exception.
+
+    Spark passes on only the text of an exception.
+    """
 
     def __init__(self, write: Stream, settings: Settings) -> None:
         self.write, self.settings = write, settings
@@ -256,7 +267,7 @@ class _Batches:
             self.failure = error
             if is_stop(rows, error):
                 raise
-            # Spark searches all of the traceback by a regular expression that recurses for each character
+            # Spark searches the whole traceback by a regular expression that recurses for each character
             # (query.is_stop): a long one would overflow its stack.
             raise BatchFailed(type(error).__name__) from None
         finally:
@@ -264,7 +275,7 @@ class _Batches:
 
 
 def _follow(query: StreamingQuery, batches: _Batches) -> None:
-    """Until the query has ended. Raises the error it ended with."""
+    """Wait until the query has ended, and raise the error that it ended with."""
     from pyspark.errors import PySparkException
 
     try:
@@ -278,7 +289,7 @@ def _follow(query: StreamingQuery, batches: _Batches) -> None:
         ended, trace = error_of(error, batches.failure)
         print(trace, end="", file=sys.stderr)
         if isinstance(ended, Fenced) and batches.failure is None and not _is_replaced(batches.write):
-            # This run has fenced the other one, which ends with 79: if both did, nobody would go on.
+            # This run has fenced the other one, which exits with 79. If both did, neither would continue.
             raise Temporary(f"{ended}; that one does not have the transactional.id") from None
         raise ended from None
 
@@ -292,15 +303,20 @@ def _is_replaced(write: Stream) -> bool:
 
 
 def _is_idle(query: StreamingQuery) -> bool:
-    """Whether it only looks for new data. A batch that begins now after all ends with StopRequested, or is cut off by
-    the stop before it is committed: it comes again."""
+    """Return whether the query only waits for new data.
+
+    A batch that begins nevertheless ends with StopRequested, or the stop interrupts it before its commit; its rows come
+    again.
+    """
     status = query.status
     return not (status["isTriggerActive"] and status["isDataAvailable"])
 
 
 def error_of(error: Exception, failure: Exception | None) -> tuple[EosError, str]:
-    """What a query's end means, and the traceback of the user's own exception if there was one. `failure`: what the
-    sink raised, if it did."""
+    """Return the error that a query's end means, and the traceback of the user's own exception if there is one.
+
+    `failure`: the exception that the sink raised, if any.
+    """
     for text in (str(failure or ""), str(error)):
         if carried := failures.from_text(text):
             return carried
@@ -316,19 +332,19 @@ def _spark_error(error: Exception, failure: Exception | None) -> EosError:
 
 
 def _reason(text: str) -> str:
-    """Of a Python worker's traceback what it ends with; of anything else its first line."""
+    """Return the last line of a Python worker's traceback, or the first line of any other text."""
     traceback = text.rpartition("Traceback (most recent call last):\n")[2]
     ends_with = [line for line in traceback.splitlines() if re.match(r"[\w.]+(: |$)", line)]
     return first_line(ends_with[0] if traceback != text and ends_with else text)
 
 
-# What Spark's source says; its text and error conditions (kafka-error-conditions.json) are all there is to go by.
+# The errors of Spark's source, known only by their text and error conditions (kafka-error-conditions.json).
 _SPARK_ERRORS: tuple[tuple[type[EosError], str, re.Pattern[str]], ...] = (
     (NotAuthorised, "not authorised", re.compile(r"\w*(?:AuthorizationException|SaslAuthenticationException)\b.*")),
     (
         InputGone,
         "the input at the checkpoint's offset is gone",
-        # What comes before the reason is general, and advises to go on without the records.
+        # The text before the reason is general, and advises to continue without the records.
         re.compile(r"\[KAFKA_DATA_LOSS[\s\S]*?Reason:\s*(.+)|(OffsetOutOfRangeException.*)"),
     ),
     (

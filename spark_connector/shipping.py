@@ -1,8 +1,8 @@
-"""What executors must be able to import: the App's modules and, on a cluster, this package.
+"""Sends executors the modules they must import: the App's and, on a cluster, this package.
 
-Owns which files are sent with the query, and what an executor's failure to import is called. It must never send what
-is installed (site-packages, the standard library): compiled packages cannot be sent so, and the executors' Python must
-have msgspec, sortedcontainers, pyarrow and kafka-python.
+Owns which files are sent with the query, and the error for a failed import on an executor. It must never send installed
+packages (site-packages, the standard library): compiled packages cannot be sent this way, and the executors' Python
+must have msgspec, sortedcontainers, pyarrow and kafka-python.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _OURS = ("eos", "spark_connector")
 _sent: set[tuple[str, str]] = set()
-"""Spark's applicationId, and the name of what it has: the driver offers a file once."""
+"""Spark's applicationId, and the name of a module that it has; the driver sends a file once."""
 # The last line of a Python worker's traceback.
 _LACKS = (
     re.compile(r"^\s*ModuleNotFoundError: (No module named '[^']+')", re.MULTILINE),
@@ -39,21 +39,27 @@ _LACKS = (
 
 
 def ship(spark: SparkSession, app: App) -> None:
-    """Sends the modules of the App's functions, and this package. Modules that these import and that are not installed
-    there: `--py-files`."""
+    """Send the modules of the App's functions, and this package.
+
+    Modules that these import and that executors do not have need `--py-files`.
+    """
     ship_ourselves(spark)
     _send(spark, _modules_of(app))
 
 
 def ship_ourselves(spark: SparkSession) -> None:
-    """Unless everything runs in this machine's Python. Always the driver's version, whatever is installed there: both
-    ends of a claim and of a failure must agree."""
+    """Send this package unless everything runs in this machine's Python.
+
+    The driver's version always wins over an installed one: both ends of a claim and of a failure must agree.
+    """
     if not is_local(spark.sparkContext.master):
         _send(spark, _OURS)
 
 
 def lacking(text: str) -> ConfigurationError | None:
-    """What `text`, of an error that Spark brought from a Python worker, says that its Python has not."""
+    """Return the error for a Python worker that lacks a package or has another version of Python; None if `text` has
+    none.
+    """
     for pattern in _LACKS:
         if found := pattern.search(text):
             return ConfigurationError(
@@ -73,11 +79,11 @@ def _send(spark: SparkSession, names: Iterable[str]) -> None:
 
 
 def _modules_of(app: App) -> Iterator[str]:
-    """The top-level names of the modules that hold the App's functions and are not installed."""
+    """Yield the top-level names of the modules that hold the App's functions and are not installed."""
     for route in app.routes.values():
         name = str(getattr(underlying(route.function), "__module__", "__main__")).partition(".")[0]
         file = getattr(sys.modules.get(name), "__file__", None)
-        # What is in __main__ travels by value, inside the query.
+        # Objects of __main__ travel by value inside the query.
         if name != "__main__" and file is not None and name not in _OURS and not _is_installed(Path(file)):
             yield name
 
@@ -88,7 +94,7 @@ def _is_installed(file: Path) -> bool:
 
 
 def _importable(name: str) -> Path:
-    """A file that makes this top-level module importable: the module itself, or an archive of the package."""
+    """Return a file that makes this top-level module importable: the module itself, or an archive of the package."""
     file = Path(str(sys.modules[name].__file__ if name in sys.modules else _found(name)))
     return file if file.name != "__init__.py" else _archive(file.parent)
 
@@ -112,7 +118,7 @@ def _archive(package: Path) -> Path:
 
 @functools.cache
 def _directory() -> Path:
-    """For archives; Spark serves them from here as long as the driver lives."""
+    """Return the folder for archives, from which Spark serves them as long as the driver lives."""
     directory = Path(tempfile.mkdtemp(prefix="eos-spark-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory

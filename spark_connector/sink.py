@@ -1,7 +1,7 @@
 """The exactly-once Kafka sink: each micro-batch, or each batch write, is one transaction of one producer identity.
 
-Owns what users call and how often a batch is begun anew. The steps of one attempt are in attempt.py. It must never
-begin a batch anew in any other way than by a new attempt, whose first step fences this one.
+Owns the functions that users call, and how often a batch is retried. attempt.py owns the steps of one attempt. A batch
+must be retried only by a new attempt, whose first step fences the previous one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _FORGOTTEN_AT_ONCE = 10_000  # markers of old writes
 _INIT_S = 10.0  # from another run's note of a batch in the checkpoint to its init
 _ASK_AGAIN_S = 0.25
-RESTARTS = 3  # of a batch inside one call; an exception out of foreachBatch ends the query
+RESTARTS = 3  # of a batch inside one call; an exception from foreachBatch ends the query
 
 
 def exactly_once_sink(
@@ -47,29 +47,31 @@ def exactly_once_sink(
     on_step: Callable[[str], None] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Stream:
-    """For `writeStream.foreachBatch(...)`: every micro-batch is in Kafka exactly once.
+    """Return a function for `writeStream.foreachBatch(...)` that writes every micro-batch to Kafka exactly once.
 
-    Columns as in Spark's Kafka sink: `value`, and if there `key`, `headers`, `partition`, and `timestamp`; others count
-    for nothing. `topic` a string: all rows go there. A list: each row goes to the topic in its column `topic`, which
-    must be one of them. `transactional_id` names this query's writes: one per query, the same across restarts.
-    `settings`: Kafka's dotted names as for the worker (TLS, SASL, `transaction.timeout.ms`, whose default is here the
-    broker's maximum: a batch's whole computation runs inside it). `compression`: none, gzip, snappy, lz4, zstd.
+    Columns are those of Spark's Kafka sink: `value`, and optionally `key`, `headers`, `partition` and `timestamp`;
+    others are ignored.
+
+    `topic` a string: all rows go there. A list: each row goes to the topic in its column `topic`, which must be in the
+    list. `transactional_id` identifies this query's writes: one per query, the same across restarts. `settings`:
+    Kafka's dotted names as for the worker (TLS, SASL, `transaction.timeout.ms`). The timeout's default here is the
+    broker's maximum, since a batch's whole computation runs inside it. `compression`: none, gzip, snappy, lz4, zstd.
     `adopt_at`: the batch number at which this sink takes over a query that another sink wrote before. `on_step` is
-    called with "init", "add", "produce", "mark", "commit" when each of these is done, `on_progress` with a Progress
-    when a batch was committed (what it raises ends the query; the batch stays committed).
+    called with "init", "add", "produce", "mark", "commit" after each of these steps. `on_progress` is called with a
+    Progress after a batch is committed; an exception from it ends the query, and the batch stays committed.
 
-    A stateful plan must give the same rows when it is run again: behind a crash between Kafka and the checkpoint the
-    rows are those of the first run, and the state is that of the second (no current_timestamp(), no rand()).
+    A stateful plan must give the same rows when it is run again (no current_timestamp(), no rand()). After a crash
+    between Kafka and the checkpoint, Kafka has the rows of the first run, and the state comes from the second.
 
-    Raises ConfigurationError at once for arguments that cannot be; out of the query, with one sentence: Unavailable,
-    NotAuthorised, Fenced, Temporary, or ConfigurationError when marker and checkpoint do not belong together.
+    Raises ConfigurationError at once for invalid arguments. The query raises Unavailable, NotAuthorised, Fenced,
+    Temporary, or ConfigurationError when marker and checkpoint do not belong together.
     """
     sink = _Sink(Options.of(topic, transactional_id, bootstrap_servers, settings, compression, on_step))
     return Stream(sink, bootstrap_servers, adopt_at, on_progress)
 
 
 class Stream:
-    """A foreachBatch function."""
+    """A foreachBatch function that writes each micro-batch to Kafka exactly once."""
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class Stream:
             with _Once.of(self._servers, name, current.run).in_batch(batch):
                 progress = sink.deliver(df, _MicroBatch(key, batch, current, self._adopt_at, sink.topics))
             if progress is None:
-                # Its rows are in Kafka, but a stateful plan must run for its state, and Spark checks that it did.
+                # Its rows are in Kafka, but a stateful plan must run for its state, and Spark checks that it ran.
                 df.write.format("noop").mode("overwrite").save()
                 return
             to_spark_metrics(df, current.execution, progress)
@@ -99,8 +101,11 @@ class Stream:
             raise
 
     def is_replaced(self, patience_s: float = _INIT_S) -> bool:
-        """Whether another run goes on if this one ends: this one has fenced nobody, or somebody has its place, or takes
-        it while this waits. Only reads: to init would fence the other one. Raises EosError."""
+        """Return whether another run continues if this one ends.
+
+        That is so if this run has fenced no other, or if another run owns the id or takes it within `patience_s`
+        seconds. This only reads: an init would fence the other run. Raises EosError.
+        """
         mine = self._sink.identity
         if mine is None:
             return True
@@ -130,13 +135,13 @@ def exactly_once_write(
     batch_id: str | None = None,
     remember_days: float | None = None,
 ) -> int:
-    """Writes a batch DataFrame in one transaction: all of it or nothing. Returns the number of rows.
+    """Write a batch DataFrame in one transaction, all rows or none, and return the number of rows.
 
-    With `batch_id`, a call with a (transactional_id, batch_id) that was written before writes nothing and returns the
-    number of rows it had then, however long ago that was. With `remember_days` a write forgets older batch_ids: one of
-    them would be written again, and what is kept of them (some 200 bytes each) does not grow for ever. Without a
-    batch_id an exception leaves open whether the rows are there only if it says that the commit's answer never came.
-    Everything else as for `exactly_once_sink`.
+    With `batch_id`, a call whose (transactional_id, batch_id) was written before writes nothing and returns the number
+    of rows of that write, however long ago it was. With `remember_days` a write deletes the markers of older batch_ids,
+    so that they (some 200 bytes each) do not accumulate; one of those batch_ids would be written again. Without a
+    batch_id, after an exception the rows may be in Kafka only if it says that the commit's answer never came. All other
+    arguments and errors are as for `exactly_once_sink`.
     """
     sink = _Sink(Options.of(topic, transactional_id, bootstrap_servers, settings, compression))
     key = None if batch_id is None else sink_key(transactional_id, batch_id)
@@ -152,9 +157,11 @@ def exactly_once_write(
 
 
 class _Once:
-    """A sink writes once in a micro-batch: a second call would find the marker of the first, and its rows would count
-    as written. So would those of another sink with the same id, in the same process or behind a restart, and those of a
-    call in another thread, which waits for the first one here. Of one run of a query: the next run waits for nobody.
+    """Ensures that a sink writes once in a micro-batch of one run of a query.
+
+    A second call would find the marker of the first, and its rows would count as written. The same holds for another
+    sink with the same id, in the same process or after a restart. A call in another thread waits here for the first
+    one. The next run of a query waits for none.
     """
 
     _latest: ClassVar[dict[tuple[frozenset[str], str], _Once]] = {}
@@ -167,7 +174,7 @@ class _Once:
 
     @classmethod
     def of(cls, bootstrap_servers: str, transactional_id: str, run: str) -> _Once:
-        """In whichever order its brokers are named."""
+        """Return the instance of this sink and run; the order of `bootstrap_servers` does not matter."""
         key = frozenset(server.strip() for server in bootstrap_servers.split(",")), transactional_id
         with cls._making:
             latest = cls._latest.get(key)
@@ -177,7 +184,7 @@ class _Once:
 
     @contextmanager
     def in_batch(self, number: int) -> Iterator[None]:
-        """The write of one batch; ConfigurationError where one came to its end."""
+        """Enclose the write of one batch. Raise ConfigurationError if this batch was written before."""
         with self._one_at_a_time:
             if self._done == number:
                 raise ConfigurationError(_SECOND.format(name=self._name, number=number))
@@ -194,7 +201,7 @@ class _MicroBatch:
     topics: tuple[str, ...]
     name: str = field(init=False)
     call: str = field(init=False)
-    """The query's run, and which of its calls this is."""
+    """The id of the query's run, and of this call in it."""
 
     def __post_init__(self) -> None:
         self.name = f"batch {self.number}"
@@ -243,7 +250,7 @@ class _Write:
         return Decision.WRITE if found is None else Decision.ALREADY
 
     def refuse(self, found: Marker | None) -> None:
-        """Two writes with one batch_id are told apart by `decide` alone."""
+        """Do nothing: `decide` alone distinguishes two writes with one batch_id."""
 
     def forgets(self, known: Mapping[bytes, int]) -> list[bytes]:
         if self.remember_days is None:
@@ -257,19 +264,19 @@ class _Write:
 
 
 class _Sink:
-    """What one transactional.id keeps from batch to batch."""
+    """The state that one transactional id keeps from batch to batch."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self.topics, self.transactional_id, self.settings = options.topics, options.transactional_id, options.settings
         self._connected: Connected | None = None
         self._server: ClaimServer | None = None
-        # One sink may have been given to two queries; the marker refuses the second one, in its turn.
+        # One sink may have been given to two queries; the marker refuses the second one later.
         self._one_at_a_time = threading.Lock()
 
     @property
     def identity(self) -> ownership.Identity | None:
-        """Of the last init, None without one."""
+        """Return the identity of the last init; None without one."""
         if self._connected is None or not self._connected.transaction.initialised:
             return None
         return self._connected.transaction.identity
@@ -280,7 +287,7 @@ class _Sink:
             self._server.close()
 
     def deliver(self, df: DataFrame, batch: Batch) -> Progress | None:
-        """What was written, None if it was in Kafka already."""
+        """Return the progress of the batch; None if it was in Kafka already."""
         with self._one_at_a_time:
             return self._deliver(df, batch)
 
@@ -312,16 +319,19 @@ class _Sink:
         raise AssertionError("the last attempt returns or raises")
 
     def _claims(self, df: DataFrame) -> ClaimServer:
-        """Refuses a session in which the guarantee cannot be kept; executors get this package."""
+        """Return the server for claims; at the first call, check the session and send this package to executors.
+
+        Raises ConfigurationError for a session in which the guarantee cannot hold.
+        """
         if not hasattr(df, "_jdf"):
             raise ConfigurationError("Spark Connect is not supported: the sink runs in the driver's own process")
         if self._server is None:
-            # An application's configuration does not change, and to read it takes a hundred calls into the JVM.
+            # An application's configuration does not change, and reading it takes a hundred calls to the JVM.
             configuration = df.sparkSession.sparkContext.getConf()
             session = df.sparkSession.conf
 
             def setting(name: str) -> str | None:
-                # Spark SQL's belong to the session, the others to the application.
+                # Settings of Spark SQL belong to the session, the others to the application.
                 return session.get(name, None) if name.startswith("spark.sql.") else configuration.get(name)
 
             refuse_unsafe(setting)
@@ -330,7 +340,7 @@ class _Sink:
         return self._server
 
     def _disconnect(self) -> None:
-        """What was known of the cluster may be wrong by now."""
+        """Close the connection, since its knowledge of the cluster may be outdated."""
         if self._connected is not None:
             self._connected.wire.close()
             self._connected = None

@@ -1,6 +1,6 @@
-"""Spark's Kafka source, with the settings without which what is read is not what is committed.
+"""Spark's Kafka source with the settings that make it read committed records only, and lose none.
 
-Owns those settings and their refusals. It must never read anything itself.
+Owns those settings and their enforcement. It must never read anything itself.
 
 Measured with Spark 4.2.0 on Kafka 4.3.1: with isolation.level=read_committed a batch ends at the last stable offset,
 and the gaps that markers and aborted records leave between offsets do not count as lost data.
@@ -41,22 +41,23 @@ def read_committed(
     settings: Mapping[str, Any] | None = None,
     options: Mapping[str, str] | None = None,
 ) -> DataFrame:
-    """The committed records of `topics`: a streaming DataFrame, or with `streaming=False` a batch of all there is now.
+    """Return the committed records of `topics`: a streaming DataFrame, or with `streaming=False` a batch of the current
+    ones.
 
     Columns: key, value (binary), topic, partition, offset, timestamp, timestampType, headers (array of key, value).
-    `starting_offsets`: earliest, latest or Spark's JSON; it counts only for a query without a checkpoint, and new
-    partitions begin at their beginning. `max_records`: most records of one micro-batch (offsets, so markers count).
-    `settings`: as the worker's (`security.protocol`, `ssl.ca.location`, `sasl.username`, ...). `options`: more options
-    of Spark's source (`minPartitions`, `kafka.NAME` for the Java client).
+    `starting_offsets`: earliest, latest or Spark's JSON; it applies only to a query without a checkpoint, and new
+    partitions start at their beginning. `max_records`: the most records of one micro-batch (offsets, so markers count).
+    `settings`: as for the worker (`security.protocol`, `ssl.ca.location`, `sasl.username`, ...). `options`: more
+    options of Spark's source (`minPartitions`, `kafka.NAME` for the Java client).
 
-    Raises ConfigurationError for what would break the guarantee, or cannot be translated for the Java client.
+    Raises ConfigurationError for a setting that would break the guarantee, or cannot be translated for the Java client.
     """
     names = [topics] if isinstance(topics, str) else list(topics)
     if not names:
         raise ConfigurationError("read_committed needs at least one topic")
     more = dict(options or {})
     _check(more)
-    log.hold_back("py4j")  # it logs what it passes to Java: the options, and with them passwords
+    log.hold_back("py4j")  # it logs all that it passes to Java, including passwords in the options
     reader: Any = (spark.readStream if streaming else spark.read).format("kafka")
     java = java_consumer({**(settings or {}), "bootstrap.servers": bootstrap_servers})
     values = {f"kafka.{name}": value for name, value in java.items()} | {

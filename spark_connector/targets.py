@@ -1,7 +1,7 @@
-"""Where a sink writes: the topics' partitions and the settings of the cluster that a batch must respect.
+"""The targets of a sink: the topics' partitions, and the settings of the cluster that a batch must respect.
 
-Owns the checks that are made before the first record, each with one sentence, and the making of the marker's topic. It
-must never change a topic that is there.
+Owns the checks before the first record, each with one sentence, and the creation of the marker's topic. It must never
+change an existing topic.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ISR_PATIENCE_S = 15.0
 
 @dataclass(frozen=True)
 class Target:
-    """One partition that a batch may write; its place in the list of targets is the number of its task."""
+    """One partition that a batch may write; its index in the list of targets is its number."""
 
     topic: str
     partition: int
@@ -38,21 +38,21 @@ class Target:
 
 @dataclass(frozen=True)
 class TopicLimits:
-    """A topic's settings that a batch must respect."""
+    """The settings of a topic that a batch must respect."""
 
     max_bytes: int
     min_in_sync: int
 
 
 class Targets:
-    """The topics of one sink. Settings of topics are read once, partitions and their replicas for each batch."""
+    """The topics of one sink; topic settings are read once, partitions and their replicas for each batch."""
 
     def __init__(self, wire: Wire, topics: Sequence[str], timeout_s: float) -> None:
         self._wire, self._topics, self._timeout_s = wire, tuple(topics), timeout_s
         self._limits: dict[str, TopicLimits] = {}
 
     def read(self) -> list[Target]:
-        """All partitions of all topics, in the topics' order. Raises Unavailable, NotAuthorised."""
+        """Return all partitions of all topics, in the topics' order. Raise Unavailable, NotAuthorised."""
         partitions = self._wire.until("Metadata", lambda: self._wire.partitions(self._topics), self._timeout_s)
         missing = [topic for topic in self._topics if topic not in partitions]
         if missing:
@@ -97,7 +97,7 @@ class Targets:
 
 
 def describe(wire: Wire, kind: int, resource: str, keys: Sequence[str], timeout_s: float) -> dict[str, str]:
-    """Settings of a topic or a broker. Raises NotAuthorised."""
+    """Return settings of a topic or a broker. Raise NotAuthorised."""
     wanted: Any = DescribeConfigsRequest.DescribeConfigsResource
 
     def attempt() -> Any:
@@ -121,7 +121,7 @@ def describe(wire: Wire, kind: int, resource: str, keys: Sequence[str], timeout_
 
 
 def longest_transaction_ms(wire: Wire, timeout_s: float) -> int:
-    """The broker's transaction.max.timeout.ms; Kafka's default where the principal may not read it."""
+    """Return the broker's transaction.max.timeout.ms; Kafka's default if the principal may not read it."""
     try:
         found = describe(wire, _BROKER, str(wire.any_node()), ["transaction.max.timeout.ms"], timeout_s)
     except NotAuthorised:
@@ -130,7 +130,9 @@ def longest_transaction_ms(wire: Wire, timeout_s: float) -> int:
 
 
 def ensure_marker_topic(wire: Wire, topics: Sequence[str], timeout_s: float) -> int:
-    """The number of partitions of `__eos_sinks`, made if it is not there, replicated as the target topics are."""
+    """Return the number of partitions of `__eos_sinks`; create the topic if it is missing, replicated as the target
+    topics.
+    """
     found = wire.until("Metadata", lambda: wire.partitions([marker.TOPIC, *topics]), timeout_s)
     if marker.TOPIC not in found:
         replicas = max(p.replicas for topic in topics for p in found[topic].values())
@@ -146,7 +148,7 @@ def _with_leaders(wire: Wire) -> dict[str, dict[int, Partition]] | None:
 
 
 def _create(wire: Wire, replicas: int, timeout_s: float) -> None:
-    # Two of three: one broker may be away, and a marker is never on one broker alone.
+    # Two of three: one broker may be down, and a marker is never on one broker alone.
     configs = marker.CONFIG | {"min.insync.replicas": str(min(2, replicas))}
     topic = CreateTopicsRequest.CreatableTopic
 

@@ -1,9 +1,8 @@
-"""The executor's half of the sink: one Spark task writes one share of the Kafka partitions, alone. (A small batch is
-one share, and the driver writes it in the same way.)
+"""The executor's half of the sink: one Spark task alone writes one share of the Kafka partitions.
 
-Owns the order of things in a task: claim, then write, then say what was written. It must never begin a transaction, end
-one, or write without a claim, and it imports nothing of `eos` and no other Kafka client: executors have kafka-python,
-pyarrow, numpy, crc32c and cramjam, and this package.
+A small batch is one share, and the driver writes it in the same way. This module owns the order in a task: claim, then
+write, then report the result. It must never begin or end a transaction, or write without a claim. It imports nothing of
+`eos` and no other Kafka client: executors have kafka-python, pyarrow, numpy, crc32c and cramjam, and this package.
 """
 
 from __future__ import annotations
@@ -27,31 +26,33 @@ from spark_connector.partition import IN_FLIGHT, PartitionWriter
 from spark_connector.placing import REFUSAL, TARGET
 from spark_connector.workers import begin_task
 
-# Rows of a partition wait for more of them up to this size: a record batch is 1 MB, and a request costs a millisecond.
+# Rows of a partition are collected up to this size: a record batch is 1 MB, and a request costs a millisecond.
 _WAITING_BYTES = 4_000_000
-# Of all partitions of a share since all of their rows were sent: what came with a row is kept as long as the row waits.
+# Over all partitions of a share, since all of their rows were sent: a waiting row keeps its whole Arrow batch in
+# memory.
 _KEPT_BYTES = 32_000_000
-# On average, of the pieces that a partition's waiting rows are in: a smaller one costs more than the copy of its bytes.
+# The smallest average piece of a partition's waiting rows: smaller pieces cost more than the copy of their bytes.
 _PIECE_BYTES = 20_000
-# Of all partitions of a share: record batches that are not acknowledged yet.
+# Unacknowledged record batches over all partitions of a share.
 _IN_FLIGHT_BYTES = 32_000_000
-# Of all partitions of a share. Below what their one connection takes: at its limit it takes no Metadata request either,
-# and a partition whose leader moved could not find the new one before the others' requests were answered.
+# Over all partitions of a share. The limit is below that of their one connection. At its limit a connection accepts no
+# Metadata request either, and a partition whose leader moved could not find the new one before the others' requests
+# were answered.
 _IN_FLIGHT_REQUESTS = wire.MOST_IN_FLIGHT - 20
 _SENTENCE_CHARACTERS = 500
 
 
 class Result(NamedTuple):
-    """What a task tells the driver. `answer` is None, or an Answer's name: then nothing of it may be committed."""
+    """A task's report to the driver; if `answer` names an Answer, nothing of the task may be committed."""
 
     share: int
-    partitions: int  # that it wrote
-    rows: int  # that came in
+    partitions: int  # that the task wrote
+    rows: int  # input rows
     sequences: int  # last sequence + 1 of each partition, all acknowledged
     bytes: int
     retries: int
     seconds: float
-    waited: float  # of these, for answers
+    waited: float  # the part spent waiting for brokers
     answer: str | None
     sentence: str | None
 
@@ -64,13 +65,15 @@ class Result(NamedTuple):
 
 
 RESULT = pa.schema([("result", pa.string())])
-"""A Result as JSON: Spark generates code for each column and each task, which a small batch waits for."""
+"""A Result as JSON: Spark generates code for each column and each task, which delays a small batch."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that a task needs; pickled once per micro-batch. `targets`: (topic, partition, max.message.bytes). Target i
-    is of share i % `shares`."""
+    """The input of a task, pickled once per micro-batch.
+
+    `targets`: (topic, partition, max.message.bytes). Target i belongs to share i % `shares`.
+    """
 
     transactional_id: str
     identity: Identity
@@ -83,7 +86,7 @@ class Job:
 
 
 def writer(job: Job) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """The function for mapInArrow: takes what `packing.packer` made."""
+    """Return the function for mapInArrow that writes the rows of `packing.packer`."""
 
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         begin_task()
@@ -95,8 +98,7 @@ def writer(job: Job) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordB
 
 
 def write_rows(job: Job, batches: Iterator[pa.RecordBatch], connect: Callable[[], wire.Wire]) -> Result | None:
-    """What a task does with its PACKED rows, and the driver with those of a small batch. None without rows: nothing is
-    claimed then."""
+    """Write PACKED rows, in a task or, for a small batch, in the driver; return None and claim nothing without rows."""
     started = time.monotonic()
     share: _Share | None = None
     rows = 0
@@ -109,14 +111,14 @@ def write_rows(job: Job, batches: Iterator[pa.RecordBatch], connect: Callable[[]
                 rows += unpacked.num_rows
             if share is not None:
                 share.drive()
-            del batch  # or Spark's next one would come beside it
+            del batch  # or it would stay in memory next to Spark's next one
         if share is None:
             return None
         share.finish()
     except Exception as error:
         if share is None and not isinstance(error, Stopped):
-            raise  # nothing is claimed: Spark may run the task again
-        # A value and not an exception: Spark would run the task again, and all that came of it would be a second claim.
+            raise  # nothing is claimed, so Spark may run the task again
+        # A value and not an exception: Spark would run the task again, which only gives a second claim.
         answer, sentence = _told(error)
         wire.discard(job.connection)
         for _ in batches:
@@ -140,22 +142,24 @@ def write_rows(job: Job, batches: Iterator[pa.RecordBatch], connect: Callable[[]
 
 
 def _told(error: Exception) -> tuple[Answer, str]:
-    """What the driver is to do about it, and why."""
+    """Return the consequence of an error for the driver, and the reason."""
     if isinstance(error, Stopped):
         return error.answer, str(error)
     if isinstance(error, (wire.Unreachable, wire.Broken)):
         return Answer.RETRY, str(error)
     if isinstance(error, (kafka_errors.AuthorizationError, kafka_errors.SaslAuthenticationFailedError)):
         return Answer.UNAUTHORISED, str(error)
-    # Nobody foresaw it: the sentence goes to the driver, where it came from to the executor's log.
+    # An unexpected error: the sentence goes to the driver, the traceback to the executor's log.
     traceback.print_exception(error)
     sentence = " ".join(f"{type(error).__name__}: {error}".split())[:_SENTENCE_CHARACTERS]
     return Answer.RESTART, f"{_who()} failed behind its claim with {sentence}"
 
 
 class _Share:
-    """The partitions that this task writes, and the rows that wait for them. Claimed when this is made, before anything
-    is known of the rows but the share."""
+    """The partitions that this task writes, and the rows that wait for them.
+
+    The constructor claims the share, before anything but the share is known of the rows.
+    """
 
     def __init__(self, job: Job, number: int, connect: Callable[[], wire.Wire]) -> None:
         self._job, self.number, self._connect = job, number, connect
@@ -163,13 +167,13 @@ class _Share:
         if refused is not None:
             raise Stopped(Answer.RESTART, refused)
         self.partitions: dict[int, PartitionWriter] = {}
-        self._in_flight: dict[int, PartitionWriter] = {}  # those with requests in flight, first sent to first
+        self._in_flight: dict[int, PartitionWriter] = {}  # partitions with requests in flight, the oldest first
         self._waiting: dict[int, list[pa.RecordBatch]] = {}
         self._waiting_bytes: dict[int, int] = {}
         self._kept_bytes = 0
 
     def write(self, rows: pa.RecordBatch) -> None:
-        """Sends them, or lets them wait for more of their partitions."""
+        """Send the rows, or keep them until there are more for their partitions."""
         if self._kept_bytes > _KEPT_BYTES:
             self._send_all()
         for target, held in split(rows, numbers(rows, TARGET)):
@@ -185,12 +189,12 @@ class _Share:
                 self._send(target)
 
     def drive(self) -> None:
-        """Lets what was sent leave, and answers come in, while no row is being encoded."""
+        """Let the connection send and receive while no row is being encoded."""
         if self._in_flight:
             self._connect().turn()
 
     def finish(self) -> None:
-        """Sends what waits; returns when everything is acknowledged."""
+        """Send the waiting rows, and return once everything is acknowledged."""
         self._send_all()
         for partition in self.partitions.values():
             partition.finish()
@@ -212,7 +216,7 @@ class _Share:
         self._wait(_IN_FLIGHT_REQUESTS, _IN_FLIGHT_BYTES)
 
     def _wait(self, most_requests: int, most_bytes: int) -> None:
-        """Until no more than these are in flight."""
+        """Wait until no more than these are in flight."""
         while self._in_flight:
             writers = self._in_flight.values()
             if (
@@ -247,7 +251,7 @@ class _Share:
 
 
 def _who() -> str:
-    """This attempt of this task, for a sentence."""
+    """Return the name of this attempt of this task, for messages."""
     from pyspark import TaskContext
 
     context = TaskContext.get()

@@ -1,11 +1,11 @@
 """One transaction of the sink as its coordinator sees it: InitProducerId, AddPartitionsToTxn, EndTxn.
 
 Owns the three requests and their retries. It must never decide whether a batch is to be written (marker.py does), and
-never end a transaction with another identity than the one it was begun with: a copy of a request that arrives late
-finds a newer epoch and is refused.
+never end a transaction with another identity than the one that began it: a delayed copy of a request meets a newer
+epoch and is refused.
 
-One protocol level for a whole transaction (KIP-890 part 2 begins at Produce 12 and EndTxn 5 and bumps the epoch at each
-end): nothing here speaks a newer version than the constants below, on any broker.
+A whole transaction uses one protocol level (KIP-890 part 2 begins at Produce 12 and EndTxn 5 and bumps the epoch at
+each end): no request exceeds the versions below, on any broker.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _END_MAX_VERSION = 4
 
 
 class Transaction:
-    """The transactions of one transactional.id, one after the other. `timeout_s`: how long each call is retried."""
+    """The successive transactions of one transactional id. `timeout_s`: how long each call is retried."""
 
     def __init__(self, wire: Wire, transactional_id: str, transaction_timeout_ms: int, timeout_s: float) -> None:
         self._wire, self.transactional_id = wire, transactional_id
@@ -38,10 +38,10 @@ class Transaction:
         return self.identity.producer_id >= 0
 
     def init(self) -> Identity:
-        """A new epoch. Fences every earlier one and completes or aborts what it left open; waits for that.
+        """Get a new epoch, which fences every earlier one and completes or aborts its open transaction; wait for that.
 
-        With an identity of before, the coordinator refuses who is not its owner any more (KIP-360): a driver that was
-        stopped for long would take the id back from its successor.
+        With an identity from before, the coordinator refuses a driver that no longer owns the id (KIP-360). Otherwise a
+        driver that was suspended for long would take the id back from its successor.
         """
         answer = self._until_done(
             "InitProducerId",
@@ -58,7 +58,7 @@ class Transaction:
         return self.identity
 
     def add(self, partitions: Iterable[tuple[str, int]]) -> None:
-        """These partitions belong to the transaction; the first call begins it."""
+        """Add these partitions to the transaction; the first call begins it."""
         topics: dict[str, list[int]] = {}
         for topic, partition in partitions:
             topics.setdefault(topic, []).append(partition)
@@ -86,7 +86,7 @@ class Transaction:
         )
 
     def end(self, commit: bool) -> None:
-        """EndTxn. When this raises Unreachable after a commit, the outcome is unknown: init, then read the marker."""
+        """End the transaction. After Unreachable from a commit the outcome is unknown: init, then read the marker."""
         self._until_done(
             "EndTxn",
             lambda: EndTxnRequest(
@@ -100,7 +100,9 @@ class Transaction:
         )
 
     def _until_done(self, what: str, request: Any, codes: Any) -> Any:
-        """Asks the coordinator until every code of its answer means DONE; raises Stopped for what is no retry."""
+        """Send the request to the coordinator until every code in its answer means DONE. Raise Stopped if no retry
+        helps.
+        """
 
         def attempt() -> Any:
             try:

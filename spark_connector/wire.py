@@ -1,8 +1,8 @@
-"""One connection to a Kafka cluster for requests that no client library sends for us: kafka-python's, driven by hand.
+"""A connection to a Kafka cluster for requests that no client library offers: kafka-python's, driven by hand.
 
-Owns connecting (TLS and SASL are kafka-python's), finding leaders and coordinators, and the loop that asks again. It
-must never decide what a broker's error code means for a transaction, and never start a thread: kafka-python's loop runs
-only while a call here waits, so that a process may be forked before the first call.
+Owns the connection (TLS and SASL are kafka-python's), the lookup of leaders and coordinators, and the retry loop. It
+must never decide the meaning of a broker's error code for a transaction, and never start a thread: kafka-python's loop
+runs only while a call here waits, so that a process may be forked before the first call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 _REQUEST_TIMEOUT_MS = 15_000
 MOST_IN_FLIGHT = 100
-"""Requests on one connection; with so many of them it takes no other."""
+"""The most requests in flight on one connection; at this limit it accepts no further one."""
 BACKOFF_S = 0.02
 _BACKOFF_MAX_S = 0.5
 _METADATA_MAX_VERSION = 9  # by topic name, without topic ids
@@ -34,15 +34,15 @@ _FIND_COORDINATOR_MAX_VERSION = 3  # one key per request
 
 
 class Unreachable(Exception):
-    """No answer within the deadline. `args[0]` is a sentence."""
+    """There was no answer within the deadline; `args[0]` is a sentence."""
 
 
 class Broken(Exception):
-    """The connection broke or there was none: the request may or may not have been carried out."""
+    """The connection broke or did not exist; the request may or may not have been carried out."""
 
 
 class Partition(NamedTuple):
-    """One partition as Metadata describes it; `leader` -1: there is none."""
+    """One partition as Metadata describes it; `leader` -1: it has no leader."""
 
     leader: int
     replicas: int
@@ -50,8 +50,11 @@ class Partition(NamedTuple):
 
 
 class Wire:
-    """`connection`: what is needed to connect, by Kafka's names (Settings.connection): unlike what kafka-python makes
-    of them (a TLS context), they can be sent to executors. `request_timeout_ms`: one request."""
+    """A connection to a cluster.
+
+    `connection`: the settings needed to connect, by Kafka's names (Settings.connection). Unlike kafka-python's form of
+    them (a TLS context) they can be sent to executors. `request_timeout_ms`: for one request.
+    """
 
     def __init__(
         self,
@@ -60,7 +63,8 @@ class Wire:
         request_timeout_ms: int = _REQUEST_TIMEOUT_MS,
     ) -> None:
         config = configuration(Settings(dict(connection)), request_timeout_ms)
-        # Ours are at most five per partition, and task.py bounds those of many; metadata must not wait behind them.
+        # The sink has at most five requests per partition in flight, and task.py bounds those of many partitions;
+        # metadata requests must not wait for them.
         config["max_in_flight_requests_per_connection"] = MOST_IN_FLIGHT
         self._net = NetworkSelector(**config)
         self._manager = KafkaConnectionManager(self._net, receive_message_max_bytes=100_000_000, **config)
@@ -80,10 +84,10 @@ class Wire:
         self._manager.close()
         self._net.close()
 
-    # One request
+    # Requests
 
     def ask(self, request: Any, node: int) -> Any:
-        """The answer of `node`. Raises Broken when none came, AuthenticationError and the like as they are."""
+        """Return the answer of `node`. Raise Broken if none came; AuthenticationError and the like pass unchanged."""
         with _as_broken():
             return self._net.run(self._manager.send, request, node)
 
@@ -92,7 +96,7 @@ class Wire:
             return self._net.run(self._manager.send, request)
 
     def start(self, request: Any, node: int) -> Any:
-        """Sends without waiting: kafka-python's Future. `wait` drives it. The future may have failed already."""
+        """Send without waiting, and return kafka-python's Future, which `wait` drives; it may have failed already."""
         if node < 0:
             return Future().failure(kafka_errors.LeaderNotAvailableError("there is no leader"))
         try:
@@ -101,33 +105,33 @@ class Wire:
             return Future().failure(error)
 
     def wait(self, future: Any, timeout_s: float) -> None:
-        """Until it is done, or for so long."""
+        """Wait until the future is done, at most `timeout_s` seconds."""
         if not future.is_done:
             self._net.poll(timeout_ms=timeout_s * 1000, future=future)
 
     def paused(self, node: int) -> bool:
-        """Whether kafka-python would refuse a request to this node now, because it has not written earlier ones."""
+        """Return whether kafka-python would refuse a request to this node now, because earlier ones are unwritten."""
         connection = self._manager._conns.get(node)
         return connection is not None and bool(connection.paused)
 
     def turn(self, timeout_s: float = 0.0) -> None:
-        """Lets the loop read and write what is ready, and waits at most so long for something."""
+        """Let the loop read and write, and wait at most `timeout_s` seconds for something to be ready."""
         self._net.poll(timeout_ms=timeout_s * 1000)
 
     def sleep(self, seconds: float) -> None:
-        """Sleeps and goes on reading and writing meanwhile."""
+        """Sleep while the loop continues to read and write."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             self._net.poll(timeout_ms=left * 1000)
 
-    # Where to
+    # Leaders and coordinators
 
     def any_node(self) -> int:
-        """A broker's id."""
+        """Return the id of any broker."""
         return int(next(iter(self._manager.cluster.brokers())).node_id)
 
     def partitions(self, topics: Iterable[str]) -> dict[str, dict[int, Partition]]:
-        """The partitions of each topic; a topic that does not exist (or may not be seen) is left out."""
+        """Return the partitions of each topic, without topics that do not exist or may not be seen."""
         wanted = [MetadataRequest.MetadataRequestTopic(name=name) for name in topics]
         request = MetadataRequest(
             topics=wanted,
@@ -154,19 +158,19 @@ class Wire:
         return found
 
     def leader(self, topic: str, partition: int) -> int:
-        """The leader's node id, from the cache if it is there; -1 when there is none or nobody can be asked."""
+        """Return the leader's node id, from the cache if possible; -1 if there is none or no broker answers."""
         if (topic, partition) not in self._leaders:
             self.refresh_leader(topic, partition)
         return self._leaders.get((topic, partition), -1)
 
     def refresh_leader(self, topic: str, partition: int) -> None:
-        """Asks for the leader again; no answer leaves it unknown."""
+        """Look up the leader again; without an answer it stays unknown."""
         self._leaders.pop((topic, partition), None)
         with contextlib.suppress(Broken):
             self.partitions([topic])
 
     def coordinator(self, transactional_id: str) -> int:
-        """The node of the transaction coordinator; Broken while there is none."""
+        """Return the node of the transaction coordinator. Raise Broken while there is none."""
         if transactional_id in self._coordinators:
             return self._coordinators[transactional_id]
         request = FindCoordinatorRequest(
@@ -191,10 +195,10 @@ class Wire:
     def forget_coordinator(self, transactional_id: str) -> None:
         self._coordinators.pop(transactional_id, None)
 
-    # Asking again
+    # Retries
 
     def until(self, what: str, attempt: Callable[[], T | None], timeout_s: float) -> T:
-        """The first answer of `attempt` that is not None; asked again, also when it raised Broken, until the deadline.
+        """Call `attempt` until its answer is not None, also after Broken, until the deadline; return the answer.
 
         Raises Unreachable with `what` and the last reason.
         """
@@ -233,7 +237,7 @@ _wires: dict[tuple[int, str], Wire] = {}
 
 
 def shared(connection: Mapping[str, Any]) -> Wire:
-    """This process's wire for a configuration: a Python worker of Spark runs one task after the other."""
+    """Return this process's connection for a configuration; a Python worker of Spark runs many tasks in sequence."""
     key = (os.getpid(), repr(sorted(connection.items())))
     if key not in _wires:
         _wires[key] = Wire(connection)
@@ -241,7 +245,7 @@ def shared(connection: Mapping[str, Any]) -> Wire:
 
 
 def discard(connection: Mapping[str, Any]) -> None:
-    """The next `shared` connects anew: what this wire knows of the cluster may be all wrong."""
+    """Close the shared connection, whose knowledge of the cluster may be wrong; the next `shared` connects again."""
     wire = _wires.pop((os.getpid(), repr(sorted(connection.items()))), None)
     if wire is not None:
         wire.close()

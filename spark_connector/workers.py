@@ -1,6 +1,6 @@
-"""Python workers of Spark, which run one task after the other: what makes the next one cheap.
+"""Optimises Spark's Python workers, which run one task after the other, so that the next task starts faster.
 
-Owns nothing of the tasks. It must never change what a task computes.
+Owns nothing of the tasks. It must never change the results of a task.
 """
 
 from __future__ import annotations
@@ -15,21 +15,24 @@ _modules_frozen = 0
 
 # glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# Where its own thresholds end that grow with what a program frees; these begin there.
+# glibc's dynamic thresholds grow with freed memory up to these values; here they start there.
 _KEPT_BYTES, _MMAP_BYTES = 64 << 20, 32 << 20
 _MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 
 def begin_task() -> None:
-    """Call it in a task before it does anything."""
+    """Prepare the Python worker for a task; call this before the task does anything."""
     _spare_the_collector()
     _keep_memory()
 
 
 def _spare_the_collector() -> None:
-    """Spark's worker collects all garbage behind every task (pyspark/daemon.py), and with pandas and pyarrow loaded
-    looks at 95,000 objects for it: tens of milliseconds, which a small batch waits for. What modules brought stays as
-    long as the process anyway, and need not be looked at again."""
+    """Exclude the objects of loaded modules from garbage collection.
+
+    Spark's worker collects all garbage after every task (pyspark/daemon.py). With pandas and pyarrow loaded that visits
+    95,000 objects and takes tens of milliseconds, which delays a small batch. Objects of modules live as long as the
+    process anyway.
+    """
     global _modules_frozen
     if len(sys.modules) > _modules_frozen:
         gc.freeze()
@@ -38,13 +41,15 @@ def _spare_the_collector() -> None:
 
 @cache
 def _keep_memory() -> None:
-    """glibc gives memory back to the kernel when it is freed, and a task frees megabytes with every batch of rows: a
-    third of its processor time was the kernel's, clearing the same memory again. So what is free at the heap's end
-    stays with the process, up to 64 MB, unless the user has a say in it."""
+    """Keep up to 64 MB of free memory at the heap's end, unless the user configured glibc's malloc.
+
+    glibc returns freed memory to the kernel, and a task frees megabytes with every batch of rows. A third of its
+    processor time went to the kernel, which cleared the same memory again.
+    """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if sys.platform != "linux" or "glibc.malloc." in tunables or any(map(os.environ.get, _MALLOC_VARIABLES)):
         return
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    # The second alone, where the first is refused, would fix the first where it begins.
+    # Setting only the second option would fix the first one at its initial value.
     if set_option is not None and set_option(_M_MMAP_THRESHOLD, _MMAP_BYTES):
         set_option(_M_TRIM_THRESHOLD, _KEPT_BYTES)

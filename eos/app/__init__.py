@@ -1,1 +1,1 @@
-"""What a user writes and what it means: functions from records to outputs. Pure: no I/O, no Kafka client."""
+"""The App that a user writes, and its meaning: functions from records to outputs. Pure: no I/O, no Kafka client."""

@@ -1,8 +1,8 @@
-"""State that is forgotten: a value of a store with a time-to-live is there for so long behind its last write.
+"""Expiry of state: a value of a store with a time-to-live expires that long after its last write.
 
-Time is the task's own: the latest timestamp of its records so far. So the same records forget the same values, whenever
-they are handled. Such a value carries the time of its write in front, which neither the function sees nor the
-changelog, whose record has it as its timestamp.
+The clock is the task's own time: the latest timestamp of its records so far. So the same records expire the same
+values, whenever they are handled. Such a value starts with the time of its write. The function does not see this
+prefix, and the changelog does not contain it: there the time is the record's timestamp.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from eos.app.state import Cells, Store
 from eos.errors import ConfigurationError
 
 TimeToLive = timedelta | Mapping[str, timedelta]
-"""Of all stores of a function, or by their names."""
+"""One time-to-live for all states of a function, or one for each by name."""
 
 _TIME = struct.Struct(">Q")
 TIME_BYTES: Final = _TIME.size
@@ -30,18 +30,18 @@ def stamped(time_ms: int, value: bytes) -> bytes:
 
 
 def apart(value: bytes) -> tuple[int, bytes]:
-    """When it was written, in milliseconds since the epoch, and the value itself."""
+    """Return when a value was written, in milliseconds since the epoch, and the value itself."""
     return _TIME.unpack_from(value)[0], value[_TIME.size :]
 
 
 def living(value: bytes, ttl_ms: int, now_ms: int) -> bytes | None:
-    """The value itself; None if it is over."""
+    """Return the value itself; None if it has expired."""
     written_ms, rest = apart(value)
     return rest if now_ms < written_ms + ttl_ms else None
 
 
 def with_ttl(function: str, stores: tuple[Store, ...], ttl: TimeToLive | None) -> tuple[Store, ...]:
-    """The same stores, with what a function's definition says of their time-to-live. Raises ConfigurationError."""
+    """Return the stores with the time-to-live that the function's `ttl=` gives them. Raise ConfigurationError."""
     if ttl is None:
         return stores
     names = [store.name for store in stores]
@@ -60,13 +60,15 @@ def with_ttl(function: str, stores: tuple[Store, ...], ttl: TimeToLive | None) -
 
 
 def ttls_of(stores: Iterable[Store]) -> dict[bytes, int]:
-    """Return the time-to-live of those that have one, in milliseconds, by their names in the changelog."""
+    """Return the time-to-live of the stores that have one, in milliseconds, by their names in the changelog."""
     return {store.kept_as.encode(): store.ttl_ms for store in stores if store.ttl_ms is not None}
 
 
 class Aged:
-    """The cells of a task at one time: of stores with a time-to-live, by their names, what is over is not there. What
-    is put there is written at that time."""
+    """The cells of a task at one time, without expired values.
+
+    `ttls`: milliseconds by the name of a store. A value that is put gets this time as the time of its write.
+    """
 
     def __init__(self, below: Cells, ttls: Mapping[bytes, int], now_ms: int) -> None:
         self._below, self._ttls, self._now_ms = below, ttls, now_ms

@@ -1,7 +1,9 @@
-"""How a cell is named: by a store, a record's key and, in a map, a field.
+"""The names of cells; a cell is one entry of a function's state.
 
-As one bytes it is the name of the store, a zero byte, the key's length (four bytes, big endian), the key, the field.
-That is the changelog's key too. All before the field is the cell's row: what a key has in one store.
+A cell's name consists of a store (the name of the state), a record's key and, in a map or list, a field. As bytes it is
+the store's name, a zero byte, the key's length (four bytes, big endian), the key and the field. The same bytes are the
+cell's key in the changelog. The part before the field names the cell's row, which holds all entries of a key in one
+store.
 """
 
 from __future__ import annotations
@@ -11,25 +13,25 @@ from typing import Final
 
 _LENGTH = struct.Struct(">I")
 TIME: Final = b"\0" + _LENGTH.pack(0)
-"""Of no store, and of the task itself: what time it is there, where a store has a time-to-live."""
+"""The cell of the task's own time, which belongs to no store; used if a store has a time-to-live."""
 HEADER: Final = TIME + b"header"
-"""The same: whose changelog it is, and of which kind each store is (eos/state/notes.py)."""
+"""The cell of the changelog's header, which belongs to no store (eos/state/notes.py)."""
 LONGEST_FIELD: Final = 401
-"""Bytes of a map's key in a cell's name (eos/app/state.py)."""
+"""The most bytes that a map's key takes in a cell's name (eos/app/state.py)."""
 
 
 def begin_of(store: str) -> bytes:
-    """Of the names of all its cells."""
+    """Return the prefix of the names of all cells of a store."""
     return store.encode() + b"\0"
 
 
 def store_of(cell: bytes) -> bytes:
-    """The name of its store; what is no cell's name is of none."""
+    """Return the name of a cell's store; b"" if the bytes do not name a cell."""
     return cell.partition(b"\0")[0]
 
 
 def rest_of(key: bytes) -> bytes:
-    """What follows there in the row of a key."""
+    """Return the part of a row's name that follows the store's prefix."""
     return _LENGTH.pack(len(key)) + key
 
 
@@ -38,7 +40,7 @@ def cell_of(store: str, key: bytes, field: bytes = b"") -> bytes:
 
 
 def row_length(cell: bytes) -> int:
-    """Raises ValueError for what is no cell's name."""
+    """Return the length of the row's name in a cell's name. Raise ValueError if the bytes do not name a cell."""
     key_at = cell.index(b"\0") + 1 + _LENGTH.size
     if len(cell) >= key_at:
         end: int = key_at + _LENGTH.unpack_from(cell, key_at - _LENGTH.size)[0]
@@ -48,15 +50,15 @@ def row_length(cell: bytes) -> int:
 
 
 def check_cell(cell: bytes) -> None:
-    """Raise ValueError for a changelog's key that no function of ours wrote."""
+    """Raise ValueError for a changelog key that eos did not write."""
     key_at = cell.find(b"\0") + 1 + _LENGTH.size
-    field = len(cell) - key_at - int.from_bytes(cell[key_at - _LENGTH.size : key_at], "big")  # how long it is
+    field = len(cell) - key_at - int.from_bytes(cell[key_at - _LENGTH.size : key_at], "big")  # the field's length
     if key_at == _LENGTH.size or not 0 <= field <= LONGEST_FIELD:
         raise ValueError(f"{cell[:50]!r} names no cell")
 
 
 def named(cell: bytes) -> tuple[str, bytes, bytes]:
-    """The store, the key and the field. Raises ValueError for what is no cell's name."""
+    """Return a cell's store, key and field. Raise ValueError if the bytes do not name a cell."""
     end = row_length(cell)
     store, _, rest = cell[:end].partition(b"\0")
     return store.decode(), rest[_LENGTH.size :], cell[end:]

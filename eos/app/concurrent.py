@@ -1,8 +1,8 @@
-"""Runs coroutine functions from a thread that has no event loop of its own running.
+"""Runs coroutine functions from a thread that has no running event loop.
 
-Owns one asyncio event loop per thread, made at the first need and kept until `close()`: connections that a function or
-an `on_start` opened belong to that loop. It must never keep a coroutine running between two calls on purpose; tasks
-that a user's function started go on when the next call runs the loop.
+Owns one asyncio event loop per thread, created when first needed and kept until `close()`: connections that a function
+or an `on_start` opened belong to that loop. It must never deliberately keep a coroutine running between two calls.
+Tasks that a user's function started continue when the next call runs the loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from eos.errors import (
     safe_str,
 )
 
-Outcome = Any  # what a coroutine returned, or the exception it raised
+Outcome = Any  # a coroutine's result, or the exception that it raised
 
 
 class _Here(threading.local):
@@ -35,10 +35,11 @@ _here = _Here()
 
 
 def run_all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Outcome]:
-    """Runs all at once; what each returned or which exception it raised, in their order.
+    """Run all coroutines at once, and return the result or the exception of each in their order.
 
-    Raises an interruption (eos/errors.py): the others are then left as they are, and `abandon()` must come next.
-    Raises an EosError where they could not be run: that is about this thread, never about what they were given.
+    Raises an interruption (eos/errors.py): the other coroutines then stay as they are, and `abandon()` must be called
+    next. Raises an EosError if the coroutines could not be run. Such an error is about this thread, never about the
+    coroutines.
     """
     given = list(coroutines)
     try:
@@ -59,8 +60,8 @@ def run_all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Outcome]:
             raise fatal from None
         except (SystemExit, KeyboardInterrupt) as error:
             raise_if_interrupted(error)
-            # Of a task or a callback that a function started: asyncio stops its loop for these two, whoever awaits
-            # the task gets them too.
+            # A task or callback that a function started raised one of these two. asyncio stops its loop for them; code
+            # that awaits the task gets the exception too.
             log.warning(
                 "a task of an async function stopped the event loop", error=f"{type(error).__name__}: {safe_str(error)}"
             )
@@ -68,9 +69,11 @@ def run_all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Outcome]:
 
 
 def prepare() -> None:
-    """Makes this thread's loop, where what a coroutine inherits of the caller's context is nobody's yet: neither a
-    record's nor a transaction's. Raises ConfigurationError in a thread whose event loop runs: no second one can run in
-    it. Temporary: none can be made."""
+    """Create this thread's event loop outside of any record or transaction, because coroutines inherit the context.
+
+    Raises ConfigurationError in a thread with a running event loop, which allows no second one. Raises Temporary if the
+    loop cannot be created.
+    """
     _running()
 
 
@@ -89,14 +92,14 @@ def _running() -> asyncio.Runner:
         runner = asyncio.Runner()
         try:
             runner.get_loop().set_exception_handler(_on_exception)
-        except OSError as error:  # no file is left for its selector
+        except OSError as error:  # no file descriptor is left for its selector
             raise Temporary(f"no event loop for async functions can be made: {error}") from error
         _here.runner = runner
     return _here.runner
 
 
 def run_one(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The coroutine's result or exception."""
+    """Run the coroutine, and return its result or raise its exception."""
     (outcome,) = run_all([coroutine])
     if isinstance(outcome, BaseException):
         raise outcome
@@ -104,21 +107,21 @@ def run_one(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def close() -> None:
-    """Cancels what still runs on this thread's loop, and ends it."""
+    """Cancel the tasks that still run on this thread's loop, and close the loop."""
     runner, _here.runner = _here.runner, None
-    if runner is not None and not runner.get_loop().is_closed():  # a function's own act
+    if runner is not None and not runner.get_loop().is_closed():  # a function may have closed it
         runner.close()
 
 
 def abandon() -> None:
-    """Forgets this thread's loop as it is: after a stop that took too long nothing of a user's code is waited for."""
+    """Drop this thread's loop as it is: after a stop that took too long, a user's code must not be waited for."""
     _here.runner = None
 
 
 async def _gather(
     coroutines: list[Coroutine[Any, Any, Any]], running: list[asyncio.Task[list[Outcome]]]
 ) -> list[Outcome]:
-    """Run all; `running` gets the task that does."""
+    """Run all coroutines; `running` gets the current task."""
     running.append(cast("asyncio.Task[list[Outcome]]", asyncio.current_task()))
     return await asyncio.gather(*map(outcome_of, coroutines))
 
@@ -128,12 +131,12 @@ async def _rest_of(task: asyncio.Task[list[Outcome]]) -> list[Outcome]:
 
 
 async def outcome_of(coroutine: Coroutine[Any, Any, Any]) -> Outcome:
-    """Of one that runs under `run_all`."""
+    """Return the outcome of a coroutine that runs under `run_all`."""
     try:
         return await coroutine
-    except BaseException as error:  # noqa: BLE001 - it is the caller's to know
+    except BaseException as error:  # noqa: BLE001 - the caller decides
         if (interruption := interruption_of(error)) is not None:
-            _end_with(interruption)  # at once: the others may go on for as long as they like
+            _end_with(interruption)  # at once: the others may run for a long time
         return error
 
 
@@ -143,7 +146,7 @@ def _end_with(error: BaseException) -> None:
 
 
 def _on_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A signal's exception that asyncio caught in a callback of its own must not be lost: the loop ends with it."""
+    """Stop the loop with a signal's exception that asyncio caught in a callback of its own, so that it is not lost."""
     error = context.get("exception")
     interruption = interruption_of(error) if isinstance(error, BaseException) else None
     if interruption is not None:

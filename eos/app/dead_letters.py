@@ -1,15 +1,16 @@
-"""Dead letters: a record that could not be handled, as it came, with headers that say where it was and why.
+"""Dead letters: unchanged copies of records that could not be handled, with headers that name position and error.
 
-Owns the format only; it must never send one (eos/worker/handling.py and eos/session/transaction.py do, in the
-transaction that moves the record's offset).
+Owns the format only; it must never send a dead letter. eos/worker/handling.py and eos/session/transaction.py send it in
+the transaction that commits the record's offset.
 
 Key and value are the record's own bytes; the partition follows from the key. The timestamp is the time of producing:
-with the record's own, a replay of old records would leave dead letters that retention removes at once. The record's
-headers come first, then ours, all UTF-8 text: `eos-dlq-topic`, `-partition`, `-offset`, `-timestamp` (milliseconds
-since the epoch, -1 unknown), `-app` and `-function` (whose dead letter it is), `-exception` (its class with its
-module), `-message` and, where the user's own code raised, `-trace` (its innermost frames, one per line, that which
-raised is the last); `-replays` where a replay wrote it (how often it came back and failed). `-topic` is the first of
-them: what stands before the last one is the record's own, other dead letters' headers too, and tells us nothing.
+with the record's own timestamp, a replay of old records would leave dead letters that retention deletes at once. The
+record's headers come first, then these, all as UTF-8 text: `eos-dlq-topic`, `-partition`, `-offset`, `-timestamp`
+(milliseconds since the epoch, -1 unknown), `-app` and `-function` (the owner of the dead letter), `-exception` (the
+class with its module), `-message` and, if the user's own code raised, `-trace` (its innermost frames, one per line, the
+raising frame last). A replay adds `-replays` (how often the letter was replayed and failed). `-topic` is the first of
+them. Headers before the last `-topic` are the record's own, even if they are headers of an earlier dead letter, and are
+ignored.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from eos.errors import safe_str
 from eos.records import Header, Record, Send, readable
 
 PREFIX = "eos-dlq-"
-MESSAGE_BYTES = 1_000  # of the exception's message; a message may quote the whole record
+MESSAGE_BYTES = 1_000  # of the exception's message, which may quote the whole record
 
 
 def dead_letter(
     record: Record, error: BaseException, frames: Sequence[Frame] = (), app: str = "", function: str = ""
 ) -> Send:
-    """What to send for `record`, which failed with `error` in these frames of the user's."""
+    """Return the dead letter of a record that failed with `error`; `frames` are the frames of the user's code."""
     why = {
         "topic": record.topic,
         "partition": str(record.partition),
@@ -41,15 +42,17 @@ def dead_letter(
     }
     if trace := text_of(frames):
         why["trace"] = trace
-    # Lineage of the record itself is about an earlier step; this one's is written when the letter is sent.
+    # The record's own lineage describes an earlier step. The lineage of this step is added when the letter is sent.
     headers: list[Header] = [header for header in readable(record.headers) if header[0] != LINEAGE]
     headers += [(PREFIX + name, text.encode(errors="replace")) for name, text in why.items()]
     return dead_letter_topic(record.topic), record.value, record.key, -1, 0, headers
 
 
 def parts_of(headers: Sequence[Header]) -> tuple[list[Header], dict[str, str]]:
-    """The headers of a dead letter, undone: the record's own, and what its worker said of it by name without PREFIX. A
-    record that no worker wrote has only headers of its own."""
+    """Split a dead letter's headers into the record's own and the worker's notes, by name without PREFIX.
+
+    A record that no worker wrote has only headers of its own.
+    """
     first = max((at for at, (name, _) in enumerate(headers) if name == f"{PREFIX}topic"), default=len(headers))
     told = {
         name.removeprefix(PREFIX): value.decode(errors="replace")
@@ -59,7 +62,7 @@ def parts_of(headers: Sequence[Header]) -> tuple[list[Header], dict[str, str]]:
     return list(headers[:first]), told
 
 
-# Ours keep the names that dead letters have always had, wherever they live.
+# The names in dead letters stay the same when a class moves to another module.
 _AS_WRITTEN = {
     "eos.app.serde.DecodeError": "eos.serde.DecodeError",
     "eos.worker.handling.RecordRefused": "eos.handling.RecordRefused",
@@ -68,7 +71,7 @@ _AS_WRITTEN = {
 
 
 def class_name(error: BaseException) -> str:
-    """`ValueError`, `eos.serde.DecodeError`, `shop.OutOfStock`."""
+    """Return the exception's class as text: `ValueError`, `eos.serde.DecodeError`, `shop.OutOfStock`."""
     kind = type(error)
     module = "eos" if kind.__module__ == "eos.errors" else kind.__module__
     name = f"{module}.{kind.__qualname__}"
@@ -76,6 +79,6 @@ def class_name(error: BaseException) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """What the exception says, cut to MESSAGE_BYTES: for a dead letter, and wherever else a failing record is told."""
+    """Return the exception's message cut to MESSAGE_BYTES, for dead letters and log lines."""
     whole = safe_str(error).encode(errors="replace")
     return whole.decode() if len(whole) <= MESSAGE_BYTES else whole[:MESSAGE_BYTES].decode(errors="ignore") + "..."

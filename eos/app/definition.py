@@ -1,7 +1,7 @@
-"""What a user writes: an App made of functions from records to outputs.
+"""Defines an App: functions from records to outputs, as a user writes them.
 
-Owns what may be defined, and which function gets a topic's records. It must never do I/O, import a Kafka client, or
-decide what becomes of a record that its function refuses: the worker and Spark run the same Route (eos/app/routes.py)
+Owns which definitions are allowed, and which function gets the records of a topic. It must never do I/O, import a Kafka
+client, or decide about records that a function refuses. The worker and Spark run the same Route (eos/app/routes.py),
 and must get the same outputs from it.
 """
 
@@ -33,7 +33,7 @@ from eos.app.stores import stores_of, with_names
 from eos.errors import ConfigurationError
 from eos.records import Record, is_topic_name
 
-# One record, or what of it its annotation says; then its state.
+# One record, or the part of it that its annotation names; then its state.
 Function = TypeVar("Function", bound=Callable[Concatenate[Any, ...], object])
 
 
@@ -44,59 +44,61 @@ Hook = TypeVar("Hook", bound=Callable[[], object])
 
 
 class App:
-    """Functions from source topics to destination topics under one id: the consumer group and the prefix of every
-    transactional.id. Nothing in it does I/O; `eos run` and Spark run it.
+    """Functions from source topics to destination topics under one id.
 
-    Raises ConfigurationError for everything that is wrong before the first record, at the line that is wrong.
+    The id is the consumer group, and the prefix of every transactional id. An App itself does no I/O; `eos run`,
+    `eos.run` and Spark run it.
+
+    A wrong definition raises ConfigurationError at its own line, before the first record.
     """
 
     def __init__(self, id: str) -> None:
         _check_name(id, "the id of an App")
         self.id = id
-        self.routes: dict[str, Route] = {}  # by source topic, those that patterns matched too
+        self.routes: dict[str, Route] = {}  # by source topic, including topics that patterns matched
         self.patterns: dict[re.Pattern[str], Route] = {}
         self.start_hooks: list[Callable[[], object]] = []
         self.stop_hooks: list[Callable[[], object]] = []
 
     @property
     def topics(self) -> list[str]:
-        """All source topics, in the order of their definition; those that were taken in come last."""
+        """Return all source topics in the order of their definition; topics that a pattern matched come last."""
         return list(self.routes)
 
     @property
     def reads_several(self) -> bool:
-        """Whether there are several source topics, or may be: a pattern matches any number."""
+        """Return whether the App reads several source topics, or may do so because it has a pattern."""
         return len(self.routes) > 1 or bool(self.patterns)
 
     @property
     def destinations(self) -> set[str]:
-        """All topics that may be written to, those of dead letters too."""
+        """Return all topics that the App may write to, dead-letter topics included."""
         return _written(self.routes, self.functions)
 
     @property
     def chained(self) -> set[str]:
-        """Topics that one function writes and another one reads."""
+        """Return the topics that one function writes and another one reads."""
         return self.destinations & self.routes.keys()
 
     @property
     def functions(self) -> list[Route]:
-        """Every function once; those that get records by a pattern alone come last."""
+        """Return every function once; functions that read only by a pattern come last."""
         return list(dict.fromkeys([*self.routes.values(), *self.patterns.values()]))
 
     @property
     def stateful(self) -> list[Route]:
-        """The functions that have state."""
+        """Return the functions that have state."""
         return [route for route in self.functions if route.stores]
 
     @property
     def changelogs(self) -> set[str]:
-        """The topics that keep the state of its functions."""
+        """Return the changelog topics of its functions with state."""
         return {changelog_of(self.id, route) for route in self.stateful}
 
     def matched(self, there: Iterable[str]) -> dict[str, Route]:
-        """The topics among `there` that `take_in` would add, sorted, with their functions."""
+        """Return the topics among `there` that `take_in` would add, sorted, with their functions."""
         found: dict[str, Route] = {}
-        # A destination of the App is never among them: a pattern that matches one is refused at its definition.
+        # This never includes a destination of the App: a pattern that matches one is refused at its definition.
         for topic in sorted(set(there) - self.routes.keys() - self.changelogs):
             routes = list(dict.fromkeys(r for p, r in self.patterns.items() if _takes(p, topic)))
             if len(routes) > 1:
@@ -114,18 +116,18 @@ class App:
         return found
 
     def take_in(self, there: Iterable[str]) -> list[str]:
-        """Gives the topics among `there` that a pattern matches to its function; returns those that are new.
+        """Assign the topics among `there` that a pattern matches to the pattern's function, and return the new ones.
 
-        A topic that a function names stays that one's. Never taken: names that begin with `__`, dead letters, and the
-        App's own changelogs.
-        Raises ConfigurationError, and takes nothing, when the patterns of two functions match one topic.
+        A topic that a function names stays with that function. Topics whose name begins with `__`, dead-letter topics
+        and the App's own changelogs are never added. Raises ConfigurationError, without adding any topic, if the
+        patterns of two functions match the same topic.
         """
         new = self.matched(there)
         self.routes |= new
         return list(new)
 
     def __copy__(self) -> App:
-        """What a copy takes in, the original does not."""
+        """Return a copy; topics added to the copy do not change the original."""
         copied = object.__new__(type(self))
         vars(copied).update(vars(self), routes=dict(self.routes), patterns=dict(self.patterns))
         return copied
@@ -142,29 +144,37 @@ class App:
         name: str | None = None,
         was: Mapping[str, str] = MappingProxyType({}),
     ) -> Callable[[Function], Function]:
-        """Decorate a function that gets one record of `topics` (what of it: by its annotation) and returns None, a
-        value, an Out, or a list, tuple or generator of those. The first of `to` is where values go. The function
-        stays as it is.
+        """Decorate a function that gets one record of `topics` and returns its outputs.
 
-        None is no output, so `return record.value` drops tombstones; `return record.out(record.value)` or `Out(value)`
-        passes them on. Each item of a tuple is a record of its own: one with a key is `Out(value, key=key)`.
+        The function returns None, a value, an Out, or a list, tuple or generator of those. Values go to the first topic
+        of `to`. The decorator returns the function unchanged.
 
-        A topic that another function of the App writes may be read, as long as there is no circle. One that begins with
-        `^` is a pattern: a regular expression of Python's `re` that must match the whole name.
-        Topics that match are read, those too that come while a worker runs.
+        None means no output, so `return record.value` drops tombstones; `return record.out(record.value)` or
+        `Out(value)` passes them on. Each item of a tuple is a record of its own: a record with a key is `Out(value,
+        key=key)`.
 
-        A second parameter that is annotated `Record` gets the record: `def f(order: Order, record: Record)`. One
-        parameter `Record[Order]` gets the record with its value decoded. Further parameters that are annotated
-        `State[T]`, `MapState[K, V]` or `ListState[T]` are state, kept by the record's key and committed with outputs
-        and offsets (docs/howto/state.md). `ttl=timedelta(days=7)`, or `ttl={"seen": timedelta(days=7)}`: a value is
-        forgotten so long after its last write, by the records' time. The state is kept under the names of the
-        function and of the parameters: after a change in the code `name="count"` gives the function the name that it
-        had, and `was={"total": "seen"}` says that `total` was named `seen`.
+        A function may read a topic that another function of the App writes, as long as there is no cycle. A topic that
+        begins with `^` is a pattern: a regular expression of Python's `re` that must match the whole name. The function
+        then reads all matching topics, including topics created while a worker runs.
 
-        An `async def` runs on many records at once (`eos.async.max.records`); outputs keep the input's order.
+        The annotation of the first parameter chooses what the function gets. A second parameter annotated `Record` gets
+        the record: `def f(order: Order, record: Record)`. A single parameter `Record[Order]` gets the record with its
+        value decoded. Further parameters annotated `State[T]`, `MapState[K, V]` or `ListState[T]` are state, kept by
+        the record's key and committed with outputs and offsets (docs/howto/state.md).
+
         `on_error`: eos.stop, eos.skip, eos.dlq or eos.retry(n, then=...); see docs/howto/failures.md.
-        `decode(value)` makes what the function gets of a record's bytes, in place of the annotation; `encode(value)`
-        makes the bytes of every value that is not None. What they raise is treated as if the function had raised it.
+
+        `decode(value)` decodes a record's bytes in place of the annotation. `encode(value)` returns the bytes of every
+        value that is not None. An exception from either counts as if the function had raised it.
+
+        `ttl=timedelta(days=7)`, or `ttl={"seen": timedelta(days=7)}`: a value of the state expires this long after its
+        last write, in the time of the records.
+
+        `name`, `was`: state is stored under the names of the function and of its parameters. After a rename in the
+        code, `name="count"` keeps the old name of the function, and `was={"total": "seen"}` says that the state `total`
+        was named `seen`.
+
+        An `async def` runs on many records at once (`eos.async.max.records`); outputs keep the order of the input.
         """
         sources, destinations, policy = _definition(topics, to, on_error)
         if name is not None:
@@ -195,13 +205,15 @@ class App:
         name: str | None = None,
         was: Mapping[str, str] = MappingProxyType({}),
     ) -> Callable[[BatchFunction], BatchFunction]:
-        """Decorate a function that gets a `list[Record]` and returns an iterable of Out, for speed: made by
-        `record.out(value)`, which keeps that record's key and timestamp, or by `Out(value, key=...)`, which has the
-        latest timestamp of the batch unless it says another. The function stays as it is.
+        """Decorate a function that gets a `list[Record]` and returns an iterable of Out, for high throughput.
 
-        `topics`, `on_error`, `encode`, `ttl`, `name`, `was`: as for `process`. A batch function that raises is run
-        again record by record, unless the policy is stop, which names the range. State is annotated
-        `dict[bytes, State[T]]`: it has the state of each key in the batch, which is of one partition then.
+        `record.out(value)` keeps the key and timestamp of that record. `Out(value, key=...)` has the latest timestamp
+        of the batch unless it sets its own. The decorator returns the function unchanged.
+
+        `topics`, `to`, `on_error`, `encode`, `ttl`, `name`, `was`: as for `process`. If a batch function raises, it
+        runs again record by record; only under the policy stop it does not, and the error names the range of records.
+        State is annotated `dict[bytes, State[T]]`: it maps each key of the batch to its state. Such a batch comes from
+        one partition.
         """
         sources, destinations, policy = _definition(topics, to, on_error)
         if name is not None:
@@ -220,13 +232,20 @@ class App:
         return register
 
     def on_start(self, function: Hook) -> Hook:
-        """Decorate a function without arguments, `def` or `async def`, that runs before the first record: for
-        connections and models. Several run in the order of their definition. The function stays as it is."""
+        """Decorate a function without arguments, `def` or `async def`, to run before the first record.
+
+        Use it to open connections and load models. Several such functions run in the order of their definition. The
+        decorator returns the function unchanged.
+        """
         return self._add_hook(self.start_hooks, function)
 
     def on_stop(self, function: Hook) -> Hook:
-        """As `on_start`, after the last commit, in the opposite order; however the run ended, but not after a stop that
-        took too long, and not if `on_start` failed."""
+        """Decorate a function without arguments, `def` or `async def`, to run after the last commit.
+
+        Several such functions run in the reverse order of their definition. They run however the run ended, except
+        after a stop that took too long, or if an `on_start` function failed. The decorator returns the function
+        unchanged.
+        """
         return self._add_hook(self.stop_hooks, function)
 
     def _add_hook(self, hooks: list[Callable[[], object]], function: Hook) -> Hook:
@@ -238,14 +257,14 @@ class App:
         return function
 
     def check(self) -> None:
-        """Raises ConfigurationError for an App that has nothing to run."""
+        """Raise ConfigurationError if the App has no function."""
         if not self.functions:
             raise ConfigurationError(
                 f'the App {self.id!r} has no function: decorate one with @app.process("topic", to="topic")'
             )
 
     def _add(self, route: Route) -> None:
-        # All checks before the first change: a refused function leaves the App as it was.
+        # All checks come before the first change, so a refused function leaves the App as it was.
         kept = {topic: old for topic, old in self.routes.items() if not _replaces(route.function, old.function)}
         others = {pattern: old for pattern, old in self.patterns.items() if not _replaces(route.function, old.function)}
         names = dict.fromkeys((source for source in route.sources if not is_pattern(source)), route)
@@ -290,8 +309,10 @@ class App:
 
 
 def _replaces(new: Callable[..., object], old: Callable[..., object]) -> bool:
-    """In a notebook or at a prompt what is run again replaces what it made before. In a file a second function of one
-    name is a mistake."""
+    """Return whether a function replaces an earlier one: in a notebook or at a prompt, running a cell again does so.
+
+    In a file a second function of the same name is a mistake.
+    """
     if hasattr(sys.modules.get("__main__"), "__file__"):
         return False
     made, before = ((getattr(f, "__module__", None), getattr(f, "__qualname__", None)) for f in (new, old))
@@ -299,12 +320,12 @@ def _replaces(new: Callable[..., object], old: Callable[..., object]) -> bool:
 
 
 def is_pattern(source: str) -> bool:
-    """Whether a source is a pattern and no name, as librdkafka's and Java's subscribe tell them apart."""
+    """Return whether a source is a pattern, by the rule of librdkafka's and Java's subscribe."""
     return source.startswith("^")
 
 
 def _takes(pattern: re.Pattern[str], topic: str) -> bool:
-    """Kafka's own topics are nobody's input, and dead letters come back only on purpose."""
+    """Return whether a pattern may match this topic: never Kafka's internal topics, nor dead-letter topics."""
     never = topic.startswith("__") or topic.endswith(DEAD_LETTER_SUFFIX)
     return not never and pattern.fullmatch(topic) is not None
 
@@ -315,8 +336,10 @@ def _written(routes: Mapping[str, Route], functions: Iterable[Route]) -> set[str
 
 
 def _circle(routes: Mapping[str, Route]) -> tuple[str, ...]:
-    """Topics of which each is written by the function that reads the one before, the first again at the end; () where
-    there is none."""
+    """Return a cycle of topics, each written by the function that reads the one before; () if there is none.
+
+    The first topic is repeated at the end.
+    """
     harmless: set[str] = set()
 
     def walk(path: tuple[str, ...]) -> tuple[str, ...]:
@@ -337,8 +360,8 @@ def _circle(routes: Mapping[str, Route]) -> tuple[str, ...]:
 
 
 def _check_name(name: object, what: str) -> None:
-    # Group ids may be anything, but an id that keeps to the rule for topics is legal in file names, metrics, ACL
-    # prefixes and in `<topic>.dlq` alike.
+    # Kafka allows any group id, but an id that follows the rule for topics is also valid in file names, metrics, ACL
+    # prefixes and `<topic>.dlq`.
     if not is_topic_name(name):
         raise ConfigurationError(
             f"{what} must be 1 to 249 letters, digits, '.', '_' or '-' (and not '.' or '..'), not {name!r}"
@@ -368,7 +391,7 @@ def _definition(
 
 def _listed(topics: object) -> list[str]:
     names = [topics] if isinstance(topics, str) or not isinstance(topics, Iterable) else list(topics)
-    return cast("list[str]", names)  # checked by whoever asked
+    return cast("list[str]", names)  # the caller checks each name
 
 
 def _check_pattern(source: str) -> None:
@@ -402,7 +425,7 @@ def _stores(
     return stores
 
 
-# Return annotations of a function that need not send anything, evaluated or as text.
+# Return annotations of a function that may send nothing, as objects and as text.
 _MAY_SEND_NOTHING: Final = (inspect.Signature.empty, None, types.NoneType, Any, object, typing.NoReturn, typing.Never)
 
 
@@ -410,8 +433,10 @@ _MAY_SEND_NOTHING_NAMES: Final = frozenset({"", "None", "Any", "object", "NoRetu
 
 
 def _check_destination(function: Callable[..., object], destinations: Sequence[str]) -> None:
-    """Refuses a function whose annotation says that it has something to send and that may send nowhere; without an
-    annotation only its first output tells."""
+    """Raise ConfigurationError for a function that returns something by its annotation but has no destination.
+
+    Without an annotation only its first output shows this.
+    """
     returned = inspect.signature(function).return_annotation
     if destinations or _may_send_nothing(returned):
         return
@@ -423,7 +448,9 @@ def _check_destination(function: Callable[..., object], destinations: Sequence[s
 
 
 def _may_send_nothing(annotation: object) -> bool:
-    """Text is looked at as it is: what it names may be imported for type checkers only."""
+    """Return whether an annotation allows no output. Text stays unevaluated: its names may exist for type checkers
+    only.
+    """
     if isinstance(annotation, str):
         text = annotation.strip("'\" ")
         if generic := re.fullmatch(r"[\w.]+\[(.*)\]", text):  # Iterator[None]

@@ -1,7 +1,7 @@
-"""Where in a user's own code an exception came from: for the log's lines and the headers of dead letters.
+"""The frames of a user's code in which an exception was raised, for log lines and the headers of dead letters.
 
-Owns the choice of frames and how one is written. It must never run a user's code, hold a traceback, or give more than a
-bounded text: an exception may have come through a thousand frames.
+Owns the choice of frames and their text. It must never run a user's code or keep a traceback, and its text is bounded:
+an exception may have passed through a thousand frames.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from eos.errors import causes
 
-INNERMOST = 5  # so many frames
-TEXT_BYTES = 1_000  # of them all; a line of code may be long
+INNERMOST = 5  # this many frames at most
+TEXT_BYTES = 1_000  # of all frames together; a line of code may be long
 _LINE_CHARACTERS = 200
 
 _OURS = str(Path(__file__).parent.parent) + os.sep
@@ -37,14 +37,17 @@ class Frame(NamedTuple):
 
 @functools.lru_cache(1_000)
 def _written(frame: Frame) -> str:
-    """`/srv/shop/orders.py:42 in total: return order.price / order.count`."""
+    """Return a frame as text: `/srv/shop/orders.py:42 in total: return order.price / order.count`."""
     code = linecache.getline(frame.file, frame.line).strip()[:_LINE_CHARACTERS]
     return f"{frame.file}:{frame.line} in {frame.function}" + (f": {code}" if code else "")
 
 
 def frames_of(error: BaseException) -> list[Frame]:
-    """The last frames of the user's own code, the innermost last; those of what caused it if it has none of them, as
-    where a decoder of the user's raised. A program that is installed as a library is the user's too."""
+    """Return the last frames of the user's own code, the innermost last.
+
+    If the exception has none, as when a user's decoder raised, they come from its cause. A program that is installed as
+    a library counts as the user's code too.
+    """
     for cause in islice(causes(error), _CAUSES):
         theirs = list(_outside_of(cause))
         own = [frame for frame in theirs if not _is_library(frame[0].co_filename)] or theirs
@@ -54,7 +57,7 @@ def frames_of(error: BaseException) -> list[Frame]:
 
 
 def text_of(frames: Sequence[Frame], separator: str = "\n") -> str:
-    """The frames, as many of the innermost as TEXT_BYTES hold."""
+    """Return the innermost frames as text, as many as fit into TEXT_BYTES."""
     lines: list[str] = []
     left = TEXT_BYTES
     for frame in reversed(frames):
@@ -67,7 +70,7 @@ def text_of(frames: Sequence[Frame], separator: str = "\n") -> str:
 
 
 def _outside_of(error: BaseException) -> Iterator[tuple[CodeType, int]]:
-    """Code and line of frames that are neither ours nor the standard library's."""
+    """Yield the code and line of frames that belong neither to eos nor to the standard library."""
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code

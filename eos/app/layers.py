@@ -1,7 +1,7 @@
-"""Keeps changes on top of other entries, and reads both together in order.
+"""Layers of changes on top of other entries, read together with them in order.
 
-Owns the order: nothing is sorted before somebody reads in order, and what is sorted then is kept so, because functions
-read the same row again and again. It must never know what a value is.
+Owns the order: names are sorted on the first read in order, and stay sorted from then on, because functions read the
+same row again and again. It must never interpret a value.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ Y = TypeVar("Y")
 Value = bytes | None
 """None: the entry is deleted."""
 
-AFTER_FIELDS: Final = b"\xff" * 9  # of any row: the fields of int keys have 8 bytes, others begin with a zero byte
+# greater than any field: the fields of int keys have 8 bytes, others begin with a zero byte
+AFTER_FIELDS: Final = b"\xff" * 9
 _FEW: Final = 32  # up to this many names are sorted at each scan, which is faster than keeping them sorted
 
 
 class Span(NamedTuple):
-    """Fields from `start` on, before `stop` if there is one; `back`: from the end."""
+    """A range of fields from `start` (included) to `stop` (excluded, None: no end); `back`: in reverse order."""
 
     start: bytes = b""
     stop: bytes | None = None
     back: bool = False
 
     def names(self, row: bytes) -> tuple[bytes, bytes]:
-        """Return the first name of these fields in the row, and one after all of them."""
+        """Return the first name of these fields in the row, and a name after all of them."""
         return row + self.start, row + (AFTER_FIELDS if self.stop is None else self.stop)
 
 
 class Bounds(NamedTuple):
-    """Say where a row has live fields: from `low` on and before `high`, and nowhere if `low` is at `high` or above.
+    """The range of a row's live fields, from `low` (included) to `high` (excluded); empty if `low` >= `high`.
 
-    Bounds are kept in memory. A scan between them does not read deleted and expired entries again and again where a row
-    is deleted from an end. Bounds that are too wide only cost time.
+    Bounds are kept in memory. A scan within them does not read deleted and expired entries again and again if a row is
+    deleted from one end. Bounds that are too wide only cost time.
     """
 
     low: bytes = b""
@@ -56,22 +57,22 @@ class Bounds(NamedTuple):
         return Bounds(self.low, field) if field + b"\0" == self.high else self
 
     def met(self, passed: bytes, name: bytes, back: bool) -> Bounds:
-        """Return the bounds where no live field lies between what an iteration passed and the name."""
+        """Return the bounds after an iteration found no live field between the name `passed` and `name`."""
         if back:
             return Bounds(self.low, name) if name < self.high <= passed else self
         return Bounds(name, self.high) if passed <= self.low < name else self
 
     def ended(self, passed: bytes, name: bytes, back: bool) -> Bounds:
-        """Return the bounds where an iteration ended at the name."""
+        """Return the bounds after an iteration ended at `name`."""
         found = self.met(passed, name, back)
         if found.low < found.high:
             return found
-        at = self.low if self.high == AFTER_FIELDS else self.high  # a list goes on with its numbers from here
+        at = self.low if self.high == AFTER_FIELDS else self.high  # a list continues its numbers from here
         return Bounds(at, at)
 
 
 class Below(Protocol):
-    """Give entries that changes can lie on."""
+    """The entries below a layer of changes."""
 
     def get(self, cell: bytes) -> Value: ...
 
@@ -80,9 +81,9 @@ class Below(Protocol):
 
 
 class Overlay(dict[bytes, X], Generic[X]):
-    """Hold the changed fields of one row. Change it by `put` and `drop`: it may be sorted already."""
+    """The changed fields of one row. Change it only with `put` and `drop`, because it may be sorted already."""
 
-    _names: Any = None  # a SortedList, once there are many and somebody read them in order
+    _names: Any = None  # a SortedList, once there are many fields and the row was read in order
     _dropped = 0
 
     def put(self, field: bytes, value: X) -> None:
@@ -91,14 +92,14 @@ class Overlay(dict[bytes, X], Generic[X]):
         self[field] = value
 
     def drop(self, field: bytes) -> None:
-        """Forget the field. Raises KeyError where it is not there."""
+        """Remove the field. Raise KeyError if it does not exist."""
         del self[field]
         self._dropped += 1
         if self._names is not None:
             self._names.remove(field)
 
     def fields(self, span: Span) -> Iterator[bytes]:
-        """Return its fields in the order of the span; not beyond the next change."""
+        """Return the fields in the order of the span; the iterator is valid until the next change."""
         low, high, back = span
         high = AFTER_FIELDS if high is None else high
         if self._names is None:
@@ -109,13 +110,15 @@ class Overlay(dict[bytes, X], Generic[X]):
         return found
 
     def over(self, below: Iterator[tuple[bytes, Y]], span: Span) -> Iterator[tuple[bytes, X | Y]]:
-        """Yield fields and values in the order of the span: the changes, and what is below where there is no change.
-        Changes that are made meanwhile are met, if they lie ahead."""
+        """Yield fields and values in the order of the span, with the changes in place of the entries below.
+
+        Changes made during the iteration appear if they lie ahead.
+        """
         low, high, back = span
         theirs: tuple[bytes, Y] | None = None
-        field, used, version = None, True, -1  # nothing is read below before it is needed
+        field, used, version = None, True, -1  # nothing below is read before it is needed
         while True:
-            now = len(self) + 2 * self._dropped  # each new field and each dropped one makes it more
+            now = len(self) + 2 * self._dropped  # grows with each new and each dropped field
             if version != now:
                 if field is not None:
                     low, high = (low, field) if back else (field + b"\0", high)
@@ -135,30 +138,30 @@ class Overlay(dict[bytes, X], Generic[X]):
 
 
 class Layer:
-    """Hold changes of cells on top of others, and leave those as they are."""
+    """Changes of cells on top of other cells, which stay as they are."""
 
     def __init__(self, below: Below) -> None:
         self._below = below
         self.changed: dict[bytes, Value] = {}
-        self._rows: dict[bytes, Overlay[Value]] | None = None  # the same by row and field, once one was read in order
+        self._rows: dict[bytes, Overlay[Value]] | None = None  # the same by row and field, once a row was read in order
         self._bounds: dict[bytes, Bounds] = {}  # of rows that were read in order
 
     def get(self, cell: bytes) -> Value:
         return self.changed[cell] if cell in self.changed else self._below.get(cell)
 
     def put(self, cell: bytes, value: Value) -> None:
-        """Change a cell that is not read in order."""
+        """Change a cell of a row that is never read in order."""
         if value is None and self._came(cell):
             del self.changed[cell]
         else:
             self.changed[cell] = value
 
     def _came(self, cell: bytes) -> bool:
-        """Return whether these changes alone made the cell: then nothing is to be deleted below."""
+        """Return whether the cell exists only in these changes, so that a delete needs no entry."""
         return cell in self.changed and self._below.get(cell) is None
 
     def write(self, row: bytes, changes: Mapping[bytes, Value], bounds: Bounds | None) -> None:
-        """Change fields of a row. `bounds`: the row's with these changes; None: the writer does not know them."""
+        """Change fields of a row. `bounds`: the row's bounds with these changes; None: they are unknown."""
         if self._rows is None:
             own = None
         elif (own := self._rows.get(row)) is None:
@@ -186,12 +189,12 @@ class Layer:
         return own.over(below, span) if own else below
 
     def bounds(self, row: bytes) -> Bounds | None:
-        """Return the row's bounds; None: nothing is known."""
+        """Return the row's bounds; None if they are unknown."""
         return self._bounds.get(row)
 
 
 def by_row(cells: Iterable[tuple[bytes, X]]) -> dict[bytes, Overlay[X]]:
-    """Sort cells into rows."""
+    """Group cells into rows."""
     rows: dict[bytes, Overlay[X]] = {}
     for cell, value in cells:
         end = row_length(cell)
@@ -201,7 +204,7 @@ def by_row(cells: Iterable[tuple[bytes, X]]) -> dict[bytes, Overlay[X]]:
 
 @functools.cache
 def _sorted_list() -> Any:
-    """Return sortedcontainers' SortedList: Apps without state must not wait for its import."""
+    """Return sortedcontainers' SortedList, imported late so that Apps without state start without it."""
     from sortedcontainers import SortedList
 
     return SortedList

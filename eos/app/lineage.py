@@ -1,13 +1,14 @@
-"""Lineage: what an output says of its input, and what a committed offset says of the outputs before it.
+"""Lineage: headers that connect an output to its input, and counts that connect a committed offset to the outputs
+before it.
 
-With `eos.lineage=true` each output carries a header that names its input record, which of how many outputs of it this
-one is, and its number among all outputs of that input partition. Beside each committed offset stands how many inputs
-were handled and how many outputs made of them since lineage began there. With both, a reader of the topics can tell an
-input that the function filtered from one whose output was lost (eos/testing/verify.py). This module owns the two
-formats and the counting; it must never talk to Kafka and never judge.
+With `eos.lineage=true` each output carries a header with its input record, its index among the record's outputs, and
+its number among all outputs of that input partition. The metadata of each committed offset has the number of inputs
+handled, and the number of outputs they produced, since lineage began there. With both, a reader of the topics can
+distinguish an input that the function filtered from one whose output was lost (eos/testing/verify.py). This module owns
+the two formats and the counts; it must never call Kafka and never judge.
 
 Header `eos-lineage`: 28 bytes, little endian, `<iqiiq` (source partition, source offset, i, n, number), then the source
-topic in UTF-8. Metadata: the key `lineage` of the JSON beside a committed offset, `[begin, inputs, outputs]`.
+topic in UTF-8. Metadata: the key `lineage` of the JSON in the offset metadata, `[begin, inputs, outputs]`.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from eos.records import Committed, Each, Record, Send, metadata_of, noted
 
 HEADER = "eos-lineage"
 KEY = "lineage"
-OFFSET_FORMAT = 1  # of the metadata, `v` in it: docs/reference/formats.md
+OFFSET_FORMAT = 1  # of the offset metadata, `v` in it: docs/reference/formats.md
 FORMAT = struct.Struct("<iqiiq")
 TopicPartition = tuple[str, int]
 
 
 class Source(NamedTuple):
-    """The input record that an output came from: output `i` of `n`, and the `number`-th of its input partition."""
+    """The input record of an output, which is output `i` of `n`, and the `number`-th of its input partition."""
 
     topic: str
     partition: int
@@ -46,7 +47,7 @@ def encode(source: Source) -> bytes:
 
 
 def decode(header: bytes) -> Source:
-    """Raises ValueError for bytes that no worker wrote."""
+    """Return the source in a header. Raise ValueError for bytes that no worker wrote."""
     if len(header) <= FORMAT.size:
         raise ValueError(f"{len(header)} bytes cannot name a source: it takes {FORMAT.size} and a topic")
     return Source(header[FORMAT.size :].decode(), *FORMAT.unpack_from(header))
@@ -54,7 +55,7 @@ def decode(header: bytes) -> Source:
 
 @dataclass
 class Tally:
-    """Of one input partition: since offset `begin`, `inputs` were handled and made `outputs`."""
+    """The counts of one input partition: since offset `begin`, `inputs` were handled and produced `outputs`."""
 
     begin: int
     inputs: int = 0
@@ -62,20 +63,19 @@ class Tally:
 
 
 def tally_of(metadata: str | None) -> Tally | None:
-    """What a committed offset's metadata says; None if it says nothing of lineage."""
+    """Return the counts in a committed offset's metadata; None if it has none."""
     found = noted(metadata)
     try:
         begin, inputs, outputs = map(operator.index, found[KEY])
         if found.get("v", OFFSET_FORMAT) > OFFSET_FORMAT:
             return None
     except (ValueError, KeyError, TypeError):
-        return None  # written by something else, or without lineage
+        return None  # another program wrote it, or a worker without lineage
     return Tally(begin, inputs, outputs)
 
 
 class Ledger:
-    """Counts per input partition, committed and of the open transaction. A Participant
-    (eos/session/participants.py)."""
+    """Counts inputs and outputs per input partition, as a Participant in transactions (eos/session/participants.py)."""
 
     topics: Collection[str] = ()
 
@@ -84,11 +84,11 @@ class Ledger:
         self._open: dict[TopicPartition, Tally] = {}
 
     def begin(self, partition: TopicPartition, offset: int, metadata: str | None) -> None:
-        """A partition begins at its committed `offset`; counting goes on where the last commit left it, or starts."""
+        """Start a partition at its committed `offset`, with the counts of the last commit or with zero."""
         self._committed[partition] = tally_of(metadata) or Tally(offset)
         self._open.pop(partition, None)
 
-    def forget(self, gone: Collection[TopicPartition]) -> None: ...  # whatever is counted then is never asked for
+    def forget(self, gone: Collection[TopicPartition]) -> None: ...  # the counts of a revoked partition are never read
 
     def restore(
         self, starts: Mapping[TopicPartition, Committed], uncommitted: Collection[TopicPartition]
@@ -98,13 +98,13 @@ class Ledger:
         return starts.keys()
 
     def handled(self, partition: TopicPartition, outputs: int) -> int:
-        """One more input made this many outputs; returns the number of the first of them."""
+        """Count one more input with this many outputs, and return the number of the first output."""
         before = self.tally(partition)
         self._open[partition] = Tally(before.begin, before.inputs + 1, before.outputs + outputs)
         return before.outputs
 
     def tally(self, partition: TopicPartition) -> Tally:
-        """With what the open transaction counted."""
+        """Return the counts of a partition with those of the open transaction."""
         return self._open.get(partition) or self._committed[partition]
 
     def writes(self) -> Collection[TopicPartition]:
@@ -121,12 +121,12 @@ class Ledger:
         self._open = {}
 
     def undone(self) -> None:
-        # Its inputs will be handled and counted again.
+        # The inputs will be handled and counted again.
         self._open = {}
 
 
 def check_route(route: Route) -> None:
-    """Raises ConfigurationError for a batch function: it does not tell which record an output came from."""
+    """Raise ConfigurationError for a batch function: its outputs do not name their input record."""
     if route.batch:
         raise ConfigurationError(
             f"eos.lineage=true needs to know which record an output came from, and the batch function {route.name} "
@@ -135,7 +135,7 @@ def check_route(route: Route) -> None:
 
 
 def each_with_lineage(each: Each, ledger: Ledger) -> Each:
-    """Outputs record by record (Route.each), with the header; what is given is counted."""
+    """Return `each` (see Route.each) with the lineage header added to outputs; it also counts them."""
 
     def marked(records: list[Record]) -> Iterator[Sequence[Send]]:
         for record, sends in zip(records, each(records), strict=True):

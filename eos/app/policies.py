@@ -1,13 +1,13 @@
-"""Error policies: what becomes of a record that its function, its decoder or the broker refuses.
+"""Error policies: they decide what happens to a record that its function, its decoder or the broker refuses.
 
-Owns the policies as data, the back-off between two tries, and the name of a dead letter's topic. It must never run a
-function, send anything or look at an error: eos/worker/handling.py carries a policy out.
+Owns the policies as data, the backoff between two attempts, and the name of a dead-letter topic. It must never run a
+function, send anything or inspect an error: eos/worker/handling.py applies a policy.
 
-    stop                      the default: the worker commits what came before and ends with exit code 65
-    skip                      nothing is sent for the record, its offset moves on: as if the function had returned None
-    dlq                       the record goes to `<topic>.dlq` as it came, with headers that say why
-    retry(n, then=policy)     the function runs up to n more times, with back-off, before `then` decides; with
-                              on=(SomeError, ...) only after those
+    stop                      the default: the worker commits the records before and exits with code 65
+    skip                      the record has no output and its offset is committed, as if the function returned None
+    dlq                       the record goes unchanged to `<topic>.dlq`, with headers that describe the error
+    retry(n, then=policy)     the function runs up to n more times, with backoff, before `then` applies; with
+                              on=(SomeError, ...) only after these exceptions
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ DEAD_LETTER_SUFFIX: Final = ".dlq"
 
 @dataclass(frozen=True)
 class Policy:
-    """Immutable; made by `retry(...)`, or one of `stop`, `skip`, `dlq`.
+    """An immutable error policy: `stop`, `skip`, `dlq`, or one that `retry(...)` returns.
 
-    Between try k and the next, counted from 1, lie `min(backoff_max_ms, backoff_ms * 2**(k - 1))` milliseconds, in
-    which no transaction is open; the records behind it wait.
+    The pause between attempt k, counted from 1, and the next is `min(backoff_max_ms, backoff_ms * 2**(k - 1))`
+    milliseconds. No transaction is open in the pause, and the records after the failed one wait.
     """
 
     verdict: Verdict
     retries: int = 0
     backoff_ms: int = 100
     backoff_max_ms: int = 10_000
-    on: tuple[type[Exception], ...] = ()  # what is tried again; none: everything but what does not decode
+    on: tuple[type[Exception], ...] = ()  # exceptions to retry; empty: all except those of decoding
 
     def wait_s(self, failures: int) -> float | None:
-        """How long until the next try of a record that failed `failures` times; None: the verdict holds."""
+        """Return the seconds until the next attempt of a record that failed `failures` times; None: the verdict
+        applies.
+        """
         if failures > self.retries:
             return None
         doublings = min(failures - 1, 30)
@@ -65,11 +67,12 @@ def retry(
     backoff_ms: int = 100,
     backoff_max_ms: int = 10_000,
 ) -> Policy:
-    """Up to `n` more runs of the function, then `then` (stop, skip or dlq). Raises ConfigurationError.
+    """Return a policy that runs the function up to `n` more times before `then` (stop, skip or dlq) applies.
 
-    `on`: exceptions, as behind `except`; for all others `then` decides at once. Without it everything is tried again
-    but what does not decode: that is only if `on` names it, or what a `decode=` of the user's raised.
-    The n is of one process: a record that was given to another worker or that a restart reads again starts anew.
+    `on`: the exceptions to retry, as in an `except` clause; for all others `then` applies at once. Without it every
+    exception is retried, except one of decoding. A decoding error is retried only if `on` names DecodeError or the
+    exception that a user's `decode=` raised. The attempts count within one process: after a restart, or with another
+    worker, they start from zero. Raises ConfigurationError.
     """
     last = policy_of(then)
     if last.retries:
@@ -87,7 +90,10 @@ def retry(
 
 
 def policy_of(on_error: object) -> Policy:
-    """A Policy, or the name of one that has no parameters. Raises ConfigurationError for anything else."""
+    """Return the policy, given as a Policy or by the name of one without parameters.
+
+    Raises ConfigurationError for anything else.
+    """
     if isinstance(on_error, Policy):
         return on_error
     if isinstance(on_error, str) and on_error in _BY_NAME:
@@ -98,5 +104,5 @@ def policy_of(on_error: object) -> Policy:
 
 
 def dead_letter_topic(source: str) -> str:
-    """Where the dead letters of a source topic go."""
+    """Return the name of a source topic's dead-letter topic."""
     return source + DEAD_LETTER_SUFFIX

@@ -1,8 +1,8 @@
-"""What a function's result leads to: the records to send, by the rules in full; and what it suggests that its author
-did not mean, said once for a function in a process.
+"""Turns a function's result into the records to send, and warns once per function about results that look like a
+mistake.
 
-Owns the meaning of a result: which topic, which key, which timestamp, which bytes, and what cannot be sent. The hot
-loop (eos/hotloop) knows the usual ones by itself and asks here for the rest.
+Owns the meaning of a result: its topic, key, timestamp and bytes, and which results cannot be sent. The hot loop
+(eos/hotloop) handles the usual results itself and calls this module for the rest.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from eos.errors import ConfigurationError
 from eos.hotloop.python import END_OF_TIME, HOLDS_SEVERAL, Target, looks_like_a_pair
 from eos.records import KEEP, Header, Headers, Keep, Out, Record, Send
 
-# Whatever a function of one record returned as what to send.
+# Converts the result of a function of one record into the records to send.
 Normalise = Callable[["Record", object], Sequence[Send]]
 
 
 def target_of(
     name: str, destinations: tuple[str, ...], hints: Hints, passing: frozenset[str] = frozenset()
 ) -> Target | None:
-    """Where the hot loop sends what is usual; without a destination nothing is."""
+    """Return what the hot loop needs to send usual results; None for a function without a destination."""
     if not destinations:
         return None
     json = JSON.encode
@@ -44,10 +44,10 @@ def target_of(
     def value_of(value: object) -> bytes | None:
         kind = type(value)
         try:
-            # As `_value` does, in one call of Python's instead of three.
+            # The same as `_value`, in one Python call instead of three.
             return json(value) if IS_JSON[kind] and kind not in _NEVER_SENT else _value(value, name)
         except TypeError:
-            return _value(value, name)  # which says what is wrong
+            return _value(value, name)  # raises an error that explains the problem
 
     def key_of(key: object) -> bytes | None:
         return _key(key, name)
@@ -56,21 +56,21 @@ def target_of(
 
 
 def encoded(encode: Encode, result: Any) -> Any:
-    """A function's result with all values in it encoded by the user's own encoder."""
+    """Return a function's result with all its values encoded by the user's own encoder."""
 
     def one(item: Any) -> Any:
         if item is None:
             return None
         value = item.value if type(item) is Out else item
         if type(value) is Record or type(value) is Out:
-            return item  # refused by the rule of all results
+            return item  # the common rules for results refuse it
         return msgspec.structs.replace(item, value=encode(value)) if type(item) is Out else encode(value)
 
     return [one(item) for item in result] if HOLDS_SEVERAL[type(result)] else one(result)
 
 
 def normaliser(name: str, destinations: tuple[str, ...], hints: Hints, passing: frozenset[str]) -> Normalise:
-    """Whatever a function of one record returned -> Sends."""
+    """Return a function that converts the result of a function of one record into Sends."""
     convert = out_converter(name, destinations)
     topic = destinations[0] if destinations else None
 
@@ -78,7 +78,7 @@ def normaliser(name: str, destinations: tuple[str, ...], hints: Hints, passing: 
         if type(item) is Out:
             send = convert(item, record, record.timestamp)
         elif topic is None:
-            send = convert(Out(item), record, 0)  # raises: nowhere to send to
+            send = convert(Out(item), record, 0)  # raises: there is no destination
         else:
             value = item if type(item) is bytes else _value(item, name)
             send = topic, value, record.key, -1, _time(max(record.timestamp, 0), name), None
@@ -93,7 +93,7 @@ def normaliser(name: str, destinations: tuple[str, ...], hints: Hints, passing: 
             return ()
         if not HOLDS_SEVERAL[type(result)]:
             return (one(record, result),)
-        # A list, not a generator: everything or nothing, also when the user's generator raises half way.
+        # A list, not a generator: all outputs or none, even if the user's generator raises half way.
         items: list[Any] = result if type(result) is list else list(cast("Iterable[Any]", result))
         if type(result) is tuple and looks_like_a_pair(items, Out):
             hints.pair(record)
@@ -106,7 +106,7 @@ def normaliser(name: str, destinations: tuple[str, ...], hints: Hints, passing: 
 
 
 def _with_passed(send: Send, headers: Sequence[Header], passing: frozenset[str]) -> Send:
-    """The output with the input's headers that are passed on, before its own."""
+    """Return the output with the input's headers that are passed on, placed before its own."""
     own = send[5] or []
     given = {name for name, _ in own}
     passed = [(name, value) for name, value in headers if name in passing and name not in given]
@@ -114,10 +114,11 @@ def _with_passed(send: Send, headers: Sequence[Header], passing: frozenset[str])
 
 
 def out_converter(name: str, destinations: tuple[str, ...]) -> Callable[[Out, Record | None, int], Send]:
-    """Out -> Send by the rules in full; KEEP refers to the key of the record (None in a batch function) and to the
-    timestamp that is given, that of the record or the latest of the batch.
+    """Return a function that converts an Out into a Send by the full rules.
 
-    ConfigurationError for what is wrong with the function and not with the record: no policy skips that.
+    KEEP refers to the key of the record (in a batch function there is none), and to the given timestamp: the record's,
+    or the latest of the batch. The function raises ConfigurationError if the error lies in the user's function and not
+    in the record: no policy skips that.
     """
     allowed = frozenset(destinations)
     default = destinations[0] if destinations else None
@@ -157,7 +158,10 @@ def _no_key(name: str) -> NoReturn:
 def send_of(
     name: str, topic: str, value: object, key: object, partition: int | None, timestamp_ms: int, headers: Headers
 ) -> Send:
-    """What a loop of one's own sends, by the rules of an Out; `name` is how messages call the caller."""
+    """Return the Send for a value that a user's own loop sends, by the rules of an Out.
+
+    `name` is the caller's name in messages.
+    """
     return (
         topic,
         value if type(value) is bytes else _value(value, name),
@@ -168,7 +172,7 @@ def send_of(
     )
 
 
-# Structs and an enum: JSON of them is never what was meant.
+# Structs and an enum: JSON of them is never intended.
 _NEVER_SENT: Final = frozenset({Record, Out, Keep})
 
 
@@ -187,7 +191,7 @@ def _key(key: object, name: str) -> bytes | None:
 
 
 def _integer(number: object, end: int, what: str, name: str) -> int:
-    # Here, where the record is known, and not in the producer, where the error would be about nobody.
+    # Checked here, where the record is known. In the producer the error could not name the record.
     try:
         result = operator.index(number)  # type: ignore[arg-type]
     except TypeError:
@@ -198,8 +202,10 @@ def _integer(number: object, end: int, what: str, name: str) -> int:
 
 
 def _time(timestamp: object, name: str) -> int:
-    """Return the timestamp of an output. Raises ValueError for one that the brokers refuse in any case: they do not say
-    which record of a batch it is, and finding it takes many transactions."""
+    """Return the timestamp of an output. Raise ValueError for one that brokers always refuse.
+
+    Brokers do not report which record of a batch is wrong, and finding it takes many transactions.
+    """
     if type(timestamp) is int and timestamp >= END_OF_TIME:
         raise ValueError(
             f"{name}: the timestamp {timestamp} lies after the year 9999 in milliseconds{_in_another_unit(timestamp)}: "
@@ -224,7 +230,7 @@ def _headers(headers: Headers, name: str) -> list[Header]:
         header, value = pair
         if value is not None and not isinstance(value, (str, bytes, bytearray, memoryview)):
             raise TypeError(f"{name} gave the header {header!r} a {type(value).__name__}, not bytes, str or None")
-        if b"\0" in header.encode():  # a name that UTF-8 cannot hold raises here
+        if b"\0" in header.encode():  # a name that UTF-8 cannot encode raises here
             raise ValueError(
                 f"{name} gave the header {header!r}: a name ends at a NUL for Kafka's client, so none may be in it"
             )
@@ -232,7 +238,7 @@ def _headers(headers: Headers, name: str) -> list[Header]:
     return result
 
 
-# By where a function is defined, not by the function: a copy that was pickled is the same one.
+# Keyed by where a function is defined, not by the function: a pickled copy is the same function.
 _said: set[tuple[object, ...]] = set()
 
 _TOMBSTONE = (
@@ -250,17 +256,17 @@ _PAIR = (
 
 
 class Hints:
-    """Of one function."""
+    """Warnings about the results of one function, each logged once per process."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         code = getattr(underlying(function), "__code__", None)
         self._name = function_name(function)
         self.none_is_usual = may_return_none(function)
-        self._done: set[str] = set()  # what needs no look at more than this
+        self._done: set[str] = set()  # events that were logged or checked already
         self._defined = (self._name, getattr(code, "co_filename", ""), getattr(code, "co_firstlineno", 0))
 
     def tombstone(self, record: Record) -> None:
-        """None came of a record without a value."""
+        """Warn that the result None dropped a tombstone."""
         self._say("a tombstone led to no output", _TOMBSTONE, record)
 
     def nothing(self, record: Record) -> None:
@@ -268,7 +274,7 @@ class Hints:
         self._say("a function returned None against its annotation", _NOTHING, record)
 
     def pair(self, record: Record) -> None:
-        """A tuple was returned that looks like a key and a value."""
+        """Warn that a returned tuple looks like a key and a value."""
         self._say("a tuple is not a key and a value", _PAIR, record)
 
     def _say(self, event: str, why: str, record: Record) -> None:

@@ -1,8 +1,8 @@
-"""One function of an App with its topics, compiled: what a worker, Spark and tests call.
+"""One function of an App with its topics, compiled into the form that a worker, Spark and tests call.
 
-Owns how records go through a function: one by one, in batches or at once, and what of them is sent when it fails.
-Outputs of a record exist only once its function has returned (a generator: is used up). A function that fails half way
-has sent nothing.
+Owns how records pass through a function (one by one, in batches or concurrently), and which outputs are sent if it
+fails. A record's outputs exist only once its function has returned (a generator: is exhausted). A function that fails
+half way has sent nothing.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ _timestamp = operator.attrgetter("timestamp")
 
 
 class Route:
-    """One function with its topics, compiled: what an engine calls.
+    """One function with its topics, compiled: the form that an engine calls.
 
-    `outputs(record)` gives what to send for one record. A route with `batch` set also has `outputs_batch(records)`
-    for many; its `outputs` is a batch of one (for the record-by-record run that finds the culprit).
-    `feed(records, sink)` does the same for many records and puts each output at once where it belongs: the hot path,
-    with nothing between the function and the client. `each(records)` gives the outputs record by record,
-    as `outputs` does. With `concurrent` (an `async def`) both run the function on all records at once, and keep their
-    order; what it returned for records behind one that failed is kept for the next call with them.
-    All but `feed` raise whatever the function raises, DecodeError for a value that does not fit the annotation,
-    TypeError or ValueError for a result that cannot be sent: these are about the record. A ConfigurationError (a
-    destination that was not named) is about the App: no policy may skip or dead-letter a record because of it.
+    `outputs(record)` returns what to send for one record. A route with `batch` also has `outputs_batch(records)` for
+    many records; its `outputs` runs a batch of one, to find the record that fails. `feed(records, sink)` does the same
+    for many records and sends each output directly: it is the hot path, with nothing between the function and the
+    client. `each(records)` yields the outputs record by record, as `outputs` returns them. With `concurrent` (an `async
+    def`), `feed` and `each` run the function on all records at once and keep their order. Results of records after a
+    failed one are kept for the next call with these records.
+
+    All but `feed` raise the exceptions of the function, DecodeError for a value that does not fit the annotation, and
+    TypeError or ValueError for a result that cannot be sent: these are about the record. A ConfigurationError (an
+    undeclared destination) is about the App: no policy may skip or dead-letter a record because of it.
     """
 
     __slots__ = (
@@ -86,7 +87,7 @@ class Route:
         self.function, self.annotation, self.name = function, annotation, name or function_name(function)
         self.sources, self.destinations, self.batch, self.on_error = sources, destinations, batch, on_error
         self.decode, self.encode, self.concurrent = decode, encode, is_async(function)
-        # An encoder of the user's own is a part of the function: the way of all others stays as short as it is.
+        # The user's own encoder becomes a part of the function, so the path of all other functions stays short.
         finish = None if encode is None else functools.partial(encoded, encode)
         kept = Stores(self.name, stores, cells_of)
         hints = Hints(function)
@@ -116,7 +117,7 @@ class Route:
             target = target_of(self.name, destinations, hints, passing)
             self.outputs, self.feed = _compile_single(run, decoded, normalise, target)
             self.each = _one_by_one(self.outputs)
-        # No loop in its place: an error out of it could not say which record it is about.
+        # Not a loop over `outputs`: its errors could not name the record.
         self.outputs_batch = functools.partial(_not_a_batch_route, self.name)
 
     _PARTS = (
@@ -135,18 +136,22 @@ class Route:
     )
 
     def __reduce__(self) -> tuple[object, ...]:
-        # msgspec decoders and closures cannot be pickled; Spark ships routes to its executors: compile again there.
+        # msgspec decoders and closures cannot be pickled. Spark sends routes to its executors, which compile them
+        # again.
         return functools.partial(Route, **{part: getattr(self, part) for part in self._PARTS}), ()
 
     def bound(self, passing: Iterable[str] = (), cells_of: CellsOf | None = None) -> Route:
-        """The same for one engine. Outputs get the input's headers of the `passing` names, unless an Out has its own of
-        that name; not in a batch function, whose outputs have no single input. `cells_of`: where its state is."""
+        """Return the same route for one engine.
+
+        Outputs get the input's headers with the `passing` names, unless an Out has its own header of that name. A batch
+        function's outputs have no single input and get none. `cells_of`: returns where its state is kept.
+        """
         parts = {part: getattr(self, part) for part in self._PARTS}
         return Route(**(parts | {"passing": frozenset(passing), "cells_of": cells_of}))
 
     @property
     def ttls(self) -> dict[bytes, int]:
-        """Of its stores that have a time-to-live: by their names, in milliseconds."""
+        """Return the time-to-live of its stores that have one, in milliseconds by name."""
         return ttls_of(self.stores)
 
     def __repr__(self) -> str:
@@ -154,12 +159,12 @@ class Route:
 
 
 def changelog_of(app_id: str, route: Route) -> str:
-    """Return the name of the topic that keeps the state of an App's function."""
+    """Return the name of the changelog topic of an App's function."""
     return f"{app_id}-{route.name.replace('.', '-')}-changelog"
 
 
 def is_async(function: Callable[..., object]) -> bool:
-    """Whether calling it gives a coroutine or an async generator."""
+    """Return whether calling the function returns a coroutine or an async generator."""
     below = underlying(function)
     return inspect.iscoroutinefunction(below) or inspect.isasyncgenfunction(below)
 
@@ -169,8 +174,10 @@ def _first_parameter(function: Callable[..., Any]) -> str:
 
 
 def _record_decoder(annotation: object, name: str, decode: Decode | None, parameter: str) -> tuple[Decode | None, bool]:
-    """Return the decoder for a function of one record (None: it gets the Record itself), and whether the function gets
-    a Record with the decoded value."""
+    """Return the decoder for a function of one record, and whether it gets a Record with the decoded value.
+
+    The decoder is None if the function gets the Record as it is.
+    """
     kind, _ = without_none(annotation)
     of = f"the parameter {parameter} of {name}: "
     if kind is Record:
@@ -194,7 +201,7 @@ def _record_decoder(annotation: object, name: str, decode: Decode | None, parame
 def _of_record(
     function: Callable[..., Any], decode: Decode | None, typed: bool, record_too: bool
 ) -> Callable[..., Any]:
-    """Return a function of the Record for one that gets its decoded value: alone, beside it, or in it."""
+    """Return a function of the Record for one that gets its decoded value: alone, with the record, or in the record."""
 
     def run(record: Record, *states: Any) -> Any:
         given = record if decode is None else decode(record.value)
@@ -223,7 +230,7 @@ def _check_batch_annotation(annotation: object, name: str) -> None:
 def _compile_single(
     function: Callable[[Any], Any], decode: Decode | None, normalise: Normalise, target: Target | None
 ) -> tuple[Callable[[Record], Sequence[Send]], Feed]:
-    """`outputs` and `feed` of a function of one record."""
+    """Return `outputs` and `feed` of a function of one record."""
 
     def outputs(record: Record) -> Sequence[Send]:
         return normalise(record, function(record if decode is None else decode(record.value)))
@@ -232,10 +239,10 @@ def _compile_single(
 
 
 def feed_by(function: Callable[[Any], Any], decode: Decode | None, target: Target | None, normalise: Normalise) -> Feed:
-    """Through the hot loop, which asks `normalise` where a result is not a usual one."""
+    """Return the feed that uses the hot loop; the loop calls `normalise` for unusual results."""
 
     def feed(records: list[Record], sink: Sink) -> Fed:
-        partly = 0  # outputs that went out of a record that failed behind them
+        partly = 0  # outputs sent for a record that failed afterwards
         produce, refused = sink.produce, sink.refused
 
         def other(record: Record, result: object) -> int:
@@ -256,7 +263,7 @@ def feed_by(function: Callable[[Any], Any], decode: Decode | None, target: Targe
 
 
 class _Made(list[Send]):
-    """Outputs, where they are more than the hot loop knows."""
+    """Outputs of a record that the hot loop cannot send itself."""
 
 
 def _compile_stateful(
@@ -266,7 +273,7 @@ def _compile_stateful(
     normalise: Normalise,
     target: Target | None,
 ) -> tuple[Callable[[Record], Sequence[Send]], Feed]:
-    """`outputs` and `feed` of a function with state: what it changed counts once its outputs are made."""
+    """Return `outputs` and `feed` of a function with state; state changes count once the outputs are made."""
 
     def made(record: Record, result: Any) -> Sequence[Send]:
         return normalise(record, result if finish is None else finish(result))
@@ -283,7 +290,7 @@ def _compile_stateful(
         return _Made(made(record, result))
 
     def one(record: Record) -> bytes | _Made | None:
-        # No cast(): it would be a call for each record.
+        # no cast(): it would be a call for each record
         found: bytes | _Made | None = run(record, record if decode is None else decode(record.value), usual)
         return found
 
@@ -304,7 +311,7 @@ def put(send: Send, sink: Sink) -> None:
 
 def _one_by_one(outputs: Callable[[Record], Sequence[Send]]) -> Each:
     def each(records: list[Record]) -> Iterator[Sequence[Send]]:
-        # A generator and no map(): a StopIteration out of a user's function would end a loop over that one silently.
+        # A generator and not map(): a StopIteration from a user's function would silently end a loop over map().
         for record in records:
             yield outputs(record)
 
@@ -312,7 +319,7 @@ def _one_by_one(outputs: Callable[[Record], Sequence[Send]]) -> Each:
 
 
 def feed_each(each: Each) -> Feed:
-    """The feed of what gives the outputs record by record: not for speed."""
+    """Return a feed for outputs that come record by record; it is not the fast path."""
 
     def feed(records: list[Record], sink: Sink) -> Fed:
         sent = 0
@@ -337,10 +344,10 @@ def _compile_concurrent(
     finish: Callable[[Any], Any] | None,
     normalise: Normalise,
 ) -> tuple[Callable[[Record], Sequence[Send]], Each]:
-    """`outputs` and `each` of an `async def` of one record."""
+    """Return `outputs` and `each` of an `async def` of one record."""
     several = inspect.isasyncgenfunction(underlying(function))
-    # What was made of records behind one that failed, with those records: they come again when it is dealt with, and
-    # a function's effects elsewhere should not happen twice for that. Held, so that no id is used anew meanwhile.
+    # Results of records after a failed one, with those records. The records come again, and the function's external
+    # effects should not happen twice for that. Holding the records prevents reuse of their ids.
     ahead: list[tuple[Record, concurrent.Outcome]] = []
 
     async def run(record: Record) -> Sequence[Send]:
@@ -358,7 +365,7 @@ def _compile_concurrent(
             outcome = known[id(record)]
             if isinstance(outcome, BaseException):
                 if behind := [(later, known[id(later)]) for later in records[number + 1 :]]:
-                    ahead[:] = behind  # in place of older ones: those may never come again
+                    ahead[:] = behind  # replaces older results, whose records may never come again
                 raise outcome
             yield outcome
 
@@ -375,15 +382,18 @@ def _compile_keyed(
     finish: Callable[[Any], Any] | None,
     normalise: Normalise,
 ) -> tuple[Callable[[Record], Sequence[Send]], Each]:
-    """The same of one with state: records of one key run one after the other, and what they changed is written when
-    their outputs are handed on. Behind one that failed its key's records wait."""
+    """Return `outputs` and `each` of an `async def` with state.
+
+    Records of one key run one after the other, and their changes are written when their outputs are yielded. After a
+    failed record the later records of its key wait.
+    """
     several = inspect.isasyncgenfunction(underlying(function))
 
     async def result_of(given: Any, *held: Any) -> Any:
         return [item async for item in function(given, *held)] if several else await function(given, *held)
 
     run = stores.concurrent(result_of)
-    # Outcomes of records after one that failed, each with its record and the time of its task: they come again.
+    # Outcomes of records after a failed one, each with its record and its task's time. The records come again.
     ahead: list[tuple[Record, concurrent.Outcome, int]] = []
 
     def made(record: Record, result: Any) -> Sequence[Send]:
@@ -409,8 +419,8 @@ def _compile_keyed(
         chains: dict[tuple[int, bytes | None], list[Record]] = {}
         for record in records:
             chains.setdefault((record.partition, record.key), []).append(record)
-        # The record that failed does not count for the time: what ran at another time runs again, and its key's later
-        # records with it.
+        # A failed record does not advance the time. A record that ran at another time runs again, and so do the later
+        # records of its key.
         current = {id(record): outcome for record, outcome, now in ahead if times.get(id(record), 0) == now}
         known = {
             id(record): current[id(record)]
@@ -423,7 +433,7 @@ def _compile_keyed(
         ]
         for outcome in concurrent.run_all(waiting) if waiting else ():
             if isinstance(outcome, BaseException):
-                raise outcome  # not the function's: the chain keeps those
+                raise outcome  # not an exception of the function: the chain keeps those
         for number, record in enumerate(records):
             outcome = known[id(record)]
             if isinstance(outcome, BaseException):
@@ -446,7 +456,7 @@ def _compile_keyed(
 
 
 def _blocking(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """An `async def` of a batch as a function that returns when it is done."""
+    """Return a blocking function for an `async def` of a batch."""
     several = inspect.isasyncgenfunction(underlying(function))
 
     async def run(*given: Any) -> Any:
@@ -463,12 +473,12 @@ def _compile_batch(
     hints: Hints,
     stores: Stores | None,
 ) -> tuple[Callable[[list[Record]], list[Send]], Feed]:
-    """`outputs_batch` and `feed` of a function of many records."""
+    """Return `outputs_batch` and `feed` of a function of many records."""
     convert = out_converter(name, destinations)
     target = target_of(name, destinations, hints)
 
     def run(records: list[Record]) -> list[Any]:
-        return checked(function(records.copy()), records)  # the list is the function's to change
+        return checked(function(records.copy()), records)  # a copy, because the function may change the list
 
     def checked(result: Any, records: list[Record]) -> list[Any]:
         if result is None:
@@ -502,7 +512,7 @@ def _compile_batch(
         sent, culprit = 0, records[0] if len(records) == 1 else None
         try:
             outs = run(records)
-            # Looked through before the first is sent: all of the batch's outputs go out, or none.
+            # Checked before the first send, so that all or none of the batch's outputs are sent.
             latest_ms = _latest_ms(records)
             fed = None
             if target is not None:
@@ -539,7 +549,7 @@ def _compile_batch(
 
 
 def _latest_ms(records: list[Record]) -> int:
-    """Return the timestamp of a batch function's outputs that have none of their own, 0 for the time of producing."""
+    """Return the default timestamp in ms of a batch function's outputs; 0: the time of producing."""
     return max(0, max(map(_timestamp, records), default=0))
 
 

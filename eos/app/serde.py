@@ -1,10 +1,10 @@
-"""Type annotation -> decoder, Python value -> bytes.
+"""Decoders from type annotations, and encoders from Python values to bytes.
 
-Owns the one rule for how a function's annotation chooses the decoder of a record's value, and the one rule for
-how a value or key that a function returned becomes bytes. It must never do I/O, know about topics or records, or
-decide what happens to a record that does not decode: it raises, the worker's policy decides.
+Owns the rule by which a function's annotation chooses the decoder of a record's value, and the rule by which a returned
+value or key becomes bytes. It must never do I/O, know about topics or records, or decide about a record that does not
+decode: it raises an error, and the worker's policy decides.
 
-Alone (or as `| None`), `bytes` and `str` mean the raw value; every other annotation means JSON, read by msgspec.
+Alone (or as `| None`), `bytes` and `str` mean the raw value. Every other annotation means JSON, read by msgspec.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Encode = Callable[[Any], bytes | None]
 _Node = TypeVar("_Node")
 
 JSON = msgspec.json.Encoder()
-# A key decides the partition and what compaction keeps: equal dicts and sets must be equal bytes.
+# A key decides the partition and what compaction keeps, so equal dicts and sets must give equal bytes.
 _JSON_KEY = msgspec.json.Encoder(order="deterministic")
 
 
 class DecodeError(ValueError):
-    """The value of a record is not what the function's annotation says: a poison record."""
+    """The value of a record does not match the function's annotation."""
 
 
 # ---------------------------------------------------------------------------------------------- annotation
@@ -44,11 +44,11 @@ class DecodeError(ValueError):
 def parameter_annotation(
     function: Callable[..., object], default: object, frame: types.FrameType | None, more: int = 0
 ) -> object:
-    """What the first parameter of `function` is annotated with, resolved; `default` without annotation.
+    """Return the resolved annotation of the function's first parameter; `default` without an annotation.
 
-    `frame` is where the decorator was applied: under `from __future__ import annotations` a type that is local
-    to a function can be found only there. Raises ConfigurationError for a function that cannot be called with
-    one positional argument and `more` (its record, its state), and for an annotation that cannot be resolved.
+    `frame` is where the decorator was applied: under `from __future__ import annotations` only its locals contain a
+    type that is local to a function. Raises ConfigurationError for a function that cannot be called with one positional
+    argument and `more` further ones (its record, its state), and for an annotation that cannot be resolved.
     """
     name = function_name(function)
     try:
@@ -67,11 +67,11 @@ def parameter_annotation(
 
 
 def takes_record_too(function: Callable[..., object], frame: types.FrameType | None) -> bool:
-    """Return whether the second parameter is annotated Record: it gets the record, the first one the decoded value."""
+    """Return whether the second parameter is annotated Record, so that it gets the record."""
     try:
         _, *rest = inspect.signature(function).parameters.values()
     except (TypeError, ValueError, NameError):
-        return False  # said by whoever looks at the first parameter
+        return False  # the check of the first parameter reports it
     if not rest or rest[0].annotation is inspect.Parameter.empty:
         return False
     annotation = resolved(function, rest[0].annotation, frame)
@@ -79,12 +79,12 @@ def takes_record_too(function: Callable[..., object], frame: types.FrameType | N
 
 
 def resolved(function: Callable[..., object], annotation: Any, frame: types.FrameType | None) -> Any:
-    """An annotation of this function's as what it names. Raises ConfigurationError."""
+    """Return the type that an annotation of this function names. Raise ConfigurationError."""
     name, code_owner = function_name(function), underlying(function)
 
     def holder() -> None: ...
 
-    # Only the parameter: a return annotation may well name something imported under TYPE_CHECKING.
+    # Only the parameter: a return annotation may name something imported under TYPE_CHECKING.
     holder.__annotations__ = {"value": annotation}
     try:
         hints = typing.get_type_hints(
@@ -102,7 +102,7 @@ def resolved(function: Callable[..., object], annotation: Any, frame: types.Fram
 
 
 def underlying(function: Callable[..., object]) -> Callable[..., object]:
-    """The plain function below partials, `functools.wraps` and `__call__`: where globals and code are."""
+    """Return the plain function inside partials, `functools.wraps` and `__call__`: the owner of globals and code."""
     while isinstance(function, functools.partial) or hasattr(function, "__wrapped__"):
         function = function.func if isinstance(function, functools.partial) else function.__wrapped__
     if inspect.isroutine(function) or isinstance(function, type):
@@ -110,21 +110,21 @@ def underlying(function: Callable[..., object]) -> Callable[..., object]:
     return getattr(type(function), "__call__", function)  # noqa: B004 (wanted: the method, not callability)
 
 
-# None, or what a None is one of.
+# None, and types that include None.
 _NONE: Final = (None, types.NoneType, Any, object, collections.abc.Hashable, typing.NoReturn, typing.Never)
 _NAMES_NONE: Final = re.compile(r"\b(?:None|Optional|Any|object|Hashable|NoReturn|Never)\b")
 
 
 def may_return_none(function: Callable[..., object]) -> bool:
-    """Tell whether a function's annotation allows the result None; without an annotation every result is allowed."""
+    """Return whether a function's annotation allows the result None; without an annotation every result is allowed."""
     try:
         annotation = inspect.signature(function).return_annotation
         return annotation is inspect.Signature.empty or _allows_none(resolved(function, annotation, None))
     except ConfigurationError:
-        # It names what is imported for type checkers only, or local to another function.
+        # It names something imported for type checkers only, or local to another function.
         return not isinstance(annotation, str) or _NAMES_NONE.search(annotation) is not None
     except (TypeError, ValueError, NameError):
-        return True  # said by whoever looks at its parameters
+        return True  # the check of its parameters reports it
 
 
 def _allows_none(annotation: Any) -> bool:
@@ -139,13 +139,13 @@ def _allows_none(annotation: Any) -> bool:
 
 
 def function_name(function: Callable[..., object]) -> str:
-    """How messages name a user's function."""
+    """Return the name of a user's function for messages."""
     return str(getattr(underlying(function), "__qualname__", repr(function))).rpartition("<locals>.")[2]
 
 
 def _defining_locals(code_owner: Callable[..., object], frame: types.FrameType | None) -> dict[str, Any]:
-    # Only if this frame really defined the function: a decorator applied elsewhere, to an imported function,
-    # must not resolve that function's names among foreign ones.
+    # Only if this frame really defined the function: a decorator applied elsewhere, to an imported function, must not
+    # resolve that function's names among unrelated ones.
     code = getattr(code_owner, "__code__", None)
     if frame is None or code is None or code not in frame.f_code.co_consts:
         return {}
@@ -153,7 +153,7 @@ def _defining_locals(code_owner: Callable[..., object], frame: types.FrameType |
 
 
 def annotation_name(annotation: object) -> str:
-    """How messages name a type: `Flight`, `Flight | None`, `list[int]`."""
+    """Return the name of a type for messages: `Flight`, `Flight | None`, `list[int]`."""
     if isinstance(annotation, type) and not typing.get_args(annotation):
         return annotation.__name__
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -162,7 +162,7 @@ def annotation_name(annotation: object) -> str:
 
 
 def without_none(annotation: object) -> tuple[object, bool]:
-    """(the annotation without `| None`, whether it had it)."""
+    """Return the annotation without `| None`, and whether it had it."""
     if typing.get_origin(annotation) is typing.Annotated:  # Annotated[T | None, ...] keeps its constraints
         return annotation, without_none(typing.get_args(annotation)[0])[1]
     if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
@@ -176,11 +176,11 @@ def without_none(annotation: object) -> tuple[object, bool]:
 
 
 def decoder(annotation: object, of: str = "", kept: bool = False) -> Decode:
-    """The decoder of a record's value (bytes, or None for a tombstone) for this annotation.
+    """Return the decoder of a record's value (bytes, or None for a tombstone) for this annotation.
 
-    Raises ConfigurationError for what cannot be decoded. `of`: how its sentence names the parameter. `kept`: a value of
-    state is decoded, for which there is no decode=. The decoder raises DecodeError for a value that is not
-    of that type, and for a tombstone unless the annotation is `T | None`.
+    `of`: the name of the parameter in error messages. `kept`: the value belongs to state, which has no decode=. Raises
+    ConfigurationError for an annotation without a decoder. The decoder raises DecodeError for a value of another type,
+    and for a tombstone unless the annotation is `T | None`.
     """
     inner, nullable = without_none(annotation)
     if inner is bytes:
@@ -206,7 +206,7 @@ def _json_decoder(annotation: object, nullable: bool, of: str, kept: bool) -> De
     except (TypeError, NameError, AttributeError, SyntaxError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{of}no decoder for the annotation {name}: {error}") from error
     if foreign is not None:
-        # msgspec takes any class and then refuses every value of it: say so now, not at the first record.
+        # msgspec accepts any class and then refuses every value of it. Report this now, not at the first record.
         raise ConfigurationError(
             f"{of}no decoder for the annotation {name}: msgspec cannot read {annotation_name(foreign.cls)} from JSON",
             remedy=_readable(foreign.cls, kept),
@@ -226,7 +226,7 @@ def _json_decoder(annotation: object, nullable: bool, of: str, kept: bool) -> De
 
 
 def _readable(kind: type, kept: bool) -> str:
-    """What to annotate in place of a class that msgspec does not know."""
+    """Return which annotation to use in place of a class that msgspec does not know."""
     if hasattr(kind, "model_validate_json"):
         name = annotation_name(kind)
         return "keep a dict, its model_dump()" if kept else f"pass decode={name}.model_validate_json"
@@ -237,8 +237,10 @@ def _readable(kind: type, kept: bool) -> str:
 
 
 def _first(kinds: type[_Node] | tuple[type[_Node], ...], node: object, seen: set[int]) -> _Node | None:
-    """The first part of this msgspec type description that is one of these; a CustomType is what msgspec knows only by
-    `isinstance`."""
+    """Return the first part of a msgspec type description that is one of these kinds; None if there is none.
+
+    A CustomType is a class that msgspec knows only by `isinstance`.
+    """
     if isinstance(node, kinds):
         return node
     if id(node) in seen:  # types may be recursive
@@ -284,7 +286,10 @@ def _str(value: bytes | None) -> str:
 
 
 def checked_decoder(decode: Callable[[bytes], Any] | None, annotation: object) -> Decode | None:
-    """A user's own decoder: it gets bytes, what it raises is a DecodeError, and tombstones follow the annotation."""
+    """Return a user's decoder with the common rules.
+
+    It gets bytes only, its exceptions become DecodeError, and the annotation decides about tombstones.
+    """
     if decode is None:
         return None
     if not callable(decode):
@@ -293,7 +298,9 @@ def checked_decoder(decode: Callable[[bytes], Any] | None, annotation: object) -
 
 
 def checked_encoder(encode: Callable[[Any], bytes] | None) -> Encode | None:
-    """A user's own encoder: it gets every value but None (a tombstone), and must give bytes."""
+    """Return a user's encoder with the common rules: it gets every value except None (a tombstone), and must return
+    bytes.
+    """
     if encode is None:
         return None
     if not callable(encode):
@@ -302,7 +309,7 @@ def checked_encoder(encode: Callable[[Any], bytes] | None) -> Encode | None:
 
 
 class _OwnDecoder:
-    """A class and no closure, because Spark pickles routes."""
+    """A user's decoder with the common rules; a class and not a closure, because Spark pickles routes."""
 
     def __init__(self, decode: Callable[[bytes], Any], name: str, nullable: bool) -> None:
         self._decode, self._name, self._nullable = decode, name, nullable
@@ -336,19 +343,22 @@ class _OwnEncoder:
 
 
 def encode(value: object) -> bytes | None:
-    """A record's value: bytes, bytearray and memoryview as they are, str as UTF-8, None stays None (a tombstone),
-    anything else JSON. As msgspec writes it: NaN and infinities become null, bytes inside JSON become base64.
+    """Return the bytes of a record's value.
 
-    Raises TypeError for a type that JSON cannot hold, ValueError for a str that UTF-8 cannot.
+    bytes, bytearray and memoryview stay as they are, str becomes UTF-8, None stays None (a tombstone), and all else
+    becomes JSON, as msgspec writes it: NaN and infinities become null, bytes inside JSON become base64. Raises
+    TypeError for a type that JSON cannot hold, ValueError for a str that UTF-8 cannot encode.
     """
     return _encode(value, JSON, "sent")
 
 
 class Codec(NamedTuple):
-    """How values of one annotation are kept: what `encode` makes of one that it allows, `decode` reads again.
+    """The decoder and encoder for state values of one annotation; `decode` reads the bytes that `encode` wrote.
 
-    `encode` raises TypeError or ValueError for what cannot be kept at all. Of an exact type `sure` every value can be
-    read again; of another one only `decode` tells. `unordered`: what was read may be other bytes than it was."""
+    `encode` raises TypeError or ValueError for a value that cannot be encoded. Every value whose exact type is `sure`
+    can be decoded again; for other types only `decode` shows it. `unordered`: a decoded value may encode to other
+    bytes.
+    """
 
     decode: Decode
     encode: Callable[[Any], bytes]
@@ -357,7 +367,7 @@ class Codec(NamedTuple):
 
 
 def codec(annotation: object) -> Codec:
-    """Raises ConfigurationError for what cannot be decoded."""
+    """Return the codec for an annotation. Raise ConfigurationError if it has no decoder."""
     decode, (inner, _) = decoder(annotation), without_none(annotation)
     if inner is bytes or inner is str:
         return Codec(decode, functools.partial(_raw, inner), inner)
@@ -373,7 +383,7 @@ def _raw(kind: type[bytes] | type[str], value: object) -> bytes:
 
 
 class _IsJson(dict[type, bool]):
-    """Whether `encode` writes a value of this type as JSON, if at all; worked out once per type."""
+    """Records whether `encode` writes a type as JSON, worked out once per type."""
 
     def __missing__(self, kind: type) -> bool:
         self[kind] = not issubclass(kind, (str, bytes, bytearray, memoryview, types.NoneType))
@@ -384,7 +394,9 @@ IS_JSON = _IsJson()
 
 
 def encode_key(key: object) -> bytes | None:
-    """A record's key, by the rule of `encode`; dicts and sets in it are sorted: equal keys give equal bytes."""
+    """Return the bytes of a record's key, as `encode` does, but with dicts and sets sorted: equal keys give equal
+    bytes.
+    """
     return _encode(key, _JSON_KEY, "sent as a key")
 
 
@@ -392,8 +404,10 @@ _NO_NAN: Final = "JSON has no NaN and no infinity: use None or another value in 
 
 
 def remedy_of(value: object, kept: bool = False) -> str:
-    """Return what to do about a value that JSON cannot hold, by the first part of it that is in the way; "" where
-    nothing is known of it. `kept`: it is a value of state, and not sent."""
+    """Return the remedy for a value that JSON cannot hold, judged by its first such part; "" if none is known.
+
+    `kept`: the value belongs to state and is not sent.
+    """
     refused: list[Any] = []
 
     def refuse(part: object) -> object:

@@ -1,11 +1,10 @@
-"""State of a function's own, by the key of its record: what a function holds in its hands while it runs.
+"""The state of a function, by the key of its record: the objects that the function uses while it runs.
 
-A parameter behind the first one that is annotated `State[T]`, `MapState[K, V]` or `ListState[T]` is a store
-(eos/app/stores.py). What the function leaves there counts only if it returns; where it is kept is eos/state's, behind
-`Cells`. It must never do I/O.
+A parameter after the first that is annotated `State[T]`, `MapState[K, V]` or `ListState[T]` is a store
+(eos/app/stores.py). Changes to it count only if the function returns. eos/state keeps them, behind the interface
+`Cells`. This module must never do I/O.
 
-A value is in a cell (eos/app/cells.py); in a map the field that is a part of its name is the map's own key as bytes,
-of which the order is the order of those keys.
+A value is in a cell (eos/app/cells.py). In a map the cell's field is the map's key as bytes, which sort as the keys do.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ D = TypeVar("D")
 K = TypeVar("K", str, bytes, int)
 V = TypeVar("V")
 Offer = tuple[Any, bytes | None]
-"""A default that was given, and what tells whether it was changed since."""
+"""A mutable default that `get` returned, and bytes that show whether it was changed since."""
 
-# Values that nobody can change in place.
+# Types whose values cannot be changed in place.
 _FIXED: Final = frozenset({int, str, bytes, float, bool, types.NoneType})
 LONGEST_FIELD: Final = 400
 
@@ -43,58 +42,58 @@ class _Mark:
 
 
 _UNREAD, _ABSENT = _Mark("UNREAD"), _Mark("ABSENT")
-_NOWHERE: Final = (_ABSENT, None)  # a value that is not there, and its bytes
+_NOWHERE: Final = (_ABSENT, None)  # an absent value, and its bytes
 
 
 class Cells(Below, Protocol):
-    """Values of one task (a function and a partition), as the open transaction sees them."""
+    """The values of one task (a function and a partition), as the open transaction sees them."""
 
     def put(self, cell: bytes, value: Value) -> None:
-        """Change a cell that is not read in order."""
+        """Change a cell of a row that is never read in order."""
 
     def write(self, row: bytes, changes: Mapping[bytes, Value], bounds: Bounds | None) -> None:
-        """Change fields of a row. `bounds`: the row's with these changes; None: the writer does not know them."""
+        """Change fields of a row. `bounds`: the row's bounds with these changes; None: they are unknown."""
 
     def bounds(self, row: bytes) -> Bounds | None:
-        """Return the row's bounds; None: nothing is known."""
+        """Return the row's bounds; None if they are unknown."""
 
 
 class TaskCells(Cells, Protocol):
-    """All of them."""
+    """All cells of a task, with the task's time."""
 
     time_ms: int
     """The latest timestamp of the task's records so far, in milliseconds since the epoch."""
 
     def at(self, timestamp_ms: int) -> int:
-        """What that is with one more record, of which the timestamp may be unknown (-1)."""
+        """Return the task's time with one more record, whose timestamp may be unknown (-1)."""
 
 
 class Store(NamedTuple):
-    """A parameter that is state: of a `kind`, and `annotations` are what it holds."""
+    """A parameter that is state of this `kind`; `annotations` are the types that it holds."""
 
     name: str
     kind: type[State[Any]] | type[MapState[Any, Any]] | type[ListState[Any]]
     annotations: tuple[Any, ...]
     many: bool = False
-    """A mapping from keys to it, for a batch function."""
+    """True if a batch function gets a mapping from keys to the state."""
     ttl_ms: int | None = None
-    """How long a value is there after its last write."""
+    """How long a value lives after its last write."""
     was: str | None = None
-    """The name that it was first kept under, if that is another one."""
+    """The name that it was first stored under, if that is another one."""
 
     @property
     def kept_as(self) -> str:
-        """Its name in the changelog."""
+        """Return its name in the changelog."""
         return self.was or self.name
 
     @property
     def shape(self) -> str:
-        """What decides how its cells are named, whatever its values are."""
+        """Return the kind of state that decides how its cells are named, whatever its values are."""
         return f"MapState[{self.annotations[0].__name__}]" if self.kind is MapState else self.kind.__name__
 
 
 class CompiledStore:
-    """Hold what all states of one parameter share, worked out once per function."""
+    """The parts that all states of one parameter share, compiled once per function."""
 
     __slots__ = ("begin", "decode", "encode", "field", "renews", "store", "sure", "unfield", "unordered")
 
@@ -102,14 +101,15 @@ class CompiledStore:
         self.store = store
         self.decode, self.encode, self.sure, self.unordered = codec(store.annotations[-1])
         self.begin = begin_of(store.kept_as)
-        self.renews = store.ttl_ms is not None  # setting an equal value is a change, because it lives longer
+        # setting an equal value is a change too, because it extends the value's life
+        self.renews = store.ttl_ms is not None
         self.field, self.unfield = FIELDS[store.annotations[0] if store.kind is MapState else int]
 
 
 class _Held:
-    """Hold what all kinds have in common: the cells, from construction until the function has returned.
+    """The base of all kinds of state: it holds the cells from construction until the function has returned.
 
-    Each record gets objects of its own, so an object that the function kept raises IllegalState for ever after.
+    Each record gets its own objects, so an object that the function kept raises IllegalState from then on.
     """
 
     __slots__ = ("_cells", "_compiled", "_row")
@@ -117,18 +117,18 @@ class _Held:
     _cells: Cells | None
 
     def __init__(self, compiled: CompiledStore, cells: Cells, rest: bytes) -> None:
-        """`rest`: the part of the row's name that the key gives."""
+        """Create the state of one key; `rest` is the part of the row's name that the key gives."""
         self._compiled, self._cells, self._row = compiled, cells, compiled.begin + rest
 
     def _leave(self) -> None:
         self._cells = None
 
     def _encode(self) -> None:
-        """Encode what the function left. Raises TypeError for a value that cannot be kept."""
+        """Encode the values that the function left. Raise TypeError for a value that cannot be stored."""
         raise NotImplementedError
 
     def _write(self, cells: Cells) -> None:
-        """Write there what `_encode` found to be another value than before."""
+        """Write the values that `_encode` found to be changed."""
         raise NotImplementedError
 
     def _open(self) -> Cells:
@@ -140,7 +140,10 @@ class _Held:
         return self._cells
 
     def _read(self, kept: bytes) -> tuple[Any, bytes]:
-        """Decode a value. Return it with the bytes that it encodes to if it is not changed: a set has another order."""
+        """Decode a value, and return it with the bytes that it encodes to while unchanged.
+
+        These bytes differ from `kept` for a set, whose order varies.
+        """
         compiled = self._compiled
         try:
             value = compiled.decode(kept)
@@ -153,10 +156,10 @@ class _Held:
         return value, compiled.encode(value) if compiled.unordered else kept
 
     def _encoded(self, value: Any, before: object) -> bytes | None:
-        """Return the value's bytes, None where there is none.
+        """Return the value's bytes; None if it is absent.
 
-        Raises TypeError for a value that could not be read again, unless it is what was there before: it would end the
-        worker at the next record of its key.
+        Raises TypeError for a value that could not be decoded again, unless it is unchanged: it would end the worker at
+        the next record of its key.
         """
         if value is _ABSENT:
             return None
@@ -180,10 +183,11 @@ class _Held:
 
 
 class State(_Held, Generic[T]):
-    """The value of one key. `get()` gives it, None or the default where there is none; `set(value)`, `delete()`.
+    """A single value per key: read it with `get()`, change it with `set(value)` and `delete()`.
 
-    A value that was changed in place is set, also a default: `seen.get([]).append(x)` is enough. Values are JSON, bytes
-    and str are kept as they are. Do not keep the object: it raises IllegalState once its function has returned.
+    `get()` returns None, or the given default, if the key has no value. A value that is changed in place is stored too,
+    even a default: `seen.get([]).append(x)` is enough. Values are stored as JSON; bytes and str are stored as they are.
+    Do not keep the object: it raises IllegalState once its function has returned.
     """
 
     __slots__ = ("_after", "_before", "_offered", "_value")
@@ -193,7 +197,7 @@ class State(_Held, Generic[T]):
     def __init__(self, compiled: CompiledStore, cells: Cells, rest: bytes) -> None:
         self._compiled, self._cells, self._row = compiled, cells, compiled.begin + rest
         self._value: Any = _UNREAD
-        self._before: Any = _UNREAD  # its bytes
+        self._before: Any = _UNREAD  # the value's bytes
         self._offered: list[Offer] | None = None
 
     @overload
@@ -227,7 +231,7 @@ class State(_Held, Generic[T]):
             self._before = _UNREAD
 
     def delete(self) -> None:
-        """There is no value for this key any more."""
+        """Delete the value of this key."""
         self._open()
         self._value, self._offered = _ABSENT, None
 
@@ -243,10 +247,10 @@ class State(_Held, Generic[T]):
 
 
 class MapState(_Held, MutableMapping[K, V]):
-    """A map per key, used as a dict is; its own keys are str, bytes or int, and it is read in their order.
+    """A map per key, used like a dict; its own keys are str, bytes or int, and it is read in their order.
 
-    `range(start, stop)` reads a part of it. A value that was changed in place is set, one that `get` was given as its
-    default too. Do not keep the object: it raises IllegalState once its function has returned.
+    `range(start, stop)` reads a part of it. A value that is changed in place is stored too, even one that was passed to
+    `get` as its default. Do not keep the object: it raises IllegalState once its function has returned.
     """
 
     __slots__ = ("_bounds", "_changed", "_offered", "_own", "_seen")
@@ -255,11 +259,11 @@ class MapState(_Held, MutableMapping[K, V]):
 
     def __init__(self, compiled: CompiledStore, cells: Cells, rest: bytes) -> None:
         self._compiled, self._cells, self._row = compiled, cells, compiled.begin + rest
-        # field -> the value and its bytes below, or _NOWHERE
+        # field -> its value and bytes in the cells, or _NOWHERE
         self._seen: dict[bytes, tuple[Any, bytes | None]] = {}
-        self._own: Overlay[Any] = Overlay()  # field -> what the function set, or _ABSENT
+        self._own: Overlay[Any] = Overlay()  # field -> the value that the function set, or _ABSENT
         self._offered: dict[bytes, list[Offer]] = {}
-        self._bounds: Bounds | None = None  # once it was read in order
+        self._bounds: Bounds | None = None  # known once the map was read in order
 
     def _below(self, field: bytes) -> tuple[Any, bytes | None]:
         if field not in self._seen:
@@ -268,7 +272,7 @@ class MapState(_Held, MutableMapping[K, V]):
         return self._seen[field]
 
     def _value(self, field: bytes) -> Any:
-        """Or _ABSENT."""
+        """Return the field's value, or _ABSENT."""
         if self._cells is None:
             self._open()
         if self._offered and field in self._offered:
@@ -323,8 +327,11 @@ class MapState(_Held, MutableMapping[K, V]):
             self._bounds = self._bounds.deleted(field)
 
     def range(self, start: K | None = None, stop: K | None = None, *, reverse: bool = False) -> Iterator[tuple[K, V]]:
-        """Keys from `start` on and before `stop`, with their values, in order; all of them without either. What is set
-        or deleted while it runs may or may not be met."""
+        """Iterate over the keys from `start` (included) to `stop` (excluded) with their values, in order.
+
+        Without `start` or `stop` the range has no limit on that side. Entries that are set or deleted during the
+        iteration may or may not appear.
+        """
         field_of = self._compiled.field
         return self._entries(
             b"" if start is None else field_of(start), None if stop is None else field_of(stop), reverse
@@ -359,7 +366,8 @@ class MapState(_Held, MutableMapping[K, V]):
             passed = field if back else after
             if value is not _ABSENT:
                 yield unfield(field), value
-                self._open()  # before the cells are read: after the function they may be another transaction's
+                # before the cells are read: after the function has returned they may belong to another transaction
+                self._open()
         self._bounds = self._bounds.ended(passed, start if back else stop, back)
 
     def _read_bounds(self, cells: Cells) -> Bounds:
@@ -372,7 +380,7 @@ class MapState(_Held, MutableMapping[K, V]):
         return (key for key, _ in self.range())
 
     def __len__(self) -> int:
-        """Reads all of it."""
+        """Return the number of entries; this reads the whole map."""
         return sum(1 for _ in self.range())
 
     def clear(self) -> None:
@@ -384,7 +392,7 @@ class MapState(_Held, MutableMapping[K, V]):
             self._take_changed_default(field)
 
     def _take_changed_default(self, field: bytes) -> None:
-        """Set the default of this field that was changed in place, if one was."""
+        """Set the default of this field that was changed in place, if there is one."""
         offered, before = self._offered[field], self._own.get(field, _ABSENT)
         if (value := _changed_one(self._compiled.store, offered, before)) is not before:
             self._set(field, value)
@@ -412,9 +420,10 @@ class MapState(_Held, MutableMapping[K, V]):
 
 
 class ListState(_Held, Generic[T]):
-    """A list per key: `append`, `extend`, `popleft`, `clear`, and to be iterated over. An append writes its own value
-    only, however long the list is. A value that was changed in place is set. Do not keep the object: it raises
-    IllegalState once its function has returned.
+    """A list per key: `append`, `extend`, `popleft`, `clear` and iteration.
+
+    An append writes only its own value, however long the list is. A value that is changed in place is stored too. Do
+    not keep the object: it raises IllegalState once its function has returned.
     """
 
     __slots__ = ("_map",)
@@ -431,7 +440,7 @@ class ListState(_Held, Generic[T]):
             self.append(value)
 
     def popleft(self) -> T:
-        """Takes the first one out; IndexError where there is none."""
+        """Remove and return the first value. Raise IndexError if the list is empty."""
         for number, first in self._map.range():
             del self._map[number]
             value: T = first
@@ -445,7 +454,7 @@ class ListState(_Held, Generic[T]):
         return (value for _, value in self._map.range())
 
     def __len__(self) -> int:
-        """Reads all of it."""
+        """Return the number of values; this reads the whole list."""
         return len(self._map)
 
     def __bool__(self) -> bool:
@@ -473,7 +482,7 @@ class _Numbered(MapState[int, Any]):
             self._bounds = self._read_bounds(cells)
         if self._bounds.high == AFTER_FIELDS:
             next(self._entries(b"", None, back=True), None)
-        high = self._bounds.high  # the last number, with a zero byte; a number that is free again; nothing
+        high = self._bounds.high  # the last number and a zero byte; or a number that is free again; or empty
         field = self._compiled.field(self._compiled.unfield(high[:8]) + len(high) - 8 if high else 0)
         self._seen.setdefault(field, _NOWHERE)
         self._set(field, value)
@@ -501,22 +510,22 @@ def _int_field(key: int) -> bytes:
 
 
 FIELDS: Final[Mapping[type, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]]] = {
-    # None is empty: that is no field.
+    # None is empty, which is no field.
     str: (lambda key: _short(b"\0" + _checked(key, str).encode()), lambda field: field[1:].decode()),
     bytes: (lambda key: _short(b"\0" + _checked(key, bytes)), lambda field: field[1:]),
     int: (_int_field, lambda field: int.from_bytes(field, "big") - (1 << 63)),
 }
-"""Type of a map's key -> to bytes whose order is the keys' order, and back."""
+"""Converts a map's key to bytes that sort as the keys do, and back, by the type of the key."""
 
 
 def _offer(offered: list[Offer], default: Any) -> None:
-    """It may be changed in place from now on."""
+    """Remember the default, which the function may change in place from now on."""
     if all(given is not default for given, _ in offered):
         offered.append((default, _told_apart(default)))
 
 
 def _changed_one(store: Store, offered: list[Offer], value: Any) -> Any:
-    """The value; where there was none a default that was changed in place is one, and no offer any more."""
+    """Return the value, or the default that was changed in place if there was no value; that default is then taken."""
     changed = [offer for offer in offered if _told_apart(offer[0]) != offer[1]]
     if not changed:
         return value
@@ -527,11 +536,13 @@ def _changed_one(store: Store, offered: list[Offer], value: Any) -> Any:
 
 
 def _told_apart(default: Any) -> bytes | None:
-    """Other bytes once it was changed in place; None where nobody can tell. A default may be anything: what cannot be
-    kept is refused once it was changed (a cache or a place of its own counts too), and not before."""
+    """Return bytes that differ once the default was changed in place; None if a change cannot be detected.
+
+    A default may be any object. One that cannot be stored, even a cache, is refused only once it was changed.
+    """
     with contextlib.suppress(TypeError, ValueError, OverflowError, RecursionError):
         return encode(default)
     try:
         return pickle.dumps(default)
-    except Exception:  # noqa: BLE001 - whatever its own methods raise: a lock, an open file, a local class
+    except Exception:  # noqa: BLE001 - its methods may raise anything: a lock, an open file, a local class
         return None

@@ -1,7 +1,7 @@
-"""Which parameters of a function are state, and how it is called with them.
+"""Finds the parameters of a function that are state, and calls the function with them.
 
-Owns when what a function left in its state counts: once it has returned and its outputs are made. What was changed is
-worked out before the first of it is written, so what cannot be kept is the function's failure, and changes nothing.
+Owns when changes of state count: once the function has returned and its outputs are made. All changes are encoded
+before the first is written, so a value that cannot be stored is the function's failure, and changes nothing.
 """
 
 from __future__ import annotations
@@ -31,22 +31,25 @@ from eos.errors import ConfigurationError, IllegalState
 from eos.records import Record
 
 CellsOf = Callable[[Record], TaskCells]
-"""The cells of the record's task."""
+"""Returns the cells of the record's task."""
 Finish = Callable[[Record, Any], Any]
-"""Makes outputs of what a function gave for a record; what it raises is the function's failure."""
+"""Makes the outputs from a function's result for a record; an exception is the function's failure."""
 _Written = tuple[Record, int, list[Any]]
-"""States with what a function left in them, a record of their key, and the time of the task at that record."""
+"""States with the changes of a function, a record of their key, and the task's time at that record."""
 
 _KINDS: Final = (State, MapState, ListState)
 _MAPPINGS: Final = (dict, collections.abc.Mapping)
 
 
 def stores_of(function: Callable[..., Any], frame: types.FrameType | None, batch: bool = False) -> tuple[Store, ...]:
-    """The parameters behind the first that are annotated as state. ConfigurationError for one that cannot be kept."""
+    """Return the parameters after the first that are annotated as state.
+
+    Raises ConfigurationError for one that cannot be stored.
+    """
     try:
         first, *parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError, NameError):
-        return ()  # said by whoever looks at the first parameter
+        return ()  # the check of the first parameter reports it
     _require_a_record(function_name(function), first, resolved(function, first.annotation, frame))
     found = []
     for parameter in parameters:
@@ -72,7 +75,7 @@ def _require_a_record(function: str, first: inspect.Parameter, annotation: Any) 
 
 
 def _store(function: str, name: str, annotation: Any, batch: bool) -> Store | None:
-    """None: it is no state."""
+    """Return the store that an annotation describes; None if it is not state."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     many = origin in _MAPPINGS and len(inner) == 2 and (inner[1] in _KINDS or typing.get_origin(inner[1]) in _KINDS)
     if many:
@@ -100,12 +103,12 @@ def _store(function: str, name: str, annotation: Any, batch: bool) -> Store | No
             f"{', '.join(kind.__name__ for kind in FIELDS)}",
             remedy="annotate str and use str(key)",
         )
-    decoder(inner[-1], f"the state {name} of {function}: ", kept=True)  # raises for what cannot be decoded
+    decoder(inner[-1], f"the state {name} of {function}: ", kept=True)  # raises for a type that cannot be decoded
     return Store(name, origin, inner, many)
 
 
 def with_names(function: str, stores: tuple[Store, ...], was: Mapping[str, str]) -> tuple[Store, ...]:
-    """Return the stores with the names that `was=` of the function says. Raises ConfigurationError."""
+    """Return the stores with the old names that the function's `was=` gives them. Raise ConfigurationError."""
     names = [store.name for store in stores]
     for name, before in was.items():
         if name not in names:
@@ -121,7 +124,7 @@ def with_names(function: str, stores: tuple[Store, ...], was: Mapping[str, str])
 
 
 def plain(store: Store, values: Iterable[tuple[bytes, bytes]]) -> Any:
-    """What a key has there, given its fields and values in order, as plain Python: a value, a dict, a list."""
+    """Return the state of a key as plain Python (a value, a dict or a list), given its fields and values in order."""
     decode = decoder(store.annotations[-1])
     decoded = [(field, decode(value)) for field, value in values]
     if store.kind is MapState:
@@ -132,9 +135,10 @@ def plain(store: Store, values: Iterable[tuple[bytes, bytes]]) -> Any:
 
 
 def cuts(records: list[Record], times: Mapping[int, int]) -> Iterator[list[Record]]:
-    """Split records of one partition where a key comes again at a later time of its task.
+    """Split the records of one partition where a key appears again at a later time of its task.
 
-    Each part then gives what its records would give one by one. `times`: by a record's id; nothing: no time-to-live.
+    Each part then gives the same result as its records one by one. `times`: by a record's id; empty without a
+    time-to-live.
     """
     if not times:
         yield records
@@ -151,7 +155,7 @@ def cuts(records: list[Record], times: Mapping[int, int]) -> Iterator[list[Recor
 
 
 class Stores:
-    """The stores of the function `name`, and where they are; None: nowhere, so that it cannot run here."""
+    """The stores of the function `name`, and access to their cells; without `cells_of` the function cannot run."""
 
     def __init__(self, name: str, stores: Sequence[Store], cells_of: CellsOf | None) -> None:
         self._name, self.task_of = name, cells_of or self._nowhere
@@ -172,9 +176,9 @@ class Stores:
         return Aged(below, self.ttls, now_ms) if self.ttls else below
 
     def times_of(self, records: Iterable[Record]) -> dict[int, int]:
-        """Return the time of each record's task at that record, by the record's id; nothing without a time-to-live.
+        """Return the task's time at each record, by the record's id; empty without a time-to-live.
 
-        The times assume that all records before it in `records` succeed.
+        The times assume that all earlier records in `records` succeed.
         """
         times: dict[int, int] = {}
         latest: dict[int, int] = {}
@@ -184,7 +188,7 @@ class Stores:
         return times
 
     def single(self, function: Callable[..., Any]) -> Callable[[Record, Any, Finish], Any]:
-        """Calls a function of one record with the state of its key."""
+        """Return a function that calls one of a single record with the state of its key."""
         place, kinds, ttls = self._place, self._kinds, self.ttls
 
         def run(record: Record, given: Any, finish: Finish) -> Any:
@@ -212,8 +216,11 @@ class Stores:
         return run
 
     def batch(self, function: Callable[..., Any]) -> Callable[[list[Record], Callable[[Any], list[Any]]], list[Any]]:
-        """Call a function of many records with the states of their keys, for each partition by itself: the same key in
-        another one has a state of its own. All of what the calls changed counts, or nothing."""
+        """Return a function that calls one of many records with the states of their keys, separately for each
+        partition.
+
+        The same key in another partition has its own state. Either all changes of the calls count, or none.
+        """
 
         def run(records: list[Record], finish: Callable[[Any], list[Any]]) -> list[Any]:
             outputs: list[Any] = []
@@ -223,7 +230,7 @@ class Stores:
                 of_partition.setdefault(record.partition, []).append(record)
             times = self.times_of(records)
             for few in of_partition.values():
-                seen = Layer(self.task_of(few[0]))  # later calls see what earlier ones changed
+                seen = Layer(self.task_of(few[0]))  # later calls see the changes of earlier ones
                 for part in cuts(few, times):
                     outputs += self._one_call(function, part, finish, seen, times, written)
             for record, now, held in written:
@@ -243,7 +250,7 @@ class Stores:
         times: Mapping[int, int],
         written: list[_Written],
     ) -> list[Any]:
-        """Call the function with records of which each key has one time, and write what it changed into `seen`."""
+        """Call the function with records of which each key has one time, and write the changes to `seen`."""
         of_key = {record.key: record for record in records}
         rests = {key: self._place(record)[1] for key, record in of_key.items()}
         nows = {key: times.get(id(record), 0) for key, record in of_key.items()}
@@ -268,8 +275,11 @@ class Stores:
     def concurrent(
         self, function: Callable[..., Awaitable[Any]]
     ) -> Callable[[Record, Any, Finish, Layer, int], Awaitable[tuple[Any, list[Any]]]]:
-        """Call an async function of one record, at a time of its task. What it changed is not written, but returned
-        with its outputs. `seen`: the cells with the changes of its key's records before it."""
+        """Return a function that calls an async one of a single record, at a time of its task.
+
+        Changes are returned with the outputs and not written. `seen`: the cells with the changes of the key's earlier
+        records.
+        """
 
         async def run(record: Record, given: Any, finish: Finish, seen: Layer, now: int) -> tuple[Any, list[Any]]:
             _, rest = self._place(record)
@@ -287,7 +297,7 @@ class Stores:
         return run
 
     def write(self, held: Iterable[Any], cells: Cells, now: int) -> None:
-        """Write what a function left in its states, at a time of its task."""
+        """Write the changes of a function in its states, at a time of its task."""
         aged = self._aged(cells, now)
         for one in held:
             one._write(aged)

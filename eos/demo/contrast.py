@@ -1,7 +1,7 @@
-"""The same fault, without transactions: a plain at-least-once loop is killed and doubles records.
+"""The same fault without transactions: a plain at-least-once loop is killed and duplicates records.
 
-Owns the loop (a process of its own: `python -m eos.demo.contrast SERVERS RECORDS_PER_COMMIT`) and its fault. It must
-never use eos' engine: it is the loop that people write by hand.
+Owns the loop (its own process: `python -m eos.demo.contrast SERVERS RECORDS_PER_COMMIT`) and its fault. It must never
+use eos' engine: it is the loop that people write by hand.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from eos.demo.faults import MOST_ATTEMPTS, NotProven
 from eos.demo.process import Child
 from eos.testing.history import committed_offsets, end_offsets, read_topic
 
-PARTITIONS = (0, 1)  # a quarter of the flights is enough to show it
-_COMMITS = 400  # of the whole loop, whatever the number of flights: so that a kill comes between two of them
+PARTITIONS = (0, 1)  # a quarter of the flights is enough to show the effect
+_COMMITS = 400  # in the whole loop, whatever the number of flights, so that a kill comes between two commits
 
 
 def at_least_once(servers: str, commit_every: int) -> None:
-    """Consume, transform, produce, flush, and only then commit: nothing is lost."""
+    """Consume, transform, produce, flush, and commit last, so that no record is lost."""
     consumer = Consumer(
         {
             "bootstrap.servers": servers,
@@ -56,7 +56,7 @@ def at_least_once(servers: str, commit_every: int) -> None:
 
 @dataclass(frozen=True)
 class Contrast:
-    """What the at-least-once loop left behind."""
+    """The results of the at-least-once loop."""
 
     flights: int
     records: int
@@ -65,14 +65,17 @@ class Contrast:
 
 
 def flights(servers: str) -> int:
-    """How many flights the loop is given."""
+    """Return how many flights the loop gets."""
     return sum(
         end for (_, p), end in end_offsets(servers, topics.FLIGHTS, topics.QUIET).stable.items() if p in PARTITIONS
     )
 
 
 def run(servers: str, directory: Path, total: int, progress: Callable[[int], None]) -> Contrast:
-    """Kill the loop until it will repeat records, let it finish, and count. Raises NotProven if no kill makes it so."""
+    """Kill the loop until it will repeat records, let it finish, and count the duplicates.
+
+    Raises NotProven if no kill has that effect.
+    """
     with Child("at-least-once", ["eos.demo.contrast", servers, str(max(1, total // _COMMITS))], directory) as loop:
         kills = 0
         while True:
@@ -95,7 +98,7 @@ def run(servers: str, directory: Path, total: int, progress: Callable[[int], Non
 
 
 def _wait_for_output(servers: str, loop: Child, progress: Callable[[int], None]) -> None:
-    """Until this life of the loop has written and committed something."""
+    """Wait until the loop has written and committed records since its last start."""
     before, deadline = _committed(servers), time.monotonic() + 30
     while (now := _committed(servers)) <= before:
         progress(now)

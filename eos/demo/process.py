@@ -1,6 +1,7 @@
-"""A child process that is killed and paused on purpose, and whose output is kept in a file.
+"""A child process that is killed and paused on purpose, with its output in a file.
 
-Owns the process and its end: after the `with` block it is gone, paused or not. It must never decide when to fault.
+Owns the process and its end: after the `with` block it does not run, even if it was paused. It must never decide when
+to make a fault.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Self
 
 
 class Child:
-    """`python -m ...` (or a program's file) in `directory`, started by `start` as often as wanted; `log_path` has the
-    output of all lives."""
+    """A process `python -m ...` (or a program's file) in `directory`, which `start` may start repeatedly.
+
+    `log_path` has the output of all its runs.
+    """
 
     def __init__(self, name: str, arguments: list[str], directory: Path, module: bool = True) -> None:
         self.name = name
@@ -26,7 +29,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        # Settings of the user's own cluster must not reach the demo's workers.
+        # Settings for the user's own cluster must not reach the demo's workers.
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("EOS_", "KAFKA_"))}
         with self.log_path.open("ab") as output:
             self._process = subprocess.Popen(
@@ -36,7 +39,7 @@ class Child:
                 stderr=output,
                 cwd=self._directory,
                 env=environment,
-                start_new_session=True,  # a Ctrl-C in the terminal is the demo's to handle
+                start_new_session=True,  # the demo handles a Ctrl-C in the terminal
             )
 
     @property
@@ -45,27 +48,27 @@ class Child:
         return self._process.pid
 
     def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """Return the exit code; None while it runs; negative: the signal that ended it."""
         assert self._process is not None, f"{self.name} was not started"
         return self._process.poll()
 
     def kill(self) -> None:
-        """SIGKILL, and reaped."""
+        """Kill the process with SIGKILL and wait for its end."""
         assert self._process is not None, f"{self.name} was not started"
         self._process.kill()
         self._process.wait()
 
     def stop(self) -> None:
-        """SIGTERM, as a supervisor stops it: it finishes what it is at and ends with 0."""
+        """Stop the process with SIGTERM, as a supervisor does: it finishes its transaction and exits with 0."""
         assert self._process is not None, f"{self.name} was not started"
         self._process.terminate()
 
     def pause(self) -> None:
-        """SIGSTOP: it stays in its group and keeps its connections, and does nothing."""
+        """Pause the process with SIGSTOP: it stays in its group and keeps its connections, but does nothing."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Resume the process with SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
 
     def log(self) -> str:

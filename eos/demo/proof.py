@@ -1,8 +1,8 @@
-"""What is in Kafka against what must be there, as rows of a table.
+"""Compares the contents of Kafka with the expectation, as rows of a table.
 
-Owns the verdicts. It compares with the expectation from the CSV (keys, counts, sums) and lets eos.testing.checker judge
-the lineage of every record (by its key, which names one flight). It must never read the App, and a row that examined
-nothing does not hold.
+Owns the verdicts. It compares with the expectation from the CSV (keys, counts, sums), and lets eos.testing.checker
+judge the lineage of every record (by its key, which names one flight). It must never read the App, and a row that
+examined nothing does not hold.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from eos.testing.history import Log, committed_offsets, end_offsets, read_topic
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; `why` says what is wrong when it does not hold."""
+    """One line of the table; `why` names the error if it does not hold."""
 
     check: str
     expected: str
@@ -35,17 +35,17 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What was read after the run: flights and outputs by a read_committed reader, the outputs by any reader too."""
+    """The records read after the run: flights and outputs with read_committed, and a count with read_uncommitted."""
 
     flights: Log
     outputs: Log  # of topics.OUTPUTS, in this order
-    uncommitted: int  # records that a read_uncommitted reader got from the same topics
+    uncommitted: int  # records that a read_uncommitted reader gets from the same topics
     committed: Mapping[TopicPartition, int]
     ends: Ends
 
 
 def read(servers: str) -> Found:
-    """Everything the verdicts need. Raises Unavailable if a topic cannot be read to its end."""
+    """Read everything that the verdicts need. Raise Unavailable if a topic cannot be read to its end."""
     return Found(
         flights=read_topic(servers, topics.FLIGHTS, config=topics.QUIET),
         outputs=read_topic(servers, topics.OUTPUTS, "read_committed", topics.QUIET),
@@ -56,7 +56,7 @@ def read(servers: str) -> Found:
 
 
 def exactly_once(expected: Expectation, found: Found) -> list[Row]:
-    """The rows about the App's output."""
+    """Return the rows about the App's output."""
     report = lineage(expected, found)
     by_topic = [
         [key for key, topic in zip(found.outputs.keys, found.outputs.topic, strict=True) if topic == index]
@@ -78,11 +78,13 @@ def exactly_once(expected: Expectation, found: Found) -> list[Row]:
 
 
 def lineage(expected: Expectation, found: Found) -> Report:
-    """The checker's verdicts; an output's source is the flight that its key names, its copy the topic it is in."""
+    """Return the checker's report; an output's source is the flight that its key names, its copy the index of its
+    topic.
+    """
     flights, outputs = found.flights, found.outputs
     row_of = {key: row for row, key in enumerate(flights.keys)}
     rows = np.array([row_of.get(key, -1) for key in outputs.keys], np.int64)
-    # One more row at the end, which -1 finds: a key that no flight has is a stranger.
+    # Index -1 finds the extra row at the end: a key that no flight has violates no_strangers.
     partitions, offsets = np.append(flights.partition, -1), np.append(flights.offset, -1)
     late = np.fromiter((key in expected.late for key in flights.keys), np.bool_, len(flights.keys))
     return checker.check(
@@ -105,7 +107,7 @@ def lineage(expected: Expectation, found: Found) -> Report:
 
 
 def minutes(expected: Expectation, outputs: Log) -> Row:
-    """The sum of delays of each airline, from the values in DELAYS."""
+    """Compare the sum of delays of each airline, from the values in DELAYS, with the expectation."""
     seen: Counter[str] = Counter()
     for value, topic in zip(outputs.values, outputs.topic, strict=True):
         if topic == 0:
@@ -125,7 +127,7 @@ def minutes(expected: Expectation, outputs: Log) -> Row:
 
 
 def faults(found: Found, kills: int, pauses: int, contrast: Contrast) -> list[Row]:
-    """The rows without which the others prove nothing: the faults hit, and they would have hurt."""
+    """Return the rows about the faults, without which the others prove nothing: the faults hit and do damage."""
     return [
         at_least_one("SIGKILLs inside an open transaction", kills),
         at_least_one("pauses beyond the transaction's timeout", pauses),
@@ -135,7 +137,7 @@ def faults(found: Found, kills: int, pauses: int, contrast: Contrast) -> list[Ro
 
 
 def _same_keys(check: str, expected: Sequence[bytes] | set[bytes], seen: Sequence[bytes | None]) -> Row:
-    """Equal as multisets."""
+    """Compare two collections of keys as multisets."""
     missing, extra = Counter[bytes | None](expected), Counter(seen)
     missing, extra = missing - extra, extra - missing
     why = [f"{count.total():,} {what}, for example {next(iter(count))!r}" for what, count in

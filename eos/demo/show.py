@@ -1,6 +1,7 @@
-"""What the terminal shows: numbered steps, events below them, progress bars, the table at the end.
+"""Shows the demo on the terminal: numbered steps, events below them, progress bars, and the table at the end.
 
-Owns the words' form only. On anything but a terminal it writes plain lines: no colour, no bar, no line that is cut.
+Owns the form only, not the texts. If the output is not a terminal it writes plain lines: no colour, no bar, no line
+that is cut.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _PLAIN_EVERY_S = 5.0
 
 
 class Show:
-    """One demo on one console. `total_s` is the time since it was made."""
+    """One demo on one console; `total_s` is the time in seconds since its creation."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
@@ -41,7 +42,7 @@ class Show:
         self.console.print(f"[bold]{text}[/]")
 
     def code(self, path: Path) -> None:
-        """The App that is about to run, without its imports; only where somebody is there to read it."""
+        """Show the App that is about to run, without its imports; only on a terminal."""
         if self.console.is_terminal:
             source = path.read_text().rstrip()
             source = source[source.index("app = ") :]
@@ -52,12 +53,12 @@ class Show:
         self.console.print(f"[dim]{self.total_s:5.1f} s[/]  [bold cyan]{self._steps}[/]  {text}", soft_wrap=True)
 
     def event(self, text: str, style: str = "") -> None:
-        """Something that happened during the present step."""
+        """Show an event of the current step."""
         self.console.print(Text.assemble((f"{self.total_s:5.1f} s", "dim"), "     ", (text, style)), soft_wrap=True)
 
     @contextlib.contextmanager
     def busy(self, what: str) -> Iterator[None]:
-        """Around something that takes seconds and cannot say how far it is."""
+        """Show activity in this block, for work that takes seconds and reports no progress."""
         if self.console.is_terminal:
             with self.console.status(f"           {what}"):
                 yield
@@ -67,7 +68,7 @@ class Show:
 
     @contextlib.contextmanager
     def bar(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Yields a function that is told how many are done."""
+        """Show a progress bar in this block; it yields a function that takes the number done."""
         if not self.console.is_terminal:
             yield self._plain_bar(what, total)
             return

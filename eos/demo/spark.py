@@ -1,6 +1,6 @@
-"""`eos demo --spark`: flights -> worker -> Kafka -> stateful Spark query -> Kafka, and the driver killed in mid-batch.
+"""`eos demo --spark`: flights -> worker -> Kafka -> stateful Spark query -> Kafka, with the driver killed mid-batch.
 
-Owns the order of this story and its proof. The expectation is computed straight from the CSV file; nothing here shares
+Owns the order of this demo and its proof. The expectation is computed directly from the CSV file. Nothing here shares
 code with examples/departures.py and examples/delays_by_hour.py, which it judges. It must never leave a process behind.
 """
 
@@ -34,7 +34,7 @@ _TOPICS = (
     NewTopic(HOURS, topics.PARTITIONS, config={"cleanup.policy": "compact"}),
 )
 _WORK_S = 400.0
-_BATCHES = 6  # about so many, whatever the number of flights: a kill must come between the first and the last
+_BATCHES = 6  # about this many, whatever the number of flights: a kill must come between the first and the last
 _JVM_S = 60.0
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -43,14 +43,14 @@ Totals = tuple[int, int, int]  # flights, minutes, late ones
 
 @dataclass(frozen=True)
 class Killed:
-    """The kill that hit: the transaction it left open, and how many batches were committed before."""
+    """The kill that hit: the transaction that it left open, and the number of batches committed before."""
 
     hit: Hit
     batches: int
 
 
 def tell(show: Show, bootstrap_servers: str | None, flights: int) -> list[Row]:
-    """Runs the whole demo; the table's rows. Raises EosError: Unavailable, NotProven, ..."""
+    """Run the whole demo and return the table's rows. Raise EosError: Unavailable, NotProven, ..."""
     if not _EXAMPLES.is_dir():
         raise Unavailable("this demo runs the programs in examples/: run it from a checkout (make demo-spark)")
     show.title(
@@ -100,7 +100,7 @@ def _wait_for_exit(child: Child) -> None:
 
 
 def _run_spark(show: Show, servers: str, directory: Path, flights: int) -> Killed:
-    """The query until its end, its driver killed on the way while its transaction is open and has records."""
+    """Run the query to its end, and kill its driver once while its transaction is open and has records."""
     program = [str(_EXAMPLES / "delays_by_hour.py"), servers, str(directory / "checkpoint"), str(flights // _BATCHES)]
     with (
         Child("spark", program, directory, module=False) as driver,
@@ -120,13 +120,13 @@ def _kill_in_mid_batch(show: Show, driver: Child, witness: Witness) -> Killed:
     for attempt in range(1, MOST_ATTEMPTS + 1):
         before = _batches(driver)
         driver.start()
-        # The first batch of each life is let through, so that a kill that missed costs no endless loop.
+        # The first batch after each start is let through, so that a kill that missed does not lead to an endless loop.
         with show.busy("the driver starts and commits its first batch"):
             _wait_for(driver, lambda before=before: _batches(driver) > before)
         _wait_for(driver, lambda: witness.has_records_of(TRANSACTIONAL_ID))
         jvms = psutil.Process(driver.pid).children(recursive=True)
         driver.kill()
-        # A commit that was on its way has arrived when nothing of the driver is left.
+        # After all processes of the driver have ended, a commit on its way has arrived.
         psutil.wait_procs(jvms, _JVM_S)
         if hit := witness.left_open_by(TRANSACTIONAL_ID, attempt):
             batches = _batches(driver)
@@ -156,7 +156,7 @@ def _batches(driver: Child) -> int:
 
 @contextlib.contextmanager
 def _no_jvm_left(driver: Child) -> Iterator[None]:
-    """However the story ends: the JVM and the tasks of a killed driver end by themselves, but not before we do."""
+    """End the driver's JVM and tasks however the block ends: after a kill they end by themselves, but only later."""
     try:
         yield
     finally:
@@ -171,7 +171,7 @@ def _no_jvm_left(driver: Child) -> Iterator[None]:
 
 
 def expectation(flights: int) -> tuple[int, dict[str, Totals]]:
-    """How many flights left, and by airport and hour: how many, their minutes of delay, how many were late."""
+    """Return how many flights departed, and the totals for each airport and hour."""
     count: Counter[str] = Counter()
     minutes: Counter[str] = Counter()
     late: Counter[str] = Counter()
@@ -186,7 +186,7 @@ def expectation(flights: int) -> tuple[int, dict[str, Totals]]:
 
 
 def prove(servers: str, flights: int, killed: Killed) -> list[Row]:
-    """The rows of the table."""
+    """Return the rows of the table."""
     departed, expected = expectation(flights)
     departures = read_topic(servers, DEPARTURES, config=topics.QUIET)
     upserts = read_topic(servers, HOURS, config=topics.QUIET)
@@ -220,9 +220,9 @@ def prove(servers: str, flights: int, killed: Killed) -> list[Row]:
 
 
 def _last_of_each(upserts: Log) -> tuple[dict[str, Totals], int, int]:
-    """The last value of each key, how many upserts did not count more flights than the one before, and how many did.
+    """Return the last value of each key, and how many upserts did not, or did, count more flights than the one before.
 
-    Each batch adds flights to the hours that it touches: a batch that was written twice repeats a count.
+    Each batch adds flights to the hours that it touches, so a batch that was written twice repeats a count.
     """
     found: dict[str, Totals] = {}
     repeated = growing = 0

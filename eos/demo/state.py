@@ -1,8 +1,8 @@
-"""`eos demo --state`: delays per airline and day in keyed state; two workers, each killed in an open transaction, and
-the folder of one deleted.
+"""`eos demo --state`: delays per airline and day in keyed state, with two kills and a deleted folder.
 
-Owns the order of this story and its proof. The expectation is computed straight from the CSV file; nothing here shares
-code with examples/delays_by_day.py, which it judges. It must never leave a process behind.
+Two workers are each killed in an open transaction, and the folder of one is deleted. This module owns the order of this
+demo and its proof. The expectation is computed directly from the CSV file. Nothing here shares code with
+examples/delays_by_day.py, which it judges. It must never leave a process behind.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _TOPICS = (
     *(NewTopic(name, topics.PARTITIONS) for name in (topics.FLIGHTS, BY_AIRLINE, BY_DAY)),
     NewTopic(CHANGELOG, topics.PARTITIONS, config=_COMPACT),
 )
-_TRANSACTIONS = 3_000  # about, of both steps: small ones, so that there is work left when the kills come
-_FIRST_KILL_AT, _SECOND_KILL_AT = 0.1, 0.3  # of the flights are summed
+_TRANSACTIONS = 3_000  # approximately, in both steps: small ones, so that work is left when the kills come
+_FIRST_KILL_AT, _SECOND_KILL_AT = 0.1, 0.3  # as parts of the flights summed
 _EXAMPLE = "delays_by_day"
 
 Totals = dict[str, tuple[int, int, int]]
@@ -43,7 +43,7 @@ Totals = dict[str, tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Killed:
-    """What the kills left open, and how many changes each worker read again: from its folder, and without one."""
+    """The transactions that the kills left open, and the changes each worker read again with and without its folder."""
 
     hits: tuple[Hit, Hit]
     read_with_folder: int
@@ -51,7 +51,7 @@ class Killed:
 
 
 def tell(show: Show, bootstrap_servers: str | None, flights: int) -> list[Row]:
-    """Runs the whole demo; the table's rows. Raises EosError: Unavailable, NotProven, ..."""
+    """Run the whole demo and return the table's rows. Raise EosError: Unavailable, NotProven, ..."""
     show.title(
         f"eos demo --state: {flights:,} real flights summed by key, two SIGKILLs and a lost folder; are the sums right?"
     )
@@ -80,8 +80,8 @@ def _worker(servers: str, instance: str, directory: Path, flights: int) -> Child
     settings = {
         "eos.state.dir": _folder(directory, instance),
         "eos.transaction.max.records": max(10, 2 * flights // _TRANSACTIONS),
-        "group.instance.id": instance,  # a static member: a restart gets the partitions of before
-        # What is fetched is handled in its order: in small pieces both steps get on at once.
+        "group.instance.id": instance,  # a static member: after a restart it gets the same partitions
+        # Fetched records are handled in order: with small fetches both steps advance at the same time.
         "max.partition.fetch.bytes": 50_000,
         "queued.max.messages.kbytes": 500,
     }
@@ -122,7 +122,7 @@ def _run_workers(show: Show, servers: str, directory: Path, flights: int) -> Kil
 
 
 def _kill(show: Show, worker: Child, witness: Witness, folder: Path | None) -> tuple[Hit, int]:
-    """Kills it, loses the folder, and starts it again; how many changes it read before it went on."""
+    """Kill the worker, delete the folder if given, and restart it; return the hit and the number of changes read."""
     hit = kill_in_a_transaction(worker, witness)
     show.event(
         f"SIGKILL to worker {worker.name} in a transaction ({hit.transactional_id}: {hit.found.state}, records in "
@@ -155,7 +155,7 @@ def expectation(flights: int) -> Totals:
 
 
 def prove(servers: str, flights: int, killed: Killed) -> list[Row]:
-    """The rows of the table."""
+    """Return the rows of the table."""
     expected = expectation(flights)
     departed = sum(count for count, _, _ in expected.values())
     outputs = read_topic(servers, BY_DAY, config=topics.QUIET)
@@ -206,7 +206,7 @@ def _total(value: bytes | None) -> tuple[int, int, int]:
 
 
 def _last_of_each(outputs: Log) -> tuple[Totals, int]:
-    """The last sum of each key, and how many are not of one flight more than the one before."""
+    """Return the last sum of each key, and how many sums do not have exactly one flight more than the one before."""
     found: Totals = {}
     uneven = 0
     for key, value in zip(outputs.keys, outputs.values, strict=True):

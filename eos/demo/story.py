@@ -1,6 +1,7 @@
 """The order of the demo: Kafka, flights, two workers and their faults, the contrast, the proof.
 
-Owns the order and the supervision of the workers. It must never judge (proof.py does) and never leave a process behind.
+Owns the order and the supervision of the workers. It must never judge (proof.py does), and never leave a process
+behind.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from eos.kafka.ownership import Described
 TRANSACTION_TIMEOUT_MS = 5_000
 # A run has about this many transactions, whatever the number of flights: small ones, so that a fault finds one open.
 _TRANSACTIONS = 1_000
-_KILL_AT, _PAUSE_AT = 0.03, 0.10  # of the flights
-# This part of them is there when the workers start. The rest follows behind the faults, and in small pieces before if
-# the workers are through: a fault must not find an input that is used up, however many tries it needs.
+_KILL_AT, _PAUSE_AT = 0.03, 0.10  # as parts of the flights handled
+# This part of the flights is loaded before the workers start. The rest is loaded after the faults, and small pieces of
+# it earlier if the workers reach the end: a fault must find unhandled input, however many attempts it needs.
 _AT_FIRST, _PIECE = 0.5, 0.01
 _WORK_S = 150.0
 _RESTART_ME = 75
@@ -37,7 +38,7 @@ _RESTART_ME = 75
 
 @dataclass(frozen=True)
 class Faults:
-    """What was done to the workers; `timed_out`: the paused one's transaction when the broker had given it up."""
+    """The faults that hit the workers; `timed_out`: the paused worker's transaction after the broker aborted it."""
 
     kill: Hit
     pause: Hit
@@ -45,7 +46,7 @@ class Faults:
 
 
 def tell(show: Show, bootstrap_servers: str | None, flights: int) -> list[Row]:
-    """Runs the whole demo; the table's rows. Raises EosError: Unavailable, NotProven, ..."""
+    """Run the whole demo and return the table's rows. Raise EosError: Unavailable, NotProven, ..."""
     show.title(f"eos demo: {flights:,} real flights, two workers, a SIGKILL and a SIGSTOP; what does Kafka hold then?")
     with (
         directory_for_logs() as directory,
@@ -73,7 +74,7 @@ def tell(show: Show, bootstrap_servers: str | None, flights: int) -> list[Row]:
 
 @contextlib.contextmanager
 def directory_for_logs() -> Iterator[Path]:
-    """For the logs of the workers: kept and named if anything goes wrong."""
+    """Provide a folder for the workers' logs, which is kept and named after an error."""
     directory = Path(tempfile.mkdtemp(prefix="eos-demo-"))
     try:
         yield directory
@@ -83,7 +84,7 @@ def directory_for_logs() -> Iterator[Path]:
             raise
         directory.rmdir()
         raise
-    except BaseException:  # an interrupt: nobody will read them
+    except BaseException:  # after an interrupt nobody reads them
         shutil.rmtree(directory, ignore_errors=True)
         raise
     shutil.rmtree(directory)
@@ -91,7 +92,7 @@ def directory_for_logs() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def kafka_for(show: Show, bootstrap_servers: str | None) -> Iterator[str]:
-    """The servers that were named, or a Kafka of our own."""
+    """Yield the given servers, or start a local Kafka and yield its servers."""
     if bootstrap_servers is not None:
         show.step(f"Kafka at {bootstrap_servers}")
         yield bootstrap_servers
@@ -105,18 +106,18 @@ def kafka_for(show: Show, bootstrap_servers: str | None) -> Iterator[str]:
 
 
 def example(name: str = "flights") -> Path:
-    """An App's file: beside this one in a wheel, in examples/ of a checkout."""
+    """Return an App's file: next to this module in a wheel, in examples/ of a checkout."""
     packaged = Path(__file__).with_name(f"{name}.py")
     return packaged if packaged.exists() else Path(__file__).parents[2] / "examples" / f"{name}.py"
 
 
 def target(name: str = "flights") -> str:
-    """What `eos run` is given for it."""
+    """Return the argument of `eos run` for an App."""
     return f"eos.demo.{name}:app" if example(name).parent == Path(__file__).parent else f"{example(name)}:app"
 
 
 def _shown_target() -> str:
-    """As one would type it here; the workers themselves run in another directory."""
+    """Return the argument as one would type it here; the workers themselves run in another directory."""
     return target().removeprefix(f"{Path.cwd()}{os.sep}")
 
 
@@ -132,7 +133,7 @@ def _worker(servers: str, instance: str, directory: Path, flights: int) -> Child
 
 
 def _run_workers(show: Show, servers: str, directory: Path, source: topics.Flights, flights: int) -> Faults:
-    """Both workers until the group has handled all flights, with a fault for each on the way."""
+    """Run both workers until the group has handled all flights, with a fault for each on the way."""
 
     def handled(count: int) -> None:
         progress(count)
@@ -161,7 +162,7 @@ def _run_workers(show: Show, servers: str, directory: Path, source: topics.Fligh
 
 
 class Workers:
-    """Supervises: tells the progress, and starts a worker again that ends with 75 (a temporary failure)."""
+    """Supervises workers: reports progress, and restarts a worker that exits with 75 (a temporary failure)."""
 
     def __init__(self, workers: list[Child], follower: topics.Follower, progress: Callable[[int], None]) -> None:
         self._workers, self._follower, self._progress = workers, follower, progress
@@ -173,7 +174,10 @@ class Workers:
             worker.start()
 
     def tick(self) -> bool:
-        """Call it often; whether all workers have finished. Raises NotProven for one that failed or takes too long."""
+        """Return whether all workers have finished; call this often.
+
+        Raises NotProven for a worker that failed or takes too long.
+        """
         self._progress(self._follower.committed())
         codes = {worker: worker.exit_code() for worker in self._workers}
         for worker, code in codes.items():
@@ -181,7 +185,7 @@ class Workers:
                 continue
             if code == _RESTART_ME:
                 worker.start()
-            elif code not in (None, -9):  # -9: our own kill; kill_in_a_transaction or _kill starts it again
+            elif code not in (None, -9):  # -9: the demo's own kill; kill_in_a_transaction or _kill restarts the worker
                 raise NotProven(f"worker {worker.name} ended with exit code {code}: {worker.log_path}")
         if time.monotonic() - self.began > _WORK_S:
             raise NotProven(f"after {_WORK_S:.0f} s only {self._follower.committed():,} flights are handled")
@@ -193,7 +197,7 @@ class Workers:
             time.sleep(0.02)
 
     def stop(self) -> None:
-        """SIGTERM to each, until each has ended by itself; all is handled by then."""
+        """Stop each worker with SIGTERM and wait until it exits by itself; all flights are handled by then."""
         self._done.add(_RESTART_ME)
         for worker in self._workers:
             worker.stop()

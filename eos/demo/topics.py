@@ -1,6 +1,6 @@
-"""The demo's topics: made, loaded, followed while they are worked on, and deleted on a cluster that is not ours.
+"""The demo's topics: it creates, loads and follows them, and deletes them on an external cluster.
 
-Owns the names. It must never write into or delete a topic that was there before.
+Owns the names. It must never write to or delete a topic that existed before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PARTITIONS = 8
 GROUP, CONTRAST_GROUP = "late-flights", "at-least-once"  # the first is the App's id
 _TIMEOUT_S, _REACH_S = 30.0, 10.0
 
-# librdkafka writes to stderr what it retries by itself, in the middle of the screen.
+# librdkafka writes the errors that it retries to stderr, in the middle of the screen.
 QUIET: dict[str, str | int] = {"log_level": 0}
 
 
@@ -34,10 +34,10 @@ def made(
     wanted: Sequence[NewTopic] | None = None,
     groups: Sequence[str] = (),
 ) -> Iterator[None]:
-    """All topics (`wanted`, by default those of `eos demo`), new; with `delete` they and the groups that read them are
-    deleted at the end.
+    """Create all topics (`wanted`, by default those of `eos demo`) for the block.
 
-    Raises ConfigurationError if one of them exists, Unavailable if the cluster does not answer.
+    With `delete` they and the groups that read them are deleted at the end. Raises ConfigurationError if one of them
+    exists, Unavailable if the cluster does not answer.
     """
     admin = AdminClient({"bootstrap.servers": servers, **QUIET})
     if wanted is None:
@@ -66,12 +66,12 @@ def _delete(admin: AdminClient, created: list[str], groups: Sequence[str]) -> No
     futures = [*admin.delete_topics(created).values()]
     futures += admin.delete_consumer_groups(list(groups)).values()
     for future in futures:
-        with contextlib.suppress(KafkaException, TimeoutError):  # not there, or the cluster is gone
+        with contextlib.suppress(KafkaException, TimeoutError):  # missing already, or the cluster has ended
             future.result(5.0)
 
 
 class Flights:
-    """The first `total` flights on their way into FLIGHTS, as many at a time as are asked for; `loaded` are there."""
+    """Loads the first `total` flights into FLIGHTS in parts; `loaded` counts the flights that are there."""
 
     def __init__(self, servers: str, total: int) -> None:
         self.loaded = 0
@@ -91,7 +91,10 @@ class Flights:
         )
 
     def load(self, count: int, progress: Callable[[int], object] = lambda done: None) -> None:
-        """The next `count` flights, or all that are left, acknowledged; `progress` hears how many were handed over."""
+        """Load the next `count` flights, or all that are left, and wait for their acknowledgement.
+
+        `progress` is called with the number of flights produced.
+        """
         for done, (key, value) in enumerate(itertools.islice(self._records, count), self.loaded + 1):
             self._produce(key, value)
             self.loaded = done
@@ -113,26 +116,26 @@ class Flights:
 
 
 def load(servers: str, flights: int, progress: Callable[[int], None]) -> int:
-    """All of them at once; how many there were."""
+    """Load all flights at once, and return how many there were."""
     everything = Flights(servers, flights)
     everything.load(flights, progress)
     return everything.loaded
 
 
 class Follower:
-    """How many records of a topic an App's group has committed, without joining the group; markers count too."""
+    """Counts the records of a topic that an App's group has committed, without joining the group; markers count too."""
 
     def __init__(self, servers: str, group: str = GROUP, topic: str = FLIGHTS) -> None:
-        # read_uncommitted: an open transaction's offsets are not waited for, the last committed ones are the answer.
+        # read_uncommitted: return the last committed offsets instead of waiting for an open transaction's.
         settings = {"bootstrap.servers": servers, "group.id": group, "isolation.level": "read_uncommitted"}
         self._consumer = Consumer(settings | QUIET)
         self._wanted = [TopicPartition(topic, partition) for partition in range(PARTITIONS)]
         self._asked, self._answer = 0.0, 0
 
     def committed(self) -> int:
-        """As of at most a fifth of a second ago."""
+        """Return the count, at most a fifth of a second old."""
         if time.monotonic() - self._asked > 0.2:
-            with contextlib.suppress(KafkaException):  # a coordinator that is not there yet: the old answer stands
+            with contextlib.suppress(KafkaException):  # a coordinator that does not exist yet: the old count stays
                 found = self._consumer.committed(self._wanted, timeout=5.0)
                 self._answer = max(self._answer, sum(max(0, place.offset) for place in found))
             self._asked = time.monotonic()

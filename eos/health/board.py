@@ -1,6 +1,6 @@
-"""The last minutes of all statuses, for the page: one point a second per worker.
+"""Keeps the last minutes of all statuses for the page: one point a second per worker.
 
-Owns the memory of what was; a daemon thread fills it. It must never ask a worker's thread for anything.
+Owns this history; a daemon thread fills it. It must never call into a worker's thread.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from eos.health.status import Incident, Status
 _INTERVAL_S = 1.0
 _POINTS = 600
 Point = tuple[float, int, int, int | None]
-"""When (since the epoch), records in and out so far, lag."""
+"""The time (seconds since the epoch), the total records in and out, and the lag."""
 
 
 class View(msgspec.Struct):
-    """What the page is given: the workers as they are now, the points it does not have yet, and the incidents."""
+    """The data of the page: the current workers, the points that the page does not have yet, and the incidents."""
 
     at: float
     workers: list[Status]
@@ -30,7 +30,10 @@ class View(msgspec.Struct):
 
 
 class Board:
-    """`statuses` is asked once a second and at each look; `incidents` are the supervisor's own, if there is one."""
+    """The statuses of all workers, and their history.
+
+    `statuses` is called once a second and for each view; `incidents` returns the supervisor's own, if there is one.
+    """
 
     def __init__(self, statuses: Callable[[], list[Status]], incidents: Callable[[], list[Incident]] = list) -> None:
         self.statuses = statuses
@@ -56,6 +59,6 @@ class Board:
             points.append((now, status.records_in, status.records_out, status.lag))
 
     def view(self, since: float = 0.0) -> View:
-        """With the points after `since`."""
+        """Return the current statuses, with the history after the time `since`."""
         history = {name: [p for p in list(points) if p[0] > since] for name, points in list(self._history.items())}
         return View(time.time(), self.statuses(), history, self._incidents())

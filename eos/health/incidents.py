@@ -1,6 +1,6 @@
-"""The last log events that somebody should know of, in words: a handler of the logger "eos".
+"""Keeps the last log events that an operator should know, as text: a handler of the logger "eos".
 
-So there is no second place that says what went wrong: what is an incident was logged. It never does I/O.
+An incident is always a log event, so no second place describes failures. It never does I/O.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from eos.health.status import Incident
 
 _KEPT = 50
 _MOST_CHARACTERS = 2_000  # of one incident: all are sent with every status, and an exception may quote a whole record
-# Said below a warning, and still what one looks for first when something went wrong.
+# Events below the level of a warning that help to explain a failure.
 _TELLING = frozenset(
     {"producer replaced", "partitions assigned", "partitions revoked", "partitions lost", "session started", "stopping"}
 )
@@ -23,7 +23,7 @@ _WHOSE = frozenset({"transactional_id", "producer_id", "epoch", "state", "group"
 
 
 class Incidents(logging.Handler):
-    """A context manager: while inside, it hears warnings and the few other telling events, whatever the log level."""
+    """A context manager that collects warnings and a few other events inside its block, whatever the log level."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -39,13 +39,13 @@ class Incidents(logging.Handler):
         self._kept.append(Incident(at, level, cut))
 
     def last(self) -> list[Incident]:
-        """Oldest first."""
+        """Return the incidents, oldest first."""
         return list(self._kept)
 
     def __enter__(self) -> Incidents:
         self._level_before = log.logger.level
         if log.logger.level > logging.INFO:
-            # The log's own handlers keep the level that was asked for.
+            # The log's own handlers keep their configured level.
             for handler in log.logger.handlers:
                 handler.setLevel(max(handler.level, log.logger.level))
             log.logger.setLevel(logging.INFO)
@@ -58,7 +58,7 @@ class Incidents(logging.Handler):
 
 
 def words(event: str, fields: Mapping[str, Any]) -> str:
-    """`event: reason (name value, ...)`; whose producer it was is said elsewhere."""
+    """Return an event as text, `event: reason (name value, ...)`, without the fields that name the producer."""
     told = dict(fields)
     reason = next((told.pop(name) for name in ("reason", "partitions", "error") if name in told), None)
     rest = ", ".join(f"{name} {value}" for name, value in told.items() if name not in _WHOSE and value is not None)

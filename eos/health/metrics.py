@@ -1,7 +1,7 @@
-"""Statuses as Prometheus metrics, made when they are scraped: nothing here runs on a worker's hot path.
+"""Converts statuses to Prometheus metrics when they are scraped; nothing here runs on a worker's hot path.
 
-Owns the metrics' names, which docs/reference/metrics.md and docs/grafana-dashboard.json use. Base units (seconds,
-records, bytes). Needs prometheus-client (extra `metrics`), imported at the first scrape.
+Owns the metrics' names, which docs/reference/metrics.md and docs/grafana-dashboard.json use. Values are in base units
+(seconds, records, bytes). It needs prometheus-client (extra `metrics`), imported at the first scrape.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from eos.health.status import Distribution, StateOf, Status
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-LABELS = ("app", "worker")  # not `instance`: that is Prometheus's own name for what it scrapes
-# name without _total, help, label of the causes, the causes that are always shown, how to get them
+LABELS = ("app", "worker")  # not `instance`, which is Prometheus's own name for a scrape target
+# name without _total, help, label of the causes, the causes that always appear, function that returns the counts
 _BY_CAUSE: list[tuple[str, str, str, tuple[str, ...], Callable[[Status], dict[str, int]]]] = [
     (
         "eos_transactions_aborted",
@@ -94,7 +94,7 @@ _STATES: list[tuple[str, str, Callable[[StateOf], int]]] = [
 
 
 class Collector:
-    """A prometheus_client collector of whatever `statuses` says at the scrape."""
+    """A prometheus_client collector of the statuses at the time of the scrape."""
 
     def __init__(self, statuses: Callable[[], Iterable[Status]]) -> None:
         self._statuses = statuses
@@ -102,7 +102,7 @@ class Collector:
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        statuses = [status for status in self._statuses() if status.app]  # without: it has not reported yet
+        statuses = [status for status in self._statuses() if status.app]  # a worker without `app` has not reported yet
         for name, meaning, value_of in _COUNTERS:
             counter = CounterMetricFamily(name, meaning, labels=LABELS)
             for status in statuses:
@@ -152,20 +152,20 @@ def _lag(statuses: list[Status], family: Any) -> Metric:
 
 
 def _buckets(distribution: Distribution) -> list[tuple[str, float]]:
-    """Cumulative, as Prometheus wants them."""
+    """Return the cumulative buckets that Prometheus expects."""
     bounds = [*map(str, distribution.bounds), "+Inf"]
     return list(zip(bounds, itertools.accumulate(distribution.counts), strict=True))
 
 
 def names() -> set[str]:
-    """Every name a scrape can show, with the suffixes of counters and histograms."""
+    """Return every name that a scrape can contain, with the suffixes of counters and histograms."""
     found = {f"{name}_total" for name, *_ in [*_COUNTERS, *_BY_CAUSE]}
     found |= {name for name, *_ in [*_GAUGES, *_STATES]} | {_LAG[0], "eos_info"}
     return found | {f"{name}_{part}" for name, *_ in _HISTOGRAMS for part in ("bucket", "sum", "count")}
 
 
 def exposition(statuses: Callable[[], Iterable[Status]], accept: str) -> tuple[bytes, str]:
-    """The body and content type of a scrape. ImportError without prometheus-client."""
+    """Return the body and content type of a scrape. Raise ImportError without prometheus-client."""
     from prometheus_client import CollectorRegistry
     from prometheus_client.exposition import choose_encoder
 

@@ -1,7 +1,7 @@
 """Makes the status of a worker in this process: the one source of the live line, the metrics and the page.
 
-The worker's thread calls `tick` (after a transaction, and when idle); any thread calls `status`. It must never make the
-worker wait: what it reads are plain numbers, and what only the worker's thread can ask it samples twice a second.
+The worker's thread calls `tick` (after a transaction, and when idle); any thread may call `status`. It must never make
+the worker wait: it reads plain numbers, and samples the values that only the worker's thread can read twice a second.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STANDARD_LIBRARY = str(Path(os.__file__).parent)
 
 
 class Observer:
-    """Watches one worker from construction on; a context manager around its run, on its thread."""
+    """Observes one worker from construction on; a context manager around the worker's run, on its thread."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -48,7 +48,7 @@ class Observer:
         worker.on_tick = self.tick
 
     def tick(self) -> None:
-        """On the worker's thread, between transactions."""
+        """Take a sample; the worker's thread calls this between transactions."""
         now = time.monotonic()
         if now < self._next_sample:
             return
@@ -60,7 +60,7 @@ class Observer:
         self._sample = Sample(known, unresolved, lags, membership.waiting, states)
 
     def status(self) -> Status:
-        """As of now; from any thread."""
+        """Return the current status; any thread may call this."""
         counters, sample = self._session.counters, self._sample
         pulse, now = self._session.pulse.now, time.monotonic()
         stuck_at = self._where() if now - pulse[3] > self._limit_s else ""
@@ -102,7 +102,7 @@ class Observer:
         self._told_stuck = not live
 
     def _where(self) -> str:
-        """The line of code that the worker's thread stands in: the user's own, if one is on the stack."""
+        """Return the line of code that the worker's thread is at: the user's own, if one is on the stack."""
         frame: FrameType | None = sys._current_frames().get(self._thread)
         if frame is None:
             return ""
@@ -131,7 +131,7 @@ def _frozen(histogram: Histogram) -> Distribution:
 
 
 def _memory_bytes() -> int:
-    """Resident; 0 where there is no /proc."""
+    """Return the resident memory in bytes; 0 without /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):

@@ -1,7 +1,7 @@
-"""A supervised worker's status goes to its supervisor: a JSON line twice a second, through a pipe it was started with.
+"""Sends a supervised worker's status to its supervisor: a JSON line twice a second, through a pipe.
 
-The pipe also says whether the supervisor still is: when it is gone, a supervised worker stops as if it was asked to, so
-that a killed supervisor leaves no orphan. Owns the worker's end; the supervisor's is in eos/worker/supervisor.py.
+The pipe also shows whether the supervisor still runs. When it has ended, a supervised worker stops as on request, so
+that a killed supervisor leaves no orphan. This module owns the worker's end; eos/worker/supervisor.py owns the other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TEMPORARY = 75
 
 
 def pipe_of_supervisor() -> int | None:
-    """The file descriptor that this process was started with by a supervisor; its own children do not see it."""
+    """Return the pipe's file descriptor from the supervisor, None without one; child processes do not inherit it."""
     text = os.environ.pop(PIPE_VARIABLE, None)
     if text is None:
         return None
@@ -37,7 +37,7 @@ def pipe_of_supervisor() -> int | None:
 
 
 class Reporter:
-    """Reports on a daemon thread while inside the context, and once at its end. `stop_s`: how long a stop may take."""
+    """Reports on a daemon thread inside the context, and once at its end. `stop_s`: how long a stop may take."""
 
     def __init__(self, pipe: int, status: Callable[[], Status], stop_s: float) -> None:
         self._pipe, self._status, self._stop_s = pipe, status, stop_s
@@ -51,7 +51,9 @@ class Reporter:
         self._end_this_process()
 
     def _report(self) -> bool:
-        """False: nobody reads any more. A supervisor that is only slow holds up this thread and nothing else."""
+        """Send one report; return False if the supervisor has closed the pipe. A slow supervisor delays only this
+        thread.
+        """
         line = msgspec.json.encode(self._status()) + b"\n"
         try:
             while line:
@@ -61,12 +63,12 @@ class Reporter:
         return True
 
     def _end_this_process(self) -> None:
-        # The last resort needs no interpreter: a client call that holds it for ever (seen: a rebalance callback inside
-        # the consumer's close) lets neither a signal handler nor this thread run.
+        # The last resort needs no interpreter: a client call that holds the GIL for ever (observed: a rebalance
+        # callback inside the consumer's close) blocks signal handlers and this thread.
         faulthandler.dump_traceback_later(self._stop_s + 2 * _STOP_MARGIN_S, exit=True, file=sys.__stderr__ or 2)
         log.warning("the supervisor is gone: stopping")
         os.kill(os.getpid(), signal.SIGTERM)
-        # The worker stops by itself within its time, unless it is stuck where no signal reaches it.
+        # The worker stops by itself in time, unless it is stuck where no signal reaches it.
         time.sleep(self._stop_s + _STOP_MARGIN_S)
         os._exit(_TEMPORARY)
 

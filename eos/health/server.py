@@ -1,7 +1,8 @@
-"""The HTTP face of a worker or of a supervisor: /livez, /readyz, /metrics, the page at / and what it reads.
+"""The HTTP server of a worker or a supervisor: /livez, /readyz, /metrics, the page at / and its data.
 
-Owns addresses, threads and answers; what is true comes from eos.health.status. Read-only, without a secret in any
-answer. Daemon threads, few of them, each connection with a time limit: it must never hold up or end the worker.
+Owns addresses, threads and responses; the contents come from eos.health.status. It is read-only, and no response
+contains a secret. It uses few daemon threads and a time limit for each connection, so that it never delays or ends the
+worker.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """`PORT` (every interface: a probe comes from outside) or `HOST:PORT`. Raises UsageError."""
+    """Return the host and port of `HOST:PORT`, or of `PORT` on every interface, for probes from outside. Raise
+    UsageError.
+    """
     host, _, port = text.rpartition(":")
     if not port.isdigit() or not 0 <= int(port) <= 65535:
         raise UsageError(f"--http-port {text}: expected PORT or HOST:PORT")
@@ -39,7 +42,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 class HealthServer:
-    """Serves a board from `start` on, on threads of its own. Raises ConfigurationError if it cannot listen."""
+    """Serves a board from `start` on, on its own threads. Raises ConfigurationError if it cannot listen."""
 
     def __init__(self, address: tuple[str, int], board: Board) -> None:
         self._board = board
@@ -69,7 +72,7 @@ class HealthServer:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    block_on_close = False  # a slow reader does not hold up the end
+    block_on_close = False  # a slow client does not delay the end
 
     def __init__(self, address: tuple[str, int], board: Board) -> None:
         self.board = board
@@ -126,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
         log.debug("http", request=format % args)
 
     def _probe(self, verdicts: list[tuple[bool, Status]]) -> None:
-        """200 if it holds for every worker (and there is one); the body has a line for each."""
+        """Send 200 if all verdicts are good and there is at least one worker; the body has a line for each."""
         lines = [f"{'ok' if well else 'NOT OK'} {s.instance}: {s.reason}\n" for well, s in verdicts]
         well = bool(verdicts) and all(well for well, _ in verdicts)
         code = HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE

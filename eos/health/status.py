@@ -1,7 +1,7 @@
-"""What there is to know of one worker at one moment, and the rule for live and ready. Data and pure functions, no I/O.
+"""The status of one worker at one moment, and the rule for live and ready: data and pure functions, no I/O.
 
-A Status travels as JSON: from a worker to its supervisor and from either to the page; the metrics are made of it too.
-Times are seconds since the epoch, durations seconds.
+A Status travels as JSON from a worker to its supervisor, and from either to the page; the metrics come from it too.
+Times are seconds since the epoch, durations are seconds.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import msgspec
 from eos.kafka.settings import Settings
 
 CALL_PATIENCE_S = 3.0
-"""A call to the cluster that is under way for longer means that the cluster is waited for."""
+"""A worker counts as waiting for the cluster when a call takes longer than this."""
 REPORT_PATIENCE_S = 5.0
-"""A supervised worker that has not reported for longer is not ready."""
-_CALL_MARGIN_S = 10.0  # a hung call is given up 5 s after its timeout (eos.session.producer)
+"""A supervised worker is not ready when its last report is older than this."""
+_CALL_MARGIN_S = 10.0  # a hung call is abandoned 5 s after its timeout (eos.session.producer)
 
 
 class Incident(msgspec.Struct, frozen=True):
@@ -26,7 +26,9 @@ class Incident(msgspec.Struct, frozen=True):
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """A histogram: `counts[i]` observations <= `bounds[i]` and above the bound before; the last count has no bound."""
+    """A histogram: `counts[i]` observations are <= `bounds[i]` and above the previous bound; the last count is
+    unbounded.
+    """
 
     bounds: tuple[float, ...] = ()
     counts: tuple[int, ...] = (0,)
@@ -40,8 +42,9 @@ class PartitionLag(msgspec.Struct, frozen=True):
 
 
 class StateOf(msgspec.Struct, frozen=True):
-    """What a function remembers: how many values, their bytes on disk (0: in memory), and how many changes of its
-    changelog are still to be read."""
+    """The state of one function: its number of values, their bytes on disk (0: in memory), and the changes left to
+    restore.
+    """
 
     function: str
     values: int
@@ -50,7 +53,7 @@ class StateOf(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct):
-    """One worker. `reason` says in words what it does, or why it is not live or not ready."""
+    """The status of one worker; `reason` describes its activity, or why it is not live or not ready."""
 
     app: str
     instance: str
@@ -82,14 +85,16 @@ class Status(msgspec.Struct):
 
     @property
     def lag(self) -> int | None:
-        """Of all its partitions; None while that of one is not known."""
+        """Return the lag of all its partitions; None while one is unknown."""
         known = [lag.records for lag in self.lags if lag.records is not None]
         return sum(known) if len(known) == len(self.lags) else None
 
 
 def continued(before: Status, now: Status) -> Status:
-    """`now` with the counts of the worker's lives before it: a count of a worker never goes down. What is of the
-    process (memory, CPU, since when) stays the process's."""
+    """Return `now` with the counts of the worker's earlier processes added, so that a worker's counts never decrease.
+
+    Values of the process itself (memory, CPU, start time) stay those of `now`.
+    """
     return msgspec.structs.replace(
         now,
         **{name: getattr(before, name) + getattr(now, name) for name in _COUNTS},
@@ -108,14 +113,14 @@ def _summed(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
 
 
 def _merged(before: Distribution, now: Distribution) -> Distribution:
-    if before.bounds != now.bounds:  # one that never reported
+    if before.bounds != now.bounds:  # an earlier process that never reported
         return now if now.bounds else before
     counts = tuple(a + b for a, b in zip(before.counts, now.counts, strict=True))
     return Distribution(now.bounds, counts, before.total + now.total)
 
 
 class Sample(NamedTuple):
-    """What only the worker's own thread can ask, twice a second."""
+    """The values that only the worker's own thread can read, twice a second."""
 
     in_group: bool
     unresolved: int
@@ -131,8 +136,10 @@ class Verdict(NamedTuple):
 
 
 def stuck_after_s(settings: Settings) -> float:
-    """How long a worker's thread may stand still: eos.liveness.timeout.ms, and never less than what is legal for a
-    transaction and for a call."""
+    """Return for how many seconds a worker's thread may stand still.
+
+    It is eos.liveness.timeout.ms, but never less than the limits for a transaction and for a call.
+    """
     least = (
         settings["eos.liveness.timeout.ms"] / 1000,
         settings.transaction_timeout_ms / 1000,
@@ -144,16 +151,18 @@ def stuck_after_s(settings: Settings) -> float:
 def judge(
     pulse: tuple[str, str, float, float], now: float, limit_s: float, sample: Sample | None, stuck_at: str = ""
 ) -> Verdict:
-    """Live: the thread moves, or has not stood still for `limit_s` yet. Ready: it is in its group, holds what the group
-    gave it, and does not wait for the cluster. Waiting for the cluster is live: each attempt moves.
+    """Judge a worker as live, ready and why.
 
-    `pulse` is Pulse.now, `now` of the same clock; `stuck_at` is the code that the thread stands in.
+    Live: the thread moves, or has not stood still for `limit_s` yet. Ready: the worker is in its group, owns the
+    partitions that the group assigned, and does not wait for the cluster. A worker that waits for the cluster is live,
+    because each attempt counts as a move. `pulse` is Pulse.now, and `now` is of the same clock; `stuck_at` is the code
+    that the thread is at.
     """
     doing, what, since, moved = pulse
     still_s = now - moved
     if doing == "stopped":
         return Verdict(False, False, "stopped")
-    # How long an App's own start may take (a model to load) is not ours to say, and the session's is bounded.
+    # The App's own start (loading a model) may take any time; the session's start has its own limit.
     if doing != "starting" and still_s > limit_s:
         where = f" at {stuck_at}" if stuck_at else ""
         doing_what = "handling records" if doing == "handling" else f"{doing} {what}".strip()
@@ -172,7 +181,7 @@ def judge(
 
 
 def judge_report(status: Status, silent_s: float) -> Verdict:
-    """What a supervisor makes of a worker's last report: one that is silent is not ready, and stuck after its limit."""
+    """Judge a worker by its last report: a silent worker is not ready, and stuck after its limit."""
     if silent_s > status.stuck_after_s:
         return Verdict(False, False, f"has not reported for {silent_s:.0f} s")
     if silent_s > REPORT_PATIENCE_S:

@@ -1,6 +1,6 @@
-"""State of functions: what is kept of it while transactions come and go, and where it is found again.
+"""State of functions: where it is kept, how transactions change it and how a restart restores it.
 
-The changelog (a compacted topic per function) is the truth: what a function changed is written there in the transaction
-that has its outputs and offsets. A worker's session does not know of state: eos/state/keeper.py takes part in its
-transactions (eos/session/participants.py).
+The changelog, a compacted topic per function, is the source of truth. A transaction writes the state that it changed to
+the changelog together with its outputs and offsets. A worker's session does not know about state: eos/state/keeper.py
+takes part in its transactions (eos/session/participants.py).
 """

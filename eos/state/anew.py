@@ -1,7 +1,7 @@
-"""Begins an App anew with its state: `eos reset --from ... --with-state`, while the group has no members.
+"""Resets an App together with its state: `eos reset --from ... --with-state`, while the group has no members.
 
-Owns the order of the steps. A crash at any of them leaves an App that refuses to start; the same command then does the
-rest.
+Owns the order of the steps. After a crash at any step the App refuses to start; the same command then completes the
+reset.
 """
 
 from __future__ import annotations
@@ -29,22 +29,25 @@ _DENIED = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATI
 
 
 class Anew:
-    """What `eos reset --with-state` does: the App's input is read again from `where`, its state is empty and what is in
-    the topics between its functions is gone. Nothing is changed before `carry_out`. Raises UsageError,
-    ConfigurationError, Unavailable, NotAuthorised."""
+    """A reset of an App that `eos reset --with-state` plans first and then carries out.
+
+    It moves the offsets of the App's input to `where`, empties the App's state and deletes the records of the topics
+    between its functions. Nothing changes before `carry_out`. Raises UsageError, ConfigurationError, Unavailable,
+    NotAuthorised.
+    """
 
     def __init__(self, settings: Settings, app: App, where: Target, offsets: GroupOffsets, world: World = REAL) -> None:
-        """`offsets`: of all sources of the App, without those between its functions."""
+        """Plan the reset; `offsets` covers the App's input topics, without the topics between its functions."""
         self._settings, self._app, self._world = settings, app, world
         self._client = facts.connect(settings, _ASK_S, world)
         self._all = GroupOffsets(settings, app.id, app.topics, world=world)
         self.moves = offsets.plan(where)
-        """Of the input."""
+        """The new offset of each input partition."""
         named = {move.partition for move in self.moves}
         if missing := [move.partition for move in offsets.plan(Target("earliest")) if move.partition not in named]:
             raise UsageError(f"--with-state begins all anew: --from must name a place in {place_of(*missing[0])} too")
         self.between = {topic: tail.spans(settings, topic, _ASK_S, world) for topic in sorted(app.chained)}
-        """The topics between functions."""
+        """The offset spans of the topics between functions, by topic and partition."""
         for topic, spans in self.between.items():
             for partition, span in spans.items():
                 if span.stable < span.end:
@@ -63,11 +66,15 @@ class Anew:
 
     @property
     def again(self) -> int:
-        """How many offsets of the input are read again."""
+        """Return how many offsets of the input are read again."""
         return sum(max((move.low if move.before is None else move.before) - move.after, 0) for move in self.moves)
 
     def carry_out(self) -> None:
-        """First it is noted beside the offsets that a reset is under way: no worker starts until the last step."""
+        """Carry out the reset.
+
+        The first step marks the reset in the offset metadata, so no worker starts until the last step replaces the
+        mark.
+        """
         marked = self._all.plan(STAY)
         there = {move.partition for move in marked}
         marked += [dataclasses.replace(move, after=move.low) for move in self.moves if move.partition not in there]
@@ -78,11 +85,11 @@ class Anew:
         ends = {topic: self._empty(topic, spans) for topic, spans in self.between.items()}
         after = [move for topic in ends for move in self._at_end(topic, ends[topic])]
         moves = [*self.moves, *after]
-        partitions = Counter(move.partition[0] for move in moves)  # the plans have all of each topic
+        partitions = Counter(move.partition[0] for move in moves)  # each plan has all partitions of its topic
         self._all.commit([self._begun(move, partitions[move.partition[0]]) for move in moves])
 
     def _begun(self, move: Move, partitions: int) -> Move:
-        """Return the move with what a worker notes that has handled nothing yet."""
+        """Return the move with the offset metadata that a worker notes before its first record."""
         topic, _ = move.partition
         route, note = self._app.routes[topic], None
         if route.stores:
@@ -94,7 +101,9 @@ class Anew:
         return GroupOffsets(self._settings, self._app.id, [topic], world=self._world).plan(target)
 
     def _delete_changelog(self, topic: str) -> None:
-        """Brokers delete no records of a compacted topic, so it is made again, as it was configured."""
+        """Delete the changelog and create it again with the same configuration; brokers delete no records of a
+        compacted topic.
+        """
         there = facts.describe_topic(self._client, topic)
         if not there.exists:
             return
@@ -103,14 +112,17 @@ class Anew:
         wanted = {topic: facts.describe_topic(self._client, source).partitions}
         _result(self._client.delete_topics([topic], operation_timeout=_DELETE_S)[topic], topic)
         deadline = self._world.now() + _DELETE_S
-        # Until the brokers have forgotten the old one, there is a topic of this name.
+        # The name stays taken until the brokers have removed the old topic.
         while not facts.create_topics(self._settings, wanted, there.replicas, config=config, world=self._world):
             if self._world.now() > deadline:
                 raise Unavailable(f"topic {topic} was deleted, and is still there after {_DELETE_S:.0f} s")
             self._world.sleep(0.1)
 
     def _empty(self, topic: str, spans: Mapping[int, tail.Span]) -> dict[int, int]:
-        """Return where its partitions end. A compacted topic keeps its records; the group goes on after them."""
+        """Delete the topic's records and return the end offset of each partition.
+
+        A compacted topic keeps its records; the group continues after them.
+        """
         ends = {partition: span.end for partition, span in spans.items()}
         asked = self._client.delete_records([TopicPartition(topic, partition, end) for partition, end in ends.items()])
         for future in asked.values():
@@ -123,7 +135,7 @@ def _with(move: Move, entries: Mapping[str, object]) -> Move:
 
 
 def _result(future: Any, topic: str, but: int | None = None) -> None:
-    """Wait for it. Raises NotAuthorised, Unavailable, unless it failed with the code `but`."""
+    """Wait for the result. Raise NotAuthorised or Unavailable, unless the request failed with the code `but`."""
     try:
         future.result(_DELETE_S)
     except KafkaException as error:

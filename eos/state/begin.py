@@ -1,8 +1,8 @@
-"""Begins some of a function's state empty on purpose: `eos state begin`, while the group has no members.
+"""Lets some state of a function begin empty on purpose: `eos state begin`, while the group has no members.
 
-A function that was renamed, or that has other states than it kept, ends a worker with 78; this says that it is meant.
-Entries of states that it has no more are deleted, so that they do not come back under a state of the same name. A crash
-at any step leaves a function that is refused as before; the same command then does the rest.
+A worker exits with 78 if a function was renamed or has other states than it kept. This command confirms such a change.
+It deletes the entries of removed states, so that they do not come back under a new state of the same name. After a
+crash at any step the function is refused as before; the same command then completes the change.
 """
 
 from __future__ import annotations
@@ -30,17 +30,22 @@ _ASK_S, _WRITE_S = 10.0, 60.0
 
 
 class _Left(NamedTuple):
-    """What a partition of the changelog holds of states that the function does not have: their cells. `header`: one is
-    there."""
+    """The entries of one changelog partition that belong to states the function no longer has.
+
+    `cells` are their changelog keys. `header` says whether the partition has a header.
+    """
 
     cells: list[bytes]
     header: bool
 
 
 class Beginning:
-    """What `eos state begin` does with one function: `fresh` begins empty, the entries of `gone` are deleted. Nothing
-    is changed before `carry_out`. Raises ConfigurationError, InputGone, Temporary, Unavailable, NotAuthorised, and
-    UsageError where the function has the states that it kept."""
+    """A change of one function's states that `eos state begin` plans first and then carries out.
+
+    The states in `fresh` begin empty; the entries of the states in `gone` are deleted. Nothing changes before
+    `carry_out`. Raises ConfigurationError, InputGone, Temporary, Unavailable, NotAuthorised, and UsageError if the
+    function has exactly the states that it kept.
+    """
 
     def __init__(self, settings: Settings, app: App, route: Route, offsets: GroupOffsets, world: World = REAL) -> None:
         self._settings, self._app_id, self._route, self._offsets, self._world = settings, app.id, route, offsets, world
@@ -64,7 +69,7 @@ class Beginning:
 
     @property
     def entries(self) -> int:
-        """How many entries are deleted."""
+        """Return how many entries are deleted."""
         return sum(len(left.cells) for left in self._left.values())
 
     @property
@@ -79,7 +84,7 @@ class Beginning:
         return True
 
     def _check_whole(self, spans: Mapping[int, tail.Span]) -> None:
-        """What is written beside the offsets here must not hide that a part of the changelog is lost."""
+        """Raise an error if a part of the changelog is lost; new offset metadata would hide the loss."""
         ends = {}
         for move in self._moves:
             beside = notes.beside_of(move.metadata)
@@ -92,7 +97,7 @@ class Beginning:
                 raise error
 
     def _look(self, partition: int, span: tail.Span, kept: dict[str, str]) -> _Left:
-        """Find the cells of states that the function does not have, and note in `kept` of which kind each state was."""
+        """Find the entries of states that the function does not have, and add the kind of each kept state to `kept`."""
         have, found, header = notes.header_now(self._app_id, self._route).stores, dict[bytes, None](), None
         if span.low < span.stable:
             starts, ends = {partition: span.low}, {partition: span.stable}
@@ -113,7 +118,10 @@ class Beginning:
         return _Left([cell for cell in found if named(cell)[0] in gone], header=True)
 
     def carry_out(self) -> None:
-        """The entries first: a crash leaves a header that names their states, and offsets that do."""
+        """Delete the entries, then write the headers, then commit the offsets.
+
+        After a crash between two steps the header or the offset metadata still names the deleted states.
+        """
         if self._fit.missing:
             changelog.require(self._settings, self._app_id, [self._route], self._world)
         self._write(((p, cell, None) for p, left in self._left.items() for cell in left.cells))

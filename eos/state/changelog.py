@@ -1,5 +1,7 @@
-"""A function's changelog: a compacted topic with as many partitions as its source, in which each task notes what its
-transactions changed. Made where it is not there; read up to its end before the first record of a task.
+"""The changelog of a function: a compacted topic with as many partitions as the function's source.
+
+Each task writes the changes of its transactions to one partition, and reads the partition to its end before its first
+record. A missing changelog is created.
 """
 
 from __future__ import annotations
@@ -18,17 +20,19 @@ from eos.kafka.world import REAL, World
 from eos.records import is_topic_name, place_of
 
 _ASK_S = 10.0
-_TOMBSTONES_S = 86_400.0  # delete.retention.ms where the brokers do not say
-_FEW_TOMBSTONES_S = 3_600.0  # below it: warned of
+_TOMBSTONES_S = 86_400.0  # delete.retention.ms if the brokers do not report it
+_FEW_TOMBSTONES_S = 3_600.0  # a shorter retention is logged as a warning
 FROM_RECORDS = "`eos reset MODULE:APP --from earliest --with-state` makes the state again from the records"
-# Records are deleted by nothing but newer ones; where state has a time-to-live, their timestamps are the worker's.
+# Only newer records of a key remove records. Where state has a time-to-live, the worker sets their timestamps.
 CONFIG = {"cleanup.policy": "compact", "message.timestamp.type": "CreateTime"}
 Rows = dict[str, list[tuple[bytes, bytes]]]
 
 
 def changelogs_of(app_id: str, routes: Iterable[Route]) -> dict[str, str]:
-    """The changelog of each function, by its source. Raises ConfigurationError where two would share one, or where
-    Kafka takes no topic of that name."""
+    """Return each function's changelog by its source topic.
+
+    Raises ConfigurationError if two functions would share a changelog, or if Kafka does not allow the topic name.
+    """
     found: dict[str, str] = {}
     for route in routes:
         topic = changelog_of(app_id, route)
@@ -43,8 +47,11 @@ def changelogs_of(app_id: str, routes: Iterable[Route]) -> dict[str, str]:
 
 
 class Fit(NamedTuple):
-    """How a function's changelog is: it has as many partitions as its source, none if that is not there. `missing`: it
-    is to be made. `tombstones_s`: for how long it keeps tombstones."""
+    """The state of a function's changelog compared with its source.
+
+    `partitions` counts the source's partitions; 0 if the source does not exist. `missing`: the changelog must be
+    created. `tombstones_s`: how long the changelog keeps tombstones, in seconds.
+    """
 
     topic: str
     partitions: int = 0
@@ -53,12 +60,15 @@ class Fit(NamedTuple):
 
 
 def fit_of(client: Any, app_id: str, route: Route, world: World = REAL) -> Fit:
-    """`client` as facts.connect gives it. Raises ConfigurationError where the changelog does not fit its source."""
+    """Compare a function's changelog with its source; `client` comes from facts.connect.
+
+    Raises ConfigurationError if the changelog does not fit its source.
+    """
     (source,), topic = route.sources, changelog_of(app_id, route)
     wanted = facts.describe_topic(client, source).partitions
     there = facts.describe_topic(client, topic)
     if not wanted or there.exists is None:
-        return Fit(topic)  # the session says what is wrong with it
+        return Fit(topic)  # the session reports the problem with the source
     if not there.exists:
         return Fit(topic, wanted, missing=True)
     if there.partitions != wanted:
@@ -82,8 +92,10 @@ def fit_of(client: Any, app_id: str, route: Route, world: World = REAL) -> Fit:
 
 
 def require(settings: Settings, app_id: str, routes: Sequence[Route], world: World = REAL) -> dict[str, Fit]:
-    """Each function's changelog, by its name, is there and fits its source; it is made where it is not. Raises
-    ConfigurationError, NotAuthorised, Unavailable."""
+    """Create the changelogs that are missing, and return the fit of each changelog by its name.
+
+    Raises ConfigurationError if a changelog does not fit its source, NotAuthorised, Unavailable.
+    """
     fits: dict[str, Fit] = {}
     client = facts.connect(settings, _ASK_S, world)
     for route in routes:
@@ -102,8 +114,10 @@ def require(settings: Settings, app_id: str, routes: Sequence[Route], world: Wor
 
 
 def kept(settings: Settings, topic: str) -> Iterator[tuple[int, list[tuple[bytes, Rows]]]]:
-    """What is committed: for each partition the keys in order, and of each its stores, with fields and values in order.
-    A partition at a time is in memory. Raises Unavailable, ConfigurationError for a record that is no state."""
+    """Yield the committed state of each partition: its keys in order, each with its stores' fields and values in order.
+
+    Holds one partition at a time in memory. Raises Unavailable, and ConfigurationError for a record that is not state.
+    """
     for partition, span in sorted(tail.spans(settings, topic, _ASK_S).items()):
         cells: dict[bytes, bytes] = {}
         if span.low < span.stable:
@@ -122,7 +136,7 @@ def kept(settings: Settings, topic: str) -> Iterator[tuple[int, list[tuple[bytes
                     f"{place_of(topic, partition)} holds what no function remembers: {error}"
                 ) from error
             if not store:
-                continue  # the task's own
+                continue  # an entry of the task itself
             rows.setdefault(key, {}).setdefault(store, []).append((field, value))
         yield partition, sorted(rows.items())
 
@@ -130,9 +144,11 @@ def kept(settings: Settings, topic: str) -> Iterator[tuple[int, list[tuple[bytes
 def unsettled(where: str, span: Span, at_least: int) -> EosError | None:
     """Return why this partition of a changelog cannot be read yet; None if it can.
 
-    Temporary while a transaction is open there: its predecessor's, decided by the coordinator, whose markers are under
-    way. InputGone while it ends before the offset `at_least`, up to which it went before: a broker that has just become
-    its leader may not know yet how far it goes, and who waited for long enough knows that what is missing is lost."""
+    Temporary while the predecessor's transaction is open there: the coordinator has decided it, and its markers are on
+    their way. InputGone while the partition ends before the offset `at_least` that it had reached before: a broker that
+    has just become the leader may not know the end yet. A caller that has waited long enough treats the difference as
+    lost.
+    """
     if span.stable < span.end:
         return Temporary(
             f"state cannot be restored: {where} has an open transaction",
@@ -149,7 +165,7 @@ def unsettled(where: str, span: Span, at_least: int) -> EosError | None:
 
 
 def beginning_removed(where: str, low: int) -> InputGone:
-    """Return the error of a changelog whose first records were removed, which compaction never does."""
+    """Return the error for a changelog whose first records were removed, which compaction never does."""
     return InputGone(
         f"state is gone: the changelog {where} begins at {low}, so values that did not change since are missing from "
         "it, and no folder here holds them (cleanup.policy=delete, or records that were deleted by hand)",
@@ -159,7 +175,10 @@ def beginning_removed(where: str, low: int) -> InputGone:
 
 
 class Start(NamedTuple):
-    """Where a restore reads a changelog from; `keeps`: on top of the values that are there."""
+    """The offset from which a restore reads a changelog.
+
+    `keeps`: the restore keeps the existing values and applies the changelog on top of them.
+    """
 
     offset: int
     keeps: bool
@@ -168,10 +187,12 @@ class Start(NamedTuple):
 def start_of(
     position: int, as_of: float, held: Span, tombstones_s: float, now: float, accepts: bool = False
 ) -> Start | None:
-    """Return where to read from, given how far the values stand; None if the values are no use and the changelog's
-    beginning was removed, unless the caller `accepts` the changelog as it is. Values are no use if they stand before or
-    after all of it, or if they are so old that compaction may have removed the tombstones of what was deleted since. A
-    transaction's marker is nothing new."""
+    """Return where a restore begins to read, given the position of the existing values.
+
+    Returns None if the values are unusable and the changelog's beginning was removed, unless the caller `accepts` the
+    changelog as it is. Values are unusable if their position is outside the changelog, or if they are so old that
+    compaction may have removed tombstones of later deletes. A transaction marker alone is no change.
+    """
     missed = held.end - position > 1 and now - as_of > tombstones_s
     if held.low <= position <= held.end and not missed:
         return Start(position, keeps=True)

@@ -1,8 +1,8 @@
-"""What keeps values in a folder: LMDB, or RocksDB for state that memory does not hold.
+"""The engines that keep values in a folder: LMDB, and RocksDB for state that does not fit in memory.
 
-An engine is two tables of bytes: values, and what is noted beside them. Both are written as one, and outlive a killed
-process; neither is told to sync. LMDB reads what it has in memory in a microsecond and writes a page for each value
-that a transaction changed, wherever that lies; RocksDB writes them all in a row, and sorts them out later.
+An engine has two tables of bytes: values and notes. One write changes both tables atomically and survives a killed
+process; neither engine syncs on a write. LMDB reads a cached value in a microsecond, and writes a page for each value
+that a transaction changed, wherever the page lies. RocksDB writes all values sequentially and sorts them later.
 """
 
 from __future__ import annotations
@@ -20,47 +20,50 @@ from eos import log
 from eos.errors import ConfigurationError
 from eos.state.values import Value
 
-_MOST_BYTES = 1 << 36  # of one folder: 64 GiB; nothing of it is taken before it is written
+_MOST_BYTES = 1 << 36  # the largest size of one folder: 64 GiB; disk space is taken only as values are written
 
 
 class EngineFailed(Exception):
-    """It cannot be opened or written; says why."""
+    """An engine that cannot be opened, read or written; the message says why."""
 
 
 class Engine(Protocol):
     folder: str
-    """Its name below a task's."""
+    """The name of the engine's folder inside a task's folder."""
     files: int
-    """How many files it has open, as a rule."""
+    """The number of files that it usually has open."""
 
     def __init__(self, path: Path, memory_bytes: int) -> None:
-        """Raises EngineFailed for what cannot be read."""
+        """Open the engine's folder. Raise EngineFailed if it cannot be read."""
 
     @property
     def size_bytes(self) -> int:
-        """Return the size on disk; 0 where somebody deleted the folder."""
+        """Return the size on disk in bytes; 0 if the folder was deleted."""
 
     def __len__(self) -> int:
-        """How many values; RocksDB only knows about how many."""
+        """Return the number of values; RocksDB returns an estimate."""
 
     def get(self, name: bytes) -> bytes | None: ...
 
     def noted(self, name: bytes) -> bytes | None: ...
 
     def scan(self, low: bytes, high: bytes, back: bool) -> Iterator[tuple[bytes, bytes]]:
-        """Values from `low` on and before `high`, in the order of their names; not beyond the next `write`."""
+        """Yield the values from `low` (included) to `high` (excluded) in the order of their names.
+
+        The iterator is valid until the next `write`.
+        """
 
     def notes(self, low: bytes, high: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Yield notes from `low` on and before `high`, in the order of their names; as `scan`."""
+        """Yield the notes from `low` (included) to `high` (excluded) in the order of their names, as `scan` does."""
 
     def write(self, values: Mapping[bytes, Value], notes: Mapping[bytes, Value]) -> None:
-        """All or nothing. Raises EngineFailed."""
+        """Write all changes atomically. Raise EngineFailed."""
 
     def clear(self) -> None:
-        """Raises EngineFailed."""
+        """Delete all values and notes. Raise EngineFailed."""
 
     def sync(self) -> None:
-        """Write all of it to the disk. Raises EngineFailed."""
+        """Write everything to the disk. Raise EngineFailed."""
 
     def close(self) -> None: ...
 
@@ -150,9 +153,10 @@ class Lmdb:
         self._environment.close()
 
 
-# RocksDB has one table for both: no name of a value begins so (eos/app/cells.py, folders.py).
+# RocksDB has one table for both. No value's name begins with this byte (eos/app/cells.py, folders.py).
 _NOTE = b"\xfe"
-# RocksDB soon compacts a file in which this many of this many neighbours are deleted; until then scans walk over them.
+# RocksDB soon compacts a file with this many deleted entries among this many neighbours. Until then a scan walks over
+# them.
 _NEIGHBOURS, _DELETED = 1_000, 500
 
 
@@ -166,7 +170,7 @@ class RocksDb:
         self._read_options = ReadOptions
         try:
             self._db = Rdict(str(path), _options(memory_bytes))
-        except Exception as error:  # RocksDB's have no class of their own
+        except Exception as error:  # RocksDB's errors have no class of their own
             raise EngineFailed(str(error)) from error
 
     @property
@@ -174,7 +178,7 @@ class RocksDb:
         found = 0
         with contextlib.suppress(FileNotFoundError):
             for file in self._path.iterdir():
-                with contextlib.suppress(FileNotFoundError):  # compaction deletes files meanwhile
+                with contextlib.suppress(FileNotFoundError):  # compaction deletes files at the same time
                     found += file.stat().st_blocks * 512
         return found
 
@@ -189,9 +193,9 @@ class RocksDb:
         return self.get(_NOTE + name)
 
     def scan(self, low: bytes, high: bytes, back: bool) -> Iterator[tuple[bytes, bytes]]:
-        # Without a bound, RocksDB walks over all deleted values up to a live one, of other rows too. rocksdict 0.3.29
-        # points to the bytes of the bound: `high` must outlive the iterator. Its set_iterate_lower_bound sets the upper
-        # one, so a scan from the end looks for the first value, and stops there.
+        # Without a bound, RocksDB walks over all deleted values up to the next live one, even in other rows. rocksdict
+        # 0.3.29 points to the bytes of the bound, so `high` must outlive the iterator. Its set_iterate_lower_bound sets
+        # the upper bound, so a backward scan finds the first value beforehand and stops there.
         options = self._read_options()
         options.set_iterate_upper_bound(high)
         at = self._db.iter(options)
@@ -208,7 +212,7 @@ class RocksDb:
                 break
             else:
                 at.prev()
-        at.status()  # raises what ended it, if that was no end
+        at.status()  # raises the error that ended the scan, if there is one
 
     def notes(self, low: bytes, high: bytes) -> Iterator[tuple[bytes, bytes]]:
         return ((name[1:], value) for name, value in self.scan(_NOTE + low, _NOTE + high, back=False))
@@ -245,13 +249,16 @@ class RocksDb:
         try:
             self._db.close()
         except Exception as error:  # noqa: BLE001 - it has no class
-            # It flushes what its log has anyway.
+            # RocksDB recovers these values from its log.
             log.debug("a folder of state could not be flushed", folder=self._path, error=str(error))
 
 
 @functools.cache
 def _options(memory_bytes: int) -> Any:
-    """One cache and one budget of buffers for all folders of the process: else its memory grows with its partitions."""
+    """Return options with one cache and one buffer budget for all folders of the process.
+
+    With separate ones the process's memory would grow with its partitions.
+    """
     from rocksdict import BlockBasedOptions, Cache, Options, WriteBufferManager
 
     options, table, cache = Options(raw_mode=True), BlockBasedOptions(), Cache(memory_bytes)
@@ -259,7 +266,7 @@ def _options(memory_bytes: int) -> Any:
     table.set_cache_index_and_filter_blocks(True)
     table.set_bloom_filter(10, False)
     options.set_block_based_table_factory(table)
-    # What buffers take counts as taken of the cache.
+    # The memory of the buffers counts towards the cache.
     options.set_write_buffer_manager(
         WriteBufferManager.new_write_buffer_manager_with_cache(memory_bytes // 2, False, cache)
     )
@@ -273,7 +280,7 @@ ENGINES: Final[Mapping[str, type[Lmdb] | type[RocksDb]]] = {"lmdb": Lmdb, "rocks
 
 
 def check_engine(name: str) -> None:
-    """Raises ConfigurationError for one that is not installed."""
+    """Raise ConfigurationError if the engine is not installed."""
     if name == "rocksdb":
         try:
             import rocksdict  # noqa: F401

@@ -1,4 +1,4 @@
-"""How many files this process may have open."""
+"""The limit of files that this process may have open."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import resource
 
 
 def allow_open_files(wanted: int) -> int:
-    """Raise this process's own limit to what is wanted, or as near as the system lets it. Return the limit."""
+    """Raise this process's soft limit of open files to `wanted`, or as near as allowed, and return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted

@@ -1,9 +1,10 @@
-"""The values of a task in a folder of its own, that a restart goes on with.
+"""The values of a task in a folder of its own, which a restarted worker continues to use.
 
-A folder is written once a transaction is known to be committed, values and position in one write of its engine's
-(eos/state/engines.py). That outlives a killed process, and not a machine that fell: nothing is synced while the worker
-runs. So the folder notes under which boot of the machine it was written, and is restored from the changelog under
-another one, unless it was synced when the worker stopped: a file says so, which the next owner removes first.
+A folder is written once a transaction is known to be committed; the engine writes values and position atomically
+(eos/state/engines.py). The write survives a killed process but not a machine crash, because nothing is synced while the
+worker runs. So the folder records the boot id of the machine. After another boot its state is restored from the
+changelog, unless the worker synced the folder when it stopped: a file marks this, and the next owner removes the file
+first.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ from eos.state.engines import Engine, EngineFailed, Lmdb
 
 _FORMAT = 4  # docs/reference/formats.md
 _NOTED = b"noted"
-_DAMAGED = "damaged"  # a file beside the engine's folder
-_SYNCED = "synced"  # another one
+_DAMAGED = "damaged"  # a file next to the engine's folder
+_SYNCED = "synced"  # likewise
 _MEMORY_BYTES = 64 << 20
-_LONGEST_ROW = 100  # LMDB takes 511 with the field
+_LONGEST_ROW = 100  # LMDB allows 511, the field included
 
 
 class InFolder:
-    """Raises Temporary where the folder cannot be written or read: nothing is lost, the changelog has it.
+    """The values of one task in a folder.
 
-    `changelog_id`: the topic's; values of another topic of that name are thrown away.
+    Raises Temporary if the folder cannot be written or read; no state is lost, because the changelog has it.
+    `changelog_id` is the topic id of the changelog; values of another topic of the same name are discarded.
     """
 
     @classmethod
@@ -54,8 +56,12 @@ class InFolder:
         engine: type[Engine] = Lmdb,
         memory_bytes: int = _MEMORY_BYTES,
     ) -> InFolder | None:
-        """In the task's folder that was written last, which spares reading; None if another process has it. With
-        `whichever` in another one then: a process that is stopped and not dead keeps its own."""
+        """Open the task's most recently written folder, which needs the least restoring; None if another process owns
+        it.
+
+        With `whichever`, open another folder of the task instead of returning None: a process that is suspended but
+        alive keeps its own.
+        """
         try:
             owned = _own(base, task, whichever)
         except OSError as error:
@@ -79,7 +85,7 @@ class InFolder:
     ) -> None:
         self._folder, self._lock = folder, lock
         self._ageing = {store: _digest(store) for store in ageing}
-        # No store has notes before these names: RocksDB would walk over all that are deleted.
+        # No store has notes before these names. Without them RocksDB would walk over all deleted notes.
         self._oldest: dict[bytes, bytes] = {}
         self._whose = {
             "v": _FORMAT,
@@ -89,7 +95,7 @@ class InFolder:
         }
         for other in folder.iterdir():
             if other.is_dir() and other.name != engine.folder:
-                shutil.rmtree(other)  # another engine's, which would only grow old
+                shutil.rmtree(other)  # another engine's folder, which would only become outdated
         path, mark = folder / engine.folder, folder / _DAMAGED
         try:
             synced = _unmark(folder / _SYNCED)
@@ -110,7 +116,7 @@ class InFolder:
         if noted is not None and noted.items() >= required.items():
             self.position, self.as_of = int(noted["position"]), float(noted["as_of"])
             if noted.get("boot") != self._whose["boot"]:
-                self.apply({}, self.position, self.as_of)  # what is written from now on is of this boot
+                self.apply({}, self.position, self.as_of)  # from now on the values belong to this boot
             return
         if noted is not None:
             why = "another boot of this machine, another changelog, or a time-to-live that is new or gone"
@@ -139,11 +145,14 @@ class InFolder:
     def get(self, cell: bytes) -> bytes | None:
         try:
             return self._engine.get(_name(cell))
-        except Exception as error:  # RocksDB has no class for its own
+        except Exception as error:  # RocksDB's errors have no class of their own
             raise self._damaged(error) from error
 
     def _damaged(self, error: Exception) -> Temporary:
-        """It is no failure of a record, and the next start begins the folder anew."""
+        """Mark the folder as damaged and return the error; the next start recreates the folder.
+
+        The error is Temporary because the record did not cause it.
+        """
         with contextlib.suppress(OSError):
             (self._folder / _DAMAGED).write_text(str(error))
         return Temporary(
@@ -172,8 +181,11 @@ class InFolder:
             yield cell, apart(name[len(begin) :])[0]
 
     def _written(self, changes: Mapping[bytes, Value]) -> Iterator[tuple[bytes, Value]]:
-        """Notes of when what has a time-to-live was written, before it is: a digest of the store, the time, a digest of
-        the cell -> the cell."""
+        """Yield the changed notes of when entries with a time-to-live were written; call it before the entries are
+        written.
+
+        A note's name is a digest of the store, the time, and a digest of the cell; its value is the cell.
+        """
         for cell, value in changes.items():
             if (store := self._ageing.get(store_of(cell))) is not None:
                 digest = _digest(cell)
@@ -207,8 +219,10 @@ class InFolder:
         self.position, self.as_of = 0, 0.0
 
     def sync(self) -> None:
-        """Write all of it to the disk, so that the next owner finds it whole after a reboot or on another machine. What
-        cannot be synced is only restored then."""
+        """Write everything to the disk, so that the next owner can use it after a reboot or on another machine.
+
+        State that cannot be synced is restored from the changelog instead.
+        """
         try:
             self._engine.sync()
             if not (self._folder / _DAMAGED).exists():
@@ -219,7 +233,7 @@ class InFolder:
     def close(self) -> None:
         self._engine.close()
         with contextlib.suppress(OSError):
-            os.utime(self._lock)  # for `clean_up`: it was in use until now
+            os.utime(self._lock)  # tells `clean_up` that the folder was in use until now
         os.close(self._lock)
 
 
@@ -230,7 +244,7 @@ def _mark(file: Path) -> None:
 
 
 def _unmark(file: Path) -> bool:
-    """Return whether the file was there. It is gone, on the disk too, before anything else is written."""
+    """Remove the file, on the disk too, and return whether it existed."""
     try:
         file.unlink()
     except FileNotFoundError:
@@ -248,8 +262,11 @@ def _sync_names(folder: Path) -> None:
 
 
 def _another(path: Path, engine: type[Engine], memory_bytes: int) -> Engine:
-    """In place of one that cannot be read, which is deleted once this one is there: where none can be opened (too many
-    files are), its values are not to blame. Raises EngineFailed."""
+    """Open a new engine in place of one that cannot be read, and delete the old one afterwards.
+
+    If no engine can be opened, for example with too many open files, the old values are not the cause and stay. Raises
+    EngineFailed.
+    """
     aside = path.with_suffix(".old")
     if path.exists():
         path.rename(aside)
@@ -265,7 +282,9 @@ def _another(path: Path, engine: type[Engine], memory_bytes: int) -> Engine:
 
 
 def _name(cell: bytes) -> bytes:
-    """An engine's key of a cell: a row that is long is a hash behind a byte with which no store's name begins."""
+    """Return an engine's key for a cell; a long row is replaced by a hash after a byte with which no store's name
+    begins.
+    """
     if len(cell) <= _LONGEST_ROW or (end := row_length(cell)) <= _LONGEST_ROW:
         return cell
     return b"\xff" + hashlib.sha256(cell[:end]).digest() + cell[end:]
@@ -282,17 +301,17 @@ def _digest(name: bytes) -> bytes:
 
 
 def folder_of(state_dir: str, app_id: str) -> Path | None:
-    """Return the folder of an App below eos.state.dir; None: state is kept in memory. Raises ConfigurationError."""
+    """Return the folder of an App below eos.state.dir; None: state is kept in memory. Raise ConfigurationError."""
     try:
         return Path(state_dir).expanduser() / app_id if state_dir else None
-    except RuntimeError as error:  # no HOME, and a user that /etc/passwd does not know
+    except RuntimeError as error:  # no HOME, and a user that is not in /etc/passwd
         raise ConfigurationError(
             f"eos.state.dir={state_dir} cannot be found: this user has no home folder", remedy="set it, or HOME"
         ) from error
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ConfigurationError for a folder in which no state can be kept."""
+    """Create the folder if it is missing. Raise ConfigurationError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{uuid.uuid4().hex}"
@@ -303,7 +322,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _own(base: Path, task: str, whichever: bool) -> tuple[Path, int] | None:
-    """A folder of the task, and its lock, which the process's end gives up."""
+    """Return a folder of the task and its lock, which the process's end releases; None if another process has it."""
     there = [folder for folder in base.glob(f"{glob.escape(task)}.*") if folder.suffix[1:].isdecimal()]
     new = next(name for number in itertools.count() if (name := base / f"{task}.{number}") not in there)
     for folder in [*sorted(there, key=_written_at, reverse=True), new]:
@@ -330,8 +349,10 @@ def _locked(folder: Path) -> int | None:
 
 
 def clean_up(base: Path, unused_s: float, now: float) -> list[Path]:
-    """Delete the folders of tasks that no process has had for this long: their partitions moved away, and what they
-    lack grows. Returns those that were deleted."""
+    """Delete and return the folders of tasks that no process has used for `unused_s` seconds.
+
+    Their partitions have moved to other workers, and the changes that they lack only grow.
+    """
     deleted: list[Path] = []
     for lock in base.glob("*/lock"):
         folder = lock.parent
@@ -352,11 +373,11 @@ def _written_at(folder: Path) -> float:
     try:
         return max((file.stat().st_mtime for file in folder.glob("*/*")), default=0.0)
     except OSError:
-        return 0.0  # another process is at it
+        return 0.0  # another process is writing or deleting it
 
 
 def _boot_id() -> str:
-    """Of the machine since it was started; where it does not say, none that comes again."""
+    """Return the machine's boot id, or a random one if the machine does not provide it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

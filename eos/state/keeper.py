@@ -1,8 +1,8 @@
-"""Keeps the state of an App's functions: takes part in a worker's transactions (eos/session/participants.py).
+"""Keeps the state of an App's functions, as a participant in a worker's transactions (eos/session/participants.py).
 
-What functions changed is sent to the changelogs as the last of each transaction, one record per changed key; it counts
-here once the transaction is committed. A partition that comes begins with what its changelog says
-(eos/state/restoring.py): its predecessor's transaction is decided by then.
+Before each commit it sends the functions' changes to the changelogs, one record per changed key. The changes count here
+once the transaction is committed. A newly assigned partition begins with the state in its changelog
+(eos/state/restoring.py); by then its predecessor's transaction is decided.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from eos.state.values import InMemory, Values
 Partition = tuple[str, int]
 _ASK_S = 10.0
 _CLEAN_UP_S = 600.0
-_OTHER_FILES = 250  # connections, libraries, what a function opens
-_CHECKED_S = 10.0  # a check of the changelogs is good for this long
+_OTHER_FILES = 250  # connections, libraries, files that a function opens
+_CHECKED_S = 10.0  # how long a check of the changelogs stays valid
 
 
 class Keeper:
@@ -44,18 +44,19 @@ class Keeper:
         self._routes = {route.sources[0]: route for route in app.stateful}
         self._topics = changelog.changelogs_of(app.id, app.stateful)
         self.topics = frozenset(self._topics.values())
-        self._tasks: dict[Partition, Task] = {}  # those that are ready
+        self._tasks: dict[Partition, Task] = {}  # tasks whose state is restored
         self._restoring: dict[str, list[Restoring]] = {source: [] for source in self._routes}
-        # When they came the group had no offset of them: under `latest` it may have one before they are restored.
+        # Partitions without a committed offset when they were assigned. Under `latest` the group may commit one before
+        # they are restored.
         self._uncommitted: set[Partition] = set()
-        self._fits: dict[str, changelog.Fit] = {}  # of changelogs, by their names
+        self._fits: dict[str, changelog.Fit] = {}  # by the name of the changelog
         self._checked_at = world.now()
-        self._thread: Watchdog | None = None  # that checks them again
+        self._thread: Watchdog | None = None  # checks the changelogs again
         self._checking: Job | None = None
-        self._client: Any = None  # made when an end of a changelog must be asked for
+        self._client: Any = None  # created for the first query of a changelog's end
         self._next_clean_up = world.now() + _CLEAN_UP_S / 10
         self._sent_at = 0.0  # World.unix() before the open transaction's offsets are sent
-        self._ids: dict[str, str] = {}  # of changelogs
+        self._ids: dict[str, str] = {}  # topic ids of the changelogs, by name
         self._folder: Path | None = None
         try:
             self._folder = folder_of(settings["eos.state.dir"], app.id)
@@ -63,14 +64,17 @@ class Keeper:
             self._go_without_folder(error)
 
     def prepare(self) -> None:
-        """Before the start: the changelogs are there. Raises ConfigurationError, NotAuthorised, Unavailable."""
+        """Create missing changelogs and check all of them before the worker starts.
+
+        Raises ConfigurationError, NotAuthorised, Unavailable.
+        """
         self._check_folder()
         preflight.patient(self._settings, self._require, self._world)
 
     def _require(self) -> None:
         with self._world.admin(self._settings) as admin:
             committed = admin.metadata_by_partition(self._app_id)
-            # First: of a function that was renamed no changelog must be made.
+            # First, because a renamed function must not get a new changelog.
             kept = notes.all_kept(self._routes, committed)
             self._fits = changelog.require(self._settings, self._app_id, list(self._routes.values()), self._world)
             self._ids = admin.topic_ids(self._fits)
@@ -88,7 +92,7 @@ class Keeper:
             self._go_without_folder(error)
 
     def _go_without_folder(self, error: ConfigurationError) -> None:
-        """One that was asked for is there; the usual one need not be."""
+        """Keep state in memory if the default folder is unusable; raise `error` if eos.state.dir was set explicitly."""
         if "eos.state.dir" in self._settings.values:
             raise error
         log.warning("state is kept in memory, and read anew at each start", why=str(error))
@@ -111,7 +115,7 @@ class Keeper:
         return cells
 
     def _clean_up(self) -> None:
-        """Delete folders that are unused for long, every ten minutes: else they fill the volume."""
+        """Delete folders that have not been used for a long time, every ten minutes; otherwise they fill the volume."""
         unused_s = self._settings["eos.state.cleanup.delay.ms"] / 1000
         if self._folder is None or not unused_s or self._world.now() < self._next_clean_up:
             return
@@ -120,8 +124,9 @@ class Keeper:
             log.info("state folder deleted", folder=folder, unused_s=round(unused_s))
 
     def standing(self) -> list[tuple[str, int, int, int]]:
-        """Of each function: its name, how many values it has here, their bytes on disk, and how many changes of its
-        changelog are still to be read."""
+        """Return the name of each function, its number of values here, their bytes on disk, and the changes left to
+        restore.
+        """
         found = []
         for source, route in self._routes.items():
             mine = [task for (topic, _), task in self._tasks.items() if topic == source]
@@ -130,7 +135,7 @@ class Keeper:
             found.append((route.name, sum(task.size for task in mine), size_bytes, left))
         return found
 
-    # ---- a Participant ----------------------------------------------------------------------------------------
+    # ---- the interface of a Participant -----------------------------------------------------------------------
 
     def forget(self, gone: Collection[Partition]) -> None:
         for source, partition in gone:
@@ -160,14 +165,14 @@ class Keeper:
         return {partition for partition in starts if partition in self._tasks or partition[0] not in self._routes}
 
     def _allow_files_of(self, new: int) -> None:
-        """Raise this process's limit of open files for its tasks and the new ones. Raises ConfigurationError."""
+        """Raise this process's limit of open files to fit its tasks and the new ones. Raise ConfigurationError."""
         if self._folder is None:
             return
         engine: str = self._settings["eos.state.engine"]
         coming = ((source, n) for source, few in self._restoring.items() for one in few for n in one.partitions)
         tasks = len(self._tasks.keys() | set(coming)) + new
         needed = tasks * (ENGINES[engine].files + 1) + _OTHER_FILES  # one more: the lock of its folder
-        allowed = allow_open_files(2 * needed)  # RocksDB's grow with what is kept
+        allowed = allow_open_files(2 * needed)  # RocksDB opens more files as state grows
         if allowed < needed:
             raise ConfigurationError(
                 f"state of {tasks} partitions needs about {needed} open files with eos.state.engine={engine}, and "
@@ -178,8 +183,10 @@ class Keeper:
     def _at_least(
         self, partition: Partition, starts: Mapping[Partition, Committed], uncommitted: Collection[Partition]
     ) -> int | None:
-        """Return how far the partition's changelog went, by what stands beside the offset; None: whatever it holds now
-        is right. Raises ConfigurationError."""
+        """Return the changelog end that the offset metadata notes; None: any contents of the changelog are accepted.
+
+        Raises ConfigurationError.
+        """
         self._uncommitted.discard(partition)
         beside = None
         if partition not in uncommitted:
@@ -192,9 +199,11 @@ class Keeper:
         return beside.end
 
     def _are_checked(self, grown: bool) -> bool:
-        """Return whether the changelogs fit; they are checked again on another thread, unless that was done a moment
-        ago and no source has `grown`: somebody may have changed their configuration since. Raises ConfigurationError,
-        NotAuthorised."""
+        """Return whether the changelogs fit their sources.
+
+        Another thread checks them again, unless the last check is recent and no source has `grown`: their configuration
+        may have changed since. Raises ConfigurationError, NotAuthorised.
+        """
         job, now = self._checking, self._world.now()
         if job is None:
             if not grown and now - self._checked_at < _CHECKED_S:
@@ -206,7 +215,8 @@ class Keeper:
             return False
         self._checking = None
         if isinstance(job.error, Unavailable):
-            # What the check is for shows in the changelog too: its beginning is missing. Growth shows nowhere else.
+            # The restore itself notices a changelog whose beginning is missing. Nothing else notices that a source has
+            # grown.
             log.debug("changelogs not checked", error=str(job.error))
             self._checked_at = now
             return not grown
@@ -215,7 +225,11 @@ class Keeper:
         return True
 
     def _task(self, partition: Partition, values: Values) -> Task:
-        """Raises ConfigurationError, InputGone for a changelog that is not ours, or not of what is committed."""
+        """Return the restored task of a partition.
+
+        Raises ConfigurationError or InputGone for a changelog that belongs to another function or does not match the
+        committed offset.
+        """
         source, number = partition
         route, where = self._routes[source], place_of(self._topics[source], number)
         try:
@@ -250,7 +264,7 @@ class Keeper:
         for source, partition in self.writes():
             task = self._tasks[source, partition]
             if (source, partition) not in partitions:
-                task.undone()  # the group does not check this transaction for it: another member may own it
+                task.undone()  # the group does not check this transaction for the partition: another member may own it
                 continue
             if task.aborted and self._folder is not None:
                 aborted.setdefault(source, []).append(partition)
@@ -260,9 +274,11 @@ class Keeper:
         self._pass_aborted(aborted)
 
     def _pass_aborted(self, partitions: Mapping[str, list[int]]) -> None:
-        """Ask where these partitions' changelogs end, in which a transaction of ours was aborted: else a restart would
-        read again what was written since. The open transaction's records lie after the answer, which is a last stable
-        offset."""
+        """Query the changelog ends of partitions in which one of our transactions was aborted.
+
+        Otherwise a restart would read again all records written since. The answer is a last stable offset, so the open
+        transaction's records lie after it.
+        """
         for source, numbers in partitions.items():
             try:
                 self._client = self._client or facts.connect(self._settings, _ASK_S, self._world)
@@ -276,7 +292,7 @@ class Keeper:
     def beside(self, partition: Partition) -> Mapping[str, object]:
         if (route := self._routes.get(partition[0])) is None:
             return {}
-        task = self._tasks.get(partition)  # None: where it begins is committed before its changelog was looked at
+        task = self._tasks.get(partition)  # None: the first offset is committed before the changelog was read
         end = notes.UNSEEN if task is None else task.end
         partitions = self._fits[self._topics[partition[0]]].partitions
         return notes.noted_of(route, end, partitions).noted()

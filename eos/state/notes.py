@@ -1,9 +1,9 @@
-"""What a task notes of its state, so that the next owner sees before the first record whether it has all of it.
+"""The notes that a task keeps about its state, so that the next owner can verify the state before the first record.
 
-Beside the offset of each of its source partitions stands what only a commit can tie together: which function it was and
-which states it had, how far its changelog went by then, and how many partitions there were. What is the same for every
-commit is in an entry of the changelog, its header: whose it is, what it is made of, and of which kind each store is.
-Owns both formats (docs/reference/formats.md) and what is refused; it does no I/O.
+The offset metadata of each source partition holds facts that change with a commit: the function and the names of its
+states, the end of its changelog, and the number of partitions. An entry of the changelog, the header, holds facts that
+stay the same: the App, the function, its sources and the kind of each store. This module owns both formats
+(docs/reference/formats.md) and the checks on them. It does no I/O.
 """
 
 from __future__ import annotations
@@ -19,21 +19,26 @@ from eos.state.changelog import FROM_RECORDS
 
 KEY: Final = "state"
 ACCEPTED: Final = "accepted"
-"""Beside an offset in place of a Beside: what the changelog holds is taken as complete (`eos reset
---accept-changelog`)."""
+"""Stands in the offset metadata in place of a Beside: the contents of the changelog count as complete (`eos reset
+--accept-changelog`).
+"""
 RESETTING: Final = "resetting"
-"""The same while `eos reset --with-state` is under way, or where it was interrupted."""
+"""Stands in the offset metadata while `eos reset --with-state` is under way or was interrupted."""
 UNSEEN: Final = -1
-"""In place of an end: the offset was committed before anybody looked at the changelog (auto.offset.reset=latest)."""
+"""Stands in place of an end: the offset was committed before the changelog was read (auto.offset.reset=latest)."""
 HEADER_FORMAT: Final = 1
 _NAMES_BYTES: Final = 1_000
-"""Of the 4,096 that brokers take beside an offset."""
+"""The most bytes that the names may take of the 4,096 that brokers accept as offset metadata."""
 
 
 class Beside(NamedTuple):
-    """What stands beside an offset. `function`: a function of another name has another changelog. `end`: how far the
-    changelog's partition went. `partitions`: how many the source and the changelog had. `stores`: the names of its
-    states in the changelog, sorted; none if they are too long, or an earlier version wrote it: the header has them."""
+    """The note about a function's state in the metadata of an offset.
+
+    `function`: a function of another name has another changelog. `end`: the end offset of the changelog's partition.
+    `partitions`: how many partitions the source and the changelog had. `stores`: the names of the function's states in
+    the changelog, sorted. It is empty if the names are too long or if an earlier version wrote it; then only the header
+    has them.
+    """
 
     function: str
     end: int
@@ -45,7 +50,7 @@ class Beside(NamedTuple):
 
 
 def noted_of(route: Route, end: int, partitions: int) -> Beside:
-    """Return what stands beside an offset of this function."""
+    """Return the note for the offset metadata of this function."""
     stores = _stores_of(route)
     return Beside(route.name, end, partitions, stores if sum(map(len, stores)) <= _NAMES_BYTES else ())
 
@@ -55,7 +60,7 @@ def _stores_of(route: Route) -> tuple[str, ...]:
 
 
 def beside_of(metadata: str | None) -> Beside | None:
-    """Return what was noted; None where nothing was."""
+    """Return the note in an offset's metadata; None if there is none."""
     match noted(metadata).get(KEY):
         case [str(name), int(end), int(partitions)]:
             return Beside(name, end, partitions)
@@ -78,10 +83,12 @@ def check_not_interrupted(committed: Iterable[str | None]) -> None:
 
 
 def kept_by(route: Route, metadata: str | None) -> Beside | None:
-    """Return what stands beside a committed offset of this function; None: what the changelog holds is accepted.
+    """Return the note at a committed offset of this function; None if the changelog's contents are accepted as
+    complete.
 
-    Raises ConfigurationError where the records before the offset were handled without this state: by a function of
-    another name, or by one that had other states. The state would begin empty, and nothing would show it."""
+    Raises ConfigurationError if the records before the offset were handled without this state, by a function of another
+    name or with other states. Otherwise the state would silently begin empty.
+    """
     check_not_interrupted([metadata])
     if accepts(metadata):
         return None
@@ -104,15 +111,17 @@ def kept_by(route: Route, metadata: str | None) -> Beside | None:
 
 
 def all_kept(routes: Mapping[str, Route], committed: Mapping[tuple[str, int], str]) -> list[tuple[str, Beside]]:
-    """Return the topics with what stands beside their offsets, given the functions with state by their sources. Raises
-    ConfigurationError as `kept_by` does."""
+    """Return each committed source topic with its note; `routes` are the functions with state by their sources.
+
+    Raises ConfigurationError as `kept_by` does.
+    """
     check_not_interrupted(committed.values())
     kept = [(topic, kept_by(routes[topic], text)) for (topic, _), text in committed.items() if topic in routes]
     return [(topic, beside) for topic, beside in kept if beside is not None]
 
 
 def check_stores(route: Route, kept: Collection[str]) -> None:
-    """Raise ConfigurationError unless the function has the states that it `kept` before, by their names."""
+    """Raise ConfigurationError unless the function has exactly the states named in `kept`."""
     have, begin = _stores_of(route), _begin(route)
     gone, new = sorted(set(kept) - set(have)), sorted(set(have) - set(kept))
     its, more = ", ".join(gone), ", ".join(new)
@@ -140,7 +149,9 @@ def _begin(route: Route) -> str:
 
 
 def check_partitions(beside: Beside, source: str, partitions: int) -> None:
-    """Raise ConfigurationError if the source and its changelog both got more partitions since: keys lie elsewhere."""
+    """Raise ConfigurationError if the source and its changelog both have more partitions now: keys moved between
+    partitions.
+    """
     if beside.partitions != partitions:
         raise ConfigurationError(
             f"the state of {beside.function} cannot be found: {source} and its changelog had {beside.partitions} "
@@ -163,9 +174,11 @@ class Header(NamedTuple):
 
 
 def header_of(app: str, route: Route, where: str, before: bytes | None) -> Header:
-    """Return the header from now on, given the one `before`. Raises ConfigurationError where the changelog is another
-    App's or function's, or where a store is not there any more, new, or of another kind. `where` names the changelog's
-    partition."""
+    """Return the header to write from now on, given the previous header `before`.
+
+    `where` names the changelog's partition. Raises ConfigurationError if the changelog belongs to another App or
+    function, or if a store was removed, is new, or is of another kind.
+    """
     now = header_now(app, route)
     if before is None:
         return now
@@ -181,7 +194,7 @@ def header_of(app: str, route: Route, where: str, before: bytes | None) -> Heade
 
 
 def owned(app: str, route: Route, where: str, header: bytes) -> Header:
-    """Return the header of a changelog's partition. Raises ConfigurationError if it is another App's or function's."""
+    """Return the header of a changelog's partition. Raise ConfigurationError if another App or function owns it."""
     found = _decoded(header, where)
     for what, mine, whose in (("App", app, found.app), ("function", route.name, found.function)):
         if mine != whose:
@@ -213,7 +226,7 @@ def _decoded(header: bytes, where: str) -> Header:
 
 
 def never_committed(function: str, source: tuple[str, int], changelog: str) -> InputGone:
-    """Return the error of a source partition without a committed offset whose changelog is not empty."""
+    """Return the error for a source partition without a committed offset whose changelog is not empty."""
     where = place_of(*source)
     return InputGone(
         f"{where} has no committed offset, and the changelog {changelog} holds state of {function}: from "

@@ -1,9 +1,9 @@
-"""Restores tasks: reads what of their changelog they do not have yet, a moment at a time. In between the session polls
-its group and works on the partitions that are ready.
+"""Restores tasks from their changelogs in short steps.
 
-Owns the steps of each partition: lock a folder, wait until the predecessor's transaction is decided in the changelog,
-then read all that is committed there. A partition that waits keeps no other one waiting. What is read is written by
-bytes, each time with the position that it stands for: a restart goes on there.
+Between the steps the session polls its group and works on the partitions that are ready. Each partition goes through
+these steps: lock a folder, wait until the predecessor's transaction in the changelog is decided, then read all
+committed changes. A waiting partition does not delay the others. Changes are written in batches by size, each with its
+position, so a restart continues from there.
 """
 
 from __future__ import annotations
@@ -26,43 +26,46 @@ from eos.state import changelog
 from eos.state.values import Value, Values, own_entries
 
 _MOMENT_S = 0.1
-_PATIENCE_S = 2.0  # for a folder that another process is about to give back
+_PATIENCE_S = 2.0  # for a folder that another process is about to release
 _PAUSE_S = 0.05
 _ASK_S = 10.0
-_LOOK_S = 1.0  # how often partitions that wait are looked at while others are read
+_LOOK_S = 1.0  # how often waiting partitions are checked while others are read
 _TELL_S = 5.0
-# After a transaction is decided its markers take a moment to arrive; nothing else is open in a changelog.
+# The markers of a decided transaction take a moment to arrive; no other transaction is open in a changelog.
 _SETTLED_S = 30.0
-_MOST_BYTES = 8 << 20  # that were read and not written, of all partitions
-_FIRST_READ = 16  # records: how large they are is not known yet
+_MOST_BYTES = 8 << 20  # read and not yet written, over all partitions
+_FIRST_READ = 16  # records: their size is not known yet
 _MOST_READ = 1_000
 
 
 @dataclass
 class _Partition:
-    """How far one partition is."""
+    """The progress of one partition."""
 
     at_least: int | None
-    """Up to where its changelog goes at least; None: what it holds is taken as complete, whatever is missing."""
+    """The lowest acceptable end of its changelog; None: its contents count as complete even if records are missing."""
     values: Values | None = None
-    """None while its folder is another process's."""
+    """None while another process owns its folder."""
     end: int | None = None
-    """Where its changelog ends; None while that is not settled."""
+    """The end of its changelog; None until it is known."""
     at: int = 0
-    """How far it is read."""
+    """The offset up to which it is read."""
     as_of: float = 0.0
-    """See Values.as_of: of what is read."""
+    """See Values.as_of: the time of the changes read so far."""
     end_as_of: float = 0.0
-    """The same, once all of it is read."""
+    """The same time once the partition is read to its end."""
     news: dict[bytes, Value] = field(default_factory=dict)
     waits_for: type[EosError] | None = None
     since: float = 0.0
 
 
 class Restoring:
-    """Some partitions of one function. `partitions`: up to where the changelog of each goes at least; None: what it
-    holds is taken as complete. `open_values`: a partition's, None while its folder is another process's; told whether
-    any folder will do."""
+    """The restore of some partitions of one function.
+
+    `partitions`: the lowest acceptable end of each partition's changelog; None: its contents count as complete.
+    `open_values`: opens the values of a partition, and returns None while another process owns the folder; its second
+    argument allows any folder of the task.
+    """
 
     def __init__(
         self,
@@ -78,29 +81,32 @@ class Restoring:
         self._ageing = route.ttls
         self._open_values, self._tombstones_s = open_values, tombstones_s
         self._left = {partition: _Partition(at_least) for partition, at_least in partitions.items()}
-        self._ends: dict[int, int] = {}  # of those that are being read
+        self._ends: dict[int, int] = {}  # of the partitions that are being read
         self._ready: dict[int, Values] = {}
         self._client: Any = None
         self._began = self._told = world.now()
         self._told_waiting = world.now()
         self._next_look = 0.0
-        self._bytes = 0  # that were read and not written
+        self._bytes = 0  # read and not yet written
         self._read = self._keys = 0
         self.done = False
         self._steps = self._run()
 
     @property
     def partitions(self) -> Collection[int]:
-        """Those that are not ready."""
+        """Return the partitions that are not ready."""
         return self._left.keys()
 
     @property
     def left(self) -> int:
-        """Changes that are still to be read, as far as it is known; markers count too."""
+        """Return how many changes are still to be read, as far as known; transaction markers count too."""
         return sum(max(0, one.end - one.at) for one in self._left.values() if one.end is not None)
 
     def go_on(self) -> dict[int, Values]:
-        """Restores for a moment; returns what is ready since. Raises Temporary, InputGone, ConfigurationError."""
+        """Restore for a moment, and return the values of the partitions that became ready.
+
+        Raises Temporary, InputGone, ConfigurationError.
+        """
         until = self._world.now() + _MOMENT_S
         for _ in self._steps:
             if self._world.now() >= until:
@@ -109,7 +115,7 @@ class Restoring:
         return ready
 
     def forget(self, partition: int) -> None:
-        """It is not ours any more."""
+        """Stop restoring a partition that is no longer assigned."""
         values = self._left.pop(partition).values
         self._ends.pop(partition, None)
         if values is not None:
@@ -123,7 +129,7 @@ class Restoring:
             self.forget(partition)
         self._steps.close()
 
-    # ---- its steps, one after the other; each of them is short ------------------------------------------------
+    # ---- the steps in order; each of them is short ------------------------------------------------------------
 
     def _run(self) -> Generator[None]:
         names = ",".join(map(str, self._left))
@@ -152,7 +158,7 @@ class Restoring:
         )
 
     def _look(self) -> None:
-        """Open folders and ask where changelogs end, of those partitions that wait for it."""
+        """Open folders and query the ends of changelogs for the partitions that wait for them."""
         self._next_look = self._world.now() + _LOOK_S
         patient = self._world.now() < self._began + _PATIENCE_S
         for partition, one in self._left.items():
@@ -166,7 +172,7 @@ class Restoring:
             self._settle(partition, asked[partition], answer, now)
 
     def _settle(self, partition: int, one: _Partition, held: tail.Span | Unavailable, now: float) -> None:
-        """Begin to read a partition, given what its changelog held at `now`, or wait for it."""
+        """Begin to read a partition, given the offsets that its changelog had at `now`, or wait for it."""
         assert one.values is not None
         values, accepts = one.values, one.at_least is None
         where = place_of(self._topic, partition)
@@ -183,7 +189,7 @@ class Restoring:
         if not start.keeps:
             values.clear()
         one.at, one.end, one.end_as_of = start.offset, held.end, now
-        # What is read from the beginning has its tombstones for long enough from now on (KIP-534).
+        # Tombstones of changes read from the beginning stay for long enough from now on (KIP-534).
         one.as_of = values.as_of if start.keeps and start.offset else now
         if one.at < one.end:
             self._ends[partition] = one.end
@@ -202,12 +208,14 @@ class Restoring:
             return dict.fromkeys(partitions, error)
 
     def _waits(self, partition: int, one: _Partition, why: EosError) -> None:
-        """Raise `why` once it was waited for long enough. A partition without a leader waits for as long as it takes,
-        as one of the input does."""
+        """Raise `why` after the partition has waited for long enough.
+
+        A partition without a leader waits for as long as it takes, like an input partition.
+        """
         now = self._world.now()
         if type(why) is not one.waits_for:
             one.waits_for, one.since = type(why), now
-        # What is missing is not waited for as long: only a new leader does not know it yet.
+        # Missing records are waited for only until a new leader knows its end.
         more_s = 0 if isinstance(why, InputGone) else self._settings.transaction_timeout_ms / 1000
         if not isinstance(why, Unavailable) and now > one.since + _SETTLED_S + more_s:
             raise why
@@ -217,7 +225,7 @@ class Restoring:
             log.warning("restoring state waits", function=self._function, partition=partition, because=why)
 
     def _read_on(self) -> Generator[None]:
-        """Read until all is read of those partitions that can be, or until another one can be."""
+        """Read until every readable partition is read, or until another partition becomes readable."""
         starts = {partition: self._left[partition].at for partition in self._ends}
         with tail.TopicReader(self._settings, self._topic, starts, uncommitted=False, world=self._world) as reader:
             reader.most = _FIRST_READ

@@ -1,4 +1,4 @@
-"""The values of one task, and what the open transaction has changed in them.
+"""The values of one task, and the changes of the open transaction to them.
 
 A task is a function and a partition of its source.
 """
@@ -14,19 +14,23 @@ from eos.app.cells import HEADER, TIME, store_of
 from eos.app.layers import Bounds, Layer
 from eos.state.values import InMemory, Value, Values, own_entries
 
-# So much of what is over goes with a transaction, or twice what it changed: it neither grows too long nor falls behind.
+# Each transaction deletes this many expired entries at most, or twice as many as it changed. This bounds the
+# transaction and keeps up with expiry.
 _MOST_OVER = 1_000
-_MOST_BOUNDS = 4_096  # of a task, about 1 MB
+_MOST_BOUNDS = 4_096  # per task, about 1 MB
 
 
-# A plain tuple: one for each key that a transaction changed.
+# A plain tuple, because one is made for each key that a transaction changed.
 Sent = tuple[bytes, Value, int]
-"""What the changelog is to hold of a cell: the cell, its value, and a timestamp; 0: the time of producing."""
+"""A changelog entry to write: the cell, its value, and its timestamp in ms; 0: the time of producing."""
 
 
 class Task(Layer):
-    """`ttls`: by the name of a store, in milliseconds. `clock`: gives the time now, of which the task is never ahead:
-    a record from the future must not make it forget what is young."""
+    """The state of one task, with the changes of the open transaction as a layer on top.
+
+    `ttls`: milliseconds by the name of a store. `clock`: returns the current time in seconds. The task's time never
+    runs ahead of it: a record with a future timestamp must not expire recent entries.
+    """
 
     def __init__(
         self,
@@ -36,25 +40,26 @@ class Task(Layer):
         header: bytes | None = None,
     ) -> None:
         self.values: Values = InMemory() if values is None else values
-        """What is committed."""
+        """The committed values."""
         super().__init__(self.values)
         self._committed_bounds: OrderedDict[bytes, Bounds] = OrderedDict()
         self._ttls, self._clock = ttls or {}, clock
-        self._header = None if header == self.values.get(HEADER) else header  # that is to be written
+        # the header to write; None if it is written already
+        self._header = None if header == self.values.get(HEADER) else header
         self.time_ms = self._committed_ms = int(self.values.get(TIME) or 0)
         self.aborted = False
-        """Whether aborted records may lie in the changelog after the values' position."""
+        """True if the changelog may have aborted records after the values' position."""
         self._passed = self.values.position
         self._own_entries = own_entries(self.values)
 
     @property
     def size(self) -> int:
-        """How many values of functions are committed; may be asked by any thread."""
+        """Return how many values of functions are committed. Any thread may call this."""
         return len(self.values) - self._own_entries
 
     @property
     def touched(self) -> bool:
-        """Whether the open transaction handled records here that left anything to note."""
+        """Return whether the open transaction handled records here that changed anything."""
         return bool(self.changed) or self.time_ms > self._committed_ms
 
     def bounds(self, row: bytes) -> Bounds | None:
@@ -67,7 +72,9 @@ class Task(Layer):
         return max(self.time_ms, timestamp_ms)
 
     def expire(self) -> None:
-        """The open transaction's last: what time it is, and what is over is deleted, the oldest first."""
+        """Add the last changes of the open transaction: the task's time, and deletes of expired entries, the oldest
+        first.
+        """
         if self._header is not None:
             self.put(HEADER, self._header)
         if self._ttls and self.time_ms > self._committed_ms:
@@ -79,7 +86,7 @@ class Task(Layer):
                     break
                 if cell not in self.changed:
                     self.changed[cell] = None
-        self._rows = None  # they do not have what was just deleted
+        self._rows = None  # the rows do not have these deletes
 
     def to_send(self) -> Iterator[Sent]:
         for cell, value in self.changed.items():
@@ -93,17 +100,24 @@ class Task(Layer):
 
     @property
     def end(self) -> int:
-        """Where the changelog ends once the open transaction is committed: after a record of each cell that it changed
-        and its marker. What was aborted before is counted once `passed` says so, so the end is never too high."""
+        """Return the end of the changelog once the open transaction is committed.
+
+        It counts one record for each changed cell, and the transaction marker. Aborted records before it count once
+        `passed` is called, so the end is never too high.
+        """
         return self._passed + (len(self.changed) + 1 if self.changed else 0)
 
     def passed(self, stable: int) -> None:
-        """Count the changelog before this offset as known, if the open transaction is committed. Its commit shows that
-        only this task had written there."""
+        """Count the changelog before this offset as known once the open transaction is committed.
+
+        The commit shows that only this task had written there.
+        """
         self._passed, self.aborted = max(self._passed, stable), False
 
     def committed(self, as_of: float) -> None:
-        """The open transaction is committed, and its offsets were sent after `as_of` (seconds since the epoch)."""
+        """Apply the changes of the committed transaction; its offsets were sent after `as_of` (seconds since the
+        epoch).
+        """
         if self.changed:
             self.values.apply(self.changed, self.end, as_of)
             if self._header is not None or self.time_ms > self._committed_ms:

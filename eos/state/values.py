@@ -1,7 +1,7 @@
-"""Where the committed values of a task are: in memory, or in a folder (eos/state/folders.py).
+"""The committed values of a task, in memory or in a folder (eos/state/folders.py).
 
-Either stands for all of the changelog before `position`, so what is to be read at a start is what lies behind. Nothing
-here needs an engine: Spark's executors and tests without a broker have none.
+The values cover the changelog before `position`, so a restart reads only the records after it. Nothing here needs an
+engine: Spark's executors and tests without a broker have none.
 """
 
 from __future__ import annotations
@@ -19,39 +19,50 @@ _EMPTY: Final[Overlay[bytes]] = Overlay()
 
 
 class Values(Protocol):
-    """Where a store has a time-to-live, its values begin with the time of their write (eos/app/ageing.py)."""
+    """The committed values of one task.
+
+    If a store has a time-to-live, each of its values begins with the time of its write (eos/app/ageing.py).
+    """
 
     position: int
     as_of: float
-    """A moment at which nothing of this task had been written to the changelog after `position`, in seconds since the
-    epoch: what was deleted later still has its tombstone there for `delete.retention.ms`."""
+    """A time, in seconds since the epoch, at which the changelog had no records of this task after `position`.
+
+    The tombstones of later deletes stay in the changelog for `delete.retention.ms`.
+    """
 
     @property
     def size_bytes(self) -> int:
-        """On disk."""
+        """Return the size on disk in bytes."""
 
     def __len__(self) -> int: ...
 
     def get(self, cell: bytes) -> bytes | None: ...
 
     def scan(self, row: bytes, span: Span) -> Iterator[tuple[bytes, bytes]]:
-        """The fields of a row and their values, in order; not beyond the next `apply`."""
+        """Yield the fields of a row and their values, in order.
+
+        The iterator is valid until the next `apply`.
+        """
 
     def oldest(self, store: bytes) -> Iterator[tuple[bytes, int]]:
-        """The cells of a store with a time-to-live and when each was written, the oldest first; as `scan`."""
+        """Yield the cells of a store with a time-to-live and the time of each write in ms, the oldest first.
+
+        The iterator is valid until the next `apply`.
+        """
 
     def apply(self, changes: Mapping[bytes, Value], position: int, as_of: float) -> None: ...
 
     def clear(self) -> None: ...
 
     def sync(self) -> None:
-        """Write all of it to the disk, if it can be."""
+        """Write everything to the disk if possible."""
 
     def close(self) -> None: ...
 
 
 def own_entries(values: Values) -> int:
-    """Return how many of the values are the task's own and no function's."""
+    """Return how many of the values belong to the task itself and not to a function."""
     return sum(values.get(cell) is not None for cell in (TIME, HEADER))
 
 
@@ -61,9 +72,9 @@ class InMemory:
 
     def __init__(self, values: Mapping[bytes, bytes] | None = None, ageing: Collection[bytes] = ()) -> None:
         self._values = dict(values or {})
-        # In the order of their writes, which is that of their times, or nearly where a time-to-live is new.
+        # In the order of their writes. This is the order of their times, except shortly after a time-to-live is added.
         self._written: dict[bytes, OrderedDict[bytes, None]] = {store: OrderedDict() for store in ageing}
-        self._scanned: set[bytes] = set()  # stores of which the values are in rows too
+        self._scanned: set[bytes] = set()  # stores whose values are in `_rows` too
         self._rows: dict[bytes, Overlay[bytes]] = {}
 
     def __len__(self) -> int:

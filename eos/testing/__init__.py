@@ -1,8 +1,10 @@
-"""For users' tests and for ours. `run(app, records)` runs an App's functions without a broker, `sweep` runs it through
-every fault at every step of a transaction. `Session` stands in place of a TransactSession, for a loop of your own. The
-rest are modules: the checker, histories, clusters that tests can break, and the pytest plugin.
+"""Tools for tests of your own Apps, used by eos' own tests too.
 
-Names are imported at their first use: every pytest loads the plugin where eos is installed.
+`run(app, records)` runs an App's functions without a broker. `sweep` runs an App through every fault at every step of a
+transaction. `Session` replaces a TransactSession in tests of your own loop. The rest are modules: the checker,
+histories, clusters that tests can break, and the pytest plugin.
+
+Names are imported when first used, because every pytest run loads the plugin where eos is installed.
 """
 
 from __future__ import annotations

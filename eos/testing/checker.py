@@ -1,16 +1,17 @@
 """Judges a consume-transform-produce run: did every input record take effect exactly once?
 
-Owns the rules and the words in which a violation is told. It must never talk to Kafka (eos/testing/history.py reads
-the topics) and never believe an empty history: a rule that examined nothing does not hold. What is judged is what a
-read_committed reader finds once the run is at rest; while markers are still being written one output topic may show a
-transaction before another does, and `atomic` would call that torn.
+Owns the rules and the sentences about violations. It must never call Kafka (eos/testing/history.py reads the topics),
+and never accept an empty history: a rule that examined nothing does not hold. It judges what a read_committed reader
+finds after the run has come to rest. While markers are still being written, one output topic may show a transaction
+before another does, and `atomic` would report that.
 
-Known limits, because the arrays cannot show them: inputs that compaction or retention removed after they were handled
-look like strangers' sources, and outputs removed that way look like losses. Check topics that keep their records.
+Known limits, because the arrays cannot show them: if compaction or retention removed inputs after they were handled,
+their outputs look like outputs without an input, and removed outputs look like losses. Check topics that keep their
+records.
 
-How it stays fast: an input record becomes a slot number (its offset counted from the first one of its partition, all
-partitions laid end to end), and each expected copy of it becomes a cell. Then every rule is counting cells; only
-`order` sorts, by a small integer. Where offsets are sparse a binary search takes the place of the table of slots.
+For speed, an input record becomes a slot number (its offset counted from the first one of its partition, all partitions
+laid end to end), and each expected copy of it becomes a cell. Then every rule counts cells; only `order` sorts, by a
+small integer. For sparse offsets a binary search replaces the table of slots.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 Bools = NDArray[np.bool_]
 
-EXAMPLES = 5  # told per verdict; the count of violations is always complete
-_TABLE_SLOTS_PER_RECORD = 8  # a table of slots may be this much larger than its records; beyond it, binary search
+EXAMPLES = 5  # examples per verdict; the count of violations is always complete
+_TABLE_SLOTS_PER_RECORD = 8  # the most slots of a table per record; a larger range uses binary search
 _SMALL_TABLE_SLOTS = 1 << 20
 
 
@@ -43,10 +44,10 @@ class Ends(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Records:
-    """Where n records are: one array element per record, in any order unless a rule says otherwise.
+    """The positions of n records: one array element per record, in any order unless a rule requires one.
 
-    `topic` (n,) int32 counts into `topics`; `partition` (n,) int32; `offset` (n,) int64. Anything numpy can turn
-    into these without loss is accepted. Raises ValueError for unequal lengths or a place that cannot exist.
+    `topic` (n,) int32 is an index into `topics`; `partition` (n,) int32; `offset` (n,) int64. Accepts anything that
+    numpy can convert to these without loss. Raises ValueError for unequal lengths or an impossible position.
     """
 
     topics: tuple[str, ...]
@@ -85,16 +86,16 @@ class Records:
         return _place(self.topics, self.topic[i], self.partition[i], self.offset[i])
 
     def take(self, order: Int64s) -> Self:
-        """The same records in another order."""
+        """Return the same records in another order."""
         columns = {name: getattr(self, name) for name in self._columns}
         return replace(self, **{name: column[order] for name, column in columns.items() if column is not None})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Inputs(Records):
-    """The input records that a read_committed reader finds; each may be given only once.
+    """The input records that a read_committed reader finds; each must be given only once.
 
-    `transaction` (n,) int64, optional: a number for the transaction that handled the record last, -1 where unknown.
+    `transaction` (n,) int64, optional: a number for the transaction that handled the record last, -1 if unknown.
     """
 
     transaction: Int64s | None = None
@@ -104,10 +105,11 @@ class Inputs(Records):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Outputs(Records):
-    """Visible output records and the input each one came from.
+    """Visible output records, with the input of each.
 
-    `source_topic` (n,) int32 counts into the *inputs'* topics; `source_partition` (n,) int32; `source_offset` (n,)
-    int64; `copy` (n,) int32, 0..fan_out-1. Sources may hold any number: nonsense is a stranger, not an error.
+    `source_topic` (n,) int32 is an index into the *inputs'* topics; `source_partition` (n,) int32; `source_offset` (n,)
+    int64; `copy` (n,) int32, 0..fan_out-1. Sources may be any number: a nonexistent source violates `no_strangers` and
+    is not an error.
     """
 
     source_topic: Int32s
@@ -125,16 +127,18 @@ class Outputs(Records):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CommitSeries(Records):
-    """Committed offsets of a group as somebody saw them, in the order of seeing; -1 stands for "none committed"."""
+    """Observed committed offsets of a group, in the order of observation; -1 stands for "none committed"."""
 
     _lowest_offset = -1
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Counts:
-    """What a function that counts the records of each key says, and what it leaves: `keys` and `told` (n,) of each
-    output, how many of its key it had counted then, its own record included; `kept` the same of all its changelogs at
-    the end, by (index of the source topic, partition, key)."""
+    """The outputs and the final state of a function that counts the records of each key.
+
+    `keys` and `told` (n,): each output's key, and the count that it reports, its own record included. `kept`: the final
+    counts in all of the function's changelogs, by (index of the source topic, partition, key).
+    """
 
     keys: Sequence[bytes | None]
     told: Int64s
@@ -143,9 +147,9 @@ class Counts:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one rule found; `examples` are one line each, for at most `EXAMPLES` of the `violations`.
+    """The result of one rule; `examples` are one line each, for at most `EXAMPLES` of the `violations`.
 
-    `about`: the inputs that the first example is about, of the rules for which counting outputs does not find them.
+    `about`: the inputs of the first example, for rules whose inputs cannot be found by counting outputs.
     """
 
     rule: str
@@ -158,7 +162,7 @@ class Verdict:
 
 
 class Violated(AssertionError):
-    """What is in Kafka is not exactly once. Unlike a wait that took too long, no repetition makes that good."""
+    """The records in Kafka are not exactly once; unlike a timeout, no retry can correct this."""
 
 
 @dataclass(frozen=True)
@@ -169,12 +173,12 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Every rule holds, and there was at least one."""
+        """Return whether every rule holds, and there was at least one."""
         return bool(self.verdicts) and all(v.holds for v in self.verdicts)
 
     @property
     def violated(self) -> tuple[str, ...]:
-        """The names of the rules that do not hold."""
+        """Return the names of the rules that do not hold."""
         return tuple(v.rule for v in self.verdicts if not v.holds)
 
     def __getitem__(self, rule: str) -> Verdict:
@@ -187,19 +191,19 @@ class Report:
         return "\n".join(f"{'ok ' if v.holds else 'RED'} {v.rule}: {v.sentence}" for v in self.verdicts)
 
     def table(self) -> Table:
-        """For people: print it with rich."""
+        """Return the verdicts as a table to print with rich."""
         table = Table("rule", "", "examined", "violations", "what was found")
         for column in (2, 3):
             table.columns[column].justify = "right"
         for v in self.verdicts:
             mark = "[green]holds[/]" if v.holds else "[bold red]violated[/]"
-            # Text in square brackets is markup to rich, and every place we name has some.
+            # rich reads square brackets as markup, and every position contains some
             sentence = v.sentence.replace("[", r"\[")
             table.add_row(v.rule, mark, f"{v.examined:,}", f"{v.violations:,}", sentence)
         return table
 
     def raise_if_violated(self) -> None:
-        """Violated with the first violated rule's sentence; the other violated rules are only named."""
+        """Raise Violated with the first violated rule's sentence; the other violated rules are only named."""
         if self.ok:
             return
         first, *others = [f"{v.rule}: {v.sentence}" for v in self.verdicts if not v.holds] or ["nothing was checked"]
@@ -209,11 +213,11 @@ class Report:
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """Inputs and outputs brought together once, for all rules.
+    """Inputs and outputs joined once, for all rules.
 
     `inputs` are sorted by topic, partition, offset. Input row r owns the cells starts[r]..starts[r+1]-1, one per
-    expected copy. `row` and `cell` (one per output) are -1 for a stranger. `times` (one per cell) counts how often
-    the copy is visible.
+    expected copy. `row` and `cell` (one per output) are -1 for an output without an input. `times` (one per cell)
+    counts how often the copy is visible.
     """
 
     inputs: Inputs
@@ -225,7 +229,7 @@ class Joined:
     times: Int64s
 
     def visible_copies(self) -> Int64s:
-        """Per input, how many different copies of it are visible."""
+        """Return for each input how many different copies of it are visible."""
         return self._per_input(self.times > 0)
 
     def _per_input(self, of_cells: Bools) -> Int64s:
@@ -242,7 +246,7 @@ class Joined:
         return " and ".join(self.outputs.name(int(i)) for i in found[:3]) + (" and more" if len(found) > 3 else "")
 
     def place_of_input(self, row: int) -> str:
-        """Where the first visible output of an input is."""
+        """Return the position of an input's first visible output."""
         return self.outputs.name(int(np.flatnonzero(self.row == row)[0]))
 
     def output_name(self, i: int) -> str:
@@ -256,8 +260,8 @@ class Joined:
 def join(inputs: Inputs, outputs: Outputs, fan_out: int | ArrayLike = 1) -> Joined:
     """Find the input of every output.
 
-    `fan_out` is the number of outputs each input must have: one for all, or (n,) integers, one per given input (0:
-    the function sends nothing for it). Raises ValueError for an input that is given twice or a negative fan-out.
+    `fan_out` is the number of outputs each input must have: one for all, or (n,) integers, one per given input (0: the
+    function sends nothing for it). Raises ValueError for an input that is given twice, or a negative fan-out.
     """
     index = _Index(inputs)
     per_input = np.broadcast_to(np.asarray(fan_out), (len(inputs),)).astype(np.int64)
@@ -273,13 +277,13 @@ def join(inputs: Inputs, outputs: Outputs, fan_out: int | ArrayLike = 1) -> Join
         cell = np.where(expected, starts[row] + outputs.copy, -1)
     else:
         cell = np.full(len(outputs), -1, np.int64)
-    # Strangers are counted in a cell of their own in front, which is cut off: no second pass to filter them.
+    # Outputs without an input are counted in an extra first cell, which is cut off. This avoids a second pass.
     times = np.bincount(cell + 1, minlength=int(starts[-1]) + 1)[1:]
     return Joined(inputs, outputs, per_input, starts, row, cell, times)
 
 
 def no_duplicates(joined: Joined) -> Verdict:
-    """No (source, copy) is visible twice; strangers included."""
+    """Check that no (source, copy) is visible twice, including outputs without an input."""
     repeated = np.flatnonzero(joined.times > 1)
     extra = int((joined.times[repeated] - 1).sum())
     examples = [
@@ -293,7 +297,7 @@ def no_duplicates(joined: Joined) -> Verdict:
 
 
 def _repeated_strangers(joined: Joined) -> list[tuple[int, int]]:
-    """Pairs of outputs that claim the same source and copy, where no input row could count them."""
+    """Return pairs of outputs that name the same source and copy, where no input exists to count them."""
     o = joined.outputs
     strangers = np.flatnonzero(joined.cell < 0)
     claims = np.stack([o.copy[strangers], o.source_offset[strangers], o.source_partition[strangers]])
@@ -304,7 +308,7 @@ def _repeated_strangers(joined: Joined) -> list[tuple[int, int]]:
 
 
 def no_losses(joined: Joined, committed: Mapping[TopicPartition, int] | None = None, complete: bool = False) -> Verdict:
-    """Every input below its committed offset (with `complete`: every input) has all its copies."""
+    """Check that every input below its committed offset (with `complete`: every input) has all its copies."""
     due = np.ones(len(joined.inputs), np.bool_) if complete else _below(joined.inputs, committed or {})
     due_cells = np.repeat(due, joined.fan_out)
     missing = np.flatnonzero(due_cells & (joined.times == 0))
@@ -314,7 +318,7 @@ def no_losses(joined: Joined, committed: Mapping[TopicPartition, int] | None = N
 
 
 def no_strangers(joined: Joined) -> Verdict:
-    """Every output came from an input that exists, and is one of the copies it must have."""
+    """Check that every output comes from an existing input, and is one of the copies that the input must have."""
     strangers = np.flatnonzero(joined.cell < 0)
     examples = []
     for i in strangers[:EXAMPLES]:
@@ -328,9 +332,9 @@ def no_strangers(joined: Joined) -> Verdict:
 
 
 def order(joined: Joined) -> Verdict:
-    """In each output partition the outputs of one source partition stand in source offset order, then copy order.
+    """Check that each output partition has the outputs of a source partition in source offset order, then copy order.
 
-    A copy's second appearance is no_duplicates' business and is left out here: a replay is not a reordering.
+    A second appearance of a copy belongs to no_duplicates and is ignored here: a replay is not a reordering.
     """
     o = joined.outputs
     lanes, count = _lanes(o)
@@ -356,7 +360,9 @@ def order(joined: Joined) -> Verdict:
 
 
 def atomic(joined: Joined) -> Verdict:
-    """Across all output topics each input has all of its copies or none; examined are inputs with more than one."""
+    """Check that each input has all of its copies, or none, across all output topics; only inputs with several outputs
+    count.
+    """
     visible = joined.visible_copies()
     torn = np.flatnonzero((visible > 0) & (visible < joined.fan_out))
     examples = []
@@ -373,7 +379,7 @@ def atomic(joined: Joined) -> Verdict:
 
 
 def atomic_transactions(joined: Joined) -> Verdict:
-    """Of each transaction in `Inputs.transaction` all outputs are visible or none."""
+    """Check that all outputs of each transaction in `Inputs.transaction` are visible, or none."""
     transaction = joined.inputs.transaction
     if transaction is None:
         raise ValueError("the inputs do not say which transaction handled them")
@@ -398,10 +404,10 @@ def atomic_transactions(joined: Joined) -> Verdict:
 def offsets_match_outputs(
     joined: Joined, committed: Mapping[TopicPartition, int], log_end: Mapping[TopicPartition, int] | None = None
 ) -> Verdict:
-    """All inputs below the committed offset have a visible output, none at or above it has.
+    """Check that all inputs below the committed offset have a visible output, and none at or above it.
 
-    A partition without a committed offset counts as committed at its beginning. With `log_end` also: no committed
-    offset lies behind the end of its input partition, where it would skip records that are still to come.
+    A partition without a committed offset counts as committed at its beginning. With `log_end` it also checks that no
+    committed offset exceeds the end of its input partition, where the group would skip future records.
     """
     below, visible = _below(joined.inputs, committed), joined.visible_copies() > 0
     expected = joined.fan_out > 0
@@ -429,11 +435,11 @@ def offsets_match_outputs(
 
 
 def no_aborted_seen(seen: Outputs, outputs: Outputs, sources: tuple[str, ...] = ()) -> Verdict:
-    """What a read_committed reader was given during the run is still there afterwards, and came once and in order.
+    """Check that records which a read_committed reader got during the run still exist, and came once and in order.
 
-    `seen` is in the order of delivery; `outputs` is the final read of the same topics. A record that was seen and is
-    gone was aborted (or truncated) after a reader acted on it; one that now has another source was replaced.
-    `sources`: the topics of the inputs, to name those.
+    `seen` is in the order of delivery; `outputs` is the final read of the same topics. A record that was seen and no
+    longer exists was aborted (or truncated) after a reader used it; one that now has another source was replaced.
+    `sources`: the topics of the inputs, to name the sources.
     """
     if seen.topics != outputs.topics:
         raise ValueError(f"the concurrent reader read {seen.topics}, the final one {outputs.topics}")
@@ -466,7 +472,9 @@ def no_aborted_seen(seen: Outputs, outputs: Outputs, sources: tuple[str, ...] = 
 
 
 def stable_end(ends: Ends) -> Verdict:
-    """At rest every partition is readable to its end; a hanging transaction keeps the last stable offset below it."""
+    """Check that every partition at rest is readable to its end; a hanging transaction keeps the last stable offset
+    below it.
+    """
     places = sorted({*ends.stable, *ends.log_end})
     examples = []
     for topic, partition in places:
@@ -483,9 +491,9 @@ def stable_end(ends: Ends) -> Verdict:
 
 
 def no_rewind(commits: CommitSeries) -> Verdict:
-    """A partition's committed offset never goes back. Examined are the steps between two observations of one.
+    """Check that a partition's committed offset never goes back.
 
-    Such a step is about the last inputs of both commits.
+    It examines the steps between two observations of a partition. A violation is about the last inputs of both commits.
     """
     lanes, count = _lanes(commits)
     by_lane = _stable_argsort(lanes, count)
@@ -503,10 +511,10 @@ def no_rewind(commits: CommitSeries) -> Verdict:
 
 
 def state(outputs: Outputs, counts: Counts, sources: tuple[str, ...]) -> Verdict:
-    """What a function remembers per key is what its visible outputs make of it, in each of them and at the end.
+    """Check that a function's count for each key matches its visible outputs, at each output and at the end.
 
-    A change that outlived its transaction is told by the next output of its key, one that was lost too. `sources`: the
-    topics of the inputs.
+    A change that outlived its aborted transaction shows in the next output of its key, and so does a lost change.
+    `sources`: the topics of the inputs.
     """
     names, key = np.unique(np.array([repr(k) for k in counts.keys], object), return_inverse=True)
     by_key = np.lexsort((outputs.source_offset, key, outputs.source_partition, outputs.source_topic))
@@ -514,7 +522,7 @@ def state(outputs: Outputs, counts: Counts, sources: tuple[str, ...]) -> Verdict
     differs = np.ones((4, len(outputs)), np.bool_)
     differs[:, 1:] = columns[:, 1:] != columns[:, :-1]
     new_key = differs[:3].any(axis=0)
-    seen = np.cumsum(differs.any(axis=0))  # copies, and what is visible twice, count once
+    seen = np.cumsum(differs.any(axis=0))  # copies, and outputs that are visible twice, count once
     begins = np.flatnonzero(new_key)
     due: Int64s = seen - np.repeat(seen[begins] - 1, np.diff([*begins, len(outputs)]))
     told = np.asarray(counts.told, np.int64)[by_key]
@@ -555,10 +563,10 @@ def check(
     """Run every rule for which there is something to examine.
 
     `committed`: the group's stable committed offsets by (topic, partition), partitions without one left out.
-    `complete`: the run was to handle every input. Without `committed` and `complete` losses cannot be told from work
-    that is still to be done, so `no_losses` is left out. `ends`: of inputs, outputs, or both. `seen`: what a
-    concurrent reader was given. `commits`: observed committed offsets. `counts`: of a function with state.
-    Raises ValueError for arrays that do not describe a history at all (an input read twice).
+    `complete`: the run should have handled every input. Without `committed` and `complete`, a loss looks like
+    unfinished work, so `no_losses` is left out. `ends`: of inputs, outputs, or both. `seen`: the records of a
+    concurrent reader. `commits`: observed committed offsets. `counts`: of a function with state. Raises ValueError for
+    arrays that do not describe a history (an input read twice).
     """
     joined = join(inputs, outputs, fan_out)
     verdicts = [no_duplicates(joined)]
@@ -583,9 +591,9 @@ def check(
 
 
 class _Index:
-    """Finds records by (topic, partition, offset). Raises ValueError if one of them is there twice.
+    """An index of records by (topic, partition, offset). Raises ValueError if one of them appears twice.
 
-    `order` sorts the records by place, or is None where they are sorted already; `rows` answers in sorted order.
+    `order` sorts the records by position, or is None if they are sorted already; `rows` refers to the sorted order.
     """
 
     def __init__(self, records: Records) -> None:
@@ -605,7 +613,7 @@ class _Index:
         edges = np.searchsorted(lanes, np.arange(self._lane_count + 1))
         filled = edges[1:] > edges[:-1]
         self._first = np.zeros(self._lane_count, np.int64)
-        self._last = np.full(self._lane_count, -1, np.int64)  # below any first: an empty lane holds nothing
+        self._last = np.full(self._lane_count, -1, np.int64)  # below any first offset: an empty partition has no record
         self._first[filled], self._last[filled] = offset[edges[:-1][filled]], offset[edges[1:][filled] - 1]
         spans = self._last - self._first + 1
         if float(spans.sum(dtype=np.float64)) > 2.0**62:
@@ -615,7 +623,7 @@ class _Index:
         total = int(spans.sum())
         self._sorted: Int64s | None = None
         if total <= max(_TABLE_SLOTS_PER_RECORD * len(records), _SMALL_TABLE_SLOTS):
-            # 32 bits where they suffice: lookups wait for memory, and this halves it.
+            # 32 bits if they suffice: lookups wait for memory, and this halves it
             dtype = np.int32 if len(records) < 1 << 31 else np.int64
             self._table = np.full(total, -1, dtype)
             self._table[slots] = np.arange(len(slots), dtype=dtype)
@@ -623,10 +631,10 @@ class _Index:
             self._sorted = slots
 
     def rows(self, topic: Int32s, partition: Int32s, offset: Int64s) -> Int64s:
-        """Row of each record in sorted order, -1 where there is none."""
+        """Return the row of each record in sorted order, -1 if it does not exist."""
         if not self._lane_count or not self._last.max(initial=-1) >= 0:
             return np.full(len(offset), -1, np.int64)
-        # Compared before it is multiplied: a nonsense partition must not land in another topic's lane.
+        # Compared before it is multiplied: a nonexistent partition must not map to another topic's number.
         known = (topic >= 0) & (topic < self._lane_count // self._partitions)
         known &= (partition >= 0) & (partition < self._partitions)
         lane = topic * np.int32(self._partitions) + partition
@@ -660,7 +668,7 @@ def _place(topics: tuple[str, ...], topic: int, partition: int, offset: int) -> 
 
 
 def _lanes(records: Records) -> tuple[Int32s, int]:
-    """Each record's partition as one number, counted over all topics, and how many such numbers there are."""
+    """Return each record's partition as one number over all topics, and how many such numbers there are."""
     partitions = int(records.partition.max(initial=-1)) + 1
     if len(records.topics) * partitions > 1 << 24:
         raise ValueError(f"{len(records.topics)} topics of {partitions} partitions are more than any cluster has")
@@ -668,7 +676,7 @@ def _lanes(records: Records) -> tuple[Int32s, int]:
 
 
 def _stable_argsort(values: NDArray[np.int32 | np.int64], limit: int) -> Int64s:
-    """Argsort of numbers in 0..limit-1 that keeps equal ones in order; 16-bit numbers get numpy's radix sort."""
+    """Return the argsort of numbers in 0..limit-1, stable; 16-bit numbers get numpy's radix sort."""
     return np.argsort(values.astype(np.uint16) if limit <= 1 << 16 else values, kind="stable")
 
 
@@ -678,13 +686,13 @@ def _ascends(lanes: Int32s, offset: Int64s) -> bool:
 
 
 def _descents(values: Int64s, group: NDArray[np.int32 | np.int64], or_equal: bool = False) -> Int64s:
-    """Positions i whose value is below the one before it in the same group (contiguous in both arrays)."""
+    """Return positions i whose value is below the previous one in the same group (contiguous in both arrays)."""
     wrong = values[1:] <= values[:-1] if or_equal else values[1:] < values[:-1]
     return np.flatnonzero(wrong & (group[1:] == group[:-1])) + 1
 
 
 def _first_appearances(pair: Int64s, cell: Int64s) -> Int64s:
-    """Positions of the first record of each (pair, cell), in their order."""
+    """Return the positions of the first record of each (pair, cell), in their order."""
     by_cell = np.lexsort((cell, pair))  # stable: equal ones stay in the order of the partition
     repeated = (pair[by_cell[1:]] == pair[by_cell[:-1]]) & (cell[by_cell[1:]] == cell[by_cell[:-1]])
     keep = np.ones(len(cell), np.bool_)
@@ -693,7 +701,7 @@ def _first_appearances(pair: Int64s, cell: Int64s) -> Int64s:
 
 
 def _below(inputs: Inputs, committed: Mapping[TopicPartition, int]) -> Bools:
-    """Per input, whether it lies below the committed offset of its partition."""
+    """Return for each input whether it lies below the committed offset of its partition."""
     lanes, count = _lanes(inputs)
     partitions = count // max(len(inputs.topics), 1)
     floor = np.zeros(count, np.int64)
@@ -711,7 +719,7 @@ def _committed_at(inputs: Inputs, row: int, committed: Mapping[TopicPartition, i
 def verdict(
     rule: str, examined: int, what: str, violations: int, examples: list[str], good: str, about: Sequence[Place] = ()
 ) -> Verdict:
-    """The one place that decides what holds: nothing examined never does."""
+    """Return the verdict of a rule; only this function decides that a rule holds, and never if nothing was examined."""
     if violations:
         count = "1 violation" if violations == 1 else f"{violations:,} violations"
         sentence = f"{count} in {examined:,} {what}: {examples[0]}"

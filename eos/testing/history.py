@@ -1,8 +1,8 @@
-"""Reads what really is in Kafka into the checker's arrays: topics, committed offsets, ends, and a reader's view.
+"""Reads the contents of Kafka into the checker's arrays: topics, committed offsets, ends, and a reader's view.
 
-Owns the reading and its completeness: a read either reaches the end of every partition or raises, it never returns
-less in silence. It must never judge (eos/testing/checker.py does), never commit an offset, never join a group and
-never create a topic: looking at a history must not change it.
+Owns the reading and its completeness: a read either reaches the end of every partition or raises, and never silently
+returns less. It must never judge (eos/testing/checker.py does), commit an offset, join a group or create a topic:
+reading a history must not change it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ T = TypeVar("T")
 BATCH_RECORDS = 10_000
 POLL_S = 0.1
 NO_PROGRESS_S = 30.0
-# What one broker just created another may not know for a moment.
+# A topic that one broker just created may be unknown to another one for a moment.
 _NEW_TOPIC_S = 5.0
 _MAYBE_NEW = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC)
 
@@ -61,9 +61,9 @@ _RAISED: dict[Action, type[EosError]] = {
 class Log:
     """Records as they were read: per partition in offset order, partitions interleaved.
 
-    `topic` (n,) int32 counts into `topics`, `partition` (n,) int32, `offset` (n,) int64, `timestamp` (n,) int64 in ms
-    since 1970 (-1: none); `keys` and `values` are lists of n (empty if contents were not kept); `headers` is one, or
-    None if no header was asked for.
+    `topic` (n,) int32 is an index into `topics`, `partition` (n,) int32, `offset` (n,) int64, `timestamp` (n,) int64 in
+    ms since 1970 (-1: none). `keys` and `values` are lists of n (empty if contents were not kept). `headers` is such a
+    list, or None if no header was requested.
     """
 
     topics: tuple[str, ...]
@@ -79,11 +79,11 @@ class Log:
         return len(self.offset)
 
     def inputs(self) -> Inputs:
-        """As the checker's inputs."""
+        """Return the records as the checker's inputs."""
         return Inputs(topics=self.topics, topic=self.topic, partition=self.partition, offset=self.offset)
 
     def outputs(self) -> Outputs:
-        """As the checker's outputs, by their stamps: in the header that was asked for, else in front of the values.
+        """Return the records as the checker's outputs, by the stamps in the requested header, else before the values.
 
         Raises ValueError naming the first record without a stamp.
         """
@@ -118,13 +118,13 @@ def read_topic(
     progress: Callable[[int, int], None] = lambda done, total: None,
     no_progress_s: float = NO_PROGRESS_S,
 ) -> Log:
-    """Every record of the topics from the beginning to the end, as the ends are when the call starts.
+    """Return every record of the topics from the beginning to the end, as of the start of the call.
 
     The end is the last stable offset for read_committed, the high watermark for read_uncommitted, or `upto`, which must
-    not lie behind those; partitions without one there are not read. `header`: also keep the last value of that header.
-    `contents` False: keys and values are not kept. `progress(done, total)` is told offsets passed, of how many.
-    `config`: more settings of the consumer (TLS, SASL); what makes the read complete cannot be overridden. Raises
-    `Unavailable` when nothing moves for `no_progress_s`, with what is still unread.
+    not exceed those; partitions not in `upto` are not read. `header`: also keep the last value of that header.
+    `contents` False: keys and values are not kept. `progress(done, total)` gets the offsets passed and their total.
+    `config`: more settings of the consumer (TLS, SASL); settings that make the read complete cannot be overridden.
+    Raises `Unavailable` with the unread partitions if nothing moves for `no_progress_s`.
     """
     names = (topics,) if isinstance(topics, str) else tuple(topics)
     if upto is None:
@@ -133,7 +133,7 @@ def read_topic(
     reading = _Reading(names, header, upto, contents)
     consumer = Consumer(_reader_config(bootstrap, isolation, config))
     try:
-        # A partition that ends at 0 is not even asked for its beginning.
+        # A partition that ends at 0 needs no query for its beginning.
         unread = sorted(reading.unfinished())
         beginnings = _beginnings(_admin(bootstrap, config), unread) if unread else []
         reading.begin(beginnings)
@@ -161,7 +161,9 @@ def committed_offsets(
     *,
     timeout_s: float = NO_PROGRESS_S,
 ) -> dict[Place, int]:
-    """The group's stable committed offsets; partitions without one are left out. As `committed_with_metadata`."""
+    """Return the group's stable committed offsets, without partitions that have none, as `committed_with_metadata`
+    does.
+    """
     found = committed_with_metadata(bootstrap, group, topics, config, timeout_s=timeout_s)
     return {place: offset for place, (offset, _) in found.items()}
 
@@ -174,11 +176,11 @@ def committed_with_metadata(
     *,
     timeout_s: float = NO_PROGRESS_S,
 ) -> dict[Place, tuple[int, str | None]]:
-    """The group's stable committed offsets and what was written beside them; partitions without one are left out.
+    """Return the group's stable committed offsets with their metadata, without partitions that have none.
 
-    Stable (KIP-447): while a transaction with offsets of this group is open the broker answers UNSTABLE_OFFSET_COMMIT
-    and the call waits, so an offset that is later aborted is never returned. Does not join the group. Raises
-    `Unavailable` if that lasts longer than `timeout_s`.
+    Stable (KIP-447): while a transaction with offsets of this group is open, the broker answers UNSTABLE_OFFSET_COMMIT
+    and the call waits, so it never returns an offset that is later aborted. It does not join the group. Raises
+    `Unavailable` if the wait exceeds `timeout_s`.
     """
     names = (topics,) if isinstance(topics, str) else tuple(topics)
     places = _partitions(_admin(bootstrap, config), names, timeout_s)
@@ -206,23 +208,23 @@ def end_offsets(
     *,
     timeout_s: float = NO_PROGRESS_S,
 ) -> Ends:
-    """(last stable offsets, log end offsets) of every partition; the log end is the high watermark."""
+    """Return (last stable offsets, log end offsets) of every partition; the log end is the high watermark."""
     names = (topics,) if isinstance(topics, str) else tuple(topics)
     admin = _admin(bootstrap, config)
     places = _partitions(admin, names, timeout_s)
 
-    # The stable ends first: ends only grow, so the later answer can never lie below the earlier one.
+    # The stable ends first: ends only grow, so the later result can never be below the earlier one.
     stable = _offsets(admin, places, OffsetSpec.latest(), IsolationLevel.READ_COMMITTED, timeout_s)  # type: ignore[no-untyped-call]
     log_end = _offsets(admin, places, OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED, timeout_s)  # type: ignore[no-untyped-call]
     return Ends(stable, log_end)
 
 
 class ConcurrentReader:
-    """A thread that reads topics from the beginning while the run goes on, and keeps what it was given, in order.
+    """A thread that reads topics from the beginning during a run, and keeps the delivered records in order.
 
-    One user: `with ConcurrentReader(...) as reader: ...; reader.wait_for_ends(ends); reader.seen()`. Partitions are
-    those the topics have at the start. An error that a retry cannot mend ends the thread and is raised by the next
-    call; the broker truncating below the reader's position is one (`InputGone`).
+    For one user: `with ConcurrentReader(...) as reader: ...; reader.wait_for_ends(ends); reader.seen()`. It reads the
+    partitions that the topics have at the start. An error that a retry cannot fix ends the thread, and the next call
+    raises it; truncation below the reader's position is such an error (`InputGone`).
     """
 
     def __init__(
@@ -244,47 +246,47 @@ class ConcurrentReader:
         self._thread = threading.Thread(target=self._run, name="concurrent-reader", daemon=True)
 
     def start(self) -> Self:
-        """Begin to read; the partitions and their beginnings are known when this returns."""
+        """Start to read; the partitions and their beginnings are known on return."""
         admin = _admin(*self._connect)
         self._beginnings = _beginnings(admin, _partitions(admin, self.topics, NO_PROGRESS_S))
         self._thread.start()
         return self
 
     def stop(self) -> Log:
-        """End the thread; what it was given until now. Stopping twice is allowed."""
+        """Stop the thread, and return the records delivered so far; a second call is allowed."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
         return self.log()
 
     def log(self) -> Log:
-        """What was delivered so far, in the order of delivery."""
+        """Return the records delivered so far, in the order of delivery."""
         with self._changed:
             self._raise_error()
             return self._reading.log()
 
     def seen(self) -> Outputs:
-        """`log()` with its lineage, as the checker's `seen`."""
+        """Return `log()` with its lineage, as the checker's `seen`."""
         return self.log().outputs()
 
     @property
     def records(self) -> int:
-        """How many records were delivered so far."""
+        """Return how many records were delivered so far."""
         with self._changed:
             return len(self._reading)
 
     @property
     def positions(self) -> dict[Place, int]:
-        """Per partition the offset that comes next; markers and aborted records are passed at the end of a log."""
+        """Return the next offset of each partition; it passes markers and aborted records at the end of a log."""
         with self._changed:
             return dict(self._reading.positions)
 
     def wait_for_records(self, count: int, timeout_s: float = NO_PROGRESS_S) -> None:
-        """Until that many records were delivered; `Unavailable` after `timeout_s`."""
+        """Wait until `count` records were delivered. Raise `Unavailable` after `timeout_s`."""
         self._wait(lambda: len(self._reading) >= count, f"{count} records", timeout_s)
 
     def wait_for_ends(self, ends: Mapping[Place, int], timeout_s: float = NO_PROGRESS_S) -> None:
-        """Until every partition was read up to `ends` (last stable offsets); `Unavailable` after `timeout_s`."""
+        """Wait until every partition is read up to its end in `ends`. Raise `Unavailable` after `timeout_s`."""
         at = self._reading.positions
         self._wait(lambda: all(at.get(p, 0) >= end for p, end in ends.items()), f"the ends {dict(ends)}", timeout_s)
 
@@ -305,12 +307,12 @@ class ConcurrentReader:
         try:
             consumer.assign(self._beginnings)
             while not self._stopping.is_set():
-                # A small timeout, because consume() hands nothing over before it is full or the time is up.
+                # A small timeout, because consume() returns nothing before it is full or the time is up.
                 messages = consumer.consume(BATCH_RECORDS, POLL_S)
                 with self._changed:
                     if self._reading.add(messages):
                         self._changed.notify_all()
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever calls next, not to this thread
+        except BaseException as error:  # noqa: BLE001 - the next caller gets it, not this thread
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -328,7 +330,7 @@ class ConcurrentReader:
 
 
 class _Reading:
-    """Gathers messages into columns and knows how far each partition was read."""
+    """Collects messages into columns, and tracks how far each partition is read."""
 
     def __init__(
         self,
@@ -343,7 +345,7 @@ class _Reading:
         self._to_pass = 0
         self._header = header
         self._targets = targets
-        self._lanes: dict[Place, int] = {}  # a number per partition, in the order they were first seen
+        self._lanes: dict[Place, int] = {}  # a number per partition, in the order of first appearance
         self._lane: list[int] = []
         self._offset: list[int] = []
         self._timestamp: list[int] = []
@@ -356,31 +358,35 @@ class _Reading:
         return len(self._offset)
 
     def add(self, messages: Sequence[Message]) -> bool:
-        """Take in what the consumer returned; whether anything moved. Raises for an error no retry can mend."""
+        """Add the messages that the consumer returned; return whether a position moved.
+
+        Raises the error of a message if no retry can fix it.
+        """
         records = [message for message in messages if message.error() is None]
         moved = bool(records)
         if records:
             self._add_records(records)
         if len(records) < len(messages):
-            # After the records: the end of a partition is told behind its last record, never before it.
+            # After the records: the consumer reports the end of a partition after its last record, never before it.
             for message in messages:
                 if (error := message.error()) is not None:
                     moved |= self._add_event(message, error)
         return moved
 
     def _add_records(self, records: list[Message]) -> None:
-        """Column by column, because a method call per record and column is what reading costs."""
+        """Add records column by column, because a method call per record and column is the main cost of reading."""
         # The client's types allow None, which only an event without a partition returns.
         places = cast("list[Place]", [(m.topic(), m.partition()) for m in records])
         offsets = cast("list[int]", [m.offset() for m in records])
         if self._targets is not None:
             inside = [offset < self._targets[place] for place, offset in zip(places, offsets, strict=True)]
             if not all(inside):
-                # Written after the read began: not part of it, but proof that all before it was read.
+                # Written after the read began: not part of it, but proof that all earlier records were read.
                 self.positions |= {place: self._targets[place] for place in compress(places, map(not_, inside))}
                 records, places = list(compress(records, inside)), list(compress(places, inside))
                 offsets = list(compress(offsets, inside))
-        for place, offset in dict(zip(places, offsets, strict=True)).items():  # the last of each partition remains
+        # the last offset of each partition remains
+        for place, offset in dict(zip(places, offsets, strict=True)).items():
             self.positions[place] = max(offset + 1, self.positions.get(place, 0))
             self._lanes.setdefault(place, len(self._lanes))
         self._lane.extend(map(self._lanes.__getitem__, places))
@@ -396,7 +402,7 @@ class _Reading:
         if error.code() != KafkaError._PARTITION_EOF:
             self._fail_unless_passing(error)
             return False
-        # The end as the consumer saw it: everything before it was delivered, or is not for readers.
+        # The end as the consumer saw it: every earlier record was delivered, or is not for readers.
         place, end = cast("tuple[Place, int]", ((message.topic(), message.partition()), message.offset()))
         before = self.positions.get(place, -1)
         self.positions[place] = max(end, before)
@@ -409,7 +415,7 @@ class _Reading:
         self._last_error = error
 
     def begin(self, beginnings: Sequence[TopicPartition]) -> None:
-        """Where the partitions begin: what lies before was removed, and is not missing."""
+        """Set the beginnings of the partitions: earlier records were removed, and are not missing."""
         self.positions |= {(at.topic, at.partition): at.offset for at in beginnings}
         self._to_pass = self._left()
 
@@ -417,11 +423,11 @@ class _Reading:
         return sum(max(0, end - self.positions.get(place, 0)) for place, end in (self._targets or {}).items())
 
     def progress(self) -> tuple[int, int]:
-        """Offsets passed, and all there are to pass."""
+        """Return the offsets passed, and their total."""
         return self._to_pass - self._left(), self._to_pass
 
     def unfinished(self) -> set[Place]:
-        """Partitions not yet read up to their target; one that ends at 0 has nothing to be read."""
+        """Return the partitions that are not read up to their target; one that ends at 0 has nothing to read."""
         targets = self._targets or {}
         return {place for place, end in targets.items() if self.positions.get(place, 0) < end}
 
@@ -452,20 +458,21 @@ class _Reading:
 
 
 def _last_header(message: Message, name: str) -> bytes | None:
-    """The last one of that name, as Kafka's own `lastHeader`."""
+    """Return the last value of that header, as Kafka's own `lastHeader` does."""
     given = readable(headers_of(message))
     return next((value for found, value in reversed(given) if found == name), None)
 
 
 def _reader_config(bootstrap: str, isolation: Isolation, config: Mapping[str, Any] | None) -> dict[str, Any]:
     return {
-        "log_level": 0,  # its lines would stand between the user's; what they tell comes as an error
-        # librdkafka's 1000 ms stops fetching for that long whenever its queue is full: 3.7x slower on a backlog.
+        "log_level": 0,  # its lines would mix with the user's; its errors are raised anyway
+        # librdkafka's default of 1000 ms stops fetching for that long whenever its queue is full: 3.7x slower on a
+        # backlog.
         "fetch.queue.backoff.ms": 5,
-        # A partition at its end holds the answer of its whole broker back for this long (librdkafka's 500 ms).
+        # A partition at its end delays the response of its whole broker by this time (librdkafka's default is 500 ms).
         "fetch.wait.max.ms": 20,
         "reconnect.backoff.max.ms": 1_000,
-        # Required by librdkafka even for assign(); it is never joined and nothing is ever committed under it.
+        # librdkafka requires it even for assign(); the reader never joins the group, and never commits.
         "group.id": "eos-history-reader",
         **(config or {}),
         "bootstrap.servers": bootstrap,
@@ -473,7 +480,7 @@ def _reader_config(bootstrap: str, isolation: Isolation, config: Mapping[str, An
         "enable.partition.eof": True,
         "enable.auto.commit": False,
         "allow.auto.create.topics": False,
-        # A jump over records that retention removed meanwhile would look like a loss or hide one.
+        # A jump over records that retention removed during the read would look like a loss, or hide one.
         "auto.offset.reset": "error",
         "check.crcs": True,
     }
@@ -485,7 +492,7 @@ def _admin(bootstrap: str, config: Mapping[str, Any] | None) -> AdminClient:
 
 
 def _partitions(admin: AdminClient, topics: tuple[str, ...], timeout_s: float) -> list[Place]:
-    """All partitions of the topics. By DescribeTopics, because a plain metadata request may create a topic."""
+    """Return all partitions of the topics. It uses DescribeTopics, because a Metadata request may create a topic."""
 
     def ask() -> list[Place]:
         answer = admin.describe_topics(TopicCollection(list(topics)), request_timeout=min(timeout_s, 5.0))
@@ -508,7 +515,7 @@ def _offsets(
 def beginnings(
     bootstrap: str, topics: str | Sequence[str], config: Mapping[str, Any] | None = None
 ) -> dict[Place, int]:
-    """The first offset that each partition still holds."""
+    """Return the first offset that each partition still holds."""
     names = (topics,) if isinstance(topics, str) else tuple(topics)
     admin = _admin(bootstrap, config)
     found = _beginnings(admin, _partitions(admin, names, NO_PROGRESS_S))
@@ -518,21 +525,21 @@ def beginnings(
 def cleanup_policies(
     bootstrap: str, topics: str | Sequence[str], config: Mapping[str, Any] | None = None
 ) -> dict[str, str | None]:
-    """Each topic's cleanup.policy; None where it cannot be read, most likely for want of the right to."""
+    """Return each topic's cleanup.policy; None if it cannot be read, most likely for lack of permission."""
     names = (topics,) if isinstance(topics, str) else tuple(topics)
     found = facts.configs(_admin(bootstrap, config), names)
     return {name: found.get(("topic", name), {}).get("cleanup.policy") for name in names}
 
 
 def _beginnings(admin: AdminClient, places: Sequence[Place]) -> list[TopicPartition]:
-    """Where each partition begins, as numbers: the consumer's own OFFSET_BEGINNING costs a wait of 500 ms."""
+    """Return the first offset of each partition as a number: the consumer's OFFSET_BEGINNING costs a wait of 500 ms."""
     spec = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
     found = _offsets(admin, places, spec, IsolationLevel.READ_UNCOMMITTED, NO_PROGRESS_S)
     return [TopicPartition(topic, partition, offset) for (topic, partition), offset in found.items()]
 
 
 def _until(what: str, timeout_s: float, ask: Callable[[], T]) -> T:
-    """Ask until there is an answer: brokers are killed while histories are read. Raises what classify() says."""
+    """Query until there is a response, since brokers may be down. Raise the error by classify()."""
     began = time.monotonic()
     while True:
         try:

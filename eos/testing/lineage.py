@@ -1,11 +1,11 @@
-"""How an output record says which input record it came from: a stamp of fixed width, written once and read in bulk.
+"""The stamp with which an output record names its input record: fixed width, written singly and read in bulk.
 
-Owns the stamp's byte format and nothing else. It must never talk to Kafka and never judge: an unreadable stamp is an
-error here (a record that is not ours), a wrong one is the checker's business.
+Owns the stamp's byte format and nothing else. It must never call Kafka and never judge. An unreadable stamp (of a
+foreign record) is an error here; the checker finds wrong ones.
 
-The stamp is 20 bytes, little endian, `<iiqi`: index of the source topic, source partition, source offset, number of
-the copy (an input with fan-out n has copies 0..n-1). It stands at the start of the value, with any payload behind it,
-or alone in the header `eos-source` where the value must stay what the application made it.
+The stamp is 20 bytes, little endian, `<iiqi`: index of the source topic, source partition, source offset, number of the
+copy (an input with fan-out n has copies 0..n-1). It stands at the start of the value, followed by any payload, or alone
+in the header `eos-source` if the value must stay as the application made it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Lineage:
 
 
 def stamp(topic_index: int, partition: int, offset: int, copy: int = 0) -> bytes:
-    """20 bytes that name copy number `copy` of one input record; put them in front of the value or in `HEADER`.
+    """Return 20 bytes that name copy number `copy` of one input record; put them before the value or in `HEADER`.
 
     Raises `struct.error` for a number that does not fit its field.
     """
@@ -46,7 +46,9 @@ def stamp(topic_index: int, partition: int, offset: int, copy: int = 0) -> bytes
 
 
 def unstamp(stamped: bytes) -> tuple[int, int, int, int]:
-    """(topic index, partition, offset, copy) of one value or header; `ValueError` if it is too short to be stamped."""
+    """Return (topic index, partition, offset, copy) of a value or header. Raise `ValueError` if it is too short for a
+    stamp.
+    """
     if len(stamped) < WIDTH_BYTES:
         raise ValueError(f"{len(stamped)} bytes cannot hold a stamp of {WIDTH_BYTES}")
     topic_index, partition, offset, copy = _FORMAT.unpack_from(stamped)
@@ -54,25 +56,25 @@ def unstamp(stamped: bytes) -> tuple[int, int, int, int]:
 
 
 def payload(stamped: bytes) -> bytes:
-    """What the application wrote behind the stamp."""
+    """Return the application's bytes after the stamp."""
     return stamped[WIDTH_BYTES:]
 
 
 def unstamp_many(stamped: Sequence[bytes | None]) -> Lineage:
-    """The stamps of many values or headers, in their order; millions per second.
+    """Return the stamps of many values or headers, in their order, at millions per second.
 
-    Raises `ValueError` naming the first element that is None or too short: dropping it silently would make a checker
-    report a loss that did not happen, or overlook a record that is not ours.
+    Raises `ValueError` naming the first element that is None or too short. If it were skipped silently, a checker would
+    report a loss that did not happen, or overlook a foreign record.
     """
     joined = b"".join([value[:WIDTH_BYTES] for value in stamped if value is not None])
-    # A short value and a missing one both leave the joined prefixes short, so one comparison guards all of them.
+    # A short value and a missing one both shorten the joined prefixes, so one comparison covers both.
     if len(joined) != len(stamped) * WIDTH_BYTES:
         for index, value in enumerate(stamped):
             if value is None or len(value) < WIDTH_BYTES:
                 found = "no bytes" if value is None else f"{len(value)} bytes"
                 raise ValueError(f"element {index} of {len(stamped)} has {found}, a stamp needs {WIDTH_BYTES}")
     table = np.frombuffer(joined, dtype=_DTYPE)
-    # Copies, because the fields of a packed struct are unaligned views that slow every later operation down.
+    # Copies, because the fields of a packed struct are unaligned views, which slow down every later operation.
     return Lineage(
         topic=table["topic"].astype(np.int32),
         partition=table["partition"].astype(np.int32),

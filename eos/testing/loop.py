@@ -1,8 +1,7 @@
-"""A loop of your own without a broker: what stands in place of a TransactSession.
+"""Tests a loop of your own without a broker: `Session` replaces a TransactSession.
 
-A transaction is the session's own class (eos/session/transaction.py), so what it hands out, takes back and refuses is
-what it does on Kafka. What only a cluster can do is not shown: nothing is refused, no partition leaves, nobody is
-fenced.
+A transaction has the session's own class (eos/session/transaction.py), so it hands out, takes back and refuses records
+as on Kafka. Effects of a cluster do not appear: no output is refused, no partition is revoked, no producer is fenced.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ _IDLE = 1_000  # transactions in a row that took no record or were aborted
 
 
 class Session:
-    """For tests of a loop that gets its session from outside::
+    """Replaces a TransactSession in tests of a loop that gets its session as an argument::
 
         with eos.testing.Session([("words", "to"), ("words", "be")]) as session:
             shout(session)  # for txn in session: ...
         assert session.ran.values("loud-words") == [b"TO", b"BE"]
 
-    `records` as `eos.testing.run` takes them; `size`: how many are in a transaction, by default all. The loop ends when
-    all are committed. `ran` is what was committed; what an aborted transaction sent is not in it, and its records come
-    again. With `destinations` asking `ran` for another topic is an error.
+    `records` are given as for `eos.testing.run`. `size`: the most records in a transaction, by default all. The loop
+    ends when all are committed. `ran` has the committed outputs; outputs of an aborted transaction are not in it, and
+    its records come again. With `destinations` a read of another topic from `ran` is an error.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Session:
 
     @property
     def ran(self) -> Ran:
-        """What was committed."""
+        """Return the committed outputs."""
         return self._loop.ran
 
     @property
@@ -64,7 +63,7 @@ class Session:
 
     @property
     def taken(self) -> int:
-        """Records that the open transaction took."""
+        """Return the number of records that the open transaction took."""
         return self._loop.taken
 
     def __enter__(self) -> Self:
@@ -84,20 +83,20 @@ class Session:
         return begun
 
     def stop(self) -> None:
-        """The loop ends when the open transaction has."""
+        """End the loop after the open transaction."""
         self.stop_requested = True
 
     @contextlib.contextmanager
     def stopping_on_signals(self) -> Iterator[None]:
-        """A test hears its own signals."""
+        """Do nothing: a test handles its own signals."""
         yield
 
     def lag(self) -> int:
-        """Records that are not committed."""
+        """Return the number of records that are not committed."""
         return self._loop.left
 
     def pause(self, seconds: float) -> None:
-        """Nobody waits in a test."""
+        """Return at once: tests do not wait."""
 
 
 class _Loop:
@@ -113,7 +112,7 @@ class _Loop:
 
     @property
     def left(self) -> int:
-        """Records that are not committed."""
+        """Return the number of records that are not committed."""
         return len(self.records) - self._committed
 
     @property

@@ -1,8 +1,8 @@
-"""Runs an App's functions without a broker: decoding, policies and outputs as the worker has them.
+"""Runs an App's functions without a broker: decoding, policies and outputs as in a worker.
 
-Owns how results are told. It must never import a Kafka client, and what a record
-leads to is decided by the worker's own modules (eos/app/routes.py, eos/worker/handling.py), never here. What only a
-cluster can do is not shown: records are never refused, transactions never abort.
+Owns the form of the results. It must never import a Kafka client. The worker's own modules (eos/app/routes.py,
+eos/worker/handling.py) decide the outputs of a record, never this one. Effects of a cluster do not appear: no record is
+refused, no transaction aborts.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from eos.worker.hooks import Hooks
 
 @dataclass(frozen=True)
 class Sent:
-    """One output. `partition` None: the partitioner's choice. `timestamp`: milliseconds since the epoch, 0 the time of
-    producing."""
+    """One output. `partition` None: the partitioner chooses. `timestamp`: milliseconds since the epoch, 0: time of
+    producing.
+    """
 
     topic: str
     value: bytes | None
@@ -45,8 +46,10 @@ class Sent:
 
 @dataclass
 class Ran:
-    """What a run led to: all outputs in their order, dead letters among them, and counts. `topics`: those that outputs
-    can go to."""
+    """The results of a run: all outputs in order, dead letters included, and counts.
+
+    `topics`: the topics to which outputs can go.
+    """
 
     sent: list[Sent] = field(default_factory=list)
     skipped: int = 0
@@ -54,16 +57,16 @@ class Ran:
     retries: int = 0
     topics: Collection[str] = ()
     states: dict[str, dict[str, dict[bytes, Any]]] = field(default_factory=dict)
-    """What is left in the state of each function: by its name, the state's and the key."""
+    """The final state of each function: by the name of the function, the name of the state, and the key."""
 
     def to(self, topic: str) -> list[Sent]:
-        """The outputs to one topic. Raises ConfigurationError for one that no output can go to."""
+        """Return the outputs to one topic. Raise ConfigurationError for a topic to which no output can go."""
         if self.topics and topic not in self.topics:
             raise ConfigurationError(f"no output goes to {topic!r}, they go to {', '.join(sorted(self.topics))}")
         return [sent for sent in self.sent if sent.topic == topic]
 
     def values(self, topic: str) -> list[bytes | None]:
-        """Their values."""
+        """Return the values of the outputs to one topic."""
         return [sent.value for sent in self.to(topic)]
 
 
@@ -71,15 +74,16 @@ Order = Literal["given", "shuffled"]
 
 
 def run(app: App, records: Iterable[Record | tuple[Any, ...]], *, order: Order = "given", seed: int = 0) -> Ran:
-    """Runs the App's functions on the records, `on_start` and `on_stop` too; retries do not wait.
+    """Run the App's functions on the records, with `on_start` and `on_stop`; retries do not wait.
 
-    `order`: "given" is the records' own; "shuffled" keeps the order within each partition of a topic and no other, as
-    Kafka does, in a way that `seed` decides.
+    A record is a Record, or `(topic, value)` or `(topic, value, key)`, which becomes a record of partition 0 with the
+    next offset of its topic. Value and key follow the rule of outputs (bytes, str as UTF-8, None, else JSON). Outputs
+    to a topic that a function reads are handled after the records, or shuffled among them.
 
-    A record is a Record, or `(topic, value)` or `(topic, value, key)`, made a record of partition 0 with the next
-    offset of its topic; value and key by the rule of outputs (bytes, str as UTF-8, None, else JSON). Outputs to a topic
-    that a function reads are handled behind them, or shuffled among them.
-    Raises PoisonRecord where the policy is stop, ConfigurationError for a record of a topic without a function,
+    `order`: "given" keeps the records' order; "shuffled" keeps only the order within each partition of a topic, as
+    Kafka does, and `seed` determines the result.
+
+    Raises PoisonRecord if the policy is stop, ConfigurationError for a record of a topic without a function,
     HookFailed.
     """
     app.check()
@@ -131,7 +135,7 @@ def _part_of_one_partition(waiting: list[Record], draw: random.Random) -> tuple[
 
 
 def _read_again(app: App, sends: Iterable[Send], offsets: defaultdict[str, int]) -> list[Record]:
-    """Outputs that a function of the App reads."""
+    """Return the outputs that a function of the App reads, as records."""
     found = []
     for topic, value, key, partition, timestamp_ms, headers in sends:
         if topic in app.routes:
@@ -142,7 +146,7 @@ def _read_again(app: App, sends: Iterable[Send], offsets: defaultdict[str, int])
 
 
 def states_of(route: Route, task: Task) -> dict[str, dict[bytes, Any]]:
-    """What is left there: by the name of the state and by key."""
+    """Return the final state of a task: by the name of the state and by key."""
     left: dict[str, dict[bytes, list[tuple[bytes, bytes]]]] = {store.kept_as: {} for store in route.stores}
     seen = Aged(task, route.ttls, task.time_ms)
     for cell in sorted(task.changed):  # nothing is ever committed here
@@ -160,14 +164,14 @@ def sent_of(send: Send) -> Sent:
 
 
 def written_by(app: App) -> set[str]:
-    """The topics that outputs of its functions can go to, dead letters among them."""
+    """Return the topics to which outputs of the App's functions can go, dead-letter topics included."""
     return {*app.destinations, *map(dead_letter_topic, app.routes)}
 
 
 def records_of(
     records: Iterable[Record | tuple[Any, ...]], offsets: defaultdict[str, int] | None = None
 ) -> list[Record]:
-    """Records, and what `run` takes for one. `offsets`: the next one of each topic; it is kept."""
+    """Return records, converted as `run` does. `offsets`: the next offset of each topic, which is updated."""
     offsets = defaultdict(int) if offsets is None else offsets
     made: list[Record] = []
     for given in records:

@@ -1,7 +1,7 @@
-"""Runs an App on a real broker and tells what it led to: the same result as `eos.testing.run`, by the real worker.
+"""Runs an App on a real broker with the real worker, and returns the same kind of result as `eos.testing.run`.
 
-Owns what isolates one run on a broker that many tests share: a group of its own, and topics that the run creates and
-removes. It must never write to a topic that was there before, nor decide what a record leads to.
+Owns the isolation of one run on a broker that many tests share: its own group, and topics that the run creates and
+removes. It must never write to an existing topic, nor decide the outputs of a record.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ Place = tuple[str, int]
 def run_on(
     bootstrap: str, app: App, records: Iterable[Record | tuple[Any, ...]], settings: Mapping[str, Any] | None = None
 ) -> Ran:
-    """Creates the App's topics, writes the records, runs the App on them until they are handled, reads what became
-    visible, and removes the topics.
+    """Run the App on the records on a real broker, and return the visible results.
 
-    `records` as for `eos.testing.run`; a Record's partition and timestamp are kept, its offset is the broker's.
-    Topics have one partition unless a record needs more. `Ran.sent` is in order per topic and partition. Raises what a
-    worker raises (PoisonRecord, ...), ConfigurationError where one of the topics exists, and Unavailable.
+    It creates the App's topics, writes the records, runs the App until they are handled, reads the outputs, and removes
+    the topics. `records` are given as for `eos.testing.run`; a Record's partition and timestamp are kept, the broker
+    assigns its offset. Topics have one partition unless a record needs more. `Ran.sent` is in order per topic and
+    partition. Raises the errors of a worker (PoisonRecord, ...), ConfigurationError if one of the topics exists, and
+    Unavailable.
     """
     app.check()
     given = records_of(records)
     app = copy.copy(app)
     app.id = f"{app.id}-{uuid.uuid4().hex[:8]}"
-    # What else on this broker matches is another test's.
+    # Other matching topics on this broker belong to other tests.
     app.take_in(record.topic for record in given)
     app.patterns = {}
     if not app.topics:
@@ -59,7 +60,8 @@ def run_on(
         wanted[record.topic] = max(wanted[record.topic], record.partition + 1)
     with _topics_of_its_own(loaded, wanted, app.chained, [*app.changelogs, places]) as client:
         _load(loaded, app.id, given)
-        _ends(client, loaded, app.topics)  # what the worker takes for the end is what is readable when it starts
+        # wait: the worker takes the readable end at its start for the end of the input
+        _ends(client, loaded, app.topics)
         worker = Worker(app, loaded, until_end=True)
         worker.run()
         sent = _read(loaded, _ends(client, loaded, sorted(app.destinations)))
@@ -90,7 +92,7 @@ def _topics_of_its_own(
 
 
 def _remove(client: Any, topics: Sequence[str]) -> None:
-    """Delete those of the topics that exist, and wait until they are gone: the next test may create them again."""
+    """Delete the existing topics, and wait until they are gone, because the next test may create them again."""
     for topic, done in client.delete_topics(topics, request_timeout=_TIMEOUT_S).items():
         try:
             done.result(_TIMEOUT_S)
@@ -105,8 +107,10 @@ def _remove(client: Any, topics: Sequence[str]) -> None:
 
 
 def _ends(client: Any, settings: Settings, topics: Sequence[str]) -> dict[Place, int]:
-    """Where the partitions end, once each has a leader and no open transaction: a commit is answered before it is
-    visible."""
+    """Return the ends of the partitions once each has a leader and no open transaction.
+
+    The broker answers a commit before it is visible.
+    """
     deadline = time.monotonic() + _TIMEOUT_S
     while True:
         spans: dict[Place, tail.Span] = {}
@@ -116,7 +120,7 @@ def _ends(client: Any, settings: Settings, topics: Sequence[str]) -> dict[Place,
                 spans |= {(topic, partition): span for partition, span in held.items()}
             late = f"an open transaction holds {sorted(p for p, s in spans.items() if s.stable < s.end)}"
         except Unavailable as error:
-            # A broker's metadata may be behind, or name a new partition's leader before that one knows of it.
+            # A broker's metadata may be outdated, or name a leader that does not know the new partition yet.
             late = str(error)
         else:
             if all(span.stable == span.end for span in spans.values()):
@@ -149,7 +153,7 @@ def _read(settings: Settings, ends: Mapping[Place, int]) -> list[Sent]:
 
 
 def _state_of(settings: Settings, app: App, route: Route) -> dict[str, dict[bytes, Any]]:
-    """Return what is committed of a function's state: by the name of the state and by key."""
+    """Return the committed state of a function: by the name of the state and by key."""
     stores = {store.kept_as: store for store in route.stores}
     found: dict[str, dict[bytes, Any]] = {store.name: {} for store in route.stores}
     for _, rows in changelog.kept(settings, changelog_of(app.id, route)):

@@ -1,8 +1,8 @@
 """The pytest plugin: `--eos-kafka=container|jvm|HOST:PORT`, and the fixtures `eos_run`, `eos_kafka`, `eos_cluster`.
 
-Owns the options, the life of the clusters and the rule that a fault which a backend cannot make is a test that was not
-run. It is loaded by every pytest where eos is installed, so it must never import a client, docker or the rest of
-eos.testing before a test asks for a cluster.
+Owns the options, the lifetime of the clusters, and the rule that a test with a fault which its backend cannot make
+counts as not run. Every pytest run loads the plugin where eos is installed, so it must never import a client, docker or
+the rest of eos.testing before a test requests a cluster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _ADDRESSES = re.compile(r"[^\s,:]+:\d+(,[^\s,:]+:\d+)*")
 
-# kafka-python reads its message schemas, 109 of them, with a function that Python 3.11 and 3.12 call old.
+# kafka-python reads its 109 message schemas with a function that is deprecated in Python 3.11 and 3.12.
 _NOT_THE_USERS = (
     r"ignore:read_text is deprecated:DeprecationWarning:kafka\.protocol\.schemas\.load_json",
     r"ignore:open_text is deprecated:DeprecationWarning:importlib\.resources\._legacy",
@@ -35,9 +35,10 @@ _NOT_THE_USERS = (
 
 @dataclass
 class _State:
-    """Of one pytest process. `reasons`: what the summary says about the brokers, those of xdist's workers too.
+    """The state of one pytest process.
 
-    `swept`: what those workers' sweeps found (eos.testing.sweeping.recorded).
+    `reasons`: the summary's lines about the brokers, including those of xdist's workers. `swept`: the results of those
+    workers' sweeps (eos.testing.sweeping.recorded).
     """
 
     choices: dict[str | None, Choice] = field(default_factory=dict)
@@ -50,7 +51,7 @@ _STATE = pytest.StashKey[_State]()
 
 
 class StartCluster(Protocol):
-    """What `eos_cluster` is: starts a cluster that ends with the test. Defaults: the command line's."""
+    """The fixture `eos_cluster`: starts a cluster that ends with the test; defaults come from the command line."""
 
     def __call__(
         self,
@@ -62,7 +63,7 @@ class StartCluster(Protocol):
 
 
 class RunOnBroker(Protocol):
-    """What `eos_run` is: runs an App on a real broker, see eos.testing.online.run_on."""
+    """The fixture `eos_run`: runs an App on a real broker, see eos.testing.online.run_on."""
 
     def __call__(
         self, app: App, records: Iterable[Record | tuple[Any, ...]], settings: Mapping[str, Any] | None = None
@@ -82,7 +83,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, object, object]:
-    """Around pytest's own, which reads the filters before a conftest.py imports anything."""
+    """Add the warning filters before pytest's own hook, which reads them before a conftest.py imports anything."""
     for line in _NOT_THE_USERS:
         early_config.addinivalue_line("filterwarnings", line)
     return (yield)
@@ -97,7 +98,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def eos_kafka(pytestconfig: pytest.Config) -> Iterator[Cluster]:
-    """One cluster (eos.testing.clusters.Cluster) for the whole session. A test's faults are repaired at its end."""
+    """Return one cluster (eos.testing.clusters.Cluster) for the whole session; faults are repaired after each test."""
     state = pytestconfig.stash[_STATE]
     with _cluster(pytestconfig, None, None, None, None) as cluster:
         state.shared = cluster
@@ -107,7 +108,10 @@ def eos_kafka(pytestconfig: pytest.Config) -> Iterator[Cluster]:
 
 @pytest.fixture
 def eos_cluster(pytestconfig: pytest.Config) -> Iterator[StartCluster]:
-    """Starts clusters of the test's own: `eos_cluster(nodes=3, version="3.9.2", config={...}, backend="jvm")`."""
+    """Return a function that starts clusters of the test's own.
+
+    `eos_cluster(nodes=3, version="3.9.2", config={...}, backend="jvm")`
+    """
     with ExitStack() as running:
 
         def start(
@@ -123,7 +127,7 @@ def eos_cluster(pytestconfig: pytest.Config) -> Iterator[StartCluster]:
 
 @pytest.fixture(scope="session")
 def _eos_broker(pytestconfig: pytest.Config) -> Iterator[str]:
-    """The bootstrap servers of the one node that `eos_run` uses: a local JVM unless --eos-kafka says otherwise."""
+    """Return the bootstrap servers of the single node for `eos_run`: a local JVM unless --eos-kafka is given."""
     backend = pytestconfig.getoption("--eos-kafka") or "jvm"
     with _cluster(pytestconfig, 1, None, None, backend) as cluster:
         yield cluster.bootstrap_servers
@@ -131,8 +135,10 @@ def _eos_broker(pytestconfig: pytest.Config) -> Iterator[str]:
 
 @pytest.fixture
 def eos_run(_eos_broker: str) -> RunOnBroker:
-    """Runs an App on a real broker, on topics that it creates and removes:
-    `eos_run(app, [("topic", {"value": 1})]).values("out")`."""
+    """Return a function that runs an App on a real broker, on topics that it creates and removes.
+
+    `eos_run(app, [("topic", {"value": 1})]).values("out")`
+    """
     from eos.testing.online import run_on
 
     def run(app: App, records: Iterable[Record | tuple[Any, ...]], settings: Mapping[str, Any] | None = None) -> Ran:
@@ -161,7 +167,7 @@ def _cluster(
     return state.choices[key].cluster(nodes or config.getoption("--eos-kafka-nodes"), version, properties)
 
 
-# A fault that the backend cannot make
+# Faults that a backend cannot make
 
 
 @pytest.hookimpl(wrapper=True)
@@ -178,7 +184,7 @@ def _not_run_if_not_supported() -> Generator[None, object, object]:
     try:
         return (yield)
     except Exception as error:
-        # Only what was imported can have been raised.
+        # the exception's class can only come from a module that is imported already
         clusters = sys.modules.get("eos.testing.clusters.base")
         if clusters is None or not isinstance(error, clusters.NotSupported):
             raise
@@ -187,7 +193,7 @@ def _not_run_if_not_supported() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
-    """After the test's own fixtures are gone, and before the next test meets its faults."""
+    """Repair the shared cluster after the test's own fixtures end and before the next test."""
     try:
         return (yield)
     finally:
@@ -196,7 +202,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
             shared.repair()
 
 
-# What the summary says
+# The summary
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -212,7 +218,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def _swept() -> list[tuple[Any, ...]]:
-    # Only what was imported can have run.
+    # only a module that is imported already can have run
     sweeping = sys.modules.get("eos.testing.sweeping")
     return sweeping.recorded() if sweeping is not None else []
 

@@ -1,6 +1,6 @@
-"""The shim on a thread of its own, for tests: faults and protection between a client and any Kafka.
+"""Runs the shim on its own thread, for tests: faults and protection between a client and any Kafka.
 
-Owns the thread and its loop. What a plan says is looked at when the block is left: `plan.complaints()`.
+Owns the thread and its loop. A test reads the plan's result after the block: `plan.complaints()`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ START_TIMEOUT_S = 60.0
 
 
 class ShimThread:
-    """A context manager; `bootstrap_servers` is where clients connect inside it. Raises what `Shim` raises."""
+    """A context manager that runs the shim; clients in its block connect to `bootstrap_servers`. Raises what `Shim`
+    raises.
+    """
 
     def __init__(self, upstream: str, plan: Plan | None = None, protect: bool = False) -> None:
         addresses = tuple(parse_address(part, "upstream") for part in upstream.split(","))

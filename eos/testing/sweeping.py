@@ -1,8 +1,8 @@
-"""A fault sweep: a user's own App on a real worker and real Kafka, once per (step of a transaction, fault), judged.
+"""A fault sweep: runs a user's own App on a real worker and real Kafka, once per (step of a transaction, fault).
 
-Owns the cases (which fault at which step, as a plan of the shim's) and one run of each: topics made anew, input loaded,
-a worker process behind a shim until all input is done, then `eos.testing.verify`. It must never judge by what the
-worker says of itself: what counts is what Kafka holds, and that the fault really happened.
+Owns the cases (which fault at which step, as a plan of the shim) and one run of each: create the topics again, load the
+input, run a worker process behind a shim until all input is done, then call `eos.testing.verify`. It must never judge
+by the worker's own report: the contents of Kafka count, and that the fault really happened.
 
     # test_flights.py; eos_kafka is the plugin's cluster
     @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ from eos.testing.shim import ShimThread
 from eos.testing.verify import Verification, verify
 from eos.worker.loading import load_app
 
-# The steps of KIP-98's data flow that are requests, and which of each is struck: in the middle of the work.
+# The requests among the steps of KIP-98's data flow, and which occurrence of each fails: one in the middle of the work.
 STEPS: Mapping[str, int] = {
     "FindCoordinator": 1,
     "InitProducerId": 1,
@@ -55,13 +55,13 @@ STEPS: Mapping[str, int] = {
 every_txn_step: tuple[str, ...] = tuple(STEPS)
 
 _COORDINATOR = ("COORDINATOR_LOAD_IN_PROGRESS", "COORDINATOR_NOT_AVAILABLE", "NOT_COORDINATOR")
-# Another instance has the id (the second name is the same, for newer versions of a request), or its state is gone.
+# Another instance has the id (PRODUCER_FENCED in newer versions of a request), or the id's state is gone.
 _FENCED = ("INVALID_PRODUCER_EPOCH", "PRODUCER_FENCED")
 _FORGOTTEN = ("INVALID_PRODUCER_ID_MAPPING", "UNKNOWN_PRODUCER_ID")
-# What brokers answer at each step (KIP-98, KIP-890, handlers of Kafka 4.3 and its TransactionManager); each once, and
-# the next request is answered well. Left out: errors that do not go away by themselves (rights, sizes, formats), which
-# a worker has to stop for; and what clients without KIP-890 part 2 are not told (TRANSACTION_ABORTABLE is
-# INVALID_TXN_STATE for them, STALE_MEMBER_EPOCH is ILLEGAL_GENERATION).
+# The errors that brokers return at each step (KIP-98, KIP-890, handlers of Kafka 4.3 and its TransactionManager). Each
+# occurs once, and the next request succeeds. Permanent errors (permissions, sizes, formats), which must stop a worker,
+# are left out. So are errors that clients without KIP-890 part 2 do not get (for them TRANSACTION_ABORTABLE is
+# INVALID_TXN_STATE, and STALE_MEMBER_EPOCH is ILLEGAL_GENERATION).
 ERRORS: Mapping[str, tuple[str, ...]] = {
     "FindCoordinator": ("COORDINATOR_NOT_AVAILABLE", "COORDINATOR_LOAD_IN_PROGRESS"),
     "InitProducerId": (*_COORDINATOR, "CONCURRENT_TRANSACTIONS", "PRODUCER_FENCED"),
@@ -102,9 +102,9 @@ ERRORS: Mapping[str, tuple[str, ...]] = {
     ),
     "EndTxn": (*_COORDINATOR, "CONCURRENT_TRANSACTIONS", "INVALID_TXN_STATE", *_FORGOTTEN, *_FENCED),
 }
-# What brokers say of a request that is in the log already.
+# Errors that brokers return for a request that is in the log already.
 _AFTER_APPLY = ("REQUEST_TIMED_OUT", "NOT_ENOUGH_REPLICAS_AFTER_APPEND", "DUPLICATE_SEQUENCE_NUMBER")
-# When the late copy of a step arrives: inside what comes after it. A FindCoordinator changes nothing.
+# When the late copy of a step arrives: during a following step. A late FindCoordinator changes nothing.
 _LATE: Mapping[str, Event] = {
     "InitProducerId": Event("Produce"),
     "AddPartitionsToTxn": Event("EndTxn"),
@@ -127,7 +127,7 @@ ACTIONS: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class Case:
-    """One run: `action` at `step`; `error` for the action "errors". `protocol`: classic or consumer."""
+    """One run of a sweep: `action` at `step`; `error` for the action "errors". `protocol`: classic or consumer."""
 
     step: str
     action: str
@@ -138,12 +138,12 @@ class Case:
         return f"{self.step}: {self.error or self.action} ({self.protocol})"
 
     def rules(self, transactional_id: str, side: str = "broker") -> list[Rule]:
-        """`transactional_id` is one producer's: the strike is counted of that one, whatever others the worker has.
+        """Return the rules for this case; they count the requests of the producer with `transactional_id` only.
 
-        What comes after it may be another's: before 4.0 a replaced producer goes on as `…-alternate`.
+        Later requests may come from another producer: before 4.0 a replaced producer continues as `…-alternate`.
         """
         nth = STEPS[self.step]
-        # Whoever asks for a transactional.id's state looks its coordinator up as well: enough for its producer, too.
+        # A query for a transactional id's state looks up its coordinator as well; that is enough for its producer too.
         times = 4 if self.step == "FindCoordinator" else 1
         whose = f"{transactional_id}*"
         simple = {
@@ -159,16 +159,16 @@ class Case:
             phase = Phase.AFTER_APPLY if self.error in _AFTER_APPLY else Phase.BEFORE_APPLY
             rules = [Rule(self.step, "error", phase, nth, times, error=self.error)]
         elif self.action == "late copy, then abort":
-            # H1: the copy ends the next transaction half done, and what the client then aborts is not all of it.
+            # H1: the copy ends the next transaction half done, and the client's abort then covers only a part of it.
             refusal = "ILLEGAL_GENERATION"
             abort = Rule("TxnOffsetCommit", "error", nth=nth + 1, error=refusal, transactional_id=whose)
             rules = [simple["late copy"], abort]
         elif self.action == "lost acknowledgement, then abort":
-            # H2b: appended but not acknowledged, and the transaction ends before the client asks again. The batch that
-            # makes it end was appended too: a gap in its sequence numbers would make librdkafka take a new epoch. And
-            # the client has to hear of the lost one first: a record it takes back for a retry after its transaction
-            # failed is not given up but waited for, until it times out, and for that there is a new epoch, too. So
-            # the first batch, whichever it is, is lost, and the one of another partition ends the transaction.
+            # H2b: the batch is appended but not acknowledged, and the transaction ends before the client retries. The
+            # batch that makes it end must be appended too: a gap in its sequence numbers would make librdkafka take a
+            # new epoch. The client must also learn of the lost batch first: librdkafka does not fail a record that it
+            # retries after its transaction failed, but waits until the record times out, and then takes a new epoch
+            # too. So the first batch is lost, whichever it is, and the batch of another partition ends the transaction.
             lost = Rule("Produce", "error", Phase.AFTER_APPLY, error="REQUEST_TIMED_OUT")
             rules = [lost, replace(lost, error="INVALID_REQUEST", beside=1, until=Event(rule=1))]
         else:
@@ -181,7 +181,7 @@ def every_case(
     actions: Iterable[str] = ACTIONS,
     protocols: Iterable[str] = ("classic", "consumer"),
 ) -> list[Case]:
-    """Raises ConfigurationError for a step or an action that there is not."""
+    """Return the cases of these steps, actions and protocols. Raise ConfigurationError for an unknown one."""
     found = []
     over, actions, protocols = list(over), list(actions), list(protocols)
     for wanted, known in ((over, every_txn_step), (actions, ACTIONS), (protocols, ("classic", "consumer"))):
@@ -204,10 +204,9 @@ def every_case(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one case left. `wrong`: every reason why it does not count as exactly once; empty is good.
+    """The result of one case. `wrong`: every reason why it does not count as exactly once; empty if it does.
 
-    `way`: through a shim that does not protect, or one that does, and on which side of it the faults were; with the
-    eos.* settings the sweeper was given.
+    `way`: whether the shim protects, on which side of it the faults were, and the eos.* settings of the sweeper.
     """
 
     case: Case
@@ -219,7 +218,7 @@ class Outcome:
     log: Path
 
     def raise_if_wrong(self) -> None:
-        """AssertionError with every reason, and where the worker's log is."""
+        """Raise AssertionError with every reason and the path of the worker's log."""
         assert not self.wrong, f"{self} (worker's log: {self.log})"
 
     def __str__(self) -> str:
@@ -230,31 +229,32 @@ class Outcome:
         return "; ".join(self.wrong) or "exactly once"
 
 
-# Of every sweeper of this process, without what was read of Kafka: for the table in pytest's summary.
+# The outcomes of all sweepers in this process, without their verification: for the table in pytest's summary.
 _outcomes: list[Outcome] = []
 
-# A worker whose restart a supervisor would try: temporary, or fenced by what looks like a newer instance.
+# Exit codes after which a supervisor restarts a worker: temporary, or fenced by an apparently newer instance.
 _START_AGAIN = (75, 79)
 _STARTS = 6
 _SETTINGS = {
     "eos.lineage": "true",
     "eos.transaction.interval.ms": "20",
     "transaction.timeout.ms": "5000",
-    # A request without an answer is given up after this; librdkafka's minute would be the run's length.
+    # The time after which a request without an answer fails; librdkafka's default of a minute would dominate the run.
     "socket.timeout.ms": "2500",
     "linger.ms": "20",
 }
-# A retry has to come later than the abort that overtakes it. A transaction is one batch for each partition: the flush
-# at its end, which does not linger, sends all of it.
+# A retry must come later than the abort that overtakes it. A transaction is one batch for each partition: the flush at
+# its end, which does not linger, sends all of it.
 _SLOW_RETRY = {"retry.backoff.ms": "2000", "retry.backoff.max.ms": "2000", "linger.ms": "1000"}
 
 
 class Sweeper:
     """Runs cases of one App (`MODULE:APP`, as for `eos run`) against the Kafka at `bootstrap_servers`.
 
-    `records`: per source topic the values to load; each must be one the App handles. The App's topics are deleted and
-    made anew for every case: never give it a cluster that holds anything. `settings`: more of the worker's; `protect`:
-    whether the shim protects; `side`: where faults stand then. Raises Unavailable for a cluster that does not answer.
+    `records`: per source topic the values to load; the App must handle each of them. Every case deletes and recreates
+    the App's topics, so never give it a cluster with other contents. `settings`: more settings of the worker.
+    `protect`: whether the shim protects. `side`: the side of a protecting shim on which faults occur. Raises
+    Unavailable for a cluster that does not answer.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class Sweeper:
     @property
     def _way(self) -> str:
         way = f"protected, {self._side} side" if self._protect else "unprotected"
-        # Of the client's settings nothing: passwords are among them.
+        # none of the client's settings, which include passwords
         own = {name: value for name, value in sorted(self._more.items()) if name.startswith("eos.")}
         return ", ".join([way, *(f"{name}={value}" for name, value in own.items())])
 
@@ -325,18 +325,18 @@ class Sweeper:
         for future in self._admin.delete_topics(self._topics).values():
             with _ignoring(KafkaError.UNKNOWN_TOPIC_OR_PART):
                 future.result(self._timeout_s)
-        # On a new cluster the question for a group's coordinator would wait until its topic is made.
+        # On a new cluster a query for a group's coordinator would wait until its topic is created.
         groups = self._admin.list_consumer_groups().result(self._timeout_s).valid
         if any(group.group_id == self._app.id for group in groups):
             for future in self._admin.delete_consumer_groups([self._app.id]).values():
-                with _ignoring(KafkaError.GROUP_ID_NOT_FOUND):  # an empty one may go by itself meanwhile
+                with _ignoring(KafkaError.GROUP_ID_NOT_FOUND):  # the broker may delete an empty group by itself
                     future.result(self._timeout_s)
         deadline = time.monotonic() + self._timeout_s
         left = set(self._topics)
         while left:
             made = self._admin.create_topics([NewTopic(topic, self._partitions, -1) for topic in sorted(left)])
             for topic, future in made.items():
-                # A topic under deletion is there for a moment still.
+                # A topic under deletion still exists for a moment.
                 with _ignoring(KafkaError.TOPIC_ALREADY_EXISTS):
                     future.result(30)
                     left.discard(topic)
@@ -359,7 +359,7 @@ class Sweeper:
             raise Unavailable(f"the input could not be loaded: {failed[:1] or 'no answer'}")
 
     def _work(self, case: Case, servers: str, log: Path) -> list[int]:
-        """The exit codes of the worker, started again as a supervisor would."""
+        """Return the exit codes of the worker, which is restarted as by a supervisor."""
         values = _SETTINGS | ({"group.protocol": "consumer"} if case.protocol == "consumer" else {})
         if case.action == "lost acknowledgement, then abort":
             values |= _SLOW_RETRY
@@ -412,7 +412,9 @@ def sweep(
     console: Console | None = None,
     **more: object,
 ) -> list[Outcome]:
-    """Every case, one after the other, and a table at the end; `more` is Sweeper's. Look at each outcome's `wrong`."""
+    """Run every case, print a table, and return the outcomes: check each outcome's `wrong`. `more` is passed to
+    Sweeper.
+    """
     console = console or Console(stderr=True)
     sweeper = Sweeper(app, bootstrap_servers, records, **more)  # type: ignore[arg-type]
     outcomes = []
@@ -424,7 +426,10 @@ def sweep(
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
-    """A row per step and fault; a column per way through the shim and group protocol. Of repeated runs a wrong one."""
+    """Return a table: a row per step and fault, a column per way through the shim and group protocol.
+
+    Of repeated runs it shows a wrong one.
+    """
     columns = list(dict.fromkeys((outcome.way, outcome.case.protocol) for outcome in outcomes))
     title = f"{len(outcomes)} runs, {sum(not outcome.wrong for outcome in outcomes)} right"
     names = (Column(name, no_wrap=True) for name in ("step", "fault"))
@@ -441,7 +446,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def recorded() -> list[tuple[Any, ...]]:
-    """What this process's sweepers found, as plain values that another process's `summary` reads."""
+    """Return the results of this process's sweepers as plain values, which another process's `summary` reads."""
     return [
         (*astuple(each.case), each.way, list(each.wrong), each.starts, each.seconds, str(each.log))
         for each in _outcomes
@@ -449,7 +454,7 @@ def recorded() -> list[tuple[Any, ...]]:
 
 
 def summary(found: Iterable[Sequence[Any]], width: int) -> list[str]:
-    """The lines of the table of what was `recorded`."""
+    """Return the lines of the table of `recorded` results."""
     outcomes = [
         Outcome(Case(*case), way, tuple(wrong), None, starts, seconds, Path(log))
         for *case, way, wrong, starts, seconds, log in found

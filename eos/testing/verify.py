@@ -1,13 +1,13 @@
-"""The production face of the checker: reads a live cluster and says whether each committed input has its outputs.
+"""Verifies a live cluster with the checker: does each committed input have its outputs?
 
-Owns the order of reading (committed offsets first, then the outputs up to an end that lies behind them, then where the
-partitions begin, because retention goes on meanwhile) and the rules that lineage adds to the checker's. It must never
-call something held that it could not decide, and never call lost what may have been removed: outputs without lineage,
-partitions that were committed without counts, and inputs and outputs that retention or compaction may have removed are
-notes, not verdicts. `judge` is pure.
+Owns the order of reading: committed offsets first, then the outputs up to a later end, then the beginnings of the
+partitions, because retention continues during the reads. It also owns the rules that lineage adds to the checker's. It
+must never report an undecided rule as held, and never report records as lost that may have been removed. Outputs
+without lineage, partitions that were committed without counts, and records that retention or compaction may have
+removed become notes, not verdicts. `judge` is pure.
 
-Known limits: that a topic was compacted once and is not any more cannot be seen. A second copy of an output that was
-removed is not found.
+Known limits: it cannot see that a topic was compacted before but is not now. It does not find a second copy of an
+output that was removed.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from eos.testing.checker import EXAMPLES, Inputs, Outputs, Report, Verdict
 Place = tuple[str, int]
 Progress = Callable[[str, int, int], None]
 _POLL_S = 0.2
-_TOLD = 3  # places that a note names
-_QUIET_S = 1.0  # what a live worker's transaction may take without a word
+_TOLD = 3  # positions named in a note
+_QUIET_S = 1.0  # how long a live worker's transaction is awaited without a message
 _MARK = np.dtype([("partition", "<i4"), ("offset", "<i8"), ("i", "<i4"), ("n", "<i4"), ("number", "<i8")])
 assert _MARK.itemsize == lineage.FORMAT.size, "the bulk reader and the writer must agree on the header's width"
 
 
 @dataclass(frozen=True)
 class Committed:
-    """What a group has committed of one partition: everything before `offset`; `tally` None: without lineage."""
+    """The committed progress of a group in one partition: all before `offset`; `tally` None: without lineage."""
 
     offset: int
     tally: Tally | None
@@ -46,7 +46,7 @@ class Committed:
 
 @dataclass(frozen=True, eq=False)
 class Marks:
-    """The sources of n outputs: arrays (n,); `topic` counts into `topics`, `outputs` are those records themselves."""
+    """The sources of n outputs: arrays (n,); `topic` is an index into `topics`, `outputs` are the records."""
 
     topics: tuple[str, ...]
     topic: NDArray[np.int32]
@@ -64,8 +64,11 @@ class Marks:
 
 @dataclass(frozen=True)
 class Verification:
-    """`report` has the verdicts, none if nothing could be decided; `notes` say what could not, and why. `inputs` were
-    there to be examined, and `outputs` were."""
+    """The result of `verify`.
+
+    `report` has the verdicts, none if nothing could be decided. `notes` name what could not be decided, and why.
+    `inputs` and `outputs` count the records that could be examined.
+    """
 
     report: Report
     notes: tuple[str, ...]
@@ -98,14 +101,16 @@ def verify(
     timeout_s: float = 60.0,
     waits: Callable[[str], None] = lambda sentence: None,
 ) -> Verification:
-    """Reads the topics as they are now; workers may go on meanwhile. Raises Unavailable for an unreachable cluster, a
-    missing topic, or outputs that an open transaction keeps unreadable for `timeout_s`; `waits` is told of that wait
-    when it begins."""
+    """Verify the topics as they are now; workers may continue to run.
+
+    Raises Unavailable for an unreachable cluster, a missing topic, or outputs that an open transaction keeps unreadable
+    for `timeout_s`; `waits` is called with a sentence when that wait begins.
+    """
     committed = {
         place: Committed(offset, lineage.tally_of(metadata))
         for place, (offset, metadata) in history.committed_with_metadata(bootstrap, group, inputs, config).items()
     }
-    # After the offsets: the outputs of whatever they cover were written before, some markers maybe not yet.
+    # After the offsets: the outputs of the covered inputs were written earlier, perhaps without their markers yet.
     ends = _readable_ends(bootstrap, outputs, config, timeout_s, waits)
     read = history.read_topic(
         bootstrap,
@@ -124,7 +129,7 @@ def verify(
         upto=ends,
         progress=lambda done, total: progress("outputs", done, total),
     )
-    # After both reads: what retention removed between this question and a read would look like a loss.
+    # After both reads: records that retention removed between this query and a read would look like a loss.
     begins = history.beginnings(bootstrap, inputs, config)
     output_begins = history.beginnings(bootstrap, outputs, config)
     policies = history.cleanup_policies(bootstrap, [*inputs, *outputs], config)
@@ -143,7 +148,7 @@ def verify(
 
 
 def _without_strangers(found: Verification) -> Verification:
-    """Beside outputs whose source nobody can tell, it cannot be said that there is no stranger; one that is, stays."""
+    """Drop a positive verdict of no_strangers: outputs without lineage have unknown sources. A violation stays."""
     kept = tuple(v for v in found.report.verdicts if v.rule != "no_strangers" or not v.holds)
     return dataclasses.replace(found, report=Report(kept))
 
@@ -165,7 +170,7 @@ def _readable_ends(
     timeout_s: float,
     waits: Callable[[str], None],
 ) -> dict[Place, int]:
-    """The log ends of now, once a read_committed reader can pass them."""
+    """Return the current log ends, once a read_committed reader can read up to them."""
     ends = history.end_offsets(bootstrap, topics, config)
     tell_at, deadline = time.monotonic() + _QUIET_S, time.monotonic() + timeout_s
     stable = ends.stable
@@ -185,7 +190,7 @@ def _readable_ends(
 
 
 def marks_of(written: history.Log) -> tuple[Marks, NDArray[np.int64]]:
-    """The outputs that carry lineage, and the rows of those that do not."""
+    """Return the outputs that carry lineage, and the rows of those that do not."""
     headers = written.headers or []
     width = lineage.FORMAT.size
     marked = np.array([header is not None and len(header) > width for header in headers], np.bool_)
@@ -217,8 +222,11 @@ def judge(
     output_begins: Mapping[Place, int],
     compacted: Collection[str] = (),
 ) -> Verification:
-    """`inputs`: the readable records below the committed offsets. `begins` and `output_begins`: the first offset that
-    each partition still holds. `compacted`: the topics of which compaction may have removed any record."""
+    """Judge the inputs and outputs by their lineage.
+
+    `inputs`: the readable records below the committed offsets. `begins` and `output_begins`: the first offset that each
+    partition still holds. `compacted`: the topics from which compaction may have removed any record.
+    """
     tallies = {place: at.tally for place, at in committed.items() if at.tally is not None}
     notes = [
         f"{topic}[{partition}] is committed at {at.offset} without lineage: not decided"
@@ -267,14 +275,15 @@ def judge(
         verdicts.append(handled.verdict("all_inputs_counted", "committed inputs", "as many as were handled"))
     if lost.examined:
         verdicts.append(lost.verdict("no_losses", "counted outputs", "all are visible"))
-    # Where no output is there to be judged, these are red. That is right if one is lost, not if all were removed.
+    # Without any output to judge, these rules are violated. That is right if an output is lost, not if all were
+    # removed.
     if judged.any() or lost.violations:
         verdicts += _joined_verdicts(inputs, covered, marks.where(judged), whole[judged])
     return Verification(Report(tuple(verdicts)), tuple(notes), examined, lost.examined)
 
 
 def _removed_inputs(tally: Tally, begin: int, found: int, compacted: bool) -> str | None:
-    """What became of inputs that were handled, if they need not be there any more."""
+    """Return what removed handled inputs of a partition; None if they should all exist."""
     if begin > tally.begin:
         others = ", others maybe by compaction" if compacted else ""
         return f"inputs before {begin} were removed by retention{others}"
@@ -291,10 +300,11 @@ def _decidable_from(
     cuts: Mapping[Place, int],
     compacted: Collection[str],
 ) -> int:
-    """From which output number of an input partition on a missing one is lost; `tally.outputs`: nobody can say.
+    """Return the output number of an input partition from which on a missing output is lost.
 
-    The numbers of one input partition ascend within each output partition, and retention removes the oldest. So
-    nothing is gone behind the first one that a partition still shows. A compacted partition may lack any of them.
+    The result is `tally.outputs` if this cannot be decided. The numbers of one input partition ascend within each
+    output partition, and retention removes the oldest, so no number after the first visible one of a partition was
+    removed. A compacted partition may lack any of them.
     """
     if not cuts or not len(missing):
         return 0
@@ -304,14 +314,14 @@ def _decidable_from(
         row = first.get(place)
         if row is None or place[0] in compacted:
             return tally.outputs
-        # An output from before the counting stands before all that were counted: none of these was removed.
+        # An output from before the counting precedes all counted ones, so none of these was removed.
         if marks.fields["offset"][row] >= tally.begin:
             floor = max(floor, int(marks.fields["number"][row]))
     return min(floor, tally.outputs) if missing[0] < floor else 0
 
 
 def _first_rows(outputs: Outputs, rows: NDArray[np.int64]) -> dict[Place, int]:
-    """Of these outputs, in offset order as they were read, the first one in each output partition."""
+    """Return the first of these outputs (in offset order, as read) in each output partition."""
     topic, partition = outputs.topic[rows].astype(np.int64), outputs.partition[rows]
     width = int(partition.max(initial=0)) + 1
     lanes, at = np.unique(topic * width + partition, return_index=True)
@@ -320,7 +330,7 @@ def _first_rows(outputs: Outputs, rows: NDArray[np.int64]) -> dict[Place, int]:
 
 
 def _told(cuts: Mapping[Place, int], compacted: Collection[str]) -> str:
-    """Why outputs may have been removed."""
+    """Return why outputs may have been removed."""
     reasons = dict.fromkeys(
         f"{topic} is compacted" if topic in compacted else f"{topic}[{partition}] no longer begins at 0 but at {begin}"
         for (topic, partition), begin in sorted(cuts.items())
@@ -332,8 +342,10 @@ def _told(cuts: Mapping[Place, int], compacted: Collection[str]) -> str:
 def _joined_verdicts(
     inputs: Inputs, covered: NDArray[np.bool_], marks: Marks, whole: NDArray[np.bool_]
 ) -> list[Verdict]:
-    """The checker's own rules, with the number of outputs that the marks themselves say an input has. `whole` (one per
-    mark): none of its input's outputs can have been removed."""
+    """Return the verdicts of the checker's own rules, with the number of outputs of an input from the marks.
+
+    `whole` (one per mark): none of its input's outputs can have been removed.
+    """
     kept = inputs.take(np.flatnonzero(covered).astype(np.int64))
     index = {topic: number for number, topic in enumerate(kept.topics)}
     source = np.array([index.get(topic, -1) for topic in marks.topics], np.int32)
@@ -348,7 +360,7 @@ def _joined_verdicts(
     verdicts = [checker.no_duplicates(joined), checker.no_strangers(joined), checker.order(joined)]
     removed = known & ~whole
     if removed.any():
-        # Copies of these inputs are missing with good reason: to `atomic` they are inputs without outputs.
+        # Copies of these inputs may have been removed, so `atomic` must see inputs without outputs.
         fan_out[rows.row[removed]] = 0
         joined = checker.join(rows.inputs, outputs, fan_out)
     if (fan_out > 1).any():
@@ -359,7 +371,7 @@ def _joined_verdicts(
 def _missing_sentences(
     place: Place, missing: NDArray[np.int64], fields: NDArray[Any], inputs: NDArray[np.int64], end: int
 ) -> Iterator[str]:
-    """Which output each missing number was, as closely as its neighbours tell."""
+    """Yield a sentence for each missing number that identifies the output as closely as its neighbours allow."""
     topic, partition = place
     fields = fields[np.argsort(fields["number"], kind="stable")]
     for number in missing:
@@ -367,7 +379,7 @@ def _missing_sentences(
         before = fields[at - 1] if at > 0 else None
         after = fields[at] if at < len(fields) else None
         what = f"output number {number} of {topic}[{partition}] is not visible"
-        # A neighbour of the same input tells which it was: numbers run through the outputs of one input.
+        # A neighbour of the same input identifies the output: numbers are consecutive within the outputs of one input.
         if before is not None and (i := before["i"] + number - before["number"]) < before["n"]:
             yield f"{what}: it is output {i} of {topic}[{partition}]@{before['offset']}"
         elif after is not None and (i := after["i"] - after["number"] + number) >= 0:

@@ -1,1 +1,1 @@
-"""An App that runs on a session: error policies, dead letters, slow functions, hooks, many processes."""
+"""Runs an App on a session: error policies, dead letters, slow functions, hooks, worker processes."""

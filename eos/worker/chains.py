@@ -1,4 +1,4 @@
-"""Topics between two functions of an App: what another group's functions wrote there must not be handled as its own."""
+"""The check of topics between two functions of an App: records that another group wrote there must not be handled."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ _ASK_S = 10.0
 
 
 def require_own(settings: Settings, app: App, world: World = REAL) -> None:
-    """Wait for the cluster, then do as `check_own`."""
+    """Wait for the cluster, then call `check_own`."""
     if app.chained:
         preflight.patient(settings, lambda: check_own(settings, app, world), world)
 
 
 def check_own(settings: Settings, app: App, world: World = REAL) -> None:
-    """Raise ConfigurationError if a topic between functions holds records, and nothing says that the App's group wrote
-    them: it has committed no offset there, and none of what the writing functions read. They would count twice under a
-    new id of the App, whose functions write them again. Raises Unavailable, NotAuthorised."""
+    """Raise ConfigurationError if a topic between functions holds records that the App's group did not write.
+
+    The group wrote them if it has a committed offset in the topic, or in a source of a function that writes to the
+    topic. Under a new App id the functions would write the records again, and they would count twice. Raises
+    Unavailable, NotAuthorised.
+    """
     with world.admin(settings) as admin:
         committed = admin.metadata_by_partition(app.id)
     notes.check_not_interrupted(committed.values())
@@ -31,7 +34,7 @@ def check_own(settings: Settings, app: App, world: World = REAL) -> None:
         related = {topic, *_before(app, topic)}
         if known & related or not _holds_records(settings, topic, world):
             continue
-        # Asked last: the first commit of another member may have made them readable meanwhile.
+        # Query the offsets last: another member's first commit may have made the records readable in the meantime.
         if not GroupOffsets(settings, app.id, related, world=world).plan(STAY):
             raise ConfigurationError(
                 f"the topic {topic} between functions of {app.id} holds records, and the group {app.id} has no offset "
@@ -47,7 +50,7 @@ def _before(app: App, topic: str) -> set[str]:
 
 
 def _holds_records(settings: Settings, topic: str, world: World) -> bool:
-    """Return whether it has committed ones; transactions that were aborted take offsets too."""
+    """Return whether the topic has committed records; aborted transactions occupy offsets too."""
     client = facts.connect(settings, _ASK_S, world)
     if not facts.describe_topic(client, topic).exists:
         return False

@@ -1,13 +1,13 @@
-"""Runs records through an App's functions and carries out each function's error policy, inside one transaction.
+"""Runs records through an App's functions and applies each function's error policy, inside one transaction.
 
-Owns the decision what becomes of a record that failed: handed out again, skipped, sent to its dead letters, or the end
-of the run. It must never begin, commit or abort a transaction and never talk to a client: it feeds a transaction (a
-worker's, or eos.testing's without a broker) and says where to stop in it.
+Owns the decision about a failed record: hand it out again, skip it, send it to its dead-letter topic, or end the run.
+It must never begin, commit or abort a transaction, and never call a client. It feeds a transaction: a worker's, or the
+one of eos.testing without a broker.
 
-A record that fails has sent nothing (eos/app/routes.py). What takes its place is sent in the same transaction: a dead
-letter is one output, a skipped record has none; lineage counts them so. A record that the client or the broker refuses
-aborts its transaction first; the session finds it, tells `refused`, and hands all records out again: here it then
-fails without its function being run.
+A failed record has sent nothing (eos/app/routes.py). Its replacement is sent in the same transaction: a dead letter
+counts as one output, a skipped record has none, and lineage counts them the same way. If the client or the broker
+refuses an output, the transaction aborts first. The session then calls `refused` and hands all records out again. This
+time the record fails without a call of its function.
 """
 
 from __future__ import annotations
@@ -30,33 +30,37 @@ from eos.errors import EosError, PoisonRecord, Temporary, causes, safe_str
 from eos.records import Each, Fed, Feed, Header, Record, Send, place_of
 
 Partition = tuple[str, int]
-Place = tuple[str, int, int]  # of a record: topic, partition, offset
+Place = tuple[str, int, int]  # the topic, partition and offset of a record
 
-_LINES, _LINES_INTERVAL_S = 10, 10.0  # about single records: so many lines in so many seconds
-# In the user's code, whose frames are told: a function that is made anew for each record has no end of them.
+_LINES, _LINES_INTERVAL_S = 10, 10.0  # at most this many lines about single records per interval
+# The most places in the user's code that are logged with frames. A function created for each record would have no end
+# of them.
 _PLACES = 100
-# What an operating system says of itself, and not of what it was asked for: no handles, memory, disk, processes; a disk
-# that cannot be read or written.
+# Errors in which the operating system reports its own state, not the request: no handles, memory, disk space or
+# processes left; a disk that cannot be read or written.
 _OF_THE_MACHINE = frozenset(
     (
         *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOBUFS),
         *(errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO),
     )
 )
-_NO_THREAD = "can't start new thread"  # a RuntimeError without a kind of its own
+_NO_THREAD = "can't start new thread"  # the message of a RuntimeError without a class of its own
 
 
 class RecordRefused(Exception):
-    """An output of the record was refused by the client or the broker, for good."""
+    """The client or the broker permanently refused an output of the record."""
 
 
 class DeadLetterRefused(Exception):
-    """The dead letter of the record was refused too: there is no place left for it."""
+    """The client or the broker refused the dead letter of the record too; the record has no other destination."""
 
 
 class Feeds(Protocol):
-    """What is needed of a transaction; `skipped` and `dead_letters` count for when it commits. `waited_s`: for how long
-    sends have waited for room in the client's queue, its own and those before."""
+    """The part of a transaction that a handler uses.
+
+    `skipped` and `dead_letters` count records for when the transaction commits. `waited_s`: seconds that sends have
+    waited for room in the client's queue, in this transaction and earlier ones.
+    """
 
     skipped: int
     dead_letters: int
@@ -68,8 +72,7 @@ class Feeds(Protocol):
 
 
 class Kept:
-    """What stands in place of a worker's transaction, and its sink, where no Kafka client is: outputs are kept, in
-    order."""
+    """Stands in for a worker's transaction and its sink where no Kafka client exists; it keeps outputs in order."""
 
     waited_s = 0.0
 
@@ -98,8 +101,11 @@ class Kept:
 
 
 class Halt(NamedTuple):
-    """The transaction takes no more: only the first `handled` records are done. `error`: the run ends with it, once
-    they are committed; None: the next record is to be handed out in another one, after `pause_s` if it failed."""
+    """The end of a transaction's records: only the first `handled` records are done.
+
+    `error`: the run ends with this error once those records are committed. None: the next record is handed out in
+    another transaction, after `pause_s` seconds if it failed.
+    """
 
     handled: int
     error: EosError | None = None
@@ -107,7 +113,7 @@ class Halt(NamedTuple):
 
 
 class Took(NamedTuple):
-    """One call of a route's function, or its calls one after the other on single records."""
+    """One call of a route's function, or successive calls on single records, with its duration."""
 
     route: Route
     records: list[Record]
@@ -115,9 +121,12 @@ class Took(NamedTuple):
 
 
 class Handler:
-    """The routes of one App with their policies; one per worker. An `async def` runs on at most `concurrent_most`
-    records at once, a batch function is handed at most `batch_most`. `passing`: names of headers, see Route. `policy`:
-    of all functions, in place of their own. `cells_of`: where the state of a function is."""
+    """Handles records with the routes and policies of one App; a worker has one handler.
+
+    An `async def` runs on at most `concurrent_most` records at once, a batch function gets at most `batch_most`.
+    `passing`: names of headers, see Route. `policy`: applies to all functions in place of their own. `cells_of`:
+    returns where the state of a function is kept.
+    """
 
     def __init__(
         self,
@@ -140,22 +149,25 @@ class Handler:
             cells = cells_of(route) if route.stores and cells_of is not None else None
             made = route.bound(passing, cells) if passing or cells is not None else route
             self._feeds[route] = made.feed if ledger is None else self._feed_of(made.each)
-        # How often each record failed. Kept until its offset is committed, because an abort brings it again.
+        # The failures of each record. Kept until its offset is committed, because an abort hands the record out again.
         self._failures: dict[Place, int] = {}
-        # Records that are not run like all others when they come again: refused ones have their error (until their
-        # offset is committed: two of them in one transaction must not make each other forgotten), those that are tried
-        # again None. While there are any, records take the longer way.
+        # Records that are not run like the others when they are handed out again. A refused record has its error, until
+        # its offset is committed: two refused records in one transaction must both be remembered. A record that is
+        # retried has None. While there are any, records take the slower path.
         self._special: dict[Place, BaseException | None] = {}
-        self._dead: set[Place] = set()  # whose dead letters the last call of `handle` sent
+        self._dead: set[Place] = set()  # records whose dead letters the last call of `handle` sent
         self._told = _Told(now)
-        # When the first output of the open transaction was sent, at the earliest; and its `waited_s` then.
+        # The earliest time at which the first output of the open transaction was sent, and its `waited_s` at that time.
         self._sending: tuple[float, float] | None = None
         self.longest: Took | None = None
-        """What took longest since `begun`."""
+        """The longest call since `begun`."""
 
     def open_s(self, txn: Feeds, now: float) -> float:
-        """For how long the broker may know of the open transaction, at the most and without the waits for room: its
-        clock begins with the first output. 0 while there is none."""
+        """Return the longest time in seconds for which the broker may know the open transaction, without waits for
+        room.
+
+        The broker's clock starts with the first output; the result is 0 before it.
+        """
         if self._sending is None:
             return 0.0
         since, waited_s = self._sending
@@ -165,53 +177,53 @@ class Handler:
         return feed_each(each if self._ledger is None else each_with_lineage(each, self._ledger))
 
     def _feed(self, txn: Feeds, feed: Feed, route: Route, records: list[Record]) -> Fed:
-        """Feeds the transaction, and measures how long that takes."""
+        """Feed the transaction and measure the time it takes."""
         began, waited_s = self._now(), txn.waited_s
         fed = txn.feed(feed, records)
         ended = self._now()
         if self._sending is None and fed.sent:
-            # What is one call has sent nothing before its end.
+            # A single call sends nothing before it ends.
             single = route.batch or route.concurrent or len(records) == 1
             self._sending = (ended, txn.waited_s) if single else (began, waited_s)
         if self.longest is None or ended - began > self.longest.seconds:
             self.longest = Took(route, records, ended - began)
         return fed
 
-    # ---- what the session tells ---------------------------------------------------------------------------------
+    # ---- notifications from the session -------------------------------------------------------------------------
 
     def begun(self) -> None:
-        """A transaction is open and empty."""
+        """Note that a transaction is open and empty."""
         self.longest = self._sending = None
 
     def ended(self, owned: Collection[Partition], committed: Mapping[Partition, int]) -> None:
-        """A transaction ended: what is known of records that are committed, or another member's now, is dropped."""
+        """Forget the failures of records that are now committed or assigned to another member."""
         if self._special or self._failures:
             self._special = {p: error for p, error in self._special.items() if _is_due(p, owned, committed)}
             self._failures = {p: times for p, times in self._failures.items() if _is_due(p, owned, committed)}
 
     def unreadable(self, place: Place, why: str) -> None:
-        """This record was fetched and will be handed out; the function must not get it."""
+        """Note that this record was fetched but cannot be read, so that its function does not get it."""
         self._special[place] = DecodeError(why)
 
     def refused(self, record: Record, failure: Exception) -> None:
-        """An output of the record was refused; its transaction is aborted and all of its records come again."""
+        """Note that an output of the record was refused; its transaction aborts and all of its records come again."""
         place = _place(record)
         error: Exception = (DeadLetterRefused if place in self._dead else RecordRefused)(str(failure))
         error.__cause__ = failure
         self._special[place] = error
 
     def tick(self) -> None:
-        """Now and then, also while there are no records: says what the log's limit kept back."""
+        """Log the lines that the limit held back, once the interval is over; called even without records."""
         self._told.tick()
 
     def end(self) -> None:
-        """There will be no more records."""
+        """Log the lines that the limit held back; there are no more records."""
         self._told.tell_rest()
 
     # ---- handling -----------------------------------------------------------------------------------------------
 
     def handle(self, txn: Feeds, records: list[Record]) -> Halt | None:
-        """Sends what the records lead to; None: all are handled."""
+        """Send the outputs of the records; return None if all of them are handled."""
         done = 0
         for route, run in by_route(self._app, records):
             halt = self.handle_route(txn, route, run)
@@ -221,7 +233,7 @@ class Handler:
         return None
 
     def handle_route(self, txn: Feeds, route: Route, records: list[Record]) -> Halt | None:
-        """As `handle`, for records of one route. The hot path is one turn of the loop."""
+        """Handle the records of one route, as `handle` does. The hot path takes one iteration of the loop."""
         feed = self._feeds[route]
         self._dead.clear()
         at, most = 0, self._most_of(route, len(records))
@@ -239,7 +251,7 @@ class Handler:
                 if len(part) > 1 and route.batch and not isinstance(error, EosError):
                     if self._policy_of(route) == stop:
                         return Halt(at, _poison_batch(route, part, error))
-                    most = 1  # record by record from here on: which one was it?
+                    most = 1  # record by record from here on, to find the one that failed
                     continue
             halt = self._by_policy(txn, route, records[at], error)
             if halt is not None:
@@ -253,7 +265,7 @@ class Handler:
         return self._concurrent_most if route.concurrent else records
 
     def _together(self, records: list[Record], at: int, most: int) -> int:
-        """How many records from `at` on are run at once: special ones alone."""
+        """Return how many records from `at` on run together; special records run alone."""
         if self._special:
             for number, record in enumerate(records[at : at + most]):
                 if _place(record) in self._special:
@@ -263,9 +275,9 @@ class Handler:
     # ---- a record that failed -----------------------------------------------------------------------------------
 
     def _by_policy(self, txn: Feeds, route: Route, record: Record, error: BaseException) -> Halt | None:
-        """What the route's policy makes of a record whose outputs cannot be sent; None: the next one is due."""
+        """Apply the route's policy to a record whose outputs cannot be sent; None: go on with the next record."""
         if isinstance(error, EosError):
-            return Halt(0, error)  # not about the record: the App is wrong (a destination that was not named, ...)
+            return Halt(0, error)  # the App is wrong, not the record (an undeclared destination, ...)
         place = _place(record)
         failures = self._failures[place] = self._failures.get(place, 0) + 1
         last, policy = isinstance(error, DeadLetterRefused), self._policy_of(route)
@@ -296,9 +308,12 @@ class Handler:
         return route.on_error if self._policy is None else self._policy
 
     def _of_whom(self, route: Route, record: Record, error: BaseException) -> BaseException:
-        """What this process or its machine lacks (memory, files, threads, a disk that can be written) is no failure of
-        the record: a policy would skip it, and the next one. It is Temporary, unless the policy names it, or what the
-        function made of it."""
+        """Return Temporary in place of an error that shows a lack of this process or machine: memory, files, threads,
+        disk.
+
+        Such an error is not a failure of the record: a policy would skip it, and then the next one. The error stays as
+        it is if the policy names it or the exception that wraps it.
+        """
         cause = next((one for one in causes(error) if _is_the_machines(one)), None)
         named = self._policy_of(route).on
         if cause is None or isinstance(error, named) or isinstance(cause, named):
@@ -319,14 +334,17 @@ def _is_the_machines(error: BaseException) -> bool:
 
 
 def _is_tried_again(policy: Policy, error: BaseException) -> bool:
-    """Bytes that do not decode will not do so the next time; a decoder of the user's may have asked somebody else."""
+    """Return whether the policy retries this error.
+
+    Bytes that do not decode will not decode the next time, but a user's decoder may have called a service that failed.
+    """
     if isinstance(error, DecodeError):
         return _is_or_holds(error, policy.on) or _is_or_holds(error.__cause__, policy.on)
     return not policy.on or _is_or_holds(error, policy.on)
 
 
 def _is_or_holds(error: BaseException | None, kinds: tuple[type[Exception], ...]) -> bool:
-    """Tell whether an exception is one of `kinds`, or a group with one of them in it."""
+    """Return whether an exception is one of `kinds`, or a group that contains one."""
     group = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
     return isinstance(error, kinds) or any(_is_or_holds(one, kinds) for one in group)
 
@@ -341,7 +359,7 @@ def _is_due(place: Place, owned: Collection[Partition], committed: Mapping[Parti
 
 
 def by_route(app: App, records: list[Record]) -> Iterator[tuple[Route, list[Record]]]:
-    """Consecutive records of one route, in order."""
+    """Yield consecutive records of the same route together, in order."""
     run: list[Record] = []
     current: Route | None = None
     for record in records:
@@ -357,7 +375,7 @@ def by_route(app: App, records: list[Record]) -> Iterator[tuple[Route, list[Reco
 
 
 def spans_of(records: list[Record]) -> dict[Partition, tuple[int, int]]:
-    """First and last offset of each partition."""
+    """Return the first and last offset of each partition."""
     spans: dict[Partition, tuple[int, int]] = {}
     for record in records:
         first, _ = spans.get((record.topic, record.partition), (record.offset, 0))
@@ -372,7 +390,7 @@ def _poison(route: Route, record: Record, error: BaseException) -> PoisonRecord:
 
 
 def _poison_batch(route: Route, records: list[Record], error: BaseException) -> PoisonRecord:
-    """A batch function fails for a range: policy stop does not run it again to find which record it was."""
+    """Return the error of a failed batch; policy stop does not run the batch again to find the record."""
     spans = spans_of(records).items()
     where = ", ".join(f"{topic}[{partition}]@{first}..{last}" for (topic, partition), (first, last) in spans)
     sentence = f"{route.name} failed on one of {len(records)} records ({where}): {_named(type(error).__name__, error)}"
@@ -383,7 +401,7 @@ def _poison_batch(route: Route, records: list[Record], error: BaseException) -> 
 
 
 def _named(name: str, error: BaseException) -> str:
-    """Return how a failure is called, and what it says, if anything."""
+    """Return the name of a failure, with its message if it has one."""
     return f"{name}: {message}" if (message := message_of(error)) else name
 
 
@@ -393,16 +411,19 @@ def _because(poison: PoisonRecord, error: BaseException) -> PoisonRecord:
 
 
 class _Told:
-    """Lines about single records: a topic full of poison must not fill the disk with its log, and no kind of failure
-    may be missing in it. So the first of each place in the user's code is told with its frames, whatever their number,
-    and those over the limit are summed up when the interval is over, and at the end."""
+    """The log lines about single records, limited in number.
+
+    A topic full of failing records must not fill the disk with its log, but every kind of failure must appear in it. So
+    the first failure at each place in the user's code is always logged with its frames. Lines above the limit are
+    summed up at the end of the interval and of the run.
+    """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._since, self._lines = 0.0, 0
         self._places: set[tuple[object, ...]] = set()
         self._untold: dict[str, int] = {}  # by event
-        self._last: tuple[Record, str] | None = None  # of them
+        self._last: tuple[Record, str] | None = None  # the last record that was not logged, and its error
 
     def line(self, event: str, record: Record, error: BaseException, frames: list[Frame], **more: object) -> None:
         self.tick()
@@ -420,14 +441,14 @@ class _Told:
         log.warning(event, **where, error=_named(class_name(error), error), **more)
 
     def _is_first(self, place: tuple[object, ...]) -> bool:
-        """Of a place that was not told of yet."""
+        """Return whether this place is logged for the first time."""
         if place in self._places or len(self._places) >= _PLACES:
             return False
         self._places.add(place)
         return True
 
     def tick(self) -> None:
-        """Tells of the rest when the interval is over."""
+        """Log the sum of the held-back lines once the interval is over."""
         now = self._now()
         if now - self._since >= _LINES_INTERVAL_S:
             self.tell_rest()

@@ -1,7 +1,7 @@
-"""The life of what an App opens: its `on_start` functions before the first record, its `on_stop` functions at the end.
+"""Runs an App's hooks: its `on_start` functions before the first record, its `on_stop` functions at the end.
 
-Owns their order and what a failing one leads to. It must never run while a transaction is open, and never wait for a
-user's code after a stop that took too long.
+Owns their order and the consequences of a failing hook. It must never run while a transaction is open, and must not
+wait for a user's code after a stop that took too long.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from eos.errors import Temporary, raise_if_interrupted, safe_str
 
 
 class HookFailed(Temporary):
-    """A function of `on_start` or `on_stop` raised; what it raised is the `__cause__`. No record was touched by it."""
+    """A function of `on_start` or `on_stop` raised its `__cause__`; it affected no record."""
 
 
 class Hooks:
@@ -31,8 +31,11 @@ class Hooks:
         self._started = self._abandoned = False
 
     def start(self) -> None:
-        """Runs the start hooks in order. Raises HookFailed at the first that raises, and before the first
-        ConfigurationError where coroutines of the App could not be run."""
+        """Run the start hooks in order.
+
+        Raises HookFailed for the first hook that raises, and ConfigurationError before any hook if the App's coroutines
+        cannot be run.
+        """
         hooks = [*self._app.start_hooks, *self._app.stop_hooks]
         if any(route.concurrent for route in self._app.functions) or any(map(is_async, hooks)):
             concurrent.prepare()
@@ -41,12 +44,14 @@ class Hooks:
         self._started = True
 
     def abandon(self) -> None:
-        """The run was given up: `stop` does nothing any more."""
+        """Abandon the run; `stop` then runs no hooks."""
         self._abandoned = True
 
     def stop(self, failed: bool) -> None:
-        """Runs all stop hooks, the last one first, and ends the event loop. What they raise comes out as HookFailed, or
-        is logged when the run `failed` anyway."""
+        """Run all stop hooks, the last one first, and close the event loop.
+
+        Raises HookFailed if a hook raised; if the run `failed` anyway, the error is only logged.
+        """
         if self._abandoned:
             concurrent.abandon()
             return

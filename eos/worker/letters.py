@@ -1,9 +1,9 @@
-"""Dead letters as they lie in their topic, and which of them are done: replayed or dropped.
+"""Reads dead letters from their topic, and keeps which of them are done: replayed or dropped.
 
-What is done is the committed offset of the group `{app}-dlq-replay`, of which nobody is a member: all letters before
-it, and behind it those that its metadata names (`Done`). The brokers forget it some days after its last commit, so each
-run commits it for all partitions, and where letters are old enough that it may have been forgotten nobody takes them
-unasked.
+The committed offsets of the group `{app}-dlq-replay`, which has no members, record this. All letters before the offset
+are done, and after it the letters that the offset metadata names (`Done`). Brokers expire the offsets some days after
+the last commit, so each run commits them for all partitions. Where letters are old enough that their offset may have
+expired, a user must confirm that they are read again.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from eos.records import Header, Record, Send, noted, place_of, readable
 _REPLAYS = "replays"
 _CONNECT_S = 10.0
 _ASK_S = 5.0
-_COMMITTED_S = 30.0  # a predecessor that was killed may have offsets pending
-_FORMAT = 1  # of the metadata, `v` in it: docs/reference/formats.md
+_COMMITTED_S = 30.0  # a killed predecessor may have pending offsets
+_FORMAT = 1  # of the offset metadata, `v` in it: docs/reference/formats.md
 _METADATA_BYTES = 4_096  # offset.metadata.max.bytes
 
 
@@ -50,12 +50,12 @@ def group_of(app_id: str) -> str:
     return f"{app_id}-dlq-replay"
 
 
-# ---- a letter -------------------------------------------------------------------------------------------------
+# ---- a dead letter --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Letter:
-    """A dead letter: where it lies, the record as its function got it, and what its worker said of it by name."""
+    """A dead letter: its position, the record as its function got it, and its worker's notes by name."""
 
     place: str
     partition: int
@@ -65,13 +65,13 @@ class Letter:
 
     @property
     def source(self) -> str:
-        """Where the record was; where no worker said that, where the letter is."""
+        """Return the record's position in its source topic, or the dead letter's own if no worker noted it."""
         record = self.record
         return place_of(record.topic, record.partition, record.offset) if "topic" in self.told else self.place
 
     @property
     def app(self) -> str:
-        """Whose it is; "": not told."""
+        """Return the id of the App that wrote the letter; "" if it is not noted."""
         return self.told.get("app", "")
 
     @property
@@ -84,7 +84,7 @@ class Letter:
 
     @property
     def replays(self) -> int:
-        """How often it was replayed and failed."""
+        """Return how often the letter was replayed and failed again."""
         return _number(self.told, _REPLAYS, 0)
 
     def is_of(self, app_id: str) -> bool:
@@ -92,9 +92,10 @@ class Letter:
 
 
 def letter_of(read: Record) -> Letter:
-    """What a worker wrote there, undone. A record that no worker wrote is taken as it is.
+    """Return the dead letter in a record of a dead-letter topic; a record that no worker wrote is taken as it is.
 
-    It goes back to the topic that it was dead-lettered from, whatever its headers say: they are who wrote the record's.
+    The topic comes from the name of the dead-letter topic, never from headers: whoever wrote the original record wrote
+    those.
     """
     headers, told = parts_of(readable(read.headers))
     record = Record(
@@ -117,22 +118,22 @@ def _number(told: Mapping[str, str], name: str, default: int) -> int:
 
 
 def again(letter: Letter, send: Send) -> Send:
-    """The dead letter of one that failed again: it says how often."""
+    """Return the dead letter of a record that failed again, with its number of replays."""
     topic, value, key, partition, timestamp, headers = send
     count: Header = (PREFIX + _REPLAYS, str(letter.replays + 1).encode())
     return topic, value, key, partition, timestamp, [*(headers or []), count]
 
 
-# ---- which are done -------------------------------------------------------------------------------------------
+# ---- which dead letters are done ------------------------------------------------------------------------------
 
 
 Run = tuple[int, int]
-"""The first and the last offset of letters that are done; between them lies none that waits."""
+"""The first and last offset of a range of done letters; no letter between them waits."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """Of one partition: all letters before `offset` (-1: nothing is known), and `runs` behind it."""
+    """The done letters of one partition: all before `offset` (-1: nothing is known), and the `runs` after it."""
 
     offset: int = -1
     runs: tuple[Run, ...] = ()
@@ -140,11 +141,12 @@ class Done:
     def has(self, offset: int) -> bool:
         if offset < self.offset:
             return True
-        behind = bisect.bisect(self.runs, offset, key=itemgetter(0))  # asked of every letter, and there may be many
+        # this runs for every letter, and there may be many
+        behind = bisect.bisect(self.runs, offset, key=itemgetter(0))
         return behind > 0 and offset <= self.runs[behind - 1][1]
 
     def plus(self, *more: Run) -> Done:
-        """With these too; each run is as long as can be, and none touches `offset`."""
+        """Return these done letters with `more` runs added, merged so that no two runs touch each other or `offset`."""
         offset, runs = self.offset, list[Run]()
         for first, last in sorted((*self.runs, *more)):
             if first <= offset:
@@ -156,26 +158,29 @@ class Done:
         return Done(offset, tuple(runs))
 
     def since(self, low: int) -> Done:
-        """Where the partition begins at `low` now."""
+        """Return the done letters of a partition that begins at `low` now."""
         return Done(max(self.offset, low), self.runs).plus()
 
     def metadata(self) -> str:
-        """The runs as distances, for there is not much room: from the end of the one before to the first, and from the
-        first to the end."""
+        """Return the runs as offset metadata.
+
+        They are encoded as distances to save space: from the end of one run to the start of the next, and from start to
+        end.
+        """
         ends = [self.offset, *(edge for first, last in self.runs for edge in (first, last + 1))]
         steps = [after - before for before, after in itertools.pairwise(ends)]
         return json.dumps({"v": _FORMAT, "done": steps}, separators=(",", ":")) if self.runs else ""
 
     @staticmethod
     def read(offset: int, metadata: str | None) -> Done:
-        """Of a committed offset. ConfigurationError for what a newer version wrote."""
+        """Return the done letters of a committed offset. Raise ConfigurationError for the format of a newer version."""
         found = noted(metadata)
         try:
             known = found["v"] <= _FORMAT
             edges = list(itertools.accumulate(map(operator.index, found["done"] if known else ()), initial=offset))
             runs = [(first, end - 1) for first, end in zip(edges[1::2], edges[2::2], strict=True)]
         except (ValueError, KeyError, TypeError):
-            return Done(offset)  # written by something else
+            return Done(offset)  # another program wrote it
         if not known:
             raise ConfigurationError(
                 f"which dead letters are done is noted in format {found['v']}, this version reads {_FORMAT}",
@@ -189,7 +194,7 @@ class Done:
 
 
 def offsets_of(topic: str, after: Mapping[int, Done]) -> list[TopicPartition]:
-    """What is to be committed. UsageError where it is more than the brokers take."""
+    """Return the offsets to commit. Raise UsageError if their metadata is longer than brokers allow."""
     offsets = [TopicPartition(topic, partition, done.offset, done.metadata()) for partition, done in after.items()]
     for at in offsets:
         if len(at.metadata or "") > _METADATA_BYTES:
@@ -202,20 +207,20 @@ def offsets_of(topic: str, after: Mapping[int, Done]) -> list[TopicPartition]:
 
 
 class Place:
-    """Which dead letters are done: a group's committed offsets, without being in the group."""
+    """The done dead letters of a topic, kept as a group's committed offsets without joining the group."""
 
     def __init__(self, settings: Settings, group: str, world: World = REAL) -> None:
         self._group, self._world = group, world
         self._settings = settings
-        self._left: dict[str, dict[int, Done]] = {}  # topic -> partition -> as we left it
+        self._left: dict[str, dict[int, Done]] = {}  # topic -> partition -> the state of our last commit
         self.done: dict[str, dict[int, Done]] = {}
-        """By topic and partition."""
+        """The done letters by topic and partition."""
         self._consumer = world.consumer(
             {
                 **settings.admin(),
                 "logger": log.client_logger,
                 "group.id": group,
-                "isolation.level": "read_committed",  # so that pending offsets are waited for (KIP-447)
+                "isolation.level": "read_committed",  # wait for pending offsets (KIP-447)
                 "enable.auto.commit": False,
                 "allow.auto.create.topics": False,
             }
@@ -228,26 +233,29 @@ class Place:
         return self._consumer.consumer_group_metadata()
 
     def of(self, topic: str, partitions: Iterable[int]) -> dict[int, Done]:
-        """Of those partitions of which something is known."""
+        """Return the done letters of the partitions that have a committed offset."""
         found = self.committed(topic, partitions)
         self._left[topic] = dict.fromkeys(partitions, Done()) | found
         return found
 
     def moved(self, topic: str, after: Mapping[int, Done]) -> None:
-        """It is committed now."""
+        """Note that these done letters are committed now."""
         self._left[topic].update(after)
         self.done[topic].update(after)
 
     def forgotten(self, topic: str, low: Mapping[int, int]) -> tuple[list[int], float]:
-        """Those of these partitions, which have letters from `low` on and no place, that may have had one: the brokers
-        forget it so many days after its last commit, and the first letters are older."""
+        """Return the partitions whose committed offset may have expired, and the days for which brokers keep one.
+
+        `low`: partitions without a committed offset, with the offset of their first letter. Their offset may have
+        expired if the first letters are older than these days.
+        """
         client = facts.connect(self._settings, _CONNECT_S, self._world)
         days = facts.offsets_kept_minutes(client, self._settings.bootstrap_servers, self._world) / (24 * 60)
         before_ms = round((self._world.unix() - days * 86_400) * 1000)
         return sorted(tail.older(client, topic, low, before_ms)), days
 
     def confirm(self, topic: str) -> None:
-        """Raises Fenced where somebody else has moved it since."""
+        """Raise Fenced if another process has committed since our last commit."""
         left = self._left[topic]
         found = dict.fromkeys(left, Done()) | self.committed(topic, left)
         if moved := {partition for partition in left if found[partition] != left[partition]}:
@@ -258,7 +266,7 @@ class Place:
             )
 
     def committed(self, topic: str, partitions: Iterable[int]) -> dict[int, Done]:
-        """The stable offsets, of those partitions that have one."""
+        """Return the done letters of the partitions that have a stable committed offset."""
         places = [TopicPartition(topic, partition) for partition in partitions]
         deadline = self._world.now() + _COMMITTED_S
         while True:
@@ -280,8 +288,10 @@ class Place:
 def letters(
     settings: Settings, topic: str, place: Place | None, on_forgotten: Callable[[str], None] = lambda sentence: None
 ) -> Iterator[Letter]:
-    """The dead letters in this topic up to its end of now; with a `place` those that are not done. `on_forgotten` is
-    told where it may have been forgotten."""
+    """Yield the dead letters of a topic up to its current end; with a `place` only letters that are not done.
+
+    `on_forgotten` is called with a sentence if committed offsets may have expired.
+    """
     held = tail.spans(settings, topic, _CONNECT_S)
     at = {} if place is None else place.of(topic, held)
     done = {partition: at.get(partition, Done()).since(span.low) for partition, span in held.items()}

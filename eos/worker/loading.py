@@ -1,4 +1,4 @@
-"""A user's App, by the name of its module or file; what its id decides."""
+"""Loads a user's App by the name of its module or file, and refuses settings that the App's id determines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eos.kafka.settings import Settings
 
 
 def load_app(target: str) -> App:
-    """The App named by `module:attribute` or `path.py:attribute` (attribute defaults to `app`)."""
+    """Return the App named by `module:attribute` or `path.py:attribute`; the attribute defaults to `app`."""
     given, _, attribute = target.partition(":")
     name, attribute = given, attribute or "app"
     sys.path.insert(0, os.getcwd())
@@ -30,7 +30,7 @@ def load_app(target: str) -> App:
     try:
         module = importlib.import_module(name)
     except EosError:
-        raise  # its sentence says it all: a wrong App
+        raise  # its message explains the wrong App
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise UsageError(f"there is no module {name} (looked in {os.getcwd()} and the Python path)") from error
@@ -56,7 +56,7 @@ def load_app(target: str) -> App:
 
 
 def refuse_ids(given: Settings, command: str, what: str = "the App's id (and its instance)") -> None:
-    """UsageError for a group.id or transactional.id where both follow from the App."""
+    """Raise UsageError if group.id or transactional.id is set, since both follow from the App."""
     for name in ("group.id", "transactional.id"):
         if name in given.values:
             raise UsageError(f"{name} cannot be set for `{command}`: it is {what}")

@@ -1,9 +1,10 @@
-"""Topics that an App's patterns match: those of the start, and those that come while a worker runs.
+"""Finds topics that an App's patterns match, at the start and while a worker runs.
 
-Owns the asking, on a thread of its own while a worker runs, and the rule when a topic may be read. Every broker must
-know it, with leaders: librdkafka asks any of them, and reports a topic that this one has not heard of as an error,
-which ends the worker. If its function has dead letters, their topic must be there too, or the first one would end it.
-It never touches the consumer, nor the worker's own App: what it found waits until the worker asks (`arrived`).
+Owns the queries, which run on a thread of their own while a worker runs, and the rule that decides when a topic may be
+read. Every broker must know the topic with its leaders. librdkafka queries any broker, and reports a topic that this
+broker does not know yet as an error, which ends the worker. If the topic's function has dead letters, the dead-letter
+topic must exist too; otherwise the first dead letter would end the worker. This module never touches the consumer or
+the worker's own App: new topics wait until the worker calls `arrived`.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from eos.kafka.settings import Settings
 from eos.kafka.world import REAL, World
 
 _ASK_S = 5.0
-_SOON_S = 0.5  # until a topic is looked at again that not every broker knows yet
-_LOOKS = 20  # at one that lacks leaders, until it is looked at no more often than for others
-_REFRESH_MS = 300_000  # librdkafka's own, for new partitions
+_SOON_S = 0.5  # until a topic is checked again that not every broker knows yet
+_LOOKS = 20  # checks of a topic that lacks leaders, before it is checked only at the normal interval
+_REFRESH_MS = 300_000  # librdkafka's default, for new partitions
 
 
 def topic_names(settings: Settings, timeout_s: float, world: World = REAL) -> set[str]:
-    """All topics that we may see. Raises Unavailable, NotAuthorised, ConfigurationError."""
+    """Return the names of all visible topics. Raise Unavailable, NotAuthorised, ConfigurationError."""
     check_clients(settings, world)
     known = metadata(connect(settings, timeout_s, world), settings.bootstrap_servers, _ASK_S).topics
     return {name for name, topic in known.items() if topic.error is None}
 
 
 def lacking(app: App, there: Collection[str]) -> dict[str, str]:
-    """Topics that match and cannot be read yet, each with the topic of dead letters that is not there."""
+    """Return the matching topics that cannot be read yet, each with its missing dead-letter topic."""
     dead = {name: dead_letter_topic(name) for name, r in app.matched(there).items() if r.on_error.verdict == "dlq"}
     return {name: letters for name, letters in dead.items() if letters not in there}
 
@@ -47,7 +48,7 @@ def why_not_read(topic: str, letters: str) -> str:
 
 
 def require_topics(app: App, servers: str, waiting: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Unavailable when an App has nothing to read: it names the pattern, or what the first of `lacking` lacks."""
+    """Raise Unavailable if an App has nothing to read, with the pattern or the first missing dead-letter topic."""
     if not app.topics:
         for topic, letters in waiting.items():
             raise Unavailable(f"{why_not_read(topic, letters)}; create it, or let --create-topics do so")
@@ -56,19 +57,21 @@ def require_topics(app: App, servers: str, waiting: Mapping[str, str] = MappingP
 
 
 class NewTopics:
-    """Looks for topics of one App every `topic.metadata.refresh.interval.ms`; none of them is told twice."""
+    """The search for new topics of one App, every `topic.metadata.refresh.interval.ms`; each topic is reported once."""
 
     def __init__(self, settings: Settings, app: App, world: World = REAL) -> None:
         self._settings, self._app, self._world = settings, copy.copy(app), world
         self._interval_s = int(settings.get("topic.metadata.refresh.interval.ms", _REFRESH_MS)) / 1000
         self._arrived: deque[list[str] | ConfigurationError] = deque()
         self._warned: set[str] = set()
-        self._unknown: Counter[str] = Counter()  # looks at topics that not every broker knew
+        self._unknown: Counter[str] = Counter()  # checks of topics that not every broker knew
         self._stopped = threading.Event()
 
     def now(self) -> list[str]:
-        """Those that can be read at the start; the session waits for brokers that have not heard of one. Raises
-        Unavailable, also when the App has nothing to read; NotAuthorised, ConfigurationError."""
+        """Return the topics that can be read at the start; the session waits for brokers that do not know one yet.
+
+        Raises Unavailable, also if the App has nothing to read, NotAuthorised, ConfigurationError.
+        """
         there = topic_names(self._settings, self._settings["eos.startup.timeout.ms"] / 1000, self._world)
         if self._settings["eos.create.topics"]:
             there |= self._try_to_make(lacking(self._app, there))
@@ -78,7 +81,7 @@ class NewTopics:
         return names
 
     def watch(self) -> None:
-        """From now on, until `stop`. Without the client's look for new partitions (an interval of -1) nobody looks."""
+        """Search until `stop` is called, unless the client's own metadata refresh is off (an interval of -1)."""
         if self._interval_s > 0:
             self._world.background("eos-new-topics", self._run)
 
@@ -86,7 +89,9 @@ class NewTopics:
         self._stopped.set()
 
     def arrived(self) -> list[str]:
-        """What came since it was asked for; ConfigurationError if two functions match one. From any thread."""
+        """Return the topics found since the last call. Raise ConfigurationError if two functions match one.
+        Thread-safe.
+        """
         found: list[str] = []
         while self._arrived:
             topics = self._arrived.popleft()
@@ -96,7 +101,7 @@ class NewTopics:
         return found
 
     def _waiting(self, there: set[str]) -> dict[str, str]:
-        """Those that lack something; each is told once."""
+        """Return the topics that lack a dead-letter topic, and warn once about each."""
         waiting = lacking(self._app, there)
         for topic in waiting.keys() - self._warned:
             log.warning(why_not_read(topic, waiting[topic]), function=self._app.matched([topic])[topic].name)
@@ -104,7 +109,7 @@ class NewTopics:
         return waiting
 
     def _make(self, letters: dict[str, str]) -> set[str]:
-        """Creates topics of dead letters, as wide as their sources."""
+        """Create dead-letter topics with as many partitions as their sources."""
         if not letters:
             return set()
         client = connect(self._settings, _ASK_S, self._world)
@@ -119,24 +124,24 @@ class NewTopics:
         pause_s = self._interval_s
         while not self._stopped.wait(pause_s):
             try:
-                # One connection for as long as it answers.
+                # One connection for as long as the broker responds.
                 with self._world.admin(self._settings, timeout_ms=round(_ASK_S * 1000)) as admin:
                     pause_s = self._look(admin)
                     while not self._stopped.wait(pause_s):
                         pause_s = self._look(admin)
             except ConfigurationError as error:
-                self._arrived.append(error)  # two functions want one topic: nobody can say whose it is
+                self._arrived.append(error)  # two functions match the same topic, and nothing decides between them
                 return
             except EosError as error:
-                # Nobody answers: the consumer says so where it matters.
+                # No broker responds; the consumer reports it if it matters.
                 log.debug("topics cannot be listed", error=str(error))
                 pause_s = self._interval_s
-            except Exception as error:  # noqa: BLE001 - a look that failed must not be the last one
+            except Exception as error:  # noqa: BLE001 - a failed search must not be the last one
                 log.warning("topics cannot be listed", error=f"{type(error).__name__}: {error}")
                 pause_s = self._interval_s
 
     def _look(self, admin: ClusterAdmin) -> float:
-        """One look; the seconds until the next."""
+        """Search once, and return the seconds until the next search."""
         there = admin.topics()
         if not (found := self._app.matched(there)):
             return self._interval_s
@@ -149,7 +154,9 @@ class NewTopics:
         return min(_SOON_S, self._interval_s) if soon else self._interval_s
 
     def _tell_unknown(self, topics: Collection[str]) -> bool:
-        """Whether one of these, which some broker does not know or which lack a leader, may be there soon."""
+        """Return whether one of these topics, which a broker does not know or which lack a leader, may be readable
+        soon.
+        """
         for topic in topics:
             self._unknown[topic] += 1
             if self._unknown[topic] == _LOOKS:

@@ -1,15 +1,15 @@
-"""Dead letters come back: each is given to its function again, and its outputs and the replay's place are one commit.
+"""Replays dead letters: runs each through its function again, and commits its outputs together with its progress.
 
-Owns what a replay is. It runs the function itself rather than sending the record to its topic again: whoever else reads
-that topic has handled the record already, and would get it twice. Letters are read in the order of the dead letters'
-topic, up to its end as of the start. One that fails again is a dead letter again, in the same transaction, with the
-number of its replays; it lies behind that end, so a run cannot meet it twice. A letter that is dropped is one that is
-done without a function (`DROPPING`); it stays in its topic.
+Owns the definition of a replay. It runs the function itself instead of sending the record to its topic again, because
+other readers of that topic would get the record twice. It reads letters in the order of the dead-letter topic, up to
+the topic's end at the start. A letter that fails again becomes a new dead letter in the same transaction, with its
+number of replays. The new letter lies after that end, so a run cannot meet it twice. A dropped letter is done without a
+call of a function (`DROPPING`); it stays in its topic.
 
-Which letters are done is eos/worker/letters.py's. Two replays of one App at once are kept apart by their
-transactional.id, which has the group's name: the newer fences the older. But an older one whose producer is replaced
-takes the id back, and no group guards these offsets: behind each init of its own the place is read again, and whoever
-does not find its own there ends with 79. No transaction is open while the user's code runs.
+eos/worker/letters.py owns which letters are done. The transactional id, which equals the group's name, separates two
+simultaneous replays of one App: the newer fences the older. But an older replay whose producer is replaced takes the id
+back, and no group protects these offsets. So after each of its own initialisations a replay reads the committed offsets
+again, and exits with 79 if another process has changed them. No transaction is open while the user's code runs.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from eos.worker.handling import Handler, Kept
 from eos.worker.hooks import Hooks
 from eos.worker.letters import Letter, Place, Run, again, group_of, letters, offsets_of
 
-_MOST = 100  # letters of one transaction
+_MOST = 100  # letters in one transaction
 
 
 @dataclass(frozen=True)
 class Settled:
-    """What a letter led to: outputs; or, where `failed` is the class of an exception, the one dead letter again."""
+    """A settled letter and its outputs; if `failed` names an exception class, the only output is a new dead letter."""
 
     letter: Letter
     sends: list[Send]
@@ -46,26 +46,26 @@ class Settled:
 
 @dataclass
 class Told:
-    """What became of the letters of one topic."""
+    """The results of settling the letters of one topic."""
 
     handled: int = 0
     outputs: int = 0
     failed: dict[str, int] = field(default_factory=dict)
-    """By exception: dead letters again."""
+    """The number of new dead letters by exception."""
     strangers: dict[str, int] = field(default_factory=dict)
-    """By App: the letters of others, left to their own replays."""
+    """The number of letters of other Apps, by App; their own replays process them."""
 
 
 class Settler(Protocol):
-    """What is done with a letter."""
+    """The processing of a single letter."""
 
     def settle(self, letter: Letter) -> Settled: ...
 
     def refused(self, letter: Letter, error: PoisonRecord) -> Settled:
-        """Kafka takes no output of this letter."""
+        """Return the letter's new result after Kafka refused one of its outputs."""
 
     def committed(self) -> None:
-        """All that was settled until now is."""
+        """Note that everything settled until now is committed."""
 
 
 class _Dropping:
@@ -73,7 +73,7 @@ class _Dropping:
         return Settled(letter, [])
 
     def refused(self, letter: Letter, error: PoisonRecord) -> Settled:
-        raise error  # there was none
+        raise error  # a dropped letter has no outputs
 
     def committed(self) -> None: ...
 
@@ -81,7 +81,7 @@ class _Dropping:
 DROPPING: Settler = _Dropping()
 
 Choose = Callable[[Letter], Letter | None]
-"""The letter to settle, which may be mended; None: it goes on waiting."""
+"""Returns the letter to settle, possibly with corrections; None: the letter keeps waiting."""
 
 
 def everyone(letter: Letter) -> Letter:
@@ -89,7 +89,7 @@ def everyone(letter: Letter) -> Letter:
 
 
 def route_of(app: App, topic: str, function: str | None) -> Route:
-    """The function that failed, or the one that is named. UsageError where there is none."""
+    """Return the function that failed, or the one that is named. Raise UsageError if there is none."""
     if function is None:
         if topic not in app.routes:
             raise UsageError(f"--topic {topic}: not a source of {app.id} ({', '.join(app.topics)})")
@@ -102,7 +102,7 @@ def route_of(app: App, topic: str, function: str | None) -> Route:
 
 
 def _without_state(route: Route) -> Route:
-    """A replay has no partition of the source, and so none of its state."""
+    """Return the route, or raise UsageError if it has state: a replay owns no partition, and so no state."""
     if route.stores:
         raise UsageError(
             f"{route.name} has state, which only the worker that has the partition may change",
@@ -112,21 +112,21 @@ def _without_state(route: Route) -> Route:
 
 
 def sources_of(app: App) -> list[str]:
-    """The topics whose dead letters an App writes."""
+    """Return the topics whose dead letters an App writes."""
     return [topic for topic, route in app.routes.items() if route.on_error.verdict == "dlq"]
 
 
 class _Step(NamedTuple):
-    """A letter that is settled, and the first offset behind the letter before it."""
+    """A settled letter, and the first offset after the letter before it."""
 
     first: int
     settled: Settled
 
 
 class Settling:
-    """Settles dead letters, one transaction after the other: what came of each and that it is done are one commit.
+    """Settles dead letters in transactions, each of which commits outputs together with the offsets of done letters.
 
-    `whose`: the App's id. Letters that do not say whose they are belong to every App.
+    `whose`: the App's id. Letters without an App's id belong to every App.
     """
 
     def __init__(self, whose: str, settings: Settings, world: World = REAL) -> None:
@@ -137,7 +137,8 @@ class Settling:
         self._interval_s = self._settings["eos.transaction.interval.ms"] / 1000
 
     def __enter__(self) -> Settling:
-        # First: what a predecessor left open is aborted, and one that runs is fenced before its place is read.
+        # First, so that a predecessor's open transaction is aborted, and a running one is fenced, before its offsets
+        # are read.
         self._transactions.__enter__()
         try:
             self._place = Place(self._settings, self._group, self._world)
@@ -159,10 +160,10 @@ class Settling:
         from_earliest: bool = False,
         told: Told | None = None,
     ) -> Told:
-        """Settles those dead letters of one source topic that are chosen, `limit` of them at most; what is committed is
-        in `told` also where this raises.
+        """Settle the chosen dead letters of one source topic, at most `limit`.
 
-        UsageError where letters may have been settled before and the place is forgotten, unless `from_earliest`.
+        `told` has the committed results even if this raises. Raises UsageError if letters may have been settled before
+        and the committed offset has expired, unless `from_earliest`.
         """
 
         def refuse(sentence: str) -> None:
@@ -179,17 +180,20 @@ class Settling:
     def _batches(
         self, waiting: Iterator[Letter], settler: Settler, choose: Choose, limit: int | None, told: Told
     ) -> Iterator[list[_Step]]:
-        """What is made of the letters, for as long as a transaction's interval each; one batch at least, of no letter
-        too: for each partition the brokers count the days from its last commit."""
+        """Yield batches of settled letters, each for one transaction interval.
+
+        There is at least one batch, even without letters, because brokers count the days of each partition from its
+        last commit.
+        """
         batch, passed, left = list[_Step](), dict[int, int](), limit
-        behind: dict[int, Letter] = {}  # strangers, which a run of ours goes over
+        behind: dict[int, Letter] = {}  # other Apps' letters, which this run skips
         until = self._world.now() + self._interval_s
         for letter in waiting:
             if not letter.is_of(self._whose):
                 told.strangers[letter.app] = told.strangers.get(letter.app, 0) + 1
                 behind[letter.partition] = letter
                 continue
-            first = passed.get(letter.partition, -1) + 1  # no letter of ours lies between
+            first = passed.get(letter.partition, -1) + 1  # no letter of this App lies between
             passed[letter.partition] = letter.offset
             behind.pop(letter.partition, None)
             if (chosen := choose(letter)) is not None:
@@ -209,14 +213,14 @@ class Settling:
         try:
             self._send(topic, batch)
         except PoisonRecord as refused:
-            # Nothing of it was committed. Which one was it? It is a dead letter again then.
+            # Nothing was committed. Settle the letters one by one: the refused one becomes a dead letter again.
             if len(batch) > 1:
                 for step in batch:
                     self._commit(topic, [step], settler, told)
                 return
             ((first, one),) = batch
             if one.failed:
-                raise  # its dead letter itself is refused
+                raise  # its own dead letter is refused
             batch = [_Step(first, settler.refused(one.letter, refused))]
             self._send(topic, batch)
         for one in (step.settled for step in batch):
@@ -227,7 +231,7 @@ class Settling:
                 told.outputs += len(one.sends)
 
     def _send(self, topic: str, batch: list[_Step]) -> None:
-        """One transaction: outputs, letters that failed again, and which are done."""
+        """Send outputs, new dead letters and the offsets of done letters in one transaction."""
         settled: defaultdict[int, list[Run]] = defaultdict(list)
         for first, one in batch:
             settled[one.letter.partition].append((first, one.letter.offset))
@@ -247,13 +251,13 @@ class Settling:
 class Replay:
     """The replays of one App: `with Replay(app, settings) as replay: replay.topic("orders")`.
 
-    `letters_of`: the letters of the App of this id, in place of its own, from where that one's replay stands.
+    `letters_of`: another App's id; its letters are replayed in place of this App's, from that App's committed offsets.
     """
 
     def __init__(self, app: App, settings: Settings, letters_of: str | None = None, world: World = REAL) -> None:
         self._settling = Settling(letters_of or app.id, settings, world)
         self._app, self._hooks = app, Hooks(app)
-        # The worker's own, but each letter is run once: what fails again waits for another replay.
+        # Like the worker's handler, but each letter runs once: a letter that fails again waits for another replay.
         self._handler = Handler(app, passing=settings.passed_headers, policy=dlq, now=world.now)
 
     def __enter__(self) -> Replay:
@@ -281,14 +285,14 @@ class Replay:
         from_earliest: bool = False,
         told: Told | None = None,
     ) -> Told:
-        """As Settling.topic: the function that failed, or the one that is named, runs on each."""
+        """Replay dead letters as Settling.topic does, with the function that failed or the one that is named."""
         running = _Running(self._handler, route_of(self._app, source, function))
         return self._settling.topic(source, running, choose, limit, from_earliest, told)
 
 
 @dataclass
 class _Running:
-    """A function of the App runs on each letter, as a worker runs it."""
+    """Settles letters by running a function of the App, as a worker does."""
 
     handler: Handler
     route: Route
@@ -308,4 +312,4 @@ class _Running:
         return self.settle(letter)
 
     def committed(self) -> None:
-        self.handler.ended((), {})  # nothing is kept of letters that are committed
+        self.handler.ended((), {})  # forget the failures of committed letters

@@ -1,6 +1,6 @@
-"""Input that is older than its outputs are kept: the brokers may delete outputs as soon as they are committed.
+"""Warns about input that is older than the retention of its outputs: brokers may delete such outputs once committed.
 
-Owns the one warning about it. It must never stop a worker: a function may give its outputs timestamps of their own.
+Owns this one warning. It must never stop a worker, since a function may set the timestamps of its outputs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from eos.records import Record
 
 
 class Retention:
-    """For how long the destinations of an App's functions keep records; `topics` as the preflight saw them."""
+    """The retention of the topics that an App's functions write to; `topics` come from the preflight."""
 
     def __init__(self, app: App, topics: Mapping[str, Topic]) -> None:
         self._app = app
@@ -47,7 +47,7 @@ class Retention:
 
 
 def _kept_ms(topic: Topic) -> int | None:
-    """Return for how long a topic keeps a record by its timestamp; None: for ever, or nobody may know."""
+    """Return how long a topic keeps a record by its timestamp in ms; None: for ever, or unknown."""
     config = topic.config or {}
     kept_ms = int(config.get("retention.ms") or -1)
     by_age = (

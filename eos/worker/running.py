@@ -1,4 +1,4 @@
-"""`eos.run`: what `eos run` does, from a program of one's own: a script, a notebook, a debugger."""
+"""`eos.run` runs an App like the command `eos run`, from a program of your own: a script, a notebook, a debugger."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from eos.worker.worker import Worker
 
 
 def run(app: App, settings: Settings | Mapping[str, Any] | None = None, *, until_end: bool = False) -> None:
-    """Runs an App in this process, exactly once, as `eos run` does; what that ends with is raised (`error.exit_code`).
+    """Run an App in this process with exactly-once processing, as the command `eos run` does.
 
-    `settings`: Kafka's and `eos.*` names (docs/reference/settings.md), completed by the environment and
-    eos.toml. Returns when it was stopped by SIGTERM or SIGINT (Ctrl-C, a notebook's interrupt), or, with `until_end`,
-    when the group has handled all that was readable at the start. Signals come to the main thread alone: elsewhere
-    only the end of the input, or of the process, stops it.
-    Raises EosError's subclasses (eos/errors.py), and what `on_start` raises.
+    `settings`: Kafka's and `eos.*` names (docs/reference/settings.md); the environment and eos.toml supply the rest.
+
+    The call returns when SIGTERM or SIGINT (Ctrl-C, a notebook's interrupt) stops it. With `until_end` it also returns
+    when the group has handled all records that were readable at the start. Python delivers signals to the main thread
+    only. In another thread only the end of the input or of the process stops the run.
+
+    Raises a subclass of EosError (eos/errors.py), whose `exit_code` is the exit code of `eos run`; an `on_start`
+    function that raises ends the run with HookFailed.
     """
     values = settings_of(settings or {})
     refuse_ids(values, "eos.run")
@@ -35,7 +38,7 @@ def run(app: App, settings: Settings | Mapping[str, Any] | None = None, *, until
 
 
 def prepare(worker: Worker) -> None:
-    """Finds the topics of patterns, and looks whether the cluster is fit. Raises the first thing that is not."""
+    """Find the topics of patterns and check the cluster. Raise the error of the first check that fails."""
     worker.find_topics()
     app, values = worker.app, worker.settings
     seen = preflight.require(values, preflight.need_of(values, app.topics, app.destinations))

@@ -1,14 +1,15 @@
-"""A function that is slower than its transaction may last: one clear error instead of a loop of fencings.
+"""Detects functions that are slower than their transaction may last, and stops the worker with one clear error.
 
-The broker ends a transaction whose first record it saw longer ago than transaction.timeout.ms, and the group gives a
-member up that has not polled for max.poll.interval.ms; in both cases the work is lost and its records come again. What
-was handled before anything was sent costs a transaction nothing, and brokers look at their clocks only now and then: so
-a call over a limit is a suspicion, told as one, until the session says how its transaction ended. Once may have been
-the machine or a service that was away for a moment: the session recovers. A record that was lost so is known from then
-on: what comes before it is committed, and it is run as the first of a transaction of its own, where what it takes
-before its output costs nothing. Is it lost there too, going on would be a loop.
+The broker aborts a transaction whose first record it saw longer ago than transaction.timeout.ms. The group removes a
+member that has not polled for max.poll.interval.ms. In both cases the work is lost and the records come again.
 
-Owns the judgement only; it must never measure, and never touch a transaction.
+Time before the first send does not count for a transaction, and brokers check their clocks only now and then. So a call
+over a limit is only logged as a warning until the session reports the outcome of its transaction. A first loss may have
+been the machine, or a service that was briefly unavailable, and the session recovers. From then on the lost record is
+known: earlier records are committed first, and it runs as the first record of its own transaction, where the time
+before its output does not count. If that transaction is lost too, a retry would never end, and the worker stops.
+
+Owns the judgement only; it must never measure time, and never touch a transaction.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from eos.records import Record, place_of
 from eos.session.participants import Outcome
 from eos.worker.handling import Partition, spans_of
 
-DEFAULT_MAX_POLL_INTERVAL_MS = 300_000  # librdkafka's
+DEFAULT_MAX_POLL_INTERVAL_MS = 300_000  # librdkafka's default
 
 
 @dataclass
@@ -34,8 +35,8 @@ class _Attempt:
     sentence: str
     who: Mapping[str, object]
     spans: dict[Partition, tuple[int, int]]  # first and last offset of the records
-    blamed: bool  # one function's call; else nobody's by itself
-    many: bool  # all of the records were one call
+    blamed: bool  # one function's call was too slow; else no single call was
+    many: bool  # all of the records were in one call
 
     @property
     def alone(self) -> bool:
@@ -43,7 +44,7 @@ class _Attempt:
 
 
 class Slowness:
-    """Of one worker's functions."""
+    """The judgement about slow functions of one worker."""
 
     def __init__(self, settings: Settings) -> None:
         self._transaction_ms = settings.transaction_timeout_ms
@@ -52,15 +53,15 @@ class Slowness:
         self._suspects: dict[Partition, _Attempt] = {}  # of the open transaction, the last per partition
         self._convicted: _Attempt | None = None
         self._slow: dict[Partition, int] = {}  # first record of each partition in a call that was lost
-        self._one_by_one: dict[Partition, int] = {}  # up to these, records are to be run alone: which one is it?
+        self._one_by_one: dict[Partition, int] = {}  # records up to these offsets run alone, to find the slow one
 
     @property
     def one_by_one(self) -> bool:
-        """Records that come now are to be run alone: one of them was too slow."""
+        """Return whether the next records must run alone, because one of them was too slow."""
         return bool(self._one_by_one)
 
     def passed(self, record: Record, owned: Collection[Partition]) -> None:
-        """This record was run alone and in time; what the group took away will not come here."""
+        """Note that this record ran alone and in time, and forget partitions that the group has taken away."""
         place = record.topic, record.partition
         self._one_by_one = {
             p: last for p, last in self._one_by_one.items() if p in owned and not (p == place and record.offset >= last)
@@ -68,12 +69,14 @@ class Slowness:
 
     @property
     def knows(self) -> bool:
-        """There are records that were too slow and lost before."""
+        """Return whether any records were too slow and lost before."""
         return bool(self._slow)
 
     def known(self, records: list[Record], owned: Collection[Partition]) -> int | None:
-        """Which of these is one, if any: the number of the first. `owned`: what is known of other partitions is kept,
-        or two members would hand a slow record to and fro for ever."""
+        """Return the index of the first record that was too slow before; None if there is none.
+
+        `owned`: entries of other partitions are kept, or two members would pass a slow record back and forth for ever.
+        """
         if self._slow.keys().isdisjoint(owned):
             return None
         slow = (
@@ -82,13 +85,16 @@ class Slowness:
         return next(slow, None)
 
     def too_slow(self, open_s: float, took_s: float) -> bool:
-        """Whether a transaction may be lost whose first record was sent `open_s` ago, after a call of `took_s`."""
+        """Return whether a transaction may be lost.
+
+        `open_s`: seconds since its first record was sent. `took_s`: seconds that the last call took.
+        """
         return open_s * 1000 > self._transaction_ms or took_s * 1000 > self._poll_ms
 
     # ---- a call that was too slow -----------------------------------------------------------------------------------
 
     def suspect(self, who: Mapping[str, object], route: Route, records: list[Record], took_s: float) -> None:
-        """These records of a function took too long. `who`: fields that say whose transaction it is."""
+        """Note that these records of one function took too long. `who`: log fields that name the transaction."""
         many = route.batch or route.concurrent
         sentence = self._sentence(route, records, took_s)
         self._note(_Attempt(sentence, who, spans_of(records), blamed=True, many=many))
@@ -96,7 +102,9 @@ class Slowness:
     def suspect_nobody(
         self, who: Mapping[str, object], names: Sequence[str], records: list[Record], took_s: float
     ) -> None:
-        """These records of several functions took too long, and no call did so by itself: run alone they will tell."""
+        """Note that records of several functions took too long although no single call did; they will run alone next
+        time.
+        """
         limits, remedy = self._limits(took_s)
         sentence = f"{_took(', '.join(names), records, took_s)}, longer than {limits}: {remedy}"
         self._note(_Attempt(sentence, who, spans_of(records), blamed=False, many=False))
@@ -107,11 +115,13 @@ class Slowness:
         )
         self._suspects |= dict.fromkeys(attempt.spans, attempt)
 
-    # ---- what became of its transaction -----------------------------------------------------------------------------
+    # ---- the outcome of its transaction -----------------------------------------------------------------------------
 
     def ended(self, outcome: Outcome, committed: Mapping[Partition, int]) -> None:
-        """Note that what was suspected in the open transaction was lost, or was not. `committed`: next offsets, where
-        they are known."""
+        """Note the outcome of the open transaction for its slow calls.
+
+        `committed`: next offsets, where they are known.
+        """
         suspects, self._suspects = self._suspects, {}
         if outcome is not Outcome.COMMITTED:
             for attempt in {id(attempt): attempt for attempt in suspects.values()}.values():
@@ -120,12 +130,15 @@ class Slowness:
             self._slow = {p: first for p, first in self._slow.items() if first >= committed.get(p, 0)}
 
     def check(self) -> None:
-        """Raises ConfigurationError when a record was too slow and lost for the second time."""
+        """Raise ConfigurationError if a record was too slow and lost for the second time."""
         if self._convicted is not None:
             raise ConfigurationError(self._convicted.sentence)
 
     def _strike(self, attempt: _Attempt) -> None:
-        """Many records of a function that takes one at a time are no proof: they come again one by one."""
+        """Note that a call's transaction was lost; the second loss of a record is the function's fault.
+
+        Several records of a function that takes one at a time are no proof: they come again one by one.
+        """
         spans = attempt.spans
         if attempt.blamed and any(first <= self._slow.get(p, -1) <= last for p, (first, last) in spans.items()):
             self._convicted = attempt
@@ -150,7 +163,7 @@ class Slowness:
         )
 
     def _limits(self, took_s: float) -> tuple[str, str]:
-        """The settings that so long a call is above, and what to do about them."""
+        """Return the settings that the call exceeds, and the remedy."""
         limits = []
         if took_s * 1000 > self._poll_ms:
             limits.append(f"max.poll.interval.ms={self._poll_ms}")

@@ -1,10 +1,10 @@
-"""A span of OpenTelemetry for each transaction, linked to the traces of its input: only where `eos.otel.spans` asks.
+"""Creates an OpenTelemetry span for each transaction, linked to the traces of its input, if `eos.otel.spans` is set.
 
-Owns what a span says. It sets up no provider and no exporter: what the process has configured takes the spans
+Owns the contents of a span. It sets up no provider and no exporter: the process's own configuration receives the spans
 (`opentelemetry-instrument eos run ...`, or the user's module). It must never decide anything about a transaction.
 
-A span begins when the transaction's first records are handled, and is the current one while functions run, so that
-spans of theirs lie in it. It ends when the session tells how the transaction did.
+A span begins when the transaction's first records are handled. It is the current span while functions run, so their
+spans become its children. It ends when the session reports the outcome of the transaction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from eos.errors import ConfigurationError
 from eos.records import Record, readable
 from eos.session.participants import Outcome
 
-_LINKS = 32  # of one span, to so many traces
+_LINKS = 32  # of one span, each to another trace
 _TRACE = "traceparent", "tracestate"
 
 
@@ -30,7 +30,7 @@ class _Open:
 
 
 class Spans:
-    """Of one worker."""
+    """The spans of one worker."""
 
     def __init__(self, attributes: Mapping[str, str]) -> None:
         try:
@@ -42,7 +42,7 @@ class Spans:
                 "eos.otel.spans=true needs OpenTelemetry", remedy="pip install 'eos-kafka[otel]'"
             ) from error
         self._trace, self._propagator = trace, TraceContextTextMapPropagator()
-        self._nothing = Context()  # a link is the record's, never the present span's
+        self._nothing = Context()  # a link must point to the record's span, never to the current one
         self._tracer = trace.get_tracer("eos")
         self._attributes = {"messaging.system": "kafka", "messaging.operation.type": "process", **attributes}
         self._open: _Open | None = None
@@ -80,7 +80,7 @@ class Spans:
             opened.span.add_link(context)
 
     def close(self) -> None:
-        """End the span of a transaction whose outcome nobody told, because of an interrupt."""
+        """End the span of a transaction whose outcome is unknown because of an interrupt."""
         self.ended(Outcome.UNKNOWN)
 
     def ended(self, outcome: Outcome) -> None:

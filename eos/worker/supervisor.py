@@ -1,12 +1,12 @@
-"""N worker processes under one supervisor: `eos run --workers N` and `--reload`.
+"""Runs N worker processes under one supervisor: `eos run --workers N` and `--reload`.
 
-Owns processes, not work: which worker ended with what, who is started again and when, and what the whole ends with. It
-loads no App and talks to no Kafka, so there is nothing in it to leak or to get stuck. Rules in one place, `after`:
-75 or a signal nobody here sent: started again with a growing pause, up to MOST_RESTARTS in a row (the breaker); 0:
-done, the others go on; any other code: all are stopped, and that code is the supervisor's.
+Owns processes, not work: the exit code of each worker, its restarts and their pauses, and the final exit code. It loads
+no App and does not connect to Kafka, so it cannot leak memory or block. `after` has all rules. After exit code 75 or a
+signal from outside, a worker is restarted with a growing pause, up to MOST_RESTARTS times in a row. After exit code 0
+it is done, and the others go on. After any other code all workers stop, and the supervisor exits with that code.
 
-Workers are `{instance}-{0..N-1}`. Each reports through a pipe (eos/health/report.py); the end of that pipe is how it
-learns that its supervisor is gone.
+Workers are named `{instance}-{0..N-1}`. Each reports through a pipe (eos/health/report.py); the end of that pipe tells
+a worker that its supervisor has ended.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from eos.health.status import Incident, Status, continued, judge_report
 from eos.signals import Handlers
 
 NAME_VARIABLE = "EOS_SUPERVISED_WORKER"
-MOST_RESTARTS = 8  # of one worker, without a life of SETTLED_S in between
+MOST_RESTARTS = 8  # of one worker, without running for SETTLED_S in between
 SETTLED_S = 60.0
 LONGEST_PAUSE_S = 30.0
 TEMPORARY = 75
 _LOOP_S = 0.1
-_KILL_MARGIN_S = 10.0  # a worker ends itself within eos.shutdown.timeout.ms; one that cannot is killed
+_KILL_MARGIN_S = 10.0  # a worker exits within eos.shutdown.timeout.ms; one that does not is killed
 _READ_BYTES = 1 << 16
 
 
@@ -51,19 +51,22 @@ class After(Enum):
 
 
 def after(code: int, stopping: bool) -> After:
-    """What a worker's end leads to; a negative code is the signal that killed it."""
+    """Return what follows the end of a worker; a negative code is the signal that killed it."""
     if stopping or code == 0:
         return After.DONE
     return After.RESTART if code == TEMPORARY or code < 0 else After.STOP
 
 
 def pause_s(restarts_in_a_row: int) -> float:
-    """Before the n-th restart in a row (from 1): 1, 2, 4, ... seconds."""
+    """Return the pause before the n-th restart in a row (from 1): 1, 2, 4, ... seconds."""
     return float(min(LONGEST_PAUSE_S, 2.0 ** (restarts_in_a_row - 1)))
 
 
 def final_code(codes: Sequence[int]) -> int:
-    """The first that says more than "temporary"; else 75 if any did not end well, else 0. `codes` in order of ends."""
+    """Return the first code that is neither 0 nor temporary; else 75 if any worker failed, else 0.
+
+    `codes` are in the order of the workers' ends.
+    """
     telling = [code for code in codes if code not in (0, TEMPORARY) and code > 0]
     if telling:
         return telling[0]
@@ -71,14 +74,14 @@ def final_code(codes: Sequence[int]) -> int:
 
 
 class GaveUp(EosError):
-    """A worker was started again too often; whoever runs the supervisor may try later."""
+    """A worker was restarted too often; the supervisor may be started again later."""
 
     exit_code = TEMPORARY
 
 
 @dataclass
 class Child:
-    """One worker's place: its process, if one runs, and what is known of it."""
+    """One supervised worker: its current process, if there is one, and its state."""
 
     instance: str
     process: subprocess.Popen[bytes] | None = None
@@ -87,9 +90,9 @@ class Child:
     restarts: int = 0
     restarts_in_a_row: int = 0
     code: int | None = None
-    status: Status | None = None  # its counts are those of all lives
+    status: Status | None = None  # its counts include all earlier processes
     lives_before: Status | None = None
-    heard_at: float | None = None  # of this process
+    heard_at: float | None = None  # the time of the current process's last report
     pipe: int | None = None
     unread: bytearray = field(default_factory=bytearray)
 
@@ -101,9 +104,9 @@ class Child:
 class Supervisor:
     """Runs `command(instance)` for each instance until all are done; `run` returns the exit code.
 
-    `stop_s`: how long a worker may take to stop. `forward`: the workers' lines come through this process's stderr, for
-    what is drawn there; else they write to its stdout and stderr themselves, which nothing that happens to the
-    supervisor can hold up. `keep`: a worker that ended for good does not end the supervisor, it waits for `reload`.
+    `stop_s`: how long a worker may take to stop, in seconds. `forward`: pass the workers' output through this process's
+    stderr, for a live display; else they write to its stdout and stderr themselves, and the supervisor cannot delay
+    them. `keep`: a worker that ends for good does not end the supervisor, which waits for `reload`.
     """
 
     def __init__(
@@ -129,10 +132,10 @@ class Supervisor:
         self._gave_up: GaveUp | None = None
         self._incidents = Incidents()
 
-    # ---- what is known, for any thread ---------------------------------------------------------------------------
+    # ---- state, for any thread -----------------------------------------------------------------------------------
 
     def statuses(self) -> list[Status]:
-        """Of all workers, those between two lives included."""
+        """Return the statuses of all workers, including those between two restarts."""
         now = time.monotonic()
         return [self._status_of(child, now) for child in self.children]
 
@@ -207,7 +210,7 @@ class Supervisor:
         what = after(code, stopping)
         if what is After.RESTART and not self._reloading.is_set():
             child.restarts_in_a_row = 1 if lived_s >= SETTLED_S else child.restarts_in_a_row + 1
-        # One that our own SIGTERM killed did not listen yet: it had begun nothing, and was stopped on request.
+        # A worker killed by our own SIGTERM had no handler yet: it had begun nothing, and it stopped on request.
         asked = stopping and code == -signal.SIGTERM
         told = log.info if code == 0 or asked else log.warning
         then = self._then(child, what)
@@ -222,7 +225,7 @@ class Supervisor:
             self.stop()
 
     def _then(self, child: Child, what: After) -> str:
-        """What follows, for people; said before it is done."""
+        """Return what follows, as text for the log; called before it happens."""
         if self._reloading.is_set():
             return "it is started again with the source as it is now"
         if self._stopping_since is not None:
@@ -250,14 +253,14 @@ class Supervisor:
     # ---- stopping and starting --------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Asks every worker to stop as SIGTERM does; nobody is started again."""
+        """Ask every worker to stop as SIGTERM does; none is restarted."""
         self._stopping_since = self._stopping_since or time.monotonic()
         for child in self.children:
             child.start_again_at = None
             self._signal(child)
 
     def reload(self) -> None:
-        """From any thread: all workers are stopped and started again."""
+        """Stop and start all workers again. Any thread may call this."""
         self._reloading.set()
 
     def _reload(self) -> None:
@@ -275,7 +278,7 @@ class Supervisor:
         log.info("stopping", signal=signal.Signals(number).name, asked=self._stop_asked)
         self._reloading.clear()
         self._stopping_since = time.monotonic()
-        self.stop()  # at the second time each worker hears it the second time, and gives up what is open
+        self.stop()  # the second request makes each worker abort its open transaction
 
     def _signal(self, child: Child, number: int = signal.SIGTERM) -> None:
         if child.process is not None and child.process.poll() is None:
@@ -291,7 +294,7 @@ class Supervisor:
             self._stopping_since = time.monotonic()
 
     def _kill_all(self) -> None:
-        """Nothing is left running when the supervisor ends, however it ends."""
+        """Kill all workers, so that none outlives the supervisor."""
         for child in self.children:
             if child.process is not None:
                 self._signal(child, signal.SIGKILL)
@@ -308,7 +311,7 @@ class Supervisor:
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT if stream else None,
-            process_group=0,  # a Ctrl-C in the terminal is the supervisor's to pass on, once
+            process_group=0,  # a terminal's Ctrl-C reaches only the supervisor, which passes it on once
         )
         os.close(writing)
         child.started_at, child.heard_at, child.code = time.monotonic(), None, None
@@ -321,10 +324,10 @@ class Supervisor:
             self._forward(child.process.stdout)
         log.info(f"worker {child.instance} started", pid=child.process.pid)
 
-    # ---- what the workers say --------------------------------------------------------------------------------------
+    # ---- reports of the workers ------------------------------------------------------------------------------------
 
     def _read_report(self, child: Child) -> bool:
-        """False at the end of the pipe, or when nothing waits in it."""
+        """Read a part of a report; return False at the end of the pipe, or if it is empty."""
         assert child.pipe is not None
         try:
             part = os.read(child.pipe, _READ_BYTES)
@@ -345,7 +348,7 @@ class Supervisor:
         return True
 
     def _read_all(self, child: Child) -> None:
-        """What it said last, and then the end: a process that it started may hold the pipe open."""
+        """Read the last report and close the pipe, since a process started by the worker may hold it open."""
         while child.pipe is not None and self._read_report(child):
             continue
         if child.pipe is not None:
@@ -375,14 +378,14 @@ class Supervisor:
         self._selector.register(stream, selectors.EVENT_READ, forward)
 
     def _drain(self) -> None:
-        """The last lines of the workers that ended."""
+        """Forward the last lines of the workers that ended."""
         while self._selector.get_map() and (ready := self._selector.select(0.2)):
             for key, _ in ready:
                 key.data()
 
     @contextlib.contextmanager
     def hearing_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT are this supervisor's: those that come before `run` are not lost either."""
+        """Handle SIGTERM and SIGINT in this block; signals that arrive before `run` are kept."""
 
         def asked(number: int, _: Any) -> None:
             self._signals.append(number)
@@ -396,8 +399,9 @@ def _code_words(code: int) -> str:
 
 
 class PrefixedStream:
-    """A text stream whose every line begins with `prefix` and is written at once, so that lines of several workers do
-    not mix. A reader that is gone is no error: a line that nobody can read must not fail the record that wrote it.
+    """A text stream that begins every line with `prefix` and writes whole lines, so that lines of workers do not mix.
+
+    A closed reader is no error: a line that cannot be written must not fail the record that wrote it.
     """
 
     def __init__(self, stream: IO[str], prefix: str) -> None:
@@ -416,12 +420,12 @@ class PrefixedStream:
         return None
 
     def finish(self) -> None:
-        """A last line without an end."""
+        """Write a last line that has no line end."""
         if self._line:
             self.write("\n")
 
     def _put(self, text: str) -> None:
-        # Not through the stream's own buffer: a signal handler that logs may come in between, and that refuses it.
+        # Not through the stream's own buffer: it refuses a signal handler that logs during a write.
         line = text.encode(errors="backslashreplace")
         with contextlib.suppress(BrokenPipeError):
             while line:
@@ -432,12 +436,12 @@ class PrefixedStream:
 
 
 def own_name() -> str | None:
-    """In a supervised worker: its instance."""
+    """Return a supervised worker's instance and remove it from the environment; None in an unsupervised process."""
     return os.environ.pop(NAME_VARIABLE, None)
 
 
 def prefix_own_output(worker: str | None) -> None:
-    """In a supervised worker: lines of its log, its user's prints and its last words say whose they are."""
+    """Prefix every output line of a supervised worker with its name: log lines, the user's prints and final errors."""
     if worker is not None:
         prefix = f"{worker} | "
         for name in ("stdout", "stderr"):

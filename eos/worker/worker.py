@@ -1,8 +1,8 @@
-"""Runs an App on a session: slices of records, the App's hooks, a function that is too slow, signals, the live line.
+"""Runs an App on a session: slices of records, hooks, slow functions, signals and the live line.
 
-It never decides commit or abort (eos/session/loop.py does), never touches a Kafka client, and what becomes of a
-record that fails is eos/worker/handling.py's. What it adds to the session's loop: where the handler stops, the
-transaction ends just before that record, so all earlier ones are committed and nothing of it is visible.
+It never decides whether to commit or abort (eos/session/loop.py does), never touches a Kafka client, and leaves failed
+records to eos/worker/handling.py. It adds one rule to the session's loop: where the handler stops, the transaction ends
+just before that record. So all earlier records are committed, and nothing of that record is visible.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ _LARGEST_SLICE = 2_000
 
 
 class Worker(Listener):
-    """One App on one session, in the calling thread. It hears from its session how each transaction ended.
+    """One App on one session, in the calling thread; the session reports the outcome of each transaction to it.
 
     `run()` returns when stopped by a signal or, with `until_end`, when the group has handled everything that was
-    readable at the start. Raises EosError's subclasses. `session.counters` says what it did so far.
+    readable at the start. It raises subclasses of EosError. `session.counters` has its counts so far.
     """
 
     def __init__(self, app: App, settings: Settings, *, until_end: bool = False, world: World = REAL) -> None:
         app.check()
         self._world = world
-        self.app = app = copy.copy(app)  # takes in topics of its own
+        self.app = app = copy.copy(app)  # a copy, because it takes in topics
         self.settings = settings.with_values(
             **{"group.id": app.id, "transactional.id": f"{app.id}-{settings.instance}"}
         )
-        if app.reads_several:  # however many topics match now: all members must share partitions by one strategy
+        if app.reads_several:  # however many topics match now: all members must share one assignment strategy
             self.settings = self.settings.for_several_topics()
         ledger = Ledger() if self.settings["eos.lineage"] else None
         self._keeper: Keeper | None = None
         if app.stateful:
-            from eos.state.keeper import Keeper  # not before: most Apps have none, and start without LMDB
+            from eos.state.keeper import Keeper  # a late import: most Apps have no state, and start without LMDB
 
             if "allow.auto.create.topics" not in self.settings.values:
-                # A producer that finds its topic missing would recreate a changelog, without what it held.
+                # A producer that finds its topic missing would recreate the changelog empty.
                 self.settings = self.settings.with_values(**{"allow.auto.create.topics": False})
             self._keeper = Keeper(app, self.settings, world)
         cells_of = None if self._keeper is None else self._keeper.cells_of
@@ -88,9 +88,9 @@ class Worker(Listener):
         functions = app.functions
         self._single_route: Route | None = functions[0] if len(functions) == 1 else None
         self._slowness = Slowness(self.settings)
-        self._not_before = 0.0  # World.now() at which a record that failed may be tried again
+        self._not_before = 0.0  # World.now() at which a failed record may be retried
         self.on_tick: Callable[[], None] = lambda: None
-        """Called after each transaction, and about every 100 ms while there is nothing to do."""
+        """Called after each transaction, and about every 100 ms without records."""
         self._retention: Retention | None = None
         self._spans: Spans | None = None
         if self.settings["eos.otel.spans"]:
@@ -98,8 +98,10 @@ class Worker(Listener):
             self._spans = Spans(whose)
 
     def find_topics(self) -> None:
-        """Takes in the topics that match the App's patterns now; `run` does so unless it was done before. Raises
-        Unavailable when there is nothing to read, ConfigurationError, NotAuthorised."""
+        """Add the topics that match the App's patterns now; `run` calls this unless it was called before.
+
+        Raises Unavailable if there is nothing to read, ConfigurationError, NotAuthorised.
+        """
         if self._new_topics is None or self._found_topics:
             return
         names = self.app.take_in(self._new_topics.now())
@@ -107,7 +109,7 @@ class Worker(Listener):
         self.session.read(self.app.topics, sorted(self.app.destinations), names)
 
     def warn_of_retention(self, topics: Mapping[str, Topic]) -> None:
-        """Log one warning for input that is older than these topics, as the preflight saw them, keep its outputs."""
+        """Log one warning if input is older than the retention of its outputs; `topics` come from the preflight."""
         self._retention = Retention(self.app, topics)
 
     def run(self) -> None:
@@ -139,7 +141,7 @@ class Worker(Listener):
             if self._new_topics is not None:
                 self._new_topics.stop()
             try:
-                # A process that is done takes its partitions out of the group; one that failed is expected back soon.
+                # A finished process leaves the group. A failed one stays a member, because it is expected back soon.
                 session.close(leave_group=finished)
             except ShutdownExpired as expired:
                 log.warning("the stop took too long: the clients are left behind", reason=str(expired))
@@ -152,10 +154,12 @@ class Worker(Listener):
         self._log_totals(self._world.now() - began)
 
     def states(self) -> list[tuple[str, int, int, int]]:
-        """Of each function with state: its name, how many values, bytes on disk, changes that are still to be read."""
+        """Return the name of each function with state, its number of values, bytes on disk, and changes left to
+        restore.
+        """
         return [] if self._keeper is None else self._keeper.standing()
 
-    # ---- what the session tells -------------------------------------------------------------------------------
+    # ---- notifications from the session -----------------------------------------------------------------------
 
     def idle(self) -> None:
         self._tick()
@@ -207,7 +211,7 @@ class Worker(Listener):
     # ---- one transaction --------------------------------------------------------------------------------------
 
     def _handle(self, txn: Transaction) -> Halt | None:
-        """Handles records until the transaction's interval is over, or to where the handler stops."""
+        """Handle records until the transaction's interval is over, or until the handler stops."""
         if self._world.now() < self._not_before:
             self._wait_on()
             return None
@@ -245,20 +249,25 @@ class Worker(Listener):
             self._adapt(ended - began, len(batch))
 
     def _apart(self, batch: list[Record], known: int, first: bool) -> int:
-        """How many of these to handle in this transaction: all before the known slow one; it is called as the first and
-        the last of its own, whose first output is behind it."""
+        """Return how many of these records to handle in this transaction.
+
+        Those are all records before the known slow one, which is then called alone in a transaction of its own, before
+        any output.
+        """
         if known or not first:
             return known
         route, run = next(by_route(self.app, batch))
         return min(len(run), self._most_of(route, 1))
 
     def _wait_on(self) -> None:
-        """Something ended the wait before a retry early: an abort, or a stop that must not use up a retry."""
+        """Continue a wait before a retry that an abort or a stop ended early; a stop must not use up a retry."""
         if not self.session.stop_requested:
             self.session.pause(self._not_before - self._world.now())
 
     def _suspect(self, batch: list[Record], open_s: float, took_s: float) -> None:
-        """Where a slice is several calls, the longest is to blame if it would have been too slow alone."""
+        """Report a call that was too slow: in a slice of several calls the longest, if it alone would have been too
+        slow.
+        """
         who, longest = self.session.who(), self._handler.longest
         routes = {self.app.routes[record.topic] for record in batch}
         if self._single_route is not None or len(batch) == 1:
@@ -279,7 +288,7 @@ class Worker(Listener):
         return self._concurrent_most if route.concurrent else single
 
     def _adapt(self, took_s: float, size: int) -> None:
-        """Slices of about 5 ms, so that a slow function still ends its transaction in time."""
+        """Adapt the slice to about 5 ms, so that a slow function still ends its transaction in time."""
         if took_s < _SLICE_TARGET_S and size >= self._slice:
             self._slice = min(_LARGEST_SLICE, self._slice * 2)
         elif took_s > 2 * _SLICE_TARGET_S:
@@ -295,7 +304,10 @@ class Worker(Listener):
         return halt
 
     def _end_at(self, txn: Transaction, halt: Halt) -> None:
-        """Commits what came before the record that stops it, then stops or waits. After an abort those come again."""
+        """Commit the records before the one that stops the handler, then raise its error or wait.
+
+        After an abort the records come again.
+        """
         committed = txn.commit()
         if halt.error is not None and (committed or not isinstance(halt.error, PoisonRecord)):
             raise halt.error
@@ -307,7 +319,7 @@ class Worker(Listener):
 
 @contextlib.contextmanager
 def _rare_garbage_collection() -> Iterator[None]:
-    """The hot loop makes no cycles; the default thresholds cost 3 to 18 % of it."""
+    """Collect garbage rarely: the hot loop makes no cycles, and the default thresholds cost 3 to 18 % of its time."""
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()

@@ -1,8 +1,8 @@
-"""Kafka clusters that can be broken on purpose: containers, local JVMs, or somebody else's cluster by its address.
+"""Kafka clusters that tests can break on purpose: containers, local JVMs, or an external cluster by its address.
 
-One protocol (`Cluster`), one file per backend, the same tests on each. A backend that cannot do a fault raises
-`NotSupported`: the test is then reported as not run, never as passed. Neither docker nor testcontainers is imported
-before a container is asked for.
+There is one protocol (`Cluster`), one file per backend, and the same tests for each. A backend that cannot make a fault
+raises `NotSupported`: the test then counts as not run, never as passed. docker and testcontainers are imported only
+when a container is requested.
 """
 
 from eos.testing.clusters.base import Cluster, NotSupported

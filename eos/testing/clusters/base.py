@@ -1,8 +1,8 @@
-"""What every test cluster can be asked and told: the faults, and the questions that tell which node to aim them at.
+"""The interface of every test cluster: the faults, and the queries that find the node for a fault.
 
-Owns what is known of each node (down, paused, cut off) and every question to Kafka: those go to nodes that can answer,
-one at a time, because a node that was cut off goes on telling the past. It must never start a process or a container,
-and never repair a fault unless it is told to.
+Owns the known state of each node (down, paused, cut off), and every query to Kafka. Queries go only to nodes that can
+answer, one at a time, because a node that was cut off still returns outdated answers. It must never start a process or
+a container, and never repair a fault by itself.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from eos.errors import EosError, IllegalState, Unavailable
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 _POLL_S = 0.1
-_SHORTEST_QUESTION_S = 0.5  # time for a connection and an answer, and none for a node to start
+_SHORTEST_QUESTION_S = 0.5  # enough for a connection and an answer, too short for a node to start
 
 T = TypeVar("T")
 
 
 class NotSupported(EosError):
-    """This backend cannot do that. Whatever needed it was not run: it neither passed nor failed."""
+    """This backend cannot make the fault; the test was not run: it neither passed nor failed."""
 
     exit_code = 69
 
 
 class Cluster(ABC):
-    """Nodes 0 to `size - 1`, node.id i for node i; use as a context manager.
+    """A cluster with nodes 0 to `size - 1`, node.id i for node i; use it as a context manager.
 
-    A fault lasts until the call that ends it (`start`, `resume`, `heal`, or `repair` for all of them). Making the same
-    fault twice, or ending one that is not there, raises IllegalState: it would test nothing. Every method may raise
+    A fault lasts until the call that ends it (`start`, `resume`, `heal`, or `repair` for all of them). To make a fault
+    twice, or to end one that does not exist, raises IllegalState, because it would test nothing. Every method may raise
     Unavailable.
     """
 
     backend: str
     size: int
     version: str | None
-    """Kafka's version, e.g. "4.4.0"; None when it is somebody else's cluster."""
+    """Kafka's version, e.g. "4.4.0"; None for an external cluster."""
 
     def __init__(self) -> None:
         self._down: set[int] = set()
@@ -67,15 +67,15 @@ class Cluster(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    # What a backend does. `i` has been checked, and the fault is not there yet (or, to end it, is there).
+    # The operations of a backend. `i` is checked, and the fault does not exist yet (or, to end it, exists).
 
     @abstractmethod
     def server(self, i: int) -> str:
-        """`host:port` of one node for clients on this machine; the same for as long as the cluster lives."""
+        """Return `host:port` of one node for clients on this machine; it never changes."""
 
     @abstractmethod
     def log(self, i: int) -> str:
-        """Everything the node logged since the cluster began, earlier runs of the node included."""
+        """Return everything the node has logged since the cluster started, including earlier runs of the node."""
 
     @abstractmethod
     def _kill(self, i: int) -> None: ...
@@ -85,8 +85,10 @@ class Cluster(ABC):
 
     @abstractmethod
     def _launch(self, nodes: list[int]) -> None:
-        """Starts nodes that are down, all at once, on their data and addresses; need not wait for them. At once,
-        because two of three that are down are no quorum without each other."""
+        """Start nodes that are down on their data and addresses, all at once; need not wait for them.
+
+        Two of three nodes that are down have no quorum without each other.
+        """
 
     @abstractmethod
     def _pause(self, i: int) -> None: ...
@@ -101,23 +103,26 @@ class Cluster(ABC):
     def _heal(self, i: int) -> None: ...
 
     def _ended(self, i: int) -> str | None:
-        """Why node `i` ended by itself, None while it runs."""
+        """Return why node `i` ended by itself; None while it runs."""
         return None
 
     def _state(self, i: int) -> str:
-        """What the backend says of the node's process, for the message about one that does not answer."""
+        """Return the backend's view of the node's process, for the message about a node that does not answer."""
         return ""
 
     # The faults
 
     def kill(self, i: int) -> None:
-        """SIGKILL; when this returns its sockets are closed. A paused node is killed too."""
+        """Kill the node with SIGKILL; its sockets are closed on return. A paused node is killed too."""
         self._require_up(i)
         self._kill(i)
         self._is_down(i)
 
     def stop(self, i: int, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """SIGTERM, SIGKILL after `timeout_s`; returns when it is down. A node without a quorum takes all the time."""
+        """Stop the node with SIGTERM, and SIGKILL after `timeout_s`; a node without a quorum takes all the time.
+
+        The node is down on return.
+        """
         self._require_up(i)
         if i in self._paused:
             self.resume(i)
@@ -125,21 +130,23 @@ class Cluster(ABC):
         self._is_down(i)
 
     def start(self, i: int, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Starts a node that is down on its data and its address; returns when it answers and names all nodes that
-        can be reached. Its replicas may still be catching up: `wait_in_sync`. Unavailable with what was seen of it when
-        it does not: then it runs all the same, and `wait_ready` waits on; one that ended is down again."""
+        """Start a node that is down on its data and address; return when it answers and names all reachable nodes.
+
+        Its replicas may still be catching up: see `wait_in_sync`. Raises Unavailable with the node's state if it does
+        not answer. It runs nevertheless, and `wait_ready` waits further; a node that ended is down again.
+        """
         self._check(i)
         if i not in self._down:
             raise IllegalState(f"node {i} is running")
         self._start([i], timeout_s)
 
     def restart(self, i: int) -> None:
-        """`stop`, then `start`."""
+        """Stop the node, then start it."""
         self.stop(i)
         self.start(i)
 
     def pause(self, i: int) -> None:
-        """It stands still: its connections stay open, and nothing answers on them. Returns when it took effect."""
+        """Pause the node: its connections stay open, and nothing answers on them. The pause is effective on return."""
         self._require_up(i)
         if i in self._paused:
             raise IllegalState(f"node {i} is paused already")
@@ -153,8 +160,10 @@ class Cluster(ABC):
         self._paused.discard(i)
 
     def partition(self, i: int) -> None:
-        """Cuts the node off from the other nodes and from all clients: every packet to and from it is dropped, no
-        connection is reset. A node that goes down meanwhile starts without the cut. NotSupported on some backends."""
+        """Cut the node off from the other nodes and from all clients: every packet is dropped, no connection is reset.
+
+        A node that goes down meanwhile starts without the cut. Raises NotSupported on some backends.
+        """
         self._require_up(i)
         if i in self._cut:
             raise IllegalState(f"node {i} is cut off already")
@@ -168,8 +177,10 @@ class Cluster(ABC):
         self._cut.discard(i)
 
     def repair(self) -> None:
-        """Ends every fault; returns when all nodes are up and all replicas are in sync. Does nothing to a cluster
-        without a fault."""
+        """End every fault; return when all nodes are up and all replicas are in sync.
+
+        Does nothing to a cluster without a fault.
+        """
         if len(self.reachable()) == self.size:
             return
         for i in sorted(self._cut):
@@ -182,34 +193,36 @@ class Cluster(ABC):
         self.wait_in_sync()
 
     def running(self, i: int) -> bool:
-        """Whether it is up; a paused one and one that is cut off are."""
+        """Return whether the node is up; a paused or cut-off node is."""
         self._check(i)
         return i not in self._down
 
     def reachable(self) -> list[int]:
-        """The nodes without a fault."""
+        """Return the nodes without a fault."""
         return [i for i in range(self.size) if i not in self._down | self._paused | self._cut]
 
-    # The questions
+    # The queries
 
     @property
     def bootstrap_servers(self) -> str:
-        """All nodes, whatever state they are in: what a client is configured with."""
+        """Return the addresses of all nodes, whatever their state, as a client is configured."""
         return ",".join(self.server(i) for i in range(self.size))
 
     def leader_of(self, topic: str, partition: int = 0) -> int:
-        """The leader's node as the cluster says now; -1 when there is none. A node that was just killed stays the
-        leader until the controller misses it."""
+        """Return the leader's node as the cluster reports it now; -1 if there is none.
+
+        A node that was just killed stays the leader until the controller notices.
+        """
         return self._partition_of(topic, partition).leader
 
     def in_sync_of(self, topic: str, partition: int = 0) -> set[int]:
-        """The nodes in the ISR of this partition, as the cluster says now."""
+        """Return the nodes in the ISR of this partition, as the cluster reports it now."""
         return set(self._partition_of(topic, partition).in_sync)
 
     def coordinator_of(self, *, group: str | None = None, transactional_id: str | None = None) -> int:
-        """The node that coordinates this group or this transactional.id, once there is one.
+        """Return the node that coordinates this group or this transactional id, once there is one.
 
-        The broker makes the internal topic if nobody needed it yet.
+        The broker creates the internal topic if it does not exist yet.
         """
         if (group is None) == (transactional_id is None):
             raise IllegalState("coordinator_of takes a group or a transactional_id")
@@ -218,21 +231,23 @@ class Cluster(ABC):
         return self._ask_a_node(f"{name} has a coordinator", lambda server: coordinator(server, name, kind))
 
     def controller(self) -> int:
-        """The active controller: the leader of the metadata quorum. (The controller in Metadata is any broker.)"""
+        """Return the active controller, the leader of the metadata quorum; Metadata names any broker instead."""
         return self._ask_a_node("there is an active controller", quorum_leader)
 
     def wait_ready(self, nodes: Iterable[int], timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Until each of `nodes` itself answers and names every reachable node. At once Unavailable when one ended."""
+        """Wait until each of `nodes` itself answers and names every reachable node.
+
+        Raises Unavailable at once if one of them ended.
+        """
         for i in nodes:
             self._wait_named(i, set(self.reachable()), timeout_s)
 
     def wait_in_sync(self, *topics: str, timeout_s: float = READY_TIMEOUT_S) -> int:
-        """Until every node says that all nodes are there, and that every partition, among them those of `topics`, has
-        a leader and all replicas in sync.
+        """Wait until every node reports all nodes, and a leader and all replicas in sync for every partition.
 
-        Every node, because one that was cut off for a while still believes what was true before, and `topics`, because
-        a topic that was just made is not known everywhere. Returns the number of partitions examined, those of Kafka's
-        internal topics too. IllegalState while a fault lasts.
+        It queries every node, because one that was cut off for a while still reports the old state. It checks `topics`
+        by name, because a new topic is not known everywhere. Returns the number of partitions examined, including those
+        of Kafka's internal topics. Raises IllegalState while a fault lasts.
         """
         if missing := sorted(set(range(self.size)) - set(self.reachable())):
             raise IllegalState(f"replicas on nodes {missing} cannot get in sync: start, resume or heal them first")
@@ -253,14 +268,14 @@ class Cluster(ABC):
         return examined
 
     def save_logs(self, directory: Path) -> list[Path]:
-        """Writes each node's log to `directory`/node-i.log; returns the files."""
+        """Write each node's log to `directory`/node-i.log, and return the files."""
         directory.mkdir(parents=True, exist_ok=True)
         files = [directory / f"node-{i}.log" for i in range(self.size)]
         for i, file in enumerate(files):
             file.write_text(self.log(i))
         return files
 
-    # Inside
+    # Internals
 
     def _check(self, i: int) -> None:
         if not 0 <= i < self.size:
@@ -293,7 +308,7 @@ class Cluster(ABC):
         return servers
 
     def _next_server(self) -> str:
-        """In turn, so that one reachable node that does not answer does not keep the others from it."""
+        """Return the next reachable server in turn, so that one that does not answer does not block the others."""
         self._turn += 1
         servers = self._reachable_servers()
         return servers[self._turn % len(servers)]
@@ -317,7 +332,7 @@ class Cluster(ABC):
         timeout_s: float = READY_TIMEOUT_S,
         details: Callable[[], str] = lambda: "",
     ) -> T:
-        """The first true answer of `probe`; a question that fails on its way is asked again until the deadline."""
+        """Return the first true result of `probe`; a failing query is repeated until the deadline."""
         deadline = time.monotonic() + timeout_s
         while True:
             why = ""
@@ -341,7 +356,7 @@ class Cluster(ABC):
             if why is not None:
                 raise Unavailable(f"Kafka node {i} ended while it started: {why}")
             named = set()
-            # Not beyond the deadline: a node that comes back during a long question would be called in time.
+            # Not beyond the deadline: a node that starts during a long query would seem to be in time.
             left = min(max(deadline - time.monotonic(), _SHORTEST_QUESTION_S), ANSWER_TIMEOUT_S)
             named |= metadata(self.server(i), left).nodes
             return expected <= named
@@ -353,7 +368,7 @@ class Cluster(ABC):
         self._until(f"node {i} answers and names nodes {sorted(expected)}", names_all, timeout_s, seen)
 
     def _sight_of(self, i: int) -> str:
-        """The node's state and its last words: whether it is slow, stuck or gone can be told from them."""
+        """Return the node's state and its last log lines, which show whether it is slow, stuck or gone."""
         try:
             lines = [line.strip()[:200] for line in self.log(i).splitlines() if line.strip()]
             return f"{self._state(i)}; its log ends with: {' | '.join(lines[-3:]) or 'nothing'}"
@@ -362,7 +377,7 @@ class Cluster(ABC):
 
 
 def examine(seen: Metadata, topics: Iterable[str], who: str, late: list[str]) -> int:
-    """Adds to `late` what is not in sync as `who` tells it; returns the number of partitions it told of."""
+    """Add the parts that are not in sync by `who`'s report to `late`; return the number of partitions reported."""
     known = {topic for topic, _ in seen.partitions}
     late += [f"{who} does not know {topic}" for topic in topics if topic not in known]
     late += [f"{topic}-{partition} at {who}" for topic, partition in seen.not_in_sync()]

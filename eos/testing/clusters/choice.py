@@ -1,6 +1,6 @@
-"""Which backend: what was asked for, else containers where they can run, else local JVMs, and why.
+"""Chooses a backend and gives the reason: the requested one, else containers if they can run, else local JVMs.
 
-Must never start anything: the answer costs one question to the engine.
+It must never start anything: the choice costs one query to the engine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Backend = Literal["container", "jvm", "external"]
 
 @dataclass(frozen=True)
 class Choice:
-    """`reason`: one line for people. `servers`: the address when the cluster is somebody else's."""
+    """A chosen backend. `reason`: one line for people. `servers`: the address of an external cluster."""
 
     backend: Backend
     reason: str
@@ -27,7 +27,7 @@ class Choice:
     def cluster(
         self, nodes: int = 3, version: str = DEFAULT_VERSION, config: Mapping[str, object] | None = None
     ) -> Cluster:
-        """A cluster that is not started yet: use it as a context manager."""
+        """Return a cluster that is not started yet: use it as a context manager."""
         if self.backend == "container":
             from eos.testing.clusters.container import ContainerCluster
 
@@ -42,7 +42,7 @@ class Choice:
 
 
 def choose(wanted: str | None = None, version: str = DEFAULT_VERSION) -> Choice:
-    """`wanted`: "container", "jvm", HOST:PORT[,HOST:PORT...], or None for the best that this machine can do."""
+    """Choose a backend: "container", "jvm", HOST:PORT[,HOST:PORT...], or None for the best on this machine."""
     if wanted == "jvm":
         return Choice("jvm", "brokers are local JVMs, as asked for")
     if wanted not in (None, "container"):
@@ -50,7 +50,7 @@ def choose(wanted: str | None = None, version: str = DEFAULT_VERSION) -> Choice:
     why_not = _why_no_containers(version)
     if wanted is None and why_not is not None:
         return Choice("jvm", f"brokers are local JVMs: {why_not}")
-    # Asked for by name it is not replaced: it says what is missing when it is started.
+    # A backend requested by name is not replaced: it reports what is missing when it is started.
     from eos.testing.clusters.container import image_for
 
     return Choice("container", f"brokers are containers of {image_for(version)}")

@@ -1,11 +1,11 @@
-"""The cluster of containers, through testcontainers: the one backend that can do every fault.
+"""A cluster of containers, through testcontainers: the only backend that can make every fault.
 
-Owns the containers, their network and their names, and removes all of them, whatever ended the block; what a killed
-run leaves is removed by its watcher and by the next run (leftovers.py). The broker settings are LocalKafka's, so that
-a test sees the same clocks on both backends. It must never touch a container that it did not make.
+Owns the containers, their network and their names, and removes all of them however the block ends. After a killed run
+its watcher and the next run remove them (leftovers.py). The broker settings are LocalKafka's, so that timeouts are the
+same on both backends. It must never touch a container that it did not create.
 
-A node advertises INTERNAL to the other nodes, by its name in the network, and EXTERNAL to clients on this machine:
-a port of 127.0.0.1 that stays the same when the node is started again.
+A node advertises INTERNAL to the other nodes, by its name in the network, and EXTERNAL to clients on this machine: a
+port of 127.0.0.1 that stays the same when the node is started again.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ LOCAL_IMAGES = "eos-kafka"
 BASE_IMAGE = "eos-base:bookworm"
 _INTERNAL_PORT, _CONTROLLER_PORT = 9092, 9093
 _ANSWER_TIMEOUT_S, _WORK_TIMEOUT_S = 5, 90
-# Everything but the loopback interface, by which the node talks to itself and asks for names.
+# All interfaces except loopback, which the node uses to connect to itself and to resolve names.
 _DROP = ("INPUT ! -i lo -j DROP", "OUTPUT ! -o lo -j DROP")
 
 
 def engine() -> Any:
-    """A docker client of an engine that answers. Raises Unavailable with the reason when there is none."""
+    """Return a docker client of an engine that answers. Raise Unavailable with the reason if there is none."""
     try:
         import docker
         import testcontainers  # noqa: F401
@@ -56,8 +56,10 @@ def engine() -> Any:
 
 
 def image_for(version: str = DEFAULT_VERSION) -> str:
-    """The image of this Kafka version: KAFKA_IMAGE, with this version as its tag if its tag is a version; else the
-    one that `make image` builds."""
+    """Return the image of this Kafka version.
+
+    It is KAFKA_IMAGE, with this version as its tag if its tag is a version; else the image that `make image` builds.
+    """
     repository, _, tag = os.environ.get("KAFKA_IMAGE", f"{LOCAL_IMAGES}:{version}").rpartition(":")
     if re.fullmatch(r"\d+\.\d+\.\d+", tag):
         return f"{repository}:{version}"
@@ -65,7 +67,7 @@ def image_for(version: str = DEFAULT_VERSION) -> str:
 
 
 def require_image(client: Any, image: str) -> None:
-    """Raises Unavailable for an image that is not here and that nobody could fetch either."""
+    """Raise Unavailable for an image that is missing here and in every registry."""
     import docker
 
     try:
@@ -77,7 +79,10 @@ def require_image(client: Any, image: str) -> None:
 
 
 class ContainerCluster(Cluster):
-    """`nodes` 1, or 3 and more; `config` broker properties that win over ours; `image` if not `image_for(version)`."""
+    """A cluster of 1, or of 3 and more containers.
+
+    `config`: broker properties that override the default ones. `image`: replaces `image_for(version)`.
+    """
 
     backend = "container"
 
@@ -102,7 +107,7 @@ class ContainerCluster(Cluster):
 
     def __enter__(self) -> ContainerCluster:
         self._client = engine()
-        # Ryuk is an image of its own, which cannot be had without a registry.
+        # Ryuk is a separate image, which needs a registry.
         os.environ["TESTCONTAINERS_RYUK_DISABLED"] = "true"
         from testcontainers.core.network import Network
 
@@ -119,7 +124,7 @@ class ContainerCluster(Cluster):
             cluster_id = secrets.token_urlsafe(16).replace("-", "A")
             for i in range(self.size):
                 container = self._container(i, cluster_id, network)
-                # Registered before it starts: what was made and did not start must go too.
+                # Registered before it starts, so that a container that does not start is removed too.
                 cleanup.callback(container.stop)
                 self._containers.append(container)
                 container.start()
@@ -166,9 +171,9 @@ class ContainerCluster(Cluster):
         return {_variable(name): value for name, value in properties.items()} | {
             "CLUSTER_ID": cluster_id,
             "KAFKA_HEAP_OPTS": f"-Xms256m -Xmx{heap_for(self.size)}",
-            # Nodes that live for minutes: C2 took a third of their processor time on 2 cores and never earned it.
+            # The nodes live for minutes: C2 took a third of their processor time on 2 cores and never paid off.
             "KAFKA_JVM_PERFORMANCE_OPTS": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1",
-            # A node that starts again may have another address in the network under its old name.
+            # A restarted node may have another address in the network under its old name.
             "KAFKA_OPTS": "-Dsun.net.inetaddr.ttl=1 -Dsun.net.inetaddr.negative.ttl=0",
         }
 
@@ -199,7 +204,7 @@ class ContainerCluster(Cluster):
     def _kill(self, i: int) -> None:
         container = self._docker(i)
         if i in self._paused:
-            # A frozen process takes no signal. It may run for the moment between the two.
+            # A frozen process receives no signal. It may run for the moment between the two calls.
             container.unpause()
         container.kill("SIGKILL")
         container.wait(timeout=_WORK_TIMEOUT_S)
@@ -225,7 +230,7 @@ class ContainerCluster(Cluster):
                 self._docker(i).pause()
                 return
             except docker.errors.APIError as error:
-                # runc gives up while a thread is in a call that cannot be frozen yet, and thaws the others again.
+                # runc fails while a thread is in a call that cannot be frozen yet, and resumes the other threads.
                 if "unable to freeze" not in str(error) or time.monotonic() > deadline:
                     raise Unavailable(f"the engine does not pause node {i}: {error.explanation or error}") from error
                 time.sleep(0.5)
@@ -240,8 +245,10 @@ class ContainerCluster(Cluster):
         self._iptables(i, "-D")
 
     def _iptables(self, i: int, change: str) -> None:
-        """Changes the packet filter of the node's own network, from a container that has the right to and that shares
-        nothing else with it: neither root on this machine nor anything in Kafka's image is needed."""
+        """Change the packet filter of the node's network from a privileged container that shares nothing else with it.
+
+        This needs neither root on this machine nor tools in Kafka's image.
+        """
         import docker
 
         try:
@@ -264,5 +271,5 @@ def _alias(i: int) -> str:
 
 
 def _variable(name: str) -> str:
-    """`min.insync.replicas` as KAFKA_MIN_INSYNC_REPLICAS; an underscore is doubled, a hyphen is three of them."""
+    """Return the variable of a property: KAFKA_MIN_INSYNC_REPLICAS; `_` becomes `__`, a hyphen becomes `___`."""
     return "KAFKA_" + name.replace("_", "__").replace("-", "___").replace(".", "_").upper()

@@ -1,6 +1,6 @@
-"""Somebody else's cluster, by its address: it can be asked, and nothing can be done to it.
+"""An external cluster, by its address: tests can query it but not break it.
 
-Must never change anything in the cluster, and never take a fault that cannot be made for one that was.
+It must never change anything in the cluster, and never report a fault that it did not make.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from eos.testing.clusters.base import READY_TIMEOUT_S, Cluster, NotSupported, ex
 
 
 class ExternalCluster(Cluster):
-    """`servers`: HOST:PORT[,HOST:PORT...]. Its node ids are its own, so nodes are not counted from 0 here, and `server`
-    and `log` are NotSupported like every fault."""
+    """A cluster at `servers`: HOST:PORT[,HOST:PORT...].
+
+    Its node ids are its own, so nodes are not counted from 0 here. `server`, `log` and every fault raise NotSupported.
+    """
 
     backend = "external"
     version = None
@@ -46,7 +48,7 @@ class ExternalCluster(Cluster):
         return ",".join(self._servers)
 
     def wait_in_sync(self, *topics: str, timeout_s: float = READY_TIMEOUT_S) -> int:
-        """As elsewhere, but as one of its nodes sees it."""
+        """Wait as in other clusters, but by the report of one node."""
         late: list[str] = []
         examined = 0
 
@@ -60,7 +62,7 @@ class ExternalCluster(Cluster):
         return examined
 
     def repair(self) -> None:
-        """There is never a fault to end."""
+        """Do nothing: there is never a fault to end."""
 
     def _reachable_servers(self) -> list[str]:
         return self._servers

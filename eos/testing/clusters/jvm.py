@@ -1,7 +1,7 @@
-"""The cluster of local JVMs: eos.broker.LocalKafka, for machines without a container engine.
+"""A cluster of local JVMs: eos.broker.LocalKafka, for machines without a container engine.
 
-Owns nothing but the translation. It must never pretend: all nodes and all clients share one address here, so nothing
-can tell a node's packets from the others', and a network cut is NotSupported.
+Owns only the translation. All nodes and clients share one address here, so a node's packets cannot be distinguished
+from the others', and a network cut raises NotSupported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from eos.testing.clusters.base import Cluster, NotSupported
 
 
 class JvmCluster(Cluster):
-    """1 or 3 nodes (LocalKafka has no other numbers); `config` broker properties that win over LocalKafka's."""
+    """A cluster of 1 or 3 nodes (LocalKafka has no other sizes).
+
+    `config`: broker properties that override LocalKafka's.
+    """
 
     backend = "jvm"
 
@@ -53,7 +56,7 @@ class JvmCluster(Cluster):
         return f"its JVM is {'running' if self._kafka.running(i) else 'gone'}"
 
     def _launch(self, nodes: list[int]) -> None:
-        # Without a wait: whoever starts a node says how long it may take.
+        # No wait here: the caller of `start` decides how long it may take.
         for i in nodes:
             self._kafka.launch(i)
 

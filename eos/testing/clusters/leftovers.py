@@ -1,7 +1,7 @@
-"""Nothing stays behind: what a test run made carries its owner's name, and what a dead owner left is removed.
+"""Removes the leftovers of dead test runs: every created object carries its owner's name.
 
-Owns the label that names the owning process and the proof that this process is gone. It must never remove what a live
-run owns, what another machine's process may own, or what carries no such label.
+Owns the label that names the owning process, and the proof that this process has ended. It must never remove objects of
+a live run or of another machine's process, or objects without this label.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ CLUSTER_LABEL = "eos.cluster"
 
 
 def owner() -> str:
-    """This process, so that no later one is taken for it: machine/pid/start."""
+    """Return a name for this process that no later process has: machine/pid/start."""
     pid = os.getpid()
     return f"{_machine()}/{pid}/{_start_of(pid)}"
 
 
 def is_dead(name: str) -> bool:
-    """Whether the process of this name was one on this machine and is gone. What is no such name is nobody's proof."""
+    """Return whether the named process was on this machine and has ended; False for any other text."""
     machine, _, process = name.rpartition("/")[0].rpartition("/")
     start = name.rpartition("/")[2]
     return machine == _machine() and process.isdecimal() and _start_of(int(process)) != start
 
 
 def remove_leftovers(client: Any) -> list[str]:
-    """Removes what dead runs left, with its volumes; returns the names. `client`: a docker client.
+    """Remove objects of dead runs with their volumes, and return the names. `client`: a docker client.
 
-    Several runs may do this at once, so what is gone already is no error.
+    Several runs may do this at once, so an object that is gone already is no error.
     """
     import docker
 
@@ -49,14 +49,14 @@ def remove_leftovers(client: Any) -> list[str]:
                 thing.remove()
             removed.append(thing.name)
         except docker.errors.APIError as error:
-            # 404 gone, 409 being removed, 403 a network with a container that is just going.
+            # 404 gone, 409 being removed, 403 a network whose container is being removed.
             if error.status_code not in (403, 404, 409):
                 raise
     return removed
 
 
 def _owned(client: Any) -> Iterator[Any]:
-    """Containers first: networks and volumes cannot go before them."""
+    """Yield containers first, because networks and volumes cannot be removed before them."""
     filters = {"label": OWNER_LABEL}
     yield from client.containers.list(all=True, filters=filters, ignore_removed=True)
     yield from client.networks.list(filters=filters)
@@ -68,7 +68,7 @@ def _labels(thing: Any) -> dict[str, str]:
 
 
 def _machine() -> str:
-    """Where a pid means something: one machine, and in it one namespace of pids."""
+    """Return the scope of a pid: one machine, and one pid namespace on it."""
     try:
         return f"{Path('/etc/machine-id').read_text().strip()}-{Path('/proc/self/ns/pid').stat().st_ino}"
     except OSError:
@@ -76,7 +76,7 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """When the process started, in the system's own ticks; None if there is none, or only what is not reaped yet.
+    """Return when the process started, in the system's ticks; None if it does not exist or is only not reaped yet.
 
     Without /proc only its existence is known: "-".
     """
@@ -96,9 +96,11 @@ def _start_of(pid: int) -> str | None:
 
 
 class Watcher:
-    """A shell that removes one cluster when this process is gone, however it went: its pipe then reports end of file.
+    """A shell that removes one cluster when this process has ended in any way, because its pipe then reports end of
+    file.
 
-    It saves the machine three brokers until the next run removes them. Without docker's command line there is none.
+    Otherwise three brokers would stay until the next run removes them. Without docker's command line there is no
+    watcher.
     """
 
     _SCRIPT = """
