@@ -323,9 +323,7 @@ class Attempt:
 
     @staticmethod
     def _packers(cores: int | None) -> int | None:
-        """Return how many tasks pack a batch at most: few times more than run at once, since each starts with an
-        overhead.
-        """
+        """Return the most tasks that pack a batch: a few times those that run at once, since each has an overhead."""
         return None if cores is None else cores * _PACKERS_PER_CORE
 
     def _cores(self) -> int | None:
@@ -350,10 +348,10 @@ class Attempt:
         one.finish()
 
     def _abort(self) -> Stopped | None:
-        """Abort the transaction, so that readers need not wait for its timeout; return the coordinator's refusal if
-        any.
+        """Abort the transaction, so that readers need not wait for its timeout; return the coordinator's refusal.
 
-        The guarantee does not depend on it: the next init aborts an open transaction.
+        The guarantee does not depend on it: the next init aborts an open transaction. Returns None if the coordinator
+        did not refuse.
         """
         if self._began is not None and not self._commit_sent:
             try:
@@ -452,9 +450,7 @@ def _check(results: Sequence[Result], granted: frozenset[int]) -> None:
 
 
 def translated(error: Exception) -> Exception:
-    """Return the public error for a failure outside an attempt's steps: of the connection, kafka-python or a Python
-    worker.
-    """
+    """Return the public error for a failure outside an attempt's steps, such as one of kafka-python."""
     from pyspark.errors import PythonException
 
     if isinstance(error, PythonException):

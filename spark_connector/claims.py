@@ -1,5 +1,4 @@
-"""Ensures that each share of the Kafka partitions is written at most once per epoch: tasks send a claim to the driver
-first.
+"""Ensures that each share of the Kafka partitions is written at most once per epoch: tasks claim it at the driver.
 
 Owns the claims of the current attempt and the socket that receives them. A broker compares sequence numbers, not
 contents. So it could silently deduplicate a second run of a task under the same (producer id, epoch) against different

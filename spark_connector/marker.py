@@ -188,9 +188,7 @@ class MarkerReader:
         return {key: at_ms for key, (value, at_ms) in self._markers.items() if value is not None}
 
     def read(self, key: bytes) -> Marker | None:
-        """Return the marker of `key`; call this after InitProducerId has returned. Raise Unreachable, Stopped,
-        ValueError.
-        """
+        """Return the marker of `key`, after InitProducerId has returned. Raise Unreachable, Stopped, ValueError."""
         stable = self._offset(_LATEST, _READ_COMMITTED)
         end = self._offset(_LATEST, _READ_UNCOMMITTED)
         if not 0 <= self._next <= end:  # the first read, or the topic was recreated

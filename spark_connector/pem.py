@@ -22,8 +22,8 @@ _SYSTEMS_OWN = "probe"  # librdkafka's word for the machine's own trusted certif
 
 
 def contents(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with file contents in place of paths. Raise ConfigurationError for a file that cannot be
-    read.
+    """Return the settings with the contents of files in place of paths. Raise ConfigurationError for an unreadable
+    file.
     """
     found = dict(settings)
     for location, text in FILES.items():

@@ -159,9 +159,7 @@ class _Columns:
         return cls(key_varints, columns, sizes, stamps)
 
     def cuts(self, limit: int) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of consecutive slices whose encoded size is at most `limit` bytes, or that hold one
-        record.
-        """
+        """Yield (start, stop) of consecutive slices with an encoded size of at most `limit` bytes, or of one record."""
         # The reserve: 5 bytes for the record's own length, 10 and 5 for the deltas, and 1/256 for what a compressor
         # adds to incompressible bytes.
         ends = np.cumsum((self.sizes + 20) * 257 // 256 + 1)

@@ -1,5 +1,4 @@
-"""Brings all rows of one share of the Kafka partitions to one task in order, or the rows of a small batch to the
-driver.
+"""Brings the rows of each share of the Kafka partitions to one task, or the rows of a small batch to the driver.
 
 Owns the allowed columns and types of the DataFrame, and the order after the shuffle. placing.py owns which partition a
 row belongs to. It must never request an order or a distribution that a second run could not repeat.
@@ -42,8 +41,7 @@ _BATCH_BYTES_HERE = str(SLICE_BYTES * 7 // 8)
 def route(
     df: DataFrame, targets: Sequence[Target], topic: str | Sequence[str], shares: int, most_packers: int | None = None
 ) -> DataFrame:
-    """Return packed rows (packing.py) with TARGET (int), `key` and `value` (binary), and `headers` and `timestamp`
-    (ms).
+    """Return packed rows (packing.py) with TARGET (int), `key` and `value` (binary), `headers` and `timestamp` (ms).
 
     `headers` and `timestamp` are present if `df` has them. Spark partition i holds the rows of share i, which are those
     of every `targets[n]` with n % `shares` = i, in the order of their source. Target `len(targets)` has the rows

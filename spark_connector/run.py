@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 DEFAULT_INSTANCE = "spark"
 _OF_THE_SINK = ("eos.spark.driver.bytes", "eos.spark.claims.port")  # the settings of eos that apply to the sink
 MAX_RECORDS = 1_000_000
-"""The most input offsets of one micro-batch unless `eos.transaction.max.records` is set: its whole computation must end
-within the transaction's timeout.
+"""The most input offsets of one micro-batch unless `eos.transaction.max.records` is set.
+
+The whole computation of a batch must end within the transaction's timeout.
 """
 _LOOK_S = 0.2
 _ABORT_S = 10.0
@@ -106,9 +107,7 @@ def run_app(run: Run, spark: SparkSession) -> None:
 
 
 def _wait_for_abort(batches: _Batches) -> None:
-    """Wait for the sink's abort, which follows the JVM's end; otherwise readers would wait for the transaction's
-    timeout.
-    """
+    """Wait until the sink aborts, which follows the end of the JVM; else readers would wait for the timeout."""
     deadline = time.monotonic() + _ABORT_S
     while batches.writing and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -234,9 +233,7 @@ def _start(run: Run, spark: SparkSession, batches: _Batches) -> StreamingQuery:
 
 
 class StopRequested(Exception):
-    """Raised in foreachBatch before the sink has begun anything, which is the only way to end a query between two
-    batches.
-    """
+    """Raised in foreachBatch before the sink has begun anything: the only way to end a query between two batches."""
 
 
 class BatchFailed(Exception):

@@ -57,9 +57,7 @@ def ship_ourselves(spark: SparkSession) -> None:
 
 
 def lacking(text: str) -> ConfigurationError | None:
-    """Return the error for a Python worker that lacks a package or has another version of Python; None if `text` has
-    none.
-    """
+    """Return the error for a Python worker that lacks a package or has another Python version; None without one."""
     for pattern in _LACKS:
         if found := pattern.search(text):
             return ConfigurationError(

@@ -41,8 +41,7 @@ def read_committed(
     settings: Mapping[str, Any] | None = None,
     options: Mapping[str, str] | None = None,
 ) -> DataFrame:
-    """Return the committed records of `topics`: a streaming DataFrame, or with `streaming=False` a batch of the current
-    ones.
+    """Return the committed records of `topics`: a streaming DataFrame, or with `streaming=False` a batch up to now.
 
     Columns: key, value (binary), topic, partition, offset, timestamp, timestampType, headers (array of key, value).
     `starting_offsets`: earliest, latest or Spark's JSON; it applies only to a query without a checkpoint, and new

@@ -130,9 +130,7 @@ def longest_transaction_ms(wire: Wire, timeout_s: float) -> int:
 
 
 def ensure_marker_topic(wire: Wire, topics: Sequence[str], timeout_s: float) -> int:
-    """Return the number of partitions of `__eos_sinks`; create the topic if it is missing, replicated as the target
-    topics.
-    """
+    """Return the number of partitions of `__eos_sinks`; create it if missing, replicated as the target topics."""
     found = wire.until("Metadata", lambda: wire.partitions([marker.TOPIC, *topics]), timeout_s)
     if marker.TOPIC not in found:
         replicas = max(p.replicas for topic in topics for p in found[topic].values())

@@ -100,9 +100,7 @@ class Transaction:
         )
 
     def _until_done(self, what: str, request: Any, codes: Any) -> Any:
-        """Send the request to the coordinator until every code in its answer means DONE. Raise Stopped if no retry
-        helps.
-        """
+        """Send the request until every code in the coordinator's answer means DONE. Raise Stopped if no retry helps."""
 
         def attempt() -> Any:
             try:

@@ -211,9 +211,9 @@ class App:
         of the batch unless it sets its own. The decorator returns the function unchanged.
 
         `topics`, `to`, `on_error`, `encode`, `ttl`, `name`, `was`: as for `process`. If a batch function raises, it
-        runs again record by record; only under the policy stop it does not, and the error names the range of records.
-        State is annotated `dict[bytes, State[T]]`: it maps each key of the batch to its state. Such a batch comes from
-        one partition.
+        runs again record by record, except under the policy stop, whose error names the range of records. State is
+        annotated `dict[bytes, State[T]]`: it maps each key of the batch to its state. Such a batch comes from one
+        partition.
         """
         sources, destinations, policy = _definition(topics, to, on_error)
         if name is not None:
@@ -448,8 +448,9 @@ def _check_destination(function: Callable[..., object], destinations: Sequence[s
 
 
 def _may_send_nothing(annotation: object) -> bool:
-    """Return whether an annotation allows no output. Text stays unevaluated: its names may exist for type checkers
-    only.
+    """Return whether an annotation allows no output.
+
+    Text stays unevaluated, since its names may exist for type checkers only.
     """
     if isinstance(annotation, str):
         text = annotation.strip("'\" ")

@@ -38,9 +38,7 @@ class Policy:
     on: tuple[type[Exception], ...] = ()  # exceptions to retry; empty: all except those of decoding
 
     def wait_s(self, failures: int) -> float | None:
-        """Return the seconds until the next attempt of a record that failed `failures` times; None: the verdict
-        applies.
-        """
+        """Return the seconds until a record that failed `failures` times is retried; None: the verdict applies."""
         if failures > self.retries:
             return None
         doublings = min(failures - 1, 30)

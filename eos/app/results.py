@@ -1,8 +1,8 @@
-"""Turns a function's result into the records to send, and warns once per function about results that look like a
-mistake.
+"""Turns a function's result into the records to send, and warns about results that look like a mistake.
 
-Owns the meaning of a result: its topic, key, timestamp and bytes, and which results cannot be sent. The hot loop
-(eos/hotloop) handles the usual results itself and calls this module for the rest.
+Owns the meaning of a result: its topic, key, timestamp and bytes, and which results cannot be sent. Each warning is
+logged once per function and process. The hot loop (eos/hotloop) handles the usual results itself and calls this module
+for the rest.
 """
 
 from __future__ import annotations

@@ -298,7 +298,7 @@ def checked_decoder(decode: Callable[[bytes], Any] | None, annotation: object) -
 
 
 def checked_encoder(encode: Callable[[Any], bytes] | None) -> Encode | None:
-    """Return a user's encoder with the common rules: it gets every value except None (a tombstone), and must return
+    """Return a user's encoder that passes None (a tombstone) through, and raises TypeError for a result that is not
     bytes.
     """
     if encode is None:
@@ -394,9 +394,7 @@ IS_JSON = _IsJson()
 
 
 def encode_key(key: object) -> bytes | None:
-    """Return the bytes of a record's key, as `encode` does, but with dicts and sets sorted: equal keys give equal
-    bytes.
-    """
+    """Return the bytes of a record's key as `encode` does, but sort dicts and sets: equal keys give equal bytes."""
     return _encode(key, _JSON_KEY, "sent as a key")
 
 

@@ -207,6 +207,7 @@ class State(_Held, Generic[T]):
     def get(self, default: D) -> T | D: ...
 
     def get(self, default: Any = None) -> Any:
+        """Return the value of this key, or `default` if it has none; a default changed in place becomes the value."""
         cells = self._cells or self._open()
         value = self._value
         if value is _UNREAD:
@@ -223,6 +224,7 @@ class State(_Held, Generic[T]):
         return default
 
     def set(self, value: T) -> None:
+        """Set the value of this key. Raise TypeError for None; `delete()` removes a value."""
         if self._cells is None or value is None:
             self._open()
             self._settable(value)
@@ -297,6 +299,7 @@ class MapState(_Held, MutableMapping[K, V]):
         return self._value(self._compiled.field(key)) is not _ABSENT
 
     def get(self, key: K, default: Any = None) -> Any:
+        """Return the value at `key`, or `default` if there is none; a default changed in place becomes the value."""
         field = self._compiled.field(key)
         value = self._value(field)
         if value is not _ABSENT:
@@ -384,6 +387,7 @@ class MapState(_Held, MutableMapping[K, V]):
         return sum(1 for _ in self.range())
 
     def clear(self) -> None:
+        """Remove all entries of this key's map."""
         for key in self:
             del self[key]
 
@@ -433,9 +437,11 @@ class ListState(_Held, Generic[T]):
         self._map = _Numbered(compiled, cells, rest)
 
     def append(self, value: T) -> None:
+        """Add a value at the end. Raise TypeError for None."""
         self._map.append(value)
 
     def extend(self, values: Iterable[T]) -> None:
+        """Add the values at the end, in order."""
         for value in values:
             self.append(value)
 
@@ -448,6 +454,7 @@ class ListState(_Held, Generic[T]):
         raise IndexError(f"the state {self._compiled.store.name} is empty")
 
     def clear(self) -> None:
+        """Remove all values of this key."""
         self._map.clear()
 
     def __iter__(self) -> Iterator[T]:

@@ -216,8 +216,7 @@ class Stores:
         return run
 
     def batch(self, function: Callable[..., Any]) -> Callable[[list[Record], Callable[[Any], list[Any]]], list[Any]]:
-        """Return a function that calls one of many records with the states of their keys, separately for each
-        partition.
+        """Return a function that calls one of many records with the states of their keys, for each partition in turn.
 
         The same key in another partition has its own state. Either all changes of the calls count, or none.
         """

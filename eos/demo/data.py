@@ -29,9 +29,7 @@ Row = dict[str, str]
 
 @dataclass(frozen=True)
 class Expectation:
-    """The expected contents of the output topics: the keys of all flights and of the late ones, and the sums of
-    minutes.
-    """
+    """The expected output topics: the keys of all flights and of the late ones, and the sums of minutes."""
 
     keys: list[bytes] = field(default_factory=list)
     late: set[bytes] = field(default_factory=set)

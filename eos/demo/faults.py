@@ -84,9 +84,7 @@ class Witness:
         return first is not None and self._partitions_with_records_of(first[1]) > 0
 
     def left_open(self, worker: str, attempts: int) -> Hit | None:
-        """Return the open transaction of a worker that was killed or paused, if the log has records of it; None
-        otherwise.
-        """
+        """Return the open transaction of a killed or paused worker if the log has records of it; None otherwise."""
         return self._left_open(lambda: self.ongoing(worker), attempts)
 
     def left_open_by(self, transactional_id: str, attempts: int) -> Hit | None:

@@ -78,9 +78,7 @@ def exactly_once(expected: Expectation, found: Found) -> list[Row]:
 
 
 def lineage(expected: Expectation, found: Found) -> Report:
-    """Return the checker's report; an output's source is the flight that its key names, its copy the index of its
-    topic.
-    """
+    """Return the checker's report; an output's source is the flight that its key names, its copy its topic's index."""
     flights, outputs = found.flights, found.outputs
     row_of = {key: row for row, key in enumerate(flights.keys)}
     rows = np.array([row_of.get(key, -1) for key in outputs.keys], np.int64)

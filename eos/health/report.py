@@ -51,8 +51,9 @@ class Reporter:
         self._end_this_process()
 
     def _report(self) -> bool:
-        """Send one report; return False if the supervisor has closed the pipe. A slow supervisor delays only this
-        thread.
+        """Send one report; return False if the supervisor has closed the pipe.
+
+        A slow supervisor delays only this thread.
         """
         line = msgspec.json.encode(self._status()) + b"\n"
         try:

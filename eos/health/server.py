@@ -32,9 +32,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Return the host and port of `HOST:PORT`, or of `PORT` on every interface, for probes from outside. Raise
-    UsageError.
-    """
+    """Return host and port of `HOST:PORT`, or of `PORT` on every interface, for outside probes. Raise UsageError."""
     host, _, port = text.rpartition(":")
     if not port.isdigit() or not 0 <= int(port) <= 65535:
         raise UsageError(f"--http-port {text}: expected PORT or HOST:PORT")

@@ -26,9 +26,7 @@ class Incident(msgspec.Struct, frozen=True):
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """A histogram: `counts[i]` observations are <= `bounds[i]` and above the previous bound; the last count is
-    unbounded.
-    """
+    """A histogram: `counts[i]` observations are <= `bounds[i]` and above the previous bound; the last has no bound."""
 
     bounds: tuple[float, ...] = ()
     counts: tuple[int, ...] = (0,)
@@ -42,9 +40,7 @@ class PartitionLag(msgspec.Struct, frozen=True):
 
 
 class StateOf(msgspec.Struct, frozen=True):
-    """The state of one function: its number of values, their bytes on disk (0: in memory), and the changes left to
-    restore.
-    """
+    """The state of one function: its values, their bytes on disk (0: in memory), and the changes left to restore."""
 
     function: str
     values: int

@@ -101,9 +101,7 @@ class Anew:
         return GroupOffsets(self._settings, self._app.id, [topic], world=self._world).plan(target)
 
     def _delete_changelog(self, topic: str) -> None:
-        """Delete the changelog and create it again with the same configuration; brokers delete no records of a
-        compacted topic.
-        """
+        """Recreate the changelog with the same configuration, since brokers delete no records of a compacted topic."""
         there = facts.describe_topic(self._client, topic)
         if not there.exists:
             return

@@ -56,11 +56,10 @@ class InFolder:
         engine: type[Engine] = Lmdb,
         memory_bytes: int = _MEMORY_BYTES,
     ) -> InFolder | None:
-        """Open the task's most recently written folder, which needs the least restoring; None if another process owns
-        it.
+        """Open the task's most recently written folder, which needs the least restoring.
 
-        With `whichever`, open another folder of the task instead of returning None: a process that is suspended but
-        alive keeps its own.
+        Returns None if another process owns it. With `whichever`, open another folder of the task instead: a process
+        that is suspended but alive keeps its own.
         """
         try:
             owned = _own(base, task, whichever)
@@ -181,8 +180,8 @@ class InFolder:
             yield cell, apart(name[len(begin) :])[0]
 
     def _written(self, changes: Mapping[bytes, Value]) -> Iterator[tuple[bytes, Value]]:
-        """Yield the changed notes of when entries with a time-to-live were written; call it before the entries are
-        written.
+        """Yield the changed notes about write times of entries with a time-to-live; call this before writing the
+        entries.
 
         A note's name is a digest of the store, the time, and a digest of the cell; its value is the cell.
         """
@@ -282,9 +281,7 @@ def _another(path: Path, engine: type[Engine], memory_bytes: int) -> Engine:
 
 
 def _name(cell: bytes) -> bytes:
-    """Return an engine's key for a cell; a long row is replaced by a hash after a byte with which no store's name
-    begins.
-    """
+    """Return an engine's key for a cell; a long row becomes a hash after a byte that begins no store's name."""
     if len(cell) <= _LONGEST_ROW or (end := row_length(cell)) <= _LONGEST_ROW:
         return cell
     return b"\xff" + hashlib.sha256(cell[:end]).digest() + cell[end:]

@@ -124,7 +124,7 @@ class Keeper:
             log.info("state folder deleted", folder=folder, unused_s=round(unused_s))
 
     def standing(self) -> list[tuple[str, int, int, int]]:
-        """Return the name of each function, its number of values here, their bytes on disk, and the changes left to
+        """Return for each function its name, its number of values, their bytes on disk, and the changes left to
         restore.
         """
         found = []

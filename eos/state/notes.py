@@ -83,8 +83,7 @@ def check_not_interrupted(committed: Iterable[str | None]) -> None:
 
 
 def kept_by(route: Route, metadata: str | None) -> Beside | None:
-    """Return the note at a committed offset of this function; None if the changelog's contents are accepted as
-    complete.
+    """Return the note at a committed offset of this function; None if the changelog's contents are accepted.
 
     Raises ConfigurationError if the records before the offset were handled without this state, by a function of another
     name or with other states. Otherwise the state would silently begin empty.
@@ -149,9 +148,7 @@ def _begin(route: Route) -> str:
 
 
 def check_partitions(beside: Beside, source: str, partitions: int) -> None:
-    """Raise ConfigurationError if the source and its changelog both have more partitions now: keys moved between
-    partitions.
-    """
+    """Raise ConfigurationError if the source and its changelog now have more partitions, which moves keys."""
     if beside.partitions != partitions:
         raise ConfigurationError(
             f"the state of {beside.function} cannot be found: {source} and its changelog had {beside.partitions} "

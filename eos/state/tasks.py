@@ -72,9 +72,7 @@ class Task(Layer):
         return max(self.time_ms, timestamp_ms)
 
     def expire(self) -> None:
-        """Add the last changes of the open transaction: the task's time, and deletes of expired entries, the oldest
-        first.
-        """
+        """Add the last changes of the open transaction: the task's time, and deletes of the oldest expired entries."""
         if self._header is not None:
             self.put(HEADER, self._header)
         if self._ttls and self.time_ms > self._committed_ms:
@@ -115,9 +113,7 @@ class Task(Layer):
         self._passed, self.aborted = max(self._passed, stable), False
 
     def committed(self, as_of: float) -> None:
-        """Apply the changes of the committed transaction; its offsets were sent after `as_of` (seconds since the
-        epoch).
-        """
+        """Apply the committed transaction's changes; its offsets were sent after `as_of` (seconds since the epoch)."""
         if self.changed:
             self.values.apply(self.changed, self.end, as_of)
             if self._header is not None or self.time_ms > self._committed_ms:

@@ -360,8 +360,9 @@ def order(joined: Joined) -> Verdict:
 
 
 def atomic(joined: Joined) -> Verdict:
-    """Check that each input has all of its copies, or none, across all output topics; only inputs with several outputs
-    count.
+    """Check that each input has all of its copies, or none, across all output topics.
+
+    Only inputs with several outputs are examined.
     """
     visible = joined.visible_copies()
     torn = np.flatnonzero((visible > 0) & (visible < joined.fan_out))
@@ -472,9 +473,7 @@ def no_aborted_seen(seen: Outputs, outputs: Outputs, sources: tuple[str, ...] = 
 
 
 def stable_end(ends: Ends) -> Verdict:
-    """Check that every partition at rest is readable to its end; a hanging transaction keeps the last stable offset
-    below it.
-    """
+    """Check that every partition at rest is readable to its end; a hanging transaction prevents that."""
     places = sorted({*ends.stable, *ends.log_end})
     examples = []
     for topic, partition in places:

@@ -161,9 +161,7 @@ def committed_offsets(
     *,
     timeout_s: float = NO_PROGRESS_S,
 ) -> dict[Place, int]:
-    """Return the group's stable committed offsets, without partitions that have none, as `committed_with_metadata`
-    does.
-    """
+    """Return the group's stable committed offsets where there is one, as `committed_with_metadata` does."""
     found = committed_with_metadata(bootstrap, group, topics, config, timeout_s=timeout_s)
     return {place: offset for place, (offset, _) in found.items()}
 

@@ -46,9 +46,7 @@ def stamp(topic_index: int, partition: int, offset: int, copy: int = 0) -> bytes
 
 
 def unstamp(stamped: bytes) -> tuple[int, int, int, int]:
-    """Return (topic index, partition, offset, copy) of a value or header. Raise `ValueError` if it is too short for a
-    stamp.
-    """
+    """Return (topic index, partition, offset, copy) of a value or header. Raise `ValueError` if it has no stamp."""
     if len(stamped) < WIDTH_BYTES:
         raise ValueError(f"{len(stamped)} bytes cannot hold a stamp of {WIDTH_BYTES}")
     topic_index, partition, offset, copy = _FORMAT.unpack_from(stamped)

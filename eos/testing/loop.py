@@ -55,10 +55,12 @@ class Session:
 
     @property
     def transactions(self) -> int:
+        """Return the number of committed transactions."""
         return self._loop.transactions
 
     @property
     def aborts(self) -> int:
+        """Return the number of aborted transactions."""
         return self._loop.aborts
 
     @property

@@ -32,9 +32,7 @@ from eos.worker.hooks import Hooks
 
 @dataclass(frozen=True)
 class Sent:
-    """One output. `partition` None: the partitioner chooses. `timestamp`: milliseconds since the epoch, 0: time of
-    producing.
-    """
+    """One output. `partition` None: the partitioner chooses. `timestamp`: ms since the epoch, 0: time of producing."""
 
     topic: str
     value: bytes | None

@@ -20,9 +20,7 @@ START_TIMEOUT_S = 60.0
 
 
 class ShimThread:
-    """A context manager that runs the shim; clients in its block connect to `bootstrap_servers`. Raises what `Shim`
-    raises.
-    """
+    """Runs the shim for a block; clients inside connect to `bootstrap_servers`. Raises what `Shim` raises."""
 
     def __init__(self, upstream: str, plan: Plan | None = None, protect: bool = False) -> None:
         addresses = tuple(parse_address(part, "upstream") for part in upstream.split(","))

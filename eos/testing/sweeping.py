@@ -412,8 +412,9 @@ def sweep(
     console: Console | None = None,
     **more: object,
 ) -> list[Outcome]:
-    """Run every case, print a table, and return the outcomes: check each outcome's `wrong`. `more` is passed to
-    Sweeper.
+    """Run every case, print a table, and return the outcomes. `more` is passed to Sweeper.
+
+    A caller must check each outcome's `wrong`.
     """
     console = console or Console(stderr=True)
     sweeper = Sweeper(app, bootstrap_servers, records, **more)  # type: ignore[arg-type]

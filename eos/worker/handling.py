@@ -163,8 +163,7 @@ class Handler:
         """The longest call since `begun`."""
 
     def open_s(self, txn: Feeds, now: float) -> float:
-        """Return the longest time in seconds for which the broker may know the open transaction, without waits for
-        room.
+        """Return for how many seconds the broker may know the open transaction at most, without waits for room.
 
         The broker's clock starts with the first output; the result is 0 before it.
         """
@@ -308,8 +307,7 @@ class Handler:
         return route.on_error if self._policy is None else self._policy
 
     def _of_whom(self, route: Route, record: Record, error: BaseException) -> BaseException:
-        """Return Temporary in place of an error that shows a lack of this process or machine: memory, files, threads,
-        disk.
+        """Return Temporary for an error that shows a lack of memory, files, threads or disk on this machine.
 
         Such an error is not a failure of the record: a policy would skip it, and then the next one. The error stays as
         it is if the policy names it or the exception that wraps it.

@@ -89,8 +89,9 @@ class NewTopics:
         self._stopped.set()
 
     def arrived(self) -> list[str]:
-        """Return the topics found since the last call. Raise ConfigurationError if two functions match one.
-        Thread-safe.
+        """Return the topics found since the last call; any thread may call this.
+
+        Raises ConfigurationError if two functions match one topic.
         """
         found: list[str] = []
         while self._arrived:
@@ -154,9 +155,7 @@ class NewTopics:
         return min(_SOON_S, self._interval_s) if soon else self._interval_s
 
     def _tell_unknown(self, topics: Collection[str]) -> bool:
-        """Return whether one of these topics, which a broker does not know or which lack a leader, may be readable
-        soon.
-        """
+        """Return whether one of these topics, unknown to a broker or without a leader, may be readable soon."""
         for topic in topics:
             self._unknown[topic] += 1
             if self._unknown[topic] == _LOOKS:

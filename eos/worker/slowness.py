@@ -102,9 +102,7 @@ class Slowness:
     def suspect_nobody(
         self, who: Mapping[str, object], names: Sequence[str], records: list[Record], took_s: float
     ) -> None:
-        """Note that records of several functions took too long although no single call did; they will run alone next
-        time.
-        """
+        """Note that these records of several functions took too long together; next time each runs alone."""
         limits, remedy = self._limits(took_s)
         sentence = f"{_took(', '.join(names), records, took_s)}, longer than {limits}: {remedy}"
         self._note(_Attempt(sentence, who, spans_of(records), blamed=False, many=False))

@@ -154,9 +154,7 @@ class Worker(Listener):
         self._log_totals(self._world.now() - began)
 
     def states(self) -> list[tuple[str, int, int, int]]:
-        """Return the name of each function with state, its number of values, bytes on disk, and changes left to
-        restore.
-        """
+        """Return for each function with state its name, values, bytes on disk, and changes left to restore."""
         return [] if self._keeper is None else self._keeper.standing()
 
     # ---- notifications from the session -----------------------------------------------------------------------
@@ -265,9 +263,7 @@ class Worker(Listener):
             self.session.pause(self._not_before - self._world.now())
 
     def _suspect(self, batch: list[Record], open_s: float, took_s: float) -> None:
-        """Report a call that was too slow: in a slice of several calls the longest, if it alone would have been too
-        slow.
-        """
+        """Report a call that was too slow: in a slice of several calls the longest, if it alone was too slow."""
         who, longest = self.session.who(), self._handler.longest
         routes = {self.app.routes[record.topic] for record in batch}
         if self._single_route is not None or len(batch) == 1:

@@ -154,6 +154,7 @@ class Cluster(ABC):
         self._paused.add(i)
 
     def resume(self, i: int) -> None:
+        """End the node's pause."""
         if i not in self._paused:
             raise IllegalState(f"node {i} is not paused")
         self._resume(i)
@@ -171,6 +172,7 @@ class Cluster(ABC):
         self._cut.add(i)
 
     def heal(self, i: int) -> None:
+        """End the node's network cut."""
         if i not in self._cut:
             raise IllegalState(f"node {i} is not cut off")
         self._heal(i)

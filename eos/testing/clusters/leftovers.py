@@ -96,8 +96,7 @@ def _start_of(pid: int) -> str | None:
 
 
 class Watcher:
-    """A shell that removes one cluster when this process has ended in any way, because its pipe then reports end of
-    file.
+    """A shell that removes one cluster after this process has ended, because its pipe then reports end of file.
 
     Otherwise three brokers would stay until the next run removes them. Without docker's command line there is no
     watcher.
