@@ -34,7 +34,7 @@ from eos.health.board import Board
 from eos.health.observer import Observer
 from eos.health.report import Reporter, pipe_of_supervisor
 from eos.health.status import Status
-from eos.kafka import settings
+from eos.kafka.client import settings
 from eos.records import place_of
 from eos.session.stopping import StopSignals
 from eos.signals import Handlers

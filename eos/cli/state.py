@@ -33,8 +33,8 @@ from eos.cli.options import (
 )
 from eos.cli.written import json_of, text_of
 from eos.errors import ConfigurationError, UsageError
-from eos.kafka.reset import GroupOffsets
-from eos.kafka.settings import Settings
+from eos.kafka.admin.reset import GroupOffsets
+from eos.kafka.client.settings import Settings
 from eos.state import changelog
 from eos.state.begin import Beginning
 from eos.worker.loading import load_app

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from eos import log
-from eos.kafka.world import World
+from eos.kafka.client.world import World
 from eos.session.lanes import UnderWay
 from eos.session.observe import COMMIT_BOUNDS_S, END_TO_END_BOUNDS_S, Histogram
 from eos.session.participants import Listener, Outcome, Participant

@@ -17,11 +17,11 @@ from confluent_kafka import TopicPartition
 
 from eos import log
 from eos.errors import CallFailed
-from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.fence import end_left_open
-from eos.kafka.settings import Settings, alternate_of
-from eos.kafka.watchdog import Job, Watchdog
-from eos.kafka.world import World
+from eos.kafka.admin.fence import end_left_open
+from eos.kafka.client.cluster import ClusterAdmin
+from eos.kafka.client.settings import Settings, alternate_of
+from eos.kafka.client.watchdog import Job, Watchdog
+from eos.kafka.client.world import World
 from eos.session.observe import Pulse
 from eos.session.positions import TopicPartition as Partition
 from eos.session.producer import OLD_TRANSACTIONS, TransactionalProducer

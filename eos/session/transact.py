@@ -14,9 +14,9 @@ from confluent_kafka import Consumer
 from eos import log
 from eos.app.definition import is_pattern
 from eos.errors import ConfigurationError, IllegalState
-from eos.kafka import preflight
-from eos.kafka.settings import OF_FUNCTIONS, Settings, settings_of
-from eos.kafka.world import REAL, World
+from eos.kafka.admin import preflight
+from eos.kafka.client.settings import OF_FUNCTIONS, Settings, settings_of
+from eos.kafka.client.world import REAL, World
 from eos.session.asking import Stopped
 from eos.session.loop import Loop
 from eos.session.membership import Membership

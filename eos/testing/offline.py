@@ -23,7 +23,7 @@ from eos.app.routes import Route
 from eos.app.serde import encode, encode_key
 from eos.app.stores import plain
 from eos.errors import ConfigurationError
-from eos.kafka.settings import Settings
+from eos.kafka.client.settings import Settings
 from eos.records import Header, Record, Send
 from eos.state.tasks import Task
 from eos.worker.handling import Handler, Kept

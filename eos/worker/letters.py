@@ -32,10 +32,10 @@ from eos.errors import (
     describe_error,
     stop_error,
 )
-from eos.kafka import facts, tail
-from eos.kafka.failures import classify
-from eos.kafka.settings import Settings
-from eos.kafka.world import REAL, World
+from eos.kafka.admin import facts, tail
+from eos.kafka.client.failures import classify
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import REAL, World
 from eos.records import Header, Record, Send, noted, place_of, readable
 
 _REPLAYS = "replays"

@@ -18,7 +18,7 @@ import eos as package
 from eos.app.dead_letters import dead_letter
 from eos.broker import LocalKafka
 from eos.errors import Fenced
-from eos.kafka.settings import Settings
+from eos.kafka.client.settings import Settings
 from eos.records import Record
 from eos.testing.history import committed_offsets
 from eos.worker import replay

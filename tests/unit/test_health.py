@@ -24,7 +24,7 @@ from eos.health.board import Board
 from eos.health.incidents import Incidents, words
 from eos.health.server import HealthServer, parse_address
 from eos.health.status import Distribution, PartitionLag, Sample, StateOf, Status, judge, judge_report, stuck_after_s
-from eos.kafka.settings import Settings
+from eos.kafka.client.settings import Settings
 from eos.session.observe import Histogram, Pulse
 
 ROOT = Path(__file__).parents[2]

@@ -647,7 +647,7 @@ def test_a_policy_that_cannot_be_read_is_a_note(cluster: Cluster) -> None:
 
 SLOW = """
 import sys
-from eos.kafka import facts
+from eos.kafka.admin import facts
 from eos.cli import invoke
 from eos.testing import verify as verifying
 from eos.testing.checker import Report, Verdict
