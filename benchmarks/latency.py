@@ -30,7 +30,7 @@ from eos.broker import LocalKafka
 
 GOALS_MS = {50: 50, 99: 150}
 PERCENTILES = (50, 90, 99, 99.9)
-LOOPS = ("eos, two producers", "eos, one producer", "straight loop")
+LOOPS = ("eos", "straight loop")
 BROKER_WARM_UP_S = 20.0
 WARM_UP_S = 5.0  # of the source, not measured: connections to all partitions are made
 START_LIMIT_S = 60.0
@@ -40,11 +40,9 @@ Ages = NDArray[np.float64]
 def command_of(loop: str, bootstrap: str, source: str, target: str, group: str, interval_ms: int) -> list[str]:
     if loop == "straight loop":
         return [sys.executable, "-m", "benchmarks.steady_straight", bootstrap, source, target, group, str(interval_ms)]
-    producers = "2" if "two" in loop else "1"
-    settings = [f"eos.transaction.interval.ms={interval_ms}", f"eos.producers={producers}"]
-    flags = [word for setting in settings for word in ("-X", setting)]
     worker = ["run", "benchmarks.steady_app:app", "--instance", "bench", "--log-level", "warning"]
-    return [sys.executable, "-m", "eos", *worker, "--bootstrap-servers", bootstrap, *flags]
+    flags = ["--bootstrap-servers", bootstrap, "-X", f"eos.transaction.interval.ms={interval_ms}"]
+    return [sys.executable, "-m", "eos", *worker, *flags]
 
 
 def measure(bootstrap: str, loop: str, per_second: int, seconds: float, interval_ms: int) -> tuple[Ages, float]:

@@ -147,22 +147,21 @@ class Transactions:
         if not self.settings.get("transactional.id"):
             raise ConfigurationError("transactional.id must be set for a transaction")
         self._sends_offsets = offsets
-        self._producer = self._new_producer(alternate=False)
+        self._producer = TransactionalProducer(
+            self.settings, self.settings["transactional.id"], reports=True, world=world
+        )
         self._open: PlainTransaction | None = None  # whose block has the producer
         self._beginning = threading.Lock()
         self._claim = Claim(self.settings, _lost_to, world=world)
 
-    def _new_producer(self, alternate: bool) -> TransactionalProducer:
-        return TransactionalProducer(
-            self.settings, self.settings["transactional.id"], alternate, reports=True, world=self._world
-        )
-
     def __enter__(self) -> Transactions:
+        alternate = False
         if self._sends_offsets:
             # On brokers before 4.0 a late TxnOffsetCommit takes pending offsets from a replacement of the same id.
             with self._world.admin(self.settings) as admin:
-                self._producer = self._new_producer(alternate=admin.transaction_version() < OLD_TRANSACTIONS)
-        self._producer.start(self._world.now() + self.settings["eos.startup.timeout.ms"] / 1000)
+                alternate = admin.transaction_version() < OLD_TRANSACTIONS
+        deadline = self._world.now() + self.settings["eos.startup.timeout.ms"] / 1000
+        self._producer.start(deadline, alternate=alternate)
         return self
 
     def __exit__(self, *_: object) -> None:

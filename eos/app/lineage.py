@@ -78,7 +78,6 @@ class Ledger:
     (eos/session/participants.py)."""
 
     topics: Collection[str] = ()
-    pipelines = False  # outputs are counted up to each commit, which a transaction that begins before it cannot know
 
     def __init__(self) -> None:
         self._committed: dict[TopicPartition, Tally] = {}

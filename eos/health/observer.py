@@ -55,10 +55,9 @@ class Observer:
         self._next_sample = now + _SAMPLE_INTERVAL_S
         membership = self._session.membership
         lags = [PartitionLag(*partition, records) for partition, records in sorted(membership.lags().items())]
-        under_way_s = self._session.commit_under_way_s
         known, unresolved = membership.member.known, membership.unresolved
         states = tuple(StateOf(*state) for state in self._worker.states())
-        self._sample = Sample(known, unresolved, lags, under_way_s, membership.waiting, states)
+        self._sample = Sample(known, unresolved, lags, membership.waiting, states)
 
     def status(self) -> Status:
         """As of now; from any thread."""

@@ -120,7 +120,6 @@ class Sample(NamedTuple):
     in_group: bool
     unresolved: int
     lags: list[PartitionLag]
-    commit_under_way_s: float = 0.0
     restoring: int = 0
     states: tuple[StateOf, ...] = ()
 
@@ -163,8 +162,6 @@ def judge(
         return Verdict(True, False, doing)
     if doing == "calling" and now - since > CALL_PATIENCE_S:
         return Verdict(True, False, f"waiting for the cluster for {now - since:.0f} s ({what})")
-    if sample is not None and sample.commit_under_way_s > CALL_PATIENCE_S:
-        return Verdict(True, False, f"waiting for the cluster for {sample.commit_under_way_s:.0f} s (commit)")
     if sample is None or not sample.in_group:
         return Verdict(True, False, "not in its group yet, or its cluster does not answer")
     if sample.unresolved:

@@ -17,7 +17,7 @@ from eos.kafka.client.cluster import ClusterAdmin, Described
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
 from eos.session.observe import Pulse
-from eos.session.producer import ALWAYS, TransactionalProducer
+from eos.session.producer import TransactionalProducer
 from eos.session.states import State
 
 T = TypeVar("T")
@@ -64,12 +64,11 @@ class Claim:
         producer.replace(reason)
 
     def confirm(self, producer: TransactionalProducer, reason: str) -> None:
-        """Before an init of ours: Fenced when a newer instance has the id.
+        """Raise Fenced, before an init of ours, when a newer instance has the id.
 
-        Not asked for each transaction of `eos.replace.producer=always`, nor where our own client may have taken the
-        next epoch unheard: that looks like a newer instance's init.
+        Not asked where our own client may have taken the next epoch unheard: that looks like a newer instance's init.
         """
-        if reason == ALWAYS or producer.may_have_bumped:
+        if producer.may_have_bumped:
             return
         fenced = producer.state is State.FENCED  # and `settle` has found since when
         mine = self._left_at.get(producer.transactional_id) if fenced else None

@@ -51,10 +51,6 @@ class Client:
         self.user_stats = configuration.get("stats_cb")
         configuration.setdefault("statistics.interval.ms", STATISTICS_INTERVAL_MS)
         configuration.setdefault("logger", log.client_logger)
-        if str(configuration["statistics.interval.ms"]).strip() == "0":
-            # A user who wants none (and always replaces) must have some all the same: they alone tell the producer's
-            # epoch, and whose epoch is not known takes its own timeout for a newer instance (exit 79).
-            configuration["statistics.interval.ms"], self.user_stats = STATISTICS_INTERVAL_MS, None
         configuration |= {
             "stats_cb": self._statistics,
             # A callback per record costs 20 %; errors are latched, the rest is counted.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from eos import log
 from eos.kafka.client.world import World
-from eos.session.lanes import UnderWay
+from eos.session.committer import Commit
 from eos.session.observe import COMMIT_BOUNDS_S, END_TO_END_BOUNDS_S, Histogram
 from eos.session.participants import Listener, Outcome, Participant
 
@@ -50,37 +50,36 @@ class Endings:
     def __init__(self, participants: Sequence[Participant], listener: Listener, world: World) -> None:
         self.counters = Counters()
         self._participants, self._listener, self._world = participants, listener, world
-        self._untold: list[Transaction] = []  # of their ends: the one whose commit is under way, the open one
+        self._begun: Transaction | None = None  # nobody was told of its end yet
 
-    def begun(self, transaction: Transaction, behind: Transaction | None) -> None:
-        """It is open; the commit of the one `behind` which it began is on its way."""
-        self._untold = [transaction] if behind is None else [behind, transaction]
+    def begun(self, transaction: Transaction) -> None:
+        self._begun = transaction
 
-    def ended(self, outcome: Outcome, last: Transaction | None = None) -> None:
-        """Of all that are not told, up to `last`: the first ended so. What was begun behind a transaction that did not
-        commit was given up with it, and what did not set out for its commit cannot have come to pass."""
-        until = len(self._untold) if last is None else self._untold.index(last) + 1
-        ended, self._untold = self._untold[:until], self._untold[until:]
-        for transaction in ended:
-            outcome = outcome if transaction.set_out else Outcome.ABORTED
-            for participant in self._participants:
-                (participant.committed if outcome is Outcome.COMMITTED else participant.undone)()
-            self._listener.ended(transaction, outcome)
-            outcome = Outcome.ABORTED
+    def ended(self, outcome: Outcome) -> None:
+        """Tell how the last transaction ended, if that was not told yet. One whose commit was not started is aborted,
+        whatever `outcome` says."""
+        transaction, self._begun = self._begun, None
+        if transaction is None:
+            return
+        outcome = outcome if transaction.commit_started else Outcome.ABORTED
+        for participant in self._participants:
+            (participant.committed if outcome is Outcome.COMMITTED else participant.undone)()
+        self._listener.ended(transaction, outcome)
 
-    def committed(self, done: UnderWay) -> None:
+    def committed(self, done: Commit, who: Mapping[str, object]) -> None:
+        """Tell that this commit succeeded, and count it. `who` is the producer's, for the log."""
         transaction, counters = done.transaction, self.counters
-        self.ended(Outcome.COMMITTED, transaction)
+        self.ended(Outcome.COMMITTED)
         counters.transactions += 1
         counters.records_in += done.taken
         counters.records_out += transaction.sent
         counters.skipped += transaction.skipped
         counters.dead_letters += transaction.dead_letters
         ended_at: float = done.job.result
-        counters.commit_seconds.observe(ended_at - done.set_out_at)
+        counters.commit_seconds.observe(ended_at - done.started_at)
         if done.taken and transaction.first_timestamp_ms > 0:
             ended_ms = (self._world.unix() - self._world.now() + ended_at) * 1000
             # Clocks differ: a record from the future is no age below zero.
             counters.end_to_end_seconds.observe(max(0.0, (ended_ms - transaction.first_timestamp_ms) / 1000))
         ms = round((ended_at - transaction.began_at) * 1000)
-        log.debug("committed", taken=done.taken, sent=transaction.sent, ms=ms, **done.producer.who())
+        log.debug("committed", taken=done.taken, sent=transaction.sent, ms=ms, **who)

@@ -2,7 +2,7 @@
 
 Owns the membership, and that another one takes its place when its consumer is given up. It never decides what becomes
 of a transaction: a CallFailed says what a failed poll asks for. New partitions begin, and topics are added, only while
-no transaction is open and no commit is on its way.
+no transaction is open.
 """
 
 from __future__ import annotations

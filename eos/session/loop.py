@@ -1,18 +1,14 @@
 """The order of calls of a consume-transform-produce loop: the only place that decides commit or abort.
 
 Modelled on franz-go's GroupTransactSession. The parts that it plays together (eos/session/parts.py) have a rule each:
-intake.py what is read, lanes.py who commits, offsets.py what is committed, endings.py who is told, recovery.py and
-steps.py what a failed call leads to. Rebalance callbacks (membership.py) only record facts: what was assigned begins
-when no transaction is open, what was revoked is forgotten, and if the open transaction took records of it, that
-transaction aborts at its end (nothing of it can become visible, so giving the partition back first is safe).
+intake.py what is read, committer.py where a commit runs, offsets.py what is committed, endings.py who is told,
+recovery.py and steps.py what a failed call leads to. Rebalance callbacks (membership.py) only record facts: what was
+assigned begins when no transaction is open, what was revoked is forgotten, and if the open transaction took records of
+it, that transaction aborts at its end (nothing of it can become visible, so giving the partition back first is safe).
 
 A transaction in order: gather -> begin -> hand out records, send, poll for more -> flush -> latched delivery errors ->
-the one before is committed -> member still in the group -> send_offsets -> commit. The backlog's next records are
-fetched while a large transaction's flush and commit are waited for (`Intake.ahead`).
-
-With `eos.producers=2` two producers take turns: the next transaction sends records only after the flush of the one
-before (order per partition) and offsets only after that one's commit returned; if that commit did not come to pass, it
-goes down with it (`_await_commit`). So what can be committed is always a beginning of what was read.
+member still in the group -> send_offsets -> commit. The backlog's next records are fetched while a large transaction's
+flush and commit are waited for (`Intake.ahead`).
 """
 
 from __future__ import annotations
@@ -21,18 +17,20 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from eos import log
 from eos.errors import Action, CallFailed, IllegalState, PoisonRecord
 from eos.records import Fed, Feed, Record
-from eos.session.lanes import UnderWay
+from eos.session.committer import Commit
 from eos.session.membership import Membership
 from eos.session.offsets import IDLE_PLACES_S
 from eos.session.participants import Outcome
 from eos.session.parts import Parts
 from eos.session.positions import TopicPartition as Partition
-from eos.session.producer import ALWAYS, TransactionalProducer
 from eos.session.recovery import Trouble
 from eos.session.steps import Recovery
 from eos.session.transaction import Transaction
+
+_CLOSE_ABORT_S = 5.0
 
 
 class Loop:
@@ -40,7 +38,8 @@ class Loop:
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._world, self._listener = parts, parts.world, parts.listener
-        self._intake, self._lanes, self._claim = parts.intake, parts.lanes, parts.claim
+        self._intake, self._claim = parts.intake, parts.claim
+        self._producer, self._committer = parts.producer, parts.committer
         self._positions, self._offsets = parts.positions, parts.offsets
         self._pacing, self._endings = parts.pacing, parts.endings
         self._recovery = Recovery(parts)
@@ -48,23 +47,37 @@ class Loop:
         self._open: Transaction | None = None
         self._given_up: Transaction | None = None  # by us, while the loop's body has it
         self._failure: CallFailed | None = None  # of a send in the open transaction
+        self._commit: Commit | None = None  # started; how it ended is not noted yet
         self._half_way = False  # see _whole
-
-    @property
-    def _producer(self) -> TransactionalProducer:
-        """The one whose turn it is."""
-        return self._lanes.turn
 
     @property
     def _membership(self) -> Membership:
         return self._intake.membership
 
     def close(self) -> None:
-        """Nothing is begun or recovered any more; what is open is aborted with its producer."""
-        if (done := self._lanes.await_at_close()) is not None:
-            self._arrived(done)
+        """Abort what is open and close the producer. Nothing is begun or recovered after it."""
+        commit, self._commit = self._commit, None
+        if commit is not None and self._succeeds_at_close(commit):
+            self._succeeded(commit)
         self._endings.ended(Outcome.UNKNOWN)
         self._open = None
+        if self._producer.may_abort:
+            try:
+                self._producer.abort(self.now() + _CLOSE_ABORT_S)
+            except CallFailed as failure:
+                # The broker aborts it at its timeout, or our successor's init does.
+                log.warning("abort at close failed", error=str(failure), **self._producer.who())
+        self._producer.close()
+        self._committer.close()
+
+    def _succeeds_at_close(self, commit: Commit) -> bool:
+        """Return whether a commit whose wait was interrupted succeeds within a moment."""
+        if not commit.job.done.wait(_CLOSE_ABORT_S):
+            self._producer.abandon()  # its outcome is the coordinator's, and our successor's to learn
+            return False
+        if commit.job.error is not None:
+            log.warning("commit at close failed", error=str(commit.job.error), **self._producer.who())
+        return commit.job.error is None
 
     # ---- its turns --------------------------------------------------------------------------------------------
 
@@ -103,9 +116,6 @@ class Loop:
             if gathered and len(self._positions):
                 if self._try(self._begin):
                     return self._open
-            elif (under_way := self._lanes.under_way) is not None:
-                if under_way.job.done.is_set():
-                    self._await_commit()
             elif gathered and self._offsets.to_commit(self._membership.starts.uncommitted, IDLE_PLACES_S):
                 if self._try(self._begin):
                     self._end()
@@ -113,7 +123,6 @@ class Loop:
                 return None
             self._replace_while_idle()
             self._listener.idle()
-        self._await_commit()
         return None
 
     def _gather(self) -> None:
@@ -122,23 +131,16 @@ class Loop:
         self._intake.wait_out_pause()
         if topics := self._listener.new_topics():
             self._intake.note(topics)
-            # The group rebalances: offsets that are on their way would be refused, by the generation.
-            self._await_commit()
             self._intake.read_too()
-        # A partition that left and comes back begins behind what of it is on its way.
-        if self._membership.changed and self._await_commit():
+        if self._membership.changed:
             self._intake.begin_partitions()
         self._intake.gather()
 
     def _replace_while_idle(self) -> None:
         """A late AddPartitionsToTxn would start a ghost transaction that fences an idle worker: not at a new epoch."""
-        if self._lanes.under_way is not None:
-            return
-        for producer in self._lanes.producers:
-            producer.poll(0)  # the one whose turn it is not, too
-            reason = producer.must_replace()
-            if reason is not None and reason != ALWAYS:
-                self._claim.replace(producer, reason)
+        self._producer.poll(0)
+        if reason := self._producer.must_replace():
+            self._claim.replace(self._producer, reason)
 
     def _begin(self) -> None:
         asked = self._world.now()
@@ -149,10 +151,10 @@ class Loop:
         self._producer.begin()
         self._world.step("begun")
         self._failure = self._membership.lost_sentence = self._given_up = None
-        now, under_way = self._world.now(), self._lanes.under_way
+        now = self._world.now()
         begun = Transaction(self, now, self._pacing.began(now), self._positions.first_timestamp_ms)
         begun.waited_before = self.waited_s
-        self._endings.begun(begun, None if under_way is None else under_way.transaction)
+        self._endings.begun(begun)
         self._open = begun
 
     # ---- while a transaction is open: what it asks for (eos/session/transaction.py) -----------------------------
@@ -191,7 +193,7 @@ class Loop:
 
     def end_now(self, txn: Transaction) -> bool:
         with self._whole():
-            return self.has(txn) and self._end() and self._await_commit()
+            return self.has(txn) and self._end()
 
     def abort(self, txn: Transaction, why: str) -> None:
         with self._whole():
@@ -221,16 +223,16 @@ class Loop:
     # ---- the end of a transaction -----------------------------------------------------------------------------
 
     def _end(self) -> bool:
-        """Sends the open transaction's commit on its way, behind the one before. False: it was aborted, alone or with
-        the one before, and what they took will be handed out again."""
+        """Commit the open transaction. Return False if it was aborted; its records are handed out again."""
         assert self._open is not None
         self._open._give_back_ahead()
         offsets = self._offsets.to_commit(self._membership.starts.uncommitted)
-        if not (self._try(lambda: self._flush(offsets)) and self._await_commit()):
-            return False
-        # Behind both waits, in which a partition may be lost.
-        gone = self._try(lambda: self._set_out(offsets, self._membership.metadata_to_commit(offsets)))
-        return gone and (self._lanes.in_turn or self._await_commit())
+        return (
+            self._try(lambda: self._flush(offsets))
+            # After the flush, during which a partition may be lost.
+            and self._try(lambda: self._start_commit(offsets, self._membership.metadata_to_commit(offsets)))
+            and self._finish_commit()
+        )
 
     def _flush(self, offsets: Mapping[Partition, int]) -> None:
         assert self._open is not None
@@ -251,48 +253,42 @@ class Loop:
             return transaction.handling_s
         return self._world.now() - transaction.began_at - (self.waited_s - transaction.waited_before)
 
-    def _set_out(self, offsets: Mapping[Partition, int], group_metadata: Any) -> None:
-        """The flushed transaction's commit is sent on its way."""
+    def _start_commit(self, offsets: Mapping[Partition, int], group_metadata: Any) -> None:
         transaction = self._open
         assert transaction is not None
-        job = self._lanes.commit_of(self._offsets.commits_of(offsets, self._producer), group_metadata)
-        starts, taken = self._membership.starts.uncommitted, self._positions.taken
-        commit = UnderWay(self._producer, transaction, offsets, starts, taken, self._world.now(), job)
-        self._positions.set_out(offsets)
+        job = self._committer.job_of(self._offsets.commits_of(offsets, self._producer), group_metadata)
+        commit = Commit(transaction, offsets, self._positions.taken, self._world.now(), job)
         # Nothing more can be sent in it, whatever interrupts us from here on.
-        self._open, transaction.set_out = None, True
-        self._lanes.send(commit)
-        self._membership.starts.uncommitted = {}
+        self._open, transaction.commit_started = None, True
+        self._commit = commit
 
-    def _await_commit(self) -> bool:
-        """Waits for the commit that is on its way, if any. False: it failed, and so did what was begun behind it; that
-        is carried out already. Raises what a failed commit of the open transaction would."""
-        commit = self._lanes.under_way
+    def _finish_commit(self) -> bool:
+        """Wait for the commit that was started, if any. Return False if it failed; that is recovered from already."""
+        commit = self._commit
         if commit is None:
             return True
-        error = self._lanes.await_commit(commit, lambda: self._intake.ahead(commit.taken))
+        error = self._committer.wait(commit.job, lambda: self._intake.ahead(commit.taken))
         if error is None:
-            self._arrived(commit)
+            self._succeeded(commit)
             return True
-        self._membership.starts.returned(commit.new_starts, self._membership.assigned)
-        self._positions.returned()
-        self._lanes.ended(commit)
+        self._commit = None
         if not isinstance(error, CallFailed):
             raise error
         self._carry_out(error, commit.offsets, commit.transaction)
         return False
 
-    def _arrived(self, commit: UnderWay) -> None:
-        self._positions.arrived()
-        self._lanes.ended(commit)
+    def _succeeded(self, commit: Commit) -> None:
+        self._positions.commit(commit.offsets)
+        self._membership.starts.uncommitted = {}
+        self._commit = None
         self._recovery.rebuilds_in_a_row = 0
         open_s = commit.job.result - commit.transaction.began_at
         self._pacing.committed(commit.taken, open_s, open_s - (commit.transaction.handling_s or 0.0))
         self._parts.successor.ours("our last commit")
         self._offsets.committed(commit)
-        self._endings.committed(commit)
+        self._endings.committed(commit, self._producer.who())
         counters = self._parts.counters
-        counters.repeated, counters.replacements = self._positions.repeated, self._lanes.replacements
+        counters.repeated, counters.replacements = self._positions.repeated, dict(self._producer.replacements)
 
     # ---- recovery ---------------------------------------------------------------------------------------------
 
@@ -317,6 +313,7 @@ class Loop:
         if interrupted:
             self._claim.hold()  # who lost it never initialises again
             self._given_up = with_the_body
+            self._finish_commit()
             self._recover(CallFailed("consume", Action.INTERRUPTED, RuntimeError("the loop was left half way")))
         try:
             yield
@@ -327,12 +324,10 @@ class Loop:
 
     def _recover(self, failure: CallFailed) -> None:
         """Carries out what a failed call asks for; returns when the loop can go on, raises when it must stop."""
-        if not self._await_commit() and failure.call != "consume":
-            return  # the transaction before failed and took the open one with it; the consumer's failure remains
         self._carry_out(failure, self._membership.starts.uncommitted | self._positions.offsets(), self._open)
 
     def _carry_out(
-        self, failure: CallFailed, offsets: Mapping[Partition, int], transaction: Transaction | None = None
+        self, failure: CallFailed, offsets: Mapping[Partition, int], transaction: Transaction | None
     ) -> None:
         trouble = Trouble(failure, self._positions.taken, self._positions.last_taken, offsets)
         if transaction is not None:

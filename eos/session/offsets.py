@@ -15,7 +15,7 @@ from eos.kafka.admin.places import Places
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.records import Committed, metadata_of, noted
-from eos.session.lanes import UnderWay
+from eos.session.committer import Commit
 from eos.session.participants import Outcome, Participant
 from eos.session.positions import Positions
 from eos.session.positions import TopicPartition as Partition
@@ -40,7 +40,7 @@ class Offsets:
         self._positions, self._participants, self._successor, self._world = positions, participants, successor, world
         self._places = Places(settings, settings["group.id"], world)
         self._due = world.now()  # when the places of all partitions are to be committed again
-        self._number = 0  # of the last transaction that set out
+        self._number = 0  # of the last transaction whose commit was started
         self._stamp: dict[str, object] = {}  # what stands beside its offsets
 
     def to_commit(self, new_starts: Mapping[Partition, int], patience_s: float = 0.0) -> dict[Partition, int]:
@@ -68,8 +68,9 @@ class Offsets:
         return commits
 
     def outcome_of(self, offsets: Mapping[Partition, int], stable: Mapping[Partition, Committed]) -> Outcome:
-        """Of the last transaction that set out, by what is committed now. An offset alone does not tell: another member
-        may have handled the same records after the brokers aborted ours. What stands beside it does."""
+        """Return the outcome of the last commit that was started, by what is committed now. An offset alone does not
+        tell: another member may have handled the same records after the brokers aborted ours. What stands beside it
+        does."""
         if not offsets or any(stable[partition].offset < offset for partition, offset in offsets.items()):
             return Outcome.ABORTED
         return Outcome.COMMITTED if any(self._is_ours(at) for at in stable.values()) else Outcome.UNKNOWN
@@ -77,10 +78,10 @@ class Offsets:
     def _is_ours(self, at: Committed) -> bool:
         return bool(self._stamp) and noted(metadata_of(at)).items() >= self._stamp.items()
 
-    def committed(self, done: UnderWay) -> None:
+    def committed(self, done: Commit) -> None:
         self._places.committed(done.offsets)
-        if done.set_out_at >= self._due and done.offsets.keys() >= self._positions.places().keys():
-            self._due = done.set_out_at + _PLACES_S
+        if done.started_at >= self._due and done.offsets.keys() >= self._positions.places().keys():
+            self._due = done.started_at + _PLACES_S
 
     def close(self) -> None:
         self._places.close()

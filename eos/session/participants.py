@@ -33,9 +33,6 @@ class Outcome(Enum):
 class Participant(Protocol):
     """Follows one transaction after the other. All of it is called on the session's thread."""
 
-    pipelines: bool
-    """Whether its next transaction may begin before it is told how this one ended; else one producer works."""
-
     @property
     def topics(self) -> Collection[str]:
         """Topics that it alone writes: an error about one of them is never an input record's."""
@@ -64,10 +61,11 @@ class Participant(Protocol):
         """For the JSON that is committed beside this partition's offset; everything of the transaction was sent."""
 
     def committed(self) -> None:
-        """The oldest transaction of which it was not told yet is committed."""
+        """The transaction is committed."""
 
     def undone(self) -> None:
-        """The same is not, or nobody knows: its records come again, or their partitions are restored."""
+        """The transaction is not committed, or nobody knows: its records come again, or their partitions are
+        restored."""
 
 
 class Listener:
@@ -81,8 +79,8 @@ class Listener:
         return ()
 
     def ended(self, transaction: Transaction, outcome: Outcome) -> None:
-        """Called once for each transaction, in order; with two producers the one behind it may have begun. What is
-        said to be committed then (`TransactSession.committed`) is."""
+        """Called once for each transaction, in order, before the next one begins. `TransactSession.committed` has its
+        offsets if it was committed."""
 
     def unreadable(self, topic: str, partition: int, offset: int, why: str) -> None:
         """The record at this offset was fetched, and its headers cannot be read (records.UnreadableHeaders). It is

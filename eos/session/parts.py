@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.session.claim import Claim
+from eos.session.committer import Committer
 from eos.session.endings import Endings
 from eos.session.intake import Intake
-from eos.session.lanes import Lanes
 from eos.session.membership import Membership
 from eos.session.observe import Pulse
 from eos.session.offsets import Offsets
 from eos.session.pacing import Pacing
 from eos.session.participants import Listener, Participant
+from eos.session.producer import TransactionalProducer
 from eos.session.successor import Successor
 
 
@@ -58,7 +59,10 @@ class Parts:
         self.successor = Successor(settings, world)
         self.offsets = Offsets(settings, self.positions, participants, self.successor, world)
         changelogs = {topic for participant in participants for topic in participant.topics}
-        self.lanes = Lanes(settings, self.pulse, world, changelogs)
+        self.producer = TransactionalProducer(
+            settings, settings["transactional.id"], pulse=self.pulse, world=world, changelogs=changelogs
+        )
+        self.committer = Committer(self.producer, self.pulse, world)
         self.claim = Claim(
             settings, self.successor.told, lambda: self.membership.member.nobody_took_our_place(), self.pulse, world
         )

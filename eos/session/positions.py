@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from eos import hotloop
@@ -34,20 +33,8 @@ R = TypeVar("R", bound=Positioned)
 _partition_of: Callable[[Any], TopicPartition] = operator.attrgetter("topic", "partition")
 
 
-@dataclass
-class _UnderWay:
-    """A transaction whose commit is under way, while the next one takes records behind it."""
-
-    begins: dict[TopicPartition, int]
-    nexts: dict[TopicPartition, int]
-    lost: set[TopicPartition]
-    taken: int
-    committed_before: dict[TopicPartition, int | None]  # of the partitions that it commits
-
-
 class Positions(Generic[R]):
-    """Fetched records that wait, what the open transaction took of those before them, and what the transaction before
-    took if its commit is still on its way."""
+    """Fetched records that wait, and what the open transaction took of those before them."""
 
     def __init__(self) -> None:
         self._waiting: list[R] = []
@@ -56,13 +43,13 @@ class Positions(Generic[R]):
         self._begins: dict[TopicPartition, int] = {}  # first offset that the transaction took, without the last batch
         self._nexts: dict[TopicPartition, int] = {}  # one after the last offset it took, without the last batch
         self._lost: set[TopicPartition] = set()  # of what the open transaction took
-        self._under_way: _UnderWay | None = None
         self._behind: dict[TopicPartition, int] = {}  # the lowest offset that may come next
         self.repeated = 0
         """Records that the consumer delivered again: dropped."""
         # End of the partition as seen behind all fetched records (control markers included).
         self._ends: dict[TopicPartition, int] = {}
-        self.committed: dict[TopicPartition, int] = {}  # next offset, as far as this member committed or resolved it
+        self.committed: dict[TopicPartition, int] = {}
+        """Next offset of each partition of ours, as far as this member committed or resolved it."""
 
     def __len__(self) -> int:
         """Records that wait to be handed out."""
@@ -186,41 +173,11 @@ class Positions(Generic[R]):
         self._behind = self.committed | self._nexts | _span(self._last)[1] | _span(self._waiting)[1]
         return self._behind.copy()
 
-    def set_out(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """The open transaction's commit, with these offsets, sets out; what is taken from now on is the next's.
-
-        Until `arrived` or `returned` says how it ended the offsets count as committed: the next transaction begins
-        behind them.
-        """
-        assert self._under_way is None, "one commit at a time: the next one's offsets wait for its outcome"
-        assert not self._lost, "a transaction with records of a lost partition cannot commit"
-        self._count_last()
-        before = {p: self.committed.get(p) for p in offsets}
-        self._under_way = _UnderWay(self._begins, self._nexts, set(), self._taken_before, before)
-        self.committed |= offsets
+    def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
+        """Note that the open transaction was committed with these offsets. A partition that was revoked meanwhile is
+        left out. An interrupted call can be repeated."""
+        self.committed |= {p: offset for p, offset in offsets.items() if p in self.committed}
         self._begin_anew()
-
-    def arrived(self) -> None:
-        """The commit under way came to pass. Said twice (a signal's exception came between this and the
-        session's note of it) it is said once."""
-        self._under_way = None
-
-    def returned(self) -> None:
-        """The commit under way did not come to pass, as far as is known: it is the open one again, and what was
-        taken after it is part of it (a rewind goes back to the beginning of both; `offsets` are the older one's). Said
-        twice it is said once, as `arrived` is."""
-        if self._under_way is None:
-            return
-        self._count_last()
-        under_way, self._under_way = self._under_way, None
-        self._begins |= under_way.begins
-        self._nexts = under_way.nexts
-        self._lost |= under_way.lost
-        self._taken_before += under_way.taken
-        for partition, offset in under_way.committed_before.items():
-            if partition not in under_way.lost:
-                self.committed.pop(partition, None)
-                self.committed |= {} if offset is None else {partition: offset}
 
     def _begin_anew(self) -> None:
         self._last, self._taken_before = [], 0
@@ -258,8 +215,6 @@ class Positions(Generic[R]):
         self._drop(gone)
         touched = gone & (self._begins.keys() | set(map(_partition_of, self._last)))
         self._lost |= touched
-        if self._under_way is not None:
-            self._under_way.lost |= gone  # how its commit ends is no news of theirs any more
         for partition in gone:
             self.committed.pop(partition, None)
             self._behind.pop(partition, None)
@@ -268,7 +223,6 @@ class Positions(Generic[R]):
     def clear(self) -> None:
         """Nothing is ours any more: the consumer is given up, and with it all it fetched."""
         self._waiting, self._ends, self.committed, self._behind = [], {}, {}, {}
-        self._under_way = None
         self._begin_anew()
 
     def resolve(self, stable: Mapping[TopicPartition, int | None]) -> dict[TopicPartition, int]:
@@ -280,8 +234,8 @@ class Positions(Generic[R]):
         offset): the transaction did not commit, so the partition begins again where the transaction did.
         """
         for partition, offset in stable.items():
-            if offset is not None and partition not in self._lost:
-                self.committed[partition] = max(offset, self.committed.get(partition, 0))
+            if offset is not None and partition in self.committed:
+                self.committed[partition] = max(offset, self.committed[partition])
         targets = {p: max(offset, self.committed.get(p, 0)) for p, offset in self.rewind().items()}
         self._behind |= targets
         return targets

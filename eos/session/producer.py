@@ -9,7 +9,6 @@ transaction.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -28,7 +27,6 @@ from eos.session.client import ABANDONED_POLL_S, Client, retire, size_of
 from eos.session.observe import Pulse
 from eos.session.states import OPEN, Event, Machine, State
 
-ALWAYS = "always"  # the setting, and the reason it gives
 OLD_TRANSACTIONS = 2  # transaction.version below it: a replaced producer needs another transactional.id
 HANG_MARGIN_S = 5.0
 _WAIT_LOG_INTERVAL_S = 10.0
@@ -49,17 +47,13 @@ class TransactionalProducer:
     Sink of what is fed to it (eos/records.py).
 
     `changelogs`: topics that no function writes; an error about one of them is not an input record's.
-    With `reports` every record's delivery is reported (to `send`'s callback). With `alternate`, a replacement goes on
-    under a second transactional.id (and a start fences both). Needed for brokers before 4.0: there a late
-    TxnOffsetCommit of the fenced epoch deletes the new epoch's pending offsets (measured on 3.9.2, 6 of 6), but not
-    those of another producer id.
+    With `reports` every record's delivery is reported (to `send`'s callback).
     """
 
     def __init__(
         self,
         settings: Settings,
         transactional_id: str,
-        alternate: bool = False,
         reports: bool = False,
         pulse: Pulse | None = None,
         world: World = REAL,
@@ -68,9 +62,9 @@ class TransactionalProducer:
         self._settings, self._world, self._changelogs = settings, world, changelogs
         self._reports = reports
         self._pulse = pulse or Pulse(world.now)
-        self._ids = [transactional_id, alternate_of(transactional_id)] if alternate else [transactional_id]
+        self._id = transactional_id
+        self._ids = [transactional_id]  # the one that is used comes first; the other one is for replacements
         self._machine = Machine()
-        self._mode: str = settings["eos.replace.producer"]
         self._call_timeout_s: float = settings["eos.call.timeout.ms"] / 1000
         self._client: Client | None = None
         self._half_way: Client | None = None  # its init was interrupted
@@ -86,7 +80,7 @@ class TransactionalProducer:
         """An abort or an init did not come to its end: a client of ours may have taken the next epoch in it (an abort:
         KIP-360), and nobody knows."""
         self.replacements: dict[str, int] = {}
-        """How often the producer was replaced, by reason class: "abort", "retry", "failure", "always"."""
+        """How often the producer was replaced, by reason class: "abort", "retry", "failure"."""
 
     @property
     def state(self) -> State:
@@ -118,12 +112,23 @@ class TransactionalProducer:
 
     # ---- life -------------------------------------------------------------------------------------------------
 
-    def start(self, deadline: float | None, before_init: Callable[[str], None] = lambda transactional_id: None) -> None:
+    def start(
+        self,
+        deadline: float | None,
+        before_init: Callable[[str], None] = lambda transactional_id: None,
+        alternate: bool = False,
+    ) -> None:
         """Creates the client and initialises the transactional.id, which ends what a predecessor left open.
 
         `deadline` is a World.now(); without one an unreachable cluster is waited for. `before_init` is called with
         each transactional.id immediately before its init. Raises Unavailable, ConfigurationError, NotAuthorised.
+
+        With `alternate`, a replacement goes on under a second transactional.id (and the start fences both). Needed for
+        brokers before 4.0: there a late TxnOffsetCommit of the fenced epoch deletes the new epoch's pending offsets
+        (measured on 3.9.2, 6 of 6), but not those of another producer id.
         """
+        self._ids = [self._id, alternate_of(self._id)] if alternate else [self._id]
+        self._machine = Machine()
         for transactional_id in reversed(self._ids):
             client = self._initialised(transactional_id, deadline, before_init)
             if transactional_id != self._ids[0]:
@@ -132,6 +137,10 @@ class TransactionalProducer:
         self._machine.fire(Event.INITIALISED)
         self._spent = None
         self._look_around()
+
+    def fence(self, transactional_id: str, deadline: float | None, before_init: Callable[[str], None]) -> None:
+        """Initialise another transactional.id once, which fences whoever has it. Arguments and errors are `start`'s."""
+        retire(self._initialised(transactional_id, deadline, before_init))
 
     def _initialised(
         self,
@@ -189,14 +198,10 @@ class TransactionalProducer:
 
         After a slow call the next statistics are waited for: they tell whether the broker was only far or busy.
         """
-        if self._mode == ALWAYS:
-            return ALWAYS
         if self._machine.state is State.UNINITIALISED:
             return self._spent or "failure: an init did not come to its end"
         if self._machine.state in (State.FATAL, State.FENCED):
             return self._spent  # given up, or fenced by its own timeout: who was fenced by a newer one never asks
-        if self._mode == "never":
-            return None
         if self._spent is None:
             evidence = self.client.evidence
             self._await_statistics(lambda: evidence.undecided)
@@ -232,15 +237,13 @@ class TransactionalProducer:
         self._spent, self.may_have_bumped = None, False
         if old is not None:
             retire(old)
-        level = logging.DEBUG if self._mode == ALWAYS else logging.INFO
         self._look_around()
-        log.event(level, "producer replaced", reason=reason, **self.who())
+        log.info("producer replaced", reason=reason, **self.who())
 
     def _look_around(self) -> None:
         """The first statistics, so that a slow call can be judged: with a slow coordinator each small transaction would
         lead to the next replacement. They come so long behind the client's making, and most of it was the init's."""
-        if self._mode == "auto":
-            self._await_statistics(lambda: self.client.evidence.blind)
+        self._await_statistics(lambda: self.client.evidence.blind)
 
     def give_up(self, reason: str) -> None:
         """Nothing more of an open transaction may be sent; the replacement before the next one aborts it."""

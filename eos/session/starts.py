@@ -42,10 +42,6 @@ class Starts:
         """They are not ours any more: they begin where their next owner says."""
         self.uncommitted = {p: offset for p, offset in self.uncommitted.items() if p not in partitions}
 
-    def returned(self, left: Mapping[Partition, int], owned: Collection[Partition]) -> None:
-        """A commit of these did not come to pass. Not those of a partition that went while it was on its way."""
-        self.uncommitted = {p: offset for p, offset in left.items() if p in owned} | self.uncommitted
-
     def resolved(self, stable: Mapping[Partition, TopicPartition]) -> None:
         """These are the group's committed offsets now."""
         self.uncommitted = {p: offset for p, offset in self.uncommitted.items() if stable[p].offset < 0}

@@ -28,7 +28,8 @@ _CAUSES = {
 
 class Recovery:
     def __init__(self, parts: Parts) -> None:
-        self._settings, self._lanes, self._intake, self._claim = parts.settings, parts.lanes, parts.intake, parts.claim
+        self._settings, self._intake, self._claim = parts.settings, parts.intake, parts.claim
+        self._producer = parts.producer
         self._offsets, self._pacing, self._endings = parts.offsets, parts.pacing, parts.endings
         self._listener, self._world, self._group = parts.listener, parts.world, parts.group
         self.rebuilds_in_a_row = 0
@@ -52,7 +53,7 @@ class Recovery:
                 trouble.taken, 1.0 if trouble.is_of_handling else trouble.delivered
             )
             at_most = self._pacing.limit
-            log.warning("transaction timed out", why=trouble.too_slow, next_at_most=at_most, **self._lanes.turn.who())
+            log.warning("transaction timed out", why=trouble.too_slow, next_at_most=at_most, **self._producer.who())
         carry_out(trouble, self.steps)
 
     def _timed_out(self, trouble: Trouble) -> bool:
@@ -73,7 +74,7 @@ class Recovery:
         )
 
     def _abort(self, trouble: Trouble) -> None:
-        self._lanes.turn.abort()
+        self._producer.abort()
         self._endings.ended(Outcome.ABORTED)
 
     def _rewind(self, trouble: Trouble) -> None:
@@ -87,7 +88,7 @@ class Recovery:
             log.debug("refused", error=trouble.reason, group=self._group)
         usual = rebalance and self._pacing.aborts_in_a_row < _ABORTS_TO_WARN_OF
         (log.info if usual else log.warning)(
-            "transaction aborted", reason=rebalance or trouble.reason, **self._lanes.turn.who()
+            "transaction aborted", reason=rebalance or trouble.reason, **self._producer.who()
         )
 
     def _isolate(self, trouble: Trouble) -> None:
@@ -101,14 +102,14 @@ class Recovery:
             self._pacing.refused_among(trouble.taken)
 
     def _ask_owner(self, trouble: Trouble) -> None:
-        trouble.owner = self._claim.settle(self._lanes.turn, str(trouble.failure)).value
+        trouble.owner = self._claim.settle(self._producer, str(trouble.failure)).value
 
     def _look(self, trouble: Trouble) -> None:
         self._intake.membership.look_for_topics()
 
     def _replace(self, trouble: Trouble) -> None:
         self._count_rebuild(trouble)
-        self._claim.replace(self._lanes.turn, f"failure: {trouble.reason}")
+        self._claim.replace(self._producer, f"failure: {trouble.reason}")
 
     def _resolve(self, trouble: Trouble) -> None:
         membership, positions = self._intake.membership, self._intake.positions
@@ -119,17 +120,17 @@ class Recovery:
         membership.go_back(lambda: positions.resolve(known))
         membership.starts.resolved(stable)
         self._pacing.rebuilt()
-        who = self._lanes.turn.who()
+        who = self._producer.who()
         log.warning("rebuilt from the committed offsets", reason=trouble.reason, outcome=outcome.value, **who)
 
     def _rejoin(self, trouble: Trouble) -> None:
         self._count_rebuild(trouble)
-        self._claim.confirm(self._lanes.turn, trouble.reason)
+        self._claim.confirm(self._producer, trouble.reason)
         self._endings.ended(Outcome.UNKNOWN)  # while what is ours is known
         self._intake.begin_anew()
-        self._lanes.begin_anew(trouble.reason)
+        self._producer.replace(f"failure: {trouble.reason}")
         self._intake.join_again()
-        log.warning("joined the group again", reason=trouble.reason, group=self._group, **self._lanes.turn.who())
+        log.warning("joined the group again", reason=trouble.reason, group=self._group, **self._producer.who())
 
     def _count_rebuild(self, trouble: Trouble) -> None:
         """The breaker: rebuilds without a commit in between do not go on for ever."""

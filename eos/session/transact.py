@@ -15,7 +15,9 @@ from eos import log
 from eos.app.definition import is_pattern
 from eos.errors import ConfigurationError, IllegalState
 from eos.kafka.admin import preflight
-from eos.kafka.client.settings import OF_FUNCTIONS, Settings, settings_of
+from eos.kafka.admin.fence import end_left_open
+from eos.kafka.client.cluster import ClusterAdmin
+from eos.kafka.client.settings import OF_FUNCTIONS, Settings, alternate_of, settings_of
 from eos.kafka.client.world import REAL, World
 from eos.session.asking import Stopped
 from eos.session.loop import Loop
@@ -23,7 +25,7 @@ from eos.session.membership import Membership
 from eos.session.participants import Listener, Participant
 from eos.session.parts import Parts
 from eos.session.positions import TopicPartition as Partition
-from eos.session.producer import TransactionalProducer
+from eos.session.producer import OLD_TRANSACTIONS, TransactionalProducer
 from eos.session.stopping import ShutdownExpired, StopSignals, took_too_long
 from eos.session.transaction import Transaction
 
@@ -117,8 +119,7 @@ class TransactSession:
 
     @property
     def producer(self) -> TransactionalProducer:
-        """The one whose turn it is."""
-        return self._parts.lanes.turn
+        return self._parts.producer
 
     @property
     def assignment(self) -> frozenset[Partition]:
@@ -127,18 +128,13 @@ class TransactSession:
 
     @property
     def committed(self) -> Mapping[Partition, int]:
-        """Next offset of each owned partition, as far as it is committed or its commit is on its way."""
+        """Next offset of each owned partition, as far as it is committed."""
         return self._parts.positions.committed
 
     @property
     def taken(self) -> int:
         """Records that the open transaction took."""
         return self._parts.positions.taken
-
-    @property
-    def commit_under_way_s(self) -> float:
-        """For how long a commit has been on its way; 0 without one."""
-        return self._parts.lanes.under_way_s
 
     def lag(self) -> int | None:
         """Records (and markers) between what is committed and the last stable offsets; None: not known yet."""
@@ -159,11 +155,10 @@ class TransactSession:
         """Connects, fences predecessors and subscribes. Raises Unavailable within eos.startup.timeout.ms."""
         self.pulse.adopt()
         deadline = self._parts.world.now() + self.settings["eos.startup.timeout.ms"] / 1000
-        in_turn = self.settings["eos.producers"] == "2" and all(one.pipelines for one in self._parts.participants)
         try:
             self._parts.intake.connect(self.destinations, deadline)
             with self._parts.world.admin(self.settings) as admin:
-                self._parts.lanes.start(admin, deadline, in_turn)
+                self._start_producer(admin, deadline)
                 self._parts.intake.join(admin)
         except Stopped:
             log.info("stopped before the group was joined", group=self.group)  # the loop ends at its first turn
@@ -174,10 +169,23 @@ class TransactSession:
         self.producer.identity(0.5)  # comes with the first statistics; the log should name it from the start
         log.info("session started", group=self.group, topics=",".join(self.topics), **self.producer.who())
 
+    def _start_producer(self, admin: ClusterAdmin, deadline: float) -> None:
+        """Initialise both transactional.ids, which fences every predecessor."""
+        world, producer = self._parts.world, self._parts.producer
+        self._parts.committer.start()
+
+        def end(transactional_id: str) -> None:
+            end_left_open(admin, [transactional_id], world)
+
+        old_brokers = admin.transaction_version() < OLD_TRANSACTIONS
+        producer.start(deadline, end, alternate=old_brokers)
+        if not old_brokers:
+            # A predecessor has it that was started before the brokers were upgraded.
+            producer.fence(alternate_of(producer.transactional_id), deadline, end)
+
     def close(self, leave_group: bool = False) -> None:
         """Aborts what is open and closes all clients. `leave_group`: a static member leaves for good."""
         self._loop.close()
-        self._parts.lanes.close()
         self._parts.intake.close(leave_group)
         self._parts.offsets.close()
 

@@ -57,7 +57,8 @@ class Transaction:
 
     __slots__ = (
         "_ahead", "_loop", "_records", "_until",
-        "began_at", "dead_letters", "first_timestamp_ms", "handling_s", "sent", "set_out", "skipped", "waited_before",
+        "began_at", "commit_started", "dead_letters", "first_timestamp_ms", "handling_s", "sent", "skipped",
+        "waited_before",
     )  # fmt: skip
 
     def __init__(self, loop: Turns, began_at: float, until: float, first_timestamp_ms: int) -> None:
@@ -65,7 +66,7 @@ class Transaction:
         # World.now(); behind `until` no more records are handed out.
         self.began_at, self._until = began_at, until
         self.first_timestamp_ms = first_timestamp_ms  # of the first record that waited when it began
-        self.set_out = False  # its commit was asked for
+        self.commit_started = False
         self.handling_s: float | None = None  # once all of its records are handled; without what sends waited for room
         self.waited_before = 0.0  # `waited_s` when it began
         self._records: Iterator[Record] | None = None

@@ -43,7 +43,7 @@ class Unreadable:
         self._once = partition, offset
 
     def check(self, owned: Collection[Partition]) -> None:
-        """InputGone at damage, once all before it is committed or on its way."""
+        """Raise InputGone for a damaged batch, once all before it is committed."""
         if self._damaged is None:
             return
         partition, offset, error = self._damaged

@@ -39,8 +39,6 @@ _CHECKED_S = 10.0  # a check of the changelogs is good for this long
 
 
 class Keeper:
-    pipelines = False  # what a transaction changed is known to the next one once it is committed
-
     def __init__(self, app: App, settings: Settings, world: World = REAL) -> None:
         self._app_id, self._settings, self._world = app.id, settings, world
         self._routes = {route.sources[0]: route for route in app.stateful}

@@ -13,7 +13,7 @@ Owns the judgement only; it must never measure, and never touch a transaction.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from eos import log
@@ -43,13 +43,13 @@ class _Attempt:
 
 
 class Slowness:
-    """Of one worker's functions. Transactions are told apart by identity."""
+    """Of one worker's functions."""
 
     def __init__(self, settings: Settings) -> None:
         self._transaction_ms = settings.transaction_timeout_ms
         self._poll_ms = int(settings.get("max.poll.interval.ms", DEFAULT_MAX_POLL_INTERVAL_MS))
         self._most = {"batch": settings["eos.batch.max.records"], "async": settings["eos.async.max.records"]}
-        self._suspects: dict[Hashable, dict[Partition, _Attempt]] = {}  # of each transaction, the last per partition
+        self._suspects: dict[Partition, _Attempt] = {}  # of the open transaction, the last per partition
         self._convicted: _Attempt | None = None
         self._slow: dict[Partition, int] = {}  # first record of each partition in a call that was lost
         self._one_by_one: dict[Partition, int] = {}  # up to these, records are to be run alone: which one is it?
@@ -87,38 +87,32 @@ class Slowness:
 
     # ---- a call that was too slow -----------------------------------------------------------------------------------
 
-    def suspect(
-        self, transaction: Hashable, who: Mapping[str, object], route: Route, records: list[Record], took_s: float
-    ) -> None:
+    def suspect(self, who: Mapping[str, object], route: Route, records: list[Record], took_s: float) -> None:
         """These records of a function took too long. `who`: fields that say whose transaction it is."""
         many = route.batch or route.concurrent
         sentence = self._sentence(route, records, took_s)
-        self._note(transaction, _Attempt(sentence, who, spans_of(records), blamed=True, many=many))
+        self._note(_Attempt(sentence, who, spans_of(records), blamed=True, many=many))
 
     def suspect_nobody(
-        self,
-        transaction: Hashable,
-        who: Mapping[str, object],
-        names: Sequence[str],
-        records: list[Record],
-        took_s: float,
+        self, who: Mapping[str, object], names: Sequence[str], records: list[Record], took_s: float
     ) -> None:
         """These records of several functions took too long, and no call did so by itself: run alone they will tell."""
         limits, remedy = self._limits(took_s)
         sentence = f"{_took(', '.join(names), records, took_s)}, longer than {limits}: {remedy}"
-        self._note(transaction, _Attempt(sentence, who, spans_of(records), blamed=False, many=False))
+        self._note(_Attempt(sentence, who, spans_of(records), blamed=False, many=False))
 
-    def _note(self, transaction: Hashable, attempt: _Attempt) -> None:
+    def _note(self, attempt: _Attempt) -> None:
         log.warning(
             "too slow: the transaction may be lost, then its records come again", why=attempt.sentence, **attempt.who
         )
-        self._suspects.setdefault(transaction, {}).update(dict.fromkeys(attempt.spans, attempt))
+        self._suspects |= dict.fromkeys(attempt.spans, attempt)
 
     # ---- what became of its transaction -----------------------------------------------------------------------------
 
-    def ended(self, transaction: Hashable, outcome: Outcome, committed: Mapping[Partition, int]) -> None:
-        """What was suspected in it was lost, or it was not. `committed`: next offsets, where they are known."""
-        suspects = self._suspects.pop(transaction, {})
+    def ended(self, outcome: Outcome, committed: Mapping[Partition, int]) -> None:
+        """Note that what was suspected in the open transaction was lost, or was not. `committed`: next offsets, where
+        they are known."""
+        suspects, self._suspects = self._suspects, {}
         if outcome is not Outcome.COMMITTED:
             for attempt in {id(attempt): attempt for attempt in suspects.values()}.values():
                 self._strike(attempt)

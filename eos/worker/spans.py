@@ -10,7 +10,7 @@ spans of theirs lie in it. It ends when the session tells how the transaction di
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ class _Open:
 
 
 class Spans:
-    """Of one worker. Transactions are told apart by identity."""
+    """Of one worker."""
 
     def __init__(self, attributes: Mapping[str, str]) -> None:
         try:
@@ -45,21 +45,22 @@ class Spans:
         self._nothing = Context()  # a link is the record's, never the present span's
         self._tracer = trace.get_tracer("eos")
         self._attributes = {"messaging.system": "kafka", "messaging.operation.type": "process", **attributes}
-        self._open: dict[Hashable, _Open] = {}
+        self._open: _Open | None = None
 
     @contextlib.contextmanager
-    def handling(self, transaction: Hashable) -> Iterator[None]:
-        """Its span is the current one in the block."""
+    def handling(self) -> Iterator[None]:
+        """Begin the span of a transaction; it is the current one in the block."""
         span = self._tracer.start_span(
             "eos.transaction", kind=self._trace.SpanKind.CONSUMER, attributes=self._attributes
         )
-        self._open[transaction] = _Open(span, set())
+        self._open = _Open(span, set())
         with self._trace.use_span(span, end_on_exit=False):
             yield
 
-    def took(self, transaction: Hashable, records: Sequence[Record]) -> None:
-        """These records are handled in it."""
-        opened = self._open[transaction]
+    def took(self, records: Sequence[Record]) -> None:
+        """Note that these records are handled in the open transaction."""
+        opened = self._open
+        assert opened is not None
         opened.records += len(records)
         for record in records:
             if readable(record.headers) and len(opened.traces) < _LINKS:
@@ -79,12 +80,11 @@ class Spans:
             opened.span.add_link(context)
 
     def close(self) -> None:
-        """Whoever was to tell of the rest was interrupted."""
-        for transaction in list(self._open):
-            self.ended(transaction, Outcome.UNKNOWN)
+        """End the span of a transaction whose outcome nobody told, because of an interrupt."""
+        self.ended(Outcome.UNKNOWN)
 
-    def ended(self, transaction: Hashable, outcome: Outcome) -> None:
-        opened = self._open.pop(transaction, None)
+    def ended(self, outcome: Outcome) -> None:
+        opened, self._open = self._open, None
         if opened is None:
             return  # a transaction that only moved offsets
         opened.span.set_attribute("messaging.batch.message_count", opened.records)

@@ -125,7 +125,7 @@ class Worker(Listener):
                 self._new_topics.watch()
             with _rare_garbage_collection():
                 for txn in session:
-                    with self._span(txn):
+                    with self._span():
                         halt = self._handle(txn)
                     if halt is not None:
                         self._end_at(txn, halt)
@@ -174,9 +174,9 @@ class Worker(Listener):
 
     def ended(self, transaction: Transaction, outcome: Outcome) -> None:
         self._handler.ended(self.session.assignment, self.session.committed)
-        self._slowness.ended(transaction, outcome, self.session.committed)
+        self._slowness.ended(outcome, self.session.committed)
         if self._spans is not None:
-            self._spans.ended(transaction, outcome)
+            self._spans.ended(outcome)
 
     def unreadable(self, topic: str, partition: int, offset: int, why: str) -> None:
         self._handler.unreadable((topic, partition, offset), why)
@@ -201,8 +201,8 @@ class Worker(Listener):
             seconds=round(seconds, 1),
         )
 
-    def _span(self, txn: Transaction) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._spans is None else self._spans.handling(txn)
+    def _span(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._spans is None else self._spans.handling()
 
     # ---- one transaction --------------------------------------------------------------------------------------
 
@@ -228,13 +228,13 @@ class Worker(Listener):
             if self._retention is not None and self._retention.is_exceeded(batch[0], self._world.unix()):
                 self._retention = None
             if self._spans is not None:
-                self._spans.took(txn, batch)
+                self._spans.took(batch)
             began = self._world.now()
             halt = self._handle_batch(txn, batch)
             ended = self._world.now()
             open_s = self._handler.open_s(txn, ended)
             if self._slowness.too_slow(open_s, ended - began):
-                self._suspect(txn, batch, open_s, ended - began)
+                self._suspect(batch, open_s, ended - began)
             elif self._slowness.one_by_one:
                 self._slowness.passed(batch[-1], self.session.assignment)
             if halt is not None:
@@ -257,16 +257,16 @@ class Worker(Listener):
         if not self.session.stop_requested:
             self.session.pause(self._not_before - self._world.now())
 
-    def _suspect(self, txn: Transaction, batch: list[Record], open_s: float, took_s: float) -> None:
+    def _suspect(self, batch: list[Record], open_s: float, took_s: float) -> None:
         """Where a slice is several calls, the longest is to blame if it would have been too slow alone."""
         who, longest = self.session.who(), self._handler.longest
         routes = {self.app.routes[record.topic] for record in batch}
         if self._single_route is not None or len(batch) == 1:
-            self._slowness.suspect(txn, who, routes.pop(), batch, took_s)
+            self._slowness.suspect(who, routes.pop(), batch, took_s)
         elif longest and self._slowness.too_slow(open_s - took_s + longest.seconds, longest.seconds):
-            self._slowness.suspect(txn, who, longest.route, longest.records, longest.seconds)
+            self._slowness.suspect(who, longest.route, longest.records, longest.seconds)
         else:
-            self._slowness.suspect_nobody(txn, who, sorted(route.name for route in routes), batch, took_s)
+            self._slowness.suspect_nobody(who, sorted(route.name for route in routes), batch, took_s)
 
     def _slice_size(self) -> int:
         if self._slowness.one_by_one:
@@ -296,7 +296,7 @@ class Worker(Listener):
 
     def _end_at(self, txn: Transaction, halt: Halt) -> None:
         """Commits what came before the record that stops it, then stops or waits. After an abort those come again."""
-        committed = txn.commit()  # waited for: nothing is on its way during a pause, or beside a slow record
+        committed = txn.commit()
         if halt.error is not None and (committed or not isinstance(halt.error, PoisonRecord)):
             raise halt.error
         if halt.pause_s is not None:

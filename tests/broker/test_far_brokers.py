@@ -64,7 +64,6 @@ class Loop:
             "bootstrap.servers": self.servers,
             "group.id": self.group,
             "transactional.id": self.transactional_id,
-            "eos.producers": "1",
             "eos.transaction.max.records": 1,
             "eos.transaction.interval.ms": 1,
             "linger.ms": 0,

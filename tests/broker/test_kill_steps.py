@@ -100,7 +100,6 @@ def held_at(step: Step, pipeline: Pipeline, settings: dict[str, str]) -> Iterato
 
 def prove(step: Step, pipeline: Pipeline) -> None:
     if not step.states:
-        # With two producers in turn the transaction before may still be about to commit.
         pipeline.wait_not_open(timeout_s=2.5)
         return
     pipeline.wait_state(*step.states, timeout_s=2.5)
@@ -112,7 +111,6 @@ def prove(step: Step, pipeline: Pipeline) -> None:
         registered = "__consumer_offsets" in topics
         return registered is step.offsets_registered and not topics.isdisjoint(pipeline.destinations)
 
-    # With two producers in turn the transaction before may still be about to commit, its offsets registered.
     wait_until(f"{step} has registered what it should", as_it_should, 2.5)
 
 
@@ -158,15 +156,6 @@ def test_a_worker_killed_at_any_step_loses_and_doubles_nothing(
 ) -> None:
     pipeline = pipelines.on(kafka, RECORDS)
     kill_and_finish(step, successor == "after-the-timeouts", pipeline, chance, SESSION)
-
-
-@pytest.mark.parametrize("repetition", REPETITIONS)
-@pytest.mark.parametrize("step", STEPS, ids=str)
-def test_a_worker_with_two_producers_in_turn_killed_at_any_step_loses_and_doubles_nothing(
-    step: Step, repetition: int, kafka: LocalKafka, pipelines: Pipelines, chance: random.Random
-) -> None:
-    pipeline = pipelines.on(kafka, RECORDS)
-    kill_and_finish(step, chance.random() < 0.5, pipeline, chance, SESSION | {"eos.producers": "2"})
 
 
 @pytest.mark.parametrize("repetition", REPETITIONS)

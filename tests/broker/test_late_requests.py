@@ -1,8 +1,9 @@
 """The replacement rule both ways: what a late request does to a session that keeps its producer, and to one that not.
 
-Each scenario is the same faults with `eos.replace.producer=never`, where the checker must catch the damage, and with
-`auto`, where it must find nothing. The late request is a real one: the proxy cut the connection after the client sent
-it, the client's own retry did the work, and the kept bytes reach the broker later.
+Each scenario is the same faults with a producer that is kept (`never`), where the checker must catch the damage, and
+with one that is replaced as the product does it (`auto`), where it must find nothing. The late request is a real one:
+the proxy cut the connection after the client sent it, the client's own retry did the work, and the kept bytes reach the
+broker later.
 
 The same over the delays of brokers in another region, where a healthy call takes longer than a retried one nearby.
 """
@@ -23,12 +24,14 @@ from eos.broker.node import free_ports
 from eos.kafka.client.world import REAL, World
 from eos.plain import Transactions
 from eos.session.participants import Listener
+from eos.session.producer import TransactionalProducer
 from eos.testing.checker import Inputs, Report, check
 from eos.testing.history import committed_offsets, end_offsets, read_topic
 from eos.testing.lineage import stamp
 from tests.support.delay import Delay
 from tests.support.proxy import ApiKey, Fault, HoldingProxy, proxied_port
 from tests.support.reading import create_topic, settled_ends, transaction_of, wait_until
+from tests.support.sessions import must_replace_if_broken
 
 INVALID_PRODUCER_EPOCH = 47
 COPIES = 2
@@ -62,8 +65,6 @@ class Scenario:
             "group.id": self.group,
             "transactional.id": self.transactional_id,
             "transaction.timeout.ms": 10_000,
-            "eos.replace.producer": self.replace,
-            "eos.producers": "1",  # the next transaction is the same producer's; with two it is the one after
             "eos.transaction.max.records": 1,
             "eos.transaction.interval.ms": 1,
             "linger.ms": 0,
@@ -146,8 +147,14 @@ def proxy(broker: LocalKafka, each_way_ms: int) -> Iterator[HoldingProxy]:
 
 @pytest.fixture(params=["never", "auto"])
 def scenario(
-    request: pytest.FixtureRequest, broker: LocalKafka, proxy: HoldingProxy, names: Callable[[str], str]
+    request: pytest.FixtureRequest,
+    broker: LocalKafka,
+    proxy: HoldingProxy,
+    names: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Scenario:
+    if request.param == "never":
+        monkeypatch.setattr(TransactionalProducer, "must_replace", must_replace_if_broken)
     return Scenario(broker, proxy, names, request.param)
 
 
@@ -169,29 +176,6 @@ def test_a_late_commit_in_the_next_transaction_doubles_a_record_unless_the_produ
         handle(session, scenario.target)
         txn = next(session)  # commits the first one: its EndTxn was cut, the client's retry did it
         assert late.hit
-        (record,) = txn.records
-        send(txn, scenario.target, record, range(1))
-        session.producer.flush()
-        error = late.deliver_late().error
-        send(txn, scenario.target, record, range(1, COPIES))
-        session.producer.flush()
-        # ... and here the process dies: its close aborts.
-    assert error == (INVALID_PRODUCER_EPOCH if scenario.replace == "auto" else 0)
-    judged(scenario, scenario.finish(), broken={"no_duplicates"})
-
-
-@far(versions=("kafka",))
-def test_with_two_producers_in_turn_a_late_commit_doubles_a_record_of_the_transaction_after_the_next(
-    scenario: Scenario,
-) -> None:
-    scenario.load(3)
-    late = scenario.proxy.on(ApiKey.EndTxn, Fault.LATE_COPY, transactional_id=scenario.transactional_id)
-    with scenario.session(**{"eos.producers": "2"}) as session:
-        handle(session, scenario.target)  # its EndTxn is cut, the client's retry commits
-        handle(session, scenario.target)  # the other producer's
-        txn = next(session)
-        assert late.hit
-        assert session.producer.transactional_id == scenario.transactional_id
         (record,) = txn.records
         send(txn, scenario.target, record, range(1))
         session.producer.flush()
@@ -230,7 +214,6 @@ def test_an_abort_after_a_lost_acknowledgement_loses_the_next_record_unless_the_
     settings = {
         "bootstrap.servers": scenario.kafka.proxied_servers,
         "transactional.id": scenario.transactional_id,
-        "eos.replace.producer": scenario.replace,
         "linger.ms": 0,
         # 5 s before a Produce is sent again: time to abort first. The abort waits them out, and must not be too late.
         "retry.backoff.ms": 5_000,

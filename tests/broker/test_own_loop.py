@@ -361,8 +361,7 @@ def test_while_a_commit_is_waited_for_the_records_of_a_backlog_are_fetched(loop:
             wait_until("records to be fetched", lambda: len(session._parts.positions) > waiting[0])
             waiting.append(len(session._parts.positions))
 
-    one_producer = {"eos.producers": "1", "eos.transaction.interval.ms": 5_000}
-    with loop.session(world=World(step=hold), **one_producer) as session:
+    with loop.session(world=World(step=hold), **{"eos.transaction.interval.ms": 5_000}) as session:
         for txn in session:
             for record in txn.records:
                 txn.send(loop.target, record.value)

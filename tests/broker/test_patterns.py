@@ -48,13 +48,12 @@ TAKEN = "topic taken in"
     ("protocol", "more"),
     [
         ("cooperative-sticky", {}),
-        ("cooperative-sticky", {"eos.producers": "2"}),
         ("roundrobin", {}),
         ("consumer", {}),
         ("cooperative-sticky", LATEST),
         ("consumer", LATEST),
     ],
-    ids=["cooperative", "two producers", "roundrobin", "consumer", "latest", "consumer and latest"],
+    ids=["cooperative", "roundrobin", "consumer", "latest", "consumer and latest"],
 )
 def test_a_topic_that_comes_under_a_running_worker_is_read_from_its_beginning_exactly_once(
     protocol: str, more: dict[str, str], kafka: LocalKafka, pipelines: Pipelines

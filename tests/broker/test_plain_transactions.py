@@ -22,9 +22,11 @@ from eos.errors import (
     Unavailable,
 )
 from eos.plain import Transactions
+from eos.session.producer import TransactionalProducer
 from eos.session.states import State
 from tests.support.proxy import ApiKey, Fault, HoldingProxy
 from tests.support.reading import create_topic, settled_values, transaction_of, visible_values, wait_until
+from tests.support.sessions import must_replace_if_broken
 
 
 @pytest.fixture
@@ -70,12 +72,17 @@ def test_a_producer_has_one_open_block_and_a_second_one_takes_nothing_of_it(
 
 @pytest.mark.parametrize(("broker", "ids"), [("kafka", 1), ("kafka392", 2)])
 def test_offsets_of_a_replaced_producer_go_on_under_another_id_on_brokers_before_4_0(
-    broker: str, ids: int, request: pytest.FixtureRequest, names: Callable[[str], str]
+    broker: str,
+    ids: int,
+    request: pytest.FixtureRequest,
+    names: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As a session's do: tests/broker/test_late_requests.py shows what they are lost by under the same one."""
+    monkeypatch.setattr(TransactionalProducer, "must_replace", lambda self: "retry: asked by the test")
     servers = request.getfixturevalue(broker).bootstrap_servers
     topic, name = create_topic(servers, names("in")), names("tx")
-    settings = {"bootstrap.servers": servers, "transactional.id": name, "eos.replace.producer": "always"}
+    settings = {"bootstrap.servers": servers, "transactional.id": name}
     group = Consumer({"bootstrap.servers": servers, "group.id": names("group")})
     used = set()
     with Transactions(settings, offsets=True) as transactions:
@@ -213,10 +220,11 @@ def test_a_transaction_that_outlives_its_own_timeout_may_be_tried_again(
 
 
 def test_a_commit_that_is_refused_without_its_outcome_is_said_to_be_unknown_and_the_next_transaction_is_well(
-    kafka: LocalKafka, settings: dict[str, object], topic: str
+    kafka: LocalKafka, settings: dict[str, object], topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """H1, row 5: a late EndTxn ends the next transaction; its own gets INVALID_TXN_STATE, which tells no outcome."""
-    proxied = settings | {"bootstrap.servers": kafka.proxied_servers, "eos.replace.producer": "never"}
+    monkeypatch.setattr(TransactionalProducer, "must_replace", must_replace_if_broken)
+    proxied = settings | {"bootstrap.servers": kafka.proxied_servers}
     with HoldingProxy.before(kafka) as proxy, Transactions(proxied) as transactions:
         late = proxy.on(ApiKey.EndTxn, Fault.LATE_COPY)
         with pytest.raises(ZeroDivisionError), transactions.begin() as txn:

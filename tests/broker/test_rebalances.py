@@ -50,7 +50,7 @@ def prepared(pipelines: Pipelines, kafka: LocalKafka, records: int, protocol: st
 def test_members_that_come_and_go_while_records_flow_lose_and_double_nothing(
     protocol: str, repetition: int, kafka: LocalKafka, pipelines: Pipelines, chance: random.Random
 ) -> None:
-    come_and_go(prepared(pipelines, kafka, 2_000, protocol), protocol, repetition, chance)
+    come_and_go(prepared(pipelines, kafka, 2_000, protocol), protocol, chance)
 
 
 @pytest.mark.long
@@ -59,12 +59,11 @@ def test_members_that_come_and_go_while_records_flow_lose_and_double_nothing(
 def test_members_that_come_and_go_on_a_broker_before_kip_890_lose_and_double_nothing(
     protocol: str, repetition: int, kafka392: LocalKafka, pipelines: Pipelines, chance: random.Random
 ) -> None:
-    come_and_go(prepared(pipelines, kafka392, 2_000, protocol), protocol, repetition, chance)
+    come_and_go(prepared(pipelines, kafka392, 2_000, protocol), protocol, chance)
 
 
-def come_and_go(pipeline: Pipeline, protocol: str, repetition: int, chance: random.Random) -> None:
-    # Every other repetition with the producers that take turns: there a commit is on its way while members change.
-    settings = PROTOCOLS[protocol] | ({"eos.producers": "2"} if repetition % 2 else {})
+def come_and_go(pipeline: Pipeline, protocol: str, chance: random.Random) -> None:
+    settings = PROTOCOLS[protocol]
     alive: dict[str, WorkerProcess] = {"a": pipeline.worker("a", settings=settings)}
     told = []
     for _ in range(CHANGES):

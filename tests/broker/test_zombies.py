@@ -36,8 +36,6 @@ FENCED, TEMPORARY = 79, 75
 TIMEOUT_MS = 2_000
 LONG_MS = 30_000
 SHORT_MS = 2_000  # within it a record must be acknowledged, too
-# After a slow last commit an idle zombie would replace its own producer while the test looks who owns the id.
-KEEPS_ITS_PRODUCER = {"eos.replace.producer": "never"}
 HAS_TIME = {"transaction.timeout.ms": str(LONG_MS)}  # for who must not abort, however slow the machine is
 CONSUMER = {"group.protocol": "consumer"}
 VERSIONS = ["kafka", "kafka392"]
@@ -203,7 +201,8 @@ def test_an_idle_zombie_is_fenced_by_an_idle_successor_without_any_input(
     kafka: LocalKafka, pipelines: Pipelines
 ) -> None:
     pipeline = pipelines.on(kafka, RECORDS)
-    zombie = pipeline.worker(settings=KEEPS_ITS_PRODUCER)
+    # After a slow last commit it would replace its own producer while the test looks who owns the id.
+    zombie = pipeline.worker(keep_producer=True)
     pipeline.wait_handled(pipeline.loaded)
     pipeline.wait_not_open()
     before = pipeline.describe()
@@ -224,7 +223,7 @@ def test_an_idle_zombie_of_the_consumer_protocol_is_fenced_at_its_next_record(
 ) -> None:
     pipeline = pipelines.on(kafka, RECORDS)
     pipeline.set_group_session_timeout(2_000)
-    zombie = pipeline.worker(settings=CONSUMER | KEEPS_ITS_PRODUCER)
+    zombie = pipeline.worker(settings=CONSUMER, keep_producer=True)  # see above
     pipeline.wait_handled(pipeline.loaded)
     pipeline.wait_not_open()
     before = pipeline.describe()

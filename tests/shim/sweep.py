@@ -18,7 +18,8 @@ from rich.console import Console
 from eos.broker import DEFAULT_VERSION, LocalKafka
 from eos.testing.sweeping import ACTIONS, Outcome, Sweeper, every_case, every_txn_step, table
 
-APP = str(Path(__file__).parents[1] / "support" / "sweep_app.py") + ":app"
+_APPS = Path(__file__).parents[1] / "support"
+APP, KEEPING_APP = f"{_APPS / 'sweep_app.py'}:app", f"{_APPS / 'sweep_app_keeping.py'}:app"
 RECORDS = {"sweep-in": [b"record %d" % number for number in range(60)]}
 
 # What the sweep is told of each way.
@@ -48,18 +49,16 @@ def main() -> int:
     parser.add_argument("--actions", nargs="*", default=list(ACTIONS))
     parser.add_argument("--protocols", nargs="*", help="classic, consumer; as a default what the brokers have")
     parser.add_argument("--ways", nargs="*", choices=list(WAYS), help="as a default unprotected and client")
-    parser.add_argument("--replace", default="auto", help="eos.replace.producer of the worker")
     parser.add_argument("--kafka", default=DEFAULT_VERSION, help="its version")
     options = parser.parse_args()
     if options.ways and not _since_4(options.kafka) and options.ways != ["unprotected"]:
         parser.error(f"Kafka {options.kafka} has no EndTxn v5: there is no protection to go through")
     console, outcomes, began = Console(width=150), list[Outcome](), time.monotonic()
     cases = every_case(options.over, options.actions, options.protocols or protocols_on(options.kafka))
-    settings = {} if options.replace == "auto" else {"eos.replace.producer": options.replace}
     try:
         with LocalKafka(version=options.kafka) as kafka:
             for way in options.ways or ways_on(options.kafka):
-                sweeper = Sweeper(APP, kafka.bootstrap_servers, RECORDS, settings=settings, **WAYS[way])
+                sweeper = Sweeper(APP, kafka.bootstrap_servers, RECORDS, **WAYS[way])
                 for case in cases:
                     outcome = sweeper.run(case)
                     outcomes.append(outcome)

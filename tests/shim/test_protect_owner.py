@@ -14,8 +14,10 @@ from eos.errors import Fenced, Temporary
 from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.settings import Settings
 from eos.plain import Transactions
+from eos.session.producer import TransactionalProducer
 from tests.shim.shims import RunningShim, running, start
 from tests.support.reading import create_topic, settled_values, transaction_of, wait_until
+from tests.support.sessions import must_replace_if_broken
 
 Names = Callable[[str], str]
 
@@ -43,9 +45,10 @@ def send(transactions: Transactions, topic: str, *values: str) -> None:
 
 
 def test_the_coordinators_epoch_is_shown_as_the_clients_own(
-    kafka: LocalKafka, settings: dict[str, Any], topic: str
+    kafka: LocalKafka, settings: dict[str, Any], topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings["eos.replace.producer"] = "never"  # a replacement, as on a slow machine, takes an epoch of its own
+    # A replacement, as on a slow machine, takes an epoch of its own.
+    monkeypatch.setattr(TransactionalProducer, "must_replace", must_replace_if_broken)
     with Transactions(settings) as transactions, ClusterAdmin(Settings(settings)) as admin:
         send(transactions, topic, "1", "2", "3")
         mine = transactions._producer.identity()

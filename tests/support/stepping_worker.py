@@ -29,6 +29,7 @@ from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.testing.lineage import stamp
 from eos.worker.worker import Worker
+from tests.support.sessions import keep_producers
 
 # When (monotonic ns), number of the transaction, source topic's index, partition, offset.
 ATTEMPT = struct.Struct("<qqiiq")
@@ -57,6 +58,7 @@ class Orders:
     large_last: bool = False  # only the last of the large outputs is large
     reads: list[str] = dataclasses.field(default_factory=list)  # patterns that the function has in its sources' place
     stateful: bool = False  # a function of its own for each source, which counts by key and says so behind the stamp
+    keep_producer: bool = False  # where the product replaces it: see tests/support/sessions.py
     later: list[str] = dataclasses.field(default_factory=list)  # topics that may come and match them, behind `sources`
 
 
@@ -162,6 +164,8 @@ def main() -> int:
     orders = Orders(**json.loads(os.environ["EOS_STEPPING"]))
     steps = Steps([(step, nth) for step, nth in [*orders.holds, ("record", 1)]])
     app = build_app(orders, steps)
+    if orders.keep_producer:
+        keep_producers()
 
     class SteppingWorker(Worker):
         def __init__(self, app: App, settings: Settings, *, until_end: bool = False) -> None:

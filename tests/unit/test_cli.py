@@ -234,8 +234,8 @@ def test_a_wrong_setting_in_eos_toml_is_a_configuration_error(here: Path) -> Non
 
 
 def test_a_wrong_setting_in_the_environment_is_a_configuration_error(here: Path) -> None:
-    sentence = refused(78, here, "run", "good:app", EOS_REPLACE_PRODUCER="sometimes")
-    assert sentence == "eos: eos.replace.producer=sometimes must be one of auto, always, never\n"
+    sentence = refused(78, here, "run", "good:app", EOS_STATE_ENGINE="paper")
+    assert sentence == "eos: eos.state.engine=paper must be one of lmdb, rocksdb\n"
 
 
 # ---- the App -----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from eos.kafka.client.world import World
 from eos.plain import Transactions
 from eos.session.claim import Claim
 from eos.session.evidence import RetryEvidence
-from eos.session.producer import ALWAYS, TransactionalProducer
+from eos.session.producer import TransactionalProducer
 from eos.session.recovery import Step
 from eos.session.states import Event
 from eos.session.transact import TransactSession
@@ -78,17 +78,15 @@ class Asked:
 
 
 @pytest.mark.parametrize("call", ["begin", "flush", "commit"])
-@pytest.mark.parametrize("mode", ["auto", "always", "never"])
 # Without a group nothing tells a ghost from a newer instance whose last transaction was aborted.
 @pytest.mark.parametrize("owner", [Owner.NEWER, Owner.GHOST])
 def test_transactions_that_a_newer_instance_fenced_do_not_begin_again(
-    owner: Owner, mode: str, call: Call, monkeypatch: AnyPatch
+    owner: Owner, call: Call, monkeypatch: AnyPatch
 ) -> None:
-    transactions = Transactions(SETTINGS | {"eos.replace.producer": mode}, world=WORLD)
+    transactions = Transactions(SETTINGS, world=WORLD)
     asked = Asked(monkeypatch, transactions._producer, owner, call)
     with pytest.raises(Fenced, match=r"--workers N .*--instance\). \[") as first, transactions.begin():
         pass
-    asked.replacements.clear()  # `always` replaces before each
     for _ in range(2):
         with pytest.raises(Fenced) as again, transactions.begin():
             pass
@@ -97,7 +95,6 @@ def test_transactions_that_a_newer_instance_fenced_do_not_begin_again(
     assert asked.questions == 1
 
 
-@pytest.mark.parametrize("mode", ["auto", "never"])
 @pytest.mark.parametrize(
     ("owner", "call", "kind"),
     [
@@ -109,11 +106,9 @@ def test_transactions_that_a_newer_instance_fenced_do_not_begin_again(
     ],
 )
 def test_a_transaction_that_nobody_took_over_may_be_tried_again(
-    owner: Owner, call: Call, kind: type[Temporary], mode: str, monkeypatch: AnyPatch
+    owner: Owner, call: Call, kind: type[Temporary], monkeypatch: AnyPatch
 ) -> None:
-    transactions = Transactions(
-        SETTINGS | {"transaction.timeout.ms": 10_000, "eos.replace.producer": mode}, world=WORLD
-    )
+    transactions = Transactions(SETTINGS | {"transaction.timeout.ms": 10_000}, world=WORLD)
     asked = Asked(monkeypatch, transactions._producer, owner, call)
     with pytest.raises(Temporary, match=r"transaction\.timeout\.ms=10000") as failed, transactions.begin():
         pass
@@ -149,11 +144,11 @@ def test_a_question_who_owns_the_id_that_was_interrupted_is_asked_again_before_a
 def test_a_session_that_a_newer_instance_fenced_never_begins_again(half_way: bool, monkeypatch: AnyPatch) -> None:
     """Nor where the loop was left half way, and a client of ours may have taken an epoch that nobody heard of."""
     one = TransactSession(SETTINGS, ["in"], world=WORLD)
-    producer = TransactionalProducer(Settings(SETTINGS), "t")
-    one._parts.lanes.producers, producer.may_have_bumped, one._loop._half_way = [producer], half_way, half_way
+    producer = one.producer
+    producer.may_have_bumped = one._loop._half_way = half_way
     asked = Asked(monkeypatch, producer, Owner.NEWER, "flush")
     with pytest.raises(Fenced) as first:
-        one._loop._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {})
+        one._loop._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {}, None)
     for _ in range(7):
         with pytest.raises(Fenced) as again:
             for _txn in one:
@@ -164,8 +159,7 @@ def test_a_session_that_a_newer_instance_fenced_never_begins_again(half_way: boo
 
 def fenced_at_start_ms(monkeypatch: AnyPatch, start_ms: int, metadata: list[str]) -> str:
     one = TransactSession(SETTINGS, ["in"], world=WORLD)
-    producer = TransactionalProducer(Settings(SETTINGS), "t")
-    one._parts.lanes.producers = [producer]
+    producer = one.producer
     Asked(monkeypatch, producer, Owner.NEWER, "flush")
     monkeypatch.setattr(Silent, "committed_metadata", lambda self, group: metadata)
     state = "Ongoing" if start_ms > 0 else "Empty"
@@ -190,13 +184,12 @@ def test_a_fenced_session_says_since_when(monkeypatch: AnyPatch) -> None:
 
 def test_a_session_that_timed_out_goes_on(monkeypatch: AnyPatch) -> None:
     one = TransactSession(SETTINGS, ["in"], world=WORLD)
-    producer = TransactionalProducer(Settings(SETTINGS), "t")
-    one._parts.lanes.producers = [producer]
+    producer = one.producer
     Asked(monkeypatch, producer, Owner.OWN_TIMEOUT, "flush")
     rebuilt: list[str] = []
     counts = one._loop._recovery._count_rebuild
     one._loop._recovery.steps |= {Step.REPLACE: counts, Step.RESOLVE: lambda why: rebuilt.append(why.owner)}
-    one._loop._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {})
+    one._loop._carry_out(CallFailed("flush", Action.SETTLE, RuntimeError("fenced")), {}, None)
     assert (rebuilt, one.counters.rebuilds_by_cause) == ([Owner.OWN_TIMEOUT.value], {"timeout": 1})
     one._parts.claim.hold()
 
@@ -235,7 +228,6 @@ NEXT_EPOCH = Described("Empty", 1, 2)
         pytest.param(
             NEXT_EPOCH, {"may_have_bumped": True}, "failure: abort raised", 0, id="an abort may have taken the epoch"
         ),
-        pytest.param(NEXT_EPOCH, {}, ALWAYS, 0, id="replaced before each transaction"),
     ],
 )
 def test_a_producer_is_replaced_while_the_id_is_ours(

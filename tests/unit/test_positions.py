@@ -34,8 +34,7 @@ def positions(*fetched: R, **starts: int) -> Positions[R]:
 
 
 def commit(known: Positions[R]) -> None:
-    known.set_out(known.offsets())
-    known.arrived()
+    known.commit(known.offsets())
 
 
 # ---- examples ----------------------------------------------------------------------------------------------
@@ -234,14 +233,6 @@ def test_a_lost_partition_with_taken_records_asks_for_an_abort_and_its_records_a
     assert len(known) == 0
 
 
-def test_a_transaction_with_records_of_a_lost_partition_cannot_commit() -> None:
-    known = positions(*records(A, 0), *records(B, 0))
-    known.take(2)
-    known.forget([A])
-    with pytest.raises(AssertionError, match="lost partition"):
-        commit(known)
-
-
 def test_records_of_a_lost_partition_that_are_given_back_are_not_handed_out_again() -> None:
     known = positions(*records(A, 0, 1), *records(B, 0))
     known.take(3)
@@ -309,45 +300,21 @@ def test_each_partition_of_an_unknown_outcome_is_resolved_by_its_own_offset() ->
     assert known.resolve({A: 2, B: 0}) == {A: 2, B: 0}
 
 
-def test_while_a_commit_is_on_its_way_the_next_transaction_begins_behind_it() -> None:
-    known = positions(*records(A, 0, 1, 2))
-    known.reached_end(A, 4)
-    known.take(2)
-    known.set_out(known.offsets())
-    assert (known.taken, known.offsets(), known.committed[A]) == (0, {}, 2)
-    known.take(5)
-    assert (known.taken, known.offsets()) == (1, {A: 4})
-    known.arrived()
-    assert (known.taken, known.offsets()) == (1, {A: 4})
-
-
-def test_a_commit_that_failed_takes_the_transaction_behind_it_down_with_it() -> None:
-    known = positions(*records(A, 3, 4, 5), *records(B, 7), a=1)
-    known.take(2)
-    known.set_out(known.offsets())
-    known.take(2)
-    known.returned()
-    assert (known.taken, known.offsets(), known.committed[A]) == (4, {A: 5}, 1)
-    assert known.rewind() == {A: 3, B: 7}
-
-
-def test_a_failed_commit_that_came_to_pass_after_all_goes_on_behind_it() -> None:
-    known = positions(*records(A, 3, 4, 5), *records(B, 7), a=1)
-    known.take(2)
-    known.set_out(known.offsets())
-    known.take(2)
-    known.returned()
-    assert known.resolve({A: 5}) == {A: 5, B: 7}
-
-
-def test_a_partition_that_went_away_while_its_commit_was_on_its_way_is_left_alone_however_that_ends() -> None:
+def test_partition_revoked_while_its_transaction_commits_is_left_out() -> None:
     known = positions(*records(A, 3), *records(B, 7))
     known.take(2)
-    known.set_out(known.offsets())
-    assert not known.forget([A]), "the open transaction took none of it"
-    known.returned()
+    offsets = known.offsets()
+    assert known.forget([A])
+    known.commit(offsets)
+    assert known.committed == {B: 8}
+
+
+def test_partition_revoked_while_its_commit_fails_is_left_alone() -> None:
+    known = positions(*records(A, 3), *records(B, 7))
+    known.take(2)
+    known.forget([A])
+    assert known.resolve({A: 4, B: 0}) == {B: 7}
     assert A not in known.committed
-    assert known.rewind() == {B: 7}
 
 
 # ---- the model ---------------------------------------------------------------------------------------------
@@ -367,10 +334,6 @@ class PositionsAgainstModel(RuleBasedStateMachine):
         self.taken: list[R] = []
         self.repeated = 0
         self.last = 0  # how many of them are the last batch
-        self.leaving: list[R] | None = None
-        self.leaving_offsets: dict[TopicPartition, int] = {}
-        self.leaving_commits: dict[TopicPartition, int] = {}
-        self.leaving_lost: set[TopicPartition] = set()
         self.lost: set[TopicPartition] = set()  # of what is taken
         self.ends: dict[TopicPartition, int] = {}
         self.group: dict[TopicPartition, int] = {}  # what the group has committed; survives a reassignment
@@ -392,7 +355,7 @@ class PositionsAgainstModel(RuleBasedStateMachine):
 
     def _floor(self, partition: TopicPartition) -> int:
         """Where the next transaction begins, if it took nothing."""
-        return max(self.group.get(partition, 0), self.leaving_offsets.get(partition, 0), self.started[partition])
+        return max(self.group.get(partition, 0), self.started[partition])
 
     def _expected_offsets(self) -> dict[TopicPartition, int]:
         expected = {}
@@ -459,7 +422,6 @@ class PositionsAgainstModel(RuleBasedStateMachine):
             if (record.topic, record.partition) not in self.lost:
                 self.waiting[record.topic, record.partition].insert(0, record.offset)
 
-    @precondition(lambda self: self.leaving is None)  # the session waits for it first
     @rule()
     def rewind(self) -> None:
         self._go_back(self.code.rewind(), {})
@@ -478,35 +440,16 @@ class PositionsAgainstModel(RuleBasedStateMachine):
             self.fetch_at[partition] = offset
         self.taken, self.last, self.lost = [], 0, set()
 
-    @precondition(lambda self: not self.lost and self.leaving is None)
-    @rule()
-    def leave(self) -> None:
-        self.leaving_offsets = self.code.offsets()
-        self.code.set_out(self.leaving_offsets)
-        self.leaving_commits = dict(self.leaving_offsets)
-        self.leaving, self.leaving_lost = self.taken, set()
-        self.taken, self.last = [], 0
-
-    @precondition(lambda self: self.leaving is not None)
-    @rule()
-    def arrive(self) -> None:
-        self.code.arrived()
-        self.group |= self.leaving_commits
-        self.leaving, self.leaving_offsets = None, {}
-
-    @precondition(lambda self: self.leaving is not None)
-    @rule(data=st.none() | st.data())
-    def return_and_go_back(self, data: Any) -> None:
-        """The commit failed: known to be aborted, or in doubt."""
-        assert self.leaving is not None
-        self.code.returned()
-        older, self.leaving, self.leaving_offsets = self.leaving, None, {}
-        self.taken = older + self.taken
-        self.lost |= self.leaving_lost
-        if data is None:
-            self._go_back(self.code.rewind(), {})
-        else:
-            self._resolve(data, older)
+    @precondition(lambda self: not self.lost)
+    @rule(data=st.data())
+    def commit(self, data: Any) -> None:
+        """Partitions may be revoked while the commit is waited for: the transaction is committed all the same."""
+        offsets = self.code.offsets()
+        for _ in range(data.draw(st.integers(0, len(self.owned)))):
+            self.forget(data)
+        self.code.commit(offsets)
+        self.group |= offsets
+        self.taken, self.last, self.lost = [], 0, set()
 
     @precondition(lambda self: self.owned)
     @rule(data=st.data())
@@ -516,28 +459,22 @@ class PositionsAgainstModel(RuleBasedStateMachine):
         assert self.code.forget([partition]) == touched
         if touched:
             self.lost.add(partition)
-        self.leaving_lost.add(partition)
-        self.leaving_offsets.pop(partition, None)  # no news of ours: the group's side is the next owner's to ask for
         self.owned.discard(partition)
         self.waiting[partition] = []
         self.ends.pop(partition, None)
 
-    @precondition(lambda self: len(self.owned) < len(PARTITIONS) and self.leaving is None)
+    @precondition(lambda self: len(self.owned) < len(PARTITIONS))
     @rule(data=st.data())
     def get_assigned(self, data: Any) -> None:
         partition = data.draw(st.sampled_from([p for p in PARTITIONS if p not in self.owned]))
         self._assign(partition, self.group.get(partition, self.started[partition]))
 
-    @precondition(lambda self: self.leaving is None)
     @rule(data=st.data())
     def resolve(self, data: Any) -> None:
-        self._resolve(data, self.taken)
-
-    def _resolve(self, data: Any, in_doubt: list[R]) -> None:
         """Any stable offset that the group can hold: of before, of this transaction, moved back, or none."""
         stable = {}
-        for partition in sorted({(r.topic, r.partition) for r in in_doubt}):
-            after = max(r.offset for r in in_doubt if (r.topic, r.partition) == partition) + 1
+        for partition in sorted({(r.topic, r.partition) for r in self.taken}):
+            after = max(r.offset for r in self.taken if (r.topic, r.partition) == partition) + 1
             if partition in self.owned and partition in self.lost:
                 # It came back inside a transaction that had lost it, and such a one does not commit.
                 after = self.started[partition]

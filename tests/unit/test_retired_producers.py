@@ -140,32 +140,15 @@ def test_a_transaction_ages_while_the_host_sleeps(monkeypatch: pytest.MonkeyPatc
         transactional.close()
 
 
-def test_both_producers_of_an_idle_session_are_read() -> None:
-    session = TransactSession(OFTEN | {"eos.producers": "2"}, ["in"])
-    session._parts.lanes.producers = [TransactionalProducer(session.settings, name) for name in ("t", "t-alternate")]
-    clients = [with_a_client(one) for one in session._parts.lanes.producers]
+def test_producer_of_an_idle_session_is_read() -> None:
+    session = TransactSession(OFTEN, ["in"])
+    client = with_a_client(session.producer)
 
-    def both_read() -> bool:
+    def read() -> bool:
         session._loop._replace_while_idle()
-        return all(client.statistics_seen > 3 for client in clients)
+        return client.statistics_seen > 3
 
     try:
-        wait_until("the statistics of both are read", both_read)
+        wait_until("its statistics are read", read)
     finally:
         session.close()
-
-
-def test_without_statistics_a_producer_takes_its_own_because_they_tell_its_epoch() -> None:
-    told: list[str] = []
-    settings = {"statistics.interval.ms": "0", "eos.replace.producer": "always", "stats_cb": told.append}
-    client = Client(Settings(NOBODY | settings), "t", reports=False)
-
-    def seen() -> bool:
-        client.producer.poll(0.01)
-        return client.statistics_seen > 0
-
-    try:
-        wait_until("statistics", seen)
-    finally:
-        retire(client)
-    assert told == [], "the user wanted none"

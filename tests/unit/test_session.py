@@ -12,12 +12,14 @@ from eos import App, Record, Settings
 from eos.errors import Action, CallFailed, ConfigurationError, Temporary
 from eos.kafka.client.settings import OF_FUNCTIONS, OPTIONS
 from eos.records import Fed
+from eos.session.committer import Commit
 from eos.session.participants import Listener
 from eos.session.recovery import Trouble
 from eos.session.steps import MOST_REBUILDS
 from eos.session.transact import TransactSession
 from eos.session.transaction import Transaction
 from eos.worker.worker import Worker
+from tests.support.sessions import give_producer
 
 
 @pytest.mark.parametrize("name", OF_FUNCTIONS)
@@ -39,14 +41,15 @@ def rebuild(session: TransactSession, times: int) -> None:
 
 def commit_one(session: TransactSession, taken: int = 0) -> None:
     sent = Transaction(session, 0.0, 1.0, -1)
-    session._parts.endings.begun(sent, None)
-    job, producer = SimpleNamespace(result=2.0, error=None), SimpleNamespace(who=dict, replacements={})
-    commit: Any = SimpleNamespace(producer=producer, transaction=sent, taken=taken, offsets={}, job=job, set_out_at=1.0)
-    session._loop._arrived(commit)
+    session._parts.endings.begun(sent)
+    job: Any = SimpleNamespace(result=2.0, error=None)
+    offsets = session._parts.positions.offsets()
+    session._loop._succeeded(Commit(sent, offsets, taken, 1.0, job))
 
 
 def test_rebuilds_without_a_commit_between_them_come_to_an_end_and_a_commit_begins_the_count_anew() -> None:
     session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"])
+    session._parts.intake._membership = SimpleNamespace(starts=SimpleNamespace())  # type: ignore[assignment]
     rebuild(session, MOST_REBUILDS)
     commit_one(session)
     rebuild(session, MOST_REBUILDS)
@@ -61,7 +64,8 @@ def test_what_a_feed_sent_before_its_send_failed_is_told_and_its_records_lead_no
     failed = CallFailed("produce", Action.REBUILD, RuntimeError("timed out"))
     producer: Any = SimpleNamespace(feed=lambda feed, records: Fed(2, 2, failed))
     membership: Any = SimpleNamespace(lost_sentence=None)
-    session._parts.lanes.producers, session._parts.intake._membership = [producer], membership
+    session._parts.intake._membership = membership
+    give_producer(session, producer)
     given, feed = [Record("in", 0, offset) for offset in range(3)], lambda records, sink: Fed(0, 0, None)
     assert session._loop.feed(feed, given) == Fed(2, 3, None)
     assert session._loop.feed(feed, given) == Fed(0, 3, None)
@@ -76,10 +80,12 @@ def test_a_refused_record_is_found_by_halves(refused_at: int) -> None:
         def refused(self, record: Record, failure: CallFailed) -> None:
             found.append(record.offset)
 
-    session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"], listener=Finds())
+    settings = {"group.id": "g", "transactional.id": "t", "eos.places.topic": ""}
+    session = TransactSession(settings, ["in"], listener=Finds())
     producer: Any = SimpleNamespace(abort=lambda: None, who=dict, replacements={})
-    session._parts.lanes.producers = [producer]
-    session._parts.intake._membership = SimpleNamespace(go_back=lambda rewind: rewind())  # type: ignore[assignment]
+    give_producer(session, producer)
+    membership: Any = SimpleNamespace(go_back=lambda rewind: rewind(), starts=SimpleNamespace())
+    session._parts.intake._membership = membership
     refusal = CallFailed("delivery", Action.POISON, RuntimeError("too large"))
     session._parts.positions.assigned({("in", 0): 0})
     at, aborts = 0, 0
@@ -87,14 +93,11 @@ def test_a_refused_record_is_found_by_halves(refused_at: int) -> None:
         session._parts.positions.fetched([Record("in", 0, offset) for offset in range(at, 200)])
         taken = len(session._parts.positions.take(session._parts.pacing.limit))
         if at <= refused_at < at + taken:
-            session._loop._carry_out(refusal, {})
+            session._loop._carry_out(refusal, {}, None)
             aborts += 1
         else:
-            session._parts.positions.set_out(session._parts.positions.offsets())
-            session._parts.positions.arrived()
-            session._parts.positions.clear()
-            session._parts.positions.assigned({("in", 0): at + taken})
             commit_one(session, taken)
+            session._parts.positions.assigned({("in", 0): at + taken})
             at += taken
     assert found == [refused_at]
     assert aborts <= 9
@@ -106,12 +109,13 @@ def test_an_abort_by_a_rebalance_is_news_and_no_warning_until_they_do_not_end(ca
     session = TransactSession({"group.id": "g", "transactional.id": "t"}, ["in"])
     producer: Any = SimpleNamespace(abort=lambda: None, who=dict)
     membership: Any = SimpleNamespace(go_back=lambda _: None)
-    session._parts.lanes.producers, session._parts.intake._membership = [producer], membership
+    session._parts.intake._membership = membership
+    give_producer(session, producer)
     raw = KafkaError(KafkaError.ILLEGAL_GENERATION, "in((null))[3](Broker: Specified group generation id is not valid)")
     asked = CallFailed("abort", Action.ABORT, RuntimeError("asked by the application"))
     with caplog.at_level("INFO", "eos"):
         for failure in (*[CallFailed("send_offsets", Action.ABORT, raw)] * 3, asked):
-            session._loop._carry_out(failure, {})
+            session._loop._carry_out(failure, {}, None)
     told = [(one.levelname, one.getMessage()) for one in caplog.records]
     usual = "transaction aborted reason=the group rebalances"
     assert told[:3] == [("INFO", usual), ("INFO", usual), ("WARNING", usual)]

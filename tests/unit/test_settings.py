@@ -117,7 +117,7 @@ def test_an_unknown_name_is_refused_with_what_was_probably_meant(name: str, sent
         ("eos.transaction.interval.ms", 0, "must be at least 1"),
         ("eos.transaction.max.records", "0", "must be at least 1"),
         ("eos.batch.max.records", -1, "must be at least 1"),
-        ("eos.replace.producer", "sometimes", "must be one of auto, always, never"),
+        ("eos.state.engine", "paper", "must be one of lmdb, rocksdb"),
         ("eos.startup.timeout.ms", 999, "must be at least 1000"),
         ("eos.shutdown.timeout.ms", -1, "must be at least 0"),
         ("eos.call.timeout.ms", 99, "must be at least 100"),
@@ -163,8 +163,6 @@ def test_settings_that_are_wrong_only_together_are_refused(values: dict[str, Any
         {"transaction.timeout.ms": 1_000},
         {"eos.transaction.interval.ms": 5_000},
         {"retry.backoff.ms": 50},
-        {"retry.backoff.ms": 10, "eos.replace.producer": "always"},
-        {"statistics.interval.ms": 0, "eos.replace.producer": "always"},
         {"statistics.interval.ms": 1_000},
         {"group.instance.id": "a"},
     ],
@@ -273,13 +271,13 @@ def test_a_refusal_holds_for_every_source(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"isolation\.level"):
         load({"isolation.level": "read_uncommitted"}, {})
     with pytest.raises(ConfigurationError, match="must be one of"):
-        load({}, {"EOS_REPLACE_PRODUCER": "sometimes"})
+        load({}, {"EOS_STATE_ENGINE": "paper"})
 
 
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_every_option_of_ours_has_a_default_and_a_name_in_the_environment(name: str) -> None:
     assert Settings()[name] == OPTIONS[name].default
-    others = {"eos.replace.producer": "never", "eos.producers": "2", "eos.state.engine": "rocksdb"}
+    others = {"eos.state.engine": "rocksdb"}
     text = others.get(name, "3000000" if name.endswith(".bytes") else "3000")
     if OPTIONS[name].default is False:
         text = "true"

@@ -39,15 +39,13 @@ class Session:
 
     def __init__(self, **settings: int) -> None:
         self.slowness = Slowness(Settings(SETTINGS | settings))
-        self.transaction = 0
 
     def slow(self, given: list[Record], made: Route | None = None, took_s: float = 3.5) -> None:
         who = {"transactional_id": "app-1", "epoch": 3}
-        self.slowness.suspect(self.transaction, who, made or route(), given, took_s)
+        self.slowness.suspect(who, made or route(), given, took_s)
 
     def lost(self, outcome: Outcome = Outcome.ABORTED) -> None:
-        self.slowness.ended(self.transaction, outcome, {})
-        self.transaction += 1
+        self.slowness.ended(outcome, {})
         self.slowness.check()
 
     def kept(self) -> None:
@@ -117,9 +115,9 @@ def test_a_record_that_was_lost_alone_is_known_until_it_is_committed() -> None:
     session.slow(records(7))
     session.lost(Outcome.UNKNOWN)
     assert session.slowness.known([*records(7, partition=1), *records(6, 7)], OWNED) == 2
-    session.slowness.ended(session.transaction, Outcome.COMMITTED, {("in", 0): 7, ("in", 1): 9})
+    session.slowness.ended(Outcome.COMMITTED, {("in", 0): 7, ("in", 1): 9})
     assert session.slowness.known(records(7), OWNED) == 0, "what is committed is only what comes before it"
-    session.slowness.ended(session.transaction, Outcome.COMMITTED, {("in", 0): 8})
+    session.slowness.ended(Outcome.COMMITTED, {("in", 0): 8})
     assert not session.slowness.knows
 
 
@@ -130,18 +128,6 @@ def test_a_record_that_was_lost_once_and_is_slow_but_kept_then_stops_nobody() ->
     session.slow(records(7))
     session.kept()
     session.lost()
-
-
-def test_with_two_producers_the_one_behind_a_loss_is_another_one() -> None:
-    session = Session()
-    for _ in range(2):
-        session.slow(records(7))
-        first, session.transaction = session.transaction, session.transaction + 1
-        session.slow(records(8))  # behind it, while its commit is on its way
-        session.slowness.ended(first, Outcome.UNKNOWN, {})
-        session.slowness.ended(session.transaction, Outcome.COMMITTED, {})
-    with pytest.raises(ConfigurationError, match=r"in\[0\]@7, longer than"):
-        session.slowness.check()
 
 
 def test_other_records_are_a_first_time_of_their_own() -> None:

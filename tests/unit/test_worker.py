@@ -70,7 +70,7 @@ def worker_of(clock: Clock, seconds: Mapping[str, float]) -> Worker:
     worker = Worker(app, eos.Settings(SETTINGS), world=World(now=lambda: clock.now))
     session: Any = worker.session
     session._parts.intake._membership = SimpleNamespace(owned={("a", 0), ("b", 0)})
-    session._parts.lanes.producers = [SimpleNamespace(who=dict)]
+    session._parts.producer = SimpleNamespace(who=dict)
     session._parts.positions.committed = {("a", 0): 0, ("b", 0): 0}
     worker._slice = 100
     return worker

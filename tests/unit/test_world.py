@@ -278,7 +278,7 @@ ALL = [b"%d" % number for number in range(10)]
 class Follows:
     """A participant that notes what it is told; it is ready for a partition when it is asked for the third time."""
 
-    pipelines, topics = True, ("changelog",)
+    topics = ("changelog",)
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -444,19 +444,6 @@ def test_changelog_error_is_looked_into_and_not_handed_to_a_policy(recreated: bo
     assert [value for value in script.visible if value != b"state"] == ALL
     assert (session.counters.rebuilds, session.counters.aborts) == (1, 0)
     assert script.outcomes == ["aborted", "committed", "committed"]
-
-
-def test_of_two_under_way_the_second_is_given_up_whatever_became_of_the_first() -> None:
-    script = Script()
-    script.fails["commit"] = KafkaError(KafkaError._FATAL, "scripted", fatal=True), True
-    copied(script, **{"eos.producers": "2"})
-    assert (script.visible, script.committed) == (ALL, 10)
-    assert script.outcomes == ["committed", "aborted", "committed"]
-    assert [told for told in script.follows.told if told in ("committed", "undone")] == [
-        "committed",
-        "undone",
-        "committed",
-    ]
 
 
 def test_a_rebuild_that_has_to_join_again_counts_once() -> None:

@@ -93,12 +93,6 @@ OPTIONS: dict[str, Option] = {
     "eos.otel.spans": Option(
         False, _boolean, "a span of OpenTelemetry per transaction, to what the process has configured (extra `otel`)"
     ),
-    "eos.producers": Option(
-        "1", _one_of("1", "2"), "2: the next transaction is filled while the one before commits; 1: one by one"
-    ),
-    "eos.replace.producer": Option(
-        "auto", _one_of("auto", "always", "never"), "when a producer is replaced (never is for experiments)"
-    ),
     "eos.places.topic": Option(
         "__eos_places",
         str,
@@ -393,7 +387,7 @@ class Settings:
 
 
 def alternate_of(transactional_id: str) -> str:
-    """The second transactional.id of a session."""
+    """The transactional.id under which a producer is replaced on brokers before 4.0."""
     return f"{transactional_id}-alternate"
 
 
@@ -528,8 +522,18 @@ def _check_timeouts(settings: Settings) -> None:
             f"message.timeout.ms={number('message.timeout.ms')} must be between 1 and transaction.timeout.ms="
             f"{timeout_ms}: a record must not be sent after the broker ended its transaction"
         )
-    if settings["eos.replace.producer"] == "auto":
-        _check_evidence(settings, number)
+    # The signs of a possible retry (eos/session/evidence.py).
+    for name in RETRY_BACKOFF_DEFAULTS:
+        if name in settings.values and number(name) < MINIMUM_RETRY_BACKOFF_MS:
+            raise ConfigurationError(
+                f"{name}={number(name)} is below {MINIMUM_RETRY_BACKOFF_MS}: a retried commit could not be told from a "
+                "fast one; raise it"
+            )
+    if "statistics.interval.ms" in settings.values and not 0 < number("statistics.interval.ms") <= 1_000:
+        raise ConfigurationError(
+            f"statistics.interval.ms={number('statistics.interval.ms')} must be between 1 and 1000: the statistics "
+            "show whether a request may have been sent twice"
+        )
     if settings["eos.transaction.interval.ms"] > timeout_ms // 2:
         raise ConfigurationError(
             f"eos.transaction.interval.ms={settings['eos.transaction.interval.ms']} must be at most half of "
@@ -539,21 +543,6 @@ def _check_timeouts(settings: Settings) -> None:
         raise ConfigurationError(
             "group.instance.id cannot be used with group.protocol=consumer: after a kill the broker locks "
             "the restarted member out for its whole session timeout"
-        )
-
-
-def _check_evidence(settings: Settings, number: Callable[[str], int]) -> None:
-    """The signs of a possible retry that eos.replace.producer=auto goes by."""
-    for name in RETRY_BACKOFF_DEFAULTS:
-        if name in settings.values and number(name) < MINIMUM_RETRY_BACKOFF_MS:
-            raise ConfigurationError(
-                f"{name}={number(name)} is below {MINIMUM_RETRY_BACKOFF_MS}: a retried commit could not be told from a "
-                "fast one; raise it or set eos.replace.producer=always"
-            )
-    if "statistics.interval.ms" in settings.values and not 0 < number("statistics.interval.ms") <= 1_000:
-        raise ConfigurationError(
-            f"statistics.interval.ms={number('statistics.interval.ms')} must be between 1 and 1000: the statistics "
-            "show whether a request may have been sent twice; or set eos.replace.producer=always"
         )
 
 

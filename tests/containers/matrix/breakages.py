@@ -1,7 +1,7 @@
 """Rules of the product taken out on purpose, one at a time, and the verdict that must find each.
 
-Applied in a worker's process by patching; the product has no switch for any of it but `eos.replace.producer`. `cell` is
-the fault that makes use of what is missing: without it the broken worker is right by luck, and nothing is red.
+Applied in a worker's process by patching; the product has no switch for any of it. `cell` is the fault that makes use
+of what is missing: without it the broken worker is right by luck, and nothing is red.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from eos.shim.faults import Rule
 from eos.testing.sweeping import Case
 from tests.containers.matrix.cells import Cell
+from tests.support.sessions import keep_producers
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def _offsets_outside_the_transaction() -> None:
     from confluent_kafka import KafkaException
 
     from eos.errors import Action, CallFailed
-    from eos.session.lanes import Lanes
+    from eos.session.committer import Committer
     from eos.session.transact import TransactSession
 
     consumers: list[Any] = []
@@ -59,19 +60,19 @@ def _offsets_outside_the_transaction() -> None:
         start(self)
         consumers.append(lambda: self.consumer)
 
-    def commit_by_the_consumer(self: Lanes, producer: Any, offsets: list[Any], metadata: Any) -> float:
+    def commit_by_the_consumer(self: Committer, offsets: list[Any], metadata: Any) -> float:
         try:
             if offsets:
                 consumers[-1]().commit(offsets=offsets, asynchronous=False)
         except KafkaException as error:
             raise CallFailed("send_offsets", Action.ABORT, error) from error
         self._world.step("offsets sent")
-        producer.commit()
+        self._producer.commit()
         self._world.step("committed")
         return time.monotonic()
 
     _replace(TransactSession, "start", known)
-    _replace(Lanes, "_send_and_commit", commit_by_the_consumer)
+    _replace(Committer, "_send_and_commit", commit_by_the_consumer)
 
 
 def _rewind_missing() -> None:
@@ -129,7 +130,7 @@ def _random_transactional_id() -> None:
     start = TransactSession.start
 
     def under_a_new_name(self: TransactSession) -> None:
-        self._parts.lanes.transactional_id += f"-{uuid.uuid4().hex[:8]}"
+        self._parts.producer._id += f"-{uuid.uuid4().hex[:8]}"
         start(self)
 
     _replace(TransactSession, "start", under_a_new_name)
@@ -293,7 +294,8 @@ ALL: dict[str, Breakage] = {
         "the producer is kept after a retried EndTxn and after aborts",
         DOUBLED,
         Cell("kill", "worker", "classic-4.4.0", 1),
-        settings=_SHORT_INTERVAL | {"eos.replace.producer": "never"},
+        keep_producers,
+        _SHORT_INTERVAL,
         requests=_a_late_end_of_transaction,
     ),
     "outputs before the function returned": Breakage(

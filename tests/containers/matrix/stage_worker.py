@@ -23,7 +23,6 @@ from eos.cli import invoke
 from eos.cli import run as run_command
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
-from eos.session.lanes import UnderWay
 from eos.testing.lineage import WIDTH_BYTES, stamp, unstamp
 from eos.worker.worker import Worker
 from tests.support.stepping_worker import COUNT
@@ -32,7 +31,6 @@ from tests.support.stepping_worker import COUNT
 ENTRY = struct.Struct("<qiiiq")
 STEPS = ("begin", "begun", "flush", "flushed", "offsets sent", "committed")
 ENVIRONMENT = "EOS_STAGE"
-BEHIND = ("offsets sent", "committed")  # steps of the transaction that was left, while the next one is filled
 
 
 @dataclasses.dataclass
@@ -60,27 +58,21 @@ class Diary:
     def __init__(self, path: str, holds: list[tuple[str, int]]) -> None:
         self._path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self.in_turn: Callable[[], str] = str  # the transactional.id of the open transaction
-        self._left_id = ""
-        self._transaction = self._left = 0  # the open one, and the one whose commit is on its way
+        self.transactional_id: Callable[[], str] = str  # of the open transaction
+        self._transaction = 0
         self._holds = {(step, nth) for step, nth in holds}
         self._counts: dict[str, int] = {}
 
     def handled(self, partition: int, offset: int) -> None:
         os.write(self._file, ENTRY.pack(time.time_ns(), self._transaction, -1, partition, offset))
 
-    def leaves(self) -> None:
-        """The open transaction's commit is on its way from now on; the next one may begin before it is answered."""
-        self._left, self._left_id = self._transaction, self.in_turn()
-
     def step(self, name: str) -> None:
         if name == "begin":
             self._transaction += 1
-        transaction = self._left if name in BEHIND else self._transaction
-        os.write(self._file, ENTRY.pack(time.time_ns(), transaction, STEPS.index(name), -1, -1))
+        os.write(self._file, ENTRY.pack(time.time_ns(), self._transaction, STEPS.index(name), -1, -1))
         self._counts[name] = nth = self._counts.get(name, 0) + 1
         if (name, nth) in self._holds:
-            Path(f"{self._path}.held").write_text(self._left_id if name in BEHIND else self.in_turn())
+            Path(f"{self._path}.held").write_text(self.transactional_id())
             print(f"AT {name} {nth}", flush=True)
             if not sys.stdin.readline():
                 os._exit(1)
@@ -130,14 +122,7 @@ def main() -> int:
         def __init__(self, app: App, settings: Settings, *, until_end: bool = False) -> None:
             super().__init__(app, settings, until_end=until_end, world=World(step=diary.step))
             session = self.session
-            send = session._parts.lanes.send
-            diary.in_turn = lambda: session.producer.transactional_id
-
-            def setting_out(commit: UnderWay) -> None:
-                diary.leaves()
-                send(commit)
-
-            session._parts.lanes.send = setting_out  # type: ignore[method-assign]
+            diary.transactional_id = lambda: session.producer.transactional_id
 
     run_command.Worker = StageWorker  # type: ignore[attr-defined, misc]
     run_command.load_app = lambda target: app  # type: ignore[assignment, attr-defined]

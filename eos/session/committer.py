@@ -1,0 +1,74 @@
+"""The thread on which a session commits, so that the loop can fetch records meanwhile.
+
+Owns that thread; there is one commit at a time. It never decides when to commit, nor what a failed commit leads to
+(eos/session/loop.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from confluent_kafka import TopicPartition
+
+from eos.kafka.client.watchdog import Job, Watchdog
+from eos.kafka.client.world import World
+from eos.session.observe import Pulse
+from eos.session.positions import TopicPartition as Partition
+from eos.session.producer import TransactionalProducer
+
+if TYPE_CHECKING:
+    from eos.session.transaction import Transaction
+
+_BEAT_S = 0.5
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A commit that was started, and all that its end needs."""
+
+    transaction: Transaction
+    offsets: Mapping[Partition, int]
+    taken: int
+    started_at: float  # World.now()
+    job: Job
+    """Its result is World.now() of the commit's answer."""
+
+
+class Committer:
+    def __init__(self, producer: TransactionalProducer, pulse: Pulse, world: World) -> None:
+        self._producer, self._pulse, self._world = producer, pulse, world
+        self._thread: Watchdog | None = None
+
+    def start(self) -> None:
+        self._thread = self._world.caller(f"eos-{self._producer.transactional_id}-commit")
+
+    def job_of(self, offsets: Sequence[TopicPartition], group_metadata: Any) -> Job:
+        """Return the commit of the open transaction with these offsets, for `wait` to run."""
+        return Job(self._send_and_commit, (offsets, group_metadata))
+
+    def _send_and_commit(self, offsets: list[TopicPartition], group_metadata: Any) -> float:
+        """Send the offsets and commit: on the thread of this class, which alone uses the producer meanwhile."""
+        if offsets:
+            self._producer.send_offsets(offsets, group_metadata)
+        self._world.step("offsets sent")
+        self._producer.commit()
+        ended = self._world.now()
+        self._world.step("committed")
+        return ended
+
+    def wait(self, job: Job, meanwhile: Callable[[], bool]) -> BaseException | None:
+        """Run the job, wait for its end and return the error that it failed with. Until then call `meanwhile` again
+        and again while it returns True. An interrupted wait can be repeated: the job runs once."""
+        assert self._thread is not None
+        self._thread.submit(job)
+        while not job.done.is_set():
+            if not meanwhile():
+                self._pulse.beat("calling", "commit")
+                job.done.wait(_BEAT_S)
+        return job.error
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.close()

@@ -1,0 +1,28 @@
+"""Sessions whose producer is a test's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eos.session.producer import TransactionalProducer
+from eos.session.states import State
+from eos.session.transact import TransactSession
+
+
+def give_producer(session: TransactSession, producer: Any) -> None:
+    """Put a stand-in in the place of the session's producer."""
+    session._parts.producer = session._loop._producer = session._loop._recovery._producer = producer
+
+
+_must_replace = TransactionalProducer.must_replace
+
+
+def must_replace_if_broken(producer: TransactionalProducer) -> str | None:
+    """Stand in for `TransactionalProducer.must_replace`: keep a producer after aborts and possible retries, so that a
+    test sees the damage that the replacement prevents."""
+    return None if producer.state is State.READY else _must_replace(producer)
+
+
+def keep_producers() -> None:
+    """Keep the producers of this process, as above."""
+    TransactionalProducer.must_replace = must_replace_if_broken  # type: ignore[method-assign]
