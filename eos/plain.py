@@ -14,7 +14,7 @@ from typing import Any
 from confluent_kafka import KafkaError, Message, TopicPartition
 
 from eos import log
-from eos.app.results import send_of
+from eos.encoding.sends import send_of
 from eos.errors import (
     Action,
     CallFailed,

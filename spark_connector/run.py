@@ -19,7 +19,7 @@ from pyspark import cloudpickle
 
 from eos import log
 from eos.app.definition import App
-from eos.app.serde import function_name
+from eos.encoding.serde import function_name
 from eos.errors import ConfigurationError, EosError, Fenced, InputGone, NotAuthorised, Temporary, Unavailable
 from eos.kafka.client.settings import Settings
 from eos.session.asking import check_topics

@@ -3,74 +3,20 @@
 With `eos.lineage=true` each output carries a header that names its input record, which of how many outputs of it this
 one is, and its number among all outputs of that input partition. Beside each committed offset stands how many inputs
 were handled and how many outputs made of them since lineage began there. With both, a reader of the topics can tell an
-input that the function filtered from one whose output was lost (eos/testing/verify.py). This module owns the two
-formats and the counting; it must never talk to Kafka and never judge.
-
-Header `eos-lineage`: 28 bytes, little endian, `<iqiiq` (source partition, source offset, i, n, number), then the source
-topic in UTF-8. Metadata: the key `lineage` of the JSON beside a committed offset, `[begin, inputs, outputs]`.
+input that the function filtered from one whose output was lost (eos/testing/verify.py). This module owns the counting;
+eos/encoding/lineage.py has the two formats. It must never talk to Kafka and never judge.
 """
 
 from __future__ import annotations
 
-import operator
-import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from eos.app.routes import Route
+from eos.encoding.lineage import HEADER, KEY, Source, Tally, encode, tally_of
 from eos.errors import ConfigurationError
-from eos.records import Committed, Each, Record, Send, metadata_of, noted
+from eos.records import Committed, Each, Record, Send, metadata_of
 
-HEADER = "eos-lineage"
-KEY = "lineage"
-OFFSET_FORMAT = 1  # of the metadata, `v` in it: docs/reference/formats.md
-FORMAT = struct.Struct("<iqiiq")
 TopicPartition = tuple[str, int]
-
-
-class Source(NamedTuple):
-    """The input record that an output came from: output `i` of `n`, and the `number`-th of its input partition."""
-
-    topic: str
-    partition: int
-    offset: int
-    i: int
-    n: int
-    number: int
-
-
-def encode(source: Source) -> bytes:
-    topic, *numbers = source
-    return FORMAT.pack(*numbers) + topic.encode()
-
-
-def decode(header: bytes) -> Source:
-    """Raises ValueError for bytes that no worker wrote."""
-    if len(header) <= FORMAT.size:
-        raise ValueError(f"{len(header)} bytes cannot name a source: it takes {FORMAT.size} and a topic")
-    return Source(header[FORMAT.size :].decode(), *FORMAT.unpack_from(header))
-
-
-@dataclass
-class Tally:
-    """Of one input partition: since offset `begin`, `inputs` were handled and made `outputs`."""
-
-    begin: int
-    inputs: int = 0
-    outputs: int = 0
-
-
-def tally_of(metadata: str | None) -> Tally | None:
-    """What a committed offset's metadata says; None if it says nothing of lineage."""
-    found = noted(metadata)
-    try:
-        begin, inputs, outputs = map(operator.index, found[KEY])
-        if found.get("v", OFFSET_FORMAT) > OFFSET_FORMAT:
-            return None
-    except (ValueError, KeyError, TypeError):
-        return None  # written by something else, or without lineage
-    return Tally(begin, inputs, outputs)
 
 
 class Ledger:

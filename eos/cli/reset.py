@@ -12,10 +12,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from eos.app import lineage
 from eos.app.definition import App
 from eos.app.routes import changelog_of
 from eos.cli.options import BootstrapServers, Set, Yes, confirm, load_settings, print_table
+from eos.encoding import lineage
 from eos.errors import UsageError
 from eos.kafka.admin.facts import connect, describe_topic
 from eos.kafka.admin.reset import STAY, GroupOffsets, Move, Target, parse_skip, parse_target, require_one_each

@@ -16,7 +16,6 @@ from rich.table import Table
 
 from eos.app.definition import App
 from eos.app.routes import changelog_of
-from eos.app.serde import DecodeError
 from eos.app.state import Store
 from eos.app.stores import plain
 from eos.cli.options import (
@@ -32,6 +31,7 @@ from eos.cli.options import (
     until_hung_up,
 )
 from eos.cli.written import json_of, text_of
+from eos.encoding.serde import DecodeError
 from eos.errors import ConfigurationError, UsageError
 from eos.kafka.admin.reset import GroupOffsets
 from eos.kafka.client.settings import Settings

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from eos import log
-from eos.app.lineage import OFFSET_FORMAT
+from eos.encoding.lineage import OFFSET_FORMAT
 from eos.errors import EosError
 from eos.kafka.client.cluster import Described
 from eos.kafka.client.settings import Settings

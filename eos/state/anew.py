@@ -13,9 +13,9 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
-from eos.app import lineage
 from eos.app.definition import App
 from eos.app.routes import changelog_of
+from eos.encoding import lineage
 from eos.errors import Unavailable, UsageError, describe_error, not_authorised
 from eos.kafka.admin import facts, tail
 from eos.kafka.admin.reset import STAY, GroupOffsets, Move, Target

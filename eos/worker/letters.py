@@ -20,8 +20,7 @@ from typing import Any
 from confluent_kafka import KafkaException, TopicPartition
 
 from eos import log
-from eos.app.dead_letters import PREFIX, parts_of
-from eos.app.policies import DEAD_LETTER_SUFFIX
+from eos.encoding.dead_letters import DEAD_LETTER_SUFFIX, PREFIX, parts_of
 from eos.errors import (
     Action,
     CallFailed,

@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from eos import log
 from eos.app.definition import App
-from eos.app.policies import dead_letter_topic
+from eos.encoding.dead_letters import dead_letter_topic
 from eos.errors import ConfigurationError, EosError, Unavailable
 from eos.kafka.admin.facts import check_clients, connect, create_topics, metadata
 from eos.kafka.client.cluster import ClusterAdmin

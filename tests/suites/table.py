@@ -75,6 +75,7 @@ DEEP: dict[str, frozenset[str]] = {
     "eos/demo/": frozenset({"broker"}),
     "eos/health/": frozenset({"broker"}),
     "eos/app/": _CORE | {"spark", "state"},
+    "eos/encoding/": _CORE | {"spark", "state"},
     "eos/session/": _CORE | {"spark", "state"},
     "eos/state/": frozenset({"state"}),
     "eos/worker/": _CORE | {"spark", "state"},

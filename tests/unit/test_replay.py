@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import eos
-from eos.app.dead_letters import dead_letter
 from eos.app.definition import App
+from eos.encoding.dead_letters import dead_letter
 from eos.errors import ConfigurationError, UsageError
 from eos.kafka.client.world import REAL
 from eos.records import Record

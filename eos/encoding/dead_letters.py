@@ -15,15 +15,21 @@ them: what stands before the last one is the record's own, other dead letters' h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
-from eos.app.frames import Frame, text_of
-from eos.app.lineage import HEADER as LINEAGE
-from eos.app.policies import dead_letter_topic
+from eos.encoding.frames import Frame, text_of
+from eos.encoding.lineage import HEADER as LINEAGE
 from eos.errors import safe_str
 from eos.records import Header, Record, Send, readable
 
 PREFIX = "eos-dlq-"
+DEAD_LETTER_SUFFIX: Final = ".dlq"
 MESSAGE_BYTES = 1_000  # of the exception's message; a message may quote the whole record
+
+
+def dead_letter_topic(source: str) -> str:
+    """Where the dead letters of a source topic go."""
+    return source + DEAD_LETTER_SUFFIX
 
 
 def dead_letter(
@@ -61,7 +67,7 @@ def parts_of(headers: Sequence[Header]) -> tuple[list[Header], dict[str, str]]:
 
 # Ours keep the names that dead letters have always had, wherever they live.
 _AS_WRITTEN = {
-    "eos.app.serde.DecodeError": "eos.serde.DecodeError",
+    "eos.encoding.serde.DecodeError": "eos.serde.DecodeError",
     "eos.worker.handling.RecordRefused": "eos.handling.RecordRefused",
     "eos.worker.handling.DeadLetterRefused": "eos.handling.DeadLetterRefused",
 }
