@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated, Any
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -19,7 +21,7 @@ from eos.encoding import lineage
 from eos.errors import UsageError
 from eos.kafka.admin.facts import connect, describe_topic
 from eos.kafka.admin.reset import STAY, GroupOffsets, Move, Target, parse_skip, parse_target, require_one_each
-from eos.kafka.admin.tail import spans_by
+from eos.kafka.admin.tail import Span, spans_by
 from eos.kafka.client.settings import Settings
 from eos.records import metadata_with, noted
 from eos.state import notes
@@ -87,7 +89,7 @@ def reset(
     if skip:
         require_one_each(loaded, moves)
     if app is not None and from_:
-        moves = [_with_state_of(loaded, app, move) for move in moves]
+        moves = _with_notes_of_state(loaded, app, moves)
     print_table(_table(moves))
     if accept_changelog:
         print(
@@ -157,29 +159,36 @@ def _group(loaded: Settings, app: App | None, group: str | None, topics: list[st
     return app.id, topics or app.topics
 
 
-def _with_state_of(loaded: Settings, app: App, move: Move) -> Move:
-    """Return the move with what a worker notes that has handled nothing yet, where its function has state. Raises
-    UsageError where it handled records."""
-    (topic, partition), route = move.partition, app.routes[move.partition[0]]
-    if not route.stores:
-        return move
-    changelog = changelog_of(app.id, route)
+def _with_notes_of_state(loaded: Settings, app: App, moves: list[Move]) -> list[Move]:
+    """Return the moves; those of a function with state get the metadata of a worker that has handled nothing yet.
+    Raises UsageError if it has handled records."""
+    if not any(app.routes[move.partition[0]].stores for move in moves):
+        return moves
     client = connect(loaded, _TIMEOUT_S)
-    if move.before is None and not _has_records(loaded, client, changelog, partition):
-        note = notes.noted_of(route, 0, describe_topic(client, topic).partitions).noted()
-        return dataclasses.replace(move, metadata=metadata_with(move.metadata, note))
-    raise UsageError(
-        f"{route.name} of {app.id} has state, which stays as it is: what is read again would change it once more",
-        remedy="--with-state empties the state too; --skip steps past a record; `eos reset --group` moves the offsets "
-        "alone",
-    )
 
+    @cache
+    def kept(changelog: str) -> Mapping[int, Span]:
+        return spans_by(client, loaded, changelog) if describe_topic(client, changelog).exists else {}
 
-def _has_records(loaded: Settings, client: Any, topic: str, partition: int) -> bool:
-    if not describe_topic(client, topic).exists:
-        return False
-    span = spans_by(client, loaded, topic).get(partition)
-    return span is not None and span.low < span.end
+    @cache
+    def partitions(topic: str) -> int:
+        return describe_topic(client, topic).partitions
+
+    def with_notes(move: Move) -> Move:
+        (topic, partition), route = move.partition, app.routes[move.partition[0]]
+        if not route.stores:
+            return move
+        span = kept(changelog_of(app.id, route)).get(partition)
+        if move.before is None and (span is None or span.low == span.end):
+            note = notes.noted_of(route, 0, partitions(topic)).noted()
+            return dataclasses.replace(move, metadata=metadata_with(move.metadata, note))
+        raise UsageError(
+            f"{route.name} of {app.id} has state, which stays as it is: what is read again would change it once more",
+            remedy="--with-state empties the state too; --skip steps past a record; `eos reset --group` moves the "
+            "offsets alone",
+        )
+
+    return [with_notes(move) for move in moves]
 
 
 def with_metadata(move: Move, skipping: bool, accept_changelog: bool) -> Move:

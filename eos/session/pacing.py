@@ -18,6 +18,9 @@ _AHEAD_BEHIND = 2_000
 # cache keeps until it is handled (32 MB took a tenth more of its time with values of 1 KB:
 # docs/engineering/measurements.md).
 _AHEAD, _AHEAD_BYTES = 20_000, 4 << 20
+# Inputs of this many bytes are hardly why a transaction took long: at 64 KB/s they are sent within a second. A
+# cluster that answers late takes as long for one record, and smaller transactions only multiply its delay.
+_FEW_BYTES = 64 << 10
 _LONGEST_PAUSE_S, _PAUSE_S, _DOUBLINGS = 5.0, 0.05, 7  # behind an abort
 
 
@@ -32,6 +35,8 @@ class Pacing:
         and where more of them cannot be sent in time."""
         self.aborts_in_a_row = 0
         self._timed_out = False  # a transaction, and since then none took the most
+        self._committed = True  # the last transaction that committed or timed out
+        self._few = 1  # inputs of _FEW_BYTES
         self._chunk = _SMALLEST_CHUNK
         self._suspects = 0  # the next so many records have the refused one among them
         self._began_at = 0.0
@@ -44,6 +49,7 @@ class Pacing:
         """A poll brought a record with a value of so many bytes."""
         chunk = min(_CHUNK, max(_SMALLEST_CHUNK, _CHUNK_BYTES // max(1, size)))
         self._chunk = max(chunk - chunk % self.together, self.together)
+        self._few = max(1, _FEW_BYTES // max(1, size))
 
     def first(self, waiting: int) -> int:
         """How many to poll before a transaction begins. At least one, even when there is no room: the group's callbacks
@@ -97,25 +103,36 @@ class Pacing:
     # ---- how transactions ended -------------------------------------------------------------------------------
 
     def committed(self, taken: int, open_s: float = 0.0, sending_s: float = 0.0) -> None:
-        """It was open for `open_s`, of which its outputs were sent for `sending_s`. More records are tried only where a
-        quarter of the time was enough; where sending took more than half of it, fewer are."""
-        self.aborts_in_a_row = 0
+        """Note a transaction that was open for `open_s`, of which its outputs were sent for `sending_s`.
+
+        The next one may take more records where half of the time was enough, and takes fewer where sending took more
+        than three quarters of it.
+        """
+        self.aborts_in_a_row, self._committed = 0, True
         self._suspects = max(0, self._suspects - taken)
         if self._suspects:
             self.limit = max(1, self._suspects // 2)
-        elif open_s < self._timeout_s / 4:
+        elif open_s < self._timeout_s / 2:
             # After a time-out slowly: a quota is about an average, so that what one could send the next may not.
-            grown = self.limit + self.limit // 4 + 1 if self._timed_out else self.limit * 2
-            self.limit = min(self._most, grown)
+            fast = self.limit < self._few or (open_s < self._timeout_s / 4 and not self._timed_out)
+            self.limit = min(self._most, self.limit * 2 if fast else self.limit + self.limit // 4 + 1)
             self._timed_out = self._timed_out and self.limit < self._most
-        elif sending_s > self._timeout_s / 2:
-            self.limit = max(1, min(self.limit, taken) // 2)
+        elif sending_s > self._timeout_s * 3 / 4:
+            at_most = min(self.limit, taken)
+            self.limit = max(1, at_most * 3 // 4, min(at_most, self._few))
 
-    def timed_out(self, taken: int, delivered: float) -> bool:
-        """A transaction took longer than it may; `delivered` is the share of its outputs that arrived. The next one
-        takes half of what would have gone through. Returns whether it can take fewer at all."""
-        self._timed_out = True
-        self.limit = max(1, int(taken * min(1.0, delivered) / 2))
+    def timed_out(self, taken: int, delivered: float | None) -> bool:
+        """Note a transaction that took longer than it may. `delivered` is the share of its outputs that arrived; None:
+        its records were handled too slowly. Return whether the next ones can take fewer records at all.
+
+        The next one takes half of what would have gone through. A small one all of whose outputs arrived is repeated
+        once with the same records: the cluster was slow, whatever it took.
+        """
+        share = 1.0 if delivered is None else min(1.0, delivered)
+        limit = int(taken * share / 2)
+        if self._committed and delivered is not None and share == 1.0:
+            limit = max(limit, min(taken, self._few))
+        self.limit, self._timed_out, self._committed = max(1, limit), True, False
         return taken > 1
 
     def aborted(self, now: float) -> None:

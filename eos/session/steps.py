@@ -50,7 +50,7 @@ class Recovery:
             trouble.too_slow = self._too_slow(trouble)
             # What was handled too slowly may not have been sent yet: that says nothing of how much can be.
             trouble.next_is_smaller = self._pacing.timed_out(
-                trouble.taken, 1.0 if trouble.is_of_handling else trouble.delivered
+                trouble.taken, None if trouble.is_of_handling else trouble.delivered
             )
             at_most = self._pacing.limit
             log.warning("transaction timed out", why=trouble.too_slow, next_at_most=at_most, **self._producer.who())

@@ -62,7 +62,7 @@ def rows_of(printed: str) -> dict[str, list[str]]:
 
 def test_the_demo_hits_open_transactions_and_proves_that_nothing_was_lost_or_doubled(tmp_path: Path) -> None:
     demo = start_demo(tmp_path / "t")
-    printed, _ = demo.communicate(timeout=150)
+    printed, _ = demo.communicate(timeout=280)
 
     assert demo.returncode == 0, printed
     rows = rows_of(printed)
@@ -81,7 +81,7 @@ def test_the_demo_hits_open_transactions_and_proves_that_nothing_was_lost_or_dou
 @pytest.mark.long
 def test_on_a_cluster_of_somebody_else_it_deletes_what_it_made(kafka: LocalKafka, tmp_path: Path) -> None:
     demo = start_demo(tmp_path / "t", "--bootstrap-servers", kafka.bootstrap_servers)
-    printed, _ = demo.communicate(timeout=150)
+    printed, _ = demo.communicate(timeout=280)
 
     assert demo.returncode == 0, printed
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})

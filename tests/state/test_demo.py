@@ -16,7 +16,7 @@ def test_the_demo_kills_two_workers_and_every_sum_is_right(tmp_path: Path) -> No
         capture_output=True,
         text=True,
         env=os.environ | {"TMPDIR": str(tmp_path)},
-        timeout=150,
+        timeout=280,
         check=False,
     )
     if "opened no transaction in" in demo.stderr:

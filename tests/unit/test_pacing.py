@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -99,12 +100,54 @@ def test_limit_is_half_of_what_was_delivered_in_time_and_grows_back() -> None:
     assert limits(pacing, 8, open_s=0.2, sending_s=0.1)[-2:] == [1_000, 1_000]
 
 
-def test_limit_neither_grows_nor_shrinks_while_half_of_the_time_is_enough() -> None:
+def test_limit_grows_below_half_of_the_time_and_shrinks_above_three_quarters_of_it() -> None:
     pacing = Pacing(0.1, 1_000, timeout_s=10.0)
     pacing.timed_out(800, delivered=1.0)
-    assert limits(pacing, 2, open_s=4.0, sending_s=3.9) == [400, 400]
-    assert limits(pacing, 2, open_s=6.0, sending_s=0.1) == [400, 400], "a slow function's time is its own"
-    assert limits(pacing, 3, open_s=6.0, sending_s=5.9) == [200, 100, 50]
+    assert limits(pacing, 2, open_s=6.0, sending_s=5.9) == [400, 400]
+    assert limits(pacing, 2, open_s=9.0, sending_s=0.1) == [400, 400], "a slow function's time is its own"
+    assert limits(pacing, 3, open_s=8.0, sending_s=7.9) == [300, 225, 168]
+    assert limits(pacing, 2, open_s=4.0, sending_s=3.9) == [211, 264]
+
+
+def test_limit_of_few_bytes_is_kept_at_the_first_timeout_of_a_slow_cluster() -> None:
+    pacing = after(1_000)  # 64 KB are 65 of them
+    pacing.limit = 1_000
+    pacing._timeout_s = 10.0
+    pacing.timed_out(40, delivered=1.0)
+    assert pacing.limit == 40
+    assert limits(pacing, 1, open_s=9.0, sending_s=8.9) == [40], "fewer would take as long"
+    pacing.timed_out(40, delivered=1.0)
+    assert pacing.limit == 40
+    pacing.timed_out(40, delivered=1.0)
+    assert pacing.limit == 20, "the second in a row"
+    for delivered in (0.5, None):  # outputs that are far larger than their inputs; a slow function
+        pacing.committed(20)
+        pacing.timed_out(40, delivered)
+        assert pacing.limit == (10 if delivered else 20)
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "bytes_per_s", "least"),
+    [(3.5, 10**6, 100), (0.1, 200_000, 150), (8.0, 10**6, 5), (0.0, 5_000, 4), (1.0, 10**9, 900)],
+    ids=["late answers", "a quota", "very late answers", "a thin line", "a far cluster"],
+)
+def test_transactions_find_the_size_that_a_slow_cluster_takes(latency_s: float, bytes_per_s: float, least: int) -> None:
+    """Records of 1 KB, 10 s for each transaction, and a start at which every answer is late. At the end at least this
+    many records per second are committed."""
+    pacing, records, seconds, size = Pacing(0.1, 10_000, timeout_s=10.0), 0, 0.0, 1_000
+    pacing.saw(size)
+    for turn in range(200):
+        taken = pacing.limit
+        sending_s = taken * size / bytes_per_s
+        open_s = (latency_s if turn >= 12 else max(latency_s, 9.0)) + sending_s
+        if open_s > 10.0:
+            pacing.timed_out(taken, min(1.0, 10.0 / sending_s))
+            taken, open_s = 0, 10.0
+        else:
+            pacing.committed(taken, open_s, open_s)
+        if turn >= 150:
+            records, seconds = records + taken, seconds + open_s
+    assert records / seconds >= least
 
 
 def test_limit_of_one_record_cannot_shrink() -> None:

@@ -338,7 +338,8 @@ class Run:
     def _wait(self, done: Callable[[], bool], timeout_s: float, what: Callable[[], str]) -> None:
         deadline = time.monotonic() + timeout_s
         while not done():
-            assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what()}"
+            if time.monotonic() >= deadline:
+                raise TooSlow(f"not within {timeout_s:.0f} s: {what()}")
             self._tend(0.2)
 
     def _wait_handled(self, reader: ConcurrentReader, outputs: int) -> None:
