@@ -21,7 +21,8 @@ from eos.shim import ShimSettings
 from eos.shim.chain import Chain
 from eos.shim.faults import Plan, read_plan
 from eos.shim.guard import GuardJob, read_policy
-from eos.shim.health import CountingJob, HealthServer, Sources
+from eos.shim.health import CountingJob, Sources
+from eos.shim.health import serve as serve_health
 from eos.shim.pipeline import Job
 from eos.shim.protect import Journal, ProtectJob
 from eos.shim.settings import (
@@ -233,18 +234,17 @@ async def _serve_until(
     health: Address | None,
     sources: Callable[[Chain], Sources],
 ) -> None:
-    # Before the brokers are asked: a shim that waits for them is alive and not ready.
-    http = None
-    if health is not None:
-        http = HealthServer(health, asyncio.get_running_loop(), lambda: server.not_ready, sources(server))
-        log.info("health", address=f"{health[0]}:{http.port}")
-    await server.start()
-    writing = None if html is None else asyncio.create_task(html.keep_written())
-    await stop.wait()
-    log.info("stopping", connections=server.connections)
-    await server.stop()
-    if http is not None:
-        http.close()
+    with ExitStack() as around:
+        # Before the brokers are asked: a shim that waits for them is alive and not ready.
+        if health is not None:
+            loop = asyncio.get_running_loop()
+            http = around.enter_context(serve_health(health, loop, lambda: server.not_ready, sources(server)))
+            log.info("health", address=f"{health[0]}:{http.port}")
+        await server.start()
+        writing = None if html is None else asyncio.create_task(html.keep_written())
+        await stop.wait()
+        log.info("stopping", connections=server.connections)
+        await server.stop()
     if html is not None and writing is not None:
         writing.cancel()
         await html.write()

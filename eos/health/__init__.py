@@ -6,7 +6,7 @@ incidents.py   the last log events that somebody should know of
 report.py      a supervised worker's status goes to its supervisor through a pipe
 metrics.py     statuses -> Prometheus (extra `metrics`)
 board.py       the last minutes of all statuses, for the page
-server.py      /livez /readyz /metrics / over HTTP; page.html is the page
+server.py      /livez /readyz /metrics / over HTTP (eos/probes.py); page.html is the page
 
 Nothing here may hold a worker up: the worker's thread only writes plain numbers (eos/session/observe.py) and, twice a
 second, takes a sample of what only it can ask. All else happens on daemon threads. What the probes mean:

@@ -74,6 +74,7 @@ DEEP: dict[str, frozenset[str]] = {
     "eos/cli/spark.py": frozenset({"spark"}),
     "eos/demo/": frozenset({"broker"}),
     "eos/health/": frozenset({"broker"}),
+    "eos/probes.py": frozenset({"broker", "shim"}),
     "eos/app/": _CORE | {"spark", "state"},
     "eos/encoding/": _CORE | {"spark", "state"},
     "eos/session/": _CORE | {"spark", "state"},
