@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from benchmarks.shapes import SHAPES, app_of
 from eos import App, Settings
-from eos.kafka.world import World
+from eos.kafka.client.world import World
 from eos.worker.worker import Worker
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         Temporary,
         Unavailable,
     )
-    from eos.kafka.settings import Settings
+    from eos.kafka.client.settings import Settings
     from eos.plain import transaction
     from eos.records import KEEP, Out, Record
     from eos.session.transact import TransactSession
@@ -48,7 +48,7 @@ _HOMES = {
     "Out": "eos.records",
     "PoisonRecord": "eos.errors",
     "Record": "eos.records",
-    "Settings": "eos.kafka.settings",
+    "Settings": "eos.kafka.client.settings",
     "State": "eos.app.state",
     "Temporary": "eos.errors",
     "TransactSession": "eos.session.transact",

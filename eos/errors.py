@@ -1,7 +1,7 @@
 """What can go wrong, named by what the caller must do.
 
-Owns the error tree and the actions; which action an error of the client asks for is eos/kafka/failures.py's. It must
-never talk to Kafka. Importing it loads no Kafka client: a Spark executor that runs an App has none.
+Owns the error tree and the actions; eos/kafka/client/failures.py says which action an error of the client asks for. It
+must never talk to Kafka. Importing it loads no Kafka client: a Spark executor that runs an App has none.
 
     EosError                    exit code
     ├── UsageError              64   the command line was wrong

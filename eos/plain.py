@@ -14,7 +14,7 @@ from typing import Any
 from confluent_kafka import KafkaError, Message, TopicPartition
 
 from eos import log
-from eos.app.results import send_of
+from eos.encoding.sends import send_of
 from eos.errors import (
     Action,
     CallFailed,
@@ -28,9 +28,10 @@ from eos.errors import (
     describe_error,
     stop_error,
 )
-from eos.kafka.ownership import Described, Owner
-from eos.kafka.settings import Settings, settings_of
-from eos.kafka.world import REAL, World
+from eos.kafka.admin.ownership import Owner
+from eos.kafka.client.cluster import Described
+from eos.kafka.client.settings import Settings, settings_of
+from eos.kafka.client.world import REAL, World
 from eos.records import Headers, place_of
 from eos.session.claim import Claim
 from eos.session.producer import OLD_TRANSACTIONS, TransactionalProducer

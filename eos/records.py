@@ -59,6 +59,11 @@ def is_topic_name(name: object) -> bool:
     return isinstance(name, str) and bool(re.fullmatch(r"[A-Za-z0-9._-]{1,249}", name)) and name not in (".", "..")
 
 
+def is_pattern(source: str) -> bool:
+    """Return whether a source is a pattern and no name, as librdkafka's and Java's subscribe tell them apart."""
+    return source.startswith("^")
+
+
 class Sink(Protocol):
     """Where a feed puts its outputs: a producer, or what stands in its place."""
 

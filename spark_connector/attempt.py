@@ -26,9 +26,9 @@ from kafka import errors as kafka_errors
 
 from eos import log
 from eos.errors import ConfigurationError, EosError, Fenced, NotAuthorised, Temporary, Unavailable
-from eos.kafka import ownership
-from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.world import elapsing
+from eos.kafka.admin import ownership
+from eos.kafka.client.cluster import ClusterAdmin
+from eos.kafka.client.world import elapsing
 from spark_connector import marker
 from spark_connector.answers import Answer, Stopped
 from spark_connector.claims import ClaimServer

@@ -30,7 +30,7 @@ from typing import Protocol
 
 from eos import log
 from eos.errors import ConfigurationError
-from eos.kafka.ownership import Identity
+from eos.kafka.admin.ownership import Identity
 from spark_connector.wire import Unreachable
 
 _BACKLOG = 4096  # clients that wait for a connection; the kernel's own limit is the same or lower

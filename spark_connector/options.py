@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eos.errors import ConfigurationError
-from eos.kafka.settings import Settings
+from eos.kafka.client.settings import Settings
 from spark_connector import marker
 from spark_connector.pem import contents
 from spark_connector.recordbatch import COMPRESSIONS

@@ -19,7 +19,7 @@ from kafka.protocol.producer.produce import ProduceRequest
 from kafka.protocol.schemas.fields.codecs import UnsignedVarInt32
 
 from eos.codes import error_name
-from eos.kafka.ownership import Identity
+from eos.kafka.admin.ownership import Identity
 from spark_connector.answers import Answer, Stopped, judge
 from spark_connector.recordbatch import Batch, RecordRefused, encode
 from spark_connector.wire import Unreachable, Wire

@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from eos.kafka.ownership import Identity
+from eos.kafka.admin.ownership import Identity
 
 Int64s = NDArray[np.int64]
 Bytes = NDArray[np.uint8]

@@ -20,9 +20,9 @@ from pyspark import cloudpickle
 
 from eos import log
 from eos.app.definition import App
-from eos.app.serde import function_name
+from eos.encoding.serde import function_name
 from eos.errors import ConfigurationError, EosError, Fenced, InputGone, NotAuthorised, Temporary, Unavailable
-from eos.kafka.settings import Settings
+from eos.kafka.client.settings import Settings
 from eos.session.asking import check_topics
 from eos.session.stopping import ShutdownExpired, StopSignals, took_too_long
 from spark_connector import failures, keyed

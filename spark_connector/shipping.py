@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eos.app.definition import App
-from eos.app.serde import underlying
+from eos.encoding.serde import underlying
 from eos.errors import ConfigurationError
 from spark_connector.session import is_local
 

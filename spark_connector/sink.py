@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from eos import log
 from eos.errors import ConfigurationError, Temporary
-from eos.kafka import ownership
-from eos.kafka.cluster import ClusterAdmin
+from eos.kafka.admin import ownership
+from eos.kafka.client.cluster import ClusterAdmin
 from spark_connector import query
 from spark_connector.attempt import Again, Attempt, Batch, Connected, translated
 from spark_connector.claims import ClaimServer, place_of

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 from kafka import errors as kafka_errors
 
-from eos.kafka.ownership import Identity
+from eos.kafka.admin.ownership import Identity
 from spark_connector import wire
 from spark_connector.answers import Answer, Stopped
 from spark_connector.claims import Office

@@ -16,7 +16,7 @@ from typing import Any
 from kafka.protocol.producer.transaction import AddPartitionsToTxnRequest, EndTxnRequest, InitProducerIdRequest
 
 from eos.codes import error_name
-from eos.kafka.ownership import Identity
+from eos.kafka.admin.ownership import Identity
 from spark_connector.answers import Answer, Stopped, judge
 from spark_connector.wire import Broken, Wire
 

@@ -19,8 +19,8 @@ from kafka.net.manager import KafkaConnectionManager
 from kafka.net.selector import NetworkSelector
 from kafka.protocol.metadata import CoordinatorType, FindCoordinatorRequest, MetadataRequest
 
-from eos.kafka.security import configuration
-from eos.kafka.settings import Settings
+from eos.kafka.client.security import configuration
+from eos.kafka.client.settings import Settings
 
 T = TypeVar("T")
 

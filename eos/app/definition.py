@@ -18,20 +18,15 @@ from types import MappingProxyType
 from typing import Any, Concatenate, Final, TypeVar, cast
 
 from eos.app.ageing import TimeToLive, with_ttl
-from eos.app.policies import DEAD_LETTER_SUFFIX, Policy, dead_letter_topic, policy_of, stop
+from eos.app.annotations import parameter_annotation, takes_record_too
+from eos.app.policies import Policy, policy_of, stop
 from eos.app.routes import Route, changelog_of
-from eos.app.serde import (
-    annotation_name,
-    checked_decoder,
-    checked_encoder,
-    function_name,
-    parameter_annotation,
-    takes_record_too,
-)
 from eos.app.state import Store
 from eos.app.stores import stores_of, with_names
+from eos.encoding.dead_letters import DEAD_LETTER_SUFFIX, dead_letter_topic
+from eos.encoding.serde import annotation_name, checked_decoder, checked_encoder, function_name
 from eos.errors import ConfigurationError
-from eos.records import Record, is_topic_name
+from eos.records import Record, is_pattern, is_topic_name
 
 # One record, or the part of it that its annotation names; then its state.
 Function = TypeVar("Function", bound=Callable[Concatenate[Any, ...], object])
@@ -317,11 +312,6 @@ def _replaces(new: Callable[..., object], old: Callable[..., object]) -> bool:
         return False
     made, before = ((getattr(f, "__module__", None), getattr(f, "__qualname__", None)) for f in (new, old))
     return made == before and made[0] == "__main__" and made[1] not in (None, "<lambda>")
-
-
-def is_pattern(source: str) -> bool:
-    """Return whether a source is a pattern, by the rule of librdkafka's and Java's subscribe."""
-    return source.startswith("^")
 
 
 def _takes(pattern: re.Pattern[str], topic: str) -> bool:

@@ -1,76 +1,22 @@
 """Lineage: headers that connect an output to its input, and counts that connect an offset to its outputs.
 
-With `eos.lineage=true` each output carries a header with its input record, its index among the record's outputs, and
-its number among all outputs of that input partition. The metadata of each committed offset has the number of inputs
-handled, and the number of outputs they produced, since lineage began there. With both, a reader of the topics can
-distinguish an input that the function filtered from one whose output was lost (eos/testing/verify.py). This module owns
-the two formats and the counts; it must never call Kafka and never judge.
-
-Header `eos-lineage`: 28 bytes, little endian, `<iqiiq` (source partition, source offset, i, n, number), then the source
-topic in UTF-8. Metadata: the key `lineage` of the JSON in the offset metadata, `[begin, inputs, outputs]`.
+With `eos.lineage=true` each output carries a header that names its input record, which of how many outputs of it this
+one is, and its number among all outputs of that input partition. Beside each committed offset stands how many inputs
+were handled and how many outputs made of them since lineage began there. With both, a reader of the topics can tell an
+input that the function filtered from one whose output was lost (eos/testing/verify.py). This module owns the counting;
+eos/encoding/lineage.py has the two formats. It must never talk to Kafka and never judge.
 """
 
 from __future__ import annotations
 
-import operator
-import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from eos.app.routes import Route
+from eos.encoding.lineage import HEADER, KEY, Source, Tally, encode, tally_of
 from eos.errors import ConfigurationError
-from eos.records import Committed, Each, Record, Send, metadata_of, noted
+from eos.records import Committed, Each, Record, Send, metadata_of
 
-HEADER = "eos-lineage"
-KEY = "lineage"
-OFFSET_FORMAT = 1  # of the offset metadata, `v` in it: docs/reference/formats.md
-FORMAT = struct.Struct("<iqiiq")
 TopicPartition = tuple[str, int]
-
-
-class Source(NamedTuple):
-    """The input record of an output, which is output `i` of `n`, and the `number`-th of its input partition."""
-
-    topic: str
-    partition: int
-    offset: int
-    i: int
-    n: int
-    number: int
-
-
-def encode(source: Source) -> bytes:
-    topic, *numbers = source
-    return FORMAT.pack(*numbers) + topic.encode()
-
-
-def decode(header: bytes) -> Source:
-    """Return the source in a header. Raise ValueError for bytes that no worker wrote."""
-    if len(header) <= FORMAT.size:
-        raise ValueError(f"{len(header)} bytes cannot name a source: it takes {FORMAT.size} and a topic")
-    return Source(header[FORMAT.size :].decode(), *FORMAT.unpack_from(header))
-
-
-@dataclass
-class Tally:
-    """The counts of one input partition: since offset `begin`, `inputs` were handled and produced `outputs`."""
-
-    begin: int
-    inputs: int = 0
-    outputs: int = 0
-
-
-def tally_of(metadata: str | None) -> Tally | None:
-    """Return the counts in a committed offset's metadata; None if it has none."""
-    found = noted(metadata)
-    try:
-        begin, inputs, outputs = map(operator.index, found[KEY])
-        if found.get("v", OFFSET_FORMAT) > OFFSET_FORMAT:
-            return None
-    except (ValueError, KeyError, TypeError):
-        return None  # another program wrote it, or a worker without lineage
-    return Tally(begin, inputs, outputs)
 
 
 class Ledger:

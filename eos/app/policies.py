@@ -20,8 +20,6 @@ from eos.errors import ConfigurationError
 
 Verdict = Literal["stop", "skip", "dlq"]
 
-DEAD_LETTER_SUFFIX: Final = ".dlq"
-
 
 @dataclass(frozen=True)
 class Policy:
@@ -99,8 +97,3 @@ def policy_of(on_error: object) -> Policy:
     raise ConfigurationError(
         f"on_error={on_error!r} does not exist: it is stop, skip, dlq or retry(n, then=...) of eos"
     )
-
-
-def dead_letter_topic(source: str) -> str:
-    """Return the name of a source topic's dead-letter topic."""
-    return source + DEAD_LETTER_SUFFIX

@@ -23,18 +23,11 @@ from eos.app import concurrent
 from eos.app.ageing import ttls_of
 from eos.app.layers import Layer
 from eos.app.policies import Policy, stop
-from eos.app.results import Hints, Normalise, encoded, normaliser, out_converter, target_of
-from eos.app.serde import (
-    Decode,
-    Encode,
-    annotation_name,
-    decoder,
-    function_name,
-    underlying,
-    without_none,
-)
+from eos.app.results import Hints, Normalise, encoded, normaliser, target_of
 from eos.app.state import Store
 from eos.app.stores import CellsOf, Finish, Stores
+from eos.encoding.sends import out_converter
+from eos.encoding.serde import Decode, Encode, annotation_name, decoder, function_name, underlying, without_none
 from eos.errors import ConfigurationError, IllegalState, raise_if_interrupted
 from eos.hotloop.python import END_OF_TIME, Target
 from eos.records import Each, Fed, Feed, Out, Record, Send, Sink

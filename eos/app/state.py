@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar,
 
 from eos.app.cells import begin_of, named
 from eos.app.layers import AFTER_FIELDS, Below, Bounds, Overlay, Span, Value
-from eos.app.serde import DecodeError, annotation_name, codec, encode, remedy_of
+from eos.encoding.serde import DecodeError, annotation_name, codec, encode, remedy_of
 from eos.errors import ConfigurationError, IllegalState
 
 T = TypeVar("T")

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from typing import Any, Final
 
 from eos.app.ageing import Aged, ttls_of
+from eos.app.annotations import resolved
 from eos.app.cells import rest_of
 from eos.app.layers import Layer
-from eos.app.serde import annotation_name, decoder, function_name, resolved
 from eos.app.state import (
     FIELDS,
     Cells,
@@ -27,6 +27,7 @@ from eos.app.state import (
     Store,
     TaskCells,
 )
+from eos.encoding.serde import annotation_name, decoder, function_name
 from eos.errors import ConfigurationError, IllegalState
 from eos.records import Record
 

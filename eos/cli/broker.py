@@ -98,6 +98,6 @@ def topics(
     if not nodes or not any(node.up for node in nodes):
         raise Unavailable("Kafka is not running: start it with `eos broker start`")
     from eos.cli.topic import create_and_tell  # what asks a cluster, which the other commands do not
-    from eos.kafka.settings import Settings
+    from eos.kafka.client.settings import Settings
 
     create_and_tell(Settings({"bootstrap.servers": kafka.bootstrap_servers()}), names, partitions, len(nodes))

@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from eos.cli.options import BootstrapServers, Json, Set, flags_of, print_json, print_table
-from eos.kafka import configuration, settings
-from eos.kafka.settings import Settings
+from eos.kafka.client import configuration, settings
+from eos.kafka.client.settings import Settings
 from eos.worker.loading import load_app
 
 

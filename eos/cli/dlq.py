@@ -19,11 +19,11 @@ from rich.table import Table
 
 from eos import log
 from eos.app.definition import App
-from eos.app.policies import DEAD_LETTER_SUFFIX, dead_letter_topic
 from eos.cli.chosen import Choice, read_changes, row_of
 from eos.cli.options import BootstrapServers, Json, Set, load_settings, print_json, print_table, until_hung_up
+from eos.encoding.dead_letters import DEAD_LETTER_SUFFIX, dead_letter_topic
 from eos.errors import UsageError
-from eos.kafka.settings import Settings
+from eos.kafka.client.settings import Settings
 from eos.records import is_topic_name
 from eos.worker import replay
 from eos.worker.letters import Letter, Place, group_of, letters

@@ -12,12 +12,13 @@ from eos.app.definition import App
 from eos.cli.options import BootstrapServers, Json, Set, flags_of, print_json, print_table
 from eos.cli.txn import heal_command
 from eos.errors import ConfigurationError, EosError, NotAuthorised, Unavailable
-from eos.kafka import facts, preflight, settings
-from eos.kafka.cluster import OFFSETS_LOG, ClusterAdmin
-from eos.kafka.facts import Facts
-from eos.kafka.preflight import Finding, Level, Need
-from eos.kafka.settings import Settings
-from eos.kafka.transactions import OpenTransaction, Verdict, find_open
+from eos.kafka.admin import facts, preflight
+from eos.kafka.admin.facts import Facts
+from eos.kafka.admin.preflight import Finding, Level, Need
+from eos.kafka.admin.transactions import OpenTransaction, Verdict, find_open
+from eos.kafka.client import settings
+from eos.kafka.client.cluster import OFFSETS_LOG, ClusterAdmin
+from eos.kafka.client.settings import Settings
 from eos.records import place_of
 from eos.state import changelog, notes
 from eos.worker import chains

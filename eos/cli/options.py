@@ -16,8 +16,8 @@ import typer
 
 from eos import log
 from eos.errors import UsageError
-from eos.kafka import settings
-from eos.kafka.settings import Settings
+from eos.kafka.client import settings
+from eos.kafka.client.settings import Settings
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -14,15 +14,15 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from eos.app import lineage
 from eos.app.definition import App
 from eos.app.routes import changelog_of
 from eos.cli.options import BootstrapServers, Set, Yes, confirm, load_settings, print_table
+from eos.encoding import lineage
 from eos.errors import UsageError
-from eos.kafka.facts import connect, describe_topic
-from eos.kafka.reset import STAY, GroupOffsets, Move, Target, parse_skip, parse_target, require_one_each
-from eos.kafka.settings import Settings
-from eos.kafka.tail import Span, spans_by
+from eos.kafka.admin.facts import connect, describe_topic
+from eos.kafka.admin.reset import STAY, GroupOffsets, Move, Target, parse_skip, parse_target, require_one_each
+from eos.kafka.admin.tail import Span, spans_by
+from eos.kafka.client.settings import Settings
 from eos.records import metadata_with, noted
 from eos.state import notes
 from eos.state.anew import Anew

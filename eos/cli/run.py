@@ -34,7 +34,7 @@ from eos.health.board import Board
 from eos.health.observer import Observer
 from eos.health.report import Reporter, pipe_of_supervisor
 from eos.health.status import Status
-from eos.kafka import settings
+from eos.kafka.client import settings
 from eos.records import place_of
 from eos.session.stopping import StopSignals
 from eos.signals import Handlers
@@ -153,9 +153,9 @@ def _run_worker(
                 return [observer.status()]
 
             if address is not None:
-                from eos.health.server import HealthServer
+                from eos.health.server import serve
 
-                around.enter_context(HealthServer(address, Board(statuses)))
+                around.enter_context(serve(address, Board(statuses)))
             if pipe is not None:
                 stop_s = worker.settings["eos.shutdown.timeout.ms"] / 1000
                 around.enter_context(Reporter(pipe, observer.status, stop_s))
@@ -190,9 +190,9 @@ def _supervise(
             keep=bool(watched),
         )
         if address is not None:
-            from eos.health.server import HealthServer
+            from eos.health.server import serve
 
-            around.enter_context(HealthServer(address, Board(supervisor.statuses, supervisor.incidents)))
+            around.enter_context(serve(address, Board(supervisor.statuses, supervisor.incidents)))
         if show:
             from eos.cli.live import live_view, table
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,7 +21,8 @@ from eos.shim import ShimSettings
 from eos.shim.chain import Chain
 from eos.shim.faults import Plan, read_plan
 from eos.shim.guard import GuardJob, read_policy
-from eos.shim.health import CountingJob, HealthServer, Sources
+from eos.shim.health import CountingJob, Sources
+from eos.shim.health import serve as serve_health
 from eos.shim.pipeline import Job
 from eos.shim.protect import Journal, ProtectJob
 from eos.shim.settings import (
@@ -44,131 +47,161 @@ _PAGE_INTERVAL_S = 2.0
 _OTHER_DESCRIPTORS = 64
 
 
-def shim(
-    upstream: Annotated[str, typer.Option(metavar="HOST:PORT[,...]", help="The brokers to begin with.")],
+@dataclass(frozen=True)
+class Options:
+    """The options of `eos shim`, one field each, in the order of its help."""
+
+    upstream: Annotated[str, typer.Option(metavar="HOST:PORT[,...]", help="The brokers to begin with.")]
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where clients connect; more brokers get the next ports.")
-    ] = "127.0.0.1:19092",
+        str, typer.Option(metavar="HOST:PORT", help="Listen here for clients; further brokers get the next ports.")
+    ] = "127.0.0.1:19092"
     advertise: Annotated[
         str | None,
-        typer.Option(metavar="HOST[:PORT]", help="What clients are told instead of --listen (containers, NAT)."),
-    ] = None,
-    tls_cert: Annotated[str | None, typer.Option(help="PEM certificate chain: clients connect with TLS.")] = None,
-    tls_key: Annotated[str | None, typer.Option(help="PEM key of --tls-cert, if it is not in the same file.")] = None,
+        typer.Option(metavar="HOST[:PORT]", help="Give clients this address instead of --listen (containers, NAT)."),
+    ] = None
+    tls_cert: Annotated[str | None, typer.Option(help="PEM certificate chain: clients connect with TLS.")] = None
+    tls_key: Annotated[str | None, typer.Option(help="PEM key of --tls-cert, if it is not in the same file.")] = None
     client_ca: Annotated[
-        str | None, typer.Option(help="PEM file of CAs: only clients with a certificate of theirs (with --tls-cert).")
-    ] = None,
+        str | None,
+        typer.Option(help="PEM file of CAs: refuse clients whose certificate none of them signed (with --tls-cert)."),
+    ] = None
     trust_clients: Annotated[
-        bool, typer.Option("--trust-clients", help="Whoever reaches the shim may use --upstream-cert.")
-    ] = False,
-    upstream_tls: Annotated[bool, typer.Option("--upstream-tls", help="Connect to the brokers with TLS.")] = False,
-    upstream_ca: Annotated[
-        str | None, typer.Option(help="PEM file of CAs that sign the brokers' certificates.")
-    ] = None,
-    upstream_cert: Annotated[str | None, typer.Option(help="PEM client certificate for the brokers.")] = None,
-    upstream_key: Annotated[str | None, typer.Option(help="PEM key of --upstream-cert.")] = None,
-    max_frame_bytes: Annotated[int, typer.Option(help="Larger requests and answers end the connection.")] = (
+        bool, typer.Option("--trust-clients", help="Let every client that reaches the shim use --upstream-cert.")
+    ] = False
+    upstream_tls: Annotated[bool, typer.Option("--upstream-tls", help="Connect to the brokers with TLS.")] = False
+    upstream_ca: Annotated[str | None, typer.Option(help="PEM file of CAs that sign the brokers' certificates.")] = None
+    upstream_cert: Annotated[str | None, typer.Option(help="PEM client certificate for the brokers.")] = None
+    upstream_key: Annotated[str | None, typer.Option(help="PEM key of --upstream-cert.")] = None
+    max_frame_bytes: Annotated[int, typer.Option(help="Close the connection at a larger request or answer.")] = (
         LARGEST_FRAME_BYTES
-    ),
+    )
     max_control_bytes: Annotated[
-        int, typer.Option(help="Larger requests other than Produce end the connection, where they are read whole.")
-    ] = CONTROL_BYTES,
-    max_connections: Annotated[int, typer.Option(help="Clients' connections at once.")] = MOST_CONNECTIONS,
+        int,
+        typer.Option(help="Close the connection at a larger request other than Produce, where it is read whole."),
+    ] = CONTROL_BYTES
+    max_connections: Annotated[int, typer.Option(help="Allow this many client connections at a time.")] = (
+        MOST_CONNECTIONS
+    )
     max_connections_per_address: Annotated[
         int | None,
-        typer.Option(help="Of one address (IPv6: of its /64).", show_default="three quarters of --max-connections"),
-    ] = None,
+        typer.Option(
+            help="Allow this many of one address (IPv6: of its /64).",
+            show_default="three quarters of --max-connections",
+        ),
+    ] = None
     login_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Until a broker answers more than what comes before a login.")
-    ] = LOGIN_TIMEOUT_S,
+        float, typer.Option(metavar="SECONDS", help="Close a connection that gets no answer past a login in this time.")
+    ] = LOGIN_TIMEOUT_S
     idle_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Without a byte and without a request that a broker still owes.")
-    ] = IDLE_TIMEOUT_S,
-    trace: Annotated[bool, typer.Option("--trace", help="Show the steps of every transaction on stdout.")] = False,
-    trace_format: Annotated[str, typer.Option(help="text or json (lines)")] = "text",
+        float,
+        typer.Option(metavar="SECONDS", help="Close a connection without traffic, unless a broker owes it an answer."),
+    ] = IDLE_TIMEOUT_S
+    trace: Annotated[bool, typer.Option("--trace", help="Show the steps of every transaction on stdout.")] = False
+    trace_format: Annotated[str, typer.Option(help="text or json (lines)")] = "text"
     trace_html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Keep a page of sequence diagrams there, up to date.")
-    ] = None,
+        Path | None, typer.Option(metavar="FILE", help="Keep a page of sequence diagrams in this file, up to date.")
+    ] = None
     protect: Annotated[
         bool,
         typer.Option(
             "--protect/--no-protect",
             help="Keep late requests out of the next transaction (KIP-890 part 2 for all clients).",
         ),
-    ] = True,
+    ] = True
     require_protection: Annotated[
         bool,
         typer.Option(
             "--require-protection",
-            help="Where the brokers do not allow protection transactions wait, and are not passed.",
+            help="Make transactions wait where the brokers do not allow protection, instead of passing them.",
         ),
-    ] = False,
+    ] = False
     journal: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Clients outlive a restart of the shim between their transactions."),
-    ] = None,
+        typer.Option(
+            metavar="FILE", help="Let clients outlive a restart of the shim between their transactions, by this file."
+        ),
+    ] = None
     faults: Annotated[
         Path | None, typer.Option(metavar="PLAN.toml", help="What breaks when; a rule that never fires fails the run.")
-    ] = None,
+    ] = None
     policy: Annotated[
-        Path | None, typer.Option(metavar="POLICY.toml", help="What clients may not do; nothing else is refused.")
-    ] = None,
+        Path | None, typer.Option(metavar="POLICY.toml", help="What clients may not do; everything else is allowed.")
+    ] = None
     http: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="/livez, /readyz and /metrics there (extra: metrics).")
-    ] = None,
-    log_format: LogFormat = "human",
-    log_level: LogLevel = "info",
-) -> int:
+        str | None, typer.Option(metavar="HOST:PORT", help="Serve /livez, /readyz and /metrics here (extra: metrics).")
+    ] = None
+    log_format: LogFormat = "human"
+    log_level: LogLevel = "info"
+
+
+def shim(**given: Any) -> int:
     """Stand between Kafka clients and brokers: any client of any language connects here as to Kafka."""
-    check_log(log_format, log_level)
-    check_choice("--trace-format", trace_format, ("text", "json"))
-    log.configure(log_format, log_level)
-    if trace_html is not None and not trace_html.absolute().parent.is_dir():
-        raise ConfigurationError(f"--trace-html {trace_html}: there is no such directory")
+    options = Options(**given)
+    _check(options)
+    log.configure(options.log_format, options.log_level)
     history = History()
-    printer = Printer(sys.stdout) if trace else None
-    line = text.json_line if trace_format == "json" else text.line
-    sinks = [] if printer is None else [lambda step: printer.print(line(step))]
-    if journal is not None and not protect:
-        raise UsageError("--journal has nothing to keep with --no-protect")
-    if require_protection and not protect:
-        raise UsageError("--require-protection and --no-protect exclude each other")
-    counting = CountingJob() if http else None
-    jobs: list[Job] = [] if counting is None else [counting]
-    jobs += [TraceJob(history, *sinks)] if sinks or trace_html else []
-    kept: Journal | None = None
-    try:
-        if policy is not None:
-            jobs.append(GuardJob(read_policy(policy)))
-        if protect:
-            kept = None if journal is None else Journal(journal)
-            jobs.append(ProtectJob(journal=kept, required=require_protection))
-        plan = None if faults is None else read_plan(faults)
-        listening = parse_address(listen, "--listen")
-        check_relay(upstream_cert, client_ca, trust_clients)
-        settings = ShimSettings(
-            upstream=tuple(parse_address(part, "--upstream") for part in upstream.split(",") if part.strip()),
-            listen=listening,
-            advertise=None if advertise is None else parse_address(advertise, "--advertise", listening[1]),
-            tls=server_tls(tls_cert, tls_key, client_ca),
-            upstream_tls=client_tls(upstream_tls, upstream_ca, upstream_cert, upstream_key),
-            largest_frame=max_frame_bytes,
-            largest_control=max_control_bytes,
-            most_connections=max_connections,
-            most_of_an_address=max_connections_per_address,
-            login_timeout_s=login_timeout,
-            idle_timeout_s=idle_timeout,
-        )
-        settings = replace(settings, most_connections=_with_descriptors(max_connections, plan))
-        html = None if trace_html is None else _Page(trace_html, history, upstream)
-        health = None if http is None else parse_address(http, "--http")
+    with ExitStack() as at_the_end:
+        jobs = list(_jobs(options, history, at_the_end))
+        plan = None if options.faults is None else read_plan(options.faults)
+        settings = _settings(options)
+        settings = replace(settings, most_connections=_with_descriptors(options.max_connections, plan))
+        html = None if options.trace_html is None else _Page(options.trace_html, history, options.upstream)
+        health = None if options.http is None else parse_address(options.http, "--http")
         asyncio.run(_serve(Chain(settings, jobs, plan), html, health, partial(_sources, jobs, plan)))
-    finally:
-        if kept is not None:
-            kept.close()
-        if printer is not None:
-            printer.close()
     return 0 if plan is None else _tell_faults(plan)
+
+
+shim.__signature__ = inspect.signature(Options, eval_str=True)  # type: ignore[attr-defined] # typer reads it
+
+
+def _check(options: Options) -> None:
+    """Raise UsageError or ConfigurationError for options that do not go together."""
+    check_log(options.log_format, options.log_level)
+    check_choice("--trace-format", options.trace_format, ("text", "json"))
+    if options.trace_html is not None and not options.trace_html.absolute().parent.is_dir():
+        raise ConfigurationError(f"--trace-html {options.trace_html}: there is no such directory")
+    if options.journal is not None and not options.protect:
+        raise UsageError("--journal has nothing to keep with --no-protect")
+    if options.require_protection and not options.protect:
+        raise UsageError("--require-protection and --no-protect exclude each other")
+
+
+def _jobs(options: Options, history: History, at_the_end: ExitStack) -> Iterator[Job]:
+    """Make the jobs in the order in which they see a request; `at_the_end` closes what they write to."""
+    if options.http:
+        yield CountingJob()
+    if options.trace:
+        printer = Printer(sys.stdout)
+        at_the_end.callback(printer.close)
+        line = text.json_line if options.trace_format == "json" else text.line
+        yield TraceJob(history, lambda step: printer.print(line(step)))
+    elif options.trace_html:
+        yield TraceJob(history)
+    if options.policy is not None:
+        yield GuardJob(read_policy(options.policy))
+    if options.protect:
+        journal = None if options.journal is None else Journal(options.journal)
+        if journal is not None:
+            at_the_end.callback(journal.close)
+        yield ProtectJob(journal=journal, required=options.require_protection)
+
+
+def _settings(options: Options) -> ShimSettings:
+    listen = parse_address(options.listen, "--listen")
+    check_relay(options.upstream_cert, options.client_ca, options.trust_clients)
+    return ShimSettings(
+        upstream=tuple(parse_address(part, "--upstream") for part in options.upstream.split(",") if part.strip()),
+        listen=listen,
+        advertise=None if options.advertise is None else parse_address(options.advertise, "--advertise", listen[1]),
+        tls=server_tls(options.tls_cert, options.tls_key, options.client_ca),
+        upstream_tls=client_tls(options.upstream_tls, options.upstream_ca, options.upstream_cert, options.upstream_key),
+        largest_frame=options.max_frame_bytes,
+        largest_control=options.max_control_bytes,
+        most_connections=options.max_connections,
+        most_of_an_address=options.max_connections_per_address,
+        login_timeout_s=options.login_timeout,
+        idle_timeout_s=options.idle_timeout,
+    )
 
 
 def _with_descriptors(wanted: int, plan: Plan | None) -> int:
@@ -201,18 +234,17 @@ async def _serve_until(
     health: Address | None,
     sources: Callable[[Chain], Sources],
 ) -> None:
-    # Before the brokers are asked: a shim that waits for them is alive and not ready.
-    http = None
-    if health is not None:
-        http = HealthServer(health, asyncio.get_running_loop(), lambda: server.not_ready, sources(server))
-        log.info("health", address=f"{health[0]}:{http.port}")
-    await server.start()
-    writing = None if html is None else asyncio.create_task(html.keep_written())
-    await stop.wait()
-    log.info("stopping", connections=server.connections)
-    await server.stop()
-    if http is not None:
-        http.close()
+    with ExitStack() as around:
+        # Before the brokers are asked: a shim that waits for them is alive and not ready.
+        if health is not None:
+            loop = asyncio.get_running_loop()
+            http = around.enter_context(serve_health(health, loop, lambda: server.not_ready, sources(server)))
+            log.info("health", address=f"{health[0]}:{http.port}")
+        await server.start()
+        writing = None if html is None else asyncio.create_task(html.keep_written())
+        await stop.wait()
+        log.info("stopping", connections=server.connections)
+        await server.stop()
     if html is not None and writing is not None:
         writing.cancel()
         await html.write()

@@ -19,7 +19,7 @@ from eos.cli.options import (
     flags_of,
 )
 from eos.errors import ConfigurationError, Unavailable, UsageError
-from eos.kafka import settings
+from eos.kafka.client import settings
 from eos.worker.loading import load_app, refuse_ids
 
 app = typer.Typer(no_args_is_help=True)

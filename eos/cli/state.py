@@ -16,7 +16,6 @@ from rich.table import Table
 
 from eos.app.definition import App
 from eos.app.routes import changelog_of
-from eos.app.serde import DecodeError
 from eos.app.state import Store
 from eos.app.stores import plain
 from eos.cli.options import (
@@ -32,9 +31,10 @@ from eos.cli.options import (
     until_hung_up,
 )
 from eos.cli.written import json_of, text_of
+from eos.encoding.serde import DecodeError
 from eos.errors import ConfigurationError, UsageError
-from eos.kafka.reset import GroupOffsets
-from eos.kafka.settings import Settings
+from eos.kafka.admin.reset import GroupOffsets
+from eos.kafka.client.settings import Settings
 from eos.state import changelog
 from eos.state.begin import Beginning
 from eos.worker.loading import load_app

@@ -1,6 +1,7 @@
 """`eos topic list | create | partitions | delete | tail | send`: the topics of any cluster, for people and machines.
 
-Owns the options and what is printed; eos.kafka.tail reads, and `send` is a transaction as `eos.transaction` makes it.
+Owns the options and what is printed; eos/kafka/admin/tail.py reads, and `send` is a transaction as `eos.transaction`
+makes it.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from eos.cli.options import (
 )
 from eos.cli.written import header_json, headers_text, json_of, text_of
 from eos.errors import Unavailable, UsageError, not_authorised
-from eos.kafka import facts, tail
-from eos.kafka.settings import Settings
-from eos.kafka.tail import Mark, Seen
+from eos.kafka.admin import facts, tail
+from eos.kafka.admin.tail import Mark, Seen
+from eos.kafka.client.settings import Settings
 from eos.plain import Delivery, transaction
 from eos.records import Header, UnreadableHeaders, is_topic_name, place_of, readable
 

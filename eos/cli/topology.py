@@ -6,11 +6,12 @@ from typing import Annotated
 
 import typer
 
-from eos.app.definition import App, is_pattern
-from eos.app.policies import dead_letter_topic
+from eos.app.definition import App
 from eos.app.routes import Route, changelog_of
-from eos.app.serde import annotation_name
 from eos.cli.options import Target
+from eos.encoding.dead_letters import dead_letter_topic
+from eos.encoding.serde import annotation_name
+from eos.records import is_pattern
 from eos.worker.loading import load_app
 
 

@@ -1,6 +1,6 @@
 """`eos txn list | describe | find-hanging | abort`: transactions of the cluster, for people and machines.
 
-Owns the options and what is printed. What hangs and what may be aborted is decided by eos.kafka.transactions.
+Owns the options and what is printed. What hangs and what may be aborted is decided by eos.kafka.admin.transactions.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from eos.cli.options import (
     print_table,
 )
 from eos.errors import Unavailable, UsageError
-from eos.kafka.cluster import ClusterAdmin, Listed
-from eos.kafka.fence import end_of
-from eos.kafka.ownership import Described
-from eos.kafka.transactions import (
+from eos.kafka.admin.fence import end_of
+from eos.kafka.admin.transactions import (
     ENDED,
     STATES,
     OpenTransaction,
@@ -37,6 +35,7 @@ from eos.kafka.transactions import (
     find_open,
     hanging_among,
 )
+from eos.kafka.client.cluster import ClusterAdmin, Described, Listed
 from eos.records import place_of
 
 HANGING_FOUND = 1

@@ -11,13 +11,13 @@ from rich.progress import Progress, TaskID
 
 from eos.cli.options import BootstrapServers, Set, load_settings
 from eos.errors import EosError, UsageError
-from eos.kafka import facts
+from eos.kafka.admin import facts
 from eos.worker.loading import load_app, refuse_ids
 from eos.worker.new_topics import NewTopics
 
 if TYPE_CHECKING:
     from eos.app.definition import App
-    from eos.kafka.settings import Settings
+    from eos.kafka.client.settings import Settings
     from eos.testing.verify import Verification
 
 

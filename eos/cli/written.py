@@ -10,8 +10,8 @@ import binascii
 from collections.abc import Sequence
 
 from eos import log
-from eos.app import lineage
-from eos.app.dead_letters import parts_of
+from eos.encoding import lineage
+from eos.encoding.dead_letters import parts_of
 from eos.records import Header, place_of
 
 Json = str | dict[str, str] | None

@@ -17,9 +17,8 @@ from kafka.admin import KafkaAdminClient
 from eos.demo import topics
 from eos.demo.process import Child
 from eos.errors import EosError
-from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.ownership import Described
-from eos.kafka.settings import Settings
+from eos.kafka.client.cluster import ClusterAdmin, Described
+from eos.kafka.client.settings import Settings
 
 MOST_ATTEMPTS = 20
 IN_FLIGHT_S = 0.3  # a commit sent before the fault ends the transaction within milliseconds

@@ -23,7 +23,7 @@ from eos.demo.faults import Hit, NotProven, Witness, kill_in_a_transaction, paus
 from eos.demo.process import Child
 from eos.demo.proof import Row
 from eos.demo.show import Show
-from eos.kafka.ownership import Described
+from eos.kafka.client.cluster import Described
 
 TRANSACTION_TIMEOUT_MS = 5_000
 # A run has about this many transactions, whatever the number of flights: small ones, so that a fault finds one open.

@@ -93,49 +93,44 @@ _STATES: list[tuple[str, str, Callable[[StateOf], int]]] = [
 ]
 
 
-class Collector:
-    """A prometheus_client collector of the statuses at the time of the scrape."""
+def families(statuses: Iterable[Status]) -> Iterator[Metric]:
+    """Return what a scrape of these workers shows."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-    def __init__(self, statuses: Callable[[], Iterable[Status]]) -> None:
-        self._statuses = statuses
-
-    def collect(self) -> Iterator[Metric]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
-        statuses = [status for status in self._statuses() if status.app]  # a worker without `app` has not reported yet
-        for name, meaning, value_of in _COUNTERS:
-            counter = CounterMetricFamily(name, meaning, labels=LABELS)
-            for status in statuses:
-                counter.add_metric(_labels(status), value_of(status))
-            yield counter
-        for name, meaning, label, always, counts_of in _BY_CAUSE:
-            counter = CounterMetricFamily(name, meaning, labels=(*LABELS, label))
-            for status in statuses:
-                for cause, count in {**dict.fromkeys(always, 0), **counts_of(status)}.items():
-                    counter.add_metric([*_labels(status), cause], count)
-            yield counter
-        for name, meaning, value_of in _GAUGES:
-            gauge = GaugeMetricFamily(name, meaning, labels=LABELS)
-            for status in statuses:
-                gauge.add_metric(_labels(status), value_of(status))
-            yield gauge
-        for name, meaning, distribution_of in _HISTOGRAMS:
-            histogram = HistogramMetricFamily(name, meaning, labels=LABELS)
-            for status in statuses:
-                distribution = distribution_of(status)
-                histogram.add_metric(_labels(status), _buckets(distribution), distribution.total)
-            yield histogram
-        yield _lag(statuses, GaugeMetricFamily)
-        for name, meaning, of_state in _STATES:
-            gauge = GaugeMetricFamily(name, meaning, labels=(*LABELS, "function"))
-            for status in statuses:
-                for state in status.states:
-                    gauge.add_metric([*_labels(status), state.function], of_state(state))
-            yield gauge
-        version = GaugeMetricFamily("eos_info", "1; the version is in its label.", labels=(*LABELS, "version"))
-        for status in statuses:
-            version.add_metric([*_labels(status), importlib.metadata.version("eos-kafka")], 1)
-        yield version
+    known = [status for status in statuses if status.app]  # without: it has not reported yet
+    for name, meaning, value_of in _COUNTERS:
+        counter = CounterMetricFamily(name, meaning, labels=LABELS)
+        for status in known:
+            counter.add_metric(_labels(status), value_of(status))
+        yield counter
+    for name, meaning, label, always, counts_of in _BY_CAUSE:
+        counter = CounterMetricFamily(name, meaning, labels=(*LABELS, label))
+        for status in known:
+            for cause, count in {**dict.fromkeys(always, 0), **counts_of(status)}.items():
+                counter.add_metric([*_labels(status), cause], count)
+        yield counter
+    for name, meaning, value_of in _GAUGES:
+        gauge = GaugeMetricFamily(name, meaning, labels=LABELS)
+        for status in known:
+            gauge.add_metric(_labels(status), value_of(status))
+        yield gauge
+    for name, meaning, distribution_of in _HISTOGRAMS:
+        histogram = HistogramMetricFamily(name, meaning, labels=LABELS)
+        for status in known:
+            distribution = distribution_of(status)
+            histogram.add_metric(_labels(status), _buckets(distribution), distribution.total)
+        yield histogram
+    yield _lag(known, GaugeMetricFamily)
+    for name, meaning, of_state in _STATES:
+        gauge = GaugeMetricFamily(name, meaning, labels=(*LABELS, "function"))
+        for status in known:
+            for state in status.states:
+                gauge.add_metric([*_labels(status), state.function], of_state(state))
+        yield gauge
+    version = GaugeMetricFamily("eos_info", "1; the version is in its label.", labels=(*LABELS, "version"))
+    for status in known:
+        version.add_metric([*_labels(status), importlib.metadata.version("eos-kafka")], 1)
+    yield version
 
 
 def _labels(status: Status) -> list[str]:
@@ -162,14 +157,3 @@ def names() -> set[str]:
     found = {f"{name}_total" for name, *_ in [*_COUNTERS, *_BY_CAUSE]}
     found |= {name for name, *_ in [*_GAUGES, *_STATES]} | {_LAG[0], "eos_info"}
     return found | {f"{name}_{part}" for name, *_ in _HISTOGRAMS for part in ("bucket", "sum", "count")}
-
-
-def exposition(statuses: Callable[[], Iterable[Status]], accept: str) -> tuple[bytes, str]:
-    """Return the body and content type of a scrape. Raise ImportError without prometheus-client."""
-    from prometheus_client import CollectorRegistry
-    from prometheus_client.exposition import choose_encoder
-
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector(statuses))
-    encode, content_type = choose_encoder(accept)
-    return encode(registry), content_type

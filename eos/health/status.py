@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from eos.kafka.settings import Settings
+from eos.kafka.client.settings import Settings
 
 CALL_PATIENCE_S = 3.0
 """A worker counts as waiting for the cluster when a call takes longer than this."""

@@ -1,1 +1,1 @@
-"""The cluster: its settings, its errors, its clients and what is asked of it. Knows no App."""
+"""The cluster: its clients and their settings (`client`), questions and changes to it (`admin`). Knows no App."""

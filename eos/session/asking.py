@@ -13,14 +13,14 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from eos import log
 from eos.errors import Action, Call, CallFailed, EosError, Unavailable, describe_error, no_broker, stop_error
-from eos.kafka import tail
-from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.facts import NEW_TOPIC_S, connect
-from eos.kafka.failures import classify, denied, other_strategy
-from eos.kafka.security import require_reachable
-from eos.kafka.settings import Settings
-from eos.kafka.transactions import why_unstable
-from eos.kafka.world import REAL, World
+from eos.kafka.admin import tail
+from eos.kafka.admin.facts import NEW_TOPIC_S, connect
+from eos.kafka.admin.transactions import why_unstable
+from eos.kafka.client.cluster import ClusterAdmin
+from eos.kafka.client.failures import classify, denied, other_strategy
+from eos.kafka.client.security import require_reachable
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import REAL, World
 from eos.session.observe import Pulse
 from eos.session.positions import TopicPartition as Partition
 

@@ -1,7 +1,7 @@
 """Our claim to a transactional.id: ours until a newer instance initialises it, and then lost for good.
 
-Owns the questions to its coordinator (eos/kafka/ownership.py judges the answers) and what follows: who lost it never
-begins again, and never initialises again, because an init takes the id back from whoever has it now.
+Owns the questions to its coordinator (eos/kafka/admin/ownership.py judges the answers) and what follows: a
+producer that lost it never begins or initialises again, because an init takes the id back from its present owner.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import TypeVar
 
 from eos import log
 from eos.errors import Fenced, Unavailable
-from eos.kafka import ownership
-from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.ownership import Described, Identity, Owner, Reach
-from eos.kafka.settings import Settings
-from eos.kafka.world import REAL, World
+from eos.kafka.admin import ownership
+from eos.kafka.admin.ownership import Identity, Owner, Reach
+from eos.kafka.client.cluster import ClusterAdmin, Described
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import REAL, World
 from eos.session.observe import Pulse
 from eos.session.producer import TransactionalProducer
 from eos.session.states import State

@@ -21,11 +21,11 @@ from eos.errors import (
     ConfigurationError,
     describe_error,
 )
-from eos.kafka.ownership import Identity
-from eos.kafka.raising import guarded, raising
-from eos.kafka.settings import STATISTICS_INTERVAL_MS, Settings
-from eos.kafka.watchdog import IDLE_S, Watchdog
-from eos.kafka.world import REAL, World
+from eos.kafka.admin.ownership import Identity
+from eos.kafka.client.raising import guarded, raising
+from eos.kafka.client.settings import STATISTICS_INTERVAL_MS, Settings
+from eos.kafka.client.watchdog import IDLE_S, Watchdog
+from eos.kafka.client.world import REAL, World
 from eos.session.evidence import RetryEvidence, decode_statistics
 
 ABANDONED_POLL_S = 0.5

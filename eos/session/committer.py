@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import TopicPartition
 
-from eos.kafka.watchdog import Job, Watchdog
-from eos.kafka.world import World
+from eos.kafka.client.watchdog import Job, Watchdog
+from eos.kafka.client.world import World
 from eos.session.observe import Pulse
 from eos.session.positions import TopicPartition as Partition
 from eos.session.producer import TransactionalProducer

@@ -11,9 +11,9 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 from eos.errors import CallFailed, EosError
-from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.settings import Settings
-from eos.kafka.world import World
+from eos.kafka.client.cluster import ClusterAdmin
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import World
 from eos.records import Record
 from eos.session.asking import Finish
 from eos.session.committer import Commit

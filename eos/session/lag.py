@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from eos import log
-from eos.kafka.world import World
+from eos.kafka.client.world import World
 from eos.session.positions import Positions, names_of
 from eos.session.positions import TopicPartition as Partition
 

@@ -11,9 +11,9 @@ from confluent_kafka import Consumer
 
 from eos import log
 from eos.errors import ConfigurationError, EosError
-from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.settings import STRATEGY, Settings
-from eos.kafka.world import World
+from eos.kafka.client.cluster import ClusterAdmin
+from eos.kafka.client.settings import STRATEGY, Settings
+from eos.kafka.client.world import World
 
 _LEAVE_MS = 5_000
 

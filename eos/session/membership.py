@@ -15,15 +15,15 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from eos import hotloop, log
 from eos.errors import Action, CallFailed, ConfigurationError, describe_error
-from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.failures import classify
-from eos.kafka.headers import unreadable
-from eos.kafka.overdue import OverdueWatch
-from eos.kafka.raising import guarded, raising
-from eos.kafka.settings import Settings
-from eos.kafka.topic_ids import TopicIds
-from eos.kafka.watchdog import CallHung
-from eos.kafka.world import REAL, World
+from eos.kafka.admin.overdue import OverdueWatch
+from eos.kafka.admin.topic_ids import TopicIds
+from eos.kafka.client.cluster import ClusterAdmin
+from eos.kafka.client.failures import classify
+from eos.kafka.client.headers import unreadable
+from eos.kafka.client.raising import guarded, raising
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.watchdog import CallHung
+from eos.kafka.client.world import REAL, World
 from eos.records import Record, UnreadableHeaders
 from eos.session.asking import Asking, NotNow, check_topics
 from eos.session.lag import Lag, decode_statistics

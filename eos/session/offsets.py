@@ -1,6 +1,6 @@
 """What a transaction commits of its input: where each partition goes on, and what stands beside each offset.
 
-Owns when places that nothing is new of are committed again, and their notes (eos/kafka/places.py).
+Owns when places that nothing is new of are committed again, and their notes (eos/kafka/admin/places.py).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 from confluent_kafka import TopicPartition
 
-from eos.kafka.places import Places
-from eos.kafka.settings import Settings
-from eos.kafka.world import World
+from eos.kafka.admin.places import Places
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import World
 from eos.records import Committed, metadata_of, noted
 from eos.session.committer import Commit
 from eos.session.participants import Outcome, Participant

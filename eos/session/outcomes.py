@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from eos.kafka.world import World
+from eos.kafka.client.world import World
 from eos.session.committer import Commit
 from eos.session.observe import COMMIT_BOUNDS_S, END_TO_END_BOUNDS_S, Histogram
 from eos.session.participants import Listener, Outcome, Participant

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from eos.kafka.settings import Settings
-from eos.kafka.world import World
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import World
 from eos.session.claim import Claim
 from eos.session.committer import Committer
 from eos.session.intake import Intake

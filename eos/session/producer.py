@@ -1,7 +1,7 @@
 """The transactional producer: one transactional.id, one state machine, one life per clean run of transactions.
 
 Owns the confluent-kafka Producer, the legal order of its calls (eos/session/states.py), their deadlines
-(eos/kafka/watchdog.py) and the signs that call for a replacement (eos/session/evidence.py). A failed call raises
+(eos/kafka/client/watchdog.py) and the signs that call for a replacement (eos/session/evidence.py). A failed call raises
 CallFailed with what to do about it; this module never decides commit or abort, and never replaces itself inside a
 transaction.
 """
@@ -16,12 +16,12 @@ from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 
 from eos import log
 from eos.errors import Action, Call, CallFailed, Unavailable, describe_error, no_broker, stop_error
-from eos.kafka.failures import classify, denied, missing, refused_timestamp, too_large
-from eos.kafka.ownership import Identity, Reach, Situation
-from eos.kafka.raising import raising
-from eos.kafka.settings import Settings, alternate_of
-from eos.kafka.watchdog import CallHung
-from eos.kafka.world import REAL, World
+from eos.kafka.admin.ownership import Identity, Reach, Situation
+from eos.kafka.client.failures import classify, denied, missing, refused_timestamp, too_large
+from eos.kafka.client.raising import raising
+from eos.kafka.client.settings import Settings, alternate_of
+from eos.kafka.client.watchdog import CallHung
+from eos.kafka.client.world import REAL, World
 from eos.records import Fed, Feed, Record, Send
 from eos.session.client import ABANDONED_POLL_S, Client, retire, size_of
 from eos.session.observe import Pulse

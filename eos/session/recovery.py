@@ -1,7 +1,7 @@
 """How a session recovers from a failed call, as data: which steps an action takes, and which take a failed one's place.
 
 Owns the order of the steps and when there is no way on. What a step does is eos/session/steps.py's; what a foreign
-error asks for is eos/kafka/failures.py's. No I/O.
+error asks for is eos/kafka/client/failures.py's. No I/O.
 """
 
 from __future__ import annotations

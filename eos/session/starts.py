@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping
 from confluent_kafka import OFFSET_BEGINNING, TopicPartition
 
 from eos.errors import Unavailable
-from eos.kafka.places import forgotten, noted
-from eos.kafka.raising import raising
-from eos.kafka.settings import Settings
-from eos.kafka.world import World
+from eos.kafka.admin.places import forgotten, noted
+from eos.kafka.client.raising import raising
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import World
 from eos.session.asking import LOOK_S, Asking, NotNow
 from eos.session.positions import TopicPartition as Partition
 

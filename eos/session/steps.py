@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from eos import log
 from eos.errors import Action, CallFailed, PoisonRecord, Temporary
-from eos.kafka.failures import rebalanced
+from eos.kafka.client.failures import rebalanced
 from eos.session.committer import Commit
 from eos.session.observe import add
 from eos.session.participants import Outcome

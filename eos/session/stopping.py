@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from eos import log
 from eos.errors import Interruption, Temporary
-from eos.kafka.settings import Settings
+from eos.kafka.client.settings import Settings
 from eos.signals import Handlers
 
 

@@ -10,11 +10,11 @@ import time
 from collections.abc import Sequence
 
 from eos import log
-from eos.app.lineage import OFFSET_FORMAT
+from eos.encoding.lineage import OFFSET_FORMAT
 from eos.errors import EosError
-from eos.kafka.ownership import Described
-from eos.kafka.settings import Settings
-from eos.kafka.world import World
+from eos.kafka.client.cluster import Described
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import World
 from eos.records import noted
 from eos.session.producer import TransactionalProducer
 

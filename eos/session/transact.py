@@ -12,13 +12,13 @@ from typing import Any
 from confluent_kafka import Consumer
 
 from eos import log
-from eos.app.definition import is_pattern
 from eos.errors import ConfigurationError, IllegalState
-from eos.kafka import preflight
-from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.fence import end_left_open
-from eos.kafka.settings import OF_FUNCTIONS, Settings, alternate_of, settings_of
-from eos.kafka.world import REAL, World
+from eos.kafka.admin import preflight
+from eos.kafka.admin.fence import end_left_open
+from eos.kafka.client.cluster import ClusterAdmin
+from eos.kafka.client.settings import OF_FUNCTIONS, Settings, alternate_of, settings_of
+from eos.kafka.client.world import REAL, World
+from eos.records import is_pattern
 from eos.session.asking import Stopped
 from eos.session.loop import Loop
 from eos.session.membership import Membership

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, Protocol
 
-from eos.app.dead_letters import dead_letter
-from eos.app.frames import frames_of
-from eos.app.results import send_of
+from eos.encoding.dead_letters import dead_letter
+from eos.encoding.frames import frames_of
+from eos.encoding.sends import send_of
 from eos.records import Fed, Feed, Headers, Record
 
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from eos import log
 from eos.errors import EosError, NotAuthorised
-from eos.kafka.settings import Settings
-from eos.kafka.world import World
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import World
 from eos.session.positions import TopicPartition as Partition
 
 _PAUSE_S = 5.0

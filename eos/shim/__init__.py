@@ -1,8 +1,8 @@
 """The shim: a Kafka-wire-compatible proxy in front of real brokers.
 
 Clients connect to it as to Kafka. It owns one local port per upstream broker, every byte that passes, and what its
-jobs do to the frames they ask for. It must never import another part of `eos`, never answer for a broker unless a
-job says so, and never let a client learn an upstream address.
+jobs do to the frames they ask for. It must never import another part of `eos` than codes, errors, log and probes, never
+answer for a broker unless a job says so, and never let a client learn an upstream address.
 
     wire/        frames, headers and fields of the protocol: pure
     addresses/   where addresses hide in responses, and which local port stands for which broker: pure

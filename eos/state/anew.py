@@ -13,14 +13,14 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
-from eos.app import lineage
 from eos.app.definition import App
 from eos.app.routes import changelog_of
+from eos.encoding import lineage
 from eos.errors import Unavailable, UsageError, describe_error, not_authorised
-from eos.kafka import facts, tail
-from eos.kafka.reset import STAY, GroupOffsets, Move, Target
-from eos.kafka.settings import Settings
-from eos.kafka.world import REAL, World
+from eos.kafka.admin import facts, tail
+from eos.kafka.admin.reset import STAY, GroupOffsets, Move, Target
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import REAL, World
 from eos.records import metadata_with, place_of
 from eos.state import changelog, notes
 

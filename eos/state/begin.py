@@ -18,11 +18,11 @@ from eos.app.cells import HEADER, named
 from eos.app.definition import App
 from eos.app.routes import Route, changelog_of
 from eos.errors import ConfigurationError, Unavailable, UsageError, describe_error, not_authorised
-from eos.kafka import facts, tail
-from eos.kafka.failures import denied
-from eos.kafka.reset import STAY, GroupOffsets, Move
-from eos.kafka.settings import Settings
-from eos.kafka.world import REAL, World
+from eos.kafka.admin import facts, tail
+from eos.kafka.admin.reset import STAY, GroupOffsets, Move
+from eos.kafka.client.failures import denied
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import REAL, World
 from eos.records import metadata_with, place_of
 from eos.state import changelog, notes
 

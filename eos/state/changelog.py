@@ -13,10 +13,10 @@ from eos import log
 from eos.app.cells import named
 from eos.app.routes import Route, changelog_of
 from eos.errors import ConfigurationError, EosError, InputGone, Temporary
-from eos.kafka import facts, tail
-from eos.kafka.settings import Settings
-from eos.kafka.tail import Span
-from eos.kafka.world import REAL, World
+from eos.kafka.admin import facts, tail
+from eos.kafka.admin.tail import Span
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import REAL, World
 from eos.records import is_topic_name, place_of
 
 _ASK_S = 10.0

@@ -18,10 +18,10 @@ from eos.app.routes import Route
 from eos.app.state import TaskCells
 from eos.app.stores import CellsOf
 from eos.errors import ConfigurationError, Unavailable
-from eos.kafka import facts, preflight, tail
-from eos.kafka.settings import Settings
-from eos.kafka.watchdog import Job, Watchdog
-from eos.kafka.world import REAL, World
+from eos.kafka.admin import facts, preflight, tail
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.watchdog import Job, Watchdog
+from eos.kafka.client.world import REAL, World
 from eos.records import Committed, Record, metadata_of, place_of
 from eos.state import changelog, notes
 from eos.state.engines import ENGINES, check_engine

@@ -17,10 +17,10 @@ from eos.app.ageing import stamped
 from eos.app.cells import check_cell, store_of
 from eos.app.routes import Route
 from eos.errors import ConfigurationError, EosError, InputGone, Unavailable
-from eos.kafka import facts, tail
-from eos.kafka.settings import Settings
-from eos.kafka.tail import Seen, TopicReader
-from eos.kafka.world import World
+from eos.kafka.admin import facts, tail
+from eos.kafka.admin.tail import Seen, TopicReader
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import World
 from eos.records import place_of
 from eos.state import changelog
 from eos.state.values import Value, Values, own_entries

@@ -30,10 +30,10 @@ from confluent_kafka.admin import AdminClient, OffsetSpec
 from numpy.typing import NDArray
 
 from eos.errors import Action, ConfigurationError, EosError, InputGone, NotAuthorised, Unavailable
-from eos.kafka import facts
-from eos.kafka.failures import classify
-from eos.kafka.headers import headers_of
-from eos.kafka.names import CONSUMER_ONLY
+from eos.kafka.admin import facts
+from eos.kafka.client.failures import classify
+from eos.kafka.client.headers import headers_of
+from eos.kafka.client.names import CONSUMER_ONLY
 from eos.records import metadata_of, readable
 from eos.testing.checker import Ends, Inputs, Outputs
 from eos.testing.lineage import unstamp_many

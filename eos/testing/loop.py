@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self, cast
 
 from eos.errors import ConfigurationError, IllegalState
-from eos.kafka.world import REAL
+from eos.kafka.client.world import REAL
 from eos.records import Fed, Feed, Record, Send
 from eos.session.transaction import Transaction
 from eos.testing.offline import Ran, records_of, sent_of

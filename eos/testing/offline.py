@@ -18,12 +18,12 @@ from typing import Any, Literal
 from eos.app.ageing import Aged
 from eos.app.cells import named
 from eos.app.definition import App
-from eos.app.policies import dead_letter_topic
 from eos.app.routes import Route
-from eos.app.serde import encode, encode_key
 from eos.app.stores import plain
+from eos.encoding.dead_letters import dead_letter_topic
+from eos.encoding.serde import encode, encode_key
 from eos.errors import ConfigurationError
-from eos.kafka.settings import Settings
+from eos.kafka.client.settings import Settings
 from eos.records import Header, Record, Send
 from eos.state.tasks import Task
 from eos.worker.handling import Handler, Kept

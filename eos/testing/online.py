@@ -19,8 +19,8 @@ from eos.app.definition import App
 from eos.app.routes import Route, changelog_of
 from eos.app.stores import plain
 from eos.errors import ConfigurationError, Unavailable, describe_error
-from eos.kafka import facts, tail
-from eos.kafka.settings import Settings
+from eos.kafka.admin import facts, tail
+from eos.kafka.client.settings import Settings
 from eos.plain import transaction
 from eos.records import Record
 from eos.state import changelog

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eos.app import lineage
-from eos.app.lineage import Tally
+from eos.encoding import lineage
+from eos.encoding.lineage import Tally
 from eos.errors import Unavailable
 from eos.testing import checker, history
 from eos.testing.checker import EXAMPLES, Inputs, Outputs, Report, Verdict

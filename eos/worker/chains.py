@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from eos.app.definition import App
 from eos.errors import ConfigurationError
-from eos.kafka import facts, preflight, tail
-from eos.kafka.reset import STAY, GroupOffsets
-from eos.kafka.settings import Settings
-from eos.kafka.world import REAL, World
+from eos.kafka.admin import facts, preflight, tail
+from eos.kafka.admin.reset import STAY, GroupOffsets
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import REAL, World
 from eos.state import notes
 
 _ASK_S = 10.0

@@ -18,14 +18,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from eos import log
-from eos.app.dead_letters import class_name, dead_letter, message_of
 from eos.app.definition import App
-from eos.app.frames import Frame, frames_of, text_of
 from eos.app.lineage import Ledger, check_route, each_with_lineage
 from eos.app.policies import Policy, stop
 from eos.app.routes import Route, feed_each
-from eos.app.serde import DecodeError
 from eos.app.stores import CellsOf
+from eos.encoding.dead_letters import class_name, dead_letter, message_of
+from eos.encoding.frames import Frame, frames_of, text_of
+from eos.encoding.serde import DecodeError
 from eos.errors import EosError, PoisonRecord, Temporary, causes, safe_str
 from eos.records import Each, Fed, Feed, Header, Record, Send, place_of
 

@@ -15,7 +15,7 @@ from eos import log
 from eos.app import concurrent
 from eos.app.definition import App
 from eos.app.routes import is_async
-from eos.app.serde import function_name
+from eos.encoding.serde import function_name
 from eos.errors import Temporary, raise_if_interrupted, safe_str
 
 

@@ -20,8 +20,7 @@ from typing import Any
 from confluent_kafka import KafkaException, TopicPartition
 
 from eos import log
-from eos.app.dead_letters import PREFIX, parts_of
-from eos.app.policies import DEAD_LETTER_SUFFIX
+from eos.encoding.dead_letters import DEAD_LETTER_SUFFIX, PREFIX, parts_of
 from eos.errors import (
     Action,
     CallFailed,
@@ -32,10 +31,10 @@ from eos.errors import (
     describe_error,
     stop_error,
 )
-from eos.kafka import facts, tail
-from eos.kafka.failures import classify
-from eos.kafka.settings import Settings
-from eos.kafka.world import REAL, World
+from eos.kafka.admin import facts, tail
+from eos.kafka.client.failures import classify
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import REAL, World
 from eos.records import Header, Record, Send, noted, place_of, readable
 
 _REPLAYS = "replays"

@@ -10,7 +10,7 @@ from pathlib import Path
 from eos import log
 from eos.app.definition import App
 from eos.errors import EosError, ImportFailed, UsageError, raise_if_interrupted, safe_str
-from eos.kafka.settings import Settings
+from eos.kafka.client.settings import Settings
 
 
 def load_app(target: str) -> App:

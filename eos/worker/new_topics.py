@@ -17,12 +17,12 @@ from types import MappingProxyType
 
 from eos import log
 from eos.app.definition import App
-from eos.app.policies import dead_letter_topic
+from eos.encoding.dead_letters import dead_letter_topic
 from eos.errors import ConfigurationError, EosError, Unavailable
-from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.facts import check_clients, connect, create_topics, metadata
-from eos.kafka.settings import Settings
-from eos.kafka.world import REAL, World
+from eos.kafka.admin.facts import check_clients, connect, create_topics, metadata
+from eos.kafka.client.cluster import ClusterAdmin
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import REAL, World
 
 _ASK_S = 5.0
 _SOON_S = 0.5  # until a topic is checked again that not every broker knows yet

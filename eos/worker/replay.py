@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from eos.app.dead_letters import parts_of
 from eos.app.definition import App
-from eos.app.policies import dead_letter_topic, dlq
+from eos.app.policies import dlq
 from eos.app.routes import Route
+from eos.encoding.dead_letters import dead_letter_topic, parts_of
 from eos.errors import PoisonRecord, UsageError
-from eos.kafka.settings import Settings
-from eos.kafka.world import REAL, World
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import REAL, World
 from eos.plain import Transactions
 from eos.records import Send
 from eos.worker.handling import Handler, Kept

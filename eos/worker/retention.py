@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from eos import log
 from eos.app.definition import App
 from eos.app.routes import Route
-from eos.kafka.facts import Topic
+from eos.kafka.admin.facts import Topic
 from eos.records import Record
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from eos.app.definition import App
-from eos.kafka import preflight
-from eos.kafka.settings import Settings, settings_of
+from eos.kafka.admin import preflight
+from eos.kafka.client.settings import Settings, settings_of
 from eos.session.stopping import StopSignals
 from eos.worker import chains
 from eos.worker.loading import refuse_ids

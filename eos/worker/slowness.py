@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from eos import log
 from eos.app.routes import Route
 from eos.errors import ConfigurationError
-from eos.kafka.settings import Settings
+from eos.kafka.client.settings import Settings
 from eos.records import Record, place_of
 from eos.session.participants import Outcome
 from eos.worker.handling import Partition, spans_of

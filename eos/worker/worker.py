@@ -18,8 +18,8 @@ from eos.app.definition import App
 from eos.app.lineage import Ledger
 from eos.app.routes import Route
 from eos.errors import CallFailed, PoisonRecord
-from eos.kafka.settings import OF_FUNCTIONS, Settings
-from eos.kafka.world import REAL, World
+from eos.kafka.client.settings import OF_FUNCTIONS, Settings
+from eos.kafka.client.world import REAL, World
 from eos.records import Record
 from eos.session.participants import Listener, Outcome
 from eos.session.stopping import ShutdownExpired, took_too_long
@@ -33,7 +33,7 @@ from eos.worker.slowness import Slowness
 from eos.worker.spans import Spans
 
 if TYPE_CHECKING:
-    from eos.kafka.facts import Topic
+    from eos.kafka.admin.facts import Topic
     from eos.state.keeper import Keeper
 
 _SLICE_TARGET_S = 0.005

@@ -11,7 +11,7 @@ from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-def
 import eos
 from eos import Settings, TransactSession
 from eos.broker import LocalKafka
-from eos.kafka.cluster import ClusterAdmin
+from eos.kafka.client.cluster import ClusterAdmin
 from eos.session.participants import Listener
 from eos.session.producer import TransactionalProducer
 from tests.support.reading import coordinator_of, create_topic, ends_of, settled_values, stable_offset, wait_until

@@ -15,10 +15,10 @@ from confluent_kafka import Message
 from confluent_kafka.admin import AdminClient
 
 import eos as package
-from eos.app.dead_letters import dead_letter
 from eos.broker import LocalKafka
+from eos.encoding.dead_letters import dead_letter
 from eos.errors import Fenced
-from eos.kafka.settings import Settings
+from eos.kafka.client.settings import Settings
 from eos.records import Record
 from eos.session.claim import Claim
 from eos.session.producer import TransactionalProducer

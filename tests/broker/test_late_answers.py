@@ -14,8 +14,8 @@ from tests.support.proxy import ApiKey, Fault, HoldingProxy
 
 ASKING = """
 import sys
-from eos.kafka import facts
-from eos.kafka.settings import Settings
+from eos.kafka.admin import facts
+from eos.kafka.client.settings import Settings
 
 servers, group = sys.argv[1:]
 connect, clients = facts.connect, []  # kept: what was asked through them may still be answered

@@ -21,7 +21,7 @@ from confluent_kafka import Producer
 from eos import Record, Settings, Transaction, TransactSession
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
-from eos.kafka.world import REAL, World
+from eos.kafka.client.world import REAL, World
 from eos.plain import Transactions
 from eos.session.participants import Listener
 from eos.session.producer import TransactionalProducer

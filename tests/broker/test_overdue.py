@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from eos.broker import LocalKafka
-from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.overdue import end_if_overdue
-from eos.kafka.settings import Settings
+from eos.kafka.admin.overdue import end_if_overdue
+from eos.kafka.client.cluster import ClusterAdmin
+from eos.kafka.client.settings import Settings
 from tests.support.brokers import local_kafka
 from tests.support.raw import RawProducer
 from tests.support.reading import create_topic, visible_values, wait_until

@@ -26,8 +26,8 @@ from eos.errors import (
     Temporary,
     Unavailable,
 )
-from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.world import REAL, World
+from eos.kafka.client.cluster import ClusterAdmin
+from eos.kafka.client.world import REAL, World
 from eos.plain import Transactions
 from eos.session import lag
 from eos.session.participants import Listener

@@ -16,8 +16,8 @@ from eos import App, TransactSession
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
 from eos.errors import Unavailable
-from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.settings import Settings
+from eos.kafka.client.cluster import ClusterAdmin
+from eos.kafka.client.settings import Settings
 from eos.session.participants import Listener
 from eos.testing.online import run_on
 from eos.worker.worker import Worker

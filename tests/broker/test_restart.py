@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from eos.broker import LocalKafka
-from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.fence import end_left_open
-from eos.kafka.settings import Settings
+from eos.kafka.admin.fence import end_left_open
+from eos.kafka.client.cluster import ClusterAdmin
+from eos.kafka.client.settings import Settings
 from tests.support.raw import RawProducer, raw_producer
 from tests.support.reading import create_topic, settled_values, transaction_of, visible_values, wait_until
 

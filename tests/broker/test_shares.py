@@ -9,8 +9,8 @@ from pathlib import Path
 
 from eos.broker import LocalKafka
 from eos.errors import Unavailable
-from eos.kafka.settings import Settings
-from eos.kafka.world import REAL
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import REAL
 from tests.support import forked
 from tests.support.reading import create_topic, wait_until
 

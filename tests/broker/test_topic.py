@@ -18,8 +18,8 @@ from confluent_kafka.admin import AdminClient
 from eos import cli
 from eos.broker import LocalKafka
 from eos.errors import InputGone
-from eos.kafka.settings import Settings
-from eos.kafka.tail import TopicReader, read_until, reads_until
+from eos.kafka.admin.tail import TopicReader, read_until, reads_until
+from eos.kafka.client.settings import Settings
 from tests.support import forked
 from tests.support.reading import create_topic, visible_values, wait_until
 

@@ -14,8 +14,8 @@ from confluent_kafka.admin import AdminClient
 
 from eos.broker import LocalKafka
 from eos.errors import InputGone
-from eos.kafka.settings import Settings
-from eos.kafka.topic_ids import TopicIds
+from eos.kafka.admin.topic_ids import TopicIds
+from eos.kafka.client.settings import Settings
 from tests.support.reading import create_topic, wait_until
 
 # A few a second are made, however long it takes; without pauses between them it is hundreds.

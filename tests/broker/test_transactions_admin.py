@@ -17,9 +17,9 @@ from confluent_kafka import IsolationLevel
 
 from eos.broker import LocalKafka
 from eos.errors import ConfigurationError, Temporary
-from eos.kafka.cluster import OFFSETS_LOG, ClusterAdmin
-from eos.kafka.settings import Settings
-from eos.kafka.transactions import Verdict, abort_hanging, find_open, partition_of
+from eos.kafka.admin.transactions import Verdict, abort_hanging, find_open, partition_of
+from eos.kafka.client.cluster import OFFSETS_LOG, ClusterAdmin
+from eos.kafka.client.settings import Settings
 from tests.support import forked
 from tests.support.brokers import local_kafka
 from tests.support.hanging import NO_VERIFICATION, commit_offset_late, produce_late

@@ -14,8 +14,8 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     AdminClient,
 )
 
-from eos.app import lineage
 from eos.broker import LocalKafka
+from eos.encoding import lineage
 from eos.testing.history import committed_offsets, end_offsets
 from tests.support import forked
 from tests.support.reading import configure, create_topic, settled_values, wait_until

@@ -1,7 +1,7 @@
 """Workers that stood still: past their own transaction timeout, or replaced meanwhile by a newer instance.
 
 The first kind goes on by itself, the second kind stops with exit code 79, says who took over and has harmed nobody.
-The second half makes every row of the ownership table happen with bare producers and asks eos.kafka.ownership about it:
+The second half makes every row of the ownership table happen with bare producers and asks eos/kafka/admin/ownership.py:
 what a fenced producer finds with the coordinator decides which of the two kinds it is.
 """
 
@@ -18,9 +18,9 @@ from confluent_kafka import Consumer, KafkaException
 
 from eos.broker import LocalKafka
 from eos.errors import CallFailed, Unavailable
-from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.ownership import Described, Identity, Owner, Reach, Situation, judge, settle
-from eos.kafka.settings import Settings
+from eos.kafka.admin.ownership import Identity, Owner, Reach, Situation, judge, settle
+from eos.kafka.client.cluster import ClusterAdmin, Described
+from eos.kafka.client.settings import Settings
 from eos.session.producer import TransactionalProducer
 from eos.session.steps import MOST_REBUILDS
 from tests.support.proxy import ApiKey, Fault, HoldingProxy

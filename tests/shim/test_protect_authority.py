@@ -16,8 +16,8 @@ from kafka.protocol import producer as protocol
 from kafka.protocol.sasl import SaslAuthenticateRequest, SaslHandshakeRequest
 from kafka.record.memory_records import MemoryRecordsBuilder
 
-from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.settings import Settings
+from eos.kafka.client.cluster import ClusterAdmin
+from eos.kafka.client.settings import Settings
 from tests.shim.protecting import send, texts
 from tests.shim.shims import RunningShim, running
 from tests.support.proxy import error_codes

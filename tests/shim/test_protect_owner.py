@@ -11,8 +11,8 @@ import pytest
 from eos.broker import LocalKafka
 from eos.broker.node import free_ports
 from eos.errors import Fenced, Temporary
-from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.settings import Settings
+from eos.kafka.client.cluster import ClusterAdmin
+from eos.kafka.client.settings import Settings
 from eos.plain import Transactions
 from eos.session.producer import TransactionalProducer
 from tests.shim.shims import RunningShim, running, start

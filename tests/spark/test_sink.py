@@ -17,8 +17,8 @@ from pyspark.errors import StreamingQueryException
 
 from eos.broker import LocalKafka
 from eos.errors import ConfigurationError, Fenced, Unavailable
-from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.settings import Settings
+from eos.kafka.client.cluster import ClusterAdmin
+from eos.kafka.client.settings import Settings
 from eos.testing.history import read_topic
 from spark_connector import exactly_once_sink, exactly_once_write
 from spark_connector.packing import SLICE_BYTES, unpack

@@ -17,9 +17,9 @@ import eos
 from eos import App, Out, State
 from eos.broker import LocalKafka
 from eos.errors import ConfigurationError, InputGone, UsageError
-from eos.kafka.reset import GroupOffsets, parse_target
-from eos.kafka.settings import Settings, settings_of
-from eos.kafka.world import REAL
+from eos.kafka.admin.reset import GroupOffsets, parse_target
+from eos.kafka.client.settings import Settings, settings_of
+from eos.kafka.client.world import REAL
 from eos.state import changelog
 from eos.state.anew import Anew
 from eos.state.begin import Beginning

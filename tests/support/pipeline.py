@@ -37,9 +37,8 @@ from confluent_kafka.admin import (
 from eos.app.cells import named
 from eos.broker import LocalKafka
 from eos.errors import Unavailable
-from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.ownership import Described
-from eos.kafka.settings import Settings
+from eos.kafka.client.cluster import ClusterAdmin, Described
+from eos.kafka.client.settings import Settings
 from eos.testing.checker import CommitSeries, Counts, Inputs, Report, check
 from eos.testing.history import ConcurrentReader, Log, committed_offsets, end_offsets, read_topic
 from eos.testing.lineage import WIDTH_BYTES

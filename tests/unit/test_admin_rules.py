@@ -19,13 +19,13 @@ import pytest
 
 from eos.cli.reset import where_to_go, with_metadata
 from eos.errors import ConfigurationError, Unavailable, UsageError
-from eos.kafka.cluster import ClusterAdmin, Listed, OpenProducer
-from eos.kafka.facts import connect
-from eos.kafka.ownership import ABORTING
-from eos.kafka.reset import Move, parse_skip, parse_target
-from eos.kafka.security import configuration, login_refused
-from eos.kafka.settings import Settings
-from eos.kafka.transactions import ENDED, ENDING, Verdict, judge, partition_of
+from eos.kafka.admin.facts import connect
+from eos.kafka.admin.ownership import ABORTING
+from eos.kafka.admin.reset import Move, parse_skip, parse_target
+from eos.kafka.admin.transactions import ENDED, ENDING, Verdict, judge, partition_of
+from eos.kafka.client.cluster import ClusterAdmin, Listed, OpenProducer
+from eos.kafka.client.security import configuration, login_refused
+from eos.kafka.client.settings import Settings
 from tests.support.secure import make_pki, openssl
 
 SEEN = OpenProducer(("t", 0), 7, 3, 100, 1_372_939_200_000, 0)

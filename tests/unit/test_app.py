@@ -23,8 +23,8 @@ import eos.testing
 from eos.app.definition import App
 from eos.app.policies import dlq, stop
 from eos.app.routes import Route
-from eos.app.serde import DecodeError
 from eos.app.state import State
+from eos.encoding.serde import DecodeError
 from eos.errors import ConfigurationError, IllegalState
 from eos.hotloop.python import END_OF_TIME
 from eos.records import KEEP, Fed, Out, Record, Send

@@ -18,8 +18,9 @@ import eos
 import eos.testing
 from eos import App, Out, Record, Settings, dlq, retry, skip
 from eos.app import concurrent
-from eos.app.lineage import HEADER, Ledger, decode, each_with_lineage
+from eos.app.lineage import Ledger, each_with_lineage
 from eos.app.routes import Route, feed_each
+from eos.encoding.lineage import HEADER, decode
 from eos.errors import ConfigurationError, IllegalState, Interruption, PoisonRecord, Temporary
 from eos.records import Fed
 from eos.worker.handling import Halt, Handler, Kept

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eos.kafka.raising import guarded
+from eos.kafka.client.raising import guarded
 
 
 @pytest.mark.parametrize("name", ["stats_cb", "error_cb", "throttle_cb"])

@@ -442,7 +442,7 @@ def test_a_worker_imports_no_other_command_and_without_a_terminal_and_a_port_not
     assert others == []
     heavy = {"rich", "http.server", "urllib.request", "eos.cli.live", "eos.health.server", "eos.testing", "numpy"}
     assert heavy & loaded == set()
-    assert {"http.server", "eos.health.server"} <= loaded_by(here, *WORKER, "--http-port", "0")
+    assert {"http.server", "eos.health.server", "eos.probes"} <= loaded_by(here, *WORKER, "--http-port", "0")
 
 
 def test_garbage_is_collected_again_when_a_users_module_is_imported_and_the_imports_are_out_of_its_way(

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from eos.kafka import names as names
-from eos.kafka import settings as module
-from eos.kafka.configuration import DEFAULT, FORCED, HIDDEN, MEANINGS, markdown, rows
-from eos.kafka.settings import OPTIONS, SECRETS, Settings, sources
+from eos.kafka.client import names as names
+from eos.kafka.client import settings as module
+from eos.kafka.client.configuration import DEFAULT, FORCED, HIDDEN, MEANINGS, markdown, rows
+from eos.kafka.client.settings import OPTIONS, SECRETS, Settings, sources
 
 ROOT = Path(__file__).parents[2]
 

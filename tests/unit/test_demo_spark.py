@@ -10,7 +10,7 @@ import pytest
 from eos.demo import spark
 from eos.demo.faults import Hit
 from eos.demo.proof import Row
-from eos.kafka.ownership import Described
+from eos.kafka.client.cluster import Described
 from eos.testing.checker import Ends
 from eos.testing.history import Log
 

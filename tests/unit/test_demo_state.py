@@ -11,7 +11,7 @@ from eos.app.cells import cell_of
 from eos.demo import state
 from eos.demo.faults import Hit
 from eos.demo.proof import Row
-from eos.kafka.ownership import Described
+from eos.kafka.client.cluster import Described
 from eos.testing.checker import Ends
 from eos.testing.history import Log
 

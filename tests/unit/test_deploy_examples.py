@@ -18,7 +18,7 @@ import yaml
 from eos import cli
 from eos.cli.init import FILES
 from eos.health.server import parse_address
-from eos.kafka.settings import OPTIONS
+from eos.kafka.client.settings import OPTIONS
 
 DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"
 UNIT = DEPLOY / "eos-worker@.service"

@@ -12,11 +12,11 @@ import pytest
 
 from eos.cli import doctor
 from eos.errors import EosError, NotAuthorised, Unavailable
-from eos.kafka import preflight
-from eos.kafka.cluster import OFFSETS_LOG, TRANSACTION_LOG, OpenProducer
-from eos.kafka.facts import Facts, Topic
-from eos.kafka.preflight import REQUIRED_APIS
-from eos.kafka.transactions import OpenTransaction, Verdict
+from eos.kafka.admin import preflight
+from eos.kafka.admin.facts import Facts, Topic
+from eos.kafka.admin.preflight import REQUIRED_APIS
+from eos.kafka.admin.transactions import OpenTransaction, Verdict
+from eos.kafka.client.cluster import OFFSETS_LOG, TRANSACTION_LOG, OpenProducer
 
 THERE, GONE, HIDDEN = Topic(True, 1, 1, in_sync=1), Topic(False), Topic(None)
 HANGING = OpenTransaction(

@@ -11,7 +11,7 @@ from confluent_kafka import KafkaError, KafkaException
 import eos
 from eos import errors
 from eos.errors import Action, Call, CallFailed, EosError, describe_error, no_broker, stop_error
-from eos.kafka.failures import TABLE, classify, rebalanced
+from eos.kafka.client.failures import TABLE, classify, rebalanced
 
 K = KafkaError
 CALLS: tuple[Call, ...] = get_args(Call)

@@ -15,7 +15,7 @@ import eos.testing
 from eos import App, Out, PoisonRecord, Record, State, dlq, retry, skip
 from eos.cli import invoke
 from eos.errors import Interruption, Temporary, safe_str
-from eos.kafka.raising import guarded
+from eos.kafka.client.raising import guarded
 from eos.session.stopping import ShutdownExpired
 from eos.worker.hooks import HookFailed
 

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from eos.errors import Action, Call, CallFailed, CommitOutcomeUnknown, Fenced, Temporary
-from eos.kafka import ownership
-from eos.kafka.ownership import Described, Identity, Owner, Reach, Situation
-from eos.kafka.settings import Settings
-from eos.kafka.world import World
+from eos.kafka.admin import ownership
+from eos.kafka.admin.ownership import Identity, Owner, Reach, Situation
+from eos.kafka.client.cluster import Described
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import World
 from eos.plain import Transactions
 from eos.session.claim import Claim
 from eos.session.evidence import RetryEvidence

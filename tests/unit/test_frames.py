@@ -13,8 +13,8 @@ import pytest
 
 import eos
 from eos import App, Record
-from eos.app.dead_letters import dead_letter
-from eos.app.frames import INNERMOST, TEXT_BYTES, frames_of, text_of
+from eos.encoding.dead_letters import dead_letter
+from eos.encoding.frames import INNERMOST, TEXT_BYTES, frames_of, text_of
 from eos.worker.handling import Handler, Kept
 
 pytestmark = pytest.mark.usefixtures("loop_ends")

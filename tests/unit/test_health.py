@@ -22,9 +22,10 @@ from eos.errors import ConfigurationError, UsageError
 from eos.health import metrics
 from eos.health.board import Board
 from eos.health.incidents import Incidents, words
-from eos.health.server import HealthServer, parse_address
+from eos.health.server import parse_address, serve
 from eos.health.status import Distribution, PartitionLag, Sample, StateOf, Status, judge, judge_report, stuck_after_s
-from eos.kafka.settings import Settings
+from eos.kafka.client.settings import Settings
+from eos.probes import exposition
 from eos.session.observe import Histogram, Pulse
 
 ROOT = Path(__file__).parents[2]
@@ -178,7 +179,7 @@ STATES = ("values", "bytes", "to_restore_records")
 
 
 def samples(*statuses: Status) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    text, content_type = metrics.exposition(lambda: statuses, "")
+    _, text, content_type = exposition(lambda: metrics.families(statuses))
     assert content_type.startswith("text/plain")
     found = {}
     for family in text_string_to_metric_families(text.decode()):
@@ -237,8 +238,8 @@ def test_without_prometheus_client_health_is_importable_and_metrics_say_what_to_
     program = (
         "import sys; sys.modules['prometheus_client'] = None; sys.modules['watchfiles'] = None\n"
         "import eos.cli.run, http.client\n"
-        "from eos.health.board import Board; from eos.health.server import HealthServer\n"
-        "with HealthServer(('127.0.0.1', 0), Board(list)) as server:\n"
+        "from eos.health.board import Board; from eos.health.server import serve\n"
+        "with serve(('127.0.0.1', 0), Board(list)) as server:\n"
         "    ask = http.client.HTTPConnection('127.0.0.1', server.port); ask.request('GET', '/metrics')\n"
         "    answer = ask.getresponse(); print(answer.status, answer.read().decode())\n"
     )
@@ -254,10 +255,10 @@ class Answers:
 
     def __init__(self) -> None:
         self.statuses = [a_status()]
-        self.server = HealthServer(("127.0.0.1", 0), Board(lambda: self.statuses))
+        self.port = 0
 
     def ask(self, path: str, method: str = "GET") -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
         connection.request(method, path)
         answer = connection.getresponse()
         body = answer.read().decode()
@@ -268,7 +269,8 @@ class Answers:
 @pytest.fixture
 def answers() -> Iterator[Answers]:
     made = Answers()
-    with made.server:
+    with serve(("127.0.0.1", 0), Board(lambda: made.statuses)) as server:
+        made.port = server.port
         yield made
 
 
@@ -305,7 +307,7 @@ def test_the_board_hands_out_only_the_points_that_are_not_known_yet() -> None:
 
 
 def test_clients_that_say_nothing_are_limited_and_do_not_hold_up_the_probes_for_long(answers: Answers) -> None:
-    silent = [socket.create_connection(("127.0.0.1", answers.server.port)) for _ in range(40)]
+    silent = [socket.create_connection(("127.0.0.1", answers.port)) for _ in range(40)]
     deadline = time.monotonic() + 30
     while True:
         try:
@@ -322,8 +324,9 @@ def test_clients_that_say_nothing_are_limited_and_do_not_hold_up_the_probes_for_
 def test_a_port_that_is_taken_is_a_configuration_error_with_the_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=f"--http-port 127.0.0.1:{port}: Address already in use"):
-            HealthServer(("127.0.0.1", port), Board(list))
+        taken_port = pytest.raises(ConfigurationError, match=f"--http-port 127.0.0.1:{port}: Address already in use")
+        with taken_port, serve(("127.0.0.1", port), Board(list)):
+            pass
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from eos import cli
 from eos.cli.init import FILES
-from eos.kafka.settings import load
+from eos.kafka.client.settings import load
 
 
 def test_what_is_made_passes_its_own_test_and_is_an_app(

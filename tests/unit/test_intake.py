@@ -6,8 +6,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 from eos.errors import Action, CallFailed
-from eos.kafka.settings import Settings
-from eos.kafka.world import World
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import World
 from eos.session.intake import Intake
 from eos.session.observe import Pulse
 from eos.session.outcomes import Counters

@@ -25,10 +25,10 @@ from eos.app.routes import Route
 from eos.app.state import Store
 from eos.broker.jars import cache_directory
 from eos.errors import ConfigurationError, InputGone, Temporary, Unavailable
-from eos.kafka import facts, tail
-from eos.kafka.settings import Settings
-from eos.kafka.tail import Seen, Span
-from eos.kafka.world import REAL
+from eos.kafka.admin import facts, tail
+from eos.kafka.admin.tail import Seen, Span
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import REAL
 from eos.state import changelog, folders, restoring
 from eos.state.engines import ENGINES, EngineFailed
 from eos.state.keeper import Keeper

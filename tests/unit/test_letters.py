@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from eos.app.dead_letters import dead_letter
 from eos.cli.chosen import Choice, read_changes, row_of
+from eos.encoding.dead_letters import dead_letter
 from eos.errors import UsageError
 from eos.records import Record
 from eos.worker.letters import Letter, letter_of

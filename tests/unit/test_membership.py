@@ -11,9 +11,9 @@ import pytest
 from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException
 
 from eos.errors import ConfigurationError, NotAuthorised, Unavailable
-from eos.kafka import places
-from eos.kafka.settings import Settings
-from eos.kafka.world import World
+from eos.kafka.admin import places
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import World
 from eos.records import Record
 from eos.session import asking
 from eos.session import membership as membership_module

@@ -12,13 +12,13 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from kafka import errors as kafka_errors
 
 from eos.errors import Action, CallFailed, NotAuthorised, stop_error
-from eos.kafka import fence as fencing
-from eos.kafka import reset
-from eos.kafka.cluster import ClusterAdmin, OpenProducer
-from eos.kafka.facts import Topic
-from eos.kafka.reset import GroupOffsets, parse_target
-from eos.kafka.settings import Settings
-from eos.kafka.world import World
+from eos.kafka.admin import fence as fencing
+from eos.kafka.admin import reset
+from eos.kafka.admin.facts import Topic
+from eos.kafka.admin.reset import GroupOffsets, parse_target
+from eos.kafka.client.cluster import ClusterAdmin, OpenProducer
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import World
 from eos.session.producer import TransactionalProducer
 from eos.session.states import Event
 

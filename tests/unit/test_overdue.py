@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from eos.kafka.cluster import Listed
-from eos.kafka.overdue import OverdueWatch, committers, pause_before, still_open
-from eos.kafka.settings import Settings
-from eos.kafka.transactions import partition_of
+from eos.kafka.admin.overdue import OverdueWatch, committers, pause_before, still_open
+from eos.kafka.admin.transactions import partition_of
+from eos.kafka.client.cluster import Listed
+from eos.kafka.client.settings import Settings
 
 PARTITIONS = 50
 

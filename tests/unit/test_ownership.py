@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import pytest
 
-from eos.kafka.ownership import AGREEMENT_INTERVAL_S, Described, Identity, Owner, Reach, Situation, judge, settle
+from eos.kafka.admin.ownership import AGREEMENT_INTERVAL_S, Identity, Owner, Reach, Situation, judge, settle
+from eos.kafka.client.cluster import Described
 
 TIMEOUT_MS = 10_000
 E = 7

@@ -10,8 +10,9 @@ import pytest
 
 import eos.testing
 from eos import App, Out, Record, Settings
-from eos.app.lineage import HEADER, Ledger
-from eos.kafka.settings import OPTIONS
+from eos.app.lineage import Ledger
+from eos.encoding.lineage import HEADER
+from eos.kafka.client.settings import OPTIONS
 from eos.worker.handling import Handler, Kept
 
 TRACE = [("traceparent", b"00-1"), ("tracestate", b"v=1")]

@@ -16,9 +16,9 @@ import eos
 import eos.testing
 from eos import App, Out, Record, TransactSession
 from eos.errors import CallFailed, ConfigurationError, InputGone, NotAuthorised, Unavailable
-from eos.kafka.settings import Settings
-from eos.kafka.topic_ids import TopicIds
-from eos.kafka.world import REAL, World
+from eos.kafka.admin.topic_ids import TopicIds
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import REAL, World
 from eos.session.participants import Listener
 from eos.testing import online
 from eos.worker import new_topics

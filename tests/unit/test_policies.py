@@ -22,10 +22,11 @@ import eos
 import eos.testing
 import eos.worker.handling
 from eos import App, Out, Record, dlq, retry, skip, stop
-from eos.app.dead_letters import MESSAGE_BYTES, dead_letter
-from eos.app.lineage import HEADER, Ledger, decode
+from eos.app.lineage import Ledger
 from eos.app.policies import Policy, policy_of
-from eos.app.serde import DecodeError
+from eos.encoding.dead_letters import MESSAGE_BYTES, dead_letter
+from eos.encoding.lineage import HEADER, decode
+from eos.encoding.serde import DecodeError
 from eos.errors import Action, CallFailed, ConfigurationError, PoisonRecord, Temporary
 from eos.records import Fed, Feed, Send, UnreadableHeaders, readable
 from eos.worker.handling import DeadLetterRefused, Halt, Handler, RecordRefused

@@ -12,12 +12,12 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from eos.errors import ConfigurationError, EosError, NotAuthorised, Unavailable
-from eos.kafka import facts as asking
-from eos.kafka.cluster import OFFSETS_LOG, TRANSACTION_LOG
-from eos.kafka.facts import Facts, Topic
-from eos.kafka.preflight import REQUIRED_APIS, Finding, Level, Need, judge, need_of, raise_first
-from eos.kafka.security import unreachable
-from eos.kafka.settings import Settings
+from eos.kafka.admin import facts as asking
+from eos.kafka.admin.facts import Facts, Topic
+from eos.kafka.admin.preflight import REQUIRED_APIS, Finding, Level, Need, judge, need_of, raise_first
+from eos.kafka.client.cluster import OFFSETS_LOG, TRANSACTION_LOG
+from eos.kafka.client.security import unreachable
+from eos.kafka.client.settings import Settings
 
 SAFE = {"min.insync.replicas": "2", "unclean.leader.election.enable": "false"}
 BROKER = {

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from eos.kafka.raising import raising
-from eos.kafka.watchdog import Watchdog
+from eos.kafka.client.raising import raising
+from eos.kafka.client.watchdog import Watchdog
 
 
 def bare() -> None:

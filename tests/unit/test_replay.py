@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import eos
-from eos.app.dead_letters import dead_letter
 from eos.app.definition import App
+from eos.encoding.dead_letters import dead_letter
 from eos.errors import ConfigurationError, UsageError
-from eos.kafka.world import REAL
+from eos.kafka.client.world import REAL
 from eos.records import Record
 from eos.worker.letters import Done, Letter, again, letter_of, offsets_of
 from eos.worker.replay import DROPPING, Settling, Told, everyone, route_of, sources_of

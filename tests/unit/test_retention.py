@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from eos import App, Record
-from eos.kafka import facts, preflight
-from eos.kafka.facts import Facts, Topic
-from eos.kafka.preflight import Need
-from eos.kafka.settings import Settings
+from eos.kafka.admin import facts, preflight
+from eos.kafka.admin.facts import Facts, Topic
+from eos.kafka.admin.preflight import Need
+from eos.kafka.client.settings import Settings
 from eos.worker.retention import Retention
 
 WEEK_MS = 604_800_000

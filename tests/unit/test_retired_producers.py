@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from eos.errors import CallFailed
-from eos.kafka import watchdog
-from eos.kafka.ownership import Identity
-from eos.kafka.settings import Settings
-from eos.kafka.watchdog import CallHung
-from eos.kafka.world import REAL
+from eos.kafka.admin.ownership import Identity
+from eos.kafka.client import watchdog
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.watchdog import CallHung
+from eos.kafka.client.world import REAL
 from eos.session import client as client_module
 from eos.session.client import Client, retire
 from eos.session.producer import TransactionalProducer

@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eos import App
-from eos.app import serde
-from eos.app.serde import DecodeError, decoder, encode, encode_key
+from eos.app import annotations
+from eos.encoding import serde
+from eos.encoding.serde import DecodeError, decoder, encode, encode_key
 from eos.errors import ConfigurationError
 
 
@@ -234,7 +235,7 @@ def test_a_type_that_no_decoder_can_be_made_for_is_refused_before_the_first_reco
 
 
 def annotation_of(function: Any) -> object:
-    return serde.parameter_annotation(function, "default", sys._getframe(1))
+    return annotations.parameter_annotation(function, "default", sys._getframe(1))
 
 
 def test_a_missing_annotation_is_the_default() -> None:

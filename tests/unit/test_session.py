@@ -10,7 +10,7 @@ from confluent_kafka import KafkaError
 
 from eos import App, Record, Settings
 from eos.errors import Action, CallFailed, ConfigurationError, Temporary
-from eos.kafka.settings import OF_FUNCTIONS, OPTIONS
+from eos.kafka.client.settings import OF_FUNCTIONS, OPTIONS
 from eos.records import Fed
 from eos.session.committer import Commit
 from eos.session.participants import Listener

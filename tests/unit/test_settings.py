@@ -13,7 +13,7 @@ import pytest
 from confluent_kafka import Consumer, Producer
 
 from eos.errors import ConfigurationError
-from eos.kafka.settings import NOT_FOR_USERS, OPTIONS, REFUSALS, Settings, load, member_of, parse_flag
+from eos.kafka.client.settings import NOT_FOR_USERS, OPTIONS, REFUSALS, Settings, load, member_of, parse_flag
 from eos.plain import Transactions
 from eos.session.transact import TransactSession
 

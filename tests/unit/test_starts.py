@@ -10,8 +10,8 @@ import pytest
 from confluent_kafka import OFFSET_BEGINNING, TopicPartition
 
 from eos.errors import InputGone
-from eos.kafka.settings import Settings
-from eos.kafka.world import REAL
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import REAL
 from eos.session import starts as starts_module
 from eos.session.asking import NotNow
 from eos.session.starts import Starts

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eos import cli
-from eos.app import lineage
-from eos.app.dead_letters import dead_letter
 from eos.cli.written import bytes_of, header_json, headers_text, json_of, text_of
+from eos.encoding import lineage
+from eos.encoding.dead_letters import dead_letter
 from eos.errors import Unavailable
-from eos.kafka.settings import Settings
-from eos.kafka.tail import Mark, Seen, Span, _Lane, _merged, spans
-from eos.kafka.world import World
+from eos.kafka.admin.tail import Mark, Seen, Span, _Lane, _merged, spans
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import World
 from eos.records import Record
 
 

@@ -11,9 +11,8 @@ import pytest
 
 from eos.cli import txn
 from eos.errors import Temporary, Unavailable, UsageError
-from eos.kafka.cluster import Listed, OpenProducer
-from eos.kafka.ownership import Described
-from eos.kafka.transactions import STATES, OpenTransaction, Verdict
+from eos.kafka.admin.transactions import STATES, OpenTransaction, Verdict
+from eos.kafka.client.cluster import Described, Listed, OpenProducer
 
 
 class Admin(SimpleNamespace):

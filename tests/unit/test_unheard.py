@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from eos.errors import NotAuthorised, Unavailable
-from eos.kafka.settings import Settings
-from eos.kafka.world import World
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import World
 from eos.session import unheard
 from eos.session.lag import decode_statistics
 from eos.session.positions import TopicPartition

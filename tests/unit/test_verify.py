@@ -20,9 +20,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from eos.app.definition import App
-from eos.app.lineage import HEADER, Ledger, Source, Tally, check_route, decode, each_with_lineage, encode, tally_of
+from eos.app.lineage import Ledger, check_route, each_with_lineage
 from eos.app.routes import feed_each
 from eos.cli.verify import NothingToExamine, _tell
+from eos.encoding.lineage import HEADER, Source, Tally, decode, encode, tally_of
 from eos.errors import ConfigurationError
 from eos.records import Fed, Out, Record
 from eos.testing import verify as verifying
@@ -647,7 +648,7 @@ def test_a_policy_that_cannot_be_read_is_a_note(cluster: Cluster) -> None:
 
 SLOW = """
 import sys
-from eos.kafka import facts
+from eos.kafka.admin import facts
 from eos.cli import invoke
 from eos.testing import verify as verifying
 from eos.testing.checker import Report, Verdict

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from eos.kafka.watchdog import CallHung, Watchdog
+from eos.kafka.client.watchdog import CallHung, Watchdog
 from tests.support.reading import wait_until
 
 

@@ -13,7 +13,7 @@ import eos.worker.handling
 import eos.worker.worker
 from eos import App, Out, Record
 from eos.errors import ConfigurationError
-from eos.kafka.world import World
+from eos.kafka.client.world import World
 from eos.session.participants import Outcome
 from eos.worker.handling import Kept
 from eos.worker.worker import Worker

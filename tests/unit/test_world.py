@@ -17,9 +17,9 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 import eos
 from eos import Transaction, TransactSession
 from eos.errors import InputGone
-from eos.kafka.ownership import Described
-from eos.kafka.watchdog import Job
-from eos.kafka.world import World
+from eos.kafka.client.cluster import Described
+from eos.kafka.client.watchdog import Job
+from eos.kafka.client.world import World
 from eos.records import Committed
 from eos.session.participants import Listener, Outcome
 
@@ -27,7 +27,7 @@ PACKAGE = Path(eos.__file__).parent
 # How a client is made and logs in, a clock and a call that can hang are the outside itself; the supervisor is a process
 # of its own.
 THEMSELVES = {"cluster.py", "security.py", "watchdog.py", "world.py", "supervisor.py"}
-ROOMS = [path for room in ("session", "worker", "kafka") for path in sorted((PACKAGE / room).glob("*.py"))]
+ROOMS = [path for room in ("session", "worker", "kafka") for path in sorted((PACKAGE / room).rglob("*.py"))]
 OUTSIDE = {
     *("Consumer", "Producer", "AdminClient", "ClusterAdmin", "KafkaAdminClient", "Watchdog"),
     *("time.monotonic", "time.time", "time.sleep", "threading.Thread", "threading.Timer"),

@@ -1,13 +1,12 @@
-"""All counts of a shim in prometheus' text format, read when asked for.
+"""All counts of a shim as Prometheus metrics, read when they are scraped.
 
-Owns names and labels. prometheus-client is an extra (`metrics`): `available` says whether it is there.
+Owns names and labels. Needs prometheus-client (extra `metrics`), imported at the first scrape.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from eos.shim.wire import api
@@ -31,24 +30,8 @@ class Sources:
     faults: Callable[[], Mapping[str, int]] = _nothing
 
 
-def available() -> bool:
-    return find_spec("prometheus_client") is not None
-
-
-def text(sources: Sources) -> bytes:
-    """Raises ImportError without the extra."""
-    from prometheus_client import CollectorRegistry, generate_latest
-
-    class Collector:
-        def collect(self) -> Iterator[Any]:
-            yield from _families(sources)
-
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector())
-    return bytes(generate_latest(registry))
-
-
-def _families(sources: Sources) -> Iterator[Any]:
+def families(sources: Sources) -> Iterator[Any]:
+    """Return what a scrape shows. Raises ImportError without prometheus-client."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     is_open, made = sources.connections()

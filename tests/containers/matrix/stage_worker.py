@@ -21,8 +21,8 @@ from pathlib import Path
 from eos import App, Out, Record, State
 from eos.cli import invoke
 from eos.cli import run as run_command
-from eos.kafka.settings import Settings
-from eos.kafka.world import World
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import World
 from eos.testing.lineage import WIDTH_BYTES, stamp, unstamp
 from eos.worker.worker import Worker
 from tests.support.stepping_worker import COUNT

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from eos.errors import ConfigurationError
-from eos.kafka.ownership import Identity
+from eos.kafka.admin.ownership import Identity
 from spark_connector import claims as claims_module
 from spark_connector.claims import ClaimOffice, Claims, ClaimServer, place_of
 from spark_connector.wire import Unreachable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from eos.app.definition import App
-from eos.kafka.settings import Settings
+from eos.kafka.client.settings import Settings
 from spark_connector import sink as sink_module
 from spark_connector.attempt import Recent
 from spark_connector.options import Options

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kafka.partitioner.default import murmur2
 from kafka.record import MemoryRecords
 
-from eos.kafka.ownership import Identity
+from eos.kafka.admin.ownership import Identity
 from spark_connector import recordbatch
 from spark_connector.placing import murmur2_column
 from spark_connector.recordbatch import COMPRESSIONS, HEADER, Batch, RecordTooLarge, encode

@@ -22,7 +22,7 @@ from eos.errors import (
     Temporary,
     Unavailable,
 )
-from eos.kafka.settings import Settings
+from eos.kafka.client.settings import Settings
 from spark_connector.failures import to_line
 from spark_connector.run import Run, _Batches, _follow, check, error_of
 from spark_connector.shipping import lacking

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from eos.errors import ConfigurationError
-from eos.kafka.ownership import Described, Identity
+from eos.kafka.admin.ownership import Identity
+from eos.kafka.client.cluster import Described
 from spark_connector import query, sink
 from spark_connector.marker import Decision, Marker, WrongProgress, sink_key
 from spark_connector.query import Query

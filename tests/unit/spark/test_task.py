@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from kafka import errors as kafka_errors
 
-from eos.kafka.ownership import Identity
+from eos.kafka.admin.ownership import Identity
 from spark_connector import task, wire
 from spark_connector.answers import Answer, Stopped
 from spark_connector.attempt import _check

@@ -1,7 +1,7 @@
 """Every setting with its value, where that comes from and what it means: `eos config`, and docs/reference/settings.md.
 
-Owns the meaning of Kafka's settings that we set, force or refuse; ours have theirs in eos.kafka.settings.OPTIONS. Both
-the command and the page are made of `rows`, so they cannot disagree. It never shows a secret and never talks to Kafka.
+Owns the meaning of Kafka's settings that we set, force or refuse; ours have theirs in `OPTIONS` of settings.py. The
+command and the page are both made of `rows`, so they cannot disagree. It never shows a secret and never talks to Kafka.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from eos.kafka.settings import (
+from eos.kafka.client.settings import (
     COMMON_DEFAULTS,
     CONSUMER_DEFAULTS,
     NOT_FOR_USERS,
@@ -73,7 +73,7 @@ class Row:
 
 def rows(settings: Settings, given: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Row]:
     """All settings of ours, and those of Kafka's that have a value by us or by the user. `given` as of
-    eos.kafka.settings.sources: (origin, values), the weakest first."""
+    eos.kafka.client.settings.sources: (origin, values), the weakest first."""
     origins: dict[str, str] = {}
     for origin, values in given:
         origins |= dict.fromkeys(values, origin)

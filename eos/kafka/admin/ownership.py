@@ -12,7 +12,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from eos.kafka.client.cluster import Described
 
 ABORTING = ("PrepareEpochFence", "PrepareAbort")
 AGREEMENT_INTERVAL_S = 1.5  # a successor that is still inside its init passes through our own timeout's state
@@ -23,16 +26,6 @@ class Identity(NamedTuple):
 
     producer_id: int
     epoch: int
-
-
-@dataclass(frozen=True)
-class Described:
-    """One answer of DescribeTransactions; `start_ms`: the present transaction's start, Unix milliseconds (-1: none)."""
-
-    state: str
-    producer_id: int
-    epoch: int
-    start_ms: int = -1
 
 
 class Reach(Enum):

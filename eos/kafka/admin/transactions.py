@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from eos.errors import ConfigurationError, EosError, Temporary
-from eos.kafka.cluster import OFFSETS_LOG, ClusterAdmin, Listed, OpenProducer, Partition
-from eos.kafka.settings import Settings
-from eos.kafka.world import REAL, World
+from eos.kafka.client.cluster import OFFSETS_LOG, ClusterAdmin, Listed, OpenProducer, Partition
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import REAL, World
 from eos.records import place_of
 
 _ASK_MS = 5_000

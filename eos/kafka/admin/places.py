@@ -21,13 +21,13 @@ from confluent_kafka import KafkaError, Message
 
 from eos import log
 from eos.errors import EosError, InputGone, NotAuthorised, Unavailable, describe_error, not_authorised
-from eos.kafka import facts, tail
-from eos.kafka.cluster import Partition
-from eos.kafka.failures import denied
-from eos.kafka.settings import Settings
-from eos.kafka.transactions import partition_of
-from eos.kafka.watchdog import Job, Watchdog
-from eos.kafka.world import REAL, World
+from eos.kafka.admin import facts, tail
+from eos.kafka.admin.transactions import partition_of
+from eos.kafka.client.cluster import Partition
+from eos.kafka.client.failures import denied
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.watchdog import Job, Watchdog
+from eos.kafka.client.world import REAL, World
 from eos.records import place_of
 
 PARTITIONS = 8

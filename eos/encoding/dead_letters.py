@@ -16,15 +16,21 @@ ignored.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
-from eos.app.frames import Frame, text_of
-from eos.app.lineage import HEADER as LINEAGE
-from eos.app.policies import dead_letter_topic
+from eos.encoding.frames import Frame, text_of
+from eos.encoding.lineage import HEADER as LINEAGE
 from eos.errors import safe_str
 from eos.records import Header, Record, Send, readable
 
 PREFIX = "eos-dlq-"
-MESSAGE_BYTES = 1_000  # of the exception's message, which may quote the whole record
+DEAD_LETTER_SUFFIX: Final = ".dlq"
+MESSAGE_BYTES = 1_000  # of the exception's message; a message may quote the whole record
+
+
+def dead_letter_topic(source: str) -> str:
+    """Where the dead letters of a source topic go."""
+    return source + DEAD_LETTER_SUFFIX
 
 
 def dead_letter(
@@ -64,7 +70,7 @@ def parts_of(headers: Sequence[Header]) -> tuple[list[Header], dict[str, str]]:
 
 # The names in dead letters stay the same when a class moves to another module.
 _AS_WRITTEN = {
-    "eos.app.serde.DecodeError": "eos.serde.DecodeError",
+    "eos.encoding.serde.DecodeError": "eos.serde.DecodeError",
     "eos.worker.handling.RecordRefused": "eos.handling.RecordRefused",
     "eos.worker.handling.DeadLetterRefused": "eos.handling.DeadLetterRefused",
 }

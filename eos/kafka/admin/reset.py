@@ -24,11 +24,11 @@ from confluent_kafka import (
 from confluent_kafka.admin import OffsetSpec
 
 from eos.errors import ConfigurationError, Unavailable, UsageError, describe_error, not_authorised
-from eos.kafka import tail
-from eos.kafka.cluster import Partition
-from eos.kafka.facts import connect, describe_topic, metadata
-from eos.kafka.settings import Settings
-from eos.kafka.world import REAL, World
+from eos.kafka.admin import tail
+from eos.kafka.admin.facts import connect, describe_topic, metadata
+from eos.kafka.client.cluster import Partition
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import REAL, World
 from eos.records import place_of
 
 _ASK_S, _LOOK_S = 10.0, 0.5

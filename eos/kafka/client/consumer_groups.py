@@ -5,9 +5,9 @@ from __future__ import annotations
 from kafka.protocol.api_message import ApiMessage
 
 
-class ConsumerGroupDescribeRequest(ApiMessage, load_json="eos.kafka"):  # type: ignore[call-arg, misc]
+class ConsumerGroupDescribeRequest(ApiMessage, load_json="eos.kafka.client"):  # type: ignore[call-arg, misc]
     pass
 
 
-class ConsumerGroupDescribeResponse(ApiMessage, load_json="eos.kafka"):  # type: ignore[call-arg, misc]
+class ConsumerGroupDescribeResponse(ApiMessage, load_json="eos.kafka.client"):  # type: ignore[call-arg, misc]
     pass

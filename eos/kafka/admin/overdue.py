@@ -5,8 +5,8 @@ cleanup.interval.ms, 10 s by default); until then readers wait, and so does whoe
 over, for its pending offsets. So a member that got partitions asks for transactions of its group that are overdue by
 the coordinator's own clock (ListTransactions with a duration, Kafka 3.8) and has each aborted by one request that
 changes nothing unless it is still open. What that leaves is what the coordinator's own look leaves: epoch + 1,
-CompleteAbort. A member that was only paused takes it for its own timeout and goes on (eos/kafka/ownership.py). Nothing
-is ended earlier.
+CompleteAbort. A member that was only paused takes it for its own timeout and goes on (eos/kafka/admin/ownership.py).
+Nothing is ended earlier.
 
 Who is a member is told by the group, not by names: "orders-eu-a" is a member of "orders-eu" or of "orders". It is who
 wrote beside one of the group's committed offsets, or has an open transaction with offsets of this group in it. The
@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterable
 
 from eos import log
 from eos.errors import EosError
-from eos.kafka.cluster import OFFSETS_LOG, ClusterAdmin, Listed
-from eos.kafka.settings import Settings, alternate_of
-from eos.kafka.transactions import partition_of
-from eos.kafka.world import REAL, World
+from eos.kafka.admin.transactions import partition_of
+from eos.kafka.client.cluster import OFFSETS_LOG, ClusterAdmin, Listed
+from eos.kafka.client.settings import Settings, alternate_of
+from eos.kafka.client.world import REAL, World
 from eos.records import noted
 
 _ABORTING = "ConcurrentTransactions"  # the answer while the coordinator writes the markers

@@ -1,20 +1,18 @@
 """Decoders from type annotations, and encoders from Python values to bytes.
 
-Owns the rule by which a function's annotation chooses the decoder of a record's value, and the rule by which a returned
-value or key becomes bytes. It must never do I/O, know about topics or records, or decide about a record that does not
-decode: it raises an error, and the worker's policy decides.
+Owns the one rule for how an annotation chooses the decoder of a record's value, and the one rule for how a value or key
+becomes bytes. It must never do I/O, know about topics or records, or
+decide what happens to a record that does not decode: it raises, the worker's policy decides.
 
 Alone (or as `| None`), `bytes` and `str` mean the raw value. Every other annotation means JSON, read by msgspec.
 """
 
 from __future__ import annotations
 
-import collections.abc
 import contextlib
 import functools
 import inspect
 import json
-import re
 import types
 import typing
 from collections.abc import Callable
@@ -23,7 +21,6 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 import msgspec
 
 from eos.errors import ConfigurationError, raise_if_interrupted, safe_str
-from eos.records import Record
 
 Decode = Callable[[bytes | None], Any]
 Encode = Callable[[Any], bytes | None]
@@ -41,66 +38,6 @@ class DecodeError(ValueError):
 # ---------------------------------------------------------------------------------------------- annotation
 
 
-def parameter_annotation(
-    function: Callable[..., object], default: object, frame: types.FrameType | None, more: int = 0
-) -> object:
-    """Return the resolved annotation of the function's first parameter; `default` without an annotation.
-
-    `frame` is where the decorator was applied: under `from __future__ import annotations` only its locals contain a
-    type that is local to a function. Raises ConfigurationError for a function that cannot be called with one positional
-    argument and `more` further ones (its record, its state), and for an annotation that cannot be resolved.
-    """
-    name = function_name(function)
-    try:
-        signature = inspect.signature(function)
-        signature.bind(*[None] * (1 + more))
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"{name} must be callable with exactly one positional argument, besides a second one that is annotated "
-            f"Record and those that are annotated State[...]: {error}"
-        ) from error
-    except NameError as error:  # Python >= 3.14 evaluates annotations here
-        raise ConfigurationError(f"an annotation of {name} cannot be resolved: {error}") from error
-
-    annotation = next(iter(signature.parameters.values())).annotation
-    return default if annotation is inspect.Parameter.empty else resolved(function, annotation, frame)
-
-
-def takes_record_too(function: Callable[..., object], frame: types.FrameType | None) -> bool:
-    """Return whether the second parameter is annotated Record, so that it gets the record."""
-    try:
-        _, *rest = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError, NameError):
-        return False  # the check of the first parameter reports it
-    if not rest or rest[0].annotation is inspect.Parameter.empty:
-        return False
-    annotation = resolved(function, rest[0].annotation, frame)
-    return annotation is Record or typing.get_origin(annotation) is Record
-
-
-def resolved(function: Callable[..., object], annotation: Any, frame: types.FrameType | None) -> Any:
-    """Return the type that an annotation of this function names. Raise ConfigurationError."""
-    name, code_owner = function_name(function), underlying(function)
-
-    def holder() -> None: ...
-
-    # Only the parameter: a return annotation may name something imported under TYPE_CHECKING.
-    holder.__annotations__ = {"value": annotation}
-    try:
-        hints = typing.get_type_hints(
-            holder,
-            globalns=getattr(code_owner, "__globals__", {}),
-            localns=_defining_locals(code_owner, frame),
-            include_extras=True,
-        )
-    except (NameError, SyntaxError, AttributeError, TypeError) as error:
-        raise ConfigurationError(
-            f"the annotation {annotation!r} of {name} cannot be resolved ({error}): "
-            "define or import that type at module level, and not only under TYPE_CHECKING"
-        ) from error
-    return hints["value"]
-
-
 def underlying(function: Callable[..., object]) -> Callable[..., object]:
     """Return the plain function inside partials, `functools.wraps` and `__call__`: the owner of globals and code."""
     while isinstance(function, functools.partial) or hasattr(function, "__wrapped__"):
@@ -110,46 +47,9 @@ def underlying(function: Callable[..., object]) -> Callable[..., object]:
     return getattr(type(function), "__call__", function)  # noqa: B004 (wanted: the method, not callability)
 
 
-# None, and types that include None.
-_NONE: Final = (None, types.NoneType, Any, object, collections.abc.Hashable, typing.NoReturn, typing.Never)
-_NAMES_NONE: Final = re.compile(r"\b(?:None|Optional|Any|object|Hashable|NoReturn|Never)\b")
-
-
-def may_return_none(function: Callable[..., object]) -> bool:
-    """Return whether a function's annotation allows the result None; without an annotation every result is allowed."""
-    try:
-        annotation = inspect.signature(function).return_annotation
-        return annotation is inspect.Signature.empty or _allows_none(resolved(function, annotation, None))
-    except ConfigurationError:
-        # It names something imported for type checkers only, or local to another function.
-        return not isinstance(annotation, str) or _NAMES_NONE.search(annotation) is not None
-    except (TypeError, ValueError, NameError):
-        return True  # the check of its parameters reports it
-
-
-def _allows_none(annotation: Any) -> bool:
-    if isinstance(annotation, TypeVar) or any(annotation is one for one in _NONE):
-        return True
-    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        return _allows_none(inner[0])
-    if origin in (typing.Union, types.UnionType, typing.Literal):
-        return any(map(_allows_none, inner))
-    return hasattr(annotation, "__value__") and _allows_none(annotation.__value__)  # type Total = int | None
-
-
 def function_name(function: Callable[..., object]) -> str:
     """Return the name of a user's function for messages."""
     return str(getattr(underlying(function), "__qualname__", repr(function))).rpartition("<locals>.")[2]
-
-
-def _defining_locals(code_owner: Callable[..., object], frame: types.FrameType | None) -> dict[str, Any]:
-    # Only if this frame really defined the function: a decorator applied elsewhere, to an imported function, must not
-    # resolve that function's names among unrelated ones.
-    code = getattr(code_owner, "__code__", None)
-    if frame is None or code is None or code not in frame.f_code.co_consts:
-        return {}
-    return dict(frame.f_locals)
 
 
 def annotation_name(annotation: object) -> str:

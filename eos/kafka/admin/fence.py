@@ -11,11 +11,10 @@ from confluent_kafka import KafkaException
 
 from eos import log
 from eos.errors import Action, CallFailed, EosError, Temporary, Unavailable, stop_error
-from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.failures import classify, denied
-from eos.kafka.ownership import Described
-from eos.kafka.settings import Settings
-from eos.kafka.world import REAL, World
+from eos.kafka.client.cluster import ClusterAdmin, Described
+from eos.kafka.client.failures import classify, denied
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import REAL, World
 
 _TIMEOUT_S = 30.0
 _LEFT_OPEN_S = 2.0  # what takes longer is the init's to wait for

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from eos.errors import ConfigurationError
-from eos.kafka import names as names
+from eos.kafka.client import names as names
 
 MINIMUM_RETRY_BACKOFF_MS = 50  # below it a call that was retried cannot be told from a healthy one by its time
 RETRY_BACKOFF_DEFAULTS = {"retry.backoff.ms": 100, "retry.backoff.max.ms": 1000}  # librdkafka's

@@ -23,7 +23,7 @@ from kafka.net.sasl.oauth import AbstractTokenProvider
 
 from eos import log
 from eos.errors import ConfigurationError, NotAuthorised, Unavailable, no_broker
-from eos.kafka.settings import Settings
+from eos.kafka.client.settings import Settings
 
 _SASL = {
     "sasl.mechanism": "sasl_mechanism",

@@ -16,8 +16,8 @@ from typing import Any
 from confluent_kafka import Consumer, Producer
 from confluent_kafka.admin import AdminClient
 
-from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.watchdog import Watchdog
+from eos.kafka.client.cluster import ClusterAdmin
+from eos.kafka.client.watchdog import Watchdog
 
 # Linux; macOS, whose CLOCK_MONOTONIC counts sleep.
 _CLOCKS = [getattr(time, name) for name in ("CLOCK_BOOTTIME", "CLOCK_MONOTONIC") if hasattr(time, name)]
@@ -57,7 +57,7 @@ class World:
     sleep: Callable[[float], None] = time.sleep
 
     caller: Callable[..., Watchdog] = Watchdog
-    """`caller(name, idle)`: runs calls that can hang on a thread of its own (eos/kafka/watchdog.py)."""
+    """`caller(name, idle)`: runs calls that can hang on a thread of its own (eos/kafka/client/watchdog.py)."""
     step: Callable[[str], None] = lambda name: None
     """Hears the name of each step of a session's transactions before it happens, on the thread that takes it. A test
     waits, looks or breaks something there."""

@@ -21,9 +21,9 @@ from collections.abc import Callable, Collection, Iterable
 
 from eos import log
 from eos.errors import ConfigurationError, EosError, InputGone
-from eos.kafka.cluster import ClusterAdmin
-from eos.kafka.settings import Settings
-from eos.kafka.world import REAL, World
+from eos.kafka.client.cluster import ClusterAdmin
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import REAL, World
 
 INTERVAL_S = 1.0
 _DELETED_S, _PAUSE_S = 5.0, 0.2  # a broker that has just started may not know a topic yet

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from eos.kafka.raising import raising
+from eos.kafka.client.raising import raising
 
 _LOOK_S = 0.5
 IDLE_S = 1.0

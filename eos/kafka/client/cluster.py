@@ -1,7 +1,7 @@
 """Questions to the cluster that confluent-kafka cannot ask: transactions, features, members (kafka-python's admin).
 
 It only reads, but for `remove_member` and `write_abort_marker`; whether those may be called is for others to decide.
-How kafka-python is configured is eos/kafka/security.py's.
+How kafka-python is configured is eos/kafka/client/security.py's.
 """
 
 from __future__ import annotations
@@ -21,15 +21,24 @@ from kafka.protocol.metadata import MetadataRequest
 from kafka.protocol.producer import InitProducerIdRequest
 
 from eos.errors import ConfigurationError, NotAuthorised, Unavailable, not_authorised
-from eos.kafka.ownership import Described
-from eos.kafka.security import configuration, login_refused, unreachable
-from eos.kafka.settings import Settings
+from eos.kafka.client.security import configuration, login_refused, unreachable
+from eos.kafka.client.settings import Settings
 
 T = TypeVar("T")
 Partition = tuple[str, int]
 TRANSACTION_LOG, OFFSETS_LOG = "__transaction_state", "__consumer_offsets"
 _EPOCHS, _FAR = 32_767, 16_384  # an epoch as far as can be from any that is in use
 _CHUNK = 500  # partitions or transactional.ids of one request
+
+
+@dataclass(frozen=True)
+class Described:
+    """One answer of DescribeTransactions; `start_ms`: the present transaction's start, Unix milliseconds (-1: none)."""
+
+    state: str
+    producer_id: int
+    epoch: int
+    start_ms: int = -1
 
 
 @dataclass(frozen=True)
@@ -293,7 +302,7 @@ class ClusterAdmin:
 
     def write_abort_marker(self, producer: OpenProducer) -> None:
         """WriteTxnMarkers to the partition's leader, past the coordinator. Needs CLUSTER_ACTION (or ALTER) on the
-        cluster. Only eos.kafka.transactions may decide that nobody else will write one."""
+        cluster. Only eos.kafka.admin.transactions may decide that nobody else will write one."""
         spec = AbortTransactionSpec(
             TopicPartition(*producer.partition),
             producer.producer_id,
@@ -329,7 +338,7 @@ class ClusterAdmin:
 
     def given(self, group: str, member_id: str) -> frozenset[Partition]:
         """What a group with group.protocol=consumer gave to this member, if it knows it."""
-        from eos.kafka.consumer_groups import ConsumerGroupDescribeRequest  # schemas of its own, for this alone
+        from eos.kafka.client.consumer_groups import ConsumerGroupDescribeRequest  # schemas of its own, for this alone
 
         request = ConsumerGroupDescribeRequest(group_ids=[group], include_authorized_operations=False)
         described = self._described_group(group, request)

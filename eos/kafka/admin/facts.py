@@ -1,4 +1,4 @@
-"""What a preflight has to know of a cluster, asked within a deadline; the judgement is eos/kafka/preflight.py's.
+"""What a preflight has to know of a cluster, asked within a deadline; the judgement is eos/kafka/admin/preflight.py's.
 
 Owns the asking, with the worker's own kind of client, so that what it cannot reach or may not see the worker cannot
 either. It never judges and changes nothing, but for `create_topics`. What may not be asked is None, not an error.
@@ -17,10 +17,10 @@ from confluent_kafka.admin import ConfigResource, ConfigSource, NewPartitions, N
 
 from eos import log
 from eos.errors import ConfigurationError, EosError, NotAuthorised, Unavailable, describe_error
-from eos.kafka.cluster import OFFSETS_LOG, TRANSACTION_LOG, ClusterAdmin
-from eos.kafka.security import login_refused, no_tls, require_reachable, unreachable
-from eos.kafka.settings import Settings
-from eos.kafka.world import REAL, World
+from eos.kafka.client.cluster import OFFSETS_LOG, TRANSACTION_LOG, ClusterAdmin
+from eos.kafka.client.security import login_refused, no_tls, require_reachable, unreachable
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import REAL, World
 
 T = TypeVar("T")
 Config = Mapping[str, str]

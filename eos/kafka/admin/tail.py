@@ -23,12 +23,12 @@ from confluent_kafka.admin import OffsetSpec
 
 from eos import hotloop, log
 from eos.errors import Action, CallFailed, InputGone, Unavailable, describe_error, stop_error
-from eos.kafka import facts
-from eos.kafka.failures import classify, denied
-from eos.kafka.headers import unreadable
-from eos.kafka.raising import raising
-from eos.kafka.settings import Settings
-from eos.kafka.world import REAL, World
+from eos.kafka.admin import facts
+from eos.kafka.client.failures import classify, denied
+from eos.kafka.client.headers import unreadable
+from eos.kafka.client.raising import raising
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import REAL, World
 from eos.records import Record, place_of
 
 T = TypeVar("T")

@@ -14,10 +14,10 @@ from typing import TypeVar
 
 from eos import log
 from eos.errors import ConfigurationError, EosError, NotAuthorised, Unavailable, missing_right
-from eos.kafka.cluster import OFFSETS_LOG, TRANSACTION_LOG
-from eos.kafka.facts import NEW_TOPIC_S, OFFSETS_KEPT, Config, Facts, Topic, ask, check_clients, create_topics
-from eos.kafka.settings import Settings
-from eos.kafka.world import REAL, World
+from eos.kafka.admin.facts import NEW_TOPIC_S, OFFSETS_KEPT, Config, Facts, Topic, ask, check_clients, create_topics
+from eos.kafka.client.cluster import OFFSETS_LOG, TRANSACTION_LOG
+from eos.kafka.client.settings import Settings
+from eos.kafka.client.world import REAL, World
 
 T = TypeVar("T")
 # What a session cannot do without; each came with the Kafka version beside it.

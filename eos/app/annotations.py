@@ -1,0 +1,115 @@
+"""Read the annotations of a user's function: its record's parameter, whether it takes the record too, its result.
+
+Owns how they are resolved. It must never decide which decoder an annotation leads to (eos/encoding/serde.py).
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from eos.encoding.serde import function_name, underlying
+from eos.errors import ConfigurationError
+from eos.records import Record
+
+
+def parameter_annotation(
+    function: Callable[..., object], default: object, frame: types.FrameType | None, more: int = 0
+) -> object:
+    """What the first parameter of `function` is annotated with, resolved; `default` without annotation.
+
+    `frame` is where the decorator was applied: under `from __future__ import annotations` a type that is local
+    to a function can be found only there. Raises ConfigurationError for a function that cannot be called with
+    one positional argument and `more` (its record, its state), and for an annotation that cannot be resolved.
+    """
+    name = function_name(function)
+    try:
+        signature = inspect.signature(function)
+        signature.bind(*[None] * (1 + more))
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{name} must be callable with exactly one positional argument, besides a second one that is annotated "
+            f"Record and those that are annotated State[...]: {error}"
+        ) from error
+    except NameError as error:  # Python >= 3.14 evaluates annotations here
+        raise ConfigurationError(f"an annotation of {name} cannot be resolved: {error}") from error
+
+    annotation = next(iter(signature.parameters.values())).annotation
+    return default if annotation is inspect.Parameter.empty else resolved(function, annotation, frame)
+
+
+def takes_record_too(function: Callable[..., object], frame: types.FrameType | None) -> bool:
+    """Return whether the second parameter is annotated Record: it gets the record, the first one the decoded value."""
+    try:
+        _, *rest = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError, NameError):
+        return False  # said by whoever looks at the first parameter
+    if not rest or rest[0].annotation is inspect.Parameter.empty:
+        return False
+    annotation = resolved(function, rest[0].annotation, frame)
+    return annotation is Record or typing.get_origin(annotation) is Record
+
+
+def resolved(function: Callable[..., object], annotation: Any, frame: types.FrameType | None) -> Any:
+    """An annotation of this function's as what it names. Raises ConfigurationError."""
+    name, code_owner = function_name(function), underlying(function)
+
+    def holder() -> None: ...
+
+    # Only the parameter: a return annotation may well name something imported under TYPE_CHECKING.
+    holder.__annotations__ = {"value": annotation}
+    try:
+        hints = typing.get_type_hints(
+            holder,
+            globalns=getattr(code_owner, "__globals__", {}),
+            localns=_defining_locals(code_owner, frame),
+            include_extras=True,
+        )
+    except (NameError, SyntaxError, AttributeError, TypeError) as error:
+        raise ConfigurationError(
+            f"the annotation {annotation!r} of {name} cannot be resolved ({error}): "
+            "define or import that type at module level, and not only under TYPE_CHECKING"
+        ) from error
+    return hints["value"]
+
+
+# None, or what a None is one of.
+_NONE: Final = (None, types.NoneType, Any, object, collections.abc.Hashable, typing.NoReturn, typing.Never)
+_NAMES_NONE: Final = re.compile(r"\b(?:None|Optional|Any|object|Hashable|NoReturn|Never)\b")
+
+
+def may_return_none(function: Callable[..., object]) -> bool:
+    """Tell whether a function's annotation allows the result None; without an annotation every result is allowed."""
+    try:
+        annotation = inspect.signature(function).return_annotation
+        return annotation is inspect.Signature.empty or _allows_none(resolved(function, annotation, None))
+    except ConfigurationError:
+        # It names what is imported for type checkers only, or local to another function.
+        return not isinstance(annotation, str) or _NAMES_NONE.search(annotation) is not None
+    except (TypeError, ValueError, NameError):
+        return True  # said by whoever looks at its parameters
+
+
+def _allows_none(annotation: Any) -> bool:
+    if isinstance(annotation, TypeVar) or any(annotation is one for one in _NONE):
+        return True
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _allows_none(inner[0])
+    if origin in (typing.Union, types.UnionType, typing.Literal):
+        return any(map(_allows_none, inner))
+    return hasattr(annotation, "__value__") and _allows_none(annotation.__value__)  # type Total = int | None
+
+
+def _defining_locals(code_owner: Callable[..., object], frame: types.FrameType | None) -> dict[str, Any]:
+    # Only if this frame really defined the function: a decorator applied elsewhere, to an imported function,
+    # must not resolve that function's names among foreign ones.
+    code = getattr(code_owner, "__code__", None)
+    if frame is None or code is None or code not in frame.f_code.co_consts:
+        return {}
+    return dict(frame.f_locals)

@@ -1,0 +1,1 @@
+"""Values, keys and headers <-> bytes: of outputs, of dead letters, of lineage. Knows no App and no Kafka client."""

@@ -1,0 +1,64 @@
+"""How lineage is written: the header of an output that names its input, and the counts beside a committed offset.
+
+Owns the two formats; eos/app/lineage.py counts. Header `eos-lineage`: 28 bytes, little endian, `<iqiiq` (source
+partition, source offset, i, n, number), then the source topic in UTF-8. Metadata: the key `lineage` of the JSON beside
+a committed offset, `[begin, inputs, outputs]`.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from eos.records import noted
+
+HEADER = "eos-lineage"
+KEY = "lineage"
+OFFSET_FORMAT = 1  # of the metadata, `v` in it: docs/reference/formats.md
+FORMAT = struct.Struct("<iqiiq")
+
+
+class Source(NamedTuple):
+    """The input record that an output came from: output `i` of `n`, and the `number`-th of its input partition."""
+
+    topic: str
+    partition: int
+    offset: int
+    i: int
+    n: int
+    number: int
+
+
+def encode(source: Source) -> bytes:
+    topic, *numbers = source
+    return FORMAT.pack(*numbers) + topic.encode()
+
+
+def decode(header: bytes) -> Source:
+    """Raises ValueError for bytes that no worker wrote."""
+    if len(header) <= FORMAT.size:
+        raise ValueError(f"{len(header)} bytes cannot name a source: it takes {FORMAT.size} and a topic")
+    return Source(header[FORMAT.size :].decode(), *FORMAT.unpack_from(header))
+
+
+@dataclass
+class Tally:
+    """Of one input partition: since offset `begin`, `inputs` were handled and made `outputs`."""
+
+    begin: int
+    inputs: int = 0
+    outputs: int = 0
+
+
+def tally_of(metadata: str | None) -> Tally | None:
+    """What a committed offset's metadata says; None if it says nothing of lineage."""
+    found = noted(metadata)
+    try:
+        begin, inputs, outputs = map(operator.index, found[KEY])
+        if found.get("v", OFFSET_FORMAT) > OFFSET_FORMAT:
+            return None
+    except (ValueError, KeyError, TypeError):
+        return None  # written by something else, or without lineage
+    return Tally(begin, inputs, outputs)

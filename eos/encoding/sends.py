@@ -1,0 +1,136 @@
+"""What is to be sent -> a Send: the bytes of its value, key and headers, its timestamp and partition, checked.
+
+Owns what cannot be sent and the sentence that says so. It must never know what a function's result means
+(eos/app/results.py).
+"""
+
+from __future__ import annotations
+
+import datetime
+import operator
+from collections.abc import Callable, Mapping
+from typing import Final, NoReturn
+
+from eos.encoding.serde import encode, encode_key
+from eos.errors import ConfigurationError
+from eos.hotloop.python import END_OF_TIME
+from eos.records import KEEP, Header, Headers, Keep, Out, Record, Send
+
+
+def out_converter(name: str, destinations: tuple[str, ...]) -> Callable[[Out, Record | None, int], Send]:
+    """Out -> Send by the rules in full; KEEP refers to the key of the record (None in a batch function) and to the
+    timestamp that is given, that of the record or the latest of the batch.
+
+    ConfigurationError for what is wrong with the function and not with the record: no policy skips that.
+    """
+    allowed = frozenset(destinations)
+    default = destinations[0] if destinations else None
+
+    def convert(out: Out, record: Record | None, kept_ms: int) -> Send:
+        topic = default if out.topic is None else out.topic
+        if topic is None:
+            raise ConfigurationError(f"{name} gave something to send, but no destination: name it with to=")
+        if topic not in allowed:
+            named = ", ".join(map(repr, destinations)) or "nothing"
+            raise ConfigurationError(
+                f"{name} sent to the topic {topic!r}, which its to= does not name (it names {named})"
+            )
+        value, key, timestamp = out.value, out.key, out.timestamp
+        if key is KEEP:
+            key = (record or _no_key(name)).key
+        timestamp_ms = checked_time(max(kept_ms, 0) if timestamp is KEEP else timestamp, name)
+        return (
+            topic,
+            value if type(value) is bytes else value_bytes(value, name),
+            key if type(key) is bytes else key_bytes(key, name),
+            -1 if out.partition is None else _integer(out.partition, 2**31, "partition", name),
+            timestamp_ms,
+            _headers(out.headers, name) if out.headers else None,
+        )
+
+    return convert
+
+
+def _no_key(name: str) -> NoReturn:
+    raise ConfigurationError(
+        f"{name} gave an Out without a key: in a batch function no input says which one to keep",
+        remedy="return record.out(value), or Out(value, key=...) with the key None for a record without one",
+    )
+
+
+def send_of(
+    name: str, topic: str, value: object, key: object, partition: int | None, timestamp_ms: int, headers: Headers
+) -> Send:
+    """What a loop of one's own sends, by the rules of an Out; `name` is how messages call the caller."""
+    return (
+        topic,
+        value if type(value) is bytes else value_bytes(value, name),
+        key if type(key) is bytes else key_bytes(key, name),
+        -1 if partition is None else _integer(partition, 2**31, "partition", name),
+        checked_time(timestamp_ms, name) if timestamp_ms else 0,
+        _headers(headers, name) if headers else None,
+    )
+
+
+# Structs and an enum: JSON of them is never what was meant.
+NEVER_SENT: Final = frozenset({Record, Out, Keep})
+
+
+def value_bytes(value: object, name: str) -> bytes | None:
+    if type(value) in NEVER_SENT:
+        raise TypeError(
+            f"{name} gave a {type(value).__name__} as a value: to pass a record on, use record.out(record.value)"
+        )
+    return encode(value)
+
+
+def key_bytes(key: object, name: str) -> bytes | None:
+    if type(key) in NEVER_SENT:
+        raise TypeError(f"{name} gave a {type(key).__name__} as a key: use record.key for that of a record")
+    return encode_key(key)
+
+
+def _integer(number: object, end: int, what: str, name: str) -> int:
+    # Here, where the record is known, and not in the producer, where the error would be about nobody.
+    try:
+        result = operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} gave the {what} {number!r}, which is not an int") from None
+    if not 0 <= result < end:
+        raise ValueError(f"{name} gave the {what} {number!r}, which is not in [0, {end})")
+    return result
+
+
+def checked_time(timestamp: object, name: str) -> int:
+    """Return the timestamp of an output. Raises ValueError for one that the brokers refuse in any case: they do not say
+    which record of a batch it is, and finding it takes many transactions."""
+    if type(timestamp) is int and timestamp >= END_OF_TIME:
+        raise ValueError(
+            f"{name}: the timestamp {timestamp} lies after the year 9999 in milliseconds{_in_another_unit(timestamp)}: "
+            "give milliseconds since the epoch, or timestamp=0 for the time of producing"
+        )
+    return _integer(timestamp, END_OF_TIME, "timestamp (milliseconds since the epoch)", name)
+
+
+def _in_another_unit(timestamp: int) -> str:
+    for unit, per_s in (("microseconds", 10**6), ("nanoseconds", 10**9)):
+        if timestamp // per_s < END_OF_TIME // 1000:
+            moment = datetime.datetime.fromtimestamp(timestamp // per_s, datetime.UTC)
+            return f" (in {unit} it is {moment:%Y-%m-%d %H:%M:%S} UTC)"
+    return ""
+
+
+def _headers(headers: Headers, name: str) -> list[Header]:
+    result: list[Header] = []
+    for pair in headers.items() if isinstance(headers, Mapping) else headers:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise TypeError(f"{name} gave the header {pair!r}: a header is a (str, bytes | str | None) pair")
+        header, value = pair
+        if value is not None and not isinstance(value, (str, bytes, bytearray, memoryview)):
+            raise TypeError(f"{name} gave the header {header!r} a {type(value).__name__}, not bytes, str or None")
+        if b"\0" in header.encode():  # a name that UTF-8 cannot hold raises here
+            raise ValueError(
+                f"{name} gave the header {header!r}: a name ends at a NUL for Kafka's client, so none may be in it"
+            )
+        result.append((header, encode(value)))
+    return result

@@ -1,0 +1,1 @@
+"""What looks at a cluster or changes it: preflight, transactions, offsets of groups, topics read and watched."""
