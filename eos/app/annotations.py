@@ -1,6 +1,6 @@
-"""Read the annotations of a user's function: its record's parameter, whether it takes the record too, its result.
+"""Reads the annotations of a user's function: of its record, of a second parameter for the record, and of its result.
 
-Owns how they are resolved. It must never decide which decoder an annotation leads to (eos/encoding/serde.py).
+Owns how annotations are resolved. It must never choose the decoder for an annotation (eos/encoding/serde.py does).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from eos.records import Record
 def parameter_annotation(
     function: Callable[..., object], default: object, frame: types.FrameType | None, more: int = 0
 ) -> object:
-    """What the first parameter of `function` is annotated with, resolved; `default` without annotation.
+    """Return the resolved annotation of the function's first parameter; `default` without an annotation.
 
-    `frame` is where the decorator was applied: under `from __future__ import annotations` a type that is local
-    to a function can be found only there. Raises ConfigurationError for a function that cannot be called with
-    one positional argument and `more` (its record, its state), and for an annotation that cannot be resolved.
+    `frame` is where the decorator was applied: under `from __future__ import annotations` only its locals contain a
+    type that is local to a function. Raises ConfigurationError for a function that cannot be called with one positional
+    argument and `more` further ones (its record, its state), and for an annotation that cannot be resolved.
     """
     name = function_name(function)
     try:
@@ -44,11 +44,11 @@ def parameter_annotation(
 
 
 def takes_record_too(function: Callable[..., object], frame: types.FrameType | None) -> bool:
-    """Return whether the second parameter is annotated Record: it gets the record, the first one the decoded value."""
+    """Return whether the second parameter is annotated Record, so that it gets the record."""
     try:
         _, *rest = inspect.signature(function).parameters.values()
     except (TypeError, ValueError, NameError):
-        return False  # said by whoever looks at the first parameter
+        return False  # the check of the first parameter reports it
     if not rest or rest[0].annotation is inspect.Parameter.empty:
         return False
     annotation = resolved(function, rest[0].annotation, frame)
@@ -56,12 +56,12 @@ def takes_record_too(function: Callable[..., object], frame: types.FrameType | N
 
 
 def resolved(function: Callable[..., object], annotation: Any, frame: types.FrameType | None) -> Any:
-    """An annotation of this function's as what it names. Raises ConfigurationError."""
+    """Return the type that an annotation of this function names. Raise ConfigurationError."""
     name, code_owner = function_name(function), underlying(function)
 
     def holder() -> None: ...
 
-    # Only the parameter: a return annotation may well name something imported under TYPE_CHECKING.
+    # Only the parameter: a return annotation may name something imported under TYPE_CHECKING.
     holder.__annotations__ = {"value": annotation}
     try:
         hints = typing.get_type_hints(
@@ -78,21 +78,21 @@ def resolved(function: Callable[..., object], annotation: Any, frame: types.Fram
     return hints["value"]
 
 
-# None, or what a None is one of.
+# None, and types that include None.
 _NONE: Final = (None, types.NoneType, Any, object, collections.abc.Hashable, typing.NoReturn, typing.Never)
 _NAMES_NONE: Final = re.compile(r"\b(?:None|Optional|Any|object|Hashable|NoReturn|Never)\b")
 
 
 def may_return_none(function: Callable[..., object]) -> bool:
-    """Tell whether a function's annotation allows the result None; without an annotation every result is allowed."""
+    """Return whether a function's annotation allows the result None; without an annotation every result is allowed."""
     try:
         annotation = inspect.signature(function).return_annotation
         return annotation is inspect.Signature.empty or _allows_none(resolved(function, annotation, None))
     except ConfigurationError:
-        # It names what is imported for type checkers only, or local to another function.
+        # It names something imported for type checkers only, or local to another function.
         return not isinstance(annotation, str) or _NAMES_NONE.search(annotation) is not None
     except (TypeError, ValueError, NameError):
-        return True  # said by whoever looks at its parameters
+        return True  # the check of its parameters reports it
 
 
 def _allows_none(annotation: Any) -> bool:
@@ -107,8 +107,8 @@ def _allows_none(annotation: Any) -> bool:
 
 
 def _defining_locals(code_owner: Callable[..., object], frame: types.FrameType | None) -> dict[str, Any]:
-    # Only if this frame really defined the function: a decorator applied elsewhere, to an imported function,
-    # must not resolve that function's names among foreign ones.
+    # Only if this frame really defined the function: a decorator applied elsewhere, to an imported function, must not
+    # resolve that function's names among unrelated ones.
     code = getattr(code_owner, "__code__", None)
     if frame is None or code is None or code not in frame.f_code.co_consts:
         return {}

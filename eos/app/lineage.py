@@ -1,10 +1,10 @@
 """Lineage: headers that connect an output to its input, and counts that connect an offset to its outputs.
 
-With `eos.lineage=true` each output carries a header that names its input record, which of how many outputs of it this
-one is, and its number among all outputs of that input partition. Beside each committed offset stands how many inputs
-were handled and how many outputs made of them since lineage began there. With both, a reader of the topics can tell an
-input that the function filtered from one whose output was lost (eos/testing/verify.py). This module owns the counting;
-eos/encoding/lineage.py has the two formats. It must never talk to Kafka and never judge.
+With `eos.lineage=true` each output carries a header with its input record, its index among the record's outputs, and
+its number among all outputs of that input partition. The metadata of each committed offset has the number of inputs
+handled, and the number of outputs they produced, since lineage began there. With both, a reader of the topics can
+distinguish an input that the function filtered from one whose output was lost (eos/testing/verify.py). This module owns
+the counts; eos/encoding/lineage.py owns the two formats. It must never call Kafka and never judge.
 """
 
 from __future__ import annotations

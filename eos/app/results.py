@@ -34,10 +34,10 @@ def target_of(
     def value_of(value: object) -> bytes | None:
         kind = type(value)
         try:
-            # As `value_bytes` does, in one call of Python's instead of three.
+            # The same as `value_bytes`, in one Python call instead of three.
             return json(value) if IS_JSON[kind] and kind not in NEVER_SENT else value_bytes(value, name)
         except TypeError:
-            return value_bytes(value, name)  # which says what is wrong
+            return value_bytes(value, name)  # raises an error that explains the problem
 
     def key_of(key: object) -> bytes | None:
         return key_bytes(key, name)
@@ -103,7 +103,7 @@ def _with_passed(send: Send, headers: Sequence[Header], passing: frozenset[str])
     return (*send[:5], passed + own) if passed else send
 
 
-# By where a function is defined, not by the function: a copy that was pickled is the same one.
+# Keyed by where a function is defined, not by the function: a pickled copy is the same function.
 _said: set[tuple[object, ...]] = set()
 
 _TOMBSTONE = (

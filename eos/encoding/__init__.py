@@ -1,1 +1,4 @@
-"""Values, keys and headers <-> bytes: of outputs, of dead letters, of lineage. Knows no App and no Kafka client."""
+"""Conversions between bytes and the values, keys and headers of outputs, dead letters and lineage.
+
+Knows no App and no Kafka client.
+"""

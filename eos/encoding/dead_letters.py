@@ -25,11 +25,11 @@ from eos.records import Header, Record, Send, readable
 
 PREFIX = "eos-dlq-"
 DEAD_LETTER_SUFFIX: Final = ".dlq"
-MESSAGE_BYTES = 1_000  # of the exception's message; a message may quote the whole record
+MESSAGE_BYTES = 1_000  # of the exception's message, which may quote the whole record
 
 
 def dead_letter_topic(source: str) -> str:
-    """Where the dead letters of a source topic go."""
+    """Return the name of a source topic's dead-letter topic."""
     return source + DEAD_LETTER_SUFFIX
 
 

@@ -1,8 +1,8 @@
-"""How lineage is written: the header of an output that names its input, and the counts beside a committed offset.
+"""The two formats of lineage: the header of an output that names its input, and the counts in the offset metadata.
 
-Owns the two formats; eos/app/lineage.py counts. Header `eos-lineage`: 28 bytes, little endian, `<iqiiq` (source
-partition, source offset, i, n, number), then the source topic in UTF-8. Metadata: the key `lineage` of the JSON beside
-a committed offset, `[begin, inputs, outputs]`.
+Owns both formats; eos/app/lineage.py counts. Header `eos-lineage`: 28 bytes, little endian, `<iqiiq` (source partition,
+source offset, i, n, number), then the source topic in UTF-8. Metadata: the key `lineage` of the JSON in the offset
+metadata, `[begin, inputs, outputs]`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from eos.records import noted
 
 HEADER = "eos-lineage"
 KEY = "lineage"
-OFFSET_FORMAT = 1  # of the metadata, `v` in it: docs/reference/formats.md
+OFFSET_FORMAT = 1  # of the offset metadata, `v` in it: docs/reference/formats.md
 FORMAT = struct.Struct("<iqiiq")
 
 
 class Source(NamedTuple):
-    """The input record that an output came from: output `i` of `n`, and the `number`-th of its input partition."""
+    """The input record of an output, which is output `i` of `n`, and the `number`-th of its input partition."""
 
     topic: str
     partition: int
@@ -37,7 +37,7 @@ def encode(source: Source) -> bytes:
 
 
 def decode(header: bytes) -> Source:
-    """Raises ValueError for bytes that no worker wrote."""
+    """Return the source in a header. Raise ValueError for bytes that no worker wrote."""
     if len(header) <= FORMAT.size:
         raise ValueError(f"{len(header)} bytes cannot name a source: it takes {FORMAT.size} and a topic")
     return Source(header[FORMAT.size :].decode(), *FORMAT.unpack_from(header))
@@ -45,7 +45,7 @@ def decode(header: bytes) -> Source:
 
 @dataclass
 class Tally:
-    """Of one input partition: since offset `begin`, `inputs` were handled and made `outputs`."""
+    """The counts of one input partition: since offset `begin`, `inputs` were handled and produced `outputs`."""
 
     begin: int
     inputs: int = 0
@@ -53,12 +53,12 @@ class Tally:
 
 
 def tally_of(metadata: str | None) -> Tally | None:
-    """What a committed offset's metadata says; None if it says nothing of lineage."""
+    """Return the counts in a committed offset's metadata; None if it has none."""
     found = noted(metadata)
     try:
         begin, inputs, outputs = map(operator.index, found[KEY])
         if found.get("v", OFFSET_FORMAT) > OFFSET_FORMAT:
             return None
     except (ValueError, KeyError, TypeError):
-        return None  # written by something else, or without lineage
+        return None  # another program wrote it, or a worker without lineage
     return Tally(begin, inputs, outputs)

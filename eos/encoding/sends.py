@@ -1,7 +1,7 @@
-"""What is to be sent -> a Send: the bytes of its value, key and headers, its timestamp and partition, checked.
+"""Converts outputs to Sends: checks and encodes value, key and headers, and checks timestamp and partition.
 
-Owns what cannot be sent and the sentence that says so. It must never know what a function's result means
-(eos/app/results.py).
+Owns which outputs cannot be sent, and the error messages for them. It must never know the meaning of a function's
+result (eos/app/results.py).
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from eos.records import KEEP, Header, Headers, Keep, Out, Record, Send
 
 
 def out_converter(name: str, destinations: tuple[str, ...]) -> Callable[[Out, Record | None, int], Send]:
-    """Out -> Send by the rules in full; KEEP refers to the key of the record (None in a batch function) and to the
-    timestamp that is given, that of the record or the latest of the batch.
+    """Return a function that converts an Out into a Send by the full rules.
 
-    ConfigurationError for what is wrong with the function and not with the record: no policy skips that.
+    KEEP refers to the key of the record (in a batch function there is none), and to the given timestamp: the record's,
+    or the latest of the batch. The function raises ConfigurationError if the error lies in the user's function and not
+    in the record: no policy skips that.
     """
     allowed = frozenset(destinations)
     default = destinations[0] if destinations else None
@@ -61,7 +62,10 @@ def _no_key(name: str) -> NoReturn:
 def send_of(
     name: str, topic: str, value: object, key: object, partition: int | None, timestamp_ms: int, headers: Headers
 ) -> Send:
-    """What a loop of one's own sends, by the rules of an Out; `name` is how messages call the caller."""
+    """Return the Send for a value that a user's own loop sends, by the rules of an Out.
+
+    `name` is the caller's name in messages.
+    """
     return (
         topic,
         value if type(value) is bytes else value_bytes(value, name),
@@ -72,7 +76,7 @@ def send_of(
     )
 
 
-# Structs and an enum: JSON of them is never what was meant.
+# Structs and an enum: JSON of them is never intended.
 NEVER_SENT: Final = frozenset({Record, Out, Keep})
 
 
@@ -91,7 +95,7 @@ def key_bytes(key: object, name: str) -> bytes | None:
 
 
 def _integer(number: object, end: int, what: str, name: str) -> int:
-    # Here, where the record is known, and not in the producer, where the error would be about nobody.
+    # Checked here, where the record is known. In the producer the error could not name the record.
     try:
         result = operator.index(number)  # type: ignore[arg-type]
     except TypeError:
@@ -102,8 +106,10 @@ def _integer(number: object, end: int, what: str, name: str) -> int:
 
 
 def checked_time(timestamp: object, name: str) -> int:
-    """Return the timestamp of an output. Raises ValueError for one that the brokers refuse in any case: they do not say
-    which record of a batch it is, and finding it takes many transactions."""
+    """Return the timestamp of an output. Raise ValueError for one that brokers always refuse.
+
+    Brokers do not report which record of a batch is wrong, and finding it takes many transactions.
+    """
     if type(timestamp) is int and timestamp >= END_OF_TIME:
         raise ValueError(
             f"{name}: the timestamp {timestamp} lies after the year 9999 in milliseconds{_in_another_unit(timestamp)}: "
@@ -128,7 +134,7 @@ def _headers(headers: Headers, name: str) -> list[Header]:
         header, value = pair
         if value is not None and not isinstance(value, (str, bytes, bytearray, memoryview)):
             raise TypeError(f"{name} gave the header {header!r} a {type(value).__name__}, not bytes, str or None")
-        if b"\0" in header.encode():  # a name that UTF-8 cannot hold raises here
+        if b"\0" in header.encode():  # a name that UTF-8 cannot encode raises here
             raise ValueError(
                 f"{name} gave the header {header!r}: a name ends at a NUL for Kafka's client, so none may be in it"
             )

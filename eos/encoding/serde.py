@@ -1,8 +1,8 @@
 """Decoders from type annotations, and encoders from Python values to bytes.
 
-Owns the one rule for how an annotation chooses the decoder of a record's value, and the one rule for how a value or key
-becomes bytes. It must never do I/O, know about topics or records, or
-decide what happens to a record that does not decode: it raises, the worker's policy decides.
+Owns the rule by which an annotation chooses the decoder of a record's value, and the rule by which a value or key
+becomes bytes. It must never do I/O, know about topics or records, or decide about a record that does not decode: it
+raises an error, and the worker's policy decides.
 
 Alone (or as `| None`), `bytes` and `str` mean the raw value. Every other annotation means JSON, read by msgspec.
 """

@@ -94,10 +94,10 @@ _STATES: list[tuple[str, str, Callable[[StateOf], int]]] = [
 
 
 def families(statuses: Iterable[Status]) -> Iterator[Metric]:
-    """Return what a scrape of these workers shows."""
+    """Return the metrics that a scrape of these workers contains."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-    known = [status for status in statuses if status.app]  # without: it has not reported yet
+    known = [status for status in statuses if status.app]  # a worker without `app` has not reported yet
     for name, meaning, value_of in _COUNTERS:
         counter = CounterMetricFamily(name, meaning, labels=LABELS)
         for status in known:

@@ -1,6 +1,7 @@
 """The HTTP server of a worker or a supervisor: /livez, /readyz, /metrics, the page at / and its data.
 
-Owns the answers; what is true comes from eos.health.status, and eos/probes.py serves it. No secret is in any answer.
+Owns the responses; their contents come from eos.health.status, and eos/probes.py serves them. No response contains a
+secret.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 @contextmanager
 def serve(address: tuple[str, int], board: Board) -> Iterator[HealthServer]:
-    """Fill the board and serve it. Raises ConfigurationError if it cannot listen."""
+    """Fill the board and serve it. Raise ConfigurationError if the server cannot listen."""
     try:
         server = HealthServer(address, _answers(board))
     except OSError as error:
@@ -61,7 +62,7 @@ def _page() -> Answer:
 
 
 def _probe(verdicts: list[tuple[bool, Status]]) -> Answer:
-    """200 if it holds for every worker (and there is one); the body has a line for each."""
+    """Return 200 if all verdicts are good and there is at least one worker; the body has a line for each."""
     lines = [f"{'ok' if well else 'NOT OK'} {s.instance}: {s.reason}\n" for well, s in verdicts]
     well = bool(verdicts) and all(well for well, _ in verdicts)
     return Answer(HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE, "".join(lines).encode())
