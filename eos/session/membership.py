@@ -243,11 +243,7 @@ class Membership:
 
         CallFailed: the consumer cannot, and must be given up.
         """
-        targets = {}
-        for partition, offset in self._positions.expected().items():
-            if partition in self.owned:
-                start = self._begun_at[partition]
-                targets[partition] = start if offset == max(start, 0) else offset
+        targets = self._expected()
         log.debug("the consumer goes back to what was handed on", partitions=names_of(targets), group=self.group)
         for partition, offset in targets.items():
             try:
@@ -257,6 +253,15 @@ class Membership:
                 if error.args[0].code() != KafkaError._STATE or offset != self._begun_at[partition]:
                     raise CallFailed("consume", Action.REJOIN, error) from error
         self._adrift = False
+
+    def _expected(self) -> dict[Partition, int]:
+        """Return the offset from which each partition that is read must be fetched next."""
+        targets = {}
+        for partition, offset in self._positions.expected().items():
+            if partition in self.owned:
+                start = self._begun_at[partition]
+                targets[partition] = start if offset == max(start, 0) else offset
+        return targets
 
     def _note_error(self, message: Any) -> None:
         error = message.error()
@@ -373,8 +378,8 @@ class Membership:
 
     def begin(self, partitions: Collection[Partition]) -> None:
         """Some of those whose starts were found are read from now on. Not inside a transaction."""
-        if not partitions or (not self._incremental and len(partitions) < len(self._found)):
-            return  # an assignment that is no increment takes all at once
+        if not partitions:
+            return
         starts = {p: self._found[p] for p in sorted(partitions)}
         self._assign(starts)
         self.member.id()  # it is kept
@@ -385,7 +390,11 @@ class Membership:
         log.info("partitions assigned", partitions=names_of(starts), group=self.group)
 
     def _assign(self, starts: Mapping[Partition, TopicPartition]) -> None:
-        (self.consumer.incremental_assign if self._incremental else self.consumer.assign)(list(starts.values()))
+        if self._incremental:
+            self.consumer.incremental_assign(list(starts.values()))
+        else:  # which replaces what was assigned before: that goes on where it is
+            before = [TopicPartition(*partition, offset) for partition, offset in self._expected().items()]
+            self.consumer.assign([*before, *starts.values()])
 
     def _tell_waiting(self, why: str) -> None:
         now = self._world.now()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException
+from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, TopicPartition
 
 from eos.errors import ConfigurationError, NotAuthorised, Unavailable
 from eos.kafka.admin import places
@@ -261,3 +261,18 @@ def test_a_start_that_is_not_committed_is_kept_though_the_group_has_committed_ot
     assert [tp.offset for tp in membership.starts.resolve([("in", 1)]).values()] == [4]
     membership.starts.known = {}
     assert [tp.offset for tp in membership.starts.resolve([("in", 1)]).values()] == [-2]
+
+
+def test_partition_that_begins_later_leaves_the_others_where_they_are_without_increments() -> None:
+    """`range` and `roundrobin` replace an assignment: what is read already is assigned again from where it is."""
+    cluster = _Cluster()
+    given: list[list[tuple[int, int]]] = []
+    cluster.memberid = lambda: "one"  # type: ignore[attr-defined]
+    cluster.assign = lambda partitions: given.append([(p.partition, p.offset) for p in partitions])  # type: ignore[attr-defined]
+    membership = _of(cluster, **{"partition.assignment.strategy": "roundrobin"})
+    membership._found = {("in", number): TopicPartition("in", number, -2 if number else 3) for number in range(3)}
+    membership.begin([("in", 0), ("in", 1)])
+    membership._positions.fetched([Record("in", 0, offset, 0, None, b"") for offset in (3, 4)])
+    membership.begin([("in", 2)])
+    assert given == [[(0, 3), (1, -2)], [(0, 5), (1, -2), (2, -2)]]
+    assert membership.owned == {("in", 0), ("in", 1), ("in", 2)}
