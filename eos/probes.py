@@ -25,7 +25,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 class Request(NamedTuple):
-    """What an answer may depend on: the query behind the path, and the header Accept."""
+    """The parts of a request that an answer may depend on: the query after the path, and the Accept header."""
 
     query: str = ""
     accept: str = ""

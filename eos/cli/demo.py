@@ -17,7 +17,8 @@ def demo(
         typer.Option(help="Use this Kafka (HOST:PORT) instead of starting one; the demo's topics are deleted again."),
     ] = None,
     spark: Annotated[
-        bool, typer.Option("--spark", help="The other demo: a stateful Spark query behind a worker, its driver killed.")
+        bool,
+        typer.Option("--spark", help="Another demo: a stateful Spark query reads from a worker; its driver is killed."),
     ] = False,
     state: Annotated[
         bool, typer.Option("--state", help="Another demo: sums by key in state, workers killed, a folder deleted.")

@@ -49,7 +49,7 @@ Places = Annotated[
 Exceptions = Annotated[
     list[str] | None, typer.Option("--exception", metavar="CLASS", help="Only letters of this exception; repeatable.")
 ]
-Limit = Annotated[int | None, typer.Option(min=1, help="At most so many of each topic.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Take at most this many of each topic.")]
 From = Annotated[
     str | None, typer.Option("--from", metavar="earliest", help="Old letters whose place was forgotten, too.")
 ]

@@ -59,7 +59,7 @@ def reset(
         bool,
         typer.Option(
             "--with-state",
-            help="With --from: begin the App anew. Its state and the topics between its functions are emptied.",
+            help="With --from: start the App over. Empty its state and the topics between its functions.",
         ),
     ] = False,
     wait: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="For members to be gone.")] = 0.0,

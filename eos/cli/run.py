@@ -55,7 +55,8 @@ def run(
         bool, typer.Option("--create-topics", help="Create topics that are missing at the start.")
     ] = False,
     workers: Annotated[
-        int | None, typer.Option(help="So many processes under a supervisor, instances INSTANCE-0, INSTANCE-1, ...")
+        int | None,
+        typer.Option(help="Run this many processes under a supervisor, instances INSTANCE-0, INSTANCE-1, ..."),
     ] = None,
     reload: Annotated[
         bool, typer.Option("--reload", help="For development: start again when a .py file changes.")

@@ -60,7 +60,7 @@ def show(
     target: Target,
     function: Functions = None,
     key: Keys = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many keys of each function.")] = _SHOWN,
+    limit: Annotated[int, typer.Option(min=1, help="Show at most this many keys of each function.")] = _SHOWN,
     json: Json = False,
     bootstrap_servers: BootstrapServers = None,
     set_: Set = None,
@@ -166,7 +166,7 @@ def _functions(app: App, wanted: list[str] | None) -> _Stateful:
 
 
 def _some(stateful: _Stateful, settings: Settings, keys: list[str] | None, limit: int) -> tuple[list[Row], bool]:
-    """At most so many of each function, and whether there are more."""
+    """Return at most this many of each function, and whether there are more."""
     found, more = [], False
     for name in stateful.names:
         rows = stateful.rows(name, settings, keys)

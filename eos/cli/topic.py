@@ -202,7 +202,9 @@ def send(
 @app.command("tail")
 def tail_(
     topic: Topic,
-    last: Annotated[int | None, typer.Option("--last", "-n", min=0, help=f"So many (default: {_LAST}).")] = None,
+    last: Annotated[
+        int | None, typer.Option("--last", "-n", min=0, help=f"Show this many records (default: {_LAST}).")
+    ] = None,
     from_beginning: Annotated[bool, typer.Option("--from-beginning", help="All that the topic holds.")] = False,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C.")] = False,
     until_end: Annotated[

@@ -35,7 +35,7 @@ class Pacing:
         and where more of them cannot be sent in time."""
         self.aborts_in_a_row = 0
         self._timed_out = False  # a transaction, and since then none took the most
-        self._committed = True  # the last transaction that committed or timed out
+        self._last_timed_out = False  # since then none committed
         self._few = 1  # inputs of _FEW_BYTES
         self._chunk = _SMALLEST_CHUNK
         self._suspects = 0  # the next so many records have the refused one among them
@@ -108,7 +108,7 @@ class Pacing:
         The next one may take more records where half of the time was enough, and takes fewer where sending took more
         than three quarters of it.
         """
-        self.aborts_in_a_row, self._committed = 0, True
+        self.aborts_in_a_row, self._last_timed_out = 0, False
         self._suspects = max(0, self._suspects - taken)
         if self._suspects:
             self.limit = max(1, self._suspects // 2)
@@ -130,9 +130,9 @@ class Pacing:
         """
         share = 1.0 if delivered is None else min(1.0, delivered)
         limit = int(taken * share / 2)
-        if self._committed and delivered is not None and share == 1.0:
+        if not self._last_timed_out and delivered is not None and share == 1.0:
             limit = max(limit, min(taken, self._few))
-        self.limit, self._timed_out, self._committed = max(1, limit), True, False
+        self.limit, self._timed_out, self._last_timed_out = max(1, limit), True, True
         return taken > 1
 
     def aborted(self, now: float) -> None:

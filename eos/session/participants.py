@@ -64,8 +64,8 @@ class Participant(Protocol):
         """The transaction is committed."""
 
     def undone(self) -> None:
-        """The transaction is not committed, or nobody knows: its records come again, or their partitions are
-        restored."""
+        """Note that the transaction was aborted, or that its outcome is unknown: its records come again, or their
+        partitions are restored."""
 
 
 class Listener:

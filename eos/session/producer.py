@@ -139,7 +139,7 @@ class TransactionalProducer:
         self._look_around()
 
     def fence(self, transactional_id: str, deadline: float | None, before_init: Callable[[str], None]) -> None:
-        """Initialise another transactional.id once, which fences whoever has it. Arguments and errors are `start`'s."""
+        """Initialise another transactional.id once, which fences its owner. Arguments and errors are `start`'s."""
         retire(self._initialised(transactional_id, deadline, before_init))
 
     def _initialised(

@@ -87,11 +87,9 @@ class Transaction:
 
     # ---- what the loop notes -----------------------------------------------------------------------------------
 
-    def handled(self, now: float) -> float:
-        """Note that all of its records are handled, unless that was noted; return how long that took."""
-        if self.handling_s is None:
-            self.handling_s = self.handling_until(now)
-        return self.handling_s
+    def handled(self, now: float) -> None:
+        """Note that all of its records are handled."""
+        self.handling_s = self.handling_until(now)
 
     def handling_until(self, now: float) -> float:
         """Return for how long its records were handled, without the time for which sends waited for room."""
