@@ -23,7 +23,7 @@ _OPTIONS = ("--http", "127.0.0.1:0")
 
 
 def ask(shim: RunningShim, path: str, timeout_s: float = 20.0) -> tuple[int, str]:
-    (listening,) = shim.named("health")
+    (listening,) = shim.named("health server started")
     try:
         with urllib.request.urlopen(f"http://{listening['address']}{path}", timeout=timeout_s) as answer:
             return int(answer.status), answer.read().decode()
