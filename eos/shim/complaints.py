@@ -1,7 +1,7 @@
-"""Says what clients did wrong in a number of lines that no client decides.
+"""Log warnings about clients, at most a fixed number of lines per interval.
 
-Owns that number: the first complaints in each interval have a line each, the others are counted and told together, by
-client and with the last reason, when the interval ends or the shim does. It must never let one be untold.
+The first warnings of an interval get a line each. The others are counted by client and reported in one line, with the
+last reason, when the interval or the shim ends. Every warning must be logged or counted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HOSTS_TOLD = 5
 
 
 class Complaints:
-    """`message` is each line's, `together` that of the line about the others."""
+    """Log `message` for each warning up to the limit, and `together` for the counted ones."""
 
     def __init__(self, message: str, together: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._message, self._together, self._clock = message, together, clock
@@ -34,7 +34,7 @@ class Complaints:
         self._timer: asyncio.TimerHandle | None = None
 
     def say(self, client: str, reason: object, **fields: Any) -> None:
-        """`client` is HOST:PORT."""
+        """Log or count a warning about a client, given as HOST:PORT."""
         if self._clock() - self._began >= INTERVAL_S:
             self.tell()
         host = client.rpartition(":")[0]
@@ -45,11 +45,11 @@ class Complaints:
         self._untold[host if host in self._untold or len(self._untold) < _HOSTS_COUNTED else "others"] += 1
         self._last = str(reason)
         if self._timer is None:
-            with contextlib.suppress(RuntimeError):  # without a loop the next complaint or the end tells
+            with contextlib.suppress(RuntimeError):  # without a loop the next warning or the end reports
                 self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self.tell)
 
     def tell(self) -> None:
-        """What was not told yet; a new interval begins."""
+        """Report the counted warnings and begin a new interval."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -244,7 +244,7 @@ def test_only_a_produce_may_be_collected_up_to_the_largest_frame() -> None:
         if passes:
             assert callable(pipeline.request(exchange, size))
         else:
-            with pytest.raises(ProtocolError, match=f"{api.api_name(key)} v3 of {size} bytes is over the limit"):
+            with pytest.raises(ProtocolError, match=f"{api.api_name(key)} v3: {size} bytes exceed the limit"):
                 pipeline.request(exchange, size)
     assert callable(pipeline.response(Exchange(connection, api.METADATA, 9, 1), 900_000)), "answers are the broker's"
 
