@@ -166,7 +166,7 @@ def test_a_policy_knows_who_logged_in_and_a_copy_takes_tls_to_the_broker(
         with pytest.raises(KafkaException) as error:
             Producer(login | {"transactional.id": names("bobs")}).init_transactions(30)
         assert error.value.args[0].code() == KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED
-        (refusal,) = eventually(lambda: shim.named("refused by the policy"))
+        (refusal,) = eventually(lambda: shim.named("request refused by policy"))
         assert refusal["principal"] == "alice"
     plan = tmp_path / "plan.toml"
     plan.write_text('[[rule]]\napi = "Produce"\naction = "duplicate"\nphase = "after_apply"\n')

@@ -1,4 +1,4 @@
-"""blackhole: no answer ever comes and the connection stays; what is behind the request waits with it."""
+"""Hold a request or its response forever, and with it all later frames, while the connection stays open."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""delay: the request, or its answer, waits for a time or an event, and what is behind it too.
+"""Delay a request or its response for a time or until an event, and with it all later frames.
 
-A request whose client gave up meanwhile arrives all the same, as on a slow network.
+A request still arrives if its client has disconnected meanwhile, as on a slow network.
 """
 
 from __future__ import annotations
@@ -21,4 +21,4 @@ def response(strike: Strike, frame: bytes) -> bytes:
 
 async def _request_goes_on(strike: Strike, held: Held) -> None:
     await strike.opened.wait()
-    await strike.let_go(held, "delayed request of a client that is gone")
+    await strike.let_go(held, "delayed request of a closed connection")

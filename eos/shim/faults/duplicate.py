@@ -1,7 +1,7 @@
-"""duplicate: the broker gets the request twice, the copy on a connection of its own.
+"""Send a request to the broker twice, the copy on a separate connection.
 
-before_apply: the copy is first and the client's own request the duplicate; after_apply: the other way round; late: the
-client's request passes and the copy arrives at its time.
+before_apply: the copy arrives first, and the client's request is the duplicate. after_apply: the copy arrives second.
+late: the client's request is forwarded, and the copy arrives at the time or event of the rule.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def response(strike: Strike, frame: bytes) -> bytes:
 
 async def _copy_first(strike: Strike, held: Held) -> None:
     await strike.deliver_copy("duplicate")
-    await strike.let_go(held, "request whose duplicate was first, of a client that is gone")
+    await strike.let_go(held, "request of a closed connection after its duplicate")
 
 
 async def _copy_before_the_answer(strike: Strike, held: Held) -> None:

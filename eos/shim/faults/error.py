@@ -1,6 +1,6 @@
-"""error: the client is answered with an error code, whether the broker acted (after_apply) or not (before_apply).
+"""Answer the client with an error code, before the broker acts (before_apply) or after it (after_apply).
 
-After_apply it may have to wait for a time or an event: what is behind it waits too.
+With after_apply the response may wait for a time or an event, and all later frames wait with it.
 """
 
 from __future__ import annotations

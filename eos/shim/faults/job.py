@@ -1,8 +1,8 @@
-"""The faults' place in the pipeline: counts requests, strikes the ones that are due, and keeps what waits for an event.
+"""Count requests, inject a fault into those that are due, and hold frames until their event.
 
-Alone in a shim of its own (eos/shim/chain.py): it is then nearest to the broker for requests and nearest to the client
-for answers, so frames can be held where a network would hold them. Latches, not sleeps: a frame that is an event waits
-until what it opened has been dealt with.
+The job is alone in its own shim (eos/shim/chain.py). It is therefore nearest to the broker for requests and nearest to
+the client for responses, so it can hold frames where a network would. It never sleeps: a frame that is an event waits
+until the faults that it released are completed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _ACTIONS: dict[str, Any] = {
 
 
 class FaultJob(Job):
-    """`tls` is how copies of requests reach the brokers."""
+    """Apply rules to requests. Copies of requests use the TLS context `tls`."""
 
     def __init__(self, rules: Iterable[Progress], tls: ssl.SSLContext | None = None) -> None:
         self._rules = list(rules)
         self.tls = tls
-        self._waiting: list[Strike] = []  # for an event
+        self._waiting: list[Strike] = []  # strikes that wait for a request of an API
         self._waiting_for_rules: list[Strike] = []
         self._tasks: set[asyncio.Task[None]] = set()
         keys = {each.rule.api_key for each in self._rules}
@@ -55,7 +55,7 @@ class FaultJob(Job):
         strike = self._strike(asked, exchange, frame)
         if strike is not None:
             events.info(
-                "fault",
+                "fault injected",
                 rule=str(strike.rule),
                 transactional_id=asked.transactional_id,
                 connection=exchange.connection.number,
@@ -100,7 +100,7 @@ class FaultJob(Job):
                 strike.progress.open -= 1
             except (OSError, EOFError) as failure:
                 strike.progress.open -= 1
-                strike.progress.failed.append(f"its copy was not answered ({type(failure).__name__}: {failure})")
+                strike.progress.failed.append(f"the copy got no response ({type(failure).__name__}: {failure})")
             finally:
                 strike.done.set()
 
@@ -109,7 +109,7 @@ class FaultJob(Job):
         task.add_done_callback(self._tasks.discard)
 
     def _strike(self, asked: Said, exchange: Exchange, frame: bytes) -> Strike | None:
-        """All rules count the request, the first that is due strikes it."""
+        """Count the request in all matching rules, and return the strike of the first rule that is due."""
         found = None
         for each in self._rules:
             if not each.rule.fits(asked, exchange.connection):
@@ -121,7 +121,7 @@ class FaultJob(Job):
         return found
 
     def _events(self, asked: Said, exchange: Exchange) -> list[Strike]:
-        """The strikes that this request is the event of, by its arrival; those by its answer are noted for then."""
+        """Return the strikes whose event is the arrival of this request, and note those whose event is its response."""
         now, later = list[Strike](), list[Strike]()
         for strike in list(self._waiting):
             until = strike.rule.until
@@ -137,7 +137,7 @@ class FaultJob(Job):
         return now
 
     def _after(self, opened: list[Strike], frame: bytes) -> bytes:
-        """`frame` goes on once what it opened is dealt with."""
+        """Hold `frame` until the strikes that it released are completed."""
         for strike in opened:
             strike.opened.set()
         if not frame:
@@ -156,5 +156,5 @@ class FaultJob(Job):
         return held
 
 
-# The key of what waits for an exchange's answer.
+# The key in `Exchange.notes` of the strikes that wait for the response.
 _ANSWERED: Any = Job()

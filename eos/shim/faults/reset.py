@@ -1,4 +1,4 @@
-"""reset: the client's connection breaks before the broker acted, after it, or with the request still on its way."""
+"""Reset the client's connection before the broker acts, after it, or with the request still in transit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from eos.shim.faults.strike import Strike
 def request(strike: Strike, frame: bytes) -> bytes:
     if strike.rule.phase is Phase.LATE:
         strike.start(_arrive_late(strike))
-    # Requests before it leave and are answered first; this one and what is behind it never leave.
+    # Earlier requests are sent and answered first. This request and later ones are never sent.
     return strike.hold(frame, lambda: strike.link.reset_before(strike.exchange))
 
 

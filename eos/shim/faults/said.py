@@ -1,6 +1,6 @@
-"""What a request says of itself: the facts a rule can ask for.
+"""Read the facts of a request that rules can match. Pure.
 
-Owns the reading; pure. A request that cannot be read says only which API it is of.
+For a request that cannot be read only the API is known.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from eos.shim.wire import answers, api
 
 @dataclass(frozen=True)
 class Said:
-    """`partitions` as `topic-0`; topics a version names by id only are left out. `outcome`: commit or abort."""
+    """Hold the facts of a request.
+
+    `partitions` have the form `topic-0`, without topics that are named only by id. `outcome` is commit or abort.
+    """
 
     api_key: int
     transactional_id: str | None = None

@@ -1,6 +1,6 @@
-"""One fault that happens to one request: what the files of faults are given.
+"""Carry out one fault of one request, with operations that the fault modules use.
 
-Owns the moment between "this request is struck" and "it is dealt with". It must never choose: that is the rule's part.
+The module owns the time from the choice of a request to the completion of its fault. It must never choose: rules do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Strike:
-    """`frame` is the request's; `opened` is set when the time or the event it waits for has come."""
+    """Hold one request with a fault. `frame` is its bytes; `opened` is set when its time or event has come."""
 
     def __init__(self, job: FaultJob, progress: Progress, exchange: Exchange, said: Said, frame: bytes) -> None:
         self.job, self.progress, self.exchange, self.said, self.frame = job, progress, exchange, said, frame
@@ -45,7 +45,7 @@ class Strike:
         return held
 
     def hold_answer(self, frame: bytes) -> Held:
-        """Until its time or event has come."""
+        """Hold a response until the rule's time or event."""
         held = self.hold(frame)
         self.start(self._let_answer_go(held))
         return held
@@ -55,21 +55,21 @@ class Strike:
         held.release()
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Goes on in the background; an exception of it makes the run fail."""
+        """Run `work` in the background. If it raises an exception, the run fails."""
         self.progress.open += 1
         if self.rule.seconds is not None:
             asyncio.get_running_loop().call_later(self.rule.seconds, self.opened.set)
         self.job.spawn(self, work)
 
     async def let_go(self, held: Held, what: str) -> None:
-        """The request leaves on its client's connection or, if that leads nowhere any more, on one of its own."""
+        """Send the request on its client's connection, or on a separate one if that connection has closed."""
         if self.link.takes_requests:
             held.release()
         else:
             await self.deliver_copy(what)
 
     async def deliver_copy(self, what: str) -> None:
-        """The request's bytes on a connection of their own, and the answer into the log."""
+        """Send the request's bytes on a separate connection, and log the response."""
         exchange = self.exchange
         answer = await _exchanged(exchange.connection.link.endpoint.upstream, self.job.tls, self.frame)
         codes = answers.errors_of(answer, exchange.api_key, exchange.version)
@@ -82,12 +82,12 @@ class Strike:
         )
 
 
-# A bound for a healthy broker; past it the rule failed.
+# A healthy broker answers within this time; otherwise the rule has failed.
 ANSWER_TIMEOUT_S = 30.0
 
 
 async def _exchanged(upstream: Address, context: ssl.SSLContext | None, frame: bytes) -> bytes:
-    """The answer's frame. Raises OSError or IncompleteReadError when there is none."""
+    """Return the frame of the response. Raises OSError or IncompleteReadError without one."""
     async with asyncio.timeout(ANSWER_TIMEOUT_S):
         reader, writer = await asyncio.open_connection(*upstream, ssl=context)
         try:

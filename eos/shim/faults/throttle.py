@@ -1,4 +1,4 @@
-"""throttle: the answer asks the client to wait, as a broker's quota does (throttle_time_ms)."""
+"""Ask the client to wait with the throttle_time_ms of a response, as a broker's quota does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from eos.shim.wire import answers
 
 
 def request(strike: Strike, frame: bytes) -> bytes:
-    raise AssertionError("a request cannot be throttled")  # plan.ACTIONS does not let it come here
+    raise AssertionError("a request cannot be throttled")  # plan.ACTIONS rules this out
 
 
 def response(strike: Strike, frame: bytes) -> bytes:

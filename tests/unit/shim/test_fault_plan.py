@@ -103,9 +103,9 @@ def test_a_rule_that_did_not_come_true_is_named_with_what_was_seen() -> None:
         progress.fitted, progress.struck, progress.open = fitted, hits, waits
     complaints = plan.complaints()
     assert [text.split(" ")[1] for text in complaints] == ["1", "2", "3", "4"]
-    assert "never fired: 1 requests fitted" in complaints[0]
+    assert "never fired: 1 requests matched" in complaints[0]
     assert "fired 2 of 3 times" in complaints[1]
-    assert "what it waited for never came" in complaints[2]
+    assert "its event never came" in complaints[2]
 
 
 def test_a_plan_of_a_file_is_the_plan_of_python(tmp_path: Path) -> None:

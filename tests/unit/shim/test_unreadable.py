@@ -74,7 +74,7 @@ def test_an_end_that_cannot_be_read_is_not_counted_as_either(caplog: pytest.LogC
         job.request(asked, unnamed_end())
         job.response(asked, framed(EndTxnResponse(version=1, throttle_time_ms=0, error_code=0)))
     assert not job.ends
-    assert [record.message.split(" api=")[0] for record in caplog.records] == ["not counted"]
+    assert [record.message.split(" api=")[0] for record in caplog.records] == ["response not counted"]
 
 
 def test_the_guard_ends_the_connection_of_an_end_whose_name_is_no_text() -> None:
