@@ -47,7 +47,7 @@ def closed(shim: RunningShim, reason: str) -> None:
         (b"GET / HTTP/1.1\r\nHost: kafka\r\n\r\n", "a frame of 1195725856 bytes"),
         (bytes.fromhex("160301020001000001fc0303") + bytes(100), "a frame of 369295618 bytes"),
         (bytes(64), "a frame of 0 bytes"),
-        (b"\0\0\0\x10" + b"\x7f\xff" * 20, "it asks for API 32767"),
+        (b"\0\0\0\x10" + b"\x7f\xff" * 20, "it requests API 32767"),
     ],
     ids=["http", "tls", "zeros", "no-api"],
 )

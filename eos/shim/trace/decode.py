@@ -1,8 +1,8 @@
-"""From the bytes of the transaction protocol's requests and answers to what a step says.
+"""Read the requests and responses of the transaction protocol into steps.
 
-Owns the reading of FindCoordinator, InitProducerId, AddPartitionsToTxn, AddOffsetsToTxn, TxnOffsetCommit and EndTxn
-with kafka-python's classes; Produce and Fetch are walked over in wire/batches.py. Pure; raises Malformed for what they
-do not understand.
+The module reads FindCoordinator, InitProducerId, AddPartitionsToTxn, AddOffsetsToTxn, TxnOffsetCommit and EndTxn with
+kafka-python's classes. wire/batches.py reads Produce and Fetch. Pure; raises Malformed for a frame that these classes
+cannot read.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def understood(api_key: int, version: int) -> bool:
 
 
 def request_steps(api_key: int, version: int, frame: bytes, time: float) -> list[Step]:
-    """The steps a request begins: one, or one per transactional.id of a batched FindCoordinator; none of others."""
+    """Return the steps of a request: one, one per transactional.id of a batched FindCoordinator, or none."""
     request = answers.read(frame, api_key, version)
     steps = list(_REQUEST[api_key](request, version, time))
     if any(step.transactional_id is None for step in steps):
-        raise Malformed("a transactional.id that is null")  # brokers refuse it
+        raise Malformed("the transactional.id is null")  # brokers reject it
     return steps
 
 
 def add_response(
     steps: Iterable[Step], api_key: int, version: int, frame: bytes, topic_name: Callable[[Topic], str]
 ) -> None:
-    """Completes steps with what the answer says; `topic_name` knows the names of topic ids."""
+    """Complete steps with the fields of their response. `topic_name` returns the name of a topic id."""
     response = answers.decoded(answers.RESPONSES[api_key], frame, version)
     for step in steps:
         if api_key == api.PRODUCE:
@@ -48,7 +48,7 @@ def add_response(
 
 
 def topic_names(version: int, frame: bytes) -> dict[bytes, str]:
-    """Topic ids and names of a Metadata response, v10 and later."""
+    """Return the topic ids and names in a Metadata response, v10 and later."""
     response = answers.decoded(MetadataResponse, frame, version)
     return {topic.topic_id.bytes: topic.name for topic in response.topics if topic.name}
 

@@ -1,7 +1,7 @@
-"""Answers a broker would give with an error, made from the request; and whole requests read into names.
+"""Build error responses for requests, and read whole requests.
 
-Owns no layout: kafka-python's classes have them. For what is decided here (faults, refusals of a policy), never for
-traffic that passes. Raises Unanswerable for a request nobody can answer with an error here.
+The layouts are those of kafka-python's classes. The module serves faults, policies and protection, never forwarded
+traffic. It raises Unanswerable for a request that it cannot answer with an error.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from eos.shim.wire.frames import Piece
 from eos.shim.wire.headers import REQUEST_HEAD
 
 Of = Callable[[str | bytes, int], int]
-Codes = int | Of  # one for all, or by topic and partition
+Codes = int | Of  # one for all partitions, or a function of topic and partition
 
 
-# A request with room for few elements is read as it is: nearly all are.
+# Smaller requests have room for few elements and are not checked first. Nearly all requests are smaller.
 _TOO_SMALL_TO_MATTER_BYTES = 256
 
 
@@ -43,15 +43,15 @@ REQUESTS, RESPONSES = _classes("Request"), _classes("Response")
 
 
 def known(api_key: int, version: int) -> bool:
-    """Whether requests of this version can be read."""
+    """Return whether requests of this version can be read."""
     return api_key in REQUESTS and version <= REQUESTS[api_key].max_version
 
 
 def decoded(cls: Any, frame: bytes, version: int) -> Any:
-    """A whole message of one of kafka-python's classes. Raises Malformed for whatever the class raises, and for a
-    request with more in it than any has.
+    """Decode a whole message with one of kafka-python's classes.
 
-    The reason says no more than the kind of error: some show the bytes they stumbled over, and those may be secret.
+    Raises Malformed for any error of the class, and for a request with more elements than a real one. The reason names
+    only the type of the error, because messages of some errors contain bytes that may be secret.
     """
     if len(frame) > _TOO_SMALL_TO_MATTER_BYTES and cls.is_request():
         check(cls, frame, version)
@@ -62,19 +62,19 @@ def decoded(cls: Any, frame: bytes, version: int) -> Any:
 
 
 def read(frame: bytes, api_key: int, version: int) -> Any:
-    """A whole request. Raises Malformed."""
+    """Decode a whole request. Raises Malformed."""
     return decoded(REQUESTS[api_key], frame, version)
 
 
 def topic_of(topic: Any) -> str | bytes:
-    """A topic's name, or the bytes of its id where this version has no name."""
+    """Return a topic's name, or the bytes of its id if this version has no name."""
     name = getattr(topic, "name", None) or getattr(topic, "topic", None)
     topic_id = getattr(topic, "topic_id", None)
     return str(name or "") if name or topic_id is None else bytes(topic_id.bytes)
 
 
 def partitions(request: Any, api_key: int) -> Iterator[tuple[str | bytes, int]]:
-    """The partitions a request of the transaction protocol, a Fetch or an OffsetCommit is about."""
+    """Yield the partitions of a request of the transaction protocol, a Fetch or an OffsetCommit."""
     if api_key == api.PRODUCE:
         topics: Iterable[Any] = request.topic_data or ()
     elif api_key == api.ADD_PARTITIONS_TO_TXN:
@@ -96,7 +96,7 @@ def _index(partition: Any) -> int:
 
 
 def error_answer(frame: bytes, api_key: int, version: int, correlation_id: int, code: Codes) -> bytes:
-    """The answer with this error, for every partition of the request where the answer is per partition."""
+    """Return the response to a request with this error, for each of its partitions if errors are per partition."""
     if not known(api_key, version) or api_key not in RESPONSES:
         raise Unanswerable(f"{api.api_name(api_key)} v{version} cannot be answered with an error here")
     request = read(frame, api_key, version)
@@ -109,7 +109,7 @@ def error_answer(frame: bytes, api_key: int, version: int, correlation_id: int, 
 def refusal(
     api_key: int, version: int, correlation_id: int, code: Codes, named: Iterable[tuple[str | bytes, int]] = ()
 ) -> bytes:
-    """The same for a request that was read already; `named`: its partitions, where the answer is per partition."""
+    """Return the error response to a request that was read already. `named` are its partitions, if needed."""
     cls, of = RESPONSES[api_key], _of(code)
     if api_key in _PER_PARTITION:
         return _refused_partitions(api_key, version, correlation_id, named, of)
@@ -120,13 +120,13 @@ def refusal(
 
 
 def encoded(api_key: int, version: int, correlation_id: int, **fields: Any) -> bytes:
-    """An answer with these fields; the others as kafka-python has them. Raises Malformed for a name that is no text."""
+    """Encode a response with these fields and defaults for the others. Raises Malformed for a name that is not text."""
     made = RESPONSES[api_key](version=version, **fields)
     made.with_header(correlation_id=correlation_id)
     try:
         return bytes(made.encode(header=True, framed=True))
     except UnicodeEncodeError as error:
-        raise Malformed(f"{api.api_name(api_key)} v{version} names what is no text") from error
+        raise Malformed(f"{api.api_name(api_key)} v{version} has a name that is not text") from error
 
 
 def _of(code: Codes) -> Of:
@@ -134,9 +134,9 @@ def _of(code: Codes) -> Of:
 
 
 class _Layout(NamedTuple):
-    """Where an answer per partition has what; `more` is what it says of a partition beside number and error.
+    """Name the fields of a response with errors per partition. `more` are further fields of a partition.
 
-    An error of a whole Fetch is one of the session, and clients would only fetch again: so it is per partition too.
+    Fetch is included because its top-level error is about the session, and clients would only fetch again.
     """
 
     topics: str
@@ -156,9 +156,11 @@ _PER_PARTITION: Mapping[int, _Layout] = {
 def _refused_partitions(
     api_key: int, version: int, correlation_id: int, named: Iterable[tuple[str | bytes, int]], of: Of
 ) -> bytes:
-    """A topic is its name or id and an array of partitions, a partition its number and a result: in all of these
-    answers and versions. A result is encoded once for each error and not for each partition: a stranger may name tens
-    of thousands, and everybody waits while an answer is made.
+    """Encode a response with a result per partition.
+
+    In all of these responses and versions a topic is its name or id and an array of partitions, and a partition is its
+    number and a result. A result is encoded once per error instead of once per partition, because a client may name
+    tens of thousands of partitions and all connections wait meanwhile.
     """
     cls, layout = RESPONSES[api_key], _PER_PARTITION[api_key]
     flexible = cls.flexible_version_q(version)
@@ -187,7 +189,7 @@ def _refused_partitions(
 
 
 def _bytes(made: Any, version: int, flexible: bool, ready: Mapping[str, bytes] = MappingProxyType({})) -> bytes:
-    """A message or a part of one as it is sent; fields that are `ready` are taken as they are."""
+    """Encode a message or a part of one. Fields in `ready` are encoded already."""
     fields = made._struct.untagged_fields(version)
     parts = [
         ready[field.name]
@@ -214,7 +216,7 @@ def _coordinators(request: Any, version: int, correlation_id: int, code: int) ->
 
 
 def throttled(frame: bytes, api_key: int, version: int, milliseconds: int) -> bytes:
-    """The same answer, with the time a broker's quota would ask the client to wait."""
+    """Return the response with a throttle time, as a broker's quota would set it."""
     if api_key not in RESPONSES or version > RESPONSES[api_key].max_version:
         raise Unanswerable(f"{api.api_name(api_key)} v{version} cannot be throttled here")
     answer = decoded(RESPONSES[api_key], frame, version)
@@ -226,7 +228,7 @@ def throttled(frame: bytes, api_key: int, version: int, milliseconds: int) -> by
 
 
 def errors_of(frame: bytes, api_key: int, version: int) -> list[int]:
-    """Every error code of an answer, in order."""
+    """Return all error codes of a response, in order."""
     if api_key not in RESPONSES or version > RESPONSES[api_key].max_version:
         return []
     answer = decoded(RESPONSES[api_key], frame, version)
@@ -248,7 +250,7 @@ _STRUCT_IS_NULL = -1
 
 
 def check(cls: Any, frame: Piece, version: int) -> None:
-    """Raises Malformed for a request frame with more in it than is ever read, or that ends too early."""
+    """Raise Malformed for a request frame with more elements than are accepted, or one that ends too early."""
     cursor = Cursor(frame, REQUEST_HEAD.size, cls.flexible_version_q(version))
     cursor.header_string()
     cursor.skip_tags()

@@ -300,7 +300,7 @@ def test_a_walk_keeps_no_field_longer_than_a_string_and_follows_no_more_fields_t
             yield from walk.int16()
 
     Walk(numbers, 101).feed(bytes(200))
-    with pytest.raises(Malformed, match="more fields than are followed"):
+    with pytest.raises(Malformed, match="too many fields"):
         Walk(numbers, 101).feed(bytes(202))
 
 

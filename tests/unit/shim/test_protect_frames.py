@@ -239,7 +239,7 @@ def test_a_broker_without_version_5_of_the_end_is_said_loudly_and_nothing_is_tou
     job = ProtectJob()
     job.upstream({"broker 1": {api.END_TXN: 5}, "broker 2": {api.END_TXN: 4}})
     assert not job.wants_request(api.END_TXN, 1)
-    assert [record.message.split(":")[0] for record in caplog.records] == ["NO PROTECTION"]
+    assert [record.message.split(" effect=")[0] for record in caplog.records] == ["protection unavailable"]
 
 
 @pytest.mark.parametrize("offered", [{}, {"broker 1": None, "broker 2": None}])
@@ -250,7 +250,7 @@ def test_if_no_broker_says_what_it_offers_there_is_no_protection_and_that_is_sai
     job.upstream(offered)
     assert not job.wants_request(api.END_TXN, 1)
     (said,) = caplog.records
-    assert said.message.startswith("NO PROTECTION")
+    assert said.message.startswith("protection unavailable")
     assert all(name in said.message for name in offered)
 
 
