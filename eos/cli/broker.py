@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from eos.broker.detached import Detached, default_directory
+from eos.broker.detached import DetachedKafka, default_directory
 from eos.cli.options import parse_named_value
 from eos.errors import Unavailable, UsageError
 
@@ -46,7 +46,7 @@ def start(
     """Start Kafka in the background and keep its data. Does nothing if Kafka is already running."""
     if nodes not in (None, 1, 3):
         raise UsageError(f"--nodes {nodes}: must be 1 or 3")
-    kafka = Detached(data or default_directory())
+    kafka = DetachedKafka(data or default_directory())
     started = kafka.start(nodes, version, port, dict(parse_named_value("--config", text) for text in config or []))
     state = kafka.state()
     assert state is not None
@@ -59,29 +59,29 @@ def start(
 @app.command()
 def status(data: DataOption = None) -> None:
     """Show the nodes. Exits with 0 if all of them run, with 69 if not."""
-    kafka = Detached(data or default_directory())
+    kafka = DetachedKafka(data or default_directory())
     nodes, state = kafka.status(), kafka.state()
     if not nodes or state is None:
         typer.echo(f"Kafka is not running: no data in {kafka.directory}")
         raise typer.Exit(NOT_RUNNING)
     table = Table("node", "pid", "port", "state", "version")
     for node in nodes:
-        colour, word = ("green", "up") if node.up else ("red", "down")
-        pid = str(node.pid) if node.up else "-"
+        colour, word = ("green", "up") if node.is_up else ("red", "down")
+        pid = str(node.pid) if node.is_up else "-"
         table.add_row(str(node.index), pid, str(node.port), f"[{colour}]{word}[/]", state.version)
     Console().print(table)
     # Paths are long, and the table would cut them off.
     typer.echo(f"data: {kafka.directory}")
     for node in nodes:
         typer.echo(f"log:  {node.log_path}")
-    if not all(node.up for node in nodes):
+    if not all(node.is_up for node in nodes):
         raise typer.Exit(NOT_RUNNING)
 
 
 @app.command()
 def stop(data: DataOption = None) -> None:
     """Stop Kafka and keep its data."""
-    kafka = Detached(data or default_directory())
+    kafka = DetachedKafka(data or default_directory())
     stopped = kafka.stop()
     typer.echo("Kafka is stopped" if stopped else "Kafka is not running")
 
@@ -93,9 +93,9 @@ def topics(
     data: DataOption = None,
 ) -> None:
     """Create topics with a replica on every node. Existing topics are left unchanged."""
-    kafka = Detached(data or default_directory())
+    kafka = DetachedKafka(data or default_directory())
     nodes = kafka.status()
-    if not nodes or not any(node.up for node in nodes):
+    if not nodes or not any(node.is_up for node in nodes):
         raise Unavailable("Kafka is not running: start it with `eos broker start`")
     from eos.cli.topic import create_and_print  # imported here: the other commands need no Kafka client
     from eos.kafka.client.settings import Settings
