@@ -24,9 +24,9 @@ from typing import Any, Protocol
 
 from eos.shim.addresses.book import Endpoint
 from eos.shim.errors import Malformed, ProtocolError
-from eos.shim.lane import Lane
 from eos.shim.memory import Memory
 from eos.shim.pipeline import Connection, Exchange, Pipeline
+from eos.shim.send_queue import SendQueue
 from eos.shim.wire import api
 from eos.shim.wire.frames import FrameSplitter, Passage, Piece
 from eos.shim.wire.headers import REQUEST_HEAD, RESPONSE_HEAD, AcksReader, implausible, request_head
@@ -93,7 +93,7 @@ class Link:
         self.upstream = _Side(self, self._from_upstream, buffer)
         self.client.other, self.upstream.other = self.upstream, self.client
         self.connection.link = self
-        self._up, self._down = Lane(self.upstream.write), Lane(self.client.write)
+        self._up, self._down = SendQueue(self.upstream.write), SendQueue(self.client.write)
         self._reset_before: Exchange | None = None
         self._requests = FrameSplitter(REQUEST_HEAD.size, largest_frame, self._open_request)
         self._responses = FrameSplitter(RESPONSE_HEAD.size, largest_frame, self._open_response)
@@ -155,7 +155,7 @@ class Link:
             data = data[: requests.left]
         pieces = requests.feed(data)
         if pieces:
-            self._up.pass_on(pieces)
+            self._up.send(pieces)
         self._send_own_answers()
         if len(self._pending) >= MOST_UNANSWERED or self.connection.owed >= MOST_OWED_BYTES:
             self.client.hold(Hold.UNANSWERED)
@@ -209,7 +209,7 @@ class Link:
         responses = self._responses
         pieces = responses.feed(data)
         if pieces:
-            self._down.pass_on(pieces)
+            self._down.send(pieces)
         self._send_own_answers()
         if len(self._pending) < MOST_UNANSWERED and self.connection.owed < MOST_OWED_BYTES:
             self.client.let_go(Hold.UNANSWERED)
@@ -236,7 +236,7 @@ class Link:
         """Send the responses that jobs gave, as soon as all earlier requests are answered."""
         pending = self._pending
         while pending and pending[0].answer is not None and self._responses.between_frames:
-            self._down.pass_on([self._next_own_answer()])
+            self._down.send([self._next_own_answer()])
 
     def _next_own_answer(self) -> bytes:
         answer = self._next_answered().answer or b""

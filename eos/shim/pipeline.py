@@ -115,7 +115,8 @@ class Job:
     def request(self, exchange: Exchange, frame: bytes) -> bytes:
         """Handle a whole request and return the frame to forward. To answer it, set `exchange.answer` and return b"".
 
-        The job nearest to the broker may return a `lane.Held`. For responses, the job nearest to the client may.
+        The job nearest to the broker may return a `send_queue.HeldFrame`, and for responses the one nearest to the
+        client.
         """
         return frame
 

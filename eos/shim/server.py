@@ -18,7 +18,7 @@ from eos.errors import Unavailable
 from eos.shim import events, probe
 from eos.shim.addresses.book import AddressBook, Endpoint
 from eos.shim.addresses.job import AddressJob
-from eos.shim.complaints import Complaints
+from eos.shim.limited_warnings import LimitedWarnings
 from eos.shim.link import Link, ReadBuffer
 from eos.shim.memory import BESIDE_A_FRAME_BYTES, Memory
 from eos.shim.pipeline import Job, Pipeline, Traffic
@@ -49,7 +49,7 @@ class Shim:
         self._addresses: dict[Link, str] = {}  # of all links, including those in their TLS handshake
         self._places: Counter[str] = Counter()  # connections by address
         self._arriving: set[asyncio.Task[None]] = set()  # mostly TLS handshakes
-        self._complaints = Complaints("connection closed", "more connections closed")
+        self._warnings = LimitedWarnings("connection closed", "more connections closed")
         self._memory = Memory(settings.largest_frame + BESIDE_A_FRAME_BYTES, settings.most_connections)
         self._buffer = ReadBuffer()
         self._sockets: dict[Endpoint, socket.socket] = {}
@@ -149,7 +149,7 @@ class Shim:
             link.abort()
         # Aborted transports report their end in the next turn of the loop.
         await asyncio.sleep(0)
-        self._complaints.tell()
+        self._warnings.flush()
         self._pipeline.stopped()
 
     def _bind(self, endpoint: Endpoint) -> None:
@@ -266,7 +266,7 @@ class Shim:
                 del self._places[address]
 
     def _complain(self, connection: int, client: str, by: str, reason: object) -> None:
-        self._complaints.say(client, reason, connection=connection, by=by)
+        self._warnings.warn(client, reason, connection=connection, by=by)
 
     # Called by links (link.Ends).
 

@@ -201,7 +201,7 @@ def test_broker_start_starts_again_what_was_killed_and_refuses_what_the_data_is_
     port = free_ports(1)[0]
     assert broker("start", "--port", str(port))[0] == 0
     code, said = broker("start", "--nodes", "3")
-    assert (code, "is of 1 node, not 3" in said) == (78, True), said
+    assert (code, "belongs to 1 node, not 3" in said) == (78, True), said
     code, said = broker("start", "--version", "4.2.1")
     assert (code, "written by Kafka 4.4.0" in said) == (78, True), said
     code, said = broker("start", "--port", str(port + 1))

@@ -57,7 +57,7 @@ def test_a_topic_gets_more_partitions_and_is_deleted(eos: Run, kafka: LocalKafka
     assert eos("partitions", topic, "1") == (64, "", f"eos: {topic} has 2 partitions: Kafka cannot remove any\n")
     assert eos("partitions", topic, "2", "--yes")[:2] == (0, f"{topic}: has 2 partitions\n")
     code, _, told = eos("partitions", topic, "4")
-    assert (code, "say --yes" in told, "--with-state" in told) == (64, True, True)
+    assert (code, "confirm with --yes" in told, "--with-state" in told) == (64, True, True)
     assert eos("partitions", topic, "4", "--yes")[:2] == (0, f"{topic}: 2 partitions before, 4 now\n")
     assert eos("delete", topic, second)[0] == 64
     assert {row["topic"] for row in json.loads(eos("list", "--json")[1])} >= {topic, second}

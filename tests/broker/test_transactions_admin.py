@@ -196,7 +196,7 @@ def test_a_transaction_is_ended_through_its_coordinator_and_its_owner_is_fenced(
     assert f"{topic}[0]" in described.stdout
     unasked = eos(kafka, "txn", "abort", "--transactional-id", name, stdin="")
     assert unasked.returncode == 64
-    assert "say --yes" in unasked.stderr
+    assert "confirm with --yes" in unasked.stderr
     assert transaction_of(kafka.bootstrap_servers, name).state == "Ongoing"
     ended = eos(kafka, "txn", "abort", "--transactional-id", name, "--yes", "--json")
     assert ended.returncode == 0, ended.stderr

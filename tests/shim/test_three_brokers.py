@@ -232,7 +232,7 @@ def test_a_killed_broker_is_gone_and_back_behind_the_same_port(
         two_transactions(producer, topic, "with it")
         with Wire(before[victim]) as to_victim:
             assert to_victim.ask(MetadataRequest(version=4, topics=[])).brokers
-        # Said once each, however often clients tried in between.
+        # RequestFacts once each, however often clients tried in between.
         (up,) = eventually(lambda: said("broker reachable again"))
         (down,) = said("broker unreachable")
         assert down["broker"] == up["broker"]

@@ -1,9 +1,9 @@
 """Inject the faults of a plan into requests, as a bad network or a failing broker would.
 
 plan.py       the rules: which request, when, which fault; from Python or TOML: pure
-said.py       the facts of a request that rules match: pure
+facts.py      the facts of a request that rules match: pure
 job.py        counts requests, decides, and holds frames until an event
-strike.py     one fault of one request, and copies of its bytes on a separate connection
+injection.py  one fault of one request, and copies of its bytes on a separate connection
 reset.py, blackhole.py, delay.py, error.py, duplicate.py, throttle.py    one fault each
 """
 

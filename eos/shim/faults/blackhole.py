@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from eos.shim.faults.strike import Strike
+from eos.shim.faults.injection import Injection
 
 
-def request(strike: Strike, frame: bytes) -> bytes:
-    return strike.hold(frame)
+def request(injection: Injection, frame: bytes) -> bytes:
+    return injection.hold(frame)
 
 
-def response(strike: Strike, frame: bytes) -> bytes:
-    return strike.hold(frame)
+def response(injection: Injection, frame: bytes) -> bytes:
+    return injection.hold(frame)

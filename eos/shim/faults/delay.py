@@ -5,20 +5,20 @@ A request still arrives if its client has disconnected meanwhile, as on a slow n
 
 from __future__ import annotations
 
-from eos.shim.faults.strike import Strike
-from eos.shim.lane import Held
+from eos.shim.faults.injection import Injection
+from eos.shim.send_queue import HeldFrame
 
 
-def request(strike: Strike, frame: bytes) -> bytes:
-    held = strike.hold(frame)
-    strike.start(_request_goes_on(strike, held))
+def request(injection: Injection, frame: bytes) -> bytes:
+    held = injection.hold(frame)
+    injection.start(_release_request(injection, held))
     return held
 
 
-def response(strike: Strike, frame: bytes) -> bytes:
-    return strike.hold_answer(frame)
+def response(injection: Injection, frame: bytes) -> bytes:
+    return injection.hold_response(frame)
 
 
-async def _request_goes_on(strike: Strike, held: Held) -> None:
-    await strike.opened.wait()
-    await strike.let_go(held, "delayed request of a closed connection")
+async def _release_request(injection: Injection, held: HeldFrame) -> None:
+    await injection.opened.wait()
+    await injection.send_held(held, "delayed request of a closed connection")

@@ -31,9 +31,9 @@ from kafka.protocol.api_key import ApiKey
 
 from eos.codes import CODES, error_name
 from eos.errors import ConfigurationError
-from eos.shim.faults.said import Said
+from eos.shim.faults.facts import RequestFacts
 from eos.shim.pipeline import Connection
-from eos.shim.wire import answers
+from eos.shim.wire import messages
 
 
 class Phase(Enum):
@@ -87,12 +87,12 @@ class Event:
     def api_key(self) -> int:
         return _api_key(self.api)
 
-    def fits(self, said: Said, struck: Said) -> bool:
-        if self.transactional_id is None and struck.transactional_id is not None:
-            same = said.transactional_id == struck.transactional_id
+    def matches(self, facts: RequestFacts, of_fault: RequestFacts) -> bool:
+        if self.transactional_id is None and of_fault.transactional_id is not None:
+            same = facts.transactional_id == of_fault.transactional_id
         else:
-            same = _like(self.transactional_id, said.transactional_id)
-        return same and said.api_key == self.api_key and self.outcome in (None, said.outcome)
+            same = _fits(self.transactional_id, facts.transactional_id)
+        return same and facts.api_key == self.api_key and self.outcome in (None, facts.outcome)
 
     def __str__(self) -> str:
         if self.rule is not None:
@@ -153,7 +153,7 @@ class Rule:
             )
         if self.error is not None:
             _ = self.code
-            if key not in answers.RESPONSES:
+            if key not in messages.RESPONSES:
                 raise ConfigurationError(f"{self.api} cannot be answered with an error")
 
     @property
@@ -168,13 +168,13 @@ class Rule:
             raise ConfigurationError(f"error = {self.error}: Kafka has no error of this name")
         return _CODES[self.error]
 
-    def fits(self, said: Said, connection: Connection) -> bool:
+    def matches(self, facts: RequestFacts, connection: Connection) -> bool:
         return (
-            said.api_key == self.api_key
-            and _like(self.transactional_id, said.transactional_id)
-            and _like(self.group, said.group)
-            and (self.outcome is None or self.outcome == said.outcome)
-            and (self.partition is None or any(_like(self.partition, place) for place in said.partitions))
+            facts.api_key == self.api_key
+            and _fits(self.transactional_id, facts.transactional_id)
+            and _fits(self.group, facts.group)
+            and (self.outcome is None or self.outcome == facts.outcome)
+            and (self.partition is None or any(_fits(self.partition, name) for name in facts.partitions))
             and (self.broker is None or self.broker == connection.node_id)
         )
 
@@ -187,7 +187,7 @@ class Rule:
         return f"{what} {self.phase.value} at {self.api} no. {self.nth}{who}{when}"
 
 
-def _like(pattern: str | None, name: str | None) -> bool:
+def _fits(pattern: str | None, name: str | None) -> bool:
     return pattern is None or (name is not None and fnmatchcase(name, pattern))
 
 
@@ -200,34 +200,34 @@ def _api_key(name: str) -> int:
 
 @dataclass
 class Progress:
-    """Count the matching requests of a rule (`fitted`), those with a fault (`struck`), and unfinished ones (`open`).
+    """Count the matching requests of a rule (`matched`), those with a fault (`injected`), and unfinished ones (`open`).
 
     `number` is the rule's number in the plan, from 1. `made` counts the injected faults: with after_apply there are
-    fewer than `struck` until the broker has answered.
+    fewer than `injected` until the broker has answered.
     """
 
     rule: Rule
     chances: random.Random
     number: int = 1
     made: int = 0
-    first: Said | None = None  # the facts of the first request with a fault
-    fitted: int = 0
-    struck: int = 0
+    first: RequestFacts | None = None  # the facts of the first request with a fault
+    matched: int = 0
+    injected: int = 0
     open: int = 0
     failed: list[str] = field(default_factory=list)
 
-    def is_beside(self, said: Said) -> bool:
+    def is_on_other_partitions(self, facts: RequestFacts) -> bool:
         """Return whether the request comes after this rule's first fault and names only other partitions."""
-        return self.first is not None and bool(said.partitions) and not said.partitions & self.first.partitions
+        return self.first is not None and bool(facts.partitions) and not facts.partitions & self.first.partitions
 
-    def due(self) -> bool:
+    def count_match(self) -> bool:
         """Count a matching request, and return whether it gets the fault."""
-        self.fitted += 1
-        if self.fitted < self.rule.nth:
+        self.matched += 1
+        if self.matched < self.rule.nth:
             return False
         if self.rule.chance is not None:
             return self.chances.random() < self.rule.chance
-        return self.struck < self.rule.times
+        return self.injected < self.rule.times
 
 
 class Plan:
@@ -254,12 +254,12 @@ class Plan:
 
     @property
     def fired(self) -> int:
-        return sum(each.struck for each in self.progress)
+        return sum(each.injected for each in self.progress)
 
     def fired_by_action(self) -> dict[str, int]:
         counts = dict.fromkeys(sorted({rule.action for rule in self.rules}), 0)
         for each in self.progress:
-            counts[each.rule.action] += each.struck
+            counts[each.rule.action] += each.injected
         return counts
 
     def complaints(self) -> list[str]:
@@ -267,12 +267,12 @@ class Plan:
         found = []
         for number, each in enumerate(self.progress, 1):
             name = f"rule {number} ({each.rule})"
-            missing = each.rule.times - each.struck if each.rule.chance is None else int(each.struck == 0)
+            missing = each.rule.times - each.injected if each.rule.chance is None else int(each.injected == 0)
             if missing > 0 and not each.rule.optional:
                 found.append(
-                    f"{name} never fired: {each.fitted} requests matched"
-                    if not each.struck
-                    else f"{name} fired {each.struck} of {each.rule.times} times: {each.fitted} requests matched"
+                    f"{name} never fired: {each.matched} requests matched"
+                    if not each.injected
+                    else f"{name} fired {each.injected} of {each.rule.times} times: {each.matched} requests matched"
                 )
             if each.open:
                 found.append(f"{name} fired, and its event never came")

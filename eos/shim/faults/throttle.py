@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from eos.shim.faults.strike import Strike
-from eos.shim.wire import answers
+from eos.shim.faults.injection import Injection
+from eos.shim.wire import messages
 
 
-def request(strike: Strike, frame: bytes) -> bytes:
+def request(injection: Injection, frame: bytes) -> bytes:
     raise AssertionError("a request cannot be throttled")  # plan.ACTIONS rules this out
 
 
-def response(strike: Strike, frame: bytes) -> bytes:
-    exchange = strike.exchange
-    return answers.throttled(frame, exchange.api_key, exchange.version, strike.rule.throttle_ms)
+def response(injection: Injection, frame: bytes) -> bytes:
+    exchange = injection.exchange
+    return messages.with_throttle_time(frame, exchange.api_key, exchange.version, injection.rule.throttle_ms)

@@ -15,12 +15,12 @@ from kafka.protocol.metadata import MetadataResponse
 from kafka.protocol.sasl import SaslAuthenticateRequest, SaslAuthenticateResponse, SaslHandshakeRequest
 
 from eos.codes import error_name
-from eos.shim.complaints import Complaints
 from eos.shim.errors import Malformed, ProtocolError
 from eos.shim.guard.policy import ANONYMOUS, Policy
+from eos.shim.limited_warnings import LimitedWarnings
 from eos.shim.pipeline import Connection, Exchange, Job
 from eos.shim.trace.decode import topic_names
-from eos.shim.wire import answers, api
+from eos.shim.wire import api, messages
 from eos.shim.wire.batches import all_transactional
 
 TOPIC_AUTHORIZATION_FAILED = 29
@@ -58,7 +58,7 @@ class GuardJob(Job):
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.refused: Counter[str] = Counter()
-        self._complaints = Complaints("request refused by policy", "more requests refused by policy")
+        self._warnings = LimitedWarnings("request refused by policy", "more requests refused by policy")
         self._mechanisms: dict[Connection, str] = {}
         self._principals: dict[Connection, str] = {}
         self._topics: dict[bytes, str] = {}
@@ -93,23 +93,23 @@ class GuardJob(Job):
     def _request(self, exchange: Exchange, frame: bytes) -> bytes:
         key, version = exchange.api_key, exchange.version
         if key == api.SASL_HANDSHAKE:
-            self._mechanisms[exchange.connection] = answers.decoded(SaslHandshakeRequest, frame, version).mechanism
+            self._mechanisms[exchange.connection] = messages.decode(SaslHandshakeRequest, frame, version).mechanism
             return frame
         if key == api.SASL_AUTHENTICATE:
-            asked = answers.decoded(SaslAuthenticateRequest, frame, version)
+            asked = messages.decode(SaslAuthenticateRequest, frame, version)
             mechanism = self._mechanisms.get(exchange.connection)
             exchange.notes[self] = name_of(mechanism, bytes(asked.auth_bytes))
             return frame
-        if not answers.known(key, version):
+        if not messages.can_read(key, version):
             raise ProtocolError(f"{api.api_name(key)} v{version} is too new for the policy to check")
-        request = answers.read(frame, key, version)
+        request = messages.read_request(frame, key, version)
         try:
             self._judge(exchange, request)
         except _Refused as refused:
             self._note(exchange, refused)
             if key == api.PRODUCE and request.acks == 0:
                 raise ProtocolError(f"refused without a response (acks=0): {refused.reason}") from refused
-            exchange.answer = answers.error_answer(frame, key, version, exchange.correlation_id, refused.code)
+            exchange.answer = messages.error_response(frame, key, version, exchange.correlation_id, refused.code)
             return b""
         return frame
 
@@ -119,7 +119,7 @@ class GuardJob(Job):
             return frame
         name = exchange.notes.pop(self, None)
         if name is not None:
-            answer = answers.decoded(SaslAuthenticateResponse, frame, exchange.version)
+            answer = messages.decode(SaslAuthenticateResponse, frame, exchange.version)
             if not answer.error_code:
                 # Keep the first name: brokers do not let a connection change its principal. In SCRAM the client proves
                 # its password after this response, and until then the broker answers no other request.
@@ -131,7 +131,7 @@ class GuardJob(Job):
         self._mechanisms.pop(connection, None)
 
     def stopped(self) -> None:
-        self._complaints.tell()
+        self._warnings.flush()
 
     def _judge(self, exchange: Exchange, request: Any) -> None:
         """Raise _Refused for a request that the policy forbids."""
@@ -150,7 +150,7 @@ class GuardJob(Job):
             self._judge_topics(plain, policy.transactional_only, "records only in transactions", _NOT_LEADER)
         elif key == api.FETCH and getattr(request, "isolation_level", 0) == _READ_UNCOMMITTED:
             # Brokers too read internal topics without an isolation level, but not through a shim.
-            topics = (topic for topic, _ in answers.partitions(request, key))
+            topics = (topic for topic, _ in messages.request_partitions(request, key))
             self._judge_topics(topics, policy.committed_only, "reading only with read_committed", 0)
         elif key == api.OFFSET_COMMIT and policy.transactional_offsets_only(request.group_id):
             reason = f"group {request.group_id} commits offsets only in transactions"
@@ -181,7 +181,7 @@ class GuardJob(Job):
         if refused.error == UNKNOWN_TOPIC_ID:
             return  # not a rejection: the client looks up the topic and tries again
         self.refused[error] += 1
-        self._complaints.say(
+        self._warnings.warn(
             exchange.connection.client,
             refused.reason,
             api=api.api_name(exchange.api_key),
@@ -198,7 +198,7 @@ def _plain_topics(request: Any) -> Iterator[str | bytes]:
     for topic in request.topic_data:
         batches = (partition.records or b"" for partition in topic.partition_data)
         if not request.transactional_id or not all(map(all_transactional, batches)):
-            yield answers.topic_of(topic)
+            yield messages.topic_name_or_id(topic)
 
 
 def name_of(mechanism: str | None, auth_bytes: bytes) -> str | None:

@@ -11,7 +11,7 @@ from eos.codes import error_name
 from eos.shim import events
 from eos.shim.errors import Malformed
 from eos.shim.pipeline import Exchange, Job
-from eos.shim.wire import answers, api
+from eos.shim.wire import api, messages
 
 # Small responses with errors. Reading Fetch responses would cost too much.
 _READ = frozenset(
@@ -37,14 +37,14 @@ class CountingJob(Job):
         self._complained: set[tuple[int, int]] = set()
 
     def wants_request(self, api_key: int, version: int) -> bool:
-        return api_key == api.END_TXN and answers.known(api_key, version)
+        return api_key == api.END_TXN and messages.can_read(api_key, version)
 
     def wants_response(self, api_key: int, version: int) -> bool:
-        return api_key in _READ and answers.known(api_key, version)
+        return api_key in _READ and messages.can_read(api_key, version)
 
     def request(self, exchange: Exchange, frame: bytes) -> bytes:
         try:
-            committed = answers.read(frame, api.END_TXN, exchange.version).committed
+            committed = messages.read_request(frame, api.END_TXN, exchange.version).committed
         except Malformed as error:  # for example a transactional.id that is not text, which brokers accept
             self._complain(exchange, error)
         else:
@@ -54,7 +54,7 @@ class CountingJob(Job):
     def response(self, exchange: Exchange, frame: bytes) -> bytes:
         key, version = exchange.api_key, exchange.version
         try:
-            codes = [code for code in answers.errors_of(frame, key, version) if code]
+            codes = [code for code in messages.error_codes(frame, key, version) if code]
         except Exception as error:  # noqa: BLE001 - counting must not reject a response
             self._complain(exchange, error)
             return frame

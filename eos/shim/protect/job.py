@@ -31,7 +31,7 @@ from eos.shim.protect.machine import (
     Refused,
     State,
 )
-from eos.shim.wire import answers, api
+from eos.shim.wire import api, messages
 from eos.shim.wire.frames import Piece, Stream
 from eos.shim.wire.headers import LONGEST_HEAD_BYTES
 
@@ -267,7 +267,9 @@ class ProtectJob(Job):
             return self._refuse(exchange, request, refused.code)
 
     def _refuse(self, exchange: Exchange, request: translate.Produce, code: int) -> bytes:
-        return answers.refusal(api.PRODUCE, exchange.version, exchange.correlation_id, code, request.partitions)
+        return messages.refusal_response(
+            api.PRODUCE, exchange.version, exchange.correlation_id, code, request.partitions
+        )
 
     def _identified(self, exchange: Exchange, frame: bytes, name: str, request: translate.Identified) -> bytes:
         """Return the request with its real identity. Raises Refused."""

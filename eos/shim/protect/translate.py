@@ -15,7 +15,7 @@ from typing import NamedTuple
 from eos.shim.errors import Malformed
 from eos.shim.protect import crc
 from eos.shim.protect.machine import Identity, Partition, Written
-from eos.shim.wire import answers, api
+from eos.shim.wire import api, messages
 from eos.shim.wire.batches import HEADER, LENGTH_COUNTS_FROM, MAGIC, TRANSACTIONAL
 from eos.shim.wire.cursor import string
 from eos.shim.wire.frames import Piece
@@ -162,7 +162,7 @@ def init_answer(correlation_id: int, version: int, identity: Identity, error: in
     """Return an InitProducerId response with `identity`, or with an error."""
     producer_id, epoch = identity
     fields = {"error_code": error, "producer_id": producer_id, "producer_epoch": epoch}
-    return answers.encoded(api.INIT_PRODUCER_ID, version, correlation_id, **fields)
+    return messages.encode_response(api.INIT_PRODUCER_ID, version, correlation_id, **fields)
 
 
 # "librdkafka" "2.16.0"; "confluent-kafka-python" "2.16.1-rdkafka-2.16.0"; "confluent-kafka-go" "...-librdkafka-2..."
@@ -294,7 +294,7 @@ def refusal(frame: bytes, api_key: int, version: int, correlation_id: int, code:
     """Return the response of a broker with this error, for any request except Produce."""
     per_partition = api_key in (api.ADD_PARTITIONS_TO_TXN, api.TXN_OFFSET_COMMIT)
     named = _partitions(frame, api_key, version) if per_partition else ()
-    return answers.refusal(api_key, version, correlation_id, code, named)
+    return messages.refusal_response(api_key, version, correlation_id, code, named)
 
 
 def _partitions(frame: bytes, api_key: int, version: int) -> list[Partition]:

@@ -15,19 +15,19 @@ from kafka.protocol.metadata import MetadataResponse
 from eos.codes import error_name
 from eos.shim.errors import Malformed
 from eos.shim.trace.model import Step
-from eos.shim.wire import answers, api
+from eos.shim.wire import api, messages
 from eos.shim.wire.batches import Topic
 
 _TRANSACTION_KEY = 1
 
 
 def understood(api_key: int, version: int) -> bool:
-    return (api_key in _REQUEST or api_key == api.PRODUCE) and version <= answers.RESPONSES[api_key].max_version
+    return (api_key in _REQUEST or api_key == api.PRODUCE) and version <= messages.RESPONSES[api_key].max_version
 
 
 def request_steps(api_key: int, version: int, frame: bytes, time: float) -> list[Step]:
     """Return the steps of a request: one, one per transactional.id of a batched FindCoordinator, or none."""
-    request = answers.read(frame, api_key, version)
+    request = messages.read_request(frame, api_key, version)
     steps = list(_REQUEST[api_key](request, version, time))
     if any(step.transactional_id is None for step in steps):
         raise Malformed("the transactional.id is null")  # brokers reject it
@@ -38,7 +38,7 @@ def add_response(
     steps: Iterable[Step], api_key: int, version: int, frame: bytes, topic_name: Callable[[Topic], str]
 ) -> None:
     """Complete steps with the fields of their response. `topic_name` returns the name of a topic id."""
-    response = answers.decoded(answers.RESPONSES[api_key], frame, version)
+    response = messages.decode(messages.RESPONSES[api_key], frame, version)
     for step in steps:
         if api_key == api.PRODUCE:
             _produced(step, response, version, topic_name)
@@ -49,7 +49,7 @@ def add_response(
 
 def topic_names(version: int, frame: bytes) -> dict[bytes, str]:
     """Return the topic ids and names in a Metadata response, v10 and later."""
-    response = answers.decoded(MetadataResponse, frame, version)
+    response = messages.decode(MetadataResponse, frame, version)
     return {topic.topic_id.bytes: topic.name for topic in response.topics if topic.name}
 
 

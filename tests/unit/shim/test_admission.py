@@ -15,7 +15,7 @@ import pytest
 
 from eos.errors import ConfigurationError
 from eos.shim import Shim, ShimSettings
-from eos.shim.complaints import LINES_PER_HOST
+from eos.shim.limited_warnings import LINES_PER_HOST
 from eos.shim.link import MOST_UNANSWERED, Hold
 from eos.shim.memory import Memory
 from eos.shim.pipeline import Exchange, Job

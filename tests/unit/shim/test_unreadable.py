@@ -18,7 +18,7 @@ from eos.shim.faults.plan import Phase, Rule
 from eos.shim.guard import GuardJob, Policy
 from eos.shim.health import CountingJob
 from eos.shim.pipeline import Connection, Exchange, Job
-from eos.shim.wire import answers, api
+from eos.shim.wire import api, messages
 from tests.unit.shim.messages import framed, producing, requests
 
 POLICY = Policy(("*",), ("*",), ("*",), 1, (("*", ("p",)),))
@@ -39,7 +39,7 @@ KEYS = sorted(
     }
 )
 _SASL = {api.SASL_HANDSHAKE: SaslHandshakeRequest, api.SASL_AUTHENTICATE: SaslAuthenticateRequest}
-CLASSES = {key: _SASL.get(key) or answers.REQUESTS[key] for key in KEYS}
+CLASSES = {key: _SASL.get(key) or messages.REQUESTS[key] for key in KEYS}
 
 
 def faulty() -> Job:

@@ -13,44 +13,46 @@ from typing import TYPE_CHECKING, Any
 from eos.codes import error_name
 from eos.shim import events
 from eos.shim.addresses.book import Address
+from eos.shim.faults.facts import RequestFacts
 from eos.shim.faults.plan import Progress
-from eos.shim.faults.said import Said
-from eos.shim.lane import Held
 from eos.shim.pipeline import Exchange
-from eos.shim.wire import answers
+from eos.shim.send_queue import HeldFrame
+from eos.shim.wire import messages
 
 if TYPE_CHECKING:
     from eos.shim.faults.job import FaultJob
 
 
-class Strike:
+class Injection:
     """Hold one request with a fault. `frame` is its bytes; `opened` is set when its time or event has come."""
 
-    def __init__(self, job: FaultJob, progress: Progress, exchange: Exchange, said: Said, frame: bytes) -> None:
-        self.job, self.progress, self.exchange, self.said, self.frame = job, progress, exchange, said, frame
+    def __init__(
+        self, job: FaultJob, progress: Progress, exchange: Exchange, facts: RequestFacts, frame: bytes
+    ) -> None:
+        self.job, self.progress, self.exchange, self.facts, self.frame = job, progress, exchange, facts, frame
         self.rule = progress.rule
         self.opened = asyncio.Event()
         self.done = asyncio.Event()
         self.events_left = self.rule.until.nth if self.rule.until else 0
-        progress.struck += 1
-        progress.first = progress.first or said
+        progress.injected += 1
+        progress.first = progress.first or facts
 
     @property
     def link(self) -> Any:
         return self.exchange.connection.link
 
-    def hold(self, frame: bytes, reached: Callable[[], None] | None = None) -> Held:
-        held = Held(frame)
+    def hold(self, frame: bytes, reached: Callable[[], None] | None = None) -> HeldFrame:
+        held = HeldFrame(frame)
         held.reached = reached
         return held
 
-    def hold_answer(self, frame: bytes) -> Held:
+    def hold_response(self, frame: bytes) -> HeldFrame:
         """Hold a response until the rule's time or event."""
         held = self.hold(frame)
-        self.start(self._let_answer_go(held))
+        self.start(self._release_response(held))
         return held
 
-    async def _let_answer_go(self, held: Held) -> None:
+    async def _release_response(self, held: HeldFrame) -> None:
         await self.opened.wait()
         held.release()
 
@@ -61,7 +63,7 @@ class Strike:
             asyncio.get_running_loop().call_later(self.rule.seconds, self.opened.set)
         self.job.spawn(self, work)
 
-    async def let_go(self, held: Held, what: str) -> None:
+    async def send_held(self, held: HeldFrame, what: str) -> None:
         """Send the request on its client's connection, or on a separate one if that connection has closed."""
         if self.link.takes_requests:
             held.release()
@@ -71,13 +73,13 @@ class Strike:
     async def deliver_copy(self, what: str) -> None:
         """Send the request's bytes on a separate connection, and log the response."""
         exchange = self.exchange
-        answer = await _exchanged(exchange.connection.link.endpoint.upstream, self.job.tls, self.frame)
-        codes = answers.errors_of(answer, exchange.api_key, exchange.version)
+        answer = await _exchange(exchange.connection.link.endpoint.upstream, self.job.tls, self.frame)
+        codes = messages.error_codes(answer, exchange.api_key, exchange.version)
         error = next((code for code in codes if code), 0)
         events.info(
             f"{what} delivered",
             rule=str(self.rule),
-            transactional_id=self.said.transactional_id,
+            transactional_id=self.facts.transactional_id,
             answer=error_name(error),
         )
 
@@ -86,7 +88,7 @@ class Strike:
 ANSWER_TIMEOUT_S = 30.0
 
 
-async def _exchanged(upstream: Address, context: ssl.SSLContext | None, frame: bytes) -> bytes:
+async def _exchange(upstream: Address, context: ssl.SSLContext | None, frame: bytes) -> bytes:
     """Return the frame of the response. Raises OSError or IncompleteReadError without one."""
     async with asyncio.timeout(ANSWER_TIMEOUT_S):
         reader, writer = await asyncio.open_connection(*upstream, ssl=context)

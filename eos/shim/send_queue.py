@@ -12,21 +12,21 @@ from collections.abc import Callable, Iterable, Sequence
 from eos.shim.wire.frames import Piece
 
 
-class Held(bytes):
+class HeldFrame(bytes):
     """Hold a frame that must not be sent yet. `reached` is called when all frames before it have been sent."""
 
     reached: Callable[[], None] | None = None
     is_open = False
-    _lane: Lane | None = None
+    _queue: SendQueue | None = None
 
     def release(self) -> None:
         """Send the frame now, or as soon as it is the next one. A second call changes nothing."""
         self.is_open = True
-        if self._lane is not None:
-            self._lane.go_on()
+        if self._queue is not None:
+            self._queue.go_on()
 
 
-class Lane:
+class SendQueue:
     """Call `write` with the pieces of the stream in order."""
 
     def __init__(self, write: Callable[[Sequence[Piece]], None]) -> None:
@@ -38,12 +38,12 @@ class Lane:
     def is_held(self) -> bool:
         return bool(self._waiting)
 
-    def pass_on(self, pieces: Sequence[Piece]) -> None:
+    def send(self, pieces: Sequence[Piece]) -> None:
         if self._waiting:
             self._keep(pieces)
             return
         for at, piece in enumerate(pieces):
-            if type(piece) is Held:
+            if type(piece) is HeldFrame:
                 self._write(pieces[:at])
                 self._keep(pieces[at:])
                 self.go_on()
@@ -54,9 +54,9 @@ class Lane:
         waiting = self._waiting
         while waiting:
             head = waiting[0]
-            if type(head) is Held and not head.is_open:
-                if head._lane is None:
-                    head._lane = self
+            if type(head) is HeldFrame and not head.is_open:
+                if head._queue is None:
+                    head._queue = self
                     if head.reached is not None:
                         head.reached()
                         continue  # the callback may have released it or cleared the queue

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from eos.shim.errors import Malformed
-from eos.shim.wire import answers, api
+from eos.shim.wire import api, messages
 
 
 @dataclass(frozen=True)
-class Said:
+class RequestFacts:
     """Hold the facts of a request.
 
     `partitions` have the form `topic-0`, without topics that are named only by id. `outcome` is commit or abort.
@@ -25,13 +25,13 @@ class Said:
     partitions: frozenset[str] = frozenset()
 
 
-def said(frame: bytes, api_key: int, version: int) -> Said:
-    if not answers.known(api_key, version):
-        return Said(api_key)
+def read_facts(frame: bytes, api_key: int, version: int) -> RequestFacts:
+    if not messages.can_read(api_key, version):
+        return RequestFacts(api_key)
     try:
-        request = answers.read(frame, api_key, version)
+        request = messages.read_request(frame, api_key, version)
     except Malformed:
-        return Said(api_key)
+        return RequestFacts(api_key)
     name = getattr(request, "transactional_id", None)
     if api_key == api.ADD_PARTITIONS_TO_TXN:
         name = request.v3_and_below_transactional_id or name
@@ -40,5 +40,7 @@ def said(frame: bytes, api_key: int, version: int) -> Said:
     outcome = None
     if api_key == api.END_TXN:
         outcome = "commit" if request.committed else "abort"
-    places = frozenset(f"{topic}-{p}" for topic, p in answers.partitions(request, api_key) if isinstance(topic, str))
-    return Said(api_key, name, getattr(request, "group_id", None), outcome, places)
+    partitions = frozenset(
+        f"{topic}-{p}" for topic, p in messages.request_partitions(request, api_key) if isinstance(topic, str)
+    )
+    return RequestFacts(api_key, name, getattr(request, "group_id", None), outcome, partitions)
