@@ -61,11 +61,11 @@ def test_partitions_in_an_answer_that_came_too_late_are_read_all_the_same(
             other.subscribe([elsewhere], on_revoke=lambda *_: None)
             wait_until("the group wants to give the session all", lambda: PARTITIONS in wanted(servers, group), 30)
             heartbeats = late.progress[0]
-            seen = heartbeats.fitted
+            seen = heartbeats.matched
             wait_until(
-                "the session's client heard that the group has changed", lambda: heartbeats.fitted > seen + 1, 30
+                "the session's client heard that the group has changed", lambda: heartbeats.matched > seen + 1, 30
             )
-            heartbeats.fitted = heartbeats.rule.nth - 1  # from the next one on
+            heartbeats.matched = heartbeats.rule.nth - 1  # from the next one on
             wait_until("heartbeats whose answers are late", lambda: late.fired, 30)
 
             def moved() -> bool:

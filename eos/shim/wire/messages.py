@@ -1,7 +1,7 @@
-"""Answers a broker would give with an error, made from the request; and whole requests read into names.
+"""Build error responses for requests, and read whole requests.
 
-Owns no layout: kafka-python's classes have them. For what is decided here (faults, refusals of a policy), never for
-traffic that passes. Raises Unanswerable for a request nobody can answer with an error here.
+The layouts are those of kafka-python's classes. The module serves faults, policies and protection, never forwarded
+traffic. It raises Unanswerable for a request that it cannot answer with an error.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from eos.shim.wire.cursor import Cursor, string, uvarint
 from eos.shim.wire.frames import Piece
 from eos.shim.wire.headers import REQUEST_HEAD
 
-Of = Callable[[str | bytes, int], int]
-Codes = int | Of  # one for all, or by topic and partition
+CodeOf = Callable[[str | bytes, int], int]
+Codes = int | CodeOf  # one for all partitions, or a function of topic and partition
 
 
-# A request with room for few elements is read as it is: nearly all are.
-_TOO_SMALL_TO_MATTER_BYTES = 256
+# Smaller requests have room for few elements and are not checked first. Nearly all requests are smaller.
+_UNCHECKED_BYTES = 256
 
 
 class Unanswerable(ProtocolError):
@@ -42,39 +42,39 @@ def _classes(suffix: str) -> dict[int, Any]:
 REQUESTS, RESPONSES = _classes("Request"), _classes("Response")
 
 
-def known(api_key: int, version: int) -> bool:
-    """Whether requests of this version can be read."""
+def can_read(api_key: int, version: int) -> bool:
+    """Return whether requests of this version can be read."""
     return api_key in REQUESTS and version <= REQUESTS[api_key].max_version
 
 
-def decoded(cls: Any, frame: bytes, version: int) -> Any:
-    """A whole message of one of kafka-python's classes. Raises Malformed for whatever the class raises, and for a
-    request with more in it than any has.
+def decode(cls: Any, frame: bytes, version: int) -> Any:
+    """Decode a whole message with one of kafka-python's classes.
 
-    The reason says no more than the kind of error: some show the bytes they stumbled over, and those may be secret.
+    Raises Malformed for any error of the class, and for a request with more elements than a real one. The reason names
+    only the type of the error, because messages of some errors contain bytes that may be secret.
     """
-    if len(frame) > _TOO_SMALL_TO_MATTER_BYTES and cls.is_request():
-        check(cls, frame, version)
+    if len(frame) > _UNCHECKED_BYTES and cls.is_request():
+        check_request(cls, frame, version)
     try:
         return cls.decode(frame, version=version, header=True, framed=True)
     except Exception as error:
         raise Malformed(f"{cls.__name__} v{version} cannot be read ({type(error).__name__})") from error
 
 
-def read(frame: bytes, api_key: int, version: int) -> Any:
-    """A whole request. Raises Malformed."""
-    return decoded(REQUESTS[api_key], frame, version)
+def read_request(frame: bytes, api_key: int, version: int) -> Any:
+    """Decode a whole request. Raises Malformed."""
+    return decode(REQUESTS[api_key], frame, version)
 
 
-def topic_of(topic: Any) -> str | bytes:
-    """A topic's name, or the bytes of its id where this version has no name."""
+def topic_name_or_id(topic: Any) -> str | bytes:
+    """Return a topic's name, or the bytes of its id if this version has no name."""
     name = getattr(topic, "name", None) or getattr(topic, "topic", None)
     topic_id = getattr(topic, "topic_id", None)
     return str(name or "") if name or topic_id is None else bytes(topic_id.bytes)
 
 
-def partitions(request: Any, api_key: int) -> Iterator[tuple[str | bytes, int]]:
-    """The partitions a request of the transaction protocol, a Fetch or an OffsetCommit is about."""
+def request_partitions(request: Any, api_key: int) -> Iterator[tuple[str | bytes, int]]:
+    """Yield the partitions of a request of the transaction protocol, a Fetch or an OffsetCommit."""
     if api_key == api.PRODUCE:
         topics: Iterable[Any] = request.topic_data or ()
     elif api_key == api.ADD_PARTITIONS_TO_TXN:
@@ -84,7 +84,7 @@ def partitions(request: Any, api_key: int) -> Iterator[tuple[str | bytes, int]]:
     for topic in topics:
         for each in getattr(topic, "partition_data", None) or getattr(topic, "partitions", None) or ():
             index = each if isinstance(each, int) else _index(each)
-            yield topic_of(topic), index
+            yield topic_name_or_id(topic), index
 
 
 def _index(partition: Any) -> int:
@@ -95,48 +95,48 @@ def _index(partition: Any) -> int:
     raise Unanswerable(f"a partition without a number: {partition}")
 
 
-def error_answer(frame: bytes, api_key: int, version: int, correlation_id: int, code: Codes) -> bytes:
-    """The answer with this error, for every partition of the request where the answer is per partition."""
-    if not known(api_key, version) or api_key not in RESPONSES:
+def error_response(frame: bytes, api_key: int, version: int, correlation_id: int, code: Codes) -> bytes:
+    """Return the response to a request with this error, for each of its partitions if errors are per partition."""
+    if not can_read(api_key, version) or api_key not in RESPONSES:
         raise Unanswerable(f"{api.api_name(api_key)} v{version} cannot be answered with an error here")
-    request = read(frame, api_key, version)
+    request = read_request(frame, api_key, version)
     if api_key == api.FIND_COORDINATOR:
-        return _coordinators(request, version, correlation_id, _of(code)("", -1))
-    named = list(partitions(request, api_key)) if api_key in _PER_PARTITION else ()
-    return refusal(api_key, version, correlation_id, code, named)
+        return _coordinator_response(request, version, correlation_id, _as_function(code)("", -1))
+    named = list(request_partitions(request, api_key)) if api_key in _PER_PARTITION else ()
+    return refusal_response(api_key, version, correlation_id, code, named)
 
 
-def refusal(
+def refusal_response(
     api_key: int, version: int, correlation_id: int, code: Codes, named: Iterable[tuple[str | bytes, int]] = ()
 ) -> bytes:
-    """The same for a request that was read already; `named`: its partitions, where the answer is per partition."""
-    cls, of = RESPONSES[api_key], _of(code)
+    """Return the error response to a request that was read already. `named` are its partitions, if needed."""
+    cls, of = RESPONSES[api_key], _as_function(code)
     if api_key in _PER_PARTITION:
-        return _refused_partitions(api_key, version, correlation_id, named, of)
+        return _encode_partition_errors(api_key, version, correlation_id, named, of)
     if all(field["name"] != "ErrorCode" for field in cls._json["fields"]):
         raise Unanswerable(f"{api.api_name(api_key)} v{version} has no error of its own")
-    nobody = {"producer_epoch": -1} if api_key == api.INIT_PRODUCER_ID else {}
-    return encoded(api_key, version, correlation_id, error_code=of("", -1), **nobody)
+    no_producer = {"producer_epoch": -1} if api_key == api.INIT_PRODUCER_ID else {}
+    return encode_response(api_key, version, correlation_id, error_code=of("", -1), **no_producer)
 
 
-def encoded(api_key: int, version: int, correlation_id: int, **fields: Any) -> bytes:
-    """An answer with these fields; the others as kafka-python has them. Raises Malformed for a name that is no text."""
+def encode_response(api_key: int, version: int, correlation_id: int, **fields: Any) -> bytes:
+    """Encode a response with these fields and defaults for the others. Raises Malformed for a name that is not text."""
     made = RESPONSES[api_key](version=version, **fields)
     made.with_header(correlation_id=correlation_id)
     try:
         return bytes(made.encode(header=True, framed=True))
     except UnicodeEncodeError as error:
-        raise Malformed(f"{api.api_name(api_key)} v{version} names what is no text") from error
+        raise Malformed(f"{api.api_name(api_key)} v{version} has a name that is not text") from error
 
 
-def _of(code: Codes) -> Of:
+def _as_function(code: Codes) -> CodeOf:
     return code if callable(code) else lambda topic, partition: code
 
 
 class _Layout(NamedTuple):
-    """Where an answer per partition has what; `more` is what it says of a partition beside number and error.
+    """Name the fields of a response with errors per partition. `more` are further fields of a partition.
 
-    An error of a whole Fetch is one of the session, and clients would only fetch again: so it is per partition too.
+    Fetch is included because its top-level error is about the session, and clients would only fetch again.
     """
 
     topics: str
@@ -153,12 +153,14 @@ _PER_PARTITION: Mapping[int, _Layout] = {
 }
 
 
-def _refused_partitions(
-    api_key: int, version: int, correlation_id: int, named: Iterable[tuple[str | bytes, int]], of: Of
+def _encode_partition_errors(
+    api_key: int, version: int, correlation_id: int, named: Iterable[tuple[str | bytes, int]], of: CodeOf
 ) -> bytes:
-    """A topic is its name or id and an array of partitions, a partition its number and a result: in all of these
-    answers and versions. A result is encoded once for each error and not for each partition: a stranger may name tens
-    of thousands, and everybody waits while an answer is made.
+    """Encode a response with a result per partition.
+
+    In all of these responses and versions a topic is its name or id and an array of partitions, and a partition is its
+    number and a result. A result is encoded once per error instead of once per partition, because a client may name
+    tens of thousands of partitions and all connections wait meanwhile.
     """
     cls, layout = RESPONSES[api_key], _PER_PARTITION[api_key]
     flexible = cls.flexible_version_q(version)
@@ -170,7 +172,7 @@ def _refused_partitions(
     @cache
     def result(code: int) -> bytes:
         refused = partition_field(version=version, **{layout.error: code}, **layout.more)
-        return _bytes(refused, version, flexible)[number.size :]
+        return _encode(refused, version, flexible)[number.size :]
 
     topics: dict[str | bytes, list[bytes]] = {}
     for topic, index in named:
@@ -181,13 +183,13 @@ def _refused_partitions(
     ]
     answer = cls(version=version)
     answer.with_header(correlation_id=correlation_id)
-    body = _bytes(answer, version, flexible, {layout.topics: _array(made, flexible)})
+    body = _encode(answer, version, flexible, {layout.topics: _array(made, flexible)})
     frame = bytes(answer.encode_header(flexible=flexible)) + body
     return number.pack(len(frame)) + frame
 
 
-def _bytes(made: Any, version: int, flexible: bool, ready: Mapping[str, bytes] = MappingProxyType({})) -> bytes:
-    """A message or a part of one as it is sent; fields that are `ready` are taken as they are."""
+def _encode(made: Any, version: int, flexible: bool, ready: Mapping[str, bytes] = MappingProxyType({})) -> bytes:
+    """Encode a message or a part of one. Fields in `ready` are encoded already."""
     fields = made._struct.untagged_fields(version)
     parts = [
         ready[field.name]
@@ -205,19 +207,19 @@ def _array(elements: Sequence[bytes], flexible: bool) -> bytes:
     return count + b"".join(elements)
 
 
-def _coordinators(request: Any, version: int, correlation_id: int, code: int) -> bytes:
+def _coordinator_response(request: Any, version: int, correlation_id: int, code: int) -> bytes:
     none = {"node_id": -1, "host": "", "port": -1, "error_code": code}
     if version >= 4:
         kind = RESPONSES[api.FIND_COORDINATOR].Coordinator
         none = {"coordinators": [kind(key=key, **none) for key in request.coordinator_keys]}
-    return encoded(api.FIND_COORDINATOR, version, correlation_id, **none)
+    return encode_response(api.FIND_COORDINATOR, version, correlation_id, **none)
 
 
-def throttled(frame: bytes, api_key: int, version: int, milliseconds: int) -> bytes:
-    """The same answer, with the time a broker's quota would ask the client to wait."""
+def with_throttle_time(frame: bytes, api_key: int, version: int, milliseconds: int) -> bytes:
+    """Return the response with a throttle time, as a broker's quota would set it."""
     if api_key not in RESPONSES or version > RESPONSES[api_key].max_version:
         raise Unanswerable(f"{api.api_name(api_key)} v{version} cannot be throttled here")
-    answer = decoded(RESPONSES[api_key], frame, version)
+    answer = decode(RESPONSES[api_key], frame, version)
     answer.throttle_time_ms = milliseconds
     made = bytes(answer.encode(header=True, framed=True))
     if made == frame:
@@ -225,50 +227,50 @@ def throttled(frame: bytes, api_key: int, version: int, milliseconds: int) -> by
     return made
 
 
-def errors_of(frame: bytes, api_key: int, version: int) -> list[int]:
-    """Every error code of an answer, in order."""
+def error_codes(frame: bytes, api_key: int, version: int) -> list[int]:
+    """Return all error codes of a response, in order."""
     if api_key not in RESPONSES or version > RESPONSES[api_key].max_version:
         return []
-    answer = decoded(RESPONSES[api_key], frame, version)
-    return list(_codes(answer.to_dict()))
+    answer = decode(RESPONSES[api_key], frame, version)
+    return list(_find_codes(answer.to_dict()))
 
 
-def _codes(node: Any) -> Iterator[int]:
+def _find_codes(node: Any) -> Iterator[int]:
     for name, value in node.items() if isinstance(node, dict) else ():
         if name.endswith("error_code"):
             yield value
         else:
-            yield from _codes(value)
+            yield from _find_codes(value)
     for value in node if isinstance(node, list) else ():
-        yield from _codes(value)
+        yield from _find_codes(value)
 
 
 _SIZES = {"int8": 1, "bool": 1, "int16": 2, "uint16": 2, "int32": 4, "int64": 8, "float64": 8, "uuid": 16}
 _STRUCT_IS_NULL = -1
 
 
-def check(cls: Any, frame: Piece, version: int) -> None:
-    """Raises Malformed for a request frame with more in it than is ever read, or that ends too early."""
+def check_request(cls: Any, frame: Piece, version: int) -> None:
+    """Raise Malformed for a request frame with more elements than are accepted, or one that ends too early."""
     cursor = Cursor(frame, REQUEST_HEAD.size, cls.flexible_version_q(version))
     cursor.header_string()
     cursor.skip_tags()
-    _struct(cls._struct, cursor, version)
+    _check_struct(cls._struct, cursor, version)
 
 
-def _struct(struct: Any, cursor: Cursor, version: int) -> None:
+def _check_struct(struct: Any, cursor: Cursor, version: int) -> None:
     if struct.nullable_for_version_q(version) and cursor.int8() == _STRUCT_IS_NULL:
         return
     for field in struct.untagged_fields(version):
         if not field.is_array():
-            _value(field, field.type_str, cursor, version)
+            _check_value(field, field.type_str, cursor, version)
             continue
         kind = field.array_of
         for _ in range(max(0, cursor.count())):
-            _value(kind, kind.type_str, cursor, version)
+            _check_value(kind, kind.type_str, cursor, version)
     cursor.skip_tags()
 
 
-def _value(field: Any, kind: str, cursor: Cursor, version: int) -> None:
+def _check_value(field: Any, kind: str, cursor: Cursor, version: int) -> None:
     size = _SIZES.get(kind)
     if size is not None:
         cursor.skip(size)
@@ -277,6 +279,6 @@ def _value(field: Any, kind: str, cursor: Cursor, version: int) -> None:
     elif kind in ("bytes", "records"):
         cursor.skip_bytes()
     elif field.is_struct():
-        _struct(field, cursor, version)
+        _check_struct(field, cursor, version)
     else:
         raise Malformed(f"a field of type {kind}")

@@ -1,7 +1,7 @@
-"""One direction of a link: frames leave in order, and a held one keeps everything behind it waiting.
+"""Send the frames of one direction of a link in order. A held frame delays all frames after it.
 
-Owns that order and nothing else; it knows no sockets. What waits is bounded by what a client has under way, and is
-copied: the buffer it came in is used again.
+The module owns that order and knows no sockets. Queued frames are bounded by the client's unanswered requests, and they
+are copied, because the buffer they came in is reused.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from collections.abc import Callable, Iterable, Sequence
 from eos.shim.wire.frames import Piece
 
 
-class Held(bytes):
-    """A frame a job gave out that must not leave yet. `reached` is called once everything before it has left."""
+class HeldFrame(bytes):
+    """Hold a frame that must not be sent yet. `reached` is called when all frames before it have been sent."""
 
     reached: Callable[[], None] | None = None
     is_open = False
-    _lane: Lane | None = None
+    _queue: SendQueue | None = None
 
     def release(self) -> None:
-        """It may leave now, or as soon as it is its turn; a second call changes nothing."""
+        """Send the frame now, or as soon as it is the next one. A second call changes nothing."""
         self.is_open = True
-        if self._lane is not None:
-            self._lane.go_on()
+        if self._queue is not None:
+            self._queue.go_on()
 
 
-class Lane:
-    """`write` takes pieces of the stream and is given them in order."""
+class SendQueue:
+    """Call `write` with the pieces of the stream in order."""
 
     def __init__(self, write: Callable[[Sequence[Piece]], None]) -> None:
         self._write = write
         self._waiting: deque[bytes] = deque()
-        self.kept = 0  # bytes that wait
+        self.kept = 0  # bytes in the queue
 
     @property
     def is_held(self) -> bool:
         return bool(self._waiting)
 
-    def pass_on(self, pieces: Sequence[Piece]) -> None:
+    def send(self, pieces: Sequence[Piece]) -> None:
         if self._waiting:
             self._keep(pieces)
             return
         for at, piece in enumerate(pieces):
-            if type(piece) is Held:
+            if type(piece) is HeldFrame:
                 self._write(pieces[:at])
                 self._keep(pieces[at:])
                 self.go_on()
@@ -54,12 +54,12 @@ class Lane:
         waiting = self._waiting
         while waiting:
             head = waiting[0]
-            if type(head) is Held and not head.is_open:
-                if head._lane is None:
-                    head._lane = self
+            if type(head) is HeldFrame and not head.is_open:
+                if head._queue is None:
+                    head._queue = self
                     if head.reached is not None:
                         head.reached()
-                        continue  # it may have been released, or everything dropped
+                        continue  # the callback may have released it or cleared the queue
                 return
             self.kept -= len(head)
             self._write([waiting.popleft()])
@@ -70,6 +70,6 @@ class Lane:
             self._waiting.append(piece if isinstance(piece, bytes) else bytes(piece))
 
     def drop(self) -> None:
-        """Nothing that waits will ever leave."""
+        """Discard all queued frames."""
         self._waiting.clear()
         self.kept = 0

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eos.shim.lane import Held, Lane
+from eos.shim.send_queue import HeldFrame, SendQueue
 
 
 class Out:
     def __init__(self) -> None:
         self.bytes = b""
-        self.lane = Lane(self._write)
+        self.lane = SendQueue(self._write)
 
     def _write(self, pieces: list[bytes]) -> None:
         self.bytes += b"".join(pieces)
@@ -19,9 +19,9 @@ class Out:
 
 def test_a_held_frame_waits_and_what_came_before_it_in_the_same_chunk_does_not() -> None:
     out = Out()
-    held = Held(b"held")
-    out.lane.pass_on([b"before", held, b"after"])
-    out.lane.pass_on([b"later"])
+    held = HeldFrame(b"held")
+    out.lane.send([b"before", held, b"after"])
+    out.lane.send([b"later"])
     assert out.bytes == b"before"
     assert out.lane.is_held
     held.release()
@@ -31,8 +31,8 @@ def test_a_held_frame_waits_and_what_came_before_it_in_the_same_chunk_does_not()
 
 def test_a_frame_released_before_its_turn_leaves_at_its_turn() -> None:
     out = Out()
-    first, second = Held(b"1"), Held(b"2")
-    out.lane.pass_on([first, second, b"3"])
+    first, second = HeldFrame(b"1"), HeldFrame(b"2")
+    out.lane.send([first, second, b"3"])
     second.release()
     assert out.bytes == b""
     first.release()
@@ -41,10 +41,10 @@ def test_a_frame_released_before_its_turn_leaves_at_its_turn() -> None:
 
 def test_a_frame_is_told_when_it_is_its_turn_and_may_drop_everything() -> None:
     out = Out()
-    first, second = Held(b"1"), Held(b"2")
+    first, second = HeldFrame(b"1"), HeldFrame(b"2")
     turns = list[str]()
     second.reached = lambda: (turns.append(out.bytes.decode()), out.lane.drop())[0]  # type: ignore[func-returns-value]
-    out.lane.pass_on([b"0", first, second, b"3"])
+    out.lane.send([b"0", first, second, b"3"])
     assert turns == []
     first.release()
     assert turns == ["01"]
@@ -57,11 +57,11 @@ def test_whatever_is_held_and_released_in_whatever_order_the_stream_stays_the_sa
     frames: list[tuple[bytes, bool]], chance: object
 ) -> None:
     out = Out()
-    pieces = [Held(data) if held else data for data, held in frames]
-    waiting = [piece for piece in pieces if isinstance(piece, Held)]
+    pieces = [HeldFrame(data) if held else data for data, held in frames]
+    waiting = [piece for piece in pieces if isinstance(piece, HeldFrame)]
     chance.shuffle(waiting)  # type: ignore[attr-defined]
     for piece in pieces:
-        out.lane.pass_on([piece])
+        out.lane.send([piece])
     for held in waiting:
         held.release()
     assert out.bytes == b"".join(data for data, _ in frames)
