@@ -91,7 +91,7 @@ class ProtectJob(Job):
         self._accepted: dict[int, OrderedDict[str, None]] = {}
         self._waiting: dict[int, int] = {}  # by connection: the number of batches and requests kept for responses
 
-    def upstream(self, newest: Mapping[str, Mapping[int, int] | None]) -> None:
+    def on_broker_versions(self, newest: Mapping[str, Mapping[int, int] | None]) -> None:
         if self.active:
             return
         versions = {broker: offered.get(api.END_TXN, 0) for broker, offered in newest.items() if offered is not None}
@@ -129,11 +129,11 @@ class ProtectJob(Job):
             events.warning("protection unavailable", effect=effect, brokers=brokers, reason=reason)
 
     @property
-    def asks_again(self) -> bool:
+    def wants_versions_again(self) -> bool:
         return not self.active
 
     @property
-    def not_ready(self) -> str | None:
+    def not_ready_reason(self) -> str | None:
         if self.active or not self._required:
             return None
         return f"protection is unavailable (--require-protection): {self._lacking or 'no broker was queried yet'}"
@@ -211,7 +211,7 @@ class ProtectJob(Job):
             return translate.end_txn_answer(exchange.correlation_id, exchange.version, throttle_ms, error)
         return frame
 
-    def closed(self, connection: Connection) -> None:
+    def connection_closed(self, connection: Connection) -> None:
         number = connection.number
         self._renewing.discard(number)
         self._accepted.pop(number, None)
@@ -260,7 +260,7 @@ class ProtectJob(Job):
                 return self.machine.produces(name, virtual, connection, broker, appended, Authority.ANSWERED)
 
             self._wait(exchange, name, act, len(written))
-            exchange.remember(sum(_WRITTEN_BYTES + len(batch.partition[0]) for batch in written))
+            exchange.count_bytes(sum(_WRITTEN_BYTES + len(batch.partition[0]) for batch in written))
             return change
         except Refused as refused:
             self._note(exchange, request.name, refused)
@@ -310,7 +310,7 @@ class ProtectJob(Job):
             names.popitem(last=False)
 
     def _wait(self, exchange: Exchange, name: str, act: Callable[[set[Partition]], object], size: int = 1) -> None:
-        if exchange.awaited:
+        if exchange.expects_response:
             number = exchange.connection.number
             self._waiting[number] = self._waiting.get(number, 0) + size
             exchange.notes[self] = _Waiting(name, self.machine.number(name), act, size)
@@ -451,7 +451,7 @@ class _PassingProduce:
         connection = self._exchange.connection
         if self._held:
             self._held += piece
-            connection.kept += len(piece)
+            connection.held_bytes += len(piece)
             if self._seen < self._look_at:
                 return b""
             piece = memoryview(self._held)
@@ -462,10 +462,10 @@ class _PassingProduce:
                 piece.release()  # a bytearray with a view cannot grow
             else:
                 self._held += piece
-                connection.kept += len(piece)
+                connection.held_bytes += len(piece)
             return b""
         self._decided = True
-        connection.kept -= len(self._held)
+        connection.held_bytes -= len(self._held)
         self._held = bytearray()  # free the memory now: the stream exists until the next request begins
         result = self._job.produce(self._exchange, request)
         if isinstance(result, bytes):

@@ -240,7 +240,7 @@ def produce(frame: Piece, version: int, size: int) -> Produce:
             if records > 0:
                 cursor.skip(records)
                 found = _batches(frame, start, cursor.pos, partition)
-                cursor.took(len(found))
+                cursor.count_elements(len(found))
                 batches += found
             elif records < -1:
                 raise Malformed(f"{records} bytes")

@@ -239,7 +239,7 @@ def test_a_broker_without_version_5_of_the_end_is_said_loudly_and_nothing_is_tou
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     job = ProtectJob()
-    job.upstream({"broker 1": {api.END_TXN: 5}, "broker 2": {api.END_TXN: 4}})
+    job.on_broker_versions({"broker 1": {api.END_TXN: 5}, "broker 2": {api.END_TXN: 4}})
     assert not job.wants_request(api.END_TXN, 1)
     assert [record.message.split(" effect=")[0] for record in caplog.records] == ["protection unavailable"]
 
@@ -249,7 +249,7 @@ def test_if_no_broker_says_what_it_offers_there_is_no_protection_and_that_is_sai
     offered: dict[str, None], caplog: pytest.LogCaptureFixture
 ) -> None:
     job = ProtectJob()
-    job.upstream(offered)
+    job.on_broker_versions(offered)
     assert not job.wants_request(api.END_TXN, 1)
     (said,) = caplog.records
     assert said.message.startswith("protection unavailable")
@@ -258,7 +258,7 @@ def test_if_no_broker_says_what_it_offers_there_is_no_protection_and_that_is_sai
 
 def test_a_broker_that_does_not_answer_is_named_and_the_others_decide(caplog: pytest.LogCaptureFixture) -> None:
     job = ProtectJob()
-    job.upstream({"broker 1": {api.END_TXN: 5}, "broker 2": None})
+    job.on_broker_versions({"broker 1": {api.END_TXN: 5}, "broker 2": None})
     assert job.wants_request(api.END_TXN, 1)
     (warned,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "broker 2" in warned.message
@@ -267,7 +267,7 @@ def test_a_broker_that_does_not_answer_is_named_and_the_others_decide(caplog: py
 
 def test_clients_that_speak_part_2_themselves_pass_untouched() -> None:
     job = ProtectJob()
-    job.upstream({"broker 1": {api.END_TXN: 5}})
+    job.on_broker_versions({"broker 1": {api.END_TXN: 5}})
     assert job.wants_request(api.END_TXN, 1)
     for key, version in (
         (api.PRODUCE, 12),
@@ -281,7 +281,7 @@ def test_clients_that_speak_part_2_themselves_pass_untouched() -> None:
 
 def test_an_idempotent_producer_without_a_transactional_id_passes_untouched() -> None:
     job = ProtectJob()
-    job.upstream({"broker 1": {api.END_TXN: 5}})
+    job.on_broker_versions({"broker 1": {api.END_TXN: 5}})
     connection = Connection(1, "c", "b", 0)
     frame = produce_request(9, None, {"a": {0: records(5)}})
     assert job.request(Exchange(connection, api.PRODUCE, 9, 77), frame) is frame
@@ -337,7 +337,7 @@ def test_an_abort_is_told_so_that_librdkafka_takes_its_next_identity_and_others_
     for renews in (True, False):
         journal = Journal(tmp_path / f"journal {renews}")
         job = ProtectJob(journal=journal)
-        job.upstream({"broker 1": {api.END_TXN: 5}})
+        job.on_broker_versions({"broker 1": {api.END_TXN: 5}})
         connection = Connection(1, "c", "b", 0)
         software = named("librdkafka" if renews else "kafka-python", "2.16.0")
         assert job.request(Exchange(connection, api.API_VERSIONS, 3, 1), software) == software
@@ -357,7 +357,7 @@ def test_an_abort_is_told_so_that_librdkafka_takes_its_next_identity_and_others_
         assert job.request(init, encoded(requests(api.INIT_PRODUCER_ID, 4))) == b""
         assert init.answer is not None
         assert translate.initialised(init.answer, 4) == (0, Identity(OLD[0], OLD[1] + 1))
-        job.closed(connection)
+        job.connection_closed(connection)
         assert not job._renewing
         journal.close()
 
@@ -376,14 +376,14 @@ def asked(job: ProtectJob, key: int, version: int) -> tuple[bytes, bytes | None]
 def test_what_was_lacking_is_said_once_and_asked_again_until_it_is_there(caplog: pytest.LogCaptureFixture) -> None:
     job = ProtectJob()
     for _ in range(3):
-        job.upstream({"broker 1": OFFERS_NOT, "broker 2": OFFERS})
-        assert job.asks_again
+        job.on_broker_versions({"broker 1": OFFERS_NOT, "broker 2": OFFERS})
+        assert job.wants_versions_again
     assert len(caplog.records) == 1
-    job.upstream({"broker 1": None, "broker 2": OFFERS})
-    assert job.asks_again, "an old broker that is restarted is old until it says otherwise"
-    job.upstream({"broker 1": OFFERS, "broker 2": OFFERS})
-    assert not job.asks_again
-    job.upstream({"broker 1": None})
+    job.on_broker_versions({"broker 1": None, "broker 2": OFFERS})
+    assert job.wants_versions_again, "an old broker that is restarted is old until it says otherwise"
+    job.on_broker_versions({"broker 1": OFFERS, "broker 2": OFFERS})
+    assert not job.wants_versions_again
+    job.on_broker_versions({"broker 1": None})
     assert job.active, "and stays"
 
 
@@ -395,8 +395,8 @@ def test_an_identity_from_before_protection_passes_as_it_did_until_its_client_in
 ) -> None:
     job = ProtectJob()
     job.machine.initialised("t", NEW, 1)  # as a journal restores it: its client went on without protection
-    job.upstream({"broker 1": None})
-    job.upstream({"broker 1": OFFERS})
+    job.on_broker_versions({"broker 1": None})
+    job.on_broker_versions({"broker 1": OFFERS})
     assert asked(job, key, version) == (encoded(requests(key, version)), None)
     exchange = Exchange(Connection(1, "c", "b", 0), api.INIT_PRODUCER_ID, 4, 77)
     frame = encoded(requests(api.INIT_PRODUCER_ID, 4))
@@ -408,10 +408,10 @@ def test_an_identity_from_before_protection_passes_as_it_did_until_its_client_in
 
 def test_where_protection_is_required_nothing_passes_without_it_and_nothing_is_forgotten() -> None:
     job = ProtectJob(required=True)
-    assert job.not_ready
+    assert job.not_ready_reason
     job.machine.initialised("t", OLD, 1)
-    job.upstream({"broker 1": OFFERS_NOT})
-    assert "EndTxn v5" in str(job.not_ready)
+    job.on_broker_versions({"broker 1": OFFERS_NOT})
+    assert "EndTxn v5" in str(job.not_ready_reason)
     for key in (api.INIT_PRODUCER_ID, api.ADD_PARTITIONS_TO_TXN, api.ADD_OFFSETS_TO_TXN, api.TXN_OFFSET_COMMIT):
         assert job.wants_request(key, 3)
         passed, answer = asked(job, key, 3)
@@ -419,7 +419,7 @@ def test_where_protection_is_required_nothing_passes_without_it_and_nothing_is_f
     frame = produce_request(9, "t", {"a": {0: records(5)}})
     produce = translate.produce(frame, 9, len(frame))
     assert isinstance(job.produce(Exchange(Connection(1, "c", "b", 0), api.PRODUCE, 9, 77), produce), bytes)
-    job.upstream({"broker 1": OFFERS})
-    assert job.not_ready is None
+    job.on_broker_versions({"broker 1": OFFERS})
+    assert job.not_ready_reason is None
     passed, answer = asked(job, api.ADD_OFFSETS_TO_TXN, 3)
     assert (bool(passed), answer) == (True, None)

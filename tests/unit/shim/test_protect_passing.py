@@ -18,7 +18,7 @@ from eos.shim.protect.machine import Identity, State
 from eos.shim.trace import History, TraceJob
 from eos.shim.trace.model import NO_ANSWER, Step
 from eos.shim.wire import api
-from eos.shim.wire.frames import FrameSplitter, Passage, Piece
+from eos.shim.wire.frames import FrameSplitter, Handling, Piece
 from eos.shim.wire.headers import REQUEST_HEAD
 from tests.unit.shim.test_frames import cut
 from tests.unit.shim.test_protect_frames import NEW, OLD, produce_request, records
@@ -39,7 +39,7 @@ class Passed:
 
     def __init__(self, upstream: Identity = NEW, known: bool = True, before: Sequence[Job] = ()) -> None:
         self.job = ProtectJob()
-        self.job.upstream({"broker 1": {api.END_TXN: 5}})
+        self.job.on_broker_versions({"broker 1": {api.END_TXN: 5}})
         if known:
             self.job.machine.initialised("t", OLD, 1)
             self.job.machine.opens("t", OLD, 1, "mark")
@@ -52,7 +52,7 @@ class Passed:
         self.out = b""
         self._buffer = memoryview(bytearray(1 << 20))
 
-    def _open(self, data: Piece, pos: int) -> Passage:
+    def _open(self, data: Piece, pos: int) -> Handling:
         size, key, version, correlation_id = REQUEST_HEAD.unpack_from(data, pos)
         self.exchanges.append(Exchange(Connection(1, "c", "b", 0), key, version, correlation_id))
         return self.pipeline.request(self.exchanges[-1], size + 4)
@@ -161,7 +161,7 @@ def test_the_jobs_on_the_clients_side_see_what_the_client_sent_and_what_it_is_an
             passed.feed(chunk)
         assert passed.out == (collected(frame, 9) if known else b"")
         if known:
-            passed.pipeline.closed(passed.exchanges[0].connection)
+            passed.pipeline.connection_closed(passed.exchanges[0].connection)
         (seen,) = steps
         assert (seen.producer_id, seen.epoch) == OLD
         assert seen.errors == ([NO_ANSWER] if known else ["INVALID_PRODUCER_EPOCH"])
@@ -186,8 +186,8 @@ LATER = Identity(NEW.producer_id, NEW.epoch + 1)
 def again(passed: Passed, frame: bytes, connection: int) -> tuple[bytes, bytes | None]:
     """The same request on another connection: what goes upstream, and what it is answered."""
     exchange = Exchange(Connection(connection, "c", "b", 0), api.PRODUCE, 9, 77)
-    passage: Any = passed.pipeline.request(exchange, len(frame))
-    return bytes(passage.feed(frame)), exchange.answer
+    handling: Any = passed.pipeline.request(exchange, len(frame))
+    return bytes(handling.feed(frame)), exchange.answer
 
 
 def sequences(sent: bytes) -> list[int]:
@@ -234,7 +234,7 @@ def test_one_that_breaks_off_is_counted_once_when_it_comes_again(renews: bool) -
     known.renews = renews
     frame = produce_request(9, "t", {"a": {3: records(0)}})
     passed.feed(frame[:-9])
-    passed.pipeline.closed(passed.exchanges[0].connection)
+    passed.pipeline.connection_closed(passed.exchanges[0].connection)
     sent, answer = again(passed, frame, 2)
     if not renews:
         assert (sent, error(answer)) == (b"", 19)

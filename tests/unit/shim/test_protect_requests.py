@@ -31,7 +31,7 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 
 def protecting(journal: Journal, *known: str) -> ProtectJob:
     job = ProtectJob(journal=journal)
-    job.upstream({"broker 1": {api.END_TXN: translate.END_TXN_VERSION}})
+    job.on_broker_versions({"broker 1": {api.END_TXN: translate.END_TXN_VERSION}})
     for name in known:
         job.machine.initialised(name, Identity(1, 1), 1)
     return job
