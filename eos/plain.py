@@ -33,10 +33,10 @@ from eos.kafka.client.cluster import Described
 from eos.kafka.client.settings import Settings, settings_of
 from eos.kafka.client.world import REAL, World
 from eos.records import Headers, place_of
-from eos.session.claim import Claim
-from eos.session.producer import OLD_TRANSACTIONS, TransactionalProducer
+from eos.session.producer.ownership import TransactionalIdOwnership
+from eos.session.producer.producer import OLD_TRANSACTIONS, TransactionalProducer
+from eos.session.producer.states import State
 from eos.session.recovery import PLAN, Step
-from eos.session.states import State
 
 
 class Delivery:
@@ -152,7 +152,7 @@ class Transactions:
         )
         self._open: PlainTransaction | None = None  # whose block has the producer
         self._beginning = threading.Lock()
-        self._claim = Claim(self.settings, _lost_to, world=world)
+        self._ownership = TransactionalIdOwnership(self.settings, _lost_to, world=world)
 
     def __enter__(self) -> Transactions:
         alternate = False
@@ -194,14 +194,14 @@ class Transactions:
                     "transactional.id of its own"
                 )
             self._open = txn
-            self._claim.hold()
+            self._ownership.raise_if_lost()
             # An exception that is none of the client's (a signal's) ended a transaction half way: nobody waits for its
             # answer any more, and the new producer's init settles it.
             producer.give_up("the transaction before it was not ended")
             try:
-                if reason := producer.must_replace():
+                if reason := producer.decide_replacement():
                     txn.renewed = True
-                    self._claim.replace(producer, reason)
+                    self._ownership.replace(producer, reason)
                 producer.begin()
             except CallFailed as failure:
                 raise self._public(failure) from failure
@@ -257,7 +257,7 @@ class Transactions:
         """Fenced: by our own timeout (the next begin replaces the producer) or by a newer instance (none does)."""
         timeout_ms = self.settings.transaction_timeout_ms
         try:
-            owner = self._claim.settle(self._producer, str(failure))
+            owner = self._ownership.settle(self._producer, str(failure))
         except Fenced as fenced:
             return fenced
         if owner is Owner.OWN_TIMEOUT:

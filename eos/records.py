@@ -72,14 +72,14 @@ class Sink(Protocol):
         """confluent-kafka's produce() by position, so that nothing lies between: (topic, value, key[, partition, two
         callbacks that are None, timestamp_ms[, headers]])."""
 
-    def refused(self, error: Exception, send: Send) -> object:
+    def on_produce_error(self, error: Exception, send: Send) -> object:
         """`produce` raised: sends the output after all, or raises CallFailed."""
 
 
 class Fed(NamedTuple):
-    """What became of the records of a feed: `sent` outputs of the first `handled` records went out. `error`: what the
-    next record's function raised (nothing of that record went out), or the CallFailed of `refused`; None: all went.
-    `culprit`: the record that the error is about, where that is known."""
+    """The result of a feed: `sent` outputs of the first `handled` records went out. `error`: the exception of the next
+    record's function (nothing of that record went out), or the CallFailed of `on_produce_error`; None if all went out.
+    `culprit`: the record that the error is about, if it is known."""
 
     sent: int
     handled: int

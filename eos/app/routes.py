@@ -236,7 +236,7 @@ def feed_by(function: Callable[[Any], Any], decode: Decode | None, target: Targe
 
     def feed(records: list[Record], sink: Sink) -> Fed:
         partly = 0  # outputs sent for a record that failed afterwards
-        produce, refused = sink.produce, sink.refused
+        produce, refused = sink.produce, sink.on_produce_error
 
         def other(record: Record, result: object) -> int:
             nonlocal partly
@@ -299,7 +299,7 @@ def put(send: Send, sink: Sink) -> None:
     try:
         sink.produce(topic, value, key, partition, None, None, timestamp_ms, headers)
     except Exception as error:  # noqa: BLE001 - the sink decides
-        sink.refused(error, send)
+        sink.on_produce_error(error, send)
 
 
 def _one_by_one(outputs: Callable[[Record], Sequence[Send]]) -> Each:
@@ -509,7 +509,7 @@ def _compile_batch(
             latest_ms = _latest_ms(records)
             fed = None
             if target is not None:
-                fed = hotloop.feed_outs(outs, target, latest_ms, sink.produce, sink.refused)
+                fed = hotloop.feed_outs(outs, target, latest_ms, sink.produce, sink.on_produce_error)
             if fed is not None:
                 sent, failed = fed
                 return Fed(sent, len(records), None) if failed is None else Fed(sent, 0, failed, culprit)

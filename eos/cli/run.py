@@ -36,7 +36,7 @@ from eos.health.report import Reporter, pipe_of_supervisor
 from eos.health.status import Status
 from eos.kafka.client import settings
 from eos.records import place_of
-from eos.session.stopping import StopSignals
+from eos.session.signals import StopSignals
 from eos.signals import Handlers
 from eos.worker.loading import load_app, refuse_ids
 from eos.worker.running import prepare

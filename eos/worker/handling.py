@@ -96,7 +96,7 @@ class Kept:
     ) -> None:
         self.sends.append((topic, value, key, partition, timestamp_ms, headers))
 
-    def refused(self, error: Exception, send: Send) -> None:
+    def on_produce_error(self, error: Exception, send: Send) -> None:
         raise error  # appending to a list does not fail
 
 

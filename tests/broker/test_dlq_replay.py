@@ -20,8 +20,8 @@ from eos.encoding.dead_letters import dead_letter
 from eos.errors import Fenced
 from eos.kafka.client.settings import Settings
 from eos.records import Record
-from eos.session.claim import Claim
-from eos.session.producer import TransactionalProducer
+from eos.session.producer.ownership import TransactionalIdOwnership
+from eos.session.producer.producer import TransactionalProducer
 from eos.testing.history import committed_offsets
 from eos.worker import replay
 from tests.support import forked
@@ -246,8 +246,8 @@ def test_a_replay_that_a_newer_one_overtook_repeats_nothing_and_ends_with_79(
     """Its next producer takes the transactional.id back, and no group would refuse its offsets."""
     values = shop.letters(4)
     settings = Settings({"bootstrap.servers": shop.servers})
-    monkeypatch.setattr(TransactionalProducer, "must_replace", lambda self: "retry: asked by the test")
-    monkeypatch.setattr(Claim, "confirm", lambda self, producer, reason: None)
+    monkeypatch.setattr(TransactionalProducer, "decide_replacement", lambda self: "retry: asked by the test")
+    monkeypatch.setattr(TransactionalIdOwnership, "confirm", lambda self, producer, reason: None)
     monkeypatch.setattr(replay, "_MOST", 1)
     handled: list[bytes] = []
     app = package.App(shop.id)

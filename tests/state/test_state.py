@@ -131,7 +131,7 @@ UNKNOWN = """
 import sys
 from eos import cli
 from eos.errors import Action, CallFailed
-from eos.session.producer import TransactionalProducer
+from eos.session.producer.producer import TransactionalProducer
 when = sys.argv[1]
 call, calls = TransactionalProducer.commit, []
 def losing(self, *arguments, **more):
@@ -330,7 +330,7 @@ def test_a_worker_on_rocksdb_that_is_killed_before_it_writes_reads_what_it_has_n
 @pytest.mark.parametrize(
     ("step", "when"),
     [
-        ("last_sends", "behind"),
+        ("before_flush", "behind"),
         ("send_offsets", "behind"),
         ("commit", "behind"),
         pytest.param("flush", "behind", marks=pytest.mark.long),
@@ -690,4 +690,4 @@ def test_member_that_lost_its_partition_writes_no_state(counting: Counting, prot
 def _again(counting: Counting) -> bool:
     """The first worker aborted, or joined the group again."""
     lines = counting.log("one").rpartition("RAISES")[2]
-    return "transaction aborted" in lines or "joined the group again" in lines or "stopped" in lines
+    return "transaction aborted" in lines or "rejoined the group" in lines or "stopped" in lines

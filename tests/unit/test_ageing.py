@@ -144,7 +144,7 @@ def test_a_value_is_there_for_so_long_behind_its_last_write_whatever_happens_in_
             task.committed(0.0)
             uncommitted = []
         if then == "abort":
-            task.undone()
+            task.roll_back()
             for again in uncommitted:
                 handle(again)
         if then in ("restart", "lost"):

@@ -109,11 +109,11 @@ def feed(made: Route, records: list[Record], full_at: Iterable[int] = ()) -> tup
             raise BufferError("full")
         put.append((topic, value, key, partition, time, headers))
 
-    def refused(error: Exception, send: Send) -> None:
+    def on_produce_error(error: Exception, send: Send) -> None:
         assert isinstance(error, BufferError)
         put.append(send)
 
-    return put, made.feed(records, SimpleNamespace(produce=produce, refused=refused))
+    return put, made.feed(records, SimpleNamespace(produce=produce, on_produce_error=on_produce_error))
 
 
 def sent(value: bytes | None, **changes: object) -> Send:
@@ -611,10 +611,10 @@ def fed_until_2(made: Route, records: list[Record]) -> Fed:
         if value == b"2":
             raise RuntimeError("broken")
 
-    def refused(error: Exception, send: Send) -> None:
+    def on_produce_error(error: Exception, send: Send) -> None:
         raise IllegalState("no more") from error
 
-    return made.feed(records, SimpleNamespace(produce=produce, refused=refused))
+    return made.feed(records, SimpleNamespace(produce=produce, on_produce_error=on_produce_error))
 
 
 def test_what_refused_raises_stops_a_feed_with_the_outputs_before_it_counted() -> None:
@@ -887,7 +887,7 @@ def test_record_is_there_beside_its_decoded_value(function: Callable[..., Any], 
     made = pickle.loads(pickle.dumps(route(function)))
     assert [send[:3] for send in made.outputs(RECORD)] == [("out", value, key)]
     sent: list[Any] = []
-    sink = SimpleNamespace(produce=lambda *send: sent.append(send[:3]), refused=None)
+    sink = SimpleNamespace(produce=lambda *send: sent.append(send[:3]), on_produce_error=None)
     assert made.feed([RECORD], sink).error is None
     assert sent == [("out", value, key)]
     wrong = msgspec.structs.replace(RECORD, value=b"{}")

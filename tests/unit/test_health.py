@@ -25,8 +25,8 @@ from eos.health.incidents import Incidents, words
 from eos.health.server import parse_address, serve
 from eos.health.status import Distribution, PartitionLag, Sample, StateOf, Status, judge, judge_report, stuck_after_s
 from eos.kafka.client.settings import Settings
+from eos.observe import Histogram, Pulse
 from eos.probes import exposition
-from eos.session.observe import Histogram, Pulse
 
 ROOT = Path(__file__).parents[2]
 WELL = Sample(in_group=True, unresolved=0, lags=[])

@@ -61,7 +61,7 @@ class Txn:
             raise BufferError("it says no")
         self.sends.append((topic, value, key, -1, send[6] if len(send) > 6 else 0, send[7] if len(send) > 7 else None))
 
-    def refused(self, error: Exception, send: Send) -> None:
+    def on_produce_error(self, error: Exception, send: Send) -> None:
         raise CallFailed("produce", Action.POISON, error)
 
     @property
@@ -570,7 +570,7 @@ def test_what_a_feed_waits_for_room_is_no_time_of_the_function(monkeypatch: pyte
         clock.now += 5
         txn.waited_s += 5
 
-    monkeypatch.setattr(txn, "refused", waits)
+    monkeypatch.setattr(txn, "on_produce_error", waits)
     assert handler.handle(txn, records(b"a")) is None
     clock.now += 1
     assert handler.handle(txn, records(b"b", b"b")) is None
@@ -615,11 +615,11 @@ def test_a_transaction_is_open_from_its_first_output_on(several: bool) -> None:
 
 
 def test_a_delivery_that_failed_is_not_taken_for_the_record_that_is_being_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(error: Exception, send: Send) -> None:
+    def on_produce_error(error: Exception, send: Send) -> None:
         raise CallFailed("delivery", Action.POISON, error)
 
     txn = Txn(refuses=[b"B"])
-    monkeypatch.setattr(txn, "refused", refused)
+    monkeypatch.setattr(txn, "on_produce_error", on_produce_error)
     Handler(app_of()).handle(txn, records(b"a", b"b"))
     assert txn.failure is not None
     assert txn.failure.record is None

@@ -15,7 +15,7 @@ from confluent_kafka import Consumer, Producer
 from eos.errors import ConfigurationError
 from eos.kafka.client.settings import NOT_FOR_USERS, OPTIONS, REFUSALS, Settings, load, member_of, parse_flag
 from eos.plain import Transactions
-from eos.session.transact import TransactSession
+from eos.session.session import TransactSession
 
 
 def refused(values: dict[str, Any]) -> str:

@@ -74,7 +74,7 @@ A = ("a", 0)
 
 
 def written(ledger: Ledger) -> str:
-    return json.dumps({"instance": "x", **ledger.beside(A)})
+    return json.dumps({"instance": "x", **ledger.offset_metadata(A)})
 
 
 def test_counts_go_on_where_the_last_commit_left_them_whoever_made_it() -> None:
@@ -110,7 +110,7 @@ def test_what_an_aborted_transaction_counted_is_counted_again() -> None:
     ledger.handled(A, 1)
     ledger.committed()
     ledger.handled(A, 5)
-    ledger.undone()
+    ledger.aborted()
     assert (ledger.handled(A, 1), ledger.tally(A)) == (1, Tally(0, 2, 2))
 
 

@@ -104,6 +104,10 @@ class Watchdog:
         finally:
             del job  # as in `_work`
 
+    def abandon(self) -> None:
+        """Refuse further calls: one is running that may never return."""
+        self.hung = True
+
     def ended(self, timeout_s: float) -> bool:
         """After `close`: whether no call is running any more, asked for up to `timeout_s`."""
         self._thread.join(timeout_s)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from confluent_kafka import Producer
 
-from eos.session.evidence import COORDINATOR, RetryEvidence, Statistics, decode_statistics
+from eos.session.producer.retry_evidence import COORDINATOR, RetryEvidence, Statistics, decode_statistics
 from tests.support.reading import wait_until
 
 # One statistics event in librdkafka's layout (STATISTICS.md), shortened where a value has no name of its own.
@@ -143,27 +143,27 @@ def suspected(call: str, before: Statistics | None) -> RetryEvidence:
     """After one transaction in which this call took from second 5 to second 5.4."""
     evidence = RetryEvidence(one_clock=True)
     if before is not None:
-        evidence.statistics(before)
+        evidence.add_statistics(before)
     for name in ("send_offsets", "commit"):
-        evidence.call_began()
+        evidence.begin_call()
         if name == "commit":
-            evidence.ended += 1
-        evidence.call_took(name, 400 if name == call else 30, 5.4)
+            evidence.expect_end_txn()
+        evidence.return_from(name, 400 if name == call else 30, 5.4)
     return evidence
 
 
 def took(evidence: RetryEvidence, call: str, took_ms: float) -> None:
     """A call with no statistics behind it: what is slow stays a suspect, and is convicted by default."""
-    evidence.call_began()
-    evidence.call_took(call, took_ms, 0.0)
-    if evidence.undecided:
-        evidence.no_statistics()
+    evidence.begin_call()
+    evidence.return_from(call, took_ms, 0.0)
+    if evidence.has_undecided_calls:
+        evidence.stop_waiting()
 
 
 def healthy() -> RetryEvidence:
     """After a first, unremarkable snapshot."""
     evidence = RetryEvidence()
-    evidence.statistics(statistics())
+    evidence.add_statistics(statistics())
     assert evidence.reason is None
     return evidence
 
@@ -213,39 +213,39 @@ def test_five_hundred_healthy_transactions_give_no_reason() -> None:
     evidence = RetryEvidence()
     for number in range(1, 501):
         took(evidence, "send_offsets", 37)  # the slowest healthy call that was seen
-        evidence.ended += 1
-        evidence.statistics(statistics(end_txn=number - 1))  # EndTxn is on its way
+        evidence.expect_end_txn()
+        evidence.add_statistics(statistics(end_txn=number - 1))  # EndTxn is on its way
         took(evidence, "commit", 37)
-        evidence.statistics(statistics(end_txn=number))
+        evidence.add_statistics(statistics(end_txn=number))
     assert evidence.reason is None
 
 
 def test_more_requests_of_other_kinds_are_no_sign() -> None:
     """AddPartitionsToTxn alone is sent again on CONCURRENT_TRANSACTIONS: healthy in 8 % of transactions."""
     evidence = healthy()
-    evidence.statistics(statistics(req={"EndTxn": 0, "AddPartitionsToTxn": 20, "AddOffsetsToTxn": 10}))
+    evidence.add_statistics(statistics(req={"EndTxn": 0, "AddPartitionsToTxn": 20, "AddOffsetsToTxn": 10}))
     assert evidence.reason is None
 
 
 def test_an_empty_transaction_that_sent_no_end_is_no_sign() -> None:
     evidence = healthy()
-    evidence.ended += 1
-    evidence.statistics(statistics(end_txn=0))
+    evidence.expect_end_txn()
+    evidence.add_statistics(statistics(end_txn=0))
     assert evidence.reason is None
 
 
 def test_the_bootstrap_connection_may_come_and_go() -> None:
     evidence = healthy()
-    evidence.statistics(of_broker(BOOTSTRAP, disconnects=5, connects=5))
+    evidence.add_statistics(of_broker(BOOTSTRAP, disconnects=5, connects=5))
     assert evidence.reason is None
 
 
 def test_what_happens_during_the_init_is_no_sign() -> None:
     evidence = RetryEvidence()
-    evidence.statistics(statistics(epoch=-1))
-    evidence.statistics(statistics(epoch=-1, connects=9, disconnects=8, req_timeouts=7, end_txn=6))
+    evidence.add_statistics(statistics(epoch=-1))
+    evidence.add_statistics(statistics(epoch=-1, connects=9, disconnects=8, req_timeouts=7, end_txn=6))
     assert evidence.reason is None
-    evidence.statistics(statistics(epoch=0))
+    evidence.add_statistics(statistics(epoch=0))
     assert evidence.reason is None, "not compared with a snapshot of the init either"
 
 
@@ -254,9 +254,9 @@ def test_what_happens_during_the_init_is_no_sign() -> None:
 
 def test_a_cut_after_add_partitions_is_seen_by_the_connection_though_every_call_was_fast() -> None:
     evidence = healthy()
-    evidence.statistics(statistics(connects=2, disconnects=1))
+    evidence.add_statistics(statistics(connects=2, disconnects=1))
     took(evidence, "send_offsets", 1.3)
-    evidence.ended += 1
+    evidence.expect_end_txn()
     took(evidence, "commit", 0.3)
     assert evidence.reason is not None
     assert "connection to the transaction coordinator was lost" in evidence.reason
@@ -273,7 +273,7 @@ def test_a_cut_after_add_partitions_is_seen_by_the_connection_though_every_call_
 def test_a_cut_after_any_other_request_is_seen_by_time_alone(call: str, took_ms: float) -> None:
     """The statistics need not show it: the broker's handle may be rebuilt, and its counters start again."""
     evidence = healthy()
-    evidence.statistics(of_broker(ORDINARY, connects=1, disconnects=0, req={}))
+    evidence.add_statistics(of_broker(ORDINARY, connects=1, disconnects=0, req={}))
     assert evidence.reason is None
     took(evidence, call, took_ms)
     assert evidence.reason is not None
@@ -282,26 +282,26 @@ def test_a_cut_after_any_other_request_is_seen_by_time_alone(call: str, took_ms:
 
 def test_more_end_txn_requests_than_transactions_are_a_sign_even_in_the_first_snapshot() -> None:
     evidence = RetryEvidence()
-    evidence.ended = 1
-    evidence.statistics(statistics(end_txn=2))
+    evidence.expect_end_txn()
+    evidence.add_statistics(statistics(end_txn=2))
     assert evidence.reason == "2 EndTxn requests for 1 transactions"
 
 
 def test_a_connection_lost_in_the_init_is_no_sign() -> None:
     """A cluster that has just made its transaction log loses it once."""
     evidence = RetryEvidence()
-    evidence.statistics(statistics(disconnects=1))
-    evidence.begun = True
-    evidence.statistics(statistics(disconnects=1))
+    evidence.add_statistics(statistics(disconnects=1))
+    evidence.begin_transaction()
+    evidence.add_statistics(statistics(disconnects=1))
     assert evidence.reason is None
-    evidence.statistics(statistics(disconnects=2))
+    evidence.add_statistics(statistics(disconnects=2))
     assert evidence.reason is not None
 
 
 def test_a_lost_connection_is_a_sign_even_in_the_first_snapshot() -> None:
     evidence = RetryEvidence()
-    evidence.begun = True
-    evidence.statistics(statistics(disconnects=1))
+    evidence.begin_transaction()
+    evidence.add_statistics(statistics(disconnects=1))
     assert evidence.reason == "the connection to the transaction coordinator was lost"
 
 
@@ -312,28 +312,28 @@ def test_a_lost_connection_is_a_sign_even_in_the_first_snapshot() -> None:
 )
 def test_each_change_of_the_coordinators_connection_is_a_sign(changed: dict[str, int]) -> None:
     evidence = healthy()
-    evidence.statistics(statistics(**changed))
+    evidence.add_statistics(statistics(**changed))
     assert evidence.reason is not None
     assert "coordinator" in evidence.reason
 
 
 def test_a_vanished_coordinator_entry_is_a_sign() -> None:
     evidence = healthy()
-    evidence.statistics(counted(BEHIND, changes={COORDINATOR: None}))
+    evidence.add_statistics(counted(BEHIND, changes={COORDINATOR: None}))
     assert evidence.reason == "the transaction coordinator's entry vanished from the statistics"
 
 
 def test_a_lost_connection_to_an_ordinary_broker_is_a_sign() -> None:
     """TxnOffsetCommit goes to the group's coordinator, over an ordinary broker's connection."""
     evidence = healthy()
-    evidence.statistics(of_broker(ORDINARY, disconnects=1))
+    evidence.add_statistics(of_broker(ORDINARY, disconnects=1))
     assert evidence.reason == "the connection to 127.0.0.1:9092/1 was lost"
 
 
 def test_the_first_reason_stays() -> None:
     evidence = healthy()
     took(evidence, "commit", 90)
-    evidence.statistics(statistics(disconnects=1))
+    evidence.add_statistics(statistics(disconnects=1))
     assert evidence.reason is not None
     assert evidence.reason.startswith("commit took 90 ms")
 
@@ -347,39 +347,39 @@ BEFORE, INSIDE, BEHIND = 4_900_000, 5_200_000, 5_500_000
 @SLOW_CALLS
 def test_a_slow_call_is_acquitted_by_right_counts_on_the_same_connections(call: str) -> None:
     evidence = suspected(call, counted(BEFORE, 0))
-    assert evidence.undecided
-    evidence.statistics(counted(BEHIND))
-    assert (evidence.reason, evidence.undecided) == (None, False)
+    assert evidence.has_undecided_calls
+    evidence.add_statistics(counted(BEHIND))
+    assert (evidence.reason, evidence.has_undecided_calls) == (None, False)
 
 
 def test_add_offsets_that_was_answered_and_sent_again_is_no_sign() -> None:
     """The markers of the transaction before were being written: CONCURRENT_TRANSACTIONS."""
     evidence = suspected("send_offsets", counted(BEFORE, 0))
     again = {COORDINATOR: {"txretries": 2, "req": {"EndTxn": 1, "AddOffsetsToTxn": 3}}}
-    evidence.statistics(counted(BEHIND, changes=again))
-    assert (evidence.reason, evidence.undecided) == (None, False)
+    evidence.add_statistics(counted(BEHIND, changes=again))
+    assert (evidence.reason, evidence.has_undecided_calls) == (None, False)
 
 
 @SLOW_CALLS
 def test_statistics_from_inside_a_call_decide_nothing(call: str) -> None:
     """They may be older than the cut: the first copy is counted, the second not sent yet."""
     evidence = suspected(call, counted(BEFORE, 0))
-    evidence.statistics(counted(INSIDE))
-    assert evidence.undecided
-    evidence.statistics(counted(5_400_000))
-    assert evidence.undecided, "at the very moment at which it returned"
-    evidence.statistics(counted(BEHIND))
-    assert (evidence.reason, evidence.undecided) == (None, False)
+    evidence.add_statistics(counted(INSIDE))
+    assert evidence.has_undecided_calls
+    evidence.add_statistics(counted(5_400_000))
+    assert evidence.has_undecided_calls, "at the very moment at which it returned"
+    evidence.add_statistics(counted(BEHIND))
+    assert (evidence.reason, evidence.has_undecided_calls) == (None, False)
 
 
-GONE, AGAIN = "is not known any more", "is another one"
+GONE, AGAIN = "is no longer known", "is another one"
 
 
 @pytest.mark.parametrize(
     ("call", "changes", "because"),
     [
         ("commit", {COORDINATOR: {"req": {"EndTxn": 2}}}, "EndTxn"),
-        ("commit", {COORDINATOR: {"req": {"EndTxn": 0}}}, "EndTxn was sent 0 times, 1 would be right"),
+        ("commit", {COORDINATOR: {"req": {"EndTxn": 0}}}, "EndTxn was sent 0 times instead of 1"),
         ("commit", {COORDINATOR: {"stateage": 100_000}}, f"the connection to {COORDINATOR} {AGAIN}"),
         ("commit", {COORDINATOR: {"state": "TRY_CONNECT"}}, f"the connection to {COORDINATOR} {AGAIN}"),
         ("commit", {COORDINATOR: None}, "vanished"),
@@ -388,7 +388,7 @@ GONE, AGAIN = "is not known any more", "is another one"
             {COORDINATOR: {"req": {"EndTxn": 1, "AddOffsetsToTxn": 0}}},
             "AddOffsetsToTxn was sent 0 times",
         ),
-        ("send_offsets", {COORDINATOR: {"req_timeouts": 1}}, "not answered in time"),
+        ("send_offsets", {COORDINATOR: {"req_timeouts": 1}}, "timed out"),
         ("send_offsets", {ORDINARY: {"req": {"TxnOffsetCommit": 2}}}, "TxnOffsetCommit was sent 2 times"),
         ("send_offsets", {"other:1/2": {"req": {"TxnOffsetCommit": 1}}}, "TxnOffsetCommit was sent 2 times"),
         # The handle was made anew: its counters began again, and the second copy is the one that is owed.
@@ -397,7 +397,7 @@ GONE, AGAIN = "is not known any more", "is another one"
         (
             "send_offsets",
             {ORDINARY: None, "renamed:9092/1": {"req": {"TxnOffsetCommit": 1}, "state": "UP"}},
-            "renamed:9092/1 was not known before it",
+            "renamed:9092/1 was unknown before it",
         ),
         ("send_offsets", {ORDINARY: None}, "TxnOffsetCommit was sent 0 times"),
         ("commit", {ORDINARY: None}, f"{ORDINARY} {GONE}"),
@@ -406,10 +406,10 @@ GONE, AGAIN = "is not known any more", "is another one"
 )
 def test_a_slow_call_is_convicted_by(call: str, changes: dict[str, Any], because: str) -> None:
     evidence = suspected(call, counted(BEFORE, 0))
-    evidence.statistics(counted(BEHIND, changes=changes))
+    evidence.add_statistics(counted(BEHIND, changes=changes))
     assert evidence.reason is not None
     assert because in evidence.reason
-    assert not evidence.undecided
+    assert not evidence.has_undecided_calls
 
 
 UNKNOWN = {"nodeid": 2, "state": "INIT", "connects": 0}
@@ -429,15 +429,15 @@ def test_the_first_send_offsets_may_connect_to_the_groups_coordinator_once(
     before = {ORDINARY: {"req": {}}, "other:1/2": UNKNOWN}
     behind = {ORDINARY: {"req": {}}, "other:1/2": {"state": "UP", "req": {"TxnOffsetCommit": 1}} | now}
     evidence = suspected("send_offsets", counted(BEFORE, 0, before))
-    evidence.statistics(counted(BEHIND, changes=behind))
+    evidence.add_statistics(counted(BEHIND, changes=behind))
     assert (evidence.reason is None) is acquitted
 
 
 def test_without_statistics_from_before_a_slow_call_nothing_acquits_it() -> None:
     """A handle that was made anew inside the call looks like one that was there all the time."""
     evidence = suspected("send_offsets", None)
-    evidence.statistics(counted(INSIDE))
-    evidence.statistics(counted(BEHIND))
+    evidence.add_statistics(counted(INSIDE))
+    evidence.add_statistics(counted(BEHIND))
     assert evidence.reason is not None
     assert "there are no statistics from before it" in evidence.reason
 
@@ -445,58 +445,59 @@ def test_without_statistics_from_before_a_slow_call_nothing_acquits_it() -> None
 def test_statistics_of_a_call_that_still_runs_are_not_those_from_before_it() -> None:
     """The connection broke early in the call, and what came since knows only the next one."""
     evidence = RetryEvidence(one_clock=True)
-    evidence.statistics(counted(BEFORE, 0))
-    evidence.call_began()
-    evidence.statistics(counted(INSIDE, 0, {ORDINARY: {"stateage": 100_000}}))
-    evidence.call_took("send_offsets", 600, 5.4)
+    evidence.add_statistics(counted(BEFORE, 0))
+    evidence.begin_call()
+    evidence.add_statistics(counted(INSIDE, 0, {ORDINARY: {"stateage": 100_000}}))
+    evidence.return_from("send_offsets", 600, 5.4)
     offsets_only = {COORDINATOR: {"req": {"AddOffsetsToTxn": 1}}, ORDINARY: {"stateage": BEHIND - INSIDE + 100_000}}
-    evidence.statistics(counted(BEHIND, 1, offsets_only))
+    evidence.add_statistics(counted(BEHIND, 1, offsets_only))
     assert evidence.reason is not None
     assert AGAIN in evidence.reason
 
 
 def test_send_offsets_is_judged_while_the_commit_behind_it_runs_and_the_commit_by_what_was_before_both() -> None:
     evidence = RetryEvidence(one_clock=True)
-    evidence.statistics(counted(BEFORE, 0))
-    evidence.call_began()
-    evidence.call_took("send_offsets", 400, 5.4)
-    evidence.call_began()
-    evidence.ended += 1
-    evidence.statistics(counted(BEHIND, 1, {COORDINATOR: {"req": {"AddOffsetsToTxn": 1}}}))
-    assert not evidence.undecided, "EndTxn is not its request"
-    evidence.call_took("commit", 400, 5.8)
-    assert evidence.undecided
-    evidence.statistics(counted(5_900_000))
-    assert (evidence.reason, evidence.undecided) == (None, False)
+    evidence.add_statistics(counted(BEFORE, 0))
+    evidence.begin_call()
+    evidence.return_from("send_offsets", 400, 5.4)
+    evidence.begin_call()
+    evidence.expect_end_txn()
+    evidence.add_statistics(counted(BEHIND, 1, {COORDINATOR: {"req": {"AddOffsetsToTxn": 1}}}))
+    assert not evidence.has_undecided_calls, "EndTxn is not its request"
+    evidence.return_from("commit", 400, 5.8)
+    assert evidence.has_undecided_calls
+    evidence.add_statistics(counted(5_900_000))
+    assert (evidence.reason, evidence.has_undecided_calls) == (None, False)
 
 
 def test_no_statistics_in_time_convict_and_so_does_a_clock_that_is_not_ours() -> None:
     evidence = suspected("commit", counted(BEFORE, 0))
-    evidence.no_statistics()
+    evidence.stop_waiting()
     assert evidence.reason == (
-        "commit took 400 ms: it may have been sent twice; a late copy finds a new epoch and does nothing "
-        "(nothing shows that it was not)"
+        "commit took 400 ms: it may have been sent twice; a late copy will find a new epoch and be refused "
+        "(no statistics show that it was not)"
     )
     evidence = RetryEvidence(one_clock=False)
-    evidence.statistics(counted(BEFORE, 0))
-    evidence.call_began()
-    evidence.call_took("commit", 400, 5.4)
-    assert (evidence.reason is None, evidence.undecided) == (False, False)
+    evidence.add_statistics(counted(BEFORE, 0))
+    evidence.begin_call()
+    evidence.return_from("commit", 400, 5.4)
+    assert (evidence.reason is None, evidence.has_undecided_calls) == (False, False)
 
 
 def test_five_hundred_transactions_with_a_far_broker_give_no_reason() -> None:
     evidence, ts = RetryEvidence(one_clock=True), CONNECTED_AT + 1
-    evidence.statistics(counted(ts, 0))
+    evidence.add_statistics(counted(ts, 0))
     for number in range(1, 501):
         for call, took_ms in (("send_offsets", 410), ("commit", 220)):
-            evidence.call_began()
-            evidence.ended += call == "commit"
+            evidence.begin_call()
+            if call == "commit":
+                evidence.expect_end_txn()
             ts += took_ms * 1000
-            evidence.call_took(call, took_ms, ts / 1e6)
-        assert evidence.undecided
+            evidence.return_from(call, took_ms, ts / 1e6)
+        assert evidence.has_undecided_calls
         ts += 50_000
-        evidence.statistics(counted(ts, number))
-        assert not evidence.undecided
+        evidence.add_statistics(counted(ts, number))
+        assert not evidence.has_undecided_calls
     assert evidence.reason is None
 
 

@@ -1,9 +1,9 @@
-"""The transactional producer: one transactional.id, one state machine, one life per clean run of transactions.
+"""The transactional producer: one transactional.id, one state machine, replaced after every doubtful transaction.
 
-Owns the confluent-kafka Producer, the legal order of its calls (eos/session/states.py), their deadlines
-(eos/kafka/client/watchdog.py) and the signs that call for a replacement (eos/session/evidence.py). A failed call raises
-CallFailed with what to do about it; this module never decides commit or abort, and never replaces itself inside a
-transaction.
+Owns the confluent-kafka Producer, the legal order of its calls (states.py), their deadlines
+(eos/kafka/client/watchdog.py) and the evidence that calls for a replacement (retry_evidence.py). A failed call raises
+CallFailed with the action to take. This module never decides whether to commit or abort, and never replaces itself
+inside a transaction.
 """
 
 from __future__ import annotations
@@ -22,32 +22,31 @@ from eos.kafka.client.raising import raising
 from eos.kafka.client.settings import Settings, alternate_of
 from eos.kafka.client.watchdog import CallHung
 from eos.kafka.client.world import REAL, World
+from eos.observe import Pulse, add
 from eos.records import Fed, Feed, Record, Send
-from eos.session.client import ABANDONED_POLL_S, Client, retire, size_of
-from eos.session.observe import Pulse
-from eos.session.states import OPEN, Event, Machine, State
+from eos.session.producer.client import ABANDONED_POLL_S, Client, size_of
+from eos.session.producer.states import OPEN, Event, Machine, State
 
-OLD_TRANSACTIONS = 2  # transaction.version below it: a replaced producer needs another transactional.id
+OLD_TRANSACTIONS = 2  # with a lower transaction.version a replacement needs another transactional.id
 HANG_MARGIN_S = 5.0
-_WAIT_LOG_INTERVAL_S = 10.0
 _FLUSH_LOOK_S, _FLUSH_WAIT_S = 0.001, 0.5
-_IDENTITY_S = 2.0  # how long the first statistics are waited for, ten a second
-_FRESH_S = 10.0  # and the next ones, on a machine that does other things: an old epoch would look like a predecessor's
-_OVERDUE_S = 2.0  # behind the time for statistics: on a machine that does other things too, a replacement takes longer
+_IDENTITY_S = 2.0  # wait for the first statistics, which come ten times a second
+_FRESH_S = 10.0  # wait for new statistics on a busy machine; an outdated epoch would look like a predecessor's
+_OVERDUE_S = 2.0  # how late statistics may be: on a busy machine a replacement takes longer
 _STATISTICS_POLL_S = 0.02
-# Before AddOffsetsToTxn is a transaction's first request: met by the one before, whose markers are being written, it is
-# sent again after retry.backoff.ms. Of 200 transactions back to back on a busy machine 32 met them, with this pause 0
-# and 3.
+# Pause before a transaction whose first request is AddOffsetsToTxn. If it arrives while the previous transaction's
+# markers are written, it is refused and sent again after retry.backoff.ms. Of 200 transactions back to back on a busy
+# machine that happened to 32; with this pause to 0 and 3.
 _MARKERS_S = 0.010
-_REPORT_DELAY_S = 0.5  # a transaction fails a moment before the report of the record that made it fail
+_REPORT_DELAY_S = 0.5  # a transaction fails a moment before the delivery report of the record that made it fail
 
 
 class TransactionalProducer:
     """Drives one transactional.id: start, then begin/send/flush/send_offsets/commit or abort, replace, close. It is the
-    Sink of what is fed to it (eos/records.py).
+    Sink of the records that are fed to it (eos/records.py).
 
-    `changelogs`: topics that no function writes; an error about one of them is not an input record's.
-    With `reports` every record's delivery is reported (to `send`'s callback).
+    `changelogs`: topics that no function writes; an error about one of them is not an input record's. With `reports`
+    every record's delivery is reported to the callback of its `send`.
     """
 
     def __init__(
@@ -63,24 +62,24 @@ class TransactionalProducer:
         self._reports = reports
         self._pulse = pulse or Pulse(world.now)
         self._id = transactional_id
-        self._ids = [transactional_id]  # the one that is used comes first; the other one is for replacements
+        self._ids = [transactional_id]  # the present one, then one for replacements if there is another
         self._machine = Machine()
         self._call_timeout_s: float = settings["eos.call.timeout.ms"] / 1000
         self._client: Client | None = None
-        self._half_way: Client | None = None  # its init was interrupted
-        self._spent: str | None = None
+        self._initialising: Client | None = None  # a signal interrupted the wait for its init
+        self._replace_because: str | None = None
         self._produced = 0
         self.waited_s = 0.0
-        """For how long sends have waited for room in the client's queue, since this producer was made."""
-        self._began_at = 0.0  # World.now(), for deadlines of ours
+        """For how long sends have waited for room in the client's queue, over the life of this object."""
+        self._began_at = 0.0  # World.now(), for our own deadlines
         self._committed_at = 0.0  # World.now()
         self._open_since = 0.0  # World.elapsing(), for the broker's timeout
         self._offsets_sent = False
-        self.may_have_bumped = False
-        """An abort or an init did not come to its end: a client of ours may have taken the next epoch in it (an abort:
-        KIP-360), and nobody knows."""
+        self.epoch_may_have_advanced = False
+        """True after an abort or an init that did not return: a client of ours may have taken the next epoch in it
+        (after an abort: KIP-360) without its statistics showing it."""
         self.replacements: dict[str, int] = {}
-        """How often the producer was replaced, by reason class: "abort", "retry", "failure"."""
+        """Number of replacements by kind of reason: "abort", "retry", "failure"."""
 
     @property
     def state(self) -> State:
@@ -92,7 +91,7 @@ class TransactionalProducer:
 
     @property
     def may_abort(self) -> bool:
-        """A transaction is open and nothing that may still be answered is on its way."""
+        """Whether a transaction is open and no call is running that may still be answered."""
         return self._machine.state in (State.IN_TRANSACTION, State.ABORTABLE_ERROR) and not self.client.watchdog.hung
 
     @property
@@ -101,7 +100,7 @@ class TransactionalProducer:
         return self._client
 
     def who(self) -> dict[str, Any]:
-        """Fields for a log line about this producer."""
+        """Return the fields that identify this producer in a log event."""
         mine = self._client.identity if self._client else None
         return {
             "transactional_id": self.transactional_id,
@@ -118,46 +117,54 @@ class TransactionalProducer:
         before_init: Callable[[str], None] = lambda transactional_id: None,
         alternate: bool = False,
     ) -> None:
-        """Creates the client and initialises the transactional.id, which ends what a predecessor left open.
+        """Create the client and initialise the transactional.id, which ends a predecessor's open transaction.
 
-        `deadline` is a World.now(); without one an unreachable cluster is waited for. `before_init` is called with
-        each transactional.id immediately before its init. Raises Unavailable, ConfigurationError, NotAuthorised.
+        `deadline` is a World.now(); without one the call waits for an unreachable cluster. `before_init` is called with
+        each transactional.id just before its init. Raises Unavailable, ConfigurationError, NotAuthorised.
 
-        With `alternate`, a replacement goes on under a second transactional.id (and the start fences both). Needed for
-        brokers before 4.0: there a late TxnOffsetCommit of the fenced epoch deletes the new epoch's pending offsets
-        (measured on 3.9.2, 6 of 6), but not those of another producer id.
+        With `alternate`, a replacement uses a second transactional.id, and the start fences both. Brokers before 4.0
+        need this: there a late TxnOffsetCommit of the fenced epoch deletes pending offsets of the new epoch (measured
+        on 3.9.2, 6 of 6), but not those of another producer id.
         """
         self._ids = [self._id, alternate_of(self._id)] if alternate else [self._id]
         self._machine = Machine()
         for transactional_id in reversed(self._ids):
-            client = self._initialised(transactional_id, deadline, before_init)
+            client = self._create_client(transactional_id, deadline, before_init)
             if transactional_id != self._ids[0]:
-                retire(client)
+                client.retire()
         self._client = client
-        self._machine.fire(Event.INITIALISED)
-        self._spent = None
-        self._look_around()
+        self._become_ready()
 
     def fence(self, transactional_id: str, deadline: float | None, before_init: Callable[[str], None]) -> None:
         """Initialise another transactional.id once, which fences its owner. Arguments and errors are `start`'s."""
-        retire(self._initialised(transactional_id, deadline, before_init))
+        self._create_client(transactional_id, deadline, before_init).retire()
 
-    def _initialised(
+    def _become_ready(self) -> None:
+        """Begin to use an initialised client."""
+        evidence = self.client.evidence
+        self._machine.fire(Event.INITIALISED)
+        self._replace_because, self.epoch_may_have_advanced = None, False
+        # Wait for the first statistics, without which a slow call cannot be cleared: with a slow coordinator each small
+        # transaction would lead to the next replacement. Most of their interval passed during the init.
+        self._wait_for_statistics(lambda: evidence.has_no_statistics)
+
+    def _create_client(
         self,
         transactional_id: str,
         deadline: float | None,
         before_init: Callable[[str], None] = lambda transactional_id: None,
     ) -> Client:
-        client = self._half_way
+        """Return a client that has initialised this transactional.id."""
+        client = self._initialising
         if client is None or client.transactional_id != transactional_id:
-            self._end_half_way()
+            self._finish_interrupted_init()
             client = Client(self._settings, transactional_id, self._reports, self._world)
-            # Behind the client: what its settings are refused for must not have fenced a healthy owner.
+            # After the client was created: settings that it refuses must not have fenced a healthy owner.
             before_init(transactional_id)
         try:
             self._init(client, deadline)
         except CallFailed as failure:
-            retire(client)
+            client.retire()
             if failure.action in (Action.RETRY, Action.REBUILD, Action.ABORT, Action.SETTLE):
                 servers = self._settings.bootstrap_servers
                 raise Unavailable(
@@ -165,116 +172,107 @@ class TransactionalProducer:
                     "transaction.state.log.replication.factor above the number of brokers also shows like this)",
                     remedy=no_broker(servers),
                 ) from failure
-            # Of its two ids this one, which `_fail` cannot know.
+            # The missing right names this id, which may be the alternate one.
             right = denied(failure.error, transactional_id=transactional_id)
             raise stop_error(CallFailed("init", failure.action, failure.error, right)) from failure
         return client
 
     def _init(self, client: Client, deadline: float | None) -> None:
-        """An init whose wait a signal ended goes on in its client. Beside it another client's could get an epoch that
-        this one then takes back, so it is this client's again, and never two at once."""
-        resumed, self._half_way = client is self._half_way, client
+        """Initialise a client's transactional.id. After a signal interrupted the wait, continue with the same client.
+
+        Another client's init could take an epoch that the interrupted one then takes back, so there are never two at
+        once."""
+        resumed, self._initialising = client is self._initialising, client
         if resumed:
             client.watchdog.close()
             while not client.watchdog.ended(ABANDONED_POLL_S):
                 self._pulse.beat("calling", "init")
-            client.watchdog = client.new_watchdog()
+            client.renew_watchdog()
         try:
             self._call(client, "init", client.producer.init_transactions, deadline=deadline)
         except CallFailed as failure:
-            if not (resumed and failure.action is Action.BUG):  # _STATE: the call before had come to its end
-                self._half_way = None
+            if not (resumed and failure.action is Action.BUG):  # _STATE: the interrupted call had succeeded
+                self._initialising = None
                 raise
-        self._half_way = None
+        self._initialising = None
 
-    def _end_half_way(self) -> None:
-        if (client := self._half_way) is not None:
+    def _finish_interrupted_init(self) -> None:
+        if (client := self._initialising) is not None:
             with contextlib.suppress(CallFailed):
                 self._init(client, self._world.now() + self._call_timeout_s)
-            retire(client)
+            client.retire()
 
-    def must_replace(self) -> str | None:
-        """Why this producer may not begin another transaction, or None (the replacement rule, eos/session/evidence.py).
+    def decide_replacement(self) -> str | None:
+        """Return why this producer must be replaced before its next transaction, or None.
 
-        After a slow call the next statistics are waited for: they tell whether the broker was only far or busy.
+        After a slow call, wait for the next statistics: they show whether the broker was only far or busy.
         """
         if self._machine.state is State.UNINITIALISED:
-            return self._spent or "failure: an init did not come to its end"
+            return self._replace_because or "failure: an init did not return"
         if self._machine.state in (State.FATAL, State.FENCED):
-            return self._spent  # given up, or fenced by its own timeout: who was fenced by a newer one never asks
-        if self._spent is None:
+            return self._replace_because
+        if self._replace_because is None:
             evidence = self.client.evidence
-            self._await_statistics(lambda: evidence.undecided)
-            evidence.no_statistics()
+            self._wait_for_statistics(lambda: evidence.has_undecided_calls)
+            evidence.stop_waiting()
             if evidence.reason is not None:
                 return f"retry: {evidence.reason}"
-        return self._spent
+        return self._replace_because
 
-    def _await_statistics(self, waiting: Callable[[], bool]) -> None:
-        """Polls while `waiting` answers True, until the next statistics are overdue."""
+    def _wait_for_statistics(self, is_waiting: Callable[[], bool]) -> None:
+        """Poll while `is_waiting` returns True, until the next statistics are overdue."""
         began = self._world.now()
-        while waiting() and self._world.now() - began < self.client.statistics_interval_s + _OVERDUE_S:
+        while is_waiting() and self._world.now() - began < self.client.statistics_interval_s + _OVERDUE_S:
             self.poll(_STATISTICS_POLL_S)
 
     def replace(self, reason: str) -> None:
-        """A new client under the same transactional.id and a new epoch, so that the old one's remains are refused.
+        """Replace the client by one with the same transactional.id and a new epoch, so that late requests of the old
+        one are refused.
 
-        Waits for the cluster as long as it takes. The old client is dropped after its successor's init, never closed:
-        close() would send an abort of its own.
+        Waits for the cluster as long as it takes. The old client is dropped after the init of its replacement, and
+        never closed: close() would send an abort.
         """
         if self._machine.state in OPEN or self._machine.state is State.UNINITIALISED:
             self._machine.fire(Event.FAIL)
         old = self._client
         self._machine.fire(Event.REPLACE)
-        self.may_have_bumped = True  # until the init has come to its end
-        kind = reason.split(":")[0]
-        self.replacements[kind] = self.replacements.get(kind, 0) + 1
+        self.epoch_may_have_advanced = True  # until the init returns
+        add(self.replacements, reason.split(":")[0])
         if len(self._ids) > 1:
-            retire(self._initialised(self._ids[0], None))
+            self._create_client(self._ids[0], None).retire()
             self._ids.reverse()
-        self._client = self._initialised(self._ids[0], None)
-        self._machine.fire(Event.INITIALISED)
-        self._spent, self.may_have_bumped = None, False
+        self._client = self._create_client(self._ids[0], None)
         if old is not None:
-            retire(old)
-        self._look_around()
+            old.retire()
+        self._become_ready()
         log.info("producer replaced", reason=reason, **self.who())
 
-    def _look_around(self) -> None:
-        """The first statistics, so that a slow call can be judged: with a slow coordinator each small transaction would
-        lead to the next replacement. They come so long behind the client's making, and most of it was the init's."""
-        self._await_statistics(lambda: self.client.evidence.blind)
-
     def give_up(self, reason: str) -> None:
-        """Nothing more of an open transaction may be sent; the replacement before the next one aborts it."""
+        """Refuse further calls in the open transaction, if any; the replacement before the next one aborts it."""
         if self._machine.state in OPEN:
             self._machine.fire(Event.FAIL)
-            self._spent = f"failure: {reason}"
+            self._replace_because = f"failure: {reason}"
 
     def abandon(self) -> None:
-        """Another thread is inside a call that does not return: neither it nor the client is touched again."""
-        self.client.watchdog.hung = True
+        """Never touch the client again, because another thread is inside a call that does not return."""
+        self.client.watchdog.abandon()
 
     def close(self) -> None:
-        """Ends the client without touching the cluster; an open transaction is left to its timeout or a successor."""
-        self._end_half_way()  # a new session's init could come before it
+        """Drop the client without a request to the cluster; an open transaction ends by its timeout or a successor."""
+        self._finish_interrupted_init()  # it could otherwise fence a new session
         if self._client is not None:
-            retire(self._client)
+            self._client.retire()
             self._client = None
 
     # ---- one transaction ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         self._machine.fire(Event.BEGIN)
-        client = self.client
         try:
-            client.producer.begin_transaction()
+            self.client.begin_transaction()
         except KafkaException as error:
             raise self._failed("begin", error) from error
-        client.evidence.begun = True
-        self._produced = client.delivery_errors = 0
-        client.delivery_error = None
-        self._offsets_sent = False
+        self._produced, self._offsets_sent = 0, False
         self._began_at, self._open_since = self._world.now(), self._world.elapsing()
 
     def send(
@@ -287,30 +285,31 @@ class TransactionalProducer:
         headers: Any = None,
         report: Callable[[KafkaError | None, Message], None] | None = None,
     ) -> None:
-        """Queues one record. A full queue is waited for; a record that did not get in raises: none is lost silently."""
+        """Queue one record; wait while the client's queue is full. Raises CallFailed for a record that was not queued,
+        so that none is lost silently."""
         self._machine.fire(Event.SEND)
         client, on_delivery = self.client, None
         if report is not None:
 
             def on_delivery(error: KafkaError | None, message: Message) -> None:
-                client.delivered(error, message)
+                client.take_delivery(error, message)
                 report(error, message)
 
         record = (topic, value, key, partition, on_delivery, None, timestamp_ms, headers or None)
         try:
             client.producer.produce(*record)
         except (BufferError, KafkaException) as error:
-            self._send_when_there_is_room(record, error)
+            self._produce_after(error, record)
         self._produced += 1
 
     def feed(self, feed: Feed, records: list[Record]) -> Fed:
-        """Queues what `feed` makes of the records: the hot path, one state check for all. Raises nothing of its own: a
-        send that failed is the CallFailed in `Fed.error`."""
+        """Queue the outputs that `feed` makes of the records: the hot path, with one state check for all. Raises
+        nothing of its own: a failed send is the CallFailed in `Fed.error`."""
         self._machine.fire(Event.SEND)
         fed = feed(records, self)
         self._produced += fed.sent
-        # Delivery reports of successes are not called back, but they wait to be polled; left to the flush, they would
-        # all be served while there is nothing to send.
+        # Delivery reports of successes call nothing back, but must be polled. Left to the flush, they would all be
+        # served while there is nothing to send.
         self.poll(0)
         return fed
 
@@ -319,15 +318,15 @@ class TransactionalProducer:
         produce: Callable[..., object] = self.client.producer.produce
         return produce
 
-    def refused(self, error: Exception, send: Send) -> None:
-        """produce() raised inside a feed: the record is sent after all, or CallFailed says why not."""
+    def on_produce_error(self, error: Exception, send: Send) -> None:
+        """Send a record after all whose produce() raised inside a feed. Raises CallFailed if that is impossible."""
         topic, value, key, partition, timestamp_ms, headers = send
         if not isinstance(error, (BufferError, KafkaException)):
-            raise self._fail("produce", Action.BUG, error) from error  # the App's rules let nothing else pass
-        self._send_when_there_is_room((topic, value, key, partition, None, None, timestamp_ms, headers), error)
+            raise self._fail("produce", Action.BUG, error) from error  # the App's checks let nothing else pass
+        self._produce_after(error, (topic, value, key, partition, None, None, timestamp_ms, headers))
 
-    def _send_when_there_is_room(self, record: tuple[Any, ...], error: Exception) -> None:
-        """A full queue is waited for; everything else is a CallFailed."""
+    def _produce_after(self, error: Exception, record: tuple[Any, ...]) -> None:
+        """Produce again while the queue is full. Raises CallFailed for every other error."""
         began = self._world.now()
         try:
             while isinstance(error, BufferError):
@@ -344,11 +343,11 @@ class TransactionalProducer:
             self.waited_s += self._world.now() - began
         assert isinstance(error, KafkaException)
         if classify("produce", error.args[0]) is Action.ABORT:
-            self._raise_delivery_error(_REPORT_DELAY_S)  # what the transaction failed of, if it was a record
+            self._raise_delivery_error(_REPORT_DELAY_S)  # if a record made the transaction fail
         raise self._failed("produce", error, topic=record[0], size=size_of(record[2], record[1])) from error
 
     def _raise_delivery_error(self, wait_s: float = 0.0) -> None:
-        """Raises for the first record that could not be delivered, if its report is there or comes within `wait_s`."""
+        """Raise CallFailed for the first undelivered record if its report is there or arrives within `wait_s`."""
         client, deadline = self.client, self._world.now() + wait_s
         while client.delivery_error is None and self._world.now() < deadline:
             self.poll(0.02)
@@ -358,7 +357,8 @@ class TransactionalProducer:
             raise self._failed("delivery", KafkaException(refusal), topic=topic, where=where, size=size)
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Serves callbacks. A fatal error that poll raises shows again, with flags, at the next transactional call."""
+        """Run callbacks. A fatal error that poll raises is only logged: the next transactional call raises it again,
+        with flags."""
         self._serve(self.client, timeout_s)
 
     def _serve(self, client: Client, timeout_s: float = 0.0) -> None:
@@ -368,31 +368,28 @@ class TransactionalProducer:
             log.debug("poll raised", error=describe_error(error), **self.who())
 
     def flush(self, meanwhile: Callable[[], bool] = lambda: False) -> None:
-        """Waits until every record was delivered or failed; raises for the first failed one.
+        """Wait until every record was delivered or failed. Raises CallFailed for the first failed one.
 
-        `meanwhile` is called again and again while it answers True: it had something better to do than to wait.
+        `meanwhile` is called repeatedly while it returns True, which means that it did useful work.
         """
         deadline = self._world.now() + self._settings.transaction_timeout_ms / 1000 + HANG_MARGIN_S
-        wait_s = _FLUSH_LOOK_S  # the first sets the client's threads on what is left in the queue
+        wait_s = _FLUSH_LOOK_S  # the first call makes the client's threads send the rest of the queue
         while self._flush_for(wait_s):
             if self._world.now() >= deadline:
                 raise self._fail("flush", Action.ABORT, TimeoutError("records are still in the queue"))
             wait_s = _FLUSH_LOOK_S if meanwhile() else _FLUSH_WAIT_S
-        client = self.client
-        if client.callback_error is not None:
-            latched, client.callback_error = client.callback_error, None
-            raise latched  # the user's own callback failed: that is theirs to know
+        self.client.raise_callback_error()
         self._raise_delivery_error()
 
     def _flush_for(self, wait_s: float) -> int:
-        """How many records are still in the queue."""
+        """Flush for a while and return the number of records still in the queue."""
         self._pulse.beat("calling", "flush")
         try:
             left: int = raising(self.client.producer.flush, wait_s)
         except KafkaException as error:
             raise self._failed("flush", error) from error
         except SystemError as error:
-            # A bare SystemError hides a fatal error: the abort that follows tells which.
+            # A bare SystemError hides a fatal error; the abort that follows raises it.
             raise self._fail("flush", Action.ABORT, error) from error
         return left
 
@@ -403,9 +400,9 @@ class TransactionalProducer:
         if not self._produced:
             self._world.sleep(max(0.0, self._committed_at + _MARKERS_S - self._world.now()))
         try:
-            self._timed("send_offsets", send, offsets, group_metadata, deadline=deadline)
+            self._call_timed("send_offsets", send, offsets, group_metadata, deadline=deadline)
         except CallFailed as failure:
-            # Their topics are the input's, which one must be allowed to read.
+            # The topics are the input's, which needs the right to READ them.
             right = denied(failure.error, topic=", ".join(sorted({tp.topic for tp in offsets})))
             if not right:
                 raise
@@ -413,56 +410,49 @@ class TransactionalProducer:
         self._offsets_sent = True
 
     def commit(self) -> None:
-        """Commits; a broker that does not answer is waited for (the same call again: abort would be a conflict)."""
+        """Commit. Repeat the call while the broker does not answer, because an abort would conflict with it."""
         self._machine.fire(Event.COMMIT)
         self._expect_end_txn()
-        self._timed("commit", self.client.producer.commit_transaction)
+        self._call_timed("commit", self.client.producer.commit_transaction)
         self._committed_at = self._world.now()
         self._machine.fire(Event.ENDED)
 
     def abort(self, deadline: float | None = None) -> None:
-        """Aborts; afterwards this producer is spent: the client may use a purged record's sequence number
-        again, and the broker then takes the next record for a duplicate of it.
+        """Abort. Afterwards this producer must be replaced: the client may reuse the sequence number of a purged
+        record, and the broker would drop the next record as a duplicate.
 
-        An unreachable cluster is waited for until `deadline` (World.now()), for ever without one.
+        Waits for an unreachable cluster until `deadline` (World.now()), without one for ever.
         """
         self._machine.fire(Event.ABORT)
         client = self.client
         self._expect_end_txn()
-        self._spent, self.may_have_bumped = "abort", True
+        self._replace_because, self.epoch_may_have_advanced = "abort", True
         self._call(client, "abort", client.producer.abort_transaction, deadline=deadline)
-        self.may_have_bumped = False
+        self.epoch_may_have_advanced = False
         self._machine.fire(Event.ENDED)
 
     def _expect_end_txn(self) -> None:
-        # librdkafka sends none for a transaction that nothing was added to.
+        # librdkafka sends no EndTxn for an empty transaction.
         if self._produced or self._offsets_sent:
-            self.client.evidence.ended += 1
+            self.client.evidence.expect_end_txn()
 
-    # ---- what is known of the transaction ------------------------------------------------------------------------
-
-    def reach(self) -> Reach:
-        """How far something of this transaction came; NOTHING as well when it is over."""
-        if self._machine.state is State.READY or not (self._produced or self._offsets_sent):
-            return Reach.NOTHING
-        self.poll(0)
-        return Reach.ACKNOWLEDGED if self._offsets_sent or self.delivered > 0 else Reach.SENT
+    # ---- knowledge of the transaction ---------------------------------------------------------------------------
 
     @property
     def delivered(self) -> float:
-        """The share of the transaction's records that the brokers have, as far as is known; 1 where there are none."""
+        """The share of the transaction's records that the brokers acknowledged so far; 1 without records."""
         confirmed = self._produced - len(self.client.producer) - self.client.delivery_errors
         return confirmed / self._produced if self._produced else 1.0
 
-    def identity(self, timeout_s: float = _IDENTITY_S, fresh: bool = False) -> Identity | None:
-        """Producer id and epoch of our init, from the statistics; None if they never came.
+    def poll_identity(self, timeout_s: float = _IDENTITY_S, fresh: bool = False) -> Identity | None:
+        """Return producer id and epoch from the statistics; poll until they arrive. None if they never do.
 
-        `fresh`: from statistics that were made after this call. An abort of records that timed out makes librdkafka
-        take the next epoch by itself (KIP-360), and what is known from before would look like a predecessor's.
+        `fresh`: only from statistics made after this call. An abort of records that timed out makes librdkafka take the
+        next epoch by itself (KIP-360), and the epoch known before would look like a predecessor's.
         """
         client = self.client
         deadline = self._world.now() + (_FRESH_S if fresh else timeout_s)
-        self.poll(0)  # all that wait to be served were made before
+        self.poll(0)  # drop statistics made before this call
         before = client.statistics_seen
         while self._world.now() < deadline:
             if client.identity is not None and not (fresh and client.statistics_seen == before):
@@ -470,25 +460,33 @@ class TransactionalProducer:
             self.poll(0.05)
         return client.identity
 
-    def situation(self) -> Situation | None:
-        """What is known here after a call was fenced, for `ownership.settle`; None if our own epoch is not known."""
-        age_ms = (self._world.elapsing() - self._open_since) * 1000  # before the statistics are waited for
-        identity = self.identity(fresh=True)
+    def poll_situation(self) -> Situation | None:
+        """Return what this producer knows after a fenced call, for `ownership.settle`; poll for its present epoch. None
+        if the epoch is unknown."""
+        age_ms = (self._world.elapsing() - self._open_since) * 1000  # before the wait for statistics
+        identity = self.poll_identity(fresh=True)
         if identity is None:
             return None
         timeout_ms = self._settings.transaction_timeout_ms
-        return Situation(identity, self.reach(), age_ms, timeout_ms, self.client.inits)
+        return Situation(identity, self._reach(), age_ms, timeout_ms, self.client.inits)
+
+    def _reach(self) -> Reach:
+        """Return how far the transaction's requests came; NOTHING also after its end."""
+        if self._machine.state is State.READY or not (self._produced or self._offsets_sent):
+            return Reach.NOTHING
+        return Reach.ACKNOWLEDGED if self._offsets_sent or self.delivered > 0 else Reach.SENT
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
-    def _timed(self, name: Call, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> None:
-        self.client.timed(name, lambda: self._call(self.client, name, function, *args, deadline=deadline))
+    def _call_timed(self, name: Call, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> None:
+        client = self.client
+        client.call_timed(name, lambda: self._call(client, name, function, *args, deadline=deadline))
 
     def _call(
         self, client: Client, name: Call, function: Callable[..., Any], *args: Any, deadline: float | None
     ) -> None:
-        """One transactional call, again while it is retriable and the deadline has not passed."""
-        told = self._world.now()
+        """Make one transactional call, and again while its error is retriable and the deadline has not passed."""
+        waits = log.Reminder(self._world.now)
         while True:
             self._pulse.beat("calling", name)
             timeout_s = self._call_timeout_s
@@ -500,26 +498,24 @@ class TransactionalProducer:
             except CallHung as hung:
                 raise self._fail(name, Action.REBUILD, hung) from hung
             except KafkaException as error:
-                action = classify(name, error.args[0])
-                if action is not Action.RETRY:
+                if classify(name, error.args[0]) is not Action.RETRY:
                     raise self._failed(name, error) from error
-                self._spent = f"failure: {name} had to be called again"
-                self._serve(client)  # a cluster may be away for days
-                now = self._world.now()
-                if deadline is not None and now >= deadline:
+                self._replace_because = f"failure: {name} had to be called again"
+                self._serve(client)  # a cluster may be unreachable for days
+                if deadline is not None and self._world.now() >= deadline:
                     late = Action.RETRY if name == "init" else Action.REBUILD
                     raise self._fail(name, late, error) from error
-                if now - told >= _WAIT_LOG_INTERVAL_S:
-                    told = now
+                if waits.tick():
                     log.warning("waiting for the cluster", call=name, error=describe_error(error), **self.who())
 
     def _failed(self, call: Call, error: KafkaException, topic: str = "", where: str = "", size: int = 0) -> CallFailed:
+        """Classify an error of the client; see `_fail`."""
         return self._fail(call, classify(call, error.args[0], topic in self._changelogs), error, where, topic, size)
 
     def _fail(
         self, call: Call, action: Action, error: BaseException, where: str = "", topic: str = "", size: int = 0
     ) -> CallFailed:
-        """Moves the machine to where the action leaves it; returns the exception to raise."""
+        """Move the state machine as the action requires; return the exception to raise."""
         if action in (Action.SETTLE, Action.REJOIN, Action.FENCED):
             self._machine.fire(Event.FENCE)
         elif action in (Action.ABORT, Action.POISON) and self._machine.state in (
@@ -531,15 +527,19 @@ class TransactionalProducer:
         elif action is Action.ABORT or action is Action.REBUILD:
             self._machine.fire(Event.FAIL)
             action = Action.REBUILD
-        self._spent = self._spent or f"failure: {call} raised"
-        group: str = self._settings.get("group.id", "")
-        right = denied(error, group=group, transactional_id=self.transactional_id, topic=topic)
-        limit = self._settings.get("message.max.bytes")
-        known = missing(error, topic) or refused_timestamp(error) or too_large(error, call, topic, size, limit)
-        if topic in self._changelogs:
-            refuses = ": its settings, or the brokers', refuse a record of the state"
-            known = f"the changelog {topic} cannot be written{refuses if action is Action.MISCONFIGURED else ''}"
-        failure = CallFailed(call, action, error, right or known)
+        self._replace_because = self._replace_because or f"failure: {call} raised"
+        failure = CallFailed(call, action, error, self._explain(call, action, error, topic, size))
         if where:
             failure.args = (f"{failure} at {where}",)
         return failure
+
+    def _explain(self, call: Call, action: Action, error: BaseException, topic: str, size: int) -> str:
+        """Return the likely cause of an error in a sentence; "" if nothing is known."""
+        group: str = self._settings.get("group.id", "")
+        if right := denied(error, group=group, transactional_id=self.transactional_id, topic=topic):
+            return right
+        if topic in self._changelogs:
+            refuses = ": its settings, or the brokers', refuse a record of the state"
+            return f"the changelog {topic} cannot be written{refuses if action is Action.MISCONFIGURED else ''}"
+        limit = self._settings.get("message.max.bytes")
+        return missing(error, topic) or refused_timestamp(error) or too_large(error, call, topic, size, limit)

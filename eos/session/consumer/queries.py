@@ -1,6 +1,6 @@
-"""Questions that only the cluster can answer, asked by a consumer: offsets of its group, ends of its topics.
+"""Queries that a consumer sends to the cluster: offsets of its group, ends of its topics.
 
-Owns which answers are waited for and which end the session. It never moves the consumer.
+Owns which answers are awaited and which errors end the session. It never moves the consumer.
 """
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ from eos.kafka.client.failures import classify, denied, other_strategy
 from eos.kafka.client.security import require_reachable
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
-from eos.session.observe import Pulse
-from eos.session.positions import TopicPartition as Partition
+from eos.observe import Pulse
+from eos.session.consumer.positions import TopicPartition as Partition
 
 T = TypeVar("T")
 
-_RESOLVE_TIMEOUT_S = 0.3
-_ASK_S = 5.0
-LOOK_S = 1.0  # of a question for which the group waits
-_WAIT_LOG_INTERVAL_S = 10.0
-_DONE_PAUSE_S = 0.25
+_TRY_TIMEOUT_S = 0.3
+_QUERY_S = 5.0
+LOOK_S = 1.0  # timeout of a query during which the group is not polled
+_END_LOOK_S = 0.25
 
 
 class NotNow(Exception):
-    """The cluster cannot answer at this moment; what is waited for."""
+    """Raised while the cluster cannot answer; the message says what the caller waits for."""
 
 
 class Stopped(Exception):
-    """A stop was asked for while the cluster was waited for."""
+    """Raised if a stop was requested during a wait for the cluster."""
 
 
-class Asking:
-    """`topics`: those that are read; more may come into it. `stopping`: whether a stop was asked for, which ends what
-    waits for the cluster."""
+class ClusterQueries:
+    """`topics`: the input topics; the caller may add more. `stopping` returns True once a stop was requested, which
+    ends waits for the cluster."""
 
     def __init__(
         self,
@@ -59,108 +58,107 @@ class Asking:
         self._group: str = settings["group.id"]
 
     def refusal(self, call: Call, error: KafkaError, topic: str = "") -> EosError:
-        """What ends the session."""
+        """Return the error that ends the session after this permanent refusal."""
         right = denied(error, group=self._group, topic=topic or ", ".join(self._topics))
         return stop_error(CallFailed(call, classify(call, error), error, right or other_strategy(error, self._group)))
 
     # ---- ends -------------------------------------------------------------------------------------------------
 
     def stable_ends(self) -> dict[Partition, int]:
-        """Last stable offsets of all input partitions now; those without a readable offset are left out. Waits for
-        partitions without a leader. Raises Stopped."""
+        """Return the last stable offsets of all input partitions that have readable offsets. Wait for partitions
+        without a leader. Raises Stopped."""
         ends = {}
         for topic in self._topics:
-            for partition in self._when_possible(functools.partial(self.partitions_of, topic)):
-                low, end = self._when_possible(functools.partial(self.watermarks, partition))
+            for partition in self._wait_for(functools.partial(self.partitions_of, topic)):
+                low, end = self._wait_for(functools.partial(self.watermarks, partition))
                 if end > low:
                     ends[partition] = end
         return ends
 
-    def watermarks(self, partition: Partition, timeout_s: float = _ASK_S) -> tuple[int, int]:
-        """Low watermark and last stable offset of a partition (a read_committed consumer's end). Raises NotNow."""
+    def watermarks(self, partition: Partition, timeout_s: float = _QUERY_S) -> tuple[int, int]:
+        """Return the low watermark and the last stable offset of a partition. Raises NotNow."""
         at = TopicPartition(*partition)
-        low, high = self._ask(
+        low, high = self._query(
             "list_offsets", partition[0], lambda: self._consumer.get_watermark_offsets(at, timeout=timeout_s)
         )
         return low, high
 
-    def _ask(self, name: str, topic: str, ask: Callable[[], Any]) -> Any:
-        """What only the cluster can answer. NotNow: not at this moment; EosError for what is refused for good."""
+    def partitions_of(self, topic: str) -> list[Partition]:
+        """Return the partitions of a topic. Raises NotNow."""
+        found = self._query("metadata", topic, lambda: self._consumer.list_topics(topic, timeout=_QUERY_S))
+        return [(topic, partition) for partition in found.topics[topic].partitions]
+
+    def _query(self, name: str, topic: str, query: Callable[[], Any]) -> Any:
+        """Return the cluster's answer. Raises NotNow for retriable errors, an EosError for permanent refusals."""
         self._pulse.beat("calling", name)
         try:
-            return ask()
+            return query()
         except KafkaException as error:
             if classify("consume", error.args[0]) is Action.RETRY:
                 raise NotNow(describe_error(error)) from error
             raise self.refusal("consume", error.args[0], topic) from error
 
-    def _when_possible(self, question: Callable[[], T]) -> T:
-        """Its answer, asked for until there is one; only while this member is not in the group, which must be polled.
+    def _wait_for(self, query: Callable[[], T]) -> T:
+        """Repeat a query until it is answered. Only for a consumer outside its group, which needs no polls meanwhile.
         Raises Stopped."""
-        told = self._world.now()
+        waits = log.Reminder(self._world.now)
         while not self._stopping():
             try:
-                return question()
+                return query()
             except NotNow as error:
-                if self._world.now() - told > _WAIT_LOG_INTERVAL_S:
-                    told = self._world.now()
+                if waits.tick():
                     log.warning("waiting for the cluster", error=str(error), group=self._group)
                 self._world.sleep(0.1)
         raise Stopped
 
-    def partitions_of(self, topic: str) -> list[Partition]:
-        found = self._ask("metadata", topic, lambda: self._consumer.list_topics(topic, timeout=_ASK_S))
-        return [(topic, partition) for partition in found.topics[topic].partitions]
-
     # ---- the group's offsets ----------------------------------------------------------------------------------
 
     def topics_with_commits(self, admin: ClusterAdmin) -> set[str]:
-        """Those of which the group has committed offsets. Other members' open transactions are not waited for: their
-        first commit of a topic, if it is one, does not make it older. Raises Stopped."""
+        """Return the topics of which the group has committed offsets. Open transactions of other members are not
+        awaited: the first commit of a topic does not make it older. Raises Stopped."""
 
-        def ask() -> set[str]:
+        def query() -> set[str]:
             try:
                 return admin.committed_topics(self._group)
             except Unavailable as error:
                 raise NotNow(str(error)) from error
 
-        return self._when_possible(ask)
+        return self._wait_for(query)
 
     def stable_committed(self, partitions: Sequence[Partition]) -> dict[Partition, TopicPartition]:
-        """The group's committed offsets once no transaction pends on them (KIP-447); waits for them.
+        """Return the group's committed offsets; wait until no open transaction has pending ones (KIP-447).
 
-        CallFailed(REJOIN): another client gets them, this one's consumer does not. Seen with librdkafka 2.16 after the
-        only broker came back: in 1 of 6 restarts it never asked for its group coordinator again.
+        Raises CallFailed(REJOIN) if another client gets them and this consumer does not. Seen with librdkafka 2.16
+        after the only broker came back: in 1 of 6 restarts it never looked for its group coordinator again.
         """
-        told = self._world.now()
-        while (found := self.try_committed(partitions, _ASK_S)) is None:
-            if self._another_client_gets(partitions):
+        waits = log.Reminder(self._world.now)
+        while (found := self.try_committed(partitions, _QUERY_S)) is None:
+            if self._is_answered_to_another_client(partitions):
                 raise CallFailed("committed", Action.REJOIN, TimeoutError("the consumer cannot reach its coordinator"))
-            if self._world.now() - told > _WAIT_LOG_INTERVAL_S:
-                told = self._world.now()
-                self.warn_of_waiting()
+            if waits.tick():
+                self.warn_of_open_transaction()
             self._world.sleep(0.05)
         return found
 
-    def _another_client_gets(self, partitions: Sequence[Partition]) -> bool:
-        """Whether these offsets are stable and to be had, asked by a client of its own that joins nothing."""
+    def _is_answered_to_another_client(self, partitions: Sequence[Partition]) -> bool:
+        """Return whether a new client outside the group gets stable offsets of these partitions."""
         configuration = self._settings.consumer() | {"log_level": 0}
         for name in ("group.instance.id", "group.protocol", "session.timeout.ms", "heartbeat.interval.ms"):
             configuration.pop(name, None)
-        asking = self._world.consumer(configuration)
+        client = self._world.consumer(configuration)
         try:
-            found = asking.committed([TopicPartition(*p) for p in partitions], timeout=_ASK_S)
+            found = client.committed([TopicPartition(*p) for p in partitions], timeout=_QUERY_S)
             return all(tp.error is None for tp in found)
         except KafkaException as error:
-            log.debug("another client cannot have them either", error=describe_error(error), group=self._group)
+            log.debug("committed offsets unavailable to a new client", error=describe_error(error), group=self._group)
             return False
         finally:
-            asking.close()
+            client.close()
 
     def try_committed(
-        self, partitions: Sequence[Partition], timeout_s: float = _RESOLVE_TIMEOUT_S
+        self, partitions: Sequence[Partition], timeout_s: float = _TRY_TIMEOUT_S
     ) -> dict[Partition, TopicPartition] | None:
-        """Stable committed offsets, or None if they cannot be had yet."""
+        """Return the stable committed offsets, or None while they are unavailable."""
         if not partitions:
             return {}
         self._pulse.beat("calling", "committed")
@@ -171,14 +169,13 @@ class Asking:
                 return {(tp.topic, tp.partition): tp for tp in found}
         except KafkaException as raised:
             error = raised.args[0]
-        action = classify("committed", error)
-        if action is not Action.RETRY:
+        if classify("committed", error) is not Action.RETRY:
             raise self.refusal("committed", error)
-        log.debug("committed offsets cannot be had yet", error=describe_error(error), group=self._group)
+        log.debug("committed offsets unavailable", error=describe_error(error), group=self._group)
         return None
 
-    def warn_of_waiting(self) -> None:
-        """Says whose transaction keeps the group's offsets from being stable."""
+    def warn_of_open_transaction(self) -> None:
+        """Log which transaction keeps the group's offsets from being stable."""
         cause = why_unstable(self._settings, self._group, self._world)
         log.warning(
             "waiting for stable committed offsets",
@@ -188,38 +185,40 @@ class Asking:
         )
 
 
-class Finish:
-    """Whether the whole group, other members included, is committed up to where the input ended at the start, and up to
-    what that led to in those of its topics that it writes itself: `chained`, as often as there are such topics."""
+class EndOfInput:
+    """Whether the whole group, other members included, has committed everything that was readable at the start, and
+    everything that this led to in the input topics that the session itself writes (`chained`)."""
 
-    def __init__(self, asking: Asking, settings: Settings, chained: Collection[str], world: World) -> None:
-        self._targets, self._world, self._next_look = asking.stable_ends(), world, 0.0
-        self._settings, self._chained, self._rounds = settings, sorted(chained), len(chained)
+    def __init__(self, queries: ClusterQueries, settings: Settings, chained: Collection[str], world: World) -> None:
+        self._targets, self._world, self._next_look = queries.stable_ends(), world, 0.0
+        self._settings, self._chained = settings, sorted(chained)
+        self._rounds = len(chained)  # a record passes each chained topic at most once
 
-    def reached(self, asking: Asking) -> bool:
+    def query_reached(self, queries: ClusterQueries) -> bool:
+        """Ask the cluster whether the end is reached. Return False without asking if the last query is recent."""
         if self._world.now() < self._next_look:
             return False
-        self._next_look = self._world.now() + _DONE_PAUSE_S
-        # Asked, not waited for: another member's open transaction may keep its offsets unstable up to its timeout, and
-        # meanwhile this one must go on polling, or it could not take that member's partitions over.
-        committed = asking.try_committed(list(self._targets))
+        self._next_look = self._world.now() + _END_LOOK_S
+        # One try only: another member's open transaction may keep its offsets unstable up to its timeout. Meanwhile
+        # this member must go on polling, or it could not take over that member's partitions.
+        committed = queries.try_committed(list(self._targets))
         if committed is None:
             return False
         self._targets = {p: end for p, end in self._targets.items() if committed[p].offset < end}
         if self._targets or not self._rounds:
             return not self._targets
         try:
-            self._targets = self._written()
+            self._targets = self._chained_ends()
         except Unavailable as error:
-            log.debug("what was written cannot be looked for yet", error=str(error))
+            log.debug("chained topics unavailable", error=str(error))
         else:
             self._rounds -= 1
         return False
 
-    def _written(self) -> dict[Partition, int]:
-        """Where the chained topics end now, behind the outputs of all that was committed: their markers may be on their
-        way."""
-        client = connect(self._settings, _ASK_S, self._world)
+    def _chained_ends(self) -> dict[Partition, int]:
+        """Return the present ends of the chained topics, which include the outputs of all committed transactions: their
+        markers may still be on their way."""
+        client = connect(self._settings, _QUERY_S, self._world)
         return {
             (topic, partition): span.end
             for topic in self._chained
@@ -229,8 +228,9 @@ class Finish:
 
 
 def check_topics(client: Any, servers: str, topics: Iterable[str], deadline: float, world: World = REAL) -> None:
-    """Every topic named exists, or Unavailable with the name; so does an unreachable cluster. `client`: any of
-    confluent-kafka's that has `list_topics`."""
+    """Raise Unavailable unless the cluster is reachable and has every topic; a new topic gets a moment to appear.
+
+    `client` is any client of confluent-kafka with `list_topics`. `deadline` is a World.now()."""
     patience = world.now() + NEW_TOPIC_S
     while (missing := _missing(client, servers, topics, max(1.0, deadline - world.now()))) and world.now() < patience:
         world.sleep(0.1)
@@ -239,7 +239,7 @@ def check_topics(client: Any, servers: str, topics: Iterable[str], deadline: flo
 
 
 def _missing(client: Any, servers: str, topics: Iterable[str], timeout_s: float) -> str:
-    """The sentence about the first topic that is not there, by the broker that is asked; "" when all are."""
+    """Return a sentence about the first topic that the queried broker does not know; "" if it knows all."""
     try:
         found = client.list_topics(timeout=timeout_s)
     except KafkaException as error:

@@ -12,20 +12,20 @@ from confluent_kafka import OFFSET_BEGINNING, TopicPartition
 from eos.errors import InputGone
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL
-from eos.session import starts as starts_module
-from eos.session.asking import NotNow
-from eos.session.starts import Starts
+from eos.session.consumer import start_offsets as starts_module
+from eos.session.consumer.queries import NotNow
+from eos.session.consumer.start_offsets import StartOffsets
 
 SETTINGS = Settings({"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t"})
 ZERO, ONE = ("in", 0), ("in", 1)
 
 
-def starts(committed: dict[tuple[str, int], int]) -> Starts:
+def starts(committed: dict[tuple[str, int], int]) -> StartOffsets:
     def try_committed(partitions: Sequence[tuple[str, int]]) -> dict[tuple[str, int], TopicPartition]:
         return {p: TopicPartition(*p, committed[p]) for p in partitions}
 
     asking: Any = SimpleNamespace(try_committed=try_committed)
-    return Starts(asking, SETTINGS, (), REAL)
+    return StartOffsets(asking, SETTINGS, (), {}, REAL)
 
 
 @pytest.fixture
@@ -50,8 +50,8 @@ def test_a_place_that_another_member_committed_between_the_two_questions_is_not_
     notes["meanwhile"] = lambda: committed.update({ZERO: 7})
     asked = starts(committed)
     with pytest.raises(NotNow, match="another member"):
-        asked.resolve([ZERO, ONE])
-    assert {p: tp.offset for p, tp in asked.resolve([ZERO, ONE]).items()} == {ZERO: 7, ONE: 5}
+        asked.find([ZERO, ONE])
+    assert {p: tp.offset for p, tp in asked.find([ZERO, ONE]).items()} == {ZERO: 7, ONE: 5}
 
 
 def test_a_place_that_is_still_missing_behind_its_note_was_forgotten(notes: dict[str, Any]) -> None:
@@ -59,8 +59,8 @@ def test_a_place_that_is_still_missing_behind_its_note_was_forgotten(notes: dict
     notes["found"] = {ZERO: 1_700_000_000_000, ONE: 1_700_000_000_000}
     notes["meanwhile"] = lambda: committed.update({ZERO: 7})
     with pytest.raises(InputGone, match=r"has handled in\[1\] before"):
-        starts(committed).resolve([ZERO, ONE])
+        starts(committed).find([ZERO, ONE])
 
 
 def test_without_a_note_a_partition_begins_by_the_reset(notes: dict[str, Any]) -> None:
-    assert starts({ZERO: -1001}).resolve([ZERO])[ZERO].offset == OFFSET_BEGINNING
+    assert starts({ZERO: -1001}).find([ZERO])[ZERO].offset == OFFSET_BEGINNING

@@ -1,4 +1,4 @@
-"""What of the membership can be said without Kafka."""
+"""What of the group_consumer can be said without Kafka."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, TopicPartition
 
+from eos import log
 from eos.errors import ConfigurationError, NotAuthorised, Unavailable
 from eos.kafka.admin import places
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.records import Record
-from eos.session import asking
-from eos.session import membership as membership_module
-from eos.session.asking import Stopped, check_topics
-from eos.session.membership import Membership
-from eos.session.participants import Listener
+from eos.session.consumer import group_consumer as membership_module
+from eos.session.consumer import queries as asking
+from eos.session.consumer.group_consumer import GroupConsumer
+from eos.session.consumer.positions import Positions
+from eos.session.consumer.queries import Stopped, check_topics
+from eos.session.outcomes import Listener
 from eos.session.parts import Parts
-from eos.session.positions import Positions
 
 SETTINGS = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "transactional.id": "t"}
 
@@ -40,20 +41,20 @@ class _Message:
 def test_what_was_fetched_when_a_callback_failed_is_handed_out_to_who_goes_on_all_the_same() -> None:
     """The consumer does not fetch it again: dropped, it would be skipped, and a later commit would make that a loss."""
     positions: Positions[Record] = Positions()
-    membership = Membership(Settings(SETTINGS), ["in"], positions, with_ends=False)
-    real = membership.consumer
+    group_consumer = GroupConsumer(Settings(SETTINGS), ["in"], positions, with_ends=False)
+    real = group_consumer.consumer
 
     def consume(most: int, timeout_s: float) -> list[Any]:
-        membership._note_statistics("no JSON")  # as librdkafka does out of a poll
+        group_consumer._take_statistics("no JSON")  # as librdkafka does out of a poll
         return [_Message(5), _Message(6)]
 
-    membership.consumer = SimpleNamespace(consume=consume)  # type: ignore[assignment]
+    group_consumer.consumer = SimpleNamespace(consume=consume)  # type: ignore[assignment]
     try:
         with pytest.raises(Exception, match="JSON"):
-            membership.poll(10, 0.0)
+            group_consumer.poll(10, 0.0)
     finally:
-        membership.consumer = real
-        membership.close(leave=False)
+        group_consumer.consumer = real
+        group_consumer.close(leave=False)
     assert [record.offset for record in positions.take(10)] == [5, 6]
 
 
@@ -61,7 +62,7 @@ def test_a_consumer_whose_close_does_not_end_is_left_behind(monkeypatch: pytest.
     """librdkafka can wait for ever in it: a worker that is stopped, or fenced, must end all the same."""
     monkeypatch.setattr(membership_module, "_CLOSE_S", 0.2)
     never = threading.Event()
-    one = Membership(Settings(SETTINGS), ["in"], Positions(), with_ends=False)
+    one = GroupConsumer(Settings(SETTINGS), ["in"], Positions(), with_ends=False)
     real, one.consumer = one.consumer, SimpleNamespace(close=never.wait)  # type: ignore[assignment]
     try:
         one.close(leave=False)
@@ -111,9 +112,9 @@ class _Cluster:
         return partitions
 
 
-def _of(cluster: _Cluster, **more: Any) -> Membership:
+def _of(cluster: _Cluster, **more: Any) -> GroupConsumer:
     world = World(consumer=lambda configuration: cluster)  # type: ignore[arg-type, return-value]
-    return Membership(Settings(SETTINGS | more), ["in"], Positions(), with_ends=False, world=world)
+    return GroupConsumer(Settings(SETTINGS | more), ["in"], Positions(), with_ends=False, world=world)
 
 
 class _NobodyThere:
@@ -126,13 +127,13 @@ AWAY = (KafkaError._TRANSPORT, KafkaError._TIMED_OUT)
 
 def test_ends_are_asked_for_again_while_no_broker_answers() -> None:
     """At the start of --until-end: a broker may be away just then."""
-    assert _of(_Cluster(*AWAY)).asking.stable_ends() == {("in", 0): 5, ("in", 1): 5}
+    assert _of(_Cluster(*AWAY)).queries.stable_ends() == {("in", 0): 5, ("in", 1): 5}
 
 
 def test_a_stop_ends_the_wait_for_a_partition_without_a_leader() -> None:
     waiting = _of(_Cluster(*AWAY * 1_000))
-    waiting.asking._stopping = lambda: next(asked)
-    for question in (waiting.asking.stable_ends, lambda: waiting.asking.topics_with_commits(_NobodyThere())):  # type: ignore[arg-type]
+    waiting.queries._stopping = lambda: next(asked)
+    for question in (waiting.queries.stable_ends, lambda: waiting.queries.topics_with_commits(_NobodyThere())):  # type: ignore[arg-type]
         asked = iter([False, False, True])
         with pytest.raises(Stopped):
             question()
@@ -141,12 +142,12 @@ def test_a_stop_ends_the_wait_for_a_partition_without_a_leader() -> None:
 def test_a_partition_that_cannot_begin_yet_does_not_keep_the_group_from_being_polled() -> None:
     """Under `latest` its end must be known: it may have no leader, or its group's offsets may not be stable."""
     latest = _of(_Cluster(*AWAY), **{"auto.offset.reset": "latest", "eos.places.topic": ""})
-    latest._unresolved = {("in", 1)}
+    latest.assignment.assign([("in", 1)])
     for _ in AWAY:
-        latest._next_resolve = 0.0
-        assert not latest.find_starts()
-        assert (latest.unresolved, latest.assigned) == (1, set())
-    starts = latest.starts.resolve([("in", 1)])
+        latest.start_offsets.restart_wait()
+        latest.start_offsets.locate(latest.assignment)
+        assert latest.assignment.unlocated == {("in", 1)}
+    starts = latest.start_offsets.find([("in", 1)])
     assert starts["in", 1].offset == -2, "the group knows this topic: a new partition counts from its start"
 
 
@@ -156,16 +157,17 @@ def test_notes_that_cannot_be_read_are_waited_for(
     """Whether the group was here before is not to be guessed."""
     monkeypatch.setattr(places, "_ASK_S", 0.2)
     waiting = _of(_Cluster())
-    waiting._unresolved = {("in", 1)}
+    waiting.assignment.assign([("in", 1)])
+    waiting.start_offsets._waits = log.Reminder(waiting._world.now, 0.0)
     with caplog.at_level("INFO", "eos"):
-        assert not waiting.find_starts()
-    assert (waiting.unresolved, waiting.assigned) == (1, set())
-    assert "waiting for the notes that tell whether the group ran before: 127.0.0.1:9 cannot be reached" in caplog.text
+        waiting.start_offsets.locate(waiting.assignment)
+    assert waiting.assignment.unlocated == {("in", 1)}
+    assert "waiting for the record of earlier commits of this group: 127.0.0.1:9 cannot be reached" in caplog.text
 
 
 def test_partitions_that_may_not_be_seen_are_a_missing_right_with_its_topic() -> None:
     with pytest.raises(NotAuthorised, match="topic in: not authorised to READ it"):
-        _of(_Cluster(KafkaError.TOPIC_AUTHORIZATION_FAILED)).asking.stable_ends()
+        _of(_Cluster(KafkaError.TOPIC_AUTHORIZATION_FAILED)).queries.stable_ends()
 
 
 class _Group:
@@ -193,7 +195,7 @@ def test_a_predecessor_that_read_other_topics_leaves_the_group_first(before: lis
     """A static member that comes back gets the partitions of before, whatever it subscribes to."""
     for settings, names in (({"group.instance.id": "one"}, ["one"]), ({"group.protocol": "consumer"}, [])):
         group: Any = _Group(before)
-        _of(_Cluster(), **settings).member.make_way(group, ["in"])
+        _of(_Cluster(), **settings).member.remove_predecessor(group, ["in"])
         assert group.removed == (names if leaves else [])
 
 
@@ -210,7 +212,7 @@ def test_a_predecessor_with_another_strategy_leaves_the_group_first(
     before: str, now: dict[str, str], leaves: bool
 ) -> None:
     group: Any = _Group(["in"], before)
-    _of(_Cluster(), **{"group.instance.id": "one"}, **now).member.make_way(group, ["in"])
+    _of(_Cluster(), **{"group.instance.id": "one"}, **now).member.remove_predecessor(group, ["in"])
     assert group.removed == (["one"] if leaves else [])
 
 
@@ -218,7 +220,7 @@ def test_a_group_with_a_member_that_is_no_worker_is_not_joined() -> None:
     group: Any = _Group(["in"], "roundrobin", instance="")
     strategy = {"partition.assignment.strategy": "roundrobin"}
     with pytest.raises(ConfigurationError, match=r"not workers of this App \(client.id rdkafka\): stop those"):
-        _of(_Cluster(), **{"group.instance.id": "one"}, **strategy).member.make_way(group, ["in"])
+        _of(_Cluster(), **{"group.instance.id": "one"}, **strategy).member.remove_predecessor(group, ["in"])
 
 
 def test_a_group_that_cannot_be_described_is_joined_all_the_same() -> None:
@@ -226,16 +228,16 @@ def test_a_group_that_cannot_be_described_is_joined_all_the_same() -> None:
         raise Unavailable("no coordinator yet")
 
     admin: Any = SimpleNamespace(classic_group=classic_group)
-    _of(_Cluster(), **{"group.instance.id": "one"}).member.make_way(admin, ["in"])
+    _of(_Cluster(), **{"group.instance.id": "one"}).member.remove_predecessor(admin, ["in"])
 
 
 def test_a_topic_that_from_beginning_begins_at_its_beginning_under_latest() -> None:
     group = _Cluster()
-    membership = _of(group, **{"auto.offset.reset": "latest", "eos.places.topic": ""})
+    group_consumer = _of(group, **{"auto.offset.reset": "latest", "eos.places.topic": ""})
     group.committed = lambda partitions, timeout: partitions  # type: ignore[method-assign]
-    assert [tp.offset for tp in membership.starts.resolve([("in", 0)]).values()] == [5]
-    membership.starts._from_beginning = {"in"}
-    assert [tp.offset for tp in membership.starts.resolve([("in", 0)]).values()] == [-2]
+    assert [tp.offset for tp in group_consumer.start_offsets.find([("in", 0)]).values()] == [5]
+    group_consumer.start_offsets._from_beginning = {"in"}
+    assert [tp.offset for tp in group_consumer.start_offsets.find([("in", 0)]).values()] == [-2]
 
 
 def test_latest_reads_topics_between_functions_from_their_beginning() -> None:
@@ -247,20 +249,20 @@ def test_latest_reads_topics_between_functions_from_their_beginning() -> None:
     world = World(consumer=lambda _: group, background=lambda name, run: None)  # type: ignore[arg-type, return-value]
     settings = Settings({**SETTINGS, "auto.offset.reset": "latest", "eos.places.topic": ""})
     parts = Parts(settings, ["a", "b"], [], Listener(), until_end=False, together=1, stopping=bool, world=world)
-    parts.intake.connect(["b", "c"], world.now())
+    parts.fetcher.connect(["b", "c"], world.now())
     for _ in range(2):
-        begin = parts.intake.membership.starts.resolve([("a", 0), ("b", 0)])
+        begin = parts.fetcher.group_consumer.start_offsets.find([("a", 0), ("b", 0)])
         assert [tp.offset for tp in begin.values()] == [5, OFFSET_BEGINNING]
-        parts.intake.begin_anew()
+        parts.fetcher.replace_consumer()
 
 
 def test_a_start_that_is_not_committed_is_kept_though_the_group_has_committed_others_of_its_topic() -> None:
     """Another member's commits do not make the partition a new one."""
-    membership = _of(_Cluster(), **{"auto.offset.reset": "latest", "eos.places.topic": ""})
-    membership.starts.known = {("in", 1): 4}
-    assert [tp.offset for tp in membership.starts.resolve([("in", 1)]).values()] == [4]
-    membership.starts.known = {}
-    assert [tp.offset for tp in membership.starts.resolve([("in", 1)]).values()] == [-2]
+    group_consumer = _of(_Cluster(), **{"auto.offset.reset": "latest", "eos.places.topic": ""})
+    group_consumer.start_offsets._earlier = {("in", 1): 4}
+    assert [tp.offset for tp in group_consumer.start_offsets.find([("in", 1)]).values()] == [4]
+    group_consumer.start_offsets._earlier = {}
+    assert [tp.offset for tp in group_consumer.start_offsets.find([("in", 1)]).values()] == [-2]
 
 
 def test_partition_that_begins_later_leaves_the_others_where_they_are_without_increments() -> None:
@@ -269,10 +271,12 @@ def test_partition_that_begins_later_leaves_the_others_where_they_are_without_in
     given: list[list[tuple[int, int]]] = []
     cluster.memberid = lambda: "one"  # type: ignore[attr-defined]
     cluster.assign = lambda partitions: given.append([(p.partition, p.offset) for p in partitions])  # type: ignore[attr-defined]
-    membership = _of(cluster, **{"partition.assignment.strategy": "roundrobin"})
-    membership._found = {("in", number): TopicPartition("in", number, -2 if number else 3) for number in range(3)}
-    membership.begin([("in", 0), ("in", 1)])
-    membership._positions.fetched([Record("in", 0, offset, 0, None, b"") for offset in (3, 4)])
-    membership.begin([("in", 2)])
+    group_consumer = _of(cluster, **{"partition.assignment.strategy": "roundrobin"})
+    starts = {("in", number): TopicPartition("in", number, -2 if number else 3) for number in range(3)}
+    group_consumer.assignment.assign(starts)
+    group_consumer.assignment.locate(starts)
+    group_consumer.start([("in", 0), ("in", 1)])
+    group_consumer._positions.add_fetched([Record("in", 0, offset, 0, None, b"") for offset in (3, 4)])
+    group_consumer.start([("in", 2)])
     assert given == [[(0, 3), (1, -2)], [(0, 5), (1, -2), (2, -2)]]
-    assert membership.owned == {("in", 0), ("in", 1), ("in", 2)}
+    assert group_consumer.assignment.reading == {("in", 0), ("in", 1), ("in", 2)}

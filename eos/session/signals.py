@@ -1,6 +1,6 @@
 """Signals that end a loop: the first one between two transactions, the second one at once.
 
-Owns the handlers and the deadline of a stop. What a stop leads to is the loop's.
+Owns the handlers and the deadline of a stop. What follows from a stop is decided by the loop.
 """
 
 from __future__ import annotations
@@ -15,30 +15,34 @@ from eos.signals import Handlers
 
 
 class ShutdownExpired(Interruption):
-    """Raised when a stop took too long, or was asked for twice."""
+    """Raised if a stop took too long or was requested twice."""
 
 
 def took_too_long(expired: ShutdownExpired) -> Temporary:
-    """What a run ends with then."""
-    return Temporary(f"the stop took too long ({expired}): what was not committed yet was given up, and comes again")
+    """Return the error with which a run ends then."""
+    return Temporary(
+        f"the stop took too long ({expired}): the open transaction was given up, and its records will be handled again"
+    )
 
 
 class Stoppable(Protocol):
-    """What StopSignals stops: it looks at `stop_requested` between two batches."""
+    """Something that StopSignals stops: it checks `stop_requested` between two batches."""
 
     settings: Settings
-    stop_requested: bool
+
+    def stop(self) -> None:
+        """Request the stop."""
 
 
 class StopSignals:
-    """SIGTERM and SIGINT: the first asks for a stop after the batch, the second or the deadline gives up. The process's
-    timer and SIGALRM are taken at the first one, and given back."""
+    """Handles SIGTERM and SIGINT: the first one requests a stop; a second one, or the deadline, gives up. The first
+    one takes over the process's timer and SIGALRM, and the exit gives them back."""
 
     def __init__(self, session: Stoppable) -> None:
         self._session = session
         self._timeout_s: float = session.settings["eos.shutdown.timeout.ms"] / 1000
-        self._handlers = Handlers(self._asked)
-        # Of whoever had the timer before. None: no signal was heard, though `stop_requested` may be set by the code.
+        self._handlers = Handlers(self._on_signal)
+        # The previous owner's timer. None: no signal arrived, though the code may have requested a stop.
         self._timer: tuple[float, float] | None = None
 
     def __enter__(self) -> StopSignals:
@@ -50,14 +54,14 @@ class StopSignals:
             signal.setitimer(signal.ITIMER_REAL, *self._timer)
         self._handlers.__exit__()
 
-    def _asked(self, number: int, _: Any) -> None:
+    def _on_signal(self, number: int, _: Any) -> None:
         if self._timer is not None:
-            raise ShutdownExpired("asked a second time")
-        self._session.stop_requested = True
+            raise ShutdownExpired("requested a second time")
+        self._session.stop()
         log.info("stopping", signal=signal.Signals(number).name)
-        self._handlers.take(signal.SIGALRM, self._expired)
-        # setitimer(0) would switch the timer off instead of firing it.
+        self._handlers.take(signal.SIGALRM, self._on_deadline)
+        # setitimer(0) would disarm the timer instead of firing it.
         self._timer = signal.setitimer(signal.ITIMER_REAL, max(0.001, self._timeout_s))
 
-    def _expired(self, *_: Any) -> None:
+    def _on_deadline(self, *_: Any) -> None:
         raise ShutdownExpired(f"eos.shutdown.timeout.ms={round(self._timeout_s * 1000)} is over")

@@ -9,10 +9,10 @@ import pytest
 from eos.errors import NotAuthorised, Unavailable
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
-from eos.session import unheard
-from eos.session.lag import decode_statistics
-from eos.session.positions import TopicPartition
-from eos.session.unheard import Given, Unheard
+from eos.session.consumer import lost_assignment as unheard
+from eos.session.consumer.lag import decode_statistics
+from eos.session.consumer.lost_assignment import Given, LostAssignment
+from eos.session.consumer.positions import TopicPartition
 
 P = unheard._PATIENCE_S
 
@@ -26,7 +26,7 @@ class Member:
         self.client: set[TopicPartition] = set()
         self.asks: list[Callable[[], None]] = []
         world = World(now=lambda: self.now_s, background=lambda name, run: self.asks.append(run))
-        self.unheard = Unheard(Settings({"bootstrap.servers": "x", "group.protocol": protocol}), "group", world)
+        self.unheard = LostAssignment(Settings({"bootstrap.servers": "x", "group.protocol": protocol}), "group", world)
 
     def late_answer(self) -> None:
         self.late += 1
@@ -44,10 +44,10 @@ class Member:
     def told(self, *partitions: int) -> None:
         """A rebalance's callback: this is all that the client has now."""
         self.client = {("in", number) for number in partitions}
-        self.unheard.heard()
+        self.unheard.reset()
 
     def poll(self) -> list[int]:
-        return sorted(number for _, number in self.unheard.look(lambda: "me", lambda: self.client))
+        return sorted(number for _, number in self.unheard.find_missing(lambda: "me", lambda: self.client))
 
 
 @pytest.fixture

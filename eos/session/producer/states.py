@@ -1,8 +1,8 @@
 """The states of a transactional producer and which call is legal in which: a table, no I/O.
 
-The vocabulary is Kafka's (TransactionManager.java): a call fires an event; an event without a row is illegal, raises
-and changes nothing. If you change a row, read eos/session/producer.py, which fires them, and tests/unit/test_states.py,
-which holds every cell a second time.
+The vocabulary is Kafka's (TransactionManager.java). A call fires an event. An event without a row is illegal: it
+raises and changes nothing. If you change a row, read producer.py, which fires the events, and
+tests/unit/test_states.py, which holds every entry a second time.
 """
 
 from __future__ import annotations
