@@ -96,18 +96,18 @@ def test_the_longest_heads_that_clients_may_have_are_read(tags: int, client: int
 
 def test_a_produce_that_comes_byte_by_byte_is_looked_at_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0
-    read = translate.produce
+    read = translate.read_produce
 
     def counted(head: Piece, version: int, size: int) -> translate.Produce:
         nonlocal looks
         looks += 1
         return read(head, version, size)
 
-    monkeypatch.setattr(translate, "produce", counted)
+    monkeypatch.setattr(translate, "read_produce", counted)
     for shape, most in (("one batch", 9), ("two batches", 9), ("two topics", 9), ("no records", 9)):
         frame = produce_request(9, "t" * 200, SHAPES[shape])
         passed, looks = Passed(), 0
-        passed.job.machine.initialised("t" * 200, Identity(5, 0), 1)
+        passed.job.machine.note_init("t" * 200, Identity(5, 0), 1)
         for at in range(len(frame)):
             passed.feed(frame[at : at + 1])
         assert 0 < looks <= most
@@ -354,8 +354,8 @@ def test_a_step_without_a_transactional_id_is_none() -> None:
 def test_more_batches_in_a_partition_than_any_client_sends_are_not_followed() -> None:
     header = struct.pack(">qiibIhiqqqhii", 0, 49, 0, 2, 0, 0x10, 0, 0, 0, 5, 0, 0, 0)
     with pytest.raises(Malformed, match="more than 1000 record batches"):
-        translate._batches(header * 1_001, 0, len(header) * 1_001, ("t", 0))
-    assert len(translate._batches(header * 1_000, 0, len(header) * 1_000, ("t", 0))) == 1_000
+        translate._read_batches(header * 1_001, 0, len(header) * 1_001, ("t", 0))
+    assert len(translate._read_batches(header * 1_000, 0, len(header) * 1_000, ("t", 0))) == 1_000
 
 
 # The log.
