@@ -149,7 +149,7 @@ def raise_if_interrupted(error: BaseException) -> None:
 
 
 def safe_str(error: BaseException) -> str:
-    """Return the text of an exception, with the texts of a group's members. If its `__str__` raises, name that error."""
+    """Return the text of an exception, with those of group members. If its `__str__` raises, name that error."""
     try:
         text = str(error)
         if isinstance(error, BaseExceptionGroup):
