@@ -29,8 +29,8 @@ from eos.errors import (
     stop_error,
 )
 from eos.kafka.admin.ownership import Owner
-from eos.kafka.client.cluster import Described
-from eos.kafka.client.settings import Settings, settings_of
+from eos.kafka.client.cluster import TransactionalIdState
+from eos.kafka.client.settings import Settings, to_settings
 from eos.kafka.client.world import REAL, World
 from eos.records import Headers, place_of
 from eos.session.claim import Claim
@@ -143,7 +143,7 @@ class Transactions:
 
     def __init__(self, settings: Settings | Mapping[str, Any], *, offsets: bool = False, world: World = REAL) -> None:
         self._world = world
-        self.settings = settings_of(settings)
+        self.settings = to_settings(settings)
         if not self.settings.get("transactional.id"):
             raise ConfigurationError("transactional.id must be set for a transaction")
         self._sends_offsets = offsets
@@ -267,7 +267,7 @@ class Transactions:
         return kind(f"the producer failed; {owner.value} (transaction.timeout.ms={timeout_ms}): {failure}")
 
 
-def _lost_to(producer: TransactionalProducer, answer: Described | None) -> tuple[str, str]:
+def _lost_to(producer: TransactionalProducer, answer: TransactionalIdState | None) -> tuple[str, str]:
     return "", "" if answer is None else f"now producer id {answer.producer_id} epoch {answer.epoch}"
 
 

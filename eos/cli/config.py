@@ -27,10 +27,10 @@ def config(
 ) -> None:
     """Every setting: its value, where it comes from, what it means. Secrets are not shown."""
     if markdown:
-        print(configuration.markdown(), end="")
+        print(configuration.render_markdown(), end="")
         return
     flags = flags_of(bootstrap_servers, set_, instance)
-    given = settings.sources(flags)
+    given = settings.read_sources(flags)
     values: dict[str, object] = {}
     for _, more in given:
         values |= more
@@ -42,7 +42,7 @@ def config(
             named |= dict(loaded.for_several_topics().values.items() - loaded.values.items())
         loaded = loaded.with_values(**named)
         given = [*given, (f"the App {target}", named)]
-    found = configuration.rows(loaded, given)
+    found = configuration.list_settings(loaded, given)
     if json:
         print_json([dataclasses.asdict(row) for row in found])
         return

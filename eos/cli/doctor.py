@@ -14,7 +14,7 @@ from eos.cli.txn import heal_command
 from eos.errors import ConfigurationError, EosError, NotAuthorised, Unavailable
 from eos.kafka.admin import facts, preflight
 from eos.kafka.admin.facts import Facts
-from eos.kafka.admin.preflight import Finding, Level, Need
+from eos.kafka.admin.preflight import Finding, Level, Requirements
 from eos.kafka.admin.transactions import OpenTransaction, Verdict, find_open
 from eos.kafka.client import settings
 from eos.kafka.client.cluster import OFFSETS_LOG, ClusterAdmin
@@ -50,11 +50,11 @@ def doctor(
     return failed[0].error.exit_code if failed else 0
 
 
-def _need(app: App | None, loaded: Settings) -> Need:
+def _need(app: App | None, loaded: Settings) -> Requirements:
     if app is None:
-        return preflight.need_of(loaded, (), ())
+        return preflight.requirements_of(loaded, (), ())
     named = loaded.with_values(**{"group.id": app.id, "transactional.id": f"{app.id}-{loaded.instance}"})
-    return preflight.need_of(named, app.topics, app.destinations)
+    return preflight.requirements_of(named, app.topics, app.destinations)
 
 
 def _findings(loaded: Settings, app: App | None) -> list[Finding]:
@@ -62,7 +62,7 @@ def _findings(loaded: Settings, app: App | None) -> list[Finding]:
     try:
         by_pattern = [] if app is None else _take_in(loaded, app)
         need = _need(app, loaded)
-        known = preflight.look(loaded, need, _TIMEOUT_S)
+        known = preflight.gather_facts(loaded, need, _TIMEOUT_S)
     except (Unavailable, NotAuthorised) as error:
         check = "brokers" if isinstance(error, Unavailable) else "authorised"
         return [Finding(check, Level.FAILED, str(error.args[0]), error.remedy, type(error))]
@@ -118,7 +118,7 @@ def _take_in(loaded: Settings, app: App) -> list[Finding]:
     return found
 
 
-def _transactions(loaded: Settings, need: Need, known: Facts) -> list[Finding]:
+def _transactions(loaded: Settings, need: Requirements, known: Facts) -> list[Finding]:
     """Of those of the App's topics that there are, and of the offsets log; without an App of all topics."""
     asked: list[list[str] | None] = [None]
     if need.topics:

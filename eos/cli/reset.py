@@ -20,8 +20,8 @@ from eos.cli.options import BootstrapServers, Set, Yes, confirm, load_settings, 
 from eos.encoding import lineage
 from eos.errors import UsageError
 from eos.kafka.admin.facts import connect, describe_topic
-from eos.kafka.admin.reset import STAY, GroupOffsets, Move, Target, parse_skip, parse_target, require_one_each
-from eos.kafka.admin.tail import Span, spans_by
+from eos.kafka.admin.reset import UNCHANGED, GroupOffsets, Move, Target, parse_skip, parse_target, require_exact_skips
+from eos.kafka.admin.tail import OffsetRange, topic_offsets_with
 from eos.kafka.client.settings import Settings
 from eos.records import metadata_with, noted
 from eos.state import notes
@@ -77,17 +77,17 @@ def reset(
         _begin_anew(load_settings(bootstrap_servers, set_), _app(target), where_to_go(from_), wait, dry_run, yes)
         return
     stays = accept_changelog and not from_ and not skip
-    where = STAY if stays else parse_skip(skip) if skip else where_to_go(from_ or [])
+    where = UNCHANGED if stays else parse_skip(skip) if skip else where_to_go(from_ or [])
     loaded = load_settings(bootstrap_servers, set_)
     app = None if target is None else _app(target)
     name, topics = _group(loaded, app, group, topic or [])
     offsets = GroupOffsets(loaded, name, topics)
-    offsets.require_nobody(wait)
+    offsets.require_no_members(wait)
     moves = [with_metadata(move, bool(skip), accept_changelog) for move in offsets.plan(where)]
     if not moves:
         raise UsageError(f"group {name} has no committed offset of {', '.join(topics)}")
     if skip:
-        require_one_each(loaded, moves)
+        require_exact_skips(loaded, moves)
     if app is not None and from_:
         moves = _with_notes_of_state(loaded, app, moves)
     print_table(_table(moves))
@@ -116,7 +116,7 @@ def _begin_anew(loaded: Settings, app: App, where: Target, wait: float, dry_run:
         raise UsageError(f"{app.id} has no state, and no topic between its functions: --from alone begins it anew")
     _take_in(loaded, app)
     offsets = GroupOffsets(loaded, app.id, set(app.topics) - app.chained)
-    offsets.require_nobody(wait)
+    offsets.require_no_members(wait)
     plan = Anew(loaded, app, where, offsets)
     print_table(_table(plan.moves))
     for topic in plan.changelogs:
@@ -167,8 +167,8 @@ def _with_notes_of_state(loaded: Settings, app: App, moves: list[Move]) -> list[
     client = connect(loaded, _TIMEOUT_S)
 
     @cache
-    def kept(changelog: str) -> Mapping[int, Span]:
-        return spans_by(client, loaded, changelog) if describe_topic(client, changelog).exists else {}
+    def kept(changelog: str) -> Mapping[int, OffsetRange]:
+        return topic_offsets_with(client, loaded, changelog) if describe_topic(client, changelog).exists else {}
 
     @cache
     def partitions(topic: str) -> int:

@@ -115,7 +115,7 @@ def begin(
     settings, loaded = load_settings(bootstrap_servers, set_), load_app(target)
     (route,) = [route for route in loaded.stateful if route.name in _functions(loaded, [function]).names]
     offsets = GroupOffsets(settings, loaded.id, route.sources)
-    offsets.require_nobody(wait)
+    offsets.require_no_members(wait)
     plan = Beginning(settings, loaded, route, offsets)
     for name in plan.fresh:
         print(f"{name} of {function} will begin empty")

@@ -32,7 +32,7 @@ from eos.cli.options import (
 from eos.cli.written import header_json, headers_text, json_of, text_of
 from eos.errors import Unavailable, UsageError, not_authorised
 from eos.kafka.admin import facts, tail
-from eos.kafka.admin.tail import Mark, Seen
+from eos.kafka.admin.tail import Mark, MarkedRecord
 from eos.kafka.client.settings import Settings
 from eos.plain import Delivery, transaction
 from eos.records import Header, UnreadableHeaders, is_topic_name, place_of, readable
@@ -55,7 +55,7 @@ def list_(
     """Every topic with its partitions and replicas."""
     settings = load_settings(bootstrap_servers, set_)
     client = facts.connect(settings, _TIMEOUT_S)
-    found = facts.metadata(client, settings.bootstrap_servers, _TIMEOUT_S).topics
+    found = facts.cluster_metadata(client, settings.bootstrap_servers, _TIMEOUT_S).topics
     rows = [
         {
             "topic": name,
@@ -93,7 +93,7 @@ def create_and_tell(settings: Settings, names: list[str], partitions: int, broke
     for name in names:
         _check(name)
     client = facts.connect(settings, _TIMEOUT_S)
-    brokers = brokers or len(facts.metadata(client, settings.bootstrap_servers, _TIMEOUT_S).brokers)
+    brokers = brokers or len(facts.cluster_metadata(client, settings.bootstrap_servers, _TIMEOUT_S).brokers)
     created = facts.create_topics(settings, dict.fromkeys(names, partitions), brokers)
     for name in dict.fromkeys(names):
         print(f"{name}: {f'created with {partitions} partitions' if name in created else 'exists'}")
@@ -183,7 +183,7 @@ def send(
     settings = load_settings(bootstrap_servers, set_)
     # Before the transaction begins: who types slowly must not outlive its timeout.
     given = [*map(os.fsencode, values)] if values else [line.rstrip(b"\n") for line in sys.stdin.buffer]
-    held = tail.spans(settings, topic, _TIMEOUT_S)
+    held = tail.topic_offsets(settings, topic, _TIMEOUT_S)
     records = [(None if key is None else os.fsencode(key), value) for value in given]
     if key_separator is not None:
         records = [_keyed(value, os.fsencode(key_separator), number) for number, value in enumerate(given, 1)]
@@ -224,13 +224,13 @@ def tail_(
         raise UsageError("--from-beginning and --last exclude each other")
     _check(topic)
     settings = load_settings(bootstrap_servers, set_)
-    held = tail.spans(settings, topic, _TIMEOUT_S)
+    held = tail.topic_offsets(settings, topic, _TIMEOUT_S)
     show = _show_json if json else _show
-    ends = tail.ends_of(held, uncommitted)
+    ends = tail.end_offsets(held, uncommitted)
     shown = 0
     with until_hung_up():
         if not from_beginning:
-            for seen in tail.last(settings, topic, held, _LAST if last is None else last, uncommitted):
+            for seen in tail.read_last(settings, topic, held, _LAST if last is None else last, uncommitted):
                 show(seen)
                 shown += 1
         starts = {p: span.low for p, span in held.items()} if from_beginning else ends
@@ -266,7 +266,7 @@ def _read(
 # ---- output ---------------------------------------------------------------------------------------------------
 
 
-def _show(seen: Seen) -> None:
+def _show(seen: MarkedRecord) -> None:
     record = seen.record
     moment = "-" if record.timestamp < 0 else _clock(record.timestamp)
     mark = "" if seen.mark is Mark.COMMITTED else f"  ({seen.mark.value})"
@@ -281,7 +281,7 @@ def _show(seen: Seen) -> None:
     )
 
 
-def _show_json(seen: Seen) -> None:
+def _show_json(seen: MarkedRecord) -> None:
     record = seen.record
     unreadable = {"unreadable": record.headers.why} if isinstance(record.headers, UnreadableHeaders) else {}
     print_json(
@@ -310,7 +310,7 @@ def _tell_sent(topic: str, sent: Iterable[Delivery]) -> None:
     print(f"sent in one transaction: {', '.join(places[:_TOLD])}{more}")
 
 
-def _tell_rest(topic: str, held: dict[int, tail.Span], shown: int, uncommitted: bool) -> None:
+def _tell_rest(topic: str, held: dict[int, tail.OffsetRange], shown: int, uncommitted: bool) -> None:
     """What is not on the screen, and why."""
     waiting = sum(span.end - span.stable for span in held.values())
     if waiting and not uncommitted:

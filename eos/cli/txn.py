@@ -26,16 +26,16 @@ from eos.cli.options import (
     print_table,
 )
 from eos.errors import Unavailable, UsageError
-from eos.kafka.admin.fence import end_of
+from eos.kafka.admin.fence import abort_open_transaction
 from eos.kafka.admin.transactions import (
     ENDED,
     STATES,
     OpenTransaction,
     abort_hanging,
     find_open,
-    hanging_among,
+    only_hanging,
 )
-from eos.kafka.client.cluster import ClusterAdmin, Described, Listed
+from eos.kafka.client.cluster import ClusterAdmin, ListedTransaction, TransactionalIdState
 from eos.records import place_of
 
 HANGING_FOUND = 1
@@ -113,7 +113,7 @@ def find_hanging(
     """Transactions that are open on a partition and that no coordinator will end; exit 1 if there are any."""
     with ClusterAdmin(load_settings(bootstrap_servers, set_)) as admin:
         found = find_open(admin, topic or None)
-    hanging = hanging_among(found)
+    hanging = only_hanging(found)
     shown = found if open_too else hanging
     if json:
         print_json([_open(t) for t in shown])
@@ -143,7 +143,7 @@ def abort(
     with ClusterAdmin(loaded) as admin:
         if transactional_id is not None:
             confirm(f"end what {transactional_id} has open, and fence its owner", yes)
-            before, after = end_of(admin, loaded, transactional_id)
+            before, after = abort_open_transaction(admin, loaded, transactional_id)
             if json:
                 print_json([_ended({"transactional_id": transactional_id}, before, after)])
                 return
@@ -157,7 +157,7 @@ def abort(
 
 def _abort_hanging(admin: ClusterAdmin, topic: str, partition: int, yes: bool, json: bool) -> None:
     here = [t for t in find_open(admin, [topic]) if t.partition == (topic, partition)]
-    hanging = hanging_among(here)
+    hanging = only_hanging(here)
     if not hanging:
         why = f": {here[0].reason} (transactional.id {here[0].transactional_id})" if here else ""
         raise Unavailable(f"no transaction hangs on {place_of(topic, partition)}{why}")
@@ -169,7 +169,9 @@ def _abort_hanging(admin: ClusterAdmin, topic: str, partition: int, yes: bool, j
             abort_hanging(admin, found)
             ids = (found.producer.producer_id, found.producer.epoch)
             where = {"topic": topic, "partition": partition}
-            done.append(_ended(where, Described(found.verdict.value, *ids), Described("aborted", *ids)))
+            done.append(
+                _ended(where, TransactionalIdState(found.verdict.value, *ids), TransactionalIdState("aborted", *ids))
+            )
             if not json:
                 print(f"{place_of(*found.partition)}: aborted the transaction of {who}")
     finally:
@@ -195,15 +197,15 @@ def heal_command(hanging: OpenTransaction) -> str:
     return f"eos txn abort --topic {topic} --partition {partition}"
 
 
-def _listed(row: Listed) -> dict[str, Any]:
+def _listed(row: ListedTransaction) -> dict[str, Any]:
     return dataclasses.asdict(row) | {"partitions": [list(p) for p in sorted(row.partitions)]}
 
 
-def _ended(what: dict[str, Any], before: Described, after: Described | None) -> dict[str, Any]:
+def _ended(what: dict[str, Any], before: TransactionalIdState, after: TransactionalIdState | None) -> dict[str, Any]:
     return what | {"before": _known(before), "after": _known(after)}
 
 
-def _known(seen: Described | None) -> dict[str, Any] | None:
+def _known(seen: TransactionalIdState | None) -> dict[str, Any] | None:
     return None if seen is None else {"state": seen.state, "producer_id": seen.producer_id, "epoch": seen.epoch}
 
 
@@ -229,7 +231,7 @@ def _print_table(table: Table, nothing: str, rows: int) -> None:
     print_table(table)
 
 
-def _open_for(row: Listed) -> str:
+def _open_for(row: ListedTransaction) -> str:
     """The coordinator keeps the time of the last begin when the transaction has ended."""
     if row.state in ENDED or row.start_ms < 0:
         return "-"

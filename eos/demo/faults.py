@@ -17,7 +17,7 @@ from kafka.admin import KafkaAdminClient
 from eos.demo import topics
 from eos.demo.process import Child
 from eos.errors import EosError
-from eos.kafka.client.cluster import ClusterAdmin, Described
+from eos.kafka.client.cluster import ClusterAdmin, TransactionalIdState
 from eos.kafka.client.settings import Settings
 
 MOST_ATTEMPTS = 20
@@ -40,7 +40,7 @@ class Hit:
     """
 
     transactional_id: str
-    found: Described
+    found: TransactionalIdState
     partitions: int
     attempts: int
 
@@ -65,12 +65,12 @@ class Witness:
         self._admin.close()
         self._cluster.close()
 
-    def ongoing(self, worker: str) -> tuple[str, Described] | None:
+    def ongoing(self, worker: str) -> tuple[str, TransactionalIdState] | None:
         """Return this worker's open transaction and its transactional id, by DescribeTransactions; None without one."""
         # Before 4.0 a replaced producer continues under the second name.
         return self._first_ongoing(f"{self._group}-{worker}", f"{self._group}-{worker}-alternate")
 
-    def _first_ongoing(self, *transactional_ids: str) -> tuple[str, Described] | None:
+    def _first_ongoing(self, *transactional_ids: str) -> tuple[str, TransactionalIdState] | None:
         for transactional_id in transactional_ids:
             found = self._cluster.describe(transactional_id)
             if found is not None and found.state == "Ongoing":
@@ -90,7 +90,7 @@ class Witness:
         """Return the open transaction of one transactional id, as `left_open` does."""
         return self._left_open(lambda: self._first_ongoing(transactional_id), attempts)
 
-    def _left_open(self, ongoing: Callable[[], tuple[str, Described] | None], attempts: int) -> Hit | None:
+    def _left_open(self, ongoing: Callable[[], tuple[str, TransactionalIdState] | None], attempts: int) -> Hit | None:
         first = ongoing()
         if first is None:
             return None
@@ -101,7 +101,7 @@ class Witness:
         partitions = self._partitions_with_records_of(found)
         return Hit(transactional_id, found, partitions, attempts) if partitions else None
 
-    def wait_until_ended(self, hit: Hit) -> Described:
+    def wait_until_ended(self, hit: Hit) -> TransactionalIdState:
         """Wait until the coordinator has aborted the transaction after its timeout and raised the epoch."""
         deadline = time.monotonic() + WAIT_S
         while True:
@@ -112,7 +112,7 @@ class Witness:
                 raise NotProven(f"the broker did not time out {hit.transactional_id} in {WAIT_S:.0f} s: it is {now}")
             self.pause(0.1)
 
-    def wait_until_open(self, worker: Child, other_than: tuple[str, Described] | None = None) -> None:
+    def wait_until_open(self, worker: Child, other_than: tuple[str, TransactionalIdState] | None = None) -> None:
         """Wait until the coordinator reports an open transaction of this worker; the fault should follow at once."""
         deadline = time.monotonic() + WAIT_S
         while self.ongoing(worker.name) in (None, other_than):
@@ -134,7 +134,7 @@ class Witness:
             self._tick()
             time.sleep(min(left, 0.05))
 
-    def _partitions_with_records_of(self, transaction: Described) -> int:
+    def _partitions_with_records_of(self, transaction: TransactionalIdState) -> int:
         """Return how many output partitions have records of the transaction, by DescribeProducers (KIP-664)."""
         try:
             states = self._admin.describe_producers(self._outputs).values()

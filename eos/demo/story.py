@@ -23,7 +23,7 @@ from eos.demo.faults import Hit, NotProven, Witness, kill_in_a_transaction, paus
 from eos.demo.process import Child
 from eos.demo.proof import Row
 from eos.demo.show import Show
-from eos.kafka.client.cluster import Described
+from eos.kafka.client.cluster import TransactionalIdState
 
 TRANSACTION_TIMEOUT_MS = 5_000
 # A run has about this many transactions, whatever the number of flights: small ones, so that a fault finds one open.
@@ -42,7 +42,7 @@ class Faults:
 
     kill: Hit
     pause: Hit
-    timed_out: Described
+    timed_out: TransactionalIdState
 
 
 def tell(show: Show, bootstrap_servers: str | None, flights: int) -> list[Row]:
@@ -216,7 +216,7 @@ def _kill(show: Show, worker: Child, witness: Witness) -> Hit:
     return hit
 
 
-def _pause(show: Show, worker: Child, witness: Witness) -> tuple[Hit, Described]:
+def _pause(show: Show, worker: Child, witness: Witness) -> tuple[Hit, TransactionalIdState]:
     hit = pause_in_a_transaction(worker, witness)
     began = time.monotonic()
     show.event(f"SIGSTOP to worker {worker.name} in a transaction ({_describe(hit)})", "red")

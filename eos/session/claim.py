@@ -12,8 +12,8 @@ from typing import TypeVar
 from eos import log
 from eos.errors import Fenced, Unavailable
 from eos.kafka.admin import ownership
-from eos.kafka.admin.ownership import Identity, Owner, Reach
-from eos.kafka.client.cluster import ClusterAdmin, Described
+from eos.kafka.admin.ownership import Identity, Owner, Progress
+from eos.kafka.client.cluster import ClusterAdmin, TransactionalIdState
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
 from eos.session.observe import Pulse
@@ -38,7 +38,7 @@ class Claim:
     def __init__(
         self,
         settings: Settings,
-        lost_to: Callable[[TransactionalProducer, Described | None], tuple[str, str]],
+        lost_to: Callable[[TransactionalProducer, TransactionalIdState | None], tuple[str, str]],
         nobody_took_our_place: Callable[[], bool] | None = None,
         pulse: Pulse | None = None,
         world: World = REAL,
@@ -76,10 +76,10 @@ class Claim:
         if mine is None:
             return
         answer = self._ask(producer, lambda admin: _owner(admin, producer))
-        if not ownership.went_on(mine, answer):
+        if not ownership.has_newer_epoch(mine, answer):
             return
         # Records that timed out make librdkafka take the next epoch by itself (KIP-360).
-        if not fenced and not ownership.went_on(producer.identity(fresh=True) or mine, answer):
+        if not fenced and not ownership.has_newer_epoch(producer.identity(fresh=True) or mine, answer):
             return
         # Without a group a ghost of our own cannot be told from a newer instance whose last transaction was aborted.
         # Who is not fenced yet goes on, as it would if nobody had asked.
@@ -100,9 +100,9 @@ class Claim:
         if situation is not None:
             asked = situation
 
-            def settled(admin: ClusterAdmin) -> tuple[Owner, Described | None]:
+            def settled(admin: ClusterAdmin) -> tuple[Owner, TransactionalIdState | None]:
                 owner, answer = ownership.settle(asked, lambda: self._looked(admin, producer))
-                if owner in ownership.TO_ASK_THE_GROUP:
+                if owner in ownership.NEEDS_GROUP_CHECK:
                     if self._nobody_took_our_place is None:
                         ours = ghost_is_ours and owner is not Owner.ABORTED_EARLY
                     else:
@@ -112,7 +112,7 @@ class Claim:
 
             owner, answer = self._ask(producer, settled)
         open_ms = None  # of our transaction, by our own clock
-        if situation is not None and situation.reach is not Reach.NOTHING:
+        if situation is not None and situation.progress is not Progress.NOTHING:
             open_ms = round(situation.age_ms)
         log.warning("fenced", owner=owner.value, open_ms=open_ms, answer=answer, **producer.who())
         if owner is Owner.NEWER:
@@ -143,7 +143,7 @@ class Claim:
                     log.warning("waiting for the cluster", call=call, error=str(error), **producer.who())
                 self._world.sleep(_PAUSE_S)
 
-    def _looked(self, admin: ClusterAdmin, producer: TransactionalProducer) -> Described | None:
+    def _looked(self, admin: ClusterAdmin, producer: TransactionalProducer) -> TransactionalIdState | None:
         answer, now = _owner(admin, producer), self._world.now()
         if answer is not None and now - self._told >= _LOG_INTERVAL_S:
             self._told = now
@@ -151,5 +151,5 @@ class Claim:
         return answer
 
 
-def _owner(admin: ClusterAdmin, producer: TransactionalProducer) -> Described | None:
+def _owner(admin: ClusterAdmin, producer: TransactionalProducer) -> TransactionalIdState | None:
     return admin.describe(producer.transactional_id)

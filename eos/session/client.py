@@ -22,9 +22,9 @@ from eos.errors import (
     describe_error,
 )
 from eos.kafka.admin.ownership import Identity
-from eos.kafka.client.raising import guarded, raising
+from eos.kafka.client.client_calls import call_client, guard_callbacks
 from eos.kafka.client.settings import STATISTICS_INTERVAL_MS, Settings
-from eos.kafka.client.watchdog import IDLE_S, Watchdog
+from eos.kafka.client.watchdog import IDLE_INTERVAL_S, Watchdog
 from eos.kafka.client.world import REAL, World
 from eos.session.evidence import RetryEvidence, decode_statistics
 
@@ -47,7 +47,7 @@ class Client:
         self.delivery_error: tuple[KafkaError, str, int] | None = None  # where it was to go, bytes of key and value
         self.delivery_errors = 0
         self.callback_error: BaseException | None = None
-        configuration = guarded(settings.producer(transactional_id), self._keep)
+        configuration = guard_callbacks(settings.producer(transactional_id), self._keep)
         self.user_stats = configuration.get("stats_cb")
         configuration.setdefault("statistics.interval.ms", STATISTICS_INTERVAL_MS)
         configuration.setdefault("logger", log.client_logger)
@@ -65,17 +65,17 @@ class Client:
         self.watchdog = self.new_watchdog()
 
     def new_watchdog(self) -> Watchdog:
-        return self.world.caller(f"eos-{self.transactional_id}", self._serve_unasked)
+        return self.world.watchdog(f"eos-{self.transactional_id}", self._serve_unasked)
 
     def serve(self, timeout_s: float = 0.0) -> None:
         """Calls the callbacks of what the client has to say."""
         self._served_at = self.world.now()
-        raising(self.producer.poll, timeout_s)
+        call_client(self.producer.poll, timeout_s)
 
     def _serve_unasked(self) -> None:
         """By the watchdog's thread, while a user's function runs for minutes or a kept producer has nothing to do:
         statistics come ten times a second, of 10 KB and more."""
-        if self.world.now() - self._served_at < IDLE_S:
+        if self.world.now() - self._served_at < IDLE_INTERVAL_S:
             return
         try:
             self.serve()
@@ -134,7 +134,7 @@ def retire(client: Client) -> None:
 
 def _destroy(client: Client) -> None:
     client.user_stats = None
-    while not client.watchdog.ended(ABANDONED_POLL_S):
+    while not client.watchdog.join(ABANDONED_POLL_S):
         # A call hangs in it, perhaps for ever: what the client says meanwhile concerns nobody, but must not gather.
         _unheard(client.producer)
     producer = client.producer
@@ -159,4 +159,4 @@ def _destroy(client: Client) -> None:
 def _unheard(producer: Producer) -> None:
     """Takes what a producer that is given up has to say."""
     with contextlib.suppress(KafkaException, SystemError):
-        raising(producer.poll, 0)
+        call_client(producer.poll, 0)

@@ -15,12 +15,12 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from eos import hotloop, log
 from eos.errors import Action, CallFailed, ConfigurationError, describe_error
-from eos.kafka.admin.overdue import OverdueWatch
-from eos.kafka.admin.topic_ids import TopicIds
+from eos.kafka.admin.overdue import OverdueTransactionWatcher
+from eos.kafka.admin.topic_ids import TopicIdWatcher
+from eos.kafka.client.client_calls import call_client, guard_callbacks
 from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.failures import classify
-from eos.kafka.client.headers import unreadable
-from eos.kafka.client.raising import guarded, raising
+from eos.kafka.client.headers import read_damaged_headers
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.watchdog import CallHung
 from eos.kafka.client.world import REAL, World
@@ -85,15 +85,15 @@ class Membership:
         self._latched: BaseException | None = None  # out of a callback
         self._on_unreadable = on_unreadable
         own = str(settings.get("transactional.id", ""))
-        self._overdue = OverdueWatch(settings, self.group, own, world) if own else None
+        self._overdue = OverdueTransactionWatcher(settings, self.group, own, world) if own else None
         self._rebalanced = False
-        self._topic_ids = TopicIds(settings, self._topics, self._latch, world, changelogs, topic_ids)
+        self._topic_ids = TopicIdWatcher(settings, self._topics, self._latch, world, changelogs, topic_ids)
         self._rebalances = {} if rebalances is None else rebalances
         self._lag = Lag(positions, self.group, world)
         self._unheard = Unheard(settings, self.group, world)
         self._begun_at: dict[Partition, int] = {}  # as the consumer was told: OFFSET_BEGINNING is no offset
         self._adrift = False  # the consumer may stand behind records that it did not hand out
-        configuration = guarded(settings.consumer() | {"logger": log.client_logger}, self._latch)
+        configuration = guard_callbacks(settings.consumer() | {"logger": log.client_logger}, self._latch)
         configuration.setdefault("error_cb", self._client_error)
         configuration.setdefault("statistics.interval.ms", _STATISTICS_INTERVAL_MS)
         self._user_stats = configuration.get("stats_cb")
@@ -120,11 +120,11 @@ class Membership:
 
     def note_topics(self, admin: ClusterAdmin) -> None:
         """Note the ids of changelogs before anything is restored from them."""
-        self._topic_ids.note(admin)
+        self._topic_ids.learn_changelog_ids(admin)
 
     def look_for_topics(self) -> None:
         """Raise InputGone if a topic was deleted or recreated."""
-        self._topic_ids.look_now()
+        self._topic_ids.check_now()
 
     def join(self) -> None:
         self._topic_ids.start()
@@ -152,7 +152,7 @@ class Membership:
         self._unheard.stop()
         if self._overdue is not None:
             self._overdue.stop()
-        guard = self._world.caller("eos-close")
+        guard = self._world.watchdog("eos-close")
         try:
             guard.call(self.consumer.close, timeout_s=_CLOSE_S)
         except CallHung:
@@ -206,7 +206,7 @@ class Membership:
         messages: list[Any] = []
         failed: KafkaError | None = None
         try:
-            messages = raising(self.consumer.consume, most, timeout_s)
+            messages = call_client(self.consumer.consume, most, timeout_s)
         except KafkaException as error:
             failed, self._adrift = error.args[0], True
         # Before anything is raised: what was fetched does not come a second time to who goes on all the same.
@@ -227,7 +227,7 @@ class Membership:
                 self._note_error(message)
 
     def _note_unreadable(self, message: Any, error: Exception) -> UnreadableHeaders:
-        headers = unreadable(message, error)
+        headers = read_damaged_headers(message, error)
         self._on_unreadable(message.topic(), message.partition(), message.offset(), headers.why)
         return headers
 
@@ -364,7 +364,7 @@ class Membership:
 
     def _resolve(self) -> None:
         if self._rebalanced and self._overdue is not None:
-            self._overdue.look()  # these partitions may be a dead member's
+            self._overdue.watch()  # these partitions may be a dead member's
         self._rebalanced = False
         try:
             starts = self.starts.resolve(sorted(self._unresolved))

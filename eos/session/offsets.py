@@ -1,6 +1,6 @@
 """What a transaction commits of its input: where each partition goes on, and what stands beside each offset.
 
-Owns when places that nothing is new of are committed again, and their notes (eos/kafka/admin/places.py).
+Owns when places that nothing is new of are committed again, and their notes (eos/kafka/admin/group_history.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from confluent_kafka import TopicPartition
 
-from eos.kafka.admin.places import Places
+from eos.kafka.admin.group_history import GroupHistory
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.records import Committed, metadata_of, noted
@@ -38,7 +38,7 @@ class Offsets:
         world: World,
     ) -> None:
         self._positions, self._participants, self._successor, self._world = positions, participants, successor, world
-        self._places = Places(settings, settings["group.id"], world)
+        self._places = GroupHistory(settings, settings["group.id"], world)
         self._due = world.now()  # when the places of all partitions are to be committed again
         self._number = 0  # of the last transaction whose commit was started
         self._stamp: dict[str, object] = {}  # what stands beside its offsets
@@ -79,7 +79,7 @@ class Offsets:
         return bool(self._stamp) and noted(metadata_of(at)).items() >= self._stamp.items()
 
     def committed(self, done: Commit) -> None:
-        self._places.committed(done.offsets)
+        self._places.add_committed(done.offsets)
         if done.started_at >= self._due and done.offsets.keys() >= self._positions.places().keys():
             self._due = done.started_at + _PLACES_S
 

@@ -16,10 +16,16 @@ from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 
 from eos import log
 from eos.errors import Action, Call, CallFailed, Unavailable, describe_error, no_broker, stop_error
-from eos.kafka.admin.ownership import Identity, Reach, Situation
-from eos.kafka.client.failures import classify, denied, missing, refused_timestamp, too_large
-from eos.kafka.client.raising import raising
-from eos.kafka.client.settings import Settings, alternate_of
+from eos.kafka.admin.ownership import Identity, Progress, Situation
+from eos.kafka.client.client_calls import call_client
+from eos.kafka.client.failures import (
+    classify,
+    explain_denied,
+    explain_missing_topic,
+    explain_refused_timestamp,
+    explain_too_large,
+)
+from eos.kafka.client.settings import Settings, alternate_transactional_id
 from eos.kafka.client.watchdog import CallHung
 from eos.kafka.client.world import REAL, World
 from eos.records import Fed, Feed, Record, Send
@@ -74,7 +80,7 @@ class TransactionalProducer:
         """For how long sends have waited for room in the client's queue, since this producer was made."""
         self._began_at = 0.0  # World.now(), for deadlines of ours
         self._committed_at = 0.0  # World.now()
-        self._open_since = 0.0  # World.elapsing(), for the broker's timeout
+        self._open_since = 0.0  # World.boot_clock(), for the broker's timeout
         self._offsets_sent = False
         self.may_have_bumped = False
         """An abort or an init did not come to its end: a client of ours may have taken the next epoch in it (an abort:
@@ -127,7 +133,7 @@ class TransactionalProducer:
         brokers before 4.0: there a late TxnOffsetCommit of the fenced epoch deletes the new epoch's pending offsets
         (measured on 3.9.2, 6 of 6), but not those of another producer id.
         """
-        self._ids = [self._id, alternate_of(self._id)] if alternate else [self._id]
+        self._ids = [self._id, alternate_transactional_id(self._id)] if alternate else [self._id]
         self._machine = Machine()
         for transactional_id in reversed(self._ids):
             client = self._initialised(transactional_id, deadline, before_init)
@@ -166,7 +172,7 @@ class TransactionalProducer:
                     remedy=no_broker(servers),
                 ) from failure
             # Of its two ids this one, which `_fail` cannot know.
-            right = denied(failure.error, transactional_id=transactional_id)
+            right = explain_denied(failure.error, transactional_id=transactional_id)
             raise stop_error(CallFailed("init", failure.action, failure.error, right)) from failure
         return client
 
@@ -176,7 +182,7 @@ class TransactionalProducer:
         resumed, self._half_way = client is self._half_way, client
         if resumed:
             client.watchdog.close()
-            while not client.watchdog.ended(ABANDONED_POLL_S):
+            while not client.watchdog.join(ABANDONED_POLL_S):
                 self._pulse.beat("calling", "init")
             client.watchdog = client.new_watchdog()
         try:
@@ -275,7 +281,7 @@ class TransactionalProducer:
         self._produced = client.delivery_errors = 0
         client.delivery_error = None
         self._offsets_sent = False
-        self._began_at, self._open_since = self._world.now(), self._world.elapsing()
+        self._began_at, self._open_since = self._world.now(), self._world.boot_clock()
 
     def send(
         self,
@@ -388,7 +394,7 @@ class TransactionalProducer:
         """How many records are still in the queue."""
         self._pulse.beat("calling", "flush")
         try:
-            left: int = raising(self.client.producer.flush, wait_s)
+            left: int = call_client(self.client.producer.flush, wait_s)
         except KafkaException as error:
             raise self._failed("flush", error) from error
         except SystemError as error:
@@ -406,7 +412,7 @@ class TransactionalProducer:
             self._timed("send_offsets", send, offsets, group_metadata, deadline=deadline)
         except CallFailed as failure:
             # Their topics are the input's, which one must be allowed to read.
-            right = denied(failure.error, topic=", ".join(sorted({tp.topic for tp in offsets})))
+            right = explain_denied(failure.error, topic=", ".join(sorted({tp.topic for tp in offsets})))
             if not right:
                 raise
             raise CallFailed(failure.call, failure.action, failure.error, right) from failure
@@ -441,12 +447,12 @@ class TransactionalProducer:
 
     # ---- what is known of the transaction ------------------------------------------------------------------------
 
-    def reach(self) -> Reach:
+    def reach(self) -> Progress:
         """How far something of this transaction came; NOTHING as well when it is over."""
         if self._machine.state is State.READY or not (self._produced or self._offsets_sent):
-            return Reach.NOTHING
+            return Progress.NOTHING
         self.poll(0)
-        return Reach.ACKNOWLEDGED if self._offsets_sent or self.delivered > 0 else Reach.SENT
+        return Progress.ACKNOWLEDGED if self._offsets_sent or self.delivered > 0 else Progress.SENT
 
     @property
     def delivered(self) -> float:
@@ -472,7 +478,7 @@ class TransactionalProducer:
 
     def situation(self) -> Situation | None:
         """What is known here after a call was fenced, for `ownership.settle`; None if our own epoch is not known."""
-        age_ms = (self._world.elapsing() - self._open_since) * 1000  # before the statistics are waited for
+        age_ms = (self._world.boot_clock() - self._open_since) * 1000  # before the statistics are waited for
         identity = self.identity(fresh=True)
         if identity is None:
             return None
@@ -533,9 +539,13 @@ class TransactionalProducer:
             action = Action.REBUILD
         self._spent = self._spent or f"failure: {call} raised"
         group: str = self._settings.get("group.id", "")
-        right = denied(error, group=group, transactional_id=self.transactional_id, topic=topic)
+        right = explain_denied(error, group=group, transactional_id=self.transactional_id, topic=topic)
         limit = self._settings.get("message.max.bytes")
-        known = missing(error, topic) or refused_timestamp(error) or too_large(error, call, topic, size, limit)
+        known = (
+            explain_missing_topic(error, topic)
+            or explain_refused_timestamp(error)
+            or explain_too_large(error, call, topic, size, limit)
+        )
         if topic in self._changelogs:
             refuses = ": its settings, or the brokers', refuse a record of the state"
             known = f"the changelog {topic} cannot be written{refuses if action is Action.MISCONFIGURED else ''}"

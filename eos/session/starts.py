@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from confluent_kafka import OFFSET_BEGINNING, TopicPartition
 
 from eos.errors import Unavailable
-from eos.kafka.admin.places import forgotten, noted
-from eos.kafka.client.raising import raising
+from eos.kafka.admin.group_history import offsets_expired, read_notes
+from eos.kafka.client.client_calls import call_client
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.session.asking import LOOK_S, Asking, NotNow
@@ -59,7 +59,7 @@ class Starts:
         # Before the notes, which take clients of their own: a partition may have no leader for hours.
         ends = self._ends_to_begin_at(missing) if reset == "latest" else {}
         try:
-            found = raising(noted, self._settings, self._group, missing, self._world)
+            found = call_client(read_notes, self._settings, self._group, missing, self._world)
         except Unavailable as error:
             raise NotNow(f"the notes that tell whether the group ran before: {error}") from error
         if found:
@@ -80,7 +80,7 @@ class Starts:
         member that has them, if this one stood still. Raises InputGone, NotNow."""
         committed = self._committed(noted_since)
         if gone := {p: when for p, when in noted_since.items() if committed[p].offset < 0}:
-            raise forgotten(self._group, gone, reset)
+            raise offsets_expired(self._group, gone, reset)
         raise NotNow(NEWER)
 
     def _ends_to_begin_at(self, partitions: Collection[Partition]) -> dict[Partition, int]:

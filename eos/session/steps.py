@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from eos import log
 from eos.errors import Action, CallFailed, PoisonRecord, Temporary
-from eos.kafka.client.failures import rebalanced
+from eos.kafka.client.failures import describe_rebalance
 from eos.session.committer import Commit
 from eos.session.observe import add
 from eos.session.participants import Outcome
@@ -88,7 +88,7 @@ class Recovery:
         counters = self._outcomes.counters
         counters.aborts += 1
         add(counters.aborts_by_cause, _cause(trouble.failure))
-        rebalance = rebalanced(trouble.failure)
+        rebalance = describe_rebalance(trouble.failure)
         if rebalance:
             log.debug("refused", error=trouble.reason, group=self._group)
         usual = rebalance and self._pacing.aborts_in_a_row < _ABORTS_TO_WARN_OF

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from eos import log
 from eos.encoding.lineage import OFFSET_FORMAT
 from eos.errors import EosError
-from eos.kafka.client.cluster import Described
+from eos.kafka.client.cluster import TransactionalIdState
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.records import noted
@@ -41,7 +41,7 @@ class Successor:
             "epoch": identity.epoch if identity else None,
         }
 
-    def told(self, producer: TransactionalProducer, answer: Described | None) -> tuple[str, str]:
+    def told(self, producer: TransactionalProducer, answer: TransactionalIdState | None) -> tuple[str, str]:
         """Who took over and since when, and the numbers of both."""
         mine = producer.identity()
         who = ""

@@ -14,9 +14,9 @@ from confluent_kafka import Consumer
 from eos import log
 from eos.errors import ConfigurationError, IllegalState
 from eos.kafka.admin import preflight
-from eos.kafka.admin.fence import end_left_open
+from eos.kafka.admin.fence import abort_left_open
 from eos.kafka.client.cluster import ClusterAdmin
-from eos.kafka.client.settings import OF_FUNCTIONS, Settings, alternate_of, settings_of
+from eos.kafka.client.settings import FUNCTION_OPTIONS, Settings, alternate_transactional_id, to_settings
 from eos.kafka.client.world import REAL, World
 from eos.records import is_pattern
 from eos.session.asking import Stopped
@@ -68,7 +68,7 @@ class TransactSession:
         """`participants`, `listener`: eos/session/participants.py. With a listener a session can be made before its
         topics are known: `read` says them before the start. `together`: how many records the application handles at
         once; a poll of a backlog takes whole batches of them."""
-        self.settings = settings_of(settings)
+        self.settings = to_settings(settings)
         named = [t.strip() for t in self.settings["eos.input.topics"].split(",") if t.strip()]
         topics = list(topics) if topics is not None else named
         _check(self.settings, topics, topics_follow=listener is not None)
@@ -96,8 +96,8 @@ class TransactSession:
 
     def __enter__(self) -> TransactSession:
         if self.destinations:
-            need = preflight.need_of(self.settings, self.topics, self.destinations)
-            preflight.require(self.settings, need, self._parts.world)
+            need = preflight.requirements_of(self.settings, self.topics, self.destinations)
+            preflight.require_fit_cluster(self.settings, need, self._parts.world)
         self.start()
         return self
 
@@ -175,13 +175,13 @@ class TransactSession:
         self._parts.committer.start()
 
         def end(transactional_id: str) -> None:
-            end_left_open(admin, [transactional_id], world)
+            abort_left_open(admin, [transactional_id], world)
 
         old_brokers = admin.transaction_version() < OLD_TRANSACTIONS
         producer.start(deadline, end, alternate=old_brokers)
         if not old_brokers:
             # A predecessor has it that was started before the brokers were upgraded.
-            producer.fence(alternate_of(producer.transactional_id), deadline, end)
+            producer.fence(alternate_transactional_id(producer.transactional_id), deadline, end)
 
     def close(self, leave_group: bool = False) -> None:
         """Aborts what is open and closes all clients. `leave_group`: a static member leaves for good."""
@@ -226,7 +226,7 @@ class TransactSession:
 
 def _check(settings: Settings, topics: Sequence[str], topics_follow: bool) -> None:
     """Raises ConfigurationError. `topics_follow`: they need not be known yet."""
-    for name in OF_FUNCTIONS:
+    for name in FUNCTION_OPTIONS:
         if name in settings.values:
             raise ConfigurationError(
                 f"{name} is about an App's functions, and does nothing in a loop of your own",

@@ -79,7 +79,7 @@ class Unheard:
             with self._world.admin(self._settings) as admin:
                 while self._looking and not self._stopped.is_set():
                     asked_at = self._world.now()
-                    self._given = Given(asked_at, admin.given(self._group, member_id))
+                    self._given = Given(asked_at, admin.assigned_partitions(self._group, member_id))
                     self._stopped.wait(_PAUSE_S)
         except NotAuthorised as error:
             log.warning("partitions that this client was not told of cannot be noticed", error=str(error))

@@ -18,7 +18,7 @@ from eos.app.routes import changelog_of
 from eos.encoding import lineage
 from eos.errors import Unavailable, UsageError, describe_error, not_authorised
 from eos.kafka.admin import facts, tail
-from eos.kafka.admin.reset import STAY, GroupOffsets, Move, Target
+from eos.kafka.admin.reset import UNCHANGED, GroupOffsets, Move, Target
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
 from eos.records import metadata_with, place_of
@@ -46,7 +46,7 @@ class Anew:
         named = {move.partition for move in self.moves}
         if missing := [move.partition for move in offsets.plan(Target("earliest")) if move.partition not in named]:
             raise UsageError(f"--with-state begins all anew: --from must name a place in {place_of(*missing[0])} too")
-        self.between = {topic: tail.spans(settings, topic, _ASK_S, world) for topic in sorted(app.chained)}
+        self.between = {topic: tail.topic_offsets(settings, topic, _ASK_S, world) for topic in sorted(app.chained)}
         """The offset spans of the topics between functions, by topic and partition."""
         for topic, spans in self.between.items():
             for partition, span in spans.items():
@@ -75,7 +75,7 @@ class Anew:
         The first step marks the reset in the offset metadata, so no worker starts until the last step replaces the
         mark.
         """
-        marked = self._all.plan(STAY)
+        marked = self._all.plan(UNCHANGED)
         there = {move.partition for move in marked}
         marked += [dataclasses.replace(move, after=move.low) for move in self.moves if move.partition not in there]
         self._all.commit([_with(move, {notes.KEY: notes.RESETTING}) for move in marked])
@@ -105,7 +105,7 @@ class Anew:
         there = facts.describe_topic(self._client, topic)
         if not there.exists:
             return
-        config = {**changelog.CONFIG, **facts.set_on_topic(self._client, topic)}
+        config = {**changelog.CONFIG, **facts.topic_overrides(self._client, topic)}
         (source,) = (route.sources[0] for route in self._app.stateful if changelog_of(self._app.id, route) == topic)
         wanted = {topic: facts.describe_topic(self._client, source).partitions}
         _result(self._client.delete_topics([topic], operation_timeout=_DELETE_S)[topic], topic)
@@ -116,7 +116,7 @@ class Anew:
                 raise Unavailable(f"topic {topic} was deleted, and is still there after {_DELETE_S:.0f} s")
             self._world.sleep(0.1)
 
-    def _empty(self, topic: str, spans: Mapping[int, tail.Span]) -> dict[int, int]:
+    def _empty(self, topic: str, spans: Mapping[int, tail.OffsetRange]) -> dict[int, int]:
         """Delete the topic's records and return the end offset of each partition.
 
         A compacted topic keeps its records; the group continues after them.

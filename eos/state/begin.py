@@ -19,8 +19,8 @@ from eos.app.definition import App
 from eos.app.routes import Route, changelog_of
 from eos.errors import ConfigurationError, Unavailable, UsageError, describe_error, not_authorised
 from eos.kafka.admin import facts, tail
-from eos.kafka.admin.reset import STAY, GroupOffsets, Move
-from eos.kafka.client.failures import denied
+from eos.kafka.admin.reset import UNCHANGED, GroupOffsets, Move
+from eos.kafka.client.failures import explain_denied
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
 from eos.records import metadata_with, place_of
@@ -52,9 +52,9 @@ class Beginning:
         self.topic = changelog_of(app.id, route)
         client = facts.connect(settings, _ASK_S, world)
         self._fit = changelog.fit_of(client, app.id, route, world)
-        self._moves = offsets.plan(STAY)
+        self._moves = offsets.plan(UNCHANGED)
         notes.check_not_interrupted(move.metadata for move in self._moves)
-        spans = {} if self._fit.missing else tail.spans(settings, self.topic, _ASK_S, world)
+        spans = {} if self._fit.missing else tail.topic_offsets(settings, self.topic, _ASK_S, world)
         self._check_whole(spans)
         kept: dict[str, str] = {}
         self._left = {partition: self._look(partition, span, kept) for partition, span in sorted(spans.items())}
@@ -83,20 +83,20 @@ class Beginning:
             return False
         return True
 
-    def _check_whole(self, spans: Mapping[int, tail.Span]) -> None:
+    def _check_whole(self, spans: Mapping[int, tail.OffsetRange]) -> None:
         """Raise an error if a part of the changelog is lost; new offset metadata would hide the loss."""
         ends = {}
         for move in self._moves:
             beside = notes.beside_of(move.metadata)
             if beside is not None and beside.function == self._route.name:
                 ends[move.partition[1]] = beside.end
-        nothing = tail.Span(0, 0, 0)
+        nothing = tail.OffsetRange(0, 0, 0)
         for partition in ends.keys() | spans.keys():
             where, span = place_of(self.topic, partition), spans.get(partition, nothing)
             if (error := changelog.unsettled(where, span, ends.get(partition, 0))) is not None:
                 raise error
 
-    def _look(self, partition: int, span: tail.Span, kept: dict[str, str]) -> _Left:
+    def _look(self, partition: int, span: tail.OffsetRange, kept: dict[str, str]) -> _Left:
         """Find the entries of states that the function does not have, and add the kind of each kept state to `kept`."""
         have, found, header = notes.header_now(self._app_id, self._route).stores, dict[bytes, None](), None
         if span.low < span.stable:
@@ -127,10 +127,10 @@ class Beginning:
         self._write(((p, cell, None) for p, left in self._left.items() for cell in left.cells))
         header = notes.header_now(self._app_id, self._route).encoded()
         self._write(((p, HEADER, header) for p, left in self._left.items() if left.header))
-        spans = tail.spans(self._settings, self.topic, _ASK_S, self._world)
+        spans = tail.topic_offsets(self._settings, self.topic, _ASK_S, self._world)
         self._offsets.commit([self._noted(move, spans) for move in self._moves])
 
-    def _noted(self, move: Move, spans: Mapping[int, tail.Span]) -> Move:
+    def _noted(self, move: Move, spans: Mapping[int, tail.OffsetRange]) -> Move:
         note = notes.noted_of(self._route, spans[move.partition[1]].stable, len(spans)).noted()
         return dataclasses.replace(move, metadata=metadata_with(move.metadata, note))
 
@@ -155,6 +155,6 @@ class Beginning:
         if producer.flush(_WRITE_S):
             failed.append(KafkaError(KafkaError._TIMED_OUT))
         if failed:
-            if denied(failed[0], topic=self.topic):
+            if explain_denied(failed[0], topic=self.topic):
                 raise not_authorised(f"topic {self.topic}", "WRITE")
             raise Unavailable(f"topic {self.topic} could not be written: {describe_error(failed[0])}")

@@ -14,7 +14,7 @@ from eos.app.cells import named
 from eos.app.routes import Route, changelog_of
 from eos.errors import ConfigurationError, EosError, InputGone, Temporary
 from eos.kafka.admin import facts, tail
-from eos.kafka.admin.tail import Span
+from eos.kafka.admin.tail import OffsetRange
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
 from eos.records import is_topic_name, place_of
@@ -77,7 +77,7 @@ def fit_of(client: Any, app_id: str, route: Route, world: World = REAL) -> Fit:
             f"and {source} has {wanted}, so keys are in other partitions now",
             remedy=f"{FROM_RECORDS}, or write the source's records to a topic with as many partitions as before",
         )
-    config = facts.configs(client, [topic], world=world).get(("topic", topic), {})
+    config = facts.describe_configs(client, [topic], world=world).get(("topic", topic), {})
     needed = {"cleanup.policy": "the state of keys that do not change"}
     if route.ttls:
         needed["message.timestamp.type"] = "when state with a time-to-live was written"
@@ -108,7 +108,7 @@ def require(settings: Settings, app_id: str, routes: Sequence[Route], world: Wor
                 delete_retention_ms=round(fit.tombstones_s * 1000),
             )
         if fit.missing:
-            brokers = len(facts.metadata(client, settings.bootstrap_servers, _ASK_S).brokers)
+            brokers = len(facts.cluster_metadata(client, settings.bootstrap_servers, _ASK_S).brokers)
             facts.create_topics(settings, {fit.topic: fit.partitions}, brokers, config=CONFIG, world=world)
     return fits
 
@@ -118,7 +118,7 @@ def kept(settings: Settings, topic: str) -> Iterator[tuple[int, list[tuple[bytes
 
     Holds one partition at a time in memory. Raises Unavailable, and ConfigurationError for a record that is not state.
     """
-    for partition, span in sorted(tail.spans(settings, topic, _ASK_S).items()):
+    for partition, span in sorted(tail.topic_offsets(settings, topic, _ASK_S).items()):
         cells: dict[bytes, bytes] = {}
         if span.low < span.stable:
             with tail.TopicReader(settings, topic, {partition: span.low}, uncommitted=False) as reader:
@@ -141,7 +141,7 @@ def kept(settings: Settings, topic: str) -> Iterator[tuple[int, list[tuple[bytes
         yield partition, sorted(rows.items())
 
 
-def unsettled(where: str, span: Span, at_least: int) -> EosError | None:
+def unsettled(where: str, span: OffsetRange, at_least: int) -> EosError | None:
     """Return why this partition of a changelog cannot be read yet; None if it can.
 
     Temporary while the predecessor's transaction is open there: the coordinator has decided it, and its markers are on
@@ -185,7 +185,7 @@ class Start(NamedTuple):
 
 
 def start_of(
-    position: int, as_of: float, held: Span, tombstones_s: float, now: float, accepts: bool = False
+    position: int, as_of: float, held: OffsetRange, tombstones_s: float, now: float, accepts: bool = False
 ) -> Start | None:
     """Return where a restore begins to read, given the position of the existing values.
 

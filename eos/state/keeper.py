@@ -69,7 +69,7 @@ class Keeper:
         Raises ConfigurationError, NotAuthorised, Unavailable.
         """
         self._check_folder()
-        preflight.patient(self._settings, self._require, self._world)
+        preflight.retry_while_unavailable(self._settings, self._require, self._world)
 
     def _require(self) -> None:
         with self._world.admin(self._settings) as admin:
@@ -208,7 +208,7 @@ class Keeper:
         if job is None:
             if not grown and now - self._checked_at < _CHECKED_S:
                 return True
-            self._thread = self._thread or self._world.caller("eos-state")
+            self._thread = self._thread or self._world.watchdog("eos-state")
             self._checking = self._thread.start(self._require)
             return False
         if not job.done.is_set():
@@ -282,7 +282,7 @@ class Keeper:
         for source, numbers in partitions.items():
             try:
                 self._client = self._client or facts.connect(self._settings, _ASK_S, self._world)
-                stable = tail.stable_ends(self._client, self._topics[source], numbers)
+                stable = tail.stable_offsets(self._client, self._topics[source], numbers)
             except Unavailable as error:
                 log.debug("changelog end unknown", topic=self._topics[source], error=str(error))
                 continue

@@ -18,7 +18,7 @@ from eos.app.cells import check_cell, store_of
 from eos.app.routes import Route
 from eos.errors import ConfigurationError, EosError, InputGone, Unavailable
 from eos.kafka.admin import facts, tail
-from eos.kafka.admin.tail import Seen, TopicReader
+from eos.kafka.admin.tail import MarkedRecord, TopicReader
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.records import place_of
@@ -171,7 +171,7 @@ class Restoring:
         for partition, answer in self._held(asked).items():
             self._settle(partition, asked[partition], answer, now)
 
-    def _settle(self, partition: int, one: _Partition, held: tail.Span | Unavailable, now: float) -> None:
+    def _settle(self, partition: int, one: _Partition, held: tail.OffsetRange | Unavailable, now: float) -> None:
         """Begin to read a partition, given the offsets that its changelog had at `now`, or wait for it."""
         assert one.values is not None
         values, accepts = one.values, one.at_least is None
@@ -196,12 +196,12 @@ class Restoring:
         else:
             self._finish(partition, one)
 
-    def _held(self, partitions: Collection[int]) -> Mapping[int, tail.Span | Unavailable]:
+    def _held(self, partitions: Collection[int]) -> Mapping[int, tail.OffsetRange | Unavailable]:
         try:
             self._client = self._client or facts.connect(self._settings, _ASK_S, self._world)
-            leaderless = facts.leaderless(self._client, self._topic, _ASK_S)
+            leaderless = facts.find_leaderless(self._client, self._topic, _ASK_S)
             led = [partition for partition in partitions if partition not in leaderless]
-            held = tail.each_held(self._client, self._topic, led) if led else {}
+            held = tail.partition_offsets_or_errors(self._client, self._topic, led) if led else {}
             why = Unavailable("it has no leader")
             return {partition: held.get(partition, why) for partition in partitions}
         except Unavailable as error:
@@ -229,7 +229,7 @@ class Restoring:
         starts = {partition: self._left[partition].at for partition in self._ends}
         with tail.TopicReader(self._settings, self._topic, starts, uncommitted=False, world=self._world) as reader:
             reader.most = _FIRST_READ
-            for read in tail.reads_until(reader, self._ends):
+            for read in tail.read_batches_until(reader, self._ends):
                 self._take(read, reader)
                 if self._bytes >= _MOST_BYTES:
                     self._write()
@@ -245,7 +245,7 @@ class Restoring:
                     if self._ends.keys() - starts:
                         return
 
-    def _take(self, read: list[Seen], reader: TopicReader) -> None:
+    def _take(self, read: list[MarkedRecord], reader: TopicReader) -> None:
         ours, ageing, size = self._left, self._ageing, 0
         for seen in read:
             record = seen.record

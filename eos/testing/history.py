@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from eos.errors import Action, ConfigurationError, EosError, InputGone, NotAuthorised, Unavailable
 from eos.kafka.admin import facts
 from eos.kafka.client.failures import classify
-from eos.kafka.client.headers import headers_of
-from eos.kafka.client.names import CONSUMER_ONLY
+from eos.kafka.client.headers import read_headers
+from eos.kafka.client.librdkafka_names import CONSUMER_ONLY
 from eos.records import metadata_of, readable
 from eos.testing.checker import Ends, Inputs, Outputs
 from eos.testing.lineage import unstamp_many
@@ -457,7 +457,7 @@ class _Reading:
 
 def _last_header(message: Message, name: str) -> bytes | None:
     """Return the last value of that header, as Kafka's own `lastHeader` does."""
-    given = readable(headers_of(message))
+    given = readable(read_headers(message))
     return next((value for found, value in reversed(given) if found == name), None)
 
 
@@ -525,7 +525,7 @@ def cleanup_policies(
 ) -> dict[str, str | None]:
     """Return each topic's cleanup.policy; None if it cannot be read, most likely for lack of permission."""
     names = (topics,) if isinstance(topics, str) else tuple(topics)
-    found = facts.configs(_admin(bootstrap, config), names)
+    found = facts.describe_configs(_admin(bootstrap, config), names)
     return {name: found.get(("topic", name), {}).get("cleanup.policy") for name in names}
 
 

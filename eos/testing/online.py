@@ -77,7 +77,7 @@ def _topics_of_its_own(
 ) -> Iterator[Any]:
     """Create the wanted topics, and remove them at the end, with those that the worker creates."""
     client = facts.connect(settings, _TIMEOUT_S)
-    brokers = len(facts.metadata(client, settings.bootstrap_servers, _TIMEOUT_S).brokers)
+    brokers = len(facts.cluster_metadata(client, settings.bootstrap_servers, _TIMEOUT_S).brokers)
     created = facts.create_topics(settings, wanted, brokers, between=between)
     try:
         if there := sorted(wanted.keys() - created):
@@ -113,10 +113,10 @@ def _ends(client: Any, settings: Settings, topics: Sequence[str]) -> dict[Place,
     """
     deadline = time.monotonic() + _TIMEOUT_S
     while True:
-        spans: dict[Place, tail.Span] = {}
+        spans: dict[Place, tail.OffsetRange] = {}
         try:
             for topic in topics:
-                held = tail.spans_by(client, settings, topic)
+                held = tail.topic_offsets_with(client, settings, topic)
                 spans |= {(topic, partition): span for partition, span in held.items()}
             late = f"an open transaction holds {sorted(p for p, s in spans.items() if s.stable < s.end)}"
         except Unavailable as error:

@@ -249,9 +249,9 @@ class Place:
         expired if the first letters are older than these days.
         """
         client = facts.connect(self._settings, _CONNECT_S, self._world)
-        days = facts.offsets_kept_minutes(client, self._settings.bootstrap_servers, self._world) / (24 * 60)
+        days = facts.offsets_retention_minutes(client, self._settings.bootstrap_servers, self._world) / (24 * 60)
         before_ms = round((self._world.unix() - days * 86_400) * 1000)
-        return sorted(tail.older(client, topic, low, before_ms)), days
+        return sorted(tail.partitions_older_than(client, topic, low, before_ms)), days
 
     def confirm(self, topic: str) -> None:
         """Raise Fenced if another process has committed since our last commit."""
@@ -291,7 +291,7 @@ def letters(
 
     `on_forgotten` is called with a sentence if committed offsets may have expired.
     """
-    held = tail.spans(settings, topic, _CONNECT_S)
+    held = tail.topic_offsets(settings, topic, _CONNECT_S)
     at = {} if place is None else place.of(topic, held)
     done = {partition: at.get(partition, Done()).since(span.low) for partition, span in held.items()}
     if place is not None:
@@ -306,6 +306,6 @@ def letters(
             )
     starts = {partition: each.offset for partition, each in done.items()}
     with tail.TopicReader(settings, topic, starts, uncommitted=False) as reader:
-        for seen in tail.read_until(reader, tail.ends_of(held, uncommitted=False)):
+        for seen in tail.read_until(reader, tail.end_offsets(held, uncommitted=False)):
             if not done[seen.record.partition].has(seen.record.offset):
                 yield letter_of(seen.record)

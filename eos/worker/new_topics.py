@@ -19,7 +19,7 @@ from eos import log
 from eos.app.definition import App
 from eos.encoding.dead_letters import dead_letter_topic
 from eos.errors import ConfigurationError, EosError, Unavailable
-from eos.kafka.admin.facts import check_clients, connect, create_topics, metadata
+from eos.kafka.admin.facts import check_clients, cluster_metadata, connect, create_topics
 from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
@@ -33,7 +33,7 @@ _REFRESH_MS = 300_000  # librdkafka's default, for new partitions
 def topic_names(settings: Settings, timeout_s: float, world: World = REAL) -> set[str]:
     """Return the names of all visible topics. Raise Unavailable, NotAuthorised, ConfigurationError."""
     check_clients(settings, world)
-    known = metadata(connect(settings, timeout_s, world), settings.bootstrap_servers, _ASK_S).topics
+    known = cluster_metadata(connect(settings, timeout_s, world), settings.bootstrap_servers, _ASK_S).topics
     return {name for name, topic in known.items() if topic.error is None}
 
 
@@ -114,7 +114,7 @@ class NewTopics:
         if not letters:
             return set()
         client = connect(self._settings, _ASK_S, self._world)
-        known = metadata(client, self._settings.bootstrap_servers, _ASK_S)
+        known = cluster_metadata(client, self._settings.bootstrap_servers, _ASK_S)
         wanted = {dead: len(known.topics[topic].partitions) for topic, dead in letters.items() if topic in known.topics}
         create_topics(self._settings, wanted, len(known.brokers), world=self._world)
         return set(wanted)
@@ -146,7 +146,7 @@ class NewTopics:
         there = admin.topics()
         if not (found := self._app.matched(there)):
             return self._interval_s
-        everywhere = admin.known_everywhere(found)
+        everywhere = admin.known_to_all_brokers(found)
         soon = self._tell_unknown(found.keys() - everywhere)
         if self._settings["eos.create.topics"]:
             there |= self._try_to_make(lacking(self._app, everywhere | (there - found.keys())))

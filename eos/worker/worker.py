@@ -18,7 +18,7 @@ from eos.app.definition import App
 from eos.app.lineage import Ledger
 from eos.app.routes import Route
 from eos.errors import CallFailed, PoisonRecord
-from eos.kafka.client.settings import OF_FUNCTIONS, Settings
+from eos.kafka.client.settings import FUNCTION_OPTIONS, Settings
 from eos.kafka.client.world import REAL, World
 from eos.records import Record
 from eos.session.participants import Listener, Outcome
@@ -75,7 +75,7 @@ class Worker(Listener):
         self._new_topics = NewTopics(self.settings, app, world) if app.patterns else None
         self._found_topics = False
         self.session = TransactSession(
-            self.settings.without(*OF_FUNCTIONS),
+            self.settings.without(*FUNCTION_OPTIONS),
             app.topics,
             until_end=until_end,
             destinations=sorted(app.destinations),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from eos.broker import LocalKafka
-from eos.kafka.admin.overdue import end_if_overdue
+from eos.kafka.admin.overdue import abort_if_overdue
 from eos.kafka.client.cluster import ClusterAdmin
 from eos.kafka.client.settings import Settings
 from tests.support.brokers import local_kafka
@@ -49,9 +49,9 @@ def test_only_an_overdue_transaction_is_ended_and_looks_like_its_own_timeout(kaf
     with ClusterAdmin(Settings({"bootstrap.servers": kafka.bootstrap_servers})) as admin:  # first: it takes a while
         producer = open_transaction(kafka, names("t"), name)
         (before,) = admin.describe_all([name])
-        assert not end_if_overdue(admin, before, time.monotonic)
+        assert not abort_if_overdue(admin, before, time.monotonic)
         assert admin.describe_all([name]) == [before]
-        wait_until("it is overdue and ended", lambda: end_if_overdue(admin, before, time.monotonic), 30)
+        wait_until("it is overdue and ended", lambda: abort_if_overdue(admin, before, time.monotonic), 30)
         assert time.monotonic() - began >= TIMEOUT_MS / 1000
         wait_until("its markers", lambda: admin.describe_all([name])[0].state == "CompleteAbort")
         (after,) = admin.describe_all([name])

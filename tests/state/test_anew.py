@@ -18,7 +18,7 @@ from eos import App, Out, State
 from eos.broker import LocalKafka
 from eos.errors import ConfigurationError, InputGone, UsageError
 from eos.kafka.admin.reset import GroupOffsets, parse_target
-from eos.kafka.client.settings import Settings, settings_of
+from eos.kafka.client.settings import Settings, to_settings
 from eos.kafka.client.world import REAL
 from eos.state import changelog
 from eos.state.anew import Anew
@@ -40,7 +40,7 @@ class Words:
         self.source, self.between, self.out = names("in"), names("between"), names("out")
         for topic in (self.source, self.between, self.out):
             create_topic(self.servers, topic, partitions=2)
-        self.settings: Settings = settings_of(
+        self.settings: Settings = to_settings(
             {"bootstrap.servers": self.servers, "eos.state.dir": str(folder / "state"), "eos.instance": "one"}
         )
 

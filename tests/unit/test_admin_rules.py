@@ -22,14 +22,14 @@ from eos.errors import ConfigurationError, Unavailable, UsageError
 from eos.kafka.admin.facts import connect
 from eos.kafka.admin.ownership import ABORTING
 from eos.kafka.admin.reset import Move, parse_skip, parse_target
-from eos.kafka.admin.transactions import ENDED, ENDING, Verdict, judge, partition_of
-from eos.kafka.client.cluster import ClusterAdmin, Listed, OpenProducer
-from eos.kafka.client.security import configuration, login_refused
+from eos.kafka.admin.transactions import ENDED, ENDING, Verdict, judge, log_partition_of
+from eos.kafka.client.cluster import ClusterAdmin, ListedTransaction, OpenProducer
+from eos.kafka.client.security import admin_configuration, login_refused
 from eos.kafka.client.settings import Settings
 from tests.support.secure import make_pki, openssl
 
 SEEN = OpenProducer(("t", 0), 7, 3, 100, 1_372_939_200_000, 0)
-KNOWN = Listed("id", 7, 3, "Ongoing", 0, 0, 10_000, frozenset({("t", 0)}))
+KNOWN = ListedTransaction("id", 7, 3, "Ongoing", 0, 0, 10_000, frozenset({("t", 0)}))
 
 
 @pytest.mark.parametrize("state", sorted(ENDED))
@@ -209,19 +209,19 @@ def test_reset_keeps_metadata_of_other_programs(metadata: str) -> None:
 
 def test_a_groups_partition_of_the_offsets_log_is_kafkas() -> None:
     """By Java's String.hashCode: "" is 0, "ä" 228, "Aa" and "BB" 2112."""
-    assert partition_of("", 50) == 0
-    assert partition_of("ä", 50) == 228 % 50
-    assert partition_of("Aa", 50) == partition_of("BB", 50) == 2112 % 50
-    assert partition_of("polygenelubricants", 50) == 0  # hashCode is Integer.MIN_VALUE
+    assert log_partition_of("", 50) == 0
+    assert log_partition_of("ä", 50) == 228 % 50
+    assert log_partition_of("Aa", 50) == log_partition_of("BB", 50) == 2112 % 50
+    assert log_partition_of("polygenelubricants", 50) == 0  # hashCode is Integer.MIN_VALUE
     # Negative hash codes, as a JVM says: -771814909 and -1008770331.
-    assert partition_of("flights", 50) == 771814909 % 50
-    assert partition_of("orders", 50) == 1008770331 % 50
+    assert log_partition_of("flights", 50) == 771814909 % 50
+    assert log_partition_of("orders", 50) == 1008770331 % 50
 
 
 def test_tokens_without_a_source_are_a_configuration_error() -> None:
     settings = Settings({"security.protocol": "sasl_ssl", "sasl.mechanism": "OAUTHBEARER"})
     with pytest.raises(ConfigurationError, match=r"sasl\.oauthbearer\.method=oidc"):
-        configuration(settings, 1000)
+        admin_configuration(settings, 1000)
 
 
 @pytest.mark.parametrize(
@@ -233,17 +233,19 @@ def test_tokens_without_a_source_are_a_configuration_error() -> None:
 )
 def test_a_way_to_a_token_that_only_librdkafka_knows_is_refused_and_named(name: str, value: str) -> None:
     given = {"security.protocol": "sasl_ssl", "sasl.mechanism": "OAUTHBEARER", "sasl.oauthbearer.method": "oidc"}
-    configuration(Settings(given | {"sasl.oauthbearer.grant.type": "client_credentials"}), 1000)
+    admin_configuration(Settings(given | {"sasl.oauthbearer.grant.type": "client_credentials"}), 1000)
     with pytest.raises(ConfigurationError, match=f"^{name}={value} cannot be used here: set .*client_credentials"):
-        configuration(Settings(given | {name: value}), 1000)
+        admin_configuration(Settings(given | {name: value}), 1000)
 
 
 def test_a_ca_that_librdkafka_is_to_probe_for_is_the_systems_own() -> None:
-    context = configuration(Settings({"security.protocol": "ssl", "ssl.ca.location": "probe"}), 1000)["ssl_context"]
+    context = admin_configuration(Settings({"security.protocol": "ssl", "ssl.ca.location": "probe"}), 1000)[
+        "ssl_context"
+    ]
     assert context.verify_mode is ssl.CERT_REQUIRED
     assert context.check_hostname
     with pytest.raises(ConfigurationError, match=r"ssl\.ca\.location cannot be used"):
-        configuration(Settings({"security.protocol": "ssl", "ssl.ca.location": "/nowhere/probe"}), 1000)
+        admin_configuration(Settings({"security.protocol": "ssl", "ssl.ca.location": "/nowhere/probe"}), 1000)
 
 
 def test_a_callback_gives_the_token_of_the_admin_client_too() -> None:
@@ -261,7 +263,7 @@ def test_a_callback_gives_the_token_of_the_admin_client_too() -> None:
             "sasl.oauthbearer.config": "a=b",
         }
     )
-    provider = configuration(settings, 1000)["sasl_oauth_token_provider"]
+    provider = admin_configuration(settings, 1000)["sasl_oauth_token_provider"]
     assert (provider.token(), provider.token()) == ("token", "token")
     assert asked == ["a=b"], "a token is asked for again before its time"
 

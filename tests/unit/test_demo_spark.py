@@ -10,7 +10,7 @@ import pytest
 from eos.demo import spark
 from eos.demo.faults import Hit
 from eos.demo.proof import Row
-from eos.kafka.client.cluster import Described
+from eos.kafka.client.cluster import TransactionalIdState
 from eos.testing.checker import Ends
 from eos.testing.history import Log
 
@@ -46,7 +46,7 @@ def proof(
     stable = {**ends, (spark.HOURS, 0): 10 - hanging}
     monkeypatch.setattr(spark, "read_topic", read)
     monkeypatch.setattr(spark, "end_offsets", lambda *_: Ends(stable=stable, log_end=ends))
-    hit = Hit(spark.TRANSACTIONAL_ID, Described("Ongoing", 1, 0, 0), 2, 1)
+    hit = Hit(spark.TRANSACTIONAL_ID, TransactionalIdState("Ongoing", 1, 0, 0), 2, 1)
     return {row.check: row for row in spark.prove("nowhere", FLIGHTS, spark.Killed(hit, 1))}
 
 

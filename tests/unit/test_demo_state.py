@@ -11,7 +11,7 @@ from eos.app.cells import cell_of
 from eos.demo import state
 from eos.demo.faults import Hit
 from eos.demo.proof import Row
-from eos.kafka.client.cluster import Described
+from eos.kafka.client.cluster import TransactionalIdState
 from eos.testing.checker import Ends
 from eos.testing.history import Log
 
@@ -54,7 +54,7 @@ def proof(
     ends = {(state.BY_DAY, 0): 10}
     monkeypatch.setattr(state, "read_topic", read)
     monkeypatch.setattr(state, "end_offsets", lambda *_: Ends(stable=ends, log_end=ends))
-    hit = Hit("delays-by-day-a", Described("Ongoing", 1, 0, 0), 2, 1)
+    hit = Hit("delays-by-day-a", TransactionalIdState("Ongoing", 1, 0, 0), 2, 1)
     return {row.check: row for row in state.prove("nowhere", FLIGHTS, state.Killed((hit, hit), *reads))}
 
 

@@ -20,7 +20,7 @@ from benchmarks.shapes import SHAPES
 from docs import commands
 from eos import errors
 from eos.cli import COMMANDS
-from eos.kafka.client.names import COMMON, CONSUMER_ONLY, PRODUCER_ONLY
+from eos.kafka.client.librdkafka_names import COMMON, CONSUMER_ONLY, PRODUCER_ONLY
 from eos.kafka.client.settings import OPTIONS
 from eos.testing.clusters import Cluster
 from eos.testing.pytest_plugin import StartCluster

@@ -11,7 +11,7 @@ from confluent_kafka import KafkaError, KafkaException
 import eos
 from eos import errors
 from eos.errors import Action, Call, CallFailed, EosError, describe_error, no_broker, stop_error
-from eos.kafka.client.failures import TABLE, classify, rebalanced
+from eos.kafka.client.failures import TABLE, classify, describe_rebalance
 
 K = KafkaError
 CALLS: tuple[Call, ...] = get_args(Call)
@@ -224,14 +224,14 @@ STRUCT = (
 def test_an_ordinary_rebalance_is_told_in_plain_words_and_nothing_else_is_taken_for_one(row: Row) -> None:
     failure = CallFailed(row.call, row.action, KafkaException(KafkaError(row.code, STRUCT)))
     moved = row.code in (K.UNKNOWN_MEMBER_ID, K.ILLEGAL_GENERATION, K.REBALANCE_IN_PROGRESS, K.STALE_MEMBER_EPOCH)
-    assert rebalanced(failure) == ("the group rebalances" if moved else "")
+    assert describe_rebalance(failure) == ("the group is rebalancing" if moved else "")
 
 
 def test_what_a_session_found_itself_of_a_rebalance_is_told_as_it_stands() -> None:
     sentence = "partitions of this transaction were revoked"
-    assert rebalanced(CallFailed("send_offsets", Action.ABORT, RuntimeError(sentence))) == sentence
-    assert rebalanced(CallFailed("abort", Action.ABORT, RuntimeError("asked by the application"))) == ""
-    assert rebalanced(CallFailed("send_offsets", Action.REBUILD, RuntimeError("it hung"))) == ""
+    assert describe_rebalance(CallFailed("send_offsets", Action.ABORT, RuntimeError(sentence))) == sentence
+    assert describe_rebalance(CallFailed("abort", Action.ABORT, RuntimeError("asked by the application"))) == ""
+    assert describe_rebalance(CallFailed("send_offsets", Action.REBUILD, RuntimeError("it hung"))) == ""
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from eos.app.state import Store
 from eos.broker.jars import cache_directory
 from eos.errors import ConfigurationError, InputGone, Temporary, Unavailable
 from eos.kafka.admin import facts, tail
-from eos.kafka.admin.tail import Seen, Span
+from eos.kafka.admin.tail import MarkedRecord, OffsetRange
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL
 from eos.state import changelog, folders, restoring
@@ -58,18 +58,18 @@ def keeper_on(monkeypatch: pytest.MonkeyPatch, *lives: Sequence[Record], folder:
     """Its changelog is each of these in turn; a record's offset is its number in it."""
     left = list(lives)
 
-    def held(_: object, topic: str, partitions: Collection[int]) -> dict[int, Span]:
+    def held(_: object, topic: str, partitions: Collection[int]) -> dict[int, OffsetRange]:
         assert (topic, list(partitions)) == ("shop-count-changelog", [0])
         READER.log = [
             msgspec.structs.replace(record, offset=n)
             for n, record in enumerate(left.pop(0) if len(left) > 1 else left[0])
         ]
-        return {0: Span(READER.low, len(READER.log), len(READER.log))}
+        return {0: OffsetRange(READER.low, len(READER.log), len(READER.log))}
 
     READER.starts, READER.low = [], 0
     monkeypatch.setattr(facts, "connect", lambda *_: None)
-    monkeypatch.setattr(tail, "each_held", held)
-    monkeypatch.setattr(facts, "leaderless", lambda *_: frozenset())
+    monkeypatch.setattr(tail, "partition_offsets_or_errors", held)
+    monkeypatch.setattr(facts, "find_leaderless", lambda *_: frozenset())
     monkeypatch.setattr(tail, "TopicReader", READER)
     monkeypatch.setattr(restoring, "_PATIENCE_S", 0.0)
     keeper = Keeper(app_of(), SETTINGS if folder is None else Settings({"eos.state.dir": str(folder)}))
@@ -107,11 +107,11 @@ class Reader:
     def at(self, partition: int) -> int:
         return self._at
 
-    def read(self) -> list[Seen]:
+    def read(self) -> list[MarkedRecord]:
         if self.fails:
             raise self.fails.pop()
         self._at += 1
-        return [Seen(self.log[self._at - 1])]
+        return [MarkedRecord(self.log[self._at - 1])]
 
 
 READER = Reader()
@@ -190,11 +190,11 @@ def test_keeper_writes_nothing_for_a_partition_without_offset(monkeypatch: pytes
     assert kept(keeper) is None, "what was not sent does not count"
 
 
-OPEN = Span(0, 5, 9)
+OPEN = OffsetRange(0, 5, 9)
 
 
 def restoring_of(
-    monkeypatch: pytest.MonkeyPatch, answers: dict[int, list[Span | Unavailable]], at_least: int = 0
+    monkeypatch: pytest.MonkeyPatch, answers: dict[int, list[OffsetRange | Unavailable]], at_least: int = 0
 ) -> tuple[restoring.Restoring, list[float]]:
     """Restores these partitions into memory, given what brokers answer about each in turn; and its clock."""
     now = [0.0]
@@ -202,7 +202,7 @@ def restoring_of(
         now=lambda: now[0], unix=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s)
     )
 
-    def held(_: object, topic: str, partitions: Collection[int]) -> dict[int, Span | Unavailable]:
+    def held(_: object, topic: str, partitions: Collection[int]) -> dict[int, OffsetRange | Unavailable]:
         return {p: answers[p].pop(0) if len(answers[p]) > 1 else answers[p][0] for p in partitions}
 
     class Skipping(Reader):
@@ -212,13 +212,13 @@ def restoring_of(
             self._at = 0
             return self
 
-        def read(self) -> list[Seen]:
+        def read(self) -> list[MarkedRecord]:
             self._at = 1_000
             return []
 
     monkeypatch.setattr(facts, "connect", lambda *_: None)
-    monkeypatch.setattr(tail, "each_held", held)
-    monkeypatch.setattr(facts, "leaderless", lambda *_: frozenset())
+    monkeypatch.setattr(tail, "partition_offsets_or_errors", held)
+    monkeypatch.setattr(facts, "find_leaderless", lambda *_: frozenset())
     monkeypatch.setattr(tail, "TopicReader", Skipping())
     ends = dict.fromkeys(answers, at_least)
     route = app_of().routes["in"]
@@ -236,7 +236,7 @@ def until_ready(one: restoring.Restoring, now: list[float], most_s: float = 200.
 
 def test_restore_waits_until_the_transaction_before_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator answers before its markers are everywhere: what is committed may not be readable yet."""
-    one, now = restoring_of(monkeypatch, {0: [OPEN, OPEN, Span(0, 9, 9)]})
+    one, now = restoring_of(monkeypatch, {0: [OPEN, OPEN, OffsetRange(0, 9, 9)]})
     assert until_ready(one, now) == {0}
     one, now = restoring_of(monkeypatch, {0: [OPEN]})
     with pytest.raises(Temporary, match=r"state cannot be restored: log\[0\] has an open transaction"):
@@ -245,8 +245,8 @@ def test_restore_waits_until_the_transaction_before_is_decided(monkeypatch: pyte
 
 def test_restore_waits_for_a_leader_that_does_not_know_the_end_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a broker that has just become the leader answers first must not be taken for all."""
-    short, whole = Span(0, 120, 120), Span(0, 193, 193)
-    one, now = restoring_of(monkeypatch, {0: [Unavailable("no leader"), Span(0, 0, 0), whole]}, 193)
+    short, whole = OffsetRange(0, 120, 120), OffsetRange(0, 193, 193)
+    one, now = restoring_of(monkeypatch, {0: [Unavailable("no leader"), OffsetRange(0, 0, 0), whole]}, 193)
     assert until_ready(one, now) == {0}
     # How long the brokers were away before does not count.
     one, now = restoring_of(monkeypatch, {0: [*[Unavailable("no leader")] * 900, short, short, whole]}, 193)
@@ -259,8 +259,8 @@ def test_restore_waits_for_a_leader_that_does_not_know_the_end_yet(monkeypatch: 
 def test_restore_of_a_leaderless_partition_does_not_stop_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one, now = restoring_of(monkeypatch, {0: [], 1: [Span(0, 7, 7)]})
-    monkeypatch.setattr(facts, "leaderless", lambda *_: frozenset({0}))  # the client would wait for it
+    one, now = restoring_of(monkeypatch, {0: [], 1: [OffsetRange(0, 7, 7)]})
+    monkeypatch.setattr(facts, "find_leaderless", lambda *_: frozenset({0}))  # the client would wait for it
     assert until_ready(one, now, 300.0) == {1}
     assert (list(one.partitions), one.done) == ([0], False)
     waits = [line for line in caplog.messages if "restoring state waits" in line]
@@ -286,7 +286,7 @@ def test_restore_of_a_leaderless_partition_does_not_stop_others(
 def test_restore_starts_where_the_folder_stands_or_at_the_beginning(
     low: int, position: int, age_s: float, start: tuple[int, bool] | None
 ) -> None:
-    found = changelog.start_of(position, 50.0, Span(low, 100, 100), tombstones_s=10.0, now=50.0 + age_s)
+    found = changelog.start_of(position, 50.0, OffsetRange(low, 100, 100), tombstones_s=10.0, now=50.0 + age_s)
     assert found == start
 
 
@@ -521,8 +521,8 @@ def test_an_end_that_is_no_offset_is_not_read_to() -> None:
             future.set_result(SimpleNamespace(offset=-1))
         return futures
 
-    with pytest.raises(Unavailable, match=r"the offsets of log\[0\] are unavailable: a broker says -1"):
-        tail.stable_ends(SimpleNamespace(list_offsets=answers), "log", [0])
+    with pytest.raises(Unavailable, match=r"the offsets of log\[0\] are unavailable: a broker answered -1"):
+        tail.stable_offsets(SimpleNamespace(list_offsets=answers), "log", [0])
 
 
 def commit(keeper: Keeper) -> None:
@@ -542,7 +542,7 @@ def test_restart_after_aborts_reads_nothing_that_it_has(monkeypatch: pytest.Monk
         asked.append(partitions)
         return {0: 9}
 
-    monkeypatch.setattr(tail, "stable_ends", stable_ends)
+    monkeypatch.setattr(tail, "stable_offsets", stable_ends)
     kept(keeper, b"3")
     commit(keeper)
     assert (task.values.position, asked) == (2 + 2 + 1, []), "a record, the header and the marker"

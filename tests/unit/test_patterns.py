@@ -16,7 +16,7 @@ import eos
 import eos.testing
 from eos import App, Out, Record, TransactSession
 from eos.errors import CallFailed, ConfigurationError, InputGone, NotAuthorised, Unavailable
-from eos.kafka.admin.topic_ids import TopicIds
+from eos.kafka.admin.topic_ids import TopicIdWatcher
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import REAL, World
 from eos.session.participants import Listener
@@ -197,7 +197,7 @@ class Brokers:
     def topics(self) -> set[str]:
         return set(self.there)
 
-    def known_everywhere(self, topics: Iterable[str]) -> set[str]:
+    def known_to_all_brokers(self, topics: Iterable[str]) -> set[str]:
         return set(topics) - self.late
 
 
@@ -249,7 +249,7 @@ def test_missing_dead_letters_are_created_where_a_setting_says_so(
     made: list[Mapping[str, int]] = []
     known = SimpleNamespace(topics={"in-1": SimpleNamespace(partitions={0: None, 1: None})}, brokers={0: None})
     monkeypatch.setattr(new_topics, "connect", lambda *_: None)
-    monkeypatch.setattr(new_topics, "metadata", lambda *_: known)
+    monkeypatch.setattr(new_topics, "cluster_metadata", lambda *_: known)
 
     def create(settings: Settings, wanted: Mapping[str, int], count: int, world: World) -> None:
         made.append(wanted)
@@ -290,12 +290,12 @@ def test_nobody_looks_where_the_client_was_told_not_to_look_for_partitions_eithe
 def test_a_topic_that_was_taken_in_is_looked_at_whether_it_is_made_anew() -> None:
     ids = {"in": "1", "new": "1"}
     admin: Any = SimpleNamespace(topic_ids=lambda topics: {topic: ids[topic] for topic in topics})
-    watch = TopicIds(Settings({}), ["in"], lambda gone: None)
-    assert watch._look(admin) is None
+    watch = TopicIdWatcher(Settings({}), ["in"], lambda gone: None)
+    assert watch._check(admin) is None
     watch.watch(["in", "new"])
-    assert watch._look(admin) is None
+    assert watch._check(admin) is None
     ids["new"] = "2"
-    assert "topic new was deleted and recreated" in str(watch._look(admin))
+    assert "topic new was deleted and recreated" in str(watch._check(admin))
 
 
 def test_missing_changelog_is_gone_after_a_moment() -> None:
@@ -307,19 +307,19 @@ def test_missing_changelog_is_gone_after_a_moment() -> None:
         sleep=lambda seconds: vars(clock).update(now=clock.now + seconds),
         admin=lambda settings, timeout_ms: contextlib.nullcontext(admin),
     )
-    watch = TopicIds(Settings({}), ["in"], lambda gone: None, world, changelogs=["log"])
-    watch.note(admin)
+    watch = TopicIdWatcher(Settings({}), ["in"], lambda gone: None, world, changelogs=["log"])
+    watch.learn_changelog_ids(admin)
     ids = {}
     unknown = set()
-    watch.look_now()
+    watch.check_now()
     unknown = {"log"}
-    assert watch._look(admin) is None
+    assert watch._check(admin) is None
     with pytest.raises(InputGone, match=r"the changelog log was deleted while this worker ran: .*--accept-changelog"):
-        watch.look_now()
+        watch.check_now()
     assert 4 < clock.now < 6
     ids = {"log": "2"}
     with pytest.raises(InputGone, match="the changelog log was deleted and recreated"):
-        watch.look_now()
+        watch.check_now()
 
 
 # ---- the session -----------------------------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ def test_a_topic_without_leaders_is_told_once_and_looked_at_no_more_often_than_o
 ) -> None:
     monkeypatch.setattr(logging.getLogger("eos"), "propagate", True)
     looking = NewTopics(Settings(SETTINGS), app_of(("^in-.*", "out")))
-    admin: Any = SimpleNamespace(topics=lambda: {"in-1"}, known_everywhere=lambda topics: set())
+    admin: Any = SimpleNamespace(topics=lambda: {"in-1"}, known_to_all_brokers=lambda topics: set())
     pauses = [looking._look(admin) for _ in range(30)]
     assert set(pauses[:19]) == {new_topics._SOON_S}
     assert set(pauses[19:]) == {new_topics._REFRESH_MS / 1000}

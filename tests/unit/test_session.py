@@ -10,7 +10,7 @@ from confluent_kafka import KafkaError
 
 from eos import App, Record, Settings
 from eos.errors import Action, CallFailed, ConfigurationError, Temporary
-from eos.kafka.client.settings import OF_FUNCTIONS, OPTIONS
+from eos.kafka.client.settings import FUNCTION_OPTIONS, OPTIONS
 from eos.records import Fed
 from eos.session.committer import Commit
 from eos.session.participants import Listener
@@ -22,7 +22,7 @@ from eos.worker.worker import Worker
 from tests.support.sessions import give_producer
 
 
-@pytest.mark.parametrize("name", OF_FUNCTIONS)
+@pytest.mark.parametrize("name", FUNCTION_OPTIONS)
 def test_what_only_functions_have_is_refused_where_there_are_none(name: str) -> None:
     servers, given = {"bootstrap.servers": "127.0.0.1:9"}, {name: str(OPTIONS[name].default)}
     settings = servers | given | {"group.id": "g", "transactional.id": "t"}
@@ -118,7 +118,7 @@ def test_an_abort_by_a_rebalance_is_news_and_no_warning_until_they_do_not_end(ca
         for failure in (*[CallFailed("send_offsets", Action.ABORT, raw)] * 3, asked):
             session._loop._carry_out(failure, {}, None)
     told = [(one.levelname, one.getMessage()) for one in caplog.records]
-    usual = "transaction aborted reason=the group rebalances"
+    usual = "transaction aborted reason=the group is rebalancing"
     assert told[:3] == [("INFO", usual), ("INFO", usual), ("WARNING", usual)]
     assert told[3] == ("WARNING", f"transaction aborted reason={asked}")
     assert session.counters.aborts_by_cause == {"rebalance": 3, "application": 1}

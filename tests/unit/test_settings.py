@@ -13,7 +13,7 @@ import pytest
 from confluent_kafka import Consumer, Producer
 
 from eos.errors import ConfigurationError
-from eos.kafka.client.settings import NOT_FOR_USERS, OPTIONS, REFUSALS, Settings, load, member_of, parse_flag
+from eos.kafka.client.settings import OPTIONS, REFUSALS, RESERVED, Settings, instance_id_for, load, parse_flag
 from eos.plain import Transactions
 from eos.session.transact import TransactSession
 
@@ -36,12 +36,12 @@ CONTRADICTIONS = [
     ("acks", 1, "lost with the leader"),
     ("acks", "0", "lost with the leader"),
     ("auto.offset.reset", "none", "without a committed offset begins"),
-    ("enable.partition.eof", "perhaps", "where it is needed"),
+    ("enable.partition.eof", "perhaps", "when it is needed"),
     ("delivery.report.only.error", "false", "counts records itself"),
-    ("group.protocol", "share", "group protocols"),
+    ("group.protocol", "share", "no other group protocol"),
     ("partition.assignment.strategy", "cooperative-sticky,mine", "tested"),
     ("partition.assignment.strategy", "sticky", "tested"),
-    ("enable.gapless.guarantee", "true", "where an abort suffices"),
+    ("enable.gapless.guarantee", "true", "where an abort is enough"),
 ]
 
 
@@ -81,13 +81,13 @@ def test_real_booleans_and_numbers_are_read_like_their_text() -> None:
     ],
 )
 def test_a_setting_that_is_not_the_users_is_refused_whatever_its_value(name: str, reason: str) -> None:
-    assert name in NOT_FOR_USERS
+    assert name in RESERVED
     assert refused({name: 1}).startswith(f"{name} cannot be set: ")
     assert reason in refused({name: None})
 
 
 def test_every_name_that_is_not_for_users_is_tried_above() -> None:
-    assert len(NOT_FOR_USERS) == 9
+    assert len(RESERVED) == 9
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_members_share_each_of_several_topics_by_default(given: dict[str, str], 
 def test_a_members_name_is_one_that_kafka_takes_and_another_for_each_transactional_id() -> None:
     """Kafka checks it as a topic's name; a transactional.id can be any text."""
     names = ["a", "a.b-c_d", "orders/eu", "orders:eu", "orders_eu", "ü", "..", ".", "x" * 249, "x" * 250, "x" * 251]
-    members = [member_of(name) for name in names]
+    members = [instance_id_for(name) for name in names]
     assert members[:2] == names[:2]
     assert members[8] == names[8]
     assert len(set(members)) == len(names)

@@ -19,7 +19,7 @@ from eos.cli.written import bytes_of, header_json, headers_text, json_of, text_o
 from eos.encoding import lineage
 from eos.encoding.dead_letters import dead_letter
 from eos.errors import Unavailable
-from eos.kafka.admin.tail import Mark, Seen, Span, _Lane, _merged, spans
+from eos.kafka.admin.tail import Mark, MarkedRecord, OffsetRange, _merge_by_timestamp, _PartitionReader, topic_offsets
 from eos.kafka.client.settings import Settings
 from eos.kafka.client.world import World
 from eos.records import Record
@@ -29,18 +29,18 @@ def record(offset: int, timestamp: int = -1, partition: int = 0) -> Record:
     return Record("t", partition, offset, timestamp)
 
 
-def marked(lane: _Lane, stable: int) -> list[tuple[int, str]]:
+def marked(lane: _PartitionReader, stable: int) -> list[tuple[int, str]]:
     return [(seen.record.offset, seen.mark.value) for seen in lane.marked(lambda: stable)]
 
 
 def test_a_record_that_the_committed_reader_passed_by_is_aborted_and_one_behind_the_stable_end_open() -> None:
-    lane = _Lane(4, 9, deque(map(record, (0, 1, 3, 5, 7))), visible={0, 3})
+    lane = _PartitionReader(4, 9, deque(map(record, (0, 1, 3, 5, 7))), visible={0, 3})
     assert marked(lane, 5) == [(0, "committed"), (1, "aborted"), (3, "committed"), (5, "open"), (7, "open")]
     assert not lane.waiting
 
 
 def test_what_the_committed_reader_may_still_get_waits_and_is_told_in_order() -> None:
-    lane = _Lane(2, 9, deque(map(record, (1, 2, 5))), visible={1})
+    lane = _PartitionReader(2, 9, deque(map(record, (1, 2, 5))), visible={1})
     assert marked(lane, 4) == [(1, "committed")]
     lane.visible, lane.committed_at = {2}, 4
     assert marked(lane, 4) == [(2, "committed"), (5, "open")]
@@ -50,15 +50,15 @@ def test_where_all_is_passed_nobody_is_asked_for_the_stable_end() -> None:
     def asked() -> int:
         raise AssertionError
 
-    assert len(list(_Lane(2, 2, deque(map(record, (0, 1)))).marked(asked))) == 2
+    assert len(list(_PartitionReader(2, 2, deque(map(record, (0, 1)))).marked(asked))) == 2
 
 
 @given(st.lists(st.lists(st.integers(-1, 5), max_size=6), min_size=1, max_size=3))
 def test_records_of_several_partitions_are_merged_by_time_and_never_against_an_offset_order(
     lanes: list[list[int]],
 ) -> None:
-    seen = [[Seen(record(o, at, p)) for o, at in enumerate(times)] for p, times in enumerate(lanes)]
-    merged = list(_merged(iter(seen)))
+    seen = [[MarkedRecord(record(o, at, p)) for o, at in enumerate(times)] for p, times in enumerate(lanes)]
+    merged = list(_merge_by_timestamp(iter(seen)))
     for p, lane in enumerate(seen):
         assert [s for s in merged if s.record.partition == p] == lane
     if all(times == sorted(times) for times in lanes):
@@ -104,13 +104,13 @@ def test_a_topic_that_was_just_created_is_asked_for_again(error: int, patient: b
     """`eos topic create` and `eos topic send` behind each other: the leader may be the last to hear of it."""
     pauses: list[float] = []
 
-    def asked(times: int) -> dict[int, Span]:
+    def asked(times: int) -> dict[int, OffsetRange]:
         cluster = _Cluster(*[error] * times)
         world = World(client=lambda _: cluster, now=itertools.count().__next__, sleep=pauses.append)
-        return spans(Settings({"bootstrap.servers": "b"}), "new", 5.0, world)
+        return topic_offsets(Settings({"bootstrap.servers": "b"}), "new", 5.0, world)
 
     if patient:
-        assert asked(10) == {0: Span(7, 7, 7)}, "10 s later, on a broker that is slow"
+        assert asked(10) == {0: OffsetRange(7, 7, 7)}, "10 s later, on a broker that is slow"
     with pytest.raises(Unavailable, match=r"the offsets of new\[0\] are unavailable"):
         asked(100 if patient else 1)
     assert bool(pauses) == patient
