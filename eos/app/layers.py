@@ -19,7 +19,7 @@ Value = bytes | None
 
 # greater than any field: the fields of int keys have 8 bytes, others begin with a zero byte
 AFTER_FIELDS: Final = b"\xff" * 9
-_FEW: Final = 32  # up to this many names are sorted at each scan, which is faster than keeping them sorted
+_SORT_EACH_TIME: Final = 32  # up to this many names are sorted at each scan, which is faster than keeping them sorted
 
 
 class Span(NamedTuple):
@@ -56,22 +56,22 @@ class Bounds(NamedTuple):
             return Bounds(field + b"\0", self.high)
         return Bounds(self.low, field) if field + b"\0" == self.high else self
 
-    def met(self, passed: bytes, name: bytes, back: bool) -> Bounds:
+    def without_gap(self, passed: bytes, name: bytes, back: bool) -> Bounds:
         """Return the bounds after an iteration found no live field between the name `passed` and `name`."""
         if back:
             return Bounds(self.low, name) if name < self.high <= passed else self
         return Bounds(name, self.high) if passed <= self.low < name else self
 
-    def ended(self, passed: bytes, name: bytes, back: bool) -> Bounds:
+    def at_end(self, passed: bytes, name: bytes, back: bool) -> Bounds:
         """Return the bounds after an iteration ended at `name`."""
-        found = self.met(passed, name, back)
+        found = self.without_gap(passed, name, back)
         if found.low < found.high:
             return found
         at = self.low if self.high == AFTER_FIELDS else self.high  # a list continues its numbers from here
         return Bounds(at, at)
 
 
-class Below(Protocol):
+class LowerCells(Protocol):
     """The entries below a layer of changes."""
 
     def get(self, cell: bytes) -> Value: ...
@@ -103,13 +103,13 @@ class Overlay(dict[bytes, X], Generic[X]):
         low, high, back = span
         high = AFTER_FIELDS if high is None else high
         if self._names is None:
-            if len(self) <= _FEW:
+            if len(self) <= _SORT_EACH_TIME:
                 return iter(sorted([field for field in self if low <= field < high], reverse=back))
             self._names = _sorted_list()(self)
         found: Iterator[bytes] = self._names.irange(low, high, (True, False), back)
         return found
 
-    def over(self, below: Iterator[tuple[bytes, Y]], span: Span) -> Iterator[tuple[bytes, X | Y]]:
+    def merged_with(self, below: Iterator[tuple[bytes, Y]], span: Span) -> Iterator[tuple[bytes, X | Y]]:
         """Yield fields and values in the order of the span, with the changes in place of the entries below.
 
         Changes made during the iteration appear if they lie ahead.
@@ -140,7 +140,7 @@ class Overlay(dict[bytes, X], Generic[X]):
 class Layer:
     """Changes of cells on top of other cells, which stay as they are."""
 
-    def __init__(self, below: Below) -> None:
+    def __init__(self, below: LowerCells) -> None:
         self._below = below
         self.changed: dict[bytes, Value] = {}
         self._rows: dict[bytes, Overlay[Value]] | None = None  # the same by row and field, once a row was read in order
@@ -151,12 +151,12 @@ class Layer:
 
     def put(self, cell: bytes, value: Value) -> None:
         """Change a cell of a row that is never read in order."""
-        if value is None and self._came(cell):
+        if value is None and self._is_new(cell):
             del self.changed[cell]
         else:
             self.changed[cell] = value
 
-    def _came(self, cell: bytes) -> bool:
+    def _is_new(self, cell: bytes) -> bool:
         """Return whether the cell exists only in these changes, so that a delete needs no entry."""
         return cell in self.changed and self._below.get(cell) is None
 
@@ -168,7 +168,7 @@ class Layer:
             own = self._rows[row] = Overlay()
         for field, value in changes.items():
             cell = row + field
-            if value is None and self._came(cell):
+            if value is None and self._is_new(cell):
                 del self.changed[cell]
                 if own is not None:
                     own.drop(field)
@@ -186,7 +186,7 @@ class Layer:
         if self._rows is None:
             self._rows = by_row(self.changed.items())
         own, below = self._rows.get(row), self._below.scan(row, span)
-        return own.over(below, span) if own else below
+        return own.merged_with(below, span) if own else below
 
     def bounds(self, row: bytes) -> Bounds | None:
         """Return the row's bounds; None if they are unknown."""

@@ -38,7 +38,7 @@ def config(
     if target is not None:
         app = load_app(target)
         named = {"group.id": app.id, "transactional.id": f"{app.id}-{loaded.instance}"}
-        if app.reads_several:
+        if app.reads_several_topics:
             named |= dict(loaded.for_several_topics().values.items() - loaded.values.items())
         loaded = loaded.with_values(**named)
         given = [*given, (f"the App {target}", named)]

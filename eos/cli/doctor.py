@@ -77,10 +77,12 @@ def _states(loaded: Settings, app: App) -> list[Finding]:
         changelog.changelogs_of(app.id, app.stateful)
         if app.stateful:
             with ClusterAdmin(loaded) as admin:
-                notes.all_kept({route.sources[0]: route for route in app.stateful}, admin.metadata_by_partition(app.id))
+                notes.require_all_offset_notes(
+                    {route.sources[0]: route for route in app.stateful}, admin.metadata_by_partition(app.id)
+                )
         client = facts.connect(loaded, _TIMEOUT_S) if app.stateful else None
         for route in app.stateful:
-            fit = changelog.fit_of(client, app.id, route)
+            fit = changelog.check_fit(client, app.id, route)
             how = f"is made at the start, with {fit.partitions} partitions" if fit.missing else "is there"
             found.append(Finding("state", Level.OK, f"{route.name}: its changelog {fit.topic} {how}"))
     except (ConfigurationError, Unavailable, NotAuthorised) as error:
@@ -106,7 +108,7 @@ def _take_in(loaded: Settings, app: App) -> list[Finding]:
         return []
     there = topic_names(loaded, _TIMEOUT_S)
     waiting = lacking(app, there)
-    app.take_in(there - waiting.keys())
+    app.add_topics(there - waiting.keys())
     found = [
         Finding("topics", Level.WARNING, why_not_read(topic, letters), f"create {letters}")
         for topic, letters in waiting.items()

@@ -25,7 +25,7 @@ from eos.kafka.admin.tail import OffsetRange, topic_offsets_with
 from eos.kafka.client.settings import Settings
 from eos.records import metadata_with, noted
 from eos.state import notes
-from eos.state.anew import Anew
+from eos.state.full_reset import FullReset
 from eos.worker.loading import load_app
 from eos.worker.new_topics import require_topics, topic_names
 
@@ -117,7 +117,7 @@ def _begin_anew(loaded: Settings, app: App, where: Target, wait: float, dry_run:
     _take_in(loaded, app)
     offsets = GroupOffsets(loaded, app.id, set(app.topics) - app.chained)
     offsets.require_no_members(wait)
-    plan = Anew(loaded, app, where, offsets)
+    plan = FullReset(loaded, app, where, offsets)
     print_table(_table(plan.moves))
     for topic in plan.changelogs:
         print(f"will be emptied: {topic}, which keeps state")
@@ -140,7 +140,7 @@ def _app(target: str) -> App:
 
 def _take_in(loaded: Settings, app: App) -> None:
     if app.patterns:
-        app.take_in(topic_names(loaded, _TIMEOUT_S))
+        app.add_topics(topic_names(loaded, _TIMEOUT_S))
         require_topics(app, loaded.bootstrap_servers)
 
 
@@ -180,7 +180,7 @@ def _with_notes_of_state(loaded: Settings, app: App, moves: list[Move]) -> list[
             return move
         span = kept(changelog_of(app.id, route)).get(partition)
         if move.before is None and (span is None or span.low == span.end):
-            note = notes.noted_of(route, 0, partitions(topic)).noted()
+            note = notes.make_offset_note(route, 0, partitions(topic)).entries()
             return dataclasses.replace(move, metadata=metadata_with(move.metadata, note))
         raise UsageError(
             f"{route.name} of {app.id} has state, which stays as it is: what is read again would change it once more",

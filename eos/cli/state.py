@@ -17,7 +17,7 @@ from rich.table import Table
 from eos.app.definition import App
 from eos.app.routes import changelog_of
 from eos.app.state import Store
-from eos.app.stores import plain
+from eos.app.stores import to_plain
 from eos.cli.options import (
     BootstrapServers,
     Json,
@@ -36,7 +36,7 @@ from eos.errors import ConfigurationError, UsageError
 from eos.kafka.admin.reset import GroupOffsets
 from eos.kafka.client.settings import Settings
 from eos.state import changelog
-from eos.state.begin import Beginning
+from eos.state.begin_empty import EmptyStates
 from eos.worker.loading import load_app
 
 _SHOWN = 20
@@ -116,7 +116,7 @@ def begin(
     (route,) = [route for route in loaded.stateful if route.name in _functions(loaded, [function]).names]
     offsets = GroupOffsets(settings, loaded.id, route.sources)
     offsets.require_no_members(wait)
-    plan = Beginning(settings, loaded, route, offsets)
+    plan = EmptyStates(settings, loaded, route, offsets)
     for name in plan.fresh:
         print(f"{name} of {function} will begin empty")
     for name in plan.gone:
@@ -139,8 +139,8 @@ class _Stateful:
     def rows(self, name: str, settings: Settings, keys: list[str] | None) -> Iterator[Row]:
         """By partition and key. Raises Unavailable, ConfigurationError."""
         route, wanted = self._routes[name], None if keys is None else {key.encode() for key in keys}
-        stores = {store.kept_as: store for store in route.stores}
-        for partition, kept in changelog.kept(settings, changelog_of(self._app_id, route)):
+        stores = {store.stored_name: store for store in route.stores}
+        for partition, kept in changelog.read_state(settings, changelog_of(self._app_id, route)):
             for key, state in kept:
                 if wanted is None or key in wanted:
                     known = {store: cells for store, cells in state.items() if store in stores}
@@ -149,7 +149,7 @@ class _Stateful:
 
 def _read(store: Store, cells: list[tuple[bytes, bytes]]) -> Any:
     try:
-        return plain(store, cells)
+        return to_plain(store, cells)
     except DecodeError as error:
         raise ConfigurationError(
             f"the state {store.name} was kept as something else than the App says: {error}"

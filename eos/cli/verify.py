@@ -74,7 +74,7 @@ def _topics(loaded: Settings, app: App) -> tuple[list[str], list[str], str]:
     app.check()
     refuse_ids(loaded, "eos verify")
     if app.patterns:
-        app.take_in(NewTopics(loaded.without("eos.create.topics"), app).now())
+        app.add_topics(NewTopics(loaded.without("eos.create.topics"), app).now())
     return app.topics, sorted(app.destinations), app.id
 
 

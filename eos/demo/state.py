@@ -17,7 +17,7 @@ from pathlib import Path
 
 from confluent_kafka.admin import NewTopic
 
-from eos.app.cells import named
+from eos.app.cells import parse_cell
 from eos.demo import data, topics
 from eos.demo.faults import Hit, NotProven, Witness, kill_in_a_transaction
 from eos.demo.process import Child
@@ -163,7 +163,7 @@ def prove(servers: str, flights: int, killed: Killed) -> list[Row]:
     uncommitted = len(read_topic(servers, (BY_AIRLINE, BY_DAY), "read_uncommitted", topics.QUIET))
     changes = read_topic(servers, CHANGELOG, config=topics.QUIET)
     found, uneven = _last_of_each(outputs)
-    cells = [(named(cell or b""), value) for cell, value in zip(changes.keys, changes.values, strict=True)]
+    cells = [(parse_cell(cell or b""), value) for cell, value in zip(changes.keys, changes.values, strict=True)]
     kept = {key.decode(): _total(value) for (store, key, _), value in cells if store}
     ends = end_offsets(servers, [t.topic for t in _TOPICS], topics.QUIET)
     hanging = sum(ends.stable[place] != ends.log_end[place] for place in ends.log_end)

@@ -15,11 +15,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from eos.app.ageing import Aged
-from eos.app.cells import named
+from eos.app.cells import parse_cell
 from eos.app.definition import App
+from eos.app.expiry import UnexpiredCells
 from eos.app.routes import Route
-from eos.app.stores import plain
+from eos.app.stores import to_plain
 from eos.encoding.dead_letters import dead_letter_topic
 from eos.encoding.serde import encode, encode_key
 from eos.errors import ConfigurationError
@@ -91,7 +91,7 @@ def run(app: App, records: Iterable[Record | tuple[Any, ...]], *, order: Order =
     offsets: defaultdict[str, int] = defaultdict(int)
     given = records_of(records, offsets)
     app = copy.copy(app)
-    app.take_in(record.topic for record in given)
+    app.add_topics(record.topic for record in given)
     for record in given:
         if record.topic not in app.routes:
             raise ConfigurationError(f"no function of {app!r} gets records of the topic {record.topic!r}")
@@ -145,14 +145,15 @@ def _read_again(app: App, sends: Iterable[Send], offsets: defaultdict[str, int])
 
 def states_of(route: Route, task: Task) -> dict[str, dict[bytes, Any]]:
     """Return the final state of a task: by the name of the state and by key."""
-    left: dict[str, dict[bytes, list[tuple[bytes, bytes]]]] = {store.kept_as: {} for store in route.stores}
-    seen = Aged(task, route.ttls, task.time_ms)
+    left: dict[str, dict[bytes, list[tuple[bytes, bytes]]]] = {store.stored_name: {} for store in route.stores}
+    seen = UnexpiredCells(task, route.ttls, task.time_ms)
     for cell in sorted(task.changed):  # nothing is ever committed here
-        store, key, field = named(cell)
+        store, key, field = parse_cell(cell)
         if (value := seen.get(cell)) is not None:
             left[store].setdefault(key, []).append((field, value))
     return {
-        store.name: {key: plain(store, values) for key, values in left[store.kept_as].items()} for store in route.stores
+        store.name: {key: to_plain(store, values) for key, values in left[store.stored_name].items()}
+        for store in route.stores
     }
 
 

@@ -17,7 +17,7 @@ from confluent_kafka import KafkaError, KafkaException
 
 from eos.app.definition import App
 from eos.app.routes import Route, changelog_of
-from eos.app.stores import plain
+from eos.app.stores import to_plain
 from eos.errors import ConfigurationError, Unavailable, describe_error
 from eos.kafka.admin import facts, tail
 from eos.kafka.client.settings import Settings
@@ -47,7 +47,7 @@ def run_on(
     app = copy.copy(app)
     app.id = f"{app.id}-{uuid.uuid4().hex[:8]}"
     # Other matching topics on this broker belong to other tests.
-    app.take_in(record.topic for record in given)
+    app.add_topics(record.topic for record in given)
     app.patterns = {}
     if not app.topics:
         raise ConfigurationError("no function gets any of these records: no pattern matches the topic of one")
@@ -154,10 +154,10 @@ def _read(settings: Settings, ends: Mapping[Place, int]) -> list[Sent]:
 
 def _state_of(settings: Settings, app: App, route: Route) -> dict[str, dict[bytes, Any]]:
     """Return the committed state of a function: by the name of the state and by key."""
-    stores = {store.kept_as: store for store in route.stores}
+    stores = {store.stored_name: store for store in route.stores}
     found: dict[str, dict[bytes, Any]] = {store.name: {} for store in route.stores}
-    for _, rows in changelog.kept(settings, changelog_of(app.id, route)):
+    for _, rows in changelog.read_state(settings, changelog_of(app.id, route)):
         for key, state in rows:
             for kept_as, cells in state.items():
-                found[stores[kept_as].name][key] = plain(stores[kept_as], cells)
+                found[stores[kept_as].name][key] = to_plain(stores[kept_as], cells)
     return found

@@ -274,7 +274,7 @@ class Sweeper:
         self._partitions, self._timeout_s = partitions, timeout_s
         self._more, self._protect, self._side = dict(settings or {}), protect, side
         self._app = copy.copy(load_app(app))
-        self._app.take_in(records)
+        self._app.add_topics(records)
         self._directory = directory or Path(tempfile.mkdtemp(prefix="eos-sweep-"))
         self._admin = AdminClient({"bootstrap.servers": bootstrap_servers, "log_level": 0})
         self._number = 0

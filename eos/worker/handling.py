@@ -19,9 +19,9 @@ from typing import NamedTuple, Protocol
 
 from eos import log
 from eos.app.definition import App
-from eos.app.lineage import Ledger, check_route, each_with_lineage
+from eos.app.lineage import Ledger, check_route, with_lineage
 from eos.app.policies import Policy, stop
-from eos.app.routes import Route, feed_each
+from eos.app.routes import Route, feed_from
 from eos.app.stores import CellsOf
 from eos.encoding.dead_letters import class_name, dead_letter, message_of
 from eos.encoding.frames import Frame, frames_of, text_of
@@ -147,7 +147,7 @@ class Handler:
             if ledger is not None:
                 check_route(route)
             cells = cells_of(route) if route.stores and cells_of is not None else None
-            made = route.bound(passing, cells) if passing or cells is not None else route
+            made = route.bind(passing, cells) if passing or cells is not None else route
             self._feeds[route] = made.feed if ledger is None else self._feed_of(made.each)
         # The failures of each record. Kept until its offset is committed, because an abort hands the record out again.
         self._failures: dict[Place, int] = {}
@@ -173,7 +173,7 @@ class Handler:
         return now - since - (txn.waited_s - waited_s)
 
     def _feed_of(self, each: Each) -> Feed:
-        return feed_each(each if self._ledger is None else each_with_lineage(each, self._ledger))
+        return feed_from(each if self._ledger is None else with_lineage(each, self._ledger))
 
     def _feed(self, txn: Feeds, feed: Feed, route: Route, records: list[Record]) -> Fed:
         """Feed the transaction and measure the time it takes."""

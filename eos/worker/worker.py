@@ -54,7 +54,7 @@ class Worker(Listener):
         self.settings = settings.with_values(
             **{"group.id": app.id, "transactional.id": f"{app.id}-{settings.instance}"}
         )
-        if app.reads_several:  # however many topics match now: all members must share one assignment strategy
+        if app.reads_several_topics:  # however many topics match now: all members must share one assignment strategy
             self.settings = self.settings.for_several_topics()
         ledger = Ledger() if self.settings["eos.lineage"] else None
         self._keeper: Keeper | None = None
@@ -104,7 +104,7 @@ class Worker(Listener):
         """
         if self._new_topics is None or self._found_topics:
             return
-        names = self.app.take_in(self._new_topics.now())
+        names = self.app.add_topics(self._new_topics.now())
         self._found_topics = True
         self.session.read(self.app.topics, sorted(self.app.destinations), names)
 
@@ -155,7 +155,7 @@ class Worker(Listener):
 
     def states(self) -> list[tuple[str, int, int, int]]:
         """Return for each function with state its name, values, bytes on disk, and changes left to restore."""
-        return [] if self._keeper is None else self._keeper.standing()
+        return [] if self._keeper is None else self._keeper.sizes()
 
     # ---- notifications from the session -----------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class Worker(Listener):
     def new_topics(self) -> list[str]:
         names = [] if self._new_topics is None else self._new_topics.arrived()
         if names:
-            self.app.take_in(names)
+            self.app.add_topics(names)
         for name in names:
             log.info("topic taken in", topic=name, function=self.app.routes[name].name)
         return names

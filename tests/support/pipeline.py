@@ -34,7 +34,7 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 
-from eos.app.cells import named
+from eos.app.cells import parse_cell
 from eos.broker import LocalKafka
 from eos.errors import Unavailable
 from eos.kafka.client.cluster import ClusterAdmin, TransactionalIdState
@@ -621,7 +621,7 @@ def counts_of(
     kept: dict[tuple[int, int, bytes | None], int] = {}
     for source, changes in enumerate(changelogs):
         for partition, cell, value in zip(changes.partition, changes.keys, changes.values, strict=True):
-            store, key, _ = named(cell or b"")
+            store, key, _ = parse_cell(cell or b"")
             if not store:
                 continue  # the task's own: its header
             kept[source, partition_of(int(partition), key), key] = int(value or b"")

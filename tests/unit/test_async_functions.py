@@ -18,8 +18,8 @@ import eos
 import eos.testing
 from eos import App, Out, Record, Settings, dlq, retry, skip
 from eos.app import concurrent
-from eos.app.lineage import Ledger, each_with_lineage
-from eos.app.routes import Route, feed_each
+from eos.app.lineage import Ledger, with_lineage
+from eos.app.routes import Route, feed_from
 from eos.encoding.lineage import HEADER, decode
 from eos.errors import ConfigurationError, IllegalState, Interruption, PoisonRecord, Temporary
 from eos.records import Fed
@@ -139,7 +139,7 @@ def test_lineage_knows_which_output_is_of_which_record() -> None:
 
     ledger, kept = Ledger(), Kept()
     ledger.begin(("in", 0), 0, None)
-    assert feed_each(each_with_lineage(route(f).each, ledger))(records(b"a", b"bb"), kept) == Fed(3, 2, None)
+    assert feed_from(with_lineage(route(f).each, ledger))(records(b"a", b"bb"), kept) == Fed(3, 2, None)
     last = [headers[-1] for *_, headers in kept.sends if headers]
     assert [(name, *decode(source or b"")[2:]) for name, source in last] == [
         (HEADER, 0, 0, 1, 0),
@@ -308,7 +308,7 @@ def test_a_loop_that_a_function_closed_is_no_failure_of_the_next_record() -> Non
         await asyncio.sleep(30)
         return value
 
-    with pytest.raises(IllegalState, match="does not run any more"):
+    with pytest.raises(IllegalState, match="has stopped"):
         eos.testing.run(app, [("in", b"a"), ("in", b"b")])
 
 

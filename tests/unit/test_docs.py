@@ -167,7 +167,7 @@ def test_every_dotted_name_in_documents_about_the_code_exists() -> None:
 
 
 def test_every_name_in_documents_is_in_the_file_that_is_named_with_it() -> None:
-    """As in "eos/state/notes.py `kept_by`, `check_stores`" and "`decide` in spark_connector/marker.py"."""
+    """As in "eos/state/notes.py `require_offset_note`, `check_stores`" and "`decide` in spark_connector/marker.py"."""
     path, quoted = r"((?:eos|spark_connector|tests)/[\w/]+\.py)", r"((?:(?:,? )?`\w+`)+)"
     unknown, checked = [], 0
     for document in OF_CODE:

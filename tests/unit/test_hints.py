@@ -13,14 +13,14 @@ from eos import App, Out, Record, State
 from eos.app import results
 from eos.testing.offline import Ran
 
-SWALLOWED = "a tombstone led to no output"
-PAIR = "a tuple is not a key and a value"
-NOTHING = "a function returned None against its annotation"
+SWALLOWED = "tombstone dropped"
+PAIR = "tuple sent as separate records"
+NOTHING = "function returned None against its annotation"
 
 
 @pytest.fixture(autouse=True)
 def _nothing_said_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "_said", set())
+    monkeypatch.setattr(results, "_warned", set())
 
 
 def app_of(function: Callable[[Any], Any], to: Any = "out", **more: Any) -> App:

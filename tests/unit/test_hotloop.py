@@ -438,7 +438,7 @@ def test_what_is_usual_leads_to_what_the_rules_in_full_say(loop: Any, record: Re
     shape, made_of = made
     app = App("app")
     app.process("in", to=["out", "more"])(lambda _: SHAPES[shape](made_of))
-    route = app.routes["in"].bound(passing or ())
+    route = app.routes["in"].bind(passing or ())
     try:
         wanted: Any = list(route.outputs(record))
     except (ConfigurationError, TypeError, ValueError) as error:

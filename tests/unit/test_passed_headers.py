@@ -119,5 +119,5 @@ def test_without_names_nothing_is_passed() -> None:
 
 
 def test_a_route_keeps_it_when_spark_ships_it() -> None:
-    route = app_of(raw).routes["in"].bound(["traceparent"])
+    route = app_of(raw).routes["in"].bind(["traceparent"])
     assert pickle.loads(pickle.dumps(route)).outputs(records(HEADERS)[0])[0][5] == [("traceparent", b"00-1")]

@@ -153,9 +153,9 @@ def test_dead_letter_topics_are_destinations_and_must_be_names_of_topics() -> No
     app.process(["a", "b"], to="out", on_error=retry(1, then=dlq))(upper)
     app.process("c", to="out", on_error=skip)(upper)
     assert app.destinations == {"out", "a.dlq", "b.dlq"}
-    with pytest.raises(ConfigurationError, match="the topic of dead letters"):
+    with pytest.raises(ConfigurationError, match="the dead-letter topic"):
         app.process("x" * 246, to="out", on_error=dlq)(upper)
-    with pytest.raises(ConfigurationError, match=r"a -> a\.dlq -> a: a circle"):
+    with pytest.raises(ConfigurationError, match=r"a -> a\.dlq -> a: in this cycle"):
         app.process("a.dlq", to="a")(upper)
 
 
@@ -908,7 +908,7 @@ def test_own_decoders_survive_pickling_and_wrong_ones_are_refused() -> None:
         app_of(decode="json")
     with pytest.raises(ConfigurationError, match="encode="):
         app_of(encode=5)
-    with pytest.raises(ConfigurationError, match="gets the Record as it is"):
+    with pytest.raises(ConfigurationError, match="gets the Record unchanged"):
 
         @App("app").process("in", decode=reversed_bytes)
         def whole(record: Record) -> None: ...

@@ -14,7 +14,7 @@ import pytest
 import eos
 import eos.testing
 from eos import App, ListState, MapState, Out, Record, State
-from eos.app.cells import cell_of, named
+from eos.app.cells import cell_of, parse_cell
 from eos.errors import ConfigurationError, IllegalState, UsageError
 from eos.state.tasks import Task
 from eos.state.values import InMemory
@@ -100,7 +100,7 @@ def test_a_generator_and_a_record_without_a_key_follow_the_functions_policy() ->
     ran = run(twice, ("in", "x"), ("in", "x", "a"), on_error=eos.dlq)
     assert ran.values("out") == [b"x", b"1"]
     (letter,) = ran.to("in.dlq")
-    assert dict(letter.headers)["eos-dlq-message"] == b"twice keeps state by key, and this record has no key"
+    assert dict(letter.headers)["eos-dlq-message"] == b"twice keeps state by key, but this record has no key"
 
 
 def test_what_cannot_be_kept_is_the_records_failure_and_a_type_that_changed_the_apps() -> None:
@@ -113,9 +113,9 @@ def test_what_cannot_be_kept_is_the_records_failure_and_a_type_that_changed_the_
     task = Task(InMemory({cell_of("seen", b"a"): b'"text"'}))
     app = App("bank")
     app.process("in", to="out")(count)
-    bound = app.routes["in"].bound(cells_of=lambda _: task)
+    bound = app.routes["in"].bind(cells_of=lambda _: task)
     with pytest.raises(
-        ConfigurationError, match=r"the state seen of the key b'a' is no int .*its type was another one"
+        ConfigurationError, match=r"the state seen of the key b'a' is not of type int .*stored with another type"
     ):
         bound.outputs(Record("in", 0, 0, key=b"a", value=b"x"))
 
@@ -249,7 +249,7 @@ def test_state_is_there_while_its_function_runs_and_nowhere_else() -> None:
         lists[0].append(1)
     app = App("bank")
     app.process("in", to="out")(count)
-    with pytest.raises(IllegalState, match="count has state: run it by"):
+    with pytest.raises(IllegalState, match="count has state: run it with"):
         app.routes["in"].outputs(Record("in", 0, 0, key=b"a", value=b"x"))
     with pytest.raises(UsageError, match="count has state, which only the worker"):
         route_of(app, "in", None)
@@ -270,12 +270,12 @@ def test_what_is_wrong_with_a_definition_is_said_where_it_is_defined() -> None:
 
     def impossible(value: str, seen: State[Callable[[], int]]) -> None: ...
 
-    assert "untyped has state seen of no type" in refused("in", untyped)
+    assert "the state seen of untyped has no type" in refused("in", untyped)
     assert "must be callable with exactly one positional argument" in refused("in", other)
     assert "the state seen of default must be an ordinary parameter" in refused("in", default)
     assert "Callable" in refused("in", impossible)
-    assert "has state, and reads a, b: a function with state reads one topic" in refused(["a", "b"], count)
-    assert "has state, and reads ^in.*" in refused("^in.*", count)
+    assert "has state, but reads a, b: a function with state must read one topic" in refused(["a", "b"], count)
+    assert "has state, but reads ^in.*" in refused("^in.*", count)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -289,10 +289,10 @@ def test_app_refuses_to_write_to_its_own_changelog(first: bool) -> None:
     definitions = [("in", "out", count), ("raw", ["out", changelog], copy)]
     (source, to, function), (other, others, last) = definitions if first else definitions[::-1]
     app.process(source, to=to)(function)
-    with pytest.raises(ConfigurationError, match="'bank-count-changelog', which keeps the state of count"):
+    with pytest.raises(ConfigurationError, match="'bank-count-changelog', the changelog of count"):
         app.process(other, to=others)(last)
     assert app.topics == [source]
-    with pytest.raises(ConfigurationError, match="which keeps the state of count"):
+    with pytest.raises(ConfigurationError, match="the changelog of count"):
         App("bank").process("in", to=changelog)(count)
 
 
@@ -303,26 +303,29 @@ def test_pattern_does_not_take_changelogs_of_its_app() -> None:
     @app.process("^bank-.*")
     def read(record: Record) -> None: ...
 
-    assert app.take_in(["bank-a", "bank-count-changelog", "bank-other-changelog"]) == ["bank-a", "bank-other-changelog"]
+    assert app.add_topics(["bank-a", "bank-count-changelog", "bank-other-changelog"]) == [
+        "bank-a",
+        "bank-other-changelog",
+    ]
 
 
 def test_a_task_knows_its_own_changes_and_forgets_those_of_an_aborted_transaction() -> None:
     task, cell = Task(), cell_of("s", b"k")
     task.put(cell, b"1")
     assert task.get(cell) == b"1"
-    task.undone()
+    task.discard_changes()
     assert task.get(cell) is None
     task.put(cell, b"2")
     task.committed(0.0)
     task.put(cell, None)
     assert task.get(cell) is None
-    task.undone()
+    task.discard_changes()
     assert (task.get(cell), len(task.values)) == (b"2", 1)
     cells = [("s", b"", b""), ("store", b"\0k", b"\0f"), ("store", b"k", b"f")]
-    assert [named(cell_of(*cell)) for cell in cells] == cells
+    assert [parse_cell(cell_of(*cell)) for cell in cells] == cells
     for strange in (b"", b"s\0", b"s\0\0\0\0\5k", b"sk"):
         with pytest.raises(ValueError):
-            named(strange)
+            parse_cell(strange)
 
 
 def test_annotations_that_are_text_are_found_where_the_function_is() -> None:

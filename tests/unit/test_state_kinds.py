@@ -18,7 +18,7 @@ import eos
 import eos.testing
 from eos import App, ListState, MapState, Out, Record, State
 from eos.app import state
-from eos.app.cells import cell_of, rest_of
+from eos.app.cells import cell_of, encode_key
 from eos.app.layers import Span
 from eos.app.state import CompiledStore, Store
 from eos.errors import ConfigurationError, IllegalState, Temporary
@@ -69,15 +69,15 @@ def test_a_map_is_a_dict_that_is_read_in_order(
     open_: dict[Any, list[int]] = {}
     for step in data.draw(st.lists(STEPS, max_size=25)):
         if step in ("commit", "abort"):
-            (lambda: task.committed(0.0) if step == "commit" else task.undone())()
+            (lambda: task.committed(0.0) if step == "commit" else task.discard_changes())()
             committed, open_ = (open_, open_) if step == "commit" else (committed, committed)
             continue
-        seen: MapState[Any, list[int]] = MapState(compiled, task, rest_of(row_key))
+        seen: MapState[Any, list[int]] = MapState(compiled, task, encode_key(row_key))
         now = {key: value.copy() for key, value in open_.items()}
         for _ in range(data.draw(st.integers(1, 3))):
             touch(step, data, seen, now, KEYS[kind])
         seen._encode()
-        seen._leave()
+        seen._close()
         if step != "fail":
             seen._write(task)
             open_ = now
@@ -90,12 +90,12 @@ def test_a_part_of_a_map_begins_with_its_start_and_ends_before_its_stop(where: s
     folder = None if where == "memory" else InFolder.of(tmp_path, "t", "id", engine=ENGINES[where])
     task = Task(InMemory() if folder is None else folder)
     compiled = CompiledStore(Store("seen", MapState, (str, int)))
-    seen: MapState[str, int] = MapState(compiled, task, rest_of(b"k"))
+    seen: MapState[str, int] = MapState(compiled, task, encode_key(b"k"))
     seen.update(a=1, b=2, c=3)
     seen._encode()
     seen._write(task)
     task.committed(0.0)
-    seen = MapState(compiled, task, rest_of(b"k"))
+    seen = MapState(compiled, task, encode_key(b"k"))
     for start, stop, keys in (("a", "c", "ab"), ("b", None, "bc"), (None, "b", "a"), ("b", "b", ""), ("aa", "bb", "b")):
         assert "".join(key for key, _ in seen.range(start, stop)) == keys
         assert "".join(key for key, _ in seen.range(start, stop, reverse=True)) == keys[::-1]
@@ -175,8 +175,8 @@ def test_a_default_is_kept_whenever_it_is_changed_and_two_for_one_key_are_refuse
     ran = run(visit, *of_key("a", *steps), on_error=eos.dlq)
     assert ran.states["visit"] == {"pages": {b"a": {"s": [8], "x": [7], "same": [1]}}, "one": {b"a": [1]}}
     assert [dict(sent.headers)["eos-dlq-message"] for sent in ran.to("in.dlq")] == [
-        b"two defaults of the state pages were changed, and only one can be its value",
-        *[b"two defaults of the state one were changed, and only one can be its value"] * 2,
+        b"two defaults of the state pages were changed, but only one can become its value",
+        *[b"two defaults of the state one were changed, but only one can become its value"] * 2,
     ]
 
 
@@ -202,8 +202,8 @@ def test_a_map_that_is_read_field_by_field_with_defaults_looks_at_each_of_them_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encoded = []
-    real = state._told_apart
-    monkeypatch.setattr(state, "_told_apart", lambda value: encoded.append(value) or real(value))
+    real = state._fingerprint
+    monkeypatch.setattr(state, "_fingerprint", lambda value: encoded.append(value) or real(value))
 
     def visit(what: str, pages: MapState[int, list[int]]) -> None:
         for number in range(100):
@@ -227,9 +227,9 @@ def test_what_a_map_cannot_hold_is_the_records_failure() -> None:
 
     ran = run(bad, *of_key("a", "none", "kind", "long", "missing", "fits"), on_error=eos.dlq)
     assert [dict(sent.headers)["eos-dlq-message"] for sent in ran.to("in.dlq")] == [
-        b"the state seen cannot be None: `del` of its key says that there is none",
-        b"5 is no str, which the map's keys are",
-        b"a map's key has 400 bytes at the most, and this one 401",
+        b"the state seen cannot be None: use `del` of its key to delete it",
+        b"5 is not of type str, as the map's keys are",
+        b"a map's key has at most 400 bytes, but this one has 401",
         b"'never'",
     ]
     assert ran.states["bad"]["seen"] == {b"a": {"x" * 400: 1}}
@@ -308,7 +308,7 @@ def test_kept_state_raises_while_another_record_runs(shape: str) -> None:
     else:
         app.process("in", to="out")(visit if shape == "single" else visit_async)
     task = Task()
-    bound = app.routes["in"].bound(cells_of=lambda _: task)
+    bound = app.routes["in"].bind(cells_of=lambda _: task)
     outputs = [
         bound.outputs(Record("in", 0, n, key=key, value=value))[0][1]
         for n, (key, value) in enumerate([(b"a", b"keep"), (b"b", b"use"), (b"a", b"use")])
@@ -339,11 +339,11 @@ def test_kept_iterator_raises_before_it_reads_the_engine(where: str, tmp_path: P
     folder = None if where == "memory" else InFolder.of(tmp_path, "t", "id", engine=ENGINES[where])
     task = Task(InMemory() if folder is None else folder)
     compiled = CompiledStore(Store("seen", MapState, (int, int)))
-    task.values.apply({compiled.begin + rest_of(b"k") + compiled.field(n): b"1" for n in range(9)}, 1, 0.0)
-    seen: MapState[int, int] = MapState(compiled, task, rest_of(b"k"))
+    task.values.apply({compiled.begin + encode_key(b"k") + compiled.field(n): b"1" for n in range(9)}, 1, 0.0)
+    seen: MapState[int, int] = MapState(compiled, task, encode_key(b"k"))
     begun, not_begun = seen.range(), seen.range(reverse=True)
     assert next(begun) == (0, 1)
-    seen._leave()
+    seen._close()
     task.values.apply({cell_of("seen", b"other"): b"1"}, 2, 0.0)
     for iterator in (begun, not_begun):
         with pytest.raises(IllegalState, match="the state seen was used after its function had returned"):
@@ -397,7 +397,7 @@ def test_a_list_grows_at_its_end_and_an_append_writes_its_own_value_only() -> No
     task = Task()
     compiled = CompiledStore(Store("seen", ListState, (int,)))
     for number in range(3):
-        held: ListState[int] = ListState(compiled, task, rest_of(b"k"))
+        held: ListState[int] = ListState(compiled, task, encode_key(b"k"))
         held.append(number)
         held._encode()
         held._write(task)
@@ -439,7 +439,7 @@ def test_a_batch_has_records_of_one_partition_where_the_same_key_is_another_stat
             seen[record.key or b""].set(seen[record.key or b""].get(0) + 1)
         return []
 
-    bound = app.routes["in"].bound(cells_of=lambda record: tasks[record.partition])
+    bound = app.routes["in"].bind(cells_of=lambda record: tasks[record.partition])
     bound.outputs_batch([Record("in", n % 3 % 2, n, key=b"k", value=b"x") for n in range(6)])
     assert [task.get(cell_of("seen", b"k")) for task in tasks.values()] == [b"4", b"2"]
 
@@ -473,7 +473,7 @@ def test_a_folder_that_cannot_be_read_is_no_records_failure_and_is_begun_anew(tm
     kept = folder()
     with pytest.raises(Temporary, match="state cannot be read"):
         task = Task(kept)
-        bound = app.routes["in"].bound(cells_of=lambda _: task)
+        bound = app.routes["in"].bind(cells_of=lambda _: task)
         for n in range(0, 20_000, 40):
             bound.outputs(Record("in", 0, n, key=b"k%d" % n, value=b"x"))
     kept.close()
@@ -603,12 +603,12 @@ def test_what_is_wrong_with_a_kind_is_said_where_it_is_defined() -> None:
 
     def foreign(value: str, seen: State[object]) -> None: ...
 
-    assert "the first parameter of alone, seen, is annotated as state: the first one gets the rec" in refused(alone)
+    assert "the first parameter of alone, seen, is annotated as state, but gets the record" in refused(alone)
     assert refused(foreign).startswith("the state seen of foreign: no decoder for the annotation object: ")
-    assert "untyped has state seen of no type: annotate it MapState[str, int]" in refused(untyped)
-    assert "the keys of the map seen of dated are float: they can be str, bytes, int" in refused(dated)
+    assert "the state seen of untyped has no type: annotate it, for example MapState[str, int]" in refused(untyped)
+    assert "the keys of the map seen of dated are float, but must be one of str, bytes, int" in refused(dated)
     assert refused(one, batch=True) == (
-        "one gets many records, and the state seen is one key's: annotate it dict[bytes, State[int]]"
+        "one gets many records, but the state seen is for one key: annotate it dict[bytes, State[int]]"
     )
-    assert "seen is a mapping of many keys': annotate it State[int]" in refused(many)
+    assert "seen is a mapping for many keys: annotate it State[int]" in refused(many)
     assert "annotated dict[bytes, ...]: keys are bytes" in refused(text, batch=True)

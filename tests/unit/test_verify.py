@@ -20,8 +20,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from eos.app.definition import App
-from eos.app.lineage import Ledger, check_route, each_with_lineage
-from eos.app.routes import feed_each
+from eos.app.lineage import Ledger, check_route, with_lineage
+from eos.app.routes import feed_from
 from eos.cli.verify import NothingToExamine, _tell
 from eos.encoding.lineage import HEADER, Source, Tally, decode, encode, tally_of
 from eos.errors import ConfigurationError
@@ -80,12 +80,12 @@ def written(ledger: Ledger) -> str:
 def test_counts_go_on_where_the_last_commit_left_them_whoever_made_it() -> None:
     first = Ledger()
     first.begin(A, 7, None)
-    assert [first.handled(A, n) for n in (2, 0, 3)] == [0, 2, 2]
+    assert [first.count(A, n) for n in (2, 0, 3)] == [0, 2, 2]
     metadata = written(first)
     first.committed()
     second = Ledger()
     second.begin(A, 10, metadata)
-    assert second.handled(A, 1) == 5
+    assert second.count(A, 1) == 5
     assert second.tally(A) == Tally(7, 4, 6)
 
 
@@ -107,17 +107,17 @@ def test_a_group_whose_offsets_another_client_committed_is_counted_anew() -> Non
 def test_what_an_aborted_transaction_counted_is_counted_again() -> None:
     ledger = Ledger()
     ledger.begin(A, 0, None)
-    ledger.handled(A, 1)
+    ledger.count(A, 1)
     ledger.committed()
-    ledger.handled(A, 5)
+    ledger.count(A, 5)
     ledger.undone()
-    assert (ledger.handled(A, 1), ledger.tally(A)) == (1, Tally(0, 2, 2))
+    assert (ledger.count(A, 1), ledger.tally(A)) == (1, Tally(0, 2, 2))
 
 
 def test_a_partition_that_begins_again_forgets_what_was_open() -> None:
     ledger = Ledger()
     ledger.begin(A, 0, None)
-    ledger.handled(A, 5)
+    ledger.count(A, 5)
     ledger.begin(A, 3, '{"lineage": [0, 3, 4]}')
     assert ledger.tally(A) == Tally(0, 3, 4)
 
@@ -129,7 +129,7 @@ def feed(function: Callable[[Record], Any], records: list[Record]) -> tuple[list
     app, ledger, kept = App("app"), Ledger(), Kept()
     app.process("a", to="out")(function)
     ledger.begin(A, 0, None)
-    fed = feed_each(each_with_lineage(app.routes["a"].each, ledger))(records, kept)
+    fed = feed_from(with_lineage(app.routes["a"].each, ledger))(records, kept)
     return kept.sends, fed, ledger
 
 

@@ -139,7 +139,7 @@ def _random_transactional_id() -> None:
 def _outputs_before_the_function_returned() -> None:
     """Every 97th record fails half way in its first run: its first output is out by then."""
     from eos.app.policies import retry
-    from eos.app.routes import Route, put
+    from eos.app.routes import Route, send_to
     from eos.records import Fed, Record, Sink
 
     original = Route.__init__
@@ -153,7 +153,7 @@ def _outputs_before_the_function_returned() -> None:
             for handled, record in enumerate(records):
                 place = (record.topic, record.partition, record.offset)
                 for number, send in enumerate(self.outputs(record)):
-                    put(send, sink)
+                    send_to(send, sink)
                     sent += 1
                     if number == 0 and record.offset % 97 == 96 and place not in seen:
                         seen.add(place)

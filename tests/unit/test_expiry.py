@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 import eos
 import eos.testing
 from eos import App, ConfigurationError, ListState, MapState, Out, Record, State
-from eos.app.ageing import stamped
 from eos.app.cells import TIME, cell_of, store_of
+from eos.app.expiry import add_write_time
 from eos.state import tasks
 from eos.state.engines import ENGINES
 from eos.state.folders import InFolder
-from eos.state.tasks import Sent, Task
+from eos.state.tasks import ChangelogEntry, Task
 from eos.state.values import InMemory, Values
 
 TTL = timedelta(milliseconds=10)
@@ -115,14 +115,14 @@ RECORDS = st.lists(
 def test_a_value_is_there_for_so_long_behind_its_last_write_whatever_happens_in_between(
     where: str, steps: list[tuple[bytes, str, int, str]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    base, changelog = tmp_path_factory.mktemp("ages"), list[Sent]()
+    base, changelog = tmp_path_factory.mktemp("ages"), list[ChangelogEntry]()
     route = app_of({"times": TTL, "pages": TTL, "last": TTL}).routes["in"]
 
     def values_of() -> Values:
         return values_in(where, base, route.ttls)
 
     task = Task(values_of(), route.ttls)
-    bound = route.bound(cells_of=lambda _: task)
+    bound = route.bind(cells_of=lambda _: task)
     model, now, uncommitted = Model(), 100, list[Record]()
 
     def handle(record: Record) -> str | None:
@@ -140,11 +140,11 @@ def test_a_value_is_there_for_so_long_behind_its_last_write_whatever_happens_in_
         uncommitted.append(record)
         if then in ("commit", "restart", "lost"):
             task.expire()
-            changelog += task.to_send()
+            changelog += task.changelog_entries()
             task.committed(0.0)
             uncommitted = []
         if then == "abort":
-            task.undone()
+            task.discard_changes()
             for again in uncommitted:
                 handle(again)
         if then in ("restart", "lost"):
@@ -157,17 +157,17 @@ def test_a_value_is_there_for_so_long_behind_its_last_write_whatever_happens_in_
 
 def values_in(where: str, base: Path, ttls: Mapping[bytes, int]) -> Values:
     if where == "memory":
-        return InMemory(ageing=ttls)
-    folder = InFolder.of(base, "t", "id", ageing=ttls, engine=ENGINES[where])
+        return InMemory(expiring=ttls)
+    folder = InFolder.of(base, "t", "id", expiring=ttls, engine=ENGINES[where])
     assert folder is not None
     return folder
 
 
-def restored(values: Values, changelog: list[Sent], ttls: Mapping[bytes, int]) -> Values:
+def restored(values: Values, changelog: list[ChangelogEntry], ttls: Mapping[bytes, int]) -> Values:
     """As eos/state/restoring.py does it, from where these values stand."""
     news: dict[bytes, bytes | None] = {}
     for cell, value, at in changelog:
-        news[cell] = stamped(at, value) if store_of(cell) in ttls and value is not None else value
+        news[cell] = add_write_time(at, value) if store_of(cell) in ttls and value is not None else value
     if values.get(TIME) is None:
         values.apply(news, 0, 0.0)
     written = [at for _, at in values.oldest(b"times")]
@@ -177,10 +177,10 @@ def restored(values: Values, changelog: list[Sent], ttls: Mapping[bytes, int]) -
 
 def test_what_is_over_leaves_the_changelog_and_the_values_with_the_next_transactions() -> None:
     route = app_of().routes["in"]
-    task = Task(InMemory(ageing=route.ttls), route.ttls)
-    bound = route.bound(cells_of=lambda _: task)
+    task = Task(InMemory(expiring=route.ttls), route.ttls)
+    bound = route.bind(cells_of=lambda _: task)
     bound.outputs(Record("in", 0, 0, 1_000, b"a", b"x"))
-    sent = {cell: (value, at) for cell, value, at in task.to_send()}
+    sent = {cell: (value, at) for cell, value, at in task.changelog_entries()}
     assert sent[cell_of("times", b"a")] == (b"1", 1_000), "the value itself, and the records' time"
     assert sent[cell_of("all", b"a")] == (b"1", 1_000)
     task.expire()
@@ -188,7 +188,7 @@ def test_what_is_over_leaves_the_changelog_and_the_values_with_the_next_transact
     for at in (1_009, 900, 1_010):  # a late one does not turn the time back
         bound.outputs(Record("in", 0, 1, at, b"b", b"look"))
         task.expire()
-        gone = {cell for cell, value, _ in task.to_send() if value is None}
+        gone = {cell for cell, value, _ in task.changelog_entries() if value is None}
         assert len(gone) == (4 if at == 1_010 else 0)
     task.committed(0.0)
     assert len(task.values) == 2, "what b has: all; and the time"
@@ -199,7 +199,7 @@ def test_what_is_set_lives_on_though_it_is_what_it_was(where: str, tmp_path: Pat
     route = app_of().routes["in"]
     values = values_in(where, tmp_path, route.ttls)
     task = Task(values, route.ttls)
-    bound = route.bound(cells_of=lambda _: task)
+    bound = route.bind(cells_of=lambda _: task)
     for at in (100, 109, 118):
         bound.outputs(Record("in", 0, 0, at, b"a", b"same"))
         task.expire()
@@ -211,9 +211,9 @@ def test_what_is_set_lives_on_though_it_is_what_it_was(where: str, tmp_path: Pat
 
 
 def test_much_that_is_over_at_once_goes_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "_MOST_OVER", 5)
-    values = InMemory(ageing=[b"s"])
-    values.apply({cell_of("s", b"%d" % n): stamped(n, b"") for n in range(12)} | {TIME: b"50"}, 0, 0.0)
+    monkeypatch.setattr(tasks, "_MAX_EXPIRED", 5)
+    values = InMemory(expiring=[b"s"])
+    values.apply({cell_of("s", b"%d" % n): add_write_time(n, b"") for n in range(12)} | {TIME: b"50"}, 0, 0.0)
     task = Task(values, {b"s": 10})
     for left in (8, 3, 1, 1):
         task.expire()
@@ -278,7 +278,7 @@ def test_failed_record_moves_no_time_and_touches_no_task(
     app: App, page: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = Task(ttls={b"times": 10})
-    route = app.routes["in"].bound(cells_of=lambda _: task)
+    route = app.routes["in"].bind(cells_of=lambda _: task)
 
     def run(at: int, value: bytes) -> None:
         route.outputs(Record("in", 0, 0, at, b"a", value))
@@ -287,10 +287,10 @@ def test_failed_record_moves_no_time_and_touches_no_task(
         monkeypatch.setattr(State, "set", lambda state, value: setattr(state, "_value", object()))
     with pytest.raises((TypeError, ZeroDivisionError)):
         run(100, page)
-    assert (task.time_ms, task.touched) == (0, False)
+    assert (task.time_ms, task.has_changes) == (0, False)
     monkeypatch.undo()
     run(90, b"x")
-    assert (task.time_ms, task.touched) == (90, True)
+    assert (task.time_ms, task.has_changes) == (90, True)
 
 
 def batch_app(calls: list[int]) -> App:
@@ -340,7 +340,7 @@ def test_batch_with_ttl_gives_what_its_records_give_one_by_one(
     for fetched in (1, len(records), data.draw(st.integers(1, len(records)))):
         app = batch_app([])
         tasks_ = [Task(ttls=app.routes["in"].ttls) for _ in range(2)]
-        bound = app.routes["in"].bound(cells_of=lambda record, tasks_=tasks_: tasks_[record.partition])
+        bound = app.routes["in"].bind(cells_of=lambda record, tasks_=tasks_: tasks_[record.partition])
         sends: list[list[Any]] = [[], []]
         for at in range(0, len(records), fetched):
             for partition in (0, 1):
@@ -349,7 +349,7 @@ def test_batch_with_ttl_gives_what_its_records_give_one_by_one(
         # Which numbers a list's values have does not matter, but their order and times.
         lists = [[cell for cell in sorted(task.changed) if store_of(cell) == b"last"] for task in tasks_]
         live = [
-            [task.changed[cell] for cell in of_task if task.changed[cell] > stamped(task.time_ms - 10, b"\xff")]
+            [task.changed[cell] for cell in of_task if task.changed[cell] > add_write_time(task.time_ms - 10, b"\xff")]
             for task, of_task in zip(tasks_, lists, strict=True)
         ]
         others = [{cell: value for cell, value in task.changed.items() if store_of(cell) != b"last"} for task in tasks_]
@@ -364,7 +364,7 @@ def test_batch_is_cut_only_where_a_key_comes_again_later() -> None:
         if not ttl:
             app.routes["in"].stores = tuple(store._replace(ttl_ms=None) for store in app.routes["in"].stores)
         task = Task(ttls=app.routes["in"].ttls)
-        bound = app.routes["in"].bound(cells_of=lambda _: task)
+        bound = app.routes["in"].bind(cells_of=lambda _: task)
         bound.outputs_batch([Record("in", 0, n, at, key, b"x") for n, (key, at) in enumerate(records)])
         return found
 
@@ -378,11 +378,11 @@ def test_batch_that_fails_in_a_later_cut_changes_nothing() -> None:
     found: list[int] = []
     app = batch_app(found)
     task = Task(ttls=app.routes["in"].ttls)
-    bound = app.routes["in"].bound(cells_of=lambda _: task)
+    bound = app.routes["in"].bind(cells_of=lambda _: task)
     with pytest.raises(ValueError, match="bad"):
         bound.outputs_batch([Record("in", 0, n, 100 + n, b"a", page) for n, page in enumerate([b"x", b"y", b"bad"])])
     assert found == [1, 1, 1]
-    assert (task.changed, task.touched) == ({}, False)
+    assert (task.changed, task.has_changes) == ({}, False)
 
 
 def test_what_is_left_of_a_run_is_what_is_not_over() -> None:
@@ -396,8 +396,8 @@ def test_what_is_left_of_a_run_is_what_is_not_over() -> None:
 @pytest.mark.parametrize(
     ("ttl", "said"),
     [
-        ({"seen": TTL}, "ttl= of visit names 'seen', and its state is times, pages, last, all"),
-        (timedelta(0), r"ttl= of visit is datetime.timedelta\(0\): it must be a timedelta of a millisecond or more"),
+        ({"seen": TTL}, "ttl= of visit names 'seen', but its state is times, pages, last, all"),
+        (timedelta(0), r"ttl= of visit is datetime.timedelta\(0\): it must be a timedelta of at least a millisecond"),
         (60, "ttl= of visit is 60: it must be a timedelta"),
         ({"times": 60}, "ttl= of visit is 60: it must be a timedelta"),
     ],
@@ -408,7 +408,7 @@ def test_a_time_to_live_that_is_none_is_refused_where_it_stands(ttl: Any, said: 
 
 
 def test_a_function_without_state_has_nothing_to_forget() -> None:
-    with pytest.raises(ConfigurationError, match="ttl= of f says how long state is kept, and it has none"):
+    with pytest.raises(ConfigurationError, match="f has ttl= but no state"):
         App("shop").process("in", ttl=TTL)(f)
 
 
@@ -416,12 +416,12 @@ def f(value: str) -> None: ...
 
 
 def test_a_folder_of_another_time_to_live_is_begun_anew(tmp_path: Path) -> None:
-    for ageing, left in (([b"s"], 0), ([b"s"], 1), ([], 0)):
-        folder = InFolder.of(tmp_path, "t", "id", ageing=ageing)
+    for expiring, left in (([b"s"], 0), ([b"s"], 1), ([], 0)):
+        folder = InFolder.of(tmp_path, "t", "id", expiring=expiring)
         assert folder is not None
         assert len(folder) == left
-        folder.apply({cell_of("s", b"k"): stamped(5, b"v")}, 1, 0.0)
-        assert list(folder.oldest(b"s") if ageing else ()) == [(cell_of("s", b"k"), 5)] * len(ageing)
+        folder.apply({cell_of("s", b"k"): add_write_time(5, b"v")}, 1, 0.0)
+        assert list(folder.oldest(b"s") if expiring else ()) == [(cell_of("s", b"k"), 5)] * len(expiring)
         folder.close()
 
 
@@ -432,14 +432,14 @@ def test_oldest_entries_are_looked_for_where_the_last_were_found(
     folder = values_in(where, tmp_path, {b"s": 10})
     assert isinstance(folder, InFolder)
     starts: list[bytes] = []
-    notes = folder._engine.notes
-    monkeypatch.setattr(folder._engine, "notes", lambda low, high: (starts.append(low), notes(low, high))[1])
+    scan_notes = folder._engine.scan_notes
+    monkeypatch.setattr(folder._engine, "scan_notes", lambda low, high: (starts.append(low), scan_notes(low, high))[1])
 
     def oldest() -> list[int]:
         return [at for _, at in folder.oldest(b"s")]
 
     def write(*times: int) -> None:
-        folder.apply({cell_of("s", b"%d" % at): stamped(at, b"") for at in times}, 0, 0.0)
+        folder.apply({cell_of("s", b"%d" % at): add_write_time(at, b"") for at in times}, 0, 0.0)
 
     write(*range(5, 100))
     for at in range(5, 100):
